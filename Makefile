@@ -1,0 +1,43 @@
+PYTHON ?= python3
+SEED ?= 0
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install quickstart tutorial test test-slow torture lint bench clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
+
+install: $(INSTALLED)  ## the virtual environment in .venv, with the exact versions of constraints.txt
+
+$(INSTALLED): pyproject.toml rewards/pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ./rewards --editable '.[dev]'
+	touch $@
+
+quickstart: $(INSTALLED)  ## warm-start a tiny model, train it with GRPO, print accuracy before and after (SEED=0)
+	$(BIN)/python -m grpo_recipes.quickstart --seed $(SEED)
+
+test: $(INSTALLED)  ## the quick part of the test suite
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(INSTALLED)  ## the rest of the test suite
+	$(BIN)/python -m pytest -m slow
+
+torture: $(INSTALLED)  ## kill training 20 times at random moments, resume, compare with runs left alone (SEED=0)
+	$(BIN)/python -m tests.grpo_recipes.torture --kills 20 --seed $(SEED) --record benchmarks/results/torture.md
+
+tutorial: $(INSTALLED)  ## the quickstart, evaluated, diagnosed and reported; makes the pictures of docs/tutorial.md
+	$(BIN)/python docs/tutorial.py
+
+lint: $(INSTALLED)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)  ## every benchmark that runs on a CPU, each printing a table of ratios
+	for file in benchmarks/*.py; do $(BIN)/python $$file || exit 1; done
+
+clean:  ## remove the virtual environment and caches (not runs/)
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,272 @@
+"""Correctness rewards side by side, in one run: speed, cost against length, and texts made to break them.
+
+    python benchmarks/rewards.py [--rounds 7] [--solutions model_solutions.jsonl]
+
+Peers: TRL's `accuracy_reward`, math-verify on the whole text, and the source document's rule (`rule: source`, and the
+same rule as its description reads, with its number pattern). Each sees the layout that it expects. Rounds are
+interleaved in shuffled order, figures are medians, and ratios compare medians of the same run. `--solutions` takes the
+texts of GSM8K's released model solutions instead of made-up ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import version
+
+from grpo_rewards.correctness import GSM8KCorrectness, MathCorrectness
+
+Scorer = Callable[[list, list[str]], list]
+ROWS, GROUP = 1024, 4
+
+
+def trl_accuracy(completions: list, golds: list[str]) -> list:
+    """TRL's reward; its gold must be LaTeX to parse reliably, so it gets the number in `\\boxed`."""
+    from trl.rewards import accuracy_reward
+
+    return accuracy_reward(completions, solution=[f"$\\boxed{{{gold}}}$" for gold in golds])
+
+
+def math_verify_whole_text(completions: list, golds: list[str]) -> list:
+    """math-verify's defaults on the whole completion."""
+    from math_verify import parse, verify
+
+    return [
+        float(verify(parse(gold), parse(completion[0]["content"])))
+        for completion, gold in zip(completions, golds, strict=True)
+    ]
+
+
+_DOCUMENT_NUMBER = re.compile(r"(?:^|\s|=)\s*(-?\d*\.?\d+)\s*$")
+
+
+def _document_number(text: str) -> float | None:
+    match = _DOCUMENT_NUMBER.search(text.replace("$", "").replace("%", ""))
+    return float(match.group(1)) if match else None
+
+
+def source_document_rule(completions: list, golds: list[str]) -> list:
+    """The rule of "GRPO from scratch", from its description: last answer block, equal as string (2) or float (1.5)."""
+    rewards = []
+    for completion, gold in zip(completions, golds, strict=True):
+        blocks = completion[0]["content"].split("<answer>")
+        answer = None
+        if len(blocks) > 1 and "</answer>" in blocks[-1]:
+            answer = blocks[-1].split("</answer>")[0].strip()
+            answer = None if answer == "..." else answer
+        if answer == gold:
+            rewards.append(2.0)
+            continue
+        number = _document_number(str(answer))
+        rewards.append(1.5 if number is not None and number == _document_number(str(gold)) else 0.0)
+    return rewards
+
+
+def source_document(completions: list, golds: list[str]) -> list:
+    """The same as the document runs it: it also counts the words of every completion."""
+    rewards = source_document_rule(completions, golds)
+    _ = [len(completion[0]["content"].split()) for completion in completions]
+    return rewards
+
+
+def ours(reward: Callable[..., list]) -> Scorer:
+    """One of our rewards in the form of the others."""
+    return lambda completions, golds: reward(prompts=golds, completions=completions, answer=golds)
+
+
+TAGGED = "<think>\n{body}\n</think>\n<answer>\n{answer}\n</answer>"
+BOXED = "<think>\n{body}\n</think>\nThe answer is $\\boxed{{{answer}}}$."
+SCORERS: dict[str, tuple[Scorer, str]] = {
+    "gsm8k_correctness": (ours(GSM8KCorrectness()), TAGGED),
+    "gsm8k_correctness, extract: auto": (ours(GSM8KCorrectness(extract="auto")), TAGGED),
+    "math_correctness": (ours(MathCorrectness()), BOXED),
+    "gsm8k_correctness, rule: source": (ours(GSM8KCorrectness(rule="source")), TAGGED),
+    "source document": (source_document, TAGGED),
+    "source document, without word count": (source_document_rule, TAGGED),
+    "TRL accuracy_reward": (trl_accuracy, BOXED),
+    "math-verify, whole text": (math_verify_whole_text, BOXED),
+}
+BASE = "gsm8k_correctness"
+
+
+def made_up_solutions(rng: random.Random) -> list[tuple[str, str, str]]:
+    """Return (reasoning, answer, gold) rows with the shares of GSM8K's model solutions: 40 % right, 95 % integers."""
+    rows = []
+    for _ in range(ROWS // GROUP):
+        gold = rng.randint(1, 5000)
+        for _ in range(GROUP):
+            answer = gold if rng.random() < 0.4 else rng.randint(1, 5000)
+            text = f"{answer + 0.25}" if rng.random() < 0.05 else str(answer)
+            steps = [f"She has {rng.randint(2, 99)} boxes of {rng.randint(2, 99)} pens each." for _ in range(7)]
+            rows.append((" ".join(steps), text, str(gold)))
+    return rows
+
+
+def recorded_solutions(path: str, rng: random.Random) -> list[tuple[str, str, str]]:
+    """Return the same rows from GSM8K's released model solutions, the four of a problem next to each other."""
+    with open(path, encoding="utf-8") as lines:
+        problems = rng.sample([json.loads(line) for line in lines], ROWS // GROUP)
+    rows = []
+    for problem in problems:
+        gold = problem.pop("ground_truth").rpartition("A:")[2].strip()
+        for solution in (value["solution"] for value in problem.values() if isinstance(value, dict)):
+            body, _, answer = solution.rpartition("\nA:")
+            rows.append((body, answer.strip(), gold))
+    return rows
+
+
+def completions_of(rows: Sequence[tuple[str, str, str]], layout: str) -> list:
+    """Return TRL's conversational completions of the rows in a layout."""
+    texts = (layout.format(body=body, answer=answer) for body, answer, _ in rows)
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+def median_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Return each call's median time over rounds in shuffled order, each measured call after an unmeasured one."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    order, rng = list(calls), random.Random(0)
+    for _ in range(rounds):
+        rng.shuffle(order)
+        for name in order:
+            gc.collect()
+            calls[name]()  # nobody pays for the garbage and the caches that another left behind
+            start = time.perf_counter()
+            calls[name]()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def print_speed(rows: Sequence[tuple[str, str, str]], rounds: int) -> None:
+    """Print completions per second, as a rate and against the first scorer."""
+    golds = [gold for *_, gold in rows]
+    calls = {name: partial(scorer, completions_of(rows, layout), golds) for name, (scorer, layout) in SCORERS.items()}
+    seconds = median_seconds(calls, rounds)
+    length = statistics.fmean(len(body) for body, *_ in rows)
+    print(f"\nSpeed, {len(rows)} completions of about {length:.0f} characters, {rounds} rounds")
+    print(f"{'scorer':36}{'completions/s':>14}{BASE + ' is faster by':>34}")
+    for name, value in seconds.items():
+        print(f"{name:36}{len(rows) / value:>14,.0f}{value / seconds[BASE]:>33.1f}x")
+
+
+def print_length(rounds: int) -> None:
+    """Print the cost of one completion of 16,000 characters against one of 250."""
+    print("\nCost of one completion against its length")
+    print(f"{'scorer':36}{'250 chars':>14}{'16,000 chars':>14}{'ratio':>8}")
+    sentence = "She has 12 boxes of 30 pens each, so 360. "
+    calls = {}
+    for name, (scorer, layout) in SCORERS.items():
+        for length in (250, 16_000):
+            body = (sentence * 400)[:length]
+            batch = [[{"role": "assistant", "content": layout.format(body=body, answer="18")}]] * 50
+            calls[f"{name}/{length}"] = partial(scorer, batch, ["18"] * 50)
+    seconds = median_seconds(calls, rounds)
+    for name in SCORERS:
+        short, long = (seconds[f"{name}/{length}"] / 50 * 1e6 for length in (250, 16_000))
+        print(f"{name:36}{short:>11.2f} µs{long:>11.2f} µs{long / short:>8.1f}")
+
+
+ADVERSARIAL = {
+    "10^{10^{10}}": "10^{10^{10}}",
+    "9^{9^{9^9}}": "9^{9^{9^9}}",
+    "7^{100000000}": "7^{100000000}",
+    "1\\times10^{999999999}": "1\\times10^{999999999}",
+    "100000000!": "100000000!",
+    "\\binom{20000}{10000}": "\\binom{20000}{10000}",
+    "gcd of powers": "\\gcd(7^{10000000},3^{10000000})",
+    "5,000 braces": "{" * 5000 + "}" * 5000,
+    "8,000 spaces": "1" + " " * 8000 + "x",
+    "16,000 tags": "\n</think>\n<answer>\n" * 16_000,
+    "1 MB of text": "18 " * 350_000,
+    "NUL and a lone surrogate": "\x00\ud800",
+}
+TEXT_LIMIT_SECONDS = 6
+
+
+def print_adversarial() -> None:
+    """Print how long each scorer takes on each text off the main thread, where SIGALRM cannot help."""
+    names = [BASE, "math_correctness", "source document", "TRL accuracy_reward", "math-verify, whole text"]
+    print(f"\nOne adversarial answer in a worker thread (gold x+1; stopped after {TEXT_LIMIT_SECONDS} s)")
+    print(f"{'text':26}" + "".join(f"{name:>25}" for name in names))
+    for kind in ADVERSARIAL:
+        print(f"{kind:26}" + "".join(f"{_adversarial_cell(name, kind):>25}" for name in names), flush=True)
+
+
+def _adversarial_cell(name: str, kind: str) -> str:
+    command = [sys.executable, __file__, "--cell", name, kind]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=TEXT_LIMIT_SECONDS + 20)
+    except subprocess.TimeoutExpired:
+        return "hangs"
+    return run.stdout.strip().splitlines()[-1] if run.returncode == 0 else "dies"
+
+
+def measure_cell(name: str, kind: str) -> None:
+    """Print one cell of the adversarial table. Runs in a process of its own, which a hang takes down."""
+    import os
+    import threading
+
+    scorer, layout = SCORERS[name]
+    scorer(completions_of([("", "x-1", "")], layout), ["x+1"])  # imports, and our server's start
+    batch, outcome = completions_of([("", ADVERSARIAL[kind], "")], layout), []
+
+    def score() -> None:
+        start = time.perf_counter()
+        try:
+            scorer(batch, ["x+1"])
+            outcome.append(f"{1000 * (time.perf_counter() - start):,.1f} ms")
+        except Exception as error:
+            outcome.append(f"raises {type(error).__name__}")
+
+    thread = threading.Thread(target=score, daemon=True)
+    thread.start()
+    thread.join(TEXT_LIMIT_SECONDS)
+    print(outcome[0] if outcome else "hangs", flush=True)
+    from grpo_rewards.symbolic import shut_down
+
+    shut_down()
+    os._exit(0)
+
+
+def main() -> None:
+    """Print the three tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--solutions", help="GSM8K's model solutions (JSONL)")
+    parser.add_argument("--skip-adversarial", action="store_true")
+    parser.add_argument("--cell", nargs=2, metavar=("SCORER", "TEXT"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.cell:
+        return measure_cell(*arguments.cell)
+    rng = random.Random(0)
+    rows = recorded_solutions(arguments.solutions, rng) if arguments.solutions else made_up_solutions(rng)
+    versions = ", ".join(
+        f"{name} {version(name)}" for name in ("grpo-rewards", "trl", "math-verify", "sympy") if _found(name)
+    )
+    print(f"Python {platform.python_version()}, {platform.machine()}, {versions}")
+    print_speed(rows, arguments.rounds)
+    print_length(arguments.rounds)
+    if not arguments.skip_adversarial:
+        print_adversarial()
+
+
+def _found(name: str) -> bool:
+    from importlib.metadata import PackageNotFoundError
+
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False
+
+
+if __name__ == "__main__":
+    main()

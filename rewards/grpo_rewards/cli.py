@@ -1,0 +1,350 @@
+"""The command `grpo-rewards`: list the rewards, score a file of completions, check a dataset's golds."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import inspect
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards, registered_names, resolve
+
+Rows = list[tuple[int, dict[str, Any]]]  # line (or row) number from 1, and the row
+_CHUNK_ROWS = 256
+_EXAMPLES = 2
+
+
+class CommandError(Exception):
+    """Something the user can fix: printed as one line, exit code 2."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `grpo-rewards` and return its exit code: 0 done, 1 some rows could not be used, 2 bad usage."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a reward of the user's own is found from here, as with `python -m`
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except (CommandError, RewardSpecError) as error:
+        print(f"grpo-rewards: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="grpo-rewards", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("list", help="every reward, with what it pays")
+    command.set_defaults(run=_list)
+
+    command = commands.add_parser("score", help="score the completions of a JSONL or Parquet file")
+    command.add_argument("file", type=Path, help="rows with `completion`, perhaps `prompt`, and the gold column")
+    command.add_argument(
+        "--reward", action="append", required=True, metavar="SPEC", help="a name, or a recipe's mapping"
+    )
+    command.add_argument("--gold-column", default="answer", metavar="NAME", help="where the gold is (default: answer)")
+    command.add_argument(
+        "--num-generations", type=int, metavar="G", help="rows per prompt, for rewards of whole groups"
+    )
+    command.add_argument(
+        "--out", type=Path, metavar="FILE", help="write every row with its scores (.jsonl or .parquet)"
+    )
+    command.set_defaults(run=_score)
+
+    command = commands.add_parser("check", help="check that each gold earns full pay against itself")
+    command.add_argument("file", type=Path, metavar="dataset", help="rows with the gold column")
+    command.add_argument("--reward", default="gsm8k_correctness", metavar="SPEC", help="default: gsm8k_correctness")
+    command.add_argument("--gold-column", default="answer", metavar="NAME", help="where the gold is (default: answer)")
+    command.set_defaults(run=_check)
+
+    command = commands.add_parser("convert-internlm2", help="write an InternLM2 reward model as a native one")
+    command.add_argument("source", metavar="SRC", help="hub id or folder, in InternLM2's own layout")
+    command.add_argument("target", metavar="DST", type=Path, help="the folder to write, which must not exist yet")
+    command.add_argument("--allow-pickle", action="store_true", help="also read pytorch_model*.bin, if you trust it")
+    command.set_defaults(run=_convert_internlm2)
+    return parser
+
+
+def _list(options: argparse.Namespace) -> int:
+    for name in registered_names():
+        print(name)
+        try:
+            documentation = inspect.getdoc(resolve(name)) or "(not documented)"
+        except RewardSpecError as error:
+            documentation = str(error)
+        print("\n".join(f"    {line}".rstrip() for line in _until_arguments(documentation)), end="\n\n")
+    return 0
+
+
+def _until_arguments(documentation: str) -> list[str]:
+    lines = documentation.partition("\nArgs:")[0].partition("\nSource:")[0].strip()
+    return lines.splitlines()
+
+
+def _score(options: argparse.Namespace) -> int:
+    rewards = build_rewards([_spec(text) for text in options.reward], num_generations=options.num_generations)
+    if options.out:
+        _check_out(options.out, options.file)
+    rows, complaints = _read(options.file, "completion", optional=options.gold_column)
+    clash = {reward.name for reward in rewards} & {key for _, row in rows for key in row}
+    if clash and options.out:
+        raise CommandError(f"{options.file} already has a column {min(clash)!r}: give that reward an alias.")
+    if complaints and any(map(_needs_whole_groups, rewards)):
+        raise CommandError(f"{options.file}, {complaints[0]}: mend it first, since a lost row would shift the groups.")
+    scores = _score_rows(rewards, [row for _, row in rows], options.gold_column)
+    for reward in rewards:
+        _report(reward.name, scores[reward.name], rows)
+    if options.out:
+        scored = [
+            {**row, **{name: column[index] for name, column in scores.items()}} for index, (_, row) in enumerate(rows)
+        ]
+        _write(options.out, scored)
+        print(f"\nwrote {len(scored)} rows to {options.out}")
+    return _complain(options.file, complaints)
+
+
+def _check_out(out: Path, source: Path) -> None:
+    if out.suffix not in (".jsonl", ".parquet"):
+        raise CommandError(f"--out {out}: the name must end in .jsonl or .parquet.")
+    if not out.parent.is_dir():
+        raise CommandError(f"--out {out}: the folder {out.parent} does not exist.")
+    if out.exists() and source.exists() and out.samefile(source):
+        raise CommandError(f"--out {out} is the file to score: choose another name.")
+
+
+def _spec(text: str) -> str | Mapping[str, Any]:
+    if not text.lstrip().startswith("{"):
+        return text
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise CommandError(f"--reward {text!r} is not a YAML mapping ({str(error).splitlines()[0]}).") from error
+
+
+def _score_rows(rewards: Sequence[BuiltReward], rows: Sequence[dict], gold_column: str) -> dict[str, list]:
+    scores: dict[str, list] = {reward.name: [] for reward in rewards}
+    # Whole groups must meet in one call; otherwise chunks, so that the progress bar moves.
+    size = len(rows) if any(map(_needs_whole_groups, rewards)) else _CHUNK_ROWS
+    columns = {key for row in rows for key in row} - {"prompt", "completion"}
+    for start in _progress(range(0, len(rows), size), "scoring"):
+        chunk = rows[start : start + size]
+        batch = {column: [row.get(column) for row in chunk] for column in columns}
+        if gold_column in batch:
+            batch["answer"] = batch[gold_column]
+        prompts = [row.get("prompt") for row in chunk]
+        completions = [row["completion"] for row in chunk]
+        for reward in rewards:
+            scores[reward.name] += _call(reward, {**batch, "prompts": prompts, "completions": completions})
+    return scores
+
+
+def _needs_whole_groups(reward: BuiltReward) -> bool:
+    return getattr(reward.function, "needs_whole_groups", False)
+
+
+def _call(reward: BuiltReward, batch: Mapping[str, Any]) -> list[float | None]:
+    try:
+        scores = reward.function(**batch)
+        return asyncio.run(scores) if inspect.iscoroutine(scores) else scores
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+
+
+def _report(name: str, column: Sequence[float | None], rows: Rows) -> None:
+    scored = sorted((score, index) for index, score in enumerate(column) if score is not None)
+    print(f"\n{name}: {len(column)} rows, {len(column) - len(scored)} unscorable")
+    if not scored:
+        return
+    values = [score for score, _ in scored]
+    print(f"  mean {statistics.fmean(values):.4f}, standard deviation {statistics.pstdev(values):.4f}")
+    for label, share, count in _histogram(values):
+        print(f"  {label:>16} {'█' * round(40 * share):40} {count:>7} ({share:.1%})")
+    for title, examples in (("worst", scored[:_EXAMPLES]), ("best", scored[: -_EXAMPLES - 1 : -1])):
+        for score, index in examples:
+            number, row = rows[index]
+            print(f"  {title}: row {number}, {score:g}: {_excerpt(row['completion'])}")
+
+
+def _histogram(values: Sequence[float], bins: int = 8) -> Iterator[tuple[str, float, int]]:
+    distinct = sorted(set(values))
+    if len(distinct) <= bins:
+        for value in distinct:
+            count = values.count(value)
+            yield f"{value:g}", count / len(values), count
+        return
+    low, width = values[0], (values[-1] - values[0]) / bins
+    for i in range(bins):
+        count = sum(min(int((value - low) / width), bins - 1) == i for value in values)
+        yield f"{low + i * width:.3g} … {low + (i + 1) * width:.3g}", count / len(values), count
+
+
+def _excerpt(completion: Any, length: int = 90) -> str:
+    from grpo_rewards.completions import completion_text
+
+    text = " ".join(completion_text(completion).split())
+    text = text if len(text) <= length else f"…{text[-length:]}"
+    return text.encode("ascii", "backslashreplace").decode() if not text.isprintable() else text
+
+
+def _check(options: argparse.Namespace) -> int:
+    from grpo_rewards.answers import gold_answer
+
+    (reward,) = build_rewards([_spec(options.reward)])
+    tags = getattr(reward.function, "tags", ("think", "answer"))
+    full = getattr(reward.function, "pay_exact", None)
+    if full is None:
+        raise CommandError(f"check needs a correctness reward, and {reward.name!r} compares with no gold.")
+    rows, complaints = _read(options.file, options.gold_column)
+    unscorable, underpaid = [], []
+    for start in _progress(range(0, len(rows), _CHUNK_ROWS), "checking"):
+        chunk = rows[start : start + _CHUNK_ROWS]
+        golds = [row[options.gold_column] for _, row in chunk]
+        answers = [gold_answer(gold) for gold in golds]
+        completions = [f"<{tags[0]}>\n…\n</{tags[0]}>\n" + _in_every_layout(answer, tags[1]) for answer in answers]
+        batch = {options.gold_column: golds, "answer": golds, "prompts": golds, "completions": completions}
+        for (number, _), gold, score in zip(chunk, golds, _call(reward, batch), strict=True):
+            if score is None:
+                unscorable.append((number, gold))
+            elif score != full:
+                underpaid.append((number, gold))
+    print(f"{options.file}: {len(rows)} golds, {len(rows) - len(unscorable) - len(underpaid)} earn full pay ({full:g})")
+    for title, listed in (("can't be scored", unscorable), ("earn less than full pay", underpaid)):
+        if listed:
+            print(f"{len(listed)} {title}:")
+        for number, gold in islice(listed, 20):
+            print(f"  row {number}: {_excerpt(str(gold))}")
+        if len(listed) > 20:
+            print(f"  … and {len(listed) - 20} more")
+    return max(_complain(options.file, complaints), int(bool(unscorable or underpaid)))
+
+
+def _in_every_layout(answer: str | None, tag: str) -> str:
+    return f"\\boxed{{{answer}}}\nThe answer is {answer}.\nA: {answer}\n#### {answer}\n<{tag}>\n{answer}\n</{tag}>"
+
+
+def _convert_internlm2(options: argparse.Namespace) -> int:
+    try:
+        from grpo_rewards.internlm2 import CheckpointError, convert
+    except ImportError as error:
+        raise CommandError(f"convert-internlm2 needs {error.name}: pip install 'grpo-rewards[models]'.") from error
+    try:
+        folder = convert(options.source, options.target, allow_pickle=options.allow_pickle)
+    except (CheckpointError, OSError) as error:
+        raise CommandError(str(error)) from error
+    print(f"wrote {folder}: transformers, vLLM and TRL's reward_funcs load it as it is")
+    return 0
+
+
+def _read(path: Path, needed: str, optional: str = "") -> tuple[Rows, list[str]]:
+    """Return the usable rows of a file, and a complaint about each other one by its number.
+
+    Every row needs the column `needed`, and `optional` too as soon as one row has it.
+    """
+    if not path.is_file():
+        raise CommandError(f"{path} is not a file.")
+    read = _parquet_rows if path.suffix == ".parquet" else _jsonl_rows
+    numbered = list(read(path))
+    also = any(isinstance(row, dict) and optional in row for _, row in numbered)
+    rows: Rows = []
+    complaints = []
+    for number, row in numbered:
+        problem = row if isinstance(row, str) else _problem(row, (needed, optional) if also else (needed,))
+        if problem:
+            complaints.append(f"row {number}: {problem}")
+        else:
+            rows.append((number, row))
+    if not rows:
+        hint = f" ({complaints[0]})" if complaints else ""
+        raise CommandError(f"{path} has no row that can be used{hint}.")
+    return rows, complaints
+
+
+def _problem(row: dict[str, Any], needed: Sequence[str]) -> str | None:
+    missing = [column for column in needed if column not in row]
+    if missing:
+        return f"no {missing[0]!r}; it has {', '.join(map(repr, row)) or 'nothing'}"
+    if "completion" in needed and not isinstance(row["completion"], (str, list)):
+        return "'completion' is neither a string nor a list of messages"
+    return None
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                yield number, row if isinstance(row, dict) else f"a {type(row).__name__}, not an object"
+            except ValueError as error:
+                yield number, f"not JSON ({error})"  # a string stands for its complaint
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    parquet = _pyarrow("pyarrow.parquet")
+    try:
+        file = parquet.ParquetFile(path)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{path} is not a Parquet file ({error}).") from error
+    number = 0
+    for batch in file.iter_batches():
+        for row in batch.to_pylist():
+            number += 1
+            yield number, row
+
+
+def _write(path: Path, rows: Sequence[dict]) -> None:
+    if path.suffix == ".parquet":
+        _pyarrow("pyarrow.parquet").write_table(_pyarrow("pyarrow").Table.from_pylist(list(rows)), path)
+    else:
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def _pyarrow(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise CommandError("Parquet files need pyarrow: pip install 'grpo-rewards[parquet]'.") from error
+
+
+def _complain(path: Path, complaints: Sequence[str]) -> int:
+    for complaint in islice(complaints, 20):
+        print(f"grpo-rewards: {path}, {complaint}", file=sys.stderr)
+    if len(complaints) > 20:
+        print(f"grpo-rewards: {path}, … and {len(complaints) - 20} more", file=sys.stderr)
+    return int(bool(complaints))
+
+
+def _progress(steps: Sequence[int], label: str) -> Iterable[int]:
+    """Yield the steps and draw a bar on a terminal."""
+    draw: Callable[[int], None] = _draw(label, len(steps)) if sys.stderr.isatty() else lambda done: None
+    for done, step in enumerate(steps, 1):
+        yield step
+        draw(done)
+
+
+def _draw(label: str, total: int) -> Callable[[int], None]:
+    def draw(done: int) -> None:
+        bar = "█" * (30 * done // total)
+        end = "\n" if done == total else ""
+        print(f"\r{label} {bar:30} {done / total:4.0%}", end=end, file=sys.stderr, flush=True)
+
+    return draw
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""The text of a completion, in either of TRL's two shapes, and the rows of a batch that form a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def completion_text(completion: Any) -> str:
+    """Return the text that a reward scores: the completion itself, or its last assistant message.
+
+    Args:
+        completion: a string, or a list of messages `{"role", "content"}`. A message without a role counts as the
+            assistant's. Content may be a string, None (a pure tool call), or a list of parts, whose text is joined.
+
+    Returns:
+        The text; "" where there is none. Never raises, so that a malformed row scores as an empty completion.
+    """
+    if isinstance(completion, str):
+        return completion
+    if not isinstance(completion, (list, tuple)):
+        return ""
+    for message in reversed(completion):
+        if isinstance(message, dict) and message.get("role", "assistant") == "assistant":
+            content = message.get("content")
+            return content if isinstance(content, str) else _joined_text(content)
+    return ""
+
+
+def _joined_text(content: Any) -> str:
+    if not isinstance(content, (list, tuple)):
+        return ""
+    texts = (part.get("text") for part in content if isinstance(part, dict))
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def group_slices(rows: int, num_generations: int) -> list[slice]:
+    """Return one slice per group of a reward call, from the batch layout alone.
+
+    TRL's sampler hands a reward the `num_generations` completions of one prompt next to each other, so that the layout
+    tells two draws of one prompt apart where the prompts themselves do not.
+
+    Args:
+        rows: completions in the call.
+        num_generations: completions per prompt (G), at least 1.
+
+    Raises:
+        ValueError: the rows are not a whole number of groups, as when a group is split over ranks.
+    """
+    if rows % num_generations:
+        raise ValueError(
+            f"{rows} completions are not a whole number of groups of {num_generations}, so a group is split over "
+            "ranks or calls: choose per_device_train_batch_size * steps_per_generation as a multiple of "
+            "num_generations (and per_device_eval_batch_size too)."
+        )
+    return [slice(start, start + num_generations) for start in range(0, rows, num_generations)]

@@ -1,0 +1,190 @@
+"""Correctness rewards: the final answer of a completion against the gold's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from grpo_rewards.answers import LAYOUTS, Gold, Judge, answer_extractor, read_gold
+from grpo_rewards.completions import completion_text
+from grpo_rewards.format_tags import checked_number, checked_tags
+
+LogExtra = Callable[[str, list], None]
+LogMetric = Callable[[str, float], None]
+_Judged = tuple[list[str | None], list[str | None], list[str]]  # extracted, gold answers, verdicts: one per row
+
+
+@dataclass(frozen=True)
+class GSM8KCorrectness:
+    """The correctness pay of "GRPO from scratch" on GSM8K, on an exact comparison.
+
+    | the completion's final answer | pay |
+    |---|---|
+    | is the gold's, character for character | 2 (`pay_exact`) |
+    | equals the gold's (`65960` for `65,960`, `$18.00` for `18`) | 1.5 (`pay_equal`) |
+    | is something else, or is missing | 0 (`pay_wrong`) |
+    | the gold has no final answer | None |
+
+    Args:
+        extract: where the final answer stands; see `answers.extract_answer`.
+        tags: the reasoning and the answer tag.
+        prefilled: the reasoning tag, if the prompt already opens it.
+        rule: "exact", or "source": the source document's literal rule (`correctness_reward` of "GRPO from scratch"),
+            which reads the last `<answer>` wherever it stands and compares numbers as floats.
+        gold_column: the dataset column with the gold, a GSM8K solution or a bare answer.
+        deadline: seconds for one symbolic comparison, which only a gold that is no number needs.
+        prefix: put before the logged columns `extracted`, `gold` and `verdict`, where two rewards log them.
+        name: the reward's name in logs.
+    """
+
+    extract: str = "answer_tag"
+    pay_exact: float = 2.0
+    pay_equal: float = 1.5
+    pay_wrong: float = 0.0
+    tags: tuple[str, str] = ("think", "answer")
+    prefilled: str | None = None
+    rule: str = "exact"
+    gold_column: str = "answer"
+    deadline: float = 2.0
+    prefix: str = ""
+    name: str = "gsm8k_correctness"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tags", checked_tags(self.tags))
+        for key in ("pay_exact", "pay_equal", "pay_wrong", "deadline"):
+            object.__setattr__(self, key, checked_number(getattr(self, key), key))
+        if self.deadline <= 0:
+            raise ValueError(f"deadline must be a positive number of seconds, not {self.deadline!r}")
+        if self.extract not in LAYOUTS:
+            raise ValueError(f"extract must be one of {', '.join(LAYOUTS)}, not {self.extract!r}")
+        if self.rule not in ("exact", "source"):
+            raise ValueError(f"rule must be exact or source, not {self.rule!r}")
+        if self.prefilled not in (None, self.tags[0]):
+            raise ValueError(f"prefilled must be null or the first tag, {self.tags[0]!r}, not {self.prefilled!r}")
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(
+        self,
+        prompts: Any = None,
+        completions: Sequence[Any] = (),
+        *,
+        log_extra: LogExtra | None = None,
+        log_metric: LogMetric | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        """Score each completion against the gold in its row of `columns[gold_column]`.
+
+        Raises:
+            ValueError: that column is missing.
+        """
+        golds = columns.get(self.gold_column)
+        if golds is None:
+            raise ValueError(
+                f"reward {self.name!r} needs the dataset column {self.gold_column!r} (its kwarg gold_column); "
+                f"the batch has {', '.join(columns) or 'none'}."
+            )
+        judge = Judge(self.deadline)
+        judged = (
+            self._literally(completions, golds) if self.rule == "source" else self._judged(completions, golds, judge)
+        )
+        extracted, gold_answers, verdicts = judged
+        if log_extra is not None:
+            log_extra(f"{self.prefix}extracted", extracted)
+            log_extra(f"{self.prefix}gold", gold_answers)
+            log_extra(f"{self.prefix}verdict", verdicts)
+        if log_metric is not None and verdicts:
+            rows = len(verdicts)
+            log_metric(f"rewards/{self.name}/parsed", sum(answer is not None for answer in extracted) / rows)
+            log_metric(f"rewards/{self.name}/symbolic", judge.symbolic_rows / rows)
+            log_metric(f"rewards/{self.name}/timeouts", float(verdicts.count("timeout")))
+        pay = {"exact": self.pay_exact, "equal": self.pay_equal, "symbolic": self.pay_equal, "no gold": None}
+        return [pay.get(verdict, self.pay_wrong) for verdict in verdicts]
+
+    def _judged(self, completions: Sequence[Any], golds: Sequence[Any], judge: Judge) -> _Judged:
+        extract = answer_extractor(self.extract, self.tags, self.prefilled is not None)
+        texts = [row if type(row) is str else completion_text(row) for row in completions]
+        extracted = list(map(extract, texts))
+        read = _read_golds(golds)
+        verdicts = list(map(judge.verdict, read, extracted))
+        return extracted, [None if gold is None else gold.text for gold in read], verdicts
+
+    def _literally(self, completions: Sequence[Any], golds: Sequence[Any]) -> _Judged:
+        extracted = [_literal_answer(completion_text(completion), self.tags[1]) for completion in completions]
+        gold_answers = [_literal_gold(gold) for gold in golds]
+        return extracted, gold_answers, list(map(_literal_verdict, extracted, gold_answers))
+
+
+def _read_golds(golds: Sequence[Any]) -> list[Gold | None]:
+    """Read the gold of every row, each distinct one once."""
+    known: dict[Any, Gold | None] = {}
+    read = []
+    for gold in golds:
+        key = gold if isinstance(gold, (str, Real)) else None  # anything else, hashable or not, is no gold
+        if key not in known:
+            known[key] = read_gold(key)
+        read.append(known[key])
+    return read
+
+
+def _literal_answer(text: str, tag: str) -> str | None:
+    _, opening, rest = text.rpartition(f"<{tag}>")
+    answer, closing, _ = rest.partition(f"</{tag}>")
+    answer = answer.strip()
+    return answer if opening and closing and answer != "..." else None
+
+
+def _literal_gold(gold: Any) -> str | None:
+    if not isinstance(gold, str) or not gold.strip():
+        return None
+    return gold.split("####")[1].strip() if "####" in gold else gold
+
+
+# The documents' pattern searches for its number from every white space on, which is quadratic; the number is the end of
+# the text after the last space or "=", so that looking there gives the same.
+_LITERAL_SEPARATOR = re.compile(r"[\s=]")
+_LITERAL_NUMBER = re.compile(r"-?(?:\d+|\d*\.\d+)")
+
+
+def _literal_number(text: str) -> float | None:
+    last = _LITERAL_SEPARATOR.split(text.replace("$", "").replace("%", "").rstrip())[-1]
+    return float(last) if _LITERAL_NUMBER.fullmatch(last) else None
+
+
+def _literal_verdict(answer: str | None, gold: str | None) -> str:
+    if gold is None:
+        return "no gold"
+    if answer is None:
+        return "missing"
+    if answer == gold:
+        return "exact"
+    number = _literal_number(answer)
+    return "equal" if number is not None and number == _literal_number(gold) else "wrong"
+
+
+@dataclass(frozen=True)
+class MathCorrectness(GSM8KCorrectness):
+    r"""Whether the final answer is the gold's, formulas included (math-verify, with a deadline).
+
+    | the completion's final answer | pay |
+    |---|---|
+    | is the gold's or equals it, as a number or as a formula | 1 (`pay_exact`, `pay_equal`) |
+    | is something else, is missing, or could not be compared within the deadline | 0 (`pay_wrong`) |
+    | the gold has no final answer | None |
+
+    Arguments as of `GSM8KCorrectness`; `extract` is `auto` unless said otherwise.
+    """
+
+    extract: str = "auto"
+    pay_exact: float = 1.0
+    pay_equal: float = 1.0
+    name: str = "math_correctness"
+
+
+gsm8k_correctness = GSM8KCorrectness()
+math_correctness = MathCorrectness()

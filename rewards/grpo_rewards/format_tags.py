@@ -1,0 +1,170 @@
+"""Format rewards for completions such as `<think>...</think><answer>...</answer>`, each in one linear pass.
+
+Three of them are the source documents' own rules, kept to the letter because recipes reproduce them. They overlook
+swapped, nested and repeated tags, which `well_formed` does not. No regular expression is used: `.*?` between tags is
+quadratic in repeated tags.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_rewards.completions import completion_text
+
+_TAG_NAME = re.compile(r"\w[\w.-]*\Z")
+
+
+def checked_tags(tags: Any) -> tuple[str, str]:
+    """Return `tags` as (reasoning tag, answer tag), or raise ValueError that names the key."""
+    names = tuple(tags) if isinstance(tags, Sequence) and not isinstance(tags, str) else ()
+    valid = len(names) == 2 and all(isinstance(name, str) and _TAG_NAME.match(name) for name in names)
+    if not valid or names[0] == names[1]:
+        raise ValueError(f"tags must be two different tag names such as [think, answer], not {tags!r}")
+    return names
+
+
+def checked_number(value: Any, key: str) -> float:
+    """Return `value` as a finite float, or raise ValueError that names the key. "5e-1", a string to YAML, is read."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{key} must be a finite number, not {value!r}")
+    return number
+
+
+@dataclass(frozen=True)
+class _TagReward:
+    tags: tuple[str, str] = ("think", "answer")
+    pay: float = 1.0
+    prefilled: str | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tags", checked_tags(self.tags))
+        object.__setattr__(self, "pay", checked_number(self.pay, "pay"))
+        if self.prefilled not in (None, self.tags[0]):
+            raise ValueError(f"prefilled must be null or the first tag, {self.tags[0]!r}, not {self.prefilled!r}")
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, prompts: Any = None, completions: Sequence[Any] = (), **columns: Any) -> list[float | None]:
+        """Score each completion by its format alone. Takes either of TRL's shapes and ignores every other column."""
+        # A template that opens the block in the prompt ends with "<think>\n" (DeepSeek-R1, Qwen).
+        opening = f"<{self.prefilled}>\n" if self.prefilled else ""
+        return [self._score(opening + completion_text(completion)) for completion in completions]
+
+    def _marks(self) -> tuple[str, str, str, str]:
+        think, answer = self.tags
+        return f"<{think}>", f"</{think}>", f"<{answer}>", f"</{answer}>"
+
+    def _score(self, text: str) -> float:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TagStructure(_TagReward):
+    r"""MiniMind's strict structure.
+
+    | completion | pay |
+    |---|---|
+    | `<think>\n…\n</think>\n<answer>\n…\n</answer>`, one blank line allowed between the blocks | 0.5 (`pay`) |
+    | anything else, CRLF and leading or trailing spaces included | 0 |
+
+    Source: `reasoning_model_reward` of the MiniMind GRPO notebook, two regular expressions with `.` matching newlines.
+    As there, bodies may be empty, contain further tags or repeat the whole document.
+    """
+
+    pay: float = 0.5
+    name: str = "tag_structure"
+
+    def _score(self, text: str) -> float:
+        think, end_think, answer, end_answer = self._marks()
+        start, end = f"{think}\n", f"\n{end_answer}"
+        # The sources' `$` also matches before one final newline.
+        body_end = len(text) - len(end) - text.endswith("\n")
+        if not text.startswith(start) or not text.startswith(end, max(body_end, 0)):
+            return 0.0
+        for gap in ("\n", "\n\n"):
+            middle = f"\n{end_think}{gap}{answer}\n"
+            # The first occurrence leaves most room for the answer, so no other one needs a look.
+            position = text.find(middle, len(start))
+            if position >= 0 and position + len(middle) <= body_end:
+                return self.pay
+        return 0.0
+
+
+@dataclass(frozen=True)
+class TagCount(_TagReward):
+    """MiniMind's tag count.
+
+    | each of the four tags | pay |
+    |---|---|
+    | occurs exactly once | 0.25 (`pay`) |
+    | is missing or repeated | 0 |
+
+    Source: `mark_num` of the MiniMind GRPO notebook. The order of the tags does not matter.
+    """
+
+    pay: float = 0.25
+    name: str = "tag_count"
+
+    def _score(self, text: str) -> float:
+        return self.pay * sum(text.count(mark) == 1 for mark in self._marks())
+
+
+@dataclass(frozen=True)
+class TagPresence(_TagReward):
+    """The tag presence of "GRPO from scratch".
+
+    | each of the four tags | pay |
+    |---|---|
+    | occurs at least once | 0.2 (`pay`) |
+    | is missing | 0 |
+
+    Source: its `format_reward`, where `tags` are reasoning and answer.
+    """
+
+    pay: float = 0.2
+    name: str = "tag_presence"
+
+    def _score(self, text: str) -> float:
+        return self.pay * sum(mark in text for mark in self._marks())
+
+
+@dataclass(frozen=True)
+class WellFormed(_TagReward):
+    """One reasoning block, then one answer block, and nothing else.
+
+    | completion | pay |
+    |---|---|
+    | each tag once, in order, both bodies not blank, only white space around and between the blocks | 1 (`pay`) |
+    | anything else | 0 |
+    """
+
+    pay: float = 1.0
+    name: str = "well_formed"
+
+    def _score(self, text: str) -> float:
+        think, end_think, answer, end_answer = self._marks()
+        text = text.strip()
+        if not (text.startswith(think) and text.endswith(end_answer)):
+            return 0.0
+        if any(text.count(mark) != 1 for mark in self._marks()):
+            return 0.0
+        reasoning, _, rest = text[len(think) : -len(end_answer)].partition(end_think)
+        between, mark, final = rest.partition(answer)
+        return self.pay if mark and reasoning.strip() and final.strip() and not between.strip() else 0.0
+
+
+tag_structure = TagStructure()
+tag_count = TagCount()
+tag_presence = TagPresence()
+well_formed = WellFormed()

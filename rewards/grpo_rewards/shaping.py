@@ -1,0 +1,98 @@
+"""Shaping rewards that compare the completions of one group. TRL's own shaping rewards serve by dotted path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from grpo_rewards.completions import completion_text, group_slices
+from grpo_rewards.correctness import gsm8k_correctness
+
+
+@dataclass(frozen=True)
+class GroupLength:
+    """The length reward of Kimi k1.5, within the group of one prompt.
+
+    With L = 0.5 - (length - shortest) / (longest - shortest) over the group:
+
+    | completion | pay |
+    |---|---|
+    | correct | L, from 0.5 for the shortest of its group to -0.5 for the longest |
+    | wrong | min(0, L): a short wrong answer earns nothing |
+    | all of its group equally long | 0 |
+    | correctness can't be told (None) | None |
+
+    Source: Kimi k1.5 (arXiv 2501.12599), section 2.3.3. The length is in tokens where the trainer hands over
+    `completion_ids`, else in characters. open-r1's version spans the whole batch instead of the group.
+
+    Args:
+        num_generations: completions per prompt; a recipe fills it in.
+        correctness: the reward that tells right (it pays more than 0) from wrong: a reward, or a spec of one.
+        name: the reward's name in logs.
+    """
+
+    needs_whole_groups: ClassVar[bool] = True
+
+    num_generations: int | None = None
+    correctness: Callable[..., Any] | Mapping[str, Any] | str = gsm8k_correctness
+    name: str = "group_length"
+
+    def __post_init__(self) -> None:
+        if self.num_generations is not None and (type(self.num_generations) is not int or self.num_generations < 1):
+            raise ValueError(f"num_generations must be a positive whole number, not {self.num_generations!r}")
+        if isinstance(self.correctness, (str, Mapping)):
+            from grpo_rewards.registry import build_rewards
+
+            object.__setattr__(self, "correctness", build_rewards([self.correctness])[0].function)
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        *,
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        log_extra: Any = None,
+        log_metric: Any = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        """Score whole groups.
+
+        Raises:
+            ValueError: `num_generations` is not known, or the call does not hold whole groups.
+        """
+        if self.num_generations is None:
+            raise ValueError(f"reward {self.name!r} needs the kwarg num_generations, the trainer's num_generations.")
+        lengths = [len(ids) for ids in completion_ids or map(completion_text, completions)]
+        assert callable(self.correctness)
+        correct = self.correctness(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
+        rewards: list[float | None] = []
+        for group in group_slices(len(completions), self.num_generations):
+            if any(prompt != prompts[group.start] for prompt in prompts[group]):
+                raise ValueError(
+                    f"reward {self.name!r}: rows {group.start} to {group.stop - 1} hold different prompts, so groups "
+                    f"are not {self.num_generations} neighbouring rows: set num_generations to the trainer's "
+                    "(num_generations_eval included), with no group split over ranks."
+                )
+            rewards += _group_rewards(lengths[group], correct[group])
+        return rewards
+
+
+def _group_rewards(lengths: Sequence[int], correct: Sequence[float | None]) -> list[float | None]:
+    shortest, longest = min(lengths), max(lengths)
+    span = longest - shortest
+    rewards: list[float | None] = []
+    for length, score in zip(lengths, correct, strict=True):
+        if score is None:
+            rewards.append(None)
+            continue
+        saving = 0.5 - (length - shortest) / span if span else 0.0
+        rewards.append(saving if score > 0 else min(0.0, saving))
+    return rewards
+
+
+group_length = GroupLength()

@@ -1,0 +1,308 @@
+"""math-verify behind a hard deadline and a memory cap, from any thread of any process.
+
+math-verify bounds its time with SIGALRM, which works in the main thread only and clears the caller's own timer. Here a
+server process (`python -m grpo_rewards.symbolic`) imports math-verify once and forks a child to compare. A child past
+its deadline is killed, and the next one starts from the same warm state. Nothing is inherited from the trainer: the
+server is a fresh interpreter that speaks JSON lines over its pipes. Every process has a server of its own, started on
+first use, restarted when it dies, and ended with its process.
+
+POSIX only: the server needs `fork`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import IO
+
+# What a child may allocate on top of the imported libraries, and the server's time to import those.
+MEMORY_BYTES = 160 * 2**20
+COMPARISONS_PER_CHILD = 500  # its caches count towards that
+STARTUP_SECONDS = 120.0
+_GRACE_SECONDS = 1.0
+
+
+def equivalent(gold: str, answer: str, deadline: float = 2.0) -> bool | None:
+    """Return whether math-verify holds two answers equal, or None if it ran out of time or memory.
+
+    Args:
+        gold: the gold answer, LaTeX or plain, without math delimiters.
+        answer: the answer to check against it. math-verify is not symmetric.
+        deadline: seconds for the comparison. A start of the server (about a second) counts, but takes at most half.
+
+    Raises:
+        RuntimeError: the server can't be started, as where math-verify is not installed.
+    """
+    return _server().compare(gold, answer, deadline)
+
+
+def shut_down() -> None:
+    """End this process's server, if it runs. The next comparison starts another one."""
+    _server().close()
+
+
+_servers: dict[int, Server] = {}
+
+
+def _server() -> Server:
+    """Return this process's server: one inherited through a fork belongs to the parent, and its pipe is not shared."""
+    pid = os.getpid()
+    for other in [key for key in _servers if key != pid]:
+        inherited = _servers.pop(other, None)
+        if inherited is not None:
+            inherited.abandon()
+    return _servers.setdefault(pid, Server())
+
+
+class Server:
+    """The client's end of one server process. Threads take turns."""
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process id, None before its first use."""
+        return None if self._process is None else self._process.pid
+
+    def compare(self, gold: str, answer: str, deadline: float) -> bool | None:
+        """Ask for one comparison. A server that died since the last one is restarted, once."""
+        with self._lock:
+            for _ in range(2):
+                start = time.monotonic()
+                process = self._started()
+                seconds = max(deadline - (time.monotonic() - start), deadline / 2)
+                request = json.dumps({"gold": gold, "answer": answer, "seconds": seconds})
+                try:
+                    _pipe(process.stdin).write(request.encode() + b"\n")
+                    reply = _read_line(process, seconds + _GRACE_SECONDS)
+                except (BrokenPipeError, EOFError):
+                    self._stop()
+                except TimeoutError:
+                    self._stop()
+                    return None
+                else:
+                    return json.loads(reply)
+        return None
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            atexit.register(self.close)
+            # A session of its own: Ctrl-C is for the trainer, which then closes the pipe.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "grpo_rewards.symbolic"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
+            try:
+                _read_line(self._process, STARTUP_SECONDS)
+            except (EOFError, TimeoutError) as error:
+                self._stop()
+                raise RuntimeError(
+                    "the symbolic comparison server did not start: `python -m grpo_rewards.symbolic` shows why."
+                ) from error
+        return self._process
+
+    def _stop(self, patience: float = 0.0) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            atexit.unregister(self.close)
+            _close_pipes(process)  # an idle server then ends its child and itself
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(patience)
+            process.kill()
+            process.wait()
+
+    def close(self) -> None:
+        """End the server and reap it; nothing in a fork of the process that started it."""
+        if os.getpid() == self._owner:
+            with self._lock:
+                self._stop(patience=1.0)
+
+    def abandon(self) -> None:
+        """Let go of a server that belongs to the parent process, without ending it."""
+        process, self._process = self._process, None
+        atexit.unregister(self.close)
+        if process is not None:
+            _close_pipes(process)
+            process.returncode = 0  # not our child: nothing to wait for
+
+
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe
+
+
+def _close_pipes(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            _pipe(pipe).close()
+
+
+def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
+    """Read one line of the server's output, or raise TimeoutError, or EOFError if it ended."""
+    output, line = _pipe(process.stdout).fileno(), b""
+    end = time.monotonic() + seconds
+    while not line.endswith(b"\n"):
+        if not _readable(output, end - time.monotonic()):
+            raise TimeoutError
+        chunk = os.read(output, 4096)
+        if not chunk:
+            raise EOFError
+        line += chunk
+    return line
+
+
+def _readable(descriptor: int, seconds: float) -> bool:
+    # poll, since select refuses descriptors over 1023.
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(max(seconds, 0) * 1000))
+
+
+_WARM_UP = (("x+1", "1+x"), (r"\sqrt{8}", r"2\sqrt{2}"), ("(1,2)", "(1,3)"), (r"\frac{\sqrt{3}}{2}", r"\frac{1}{3}"))
+
+
+def serve() -> None:
+    """Answer comparisons on stdin until it closes: one JSON line in, one JSON line out (true, false or null)."""
+    for warm in _WARM_UP:  # what math-verify builds on first use is built once, before any fork
+        verify(*warm)
+    _reply(1, True)
+    child = None
+    for request in sys.stdin.buffer:
+        verdict, child = _compare_in_child(request, child)
+        _reply(1, verdict)
+    if child is not None:
+        child.kill()
+
+
+def _compare_in_child(request: bytes, child: Child | None) -> tuple[bool | None, Child | None]:
+    """Return a verdict and the child that still serves; a child that failed after some use gets a fresh successor."""
+    end = time.monotonic() + 0.95 * json.loads(request)["seconds"]  # the rest is for the way back
+    if child is not None and child.compared >= COMPARISONS_PER_CHILD:
+        child.kill()
+        child = None
+    while True:
+        child = child or Child()
+        verdict = child.compare(request, end)
+        if verdict is not None:
+            return verdict, child
+        child.kill()
+        if child.compared == 1 or time.monotonic() >= end:
+            return None, None
+        child = None
+
+
+def verify(gold: str, answer: str) -> bool:
+    r"""Compare with math-verify, each side as the content of a `\boxed{}`, without any time limit."""
+    from math_verify import LatexExtractionConfig, parse
+    from math_verify import verify as math_verify
+
+    boxed = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
+    sides = (
+        parse(f"\\boxed{{{side}}}", extraction_config=boxed, extraction_mode="first_match", parsing_timeout=None)
+        for side in (gold, answer)
+    )
+    return bool(math_verify(*sides, float_rounding=15, timeout_seconds=None))
+
+
+class Child:
+    """The server's end of one forked child."""
+
+    def __init__(self) -> None:
+        requests, self._requests = os.pipe()
+        self._verdicts, verdicts = os.pipe()
+        self.compared = 0
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._requests)
+            os.close(self._verdicts)
+            _run_child(requests, verdicts)
+        os.close(requests)
+        os.close(verdicts)
+
+    def compare(self, request: bytes, end: float) -> bool | None:
+        """Return the verdict, or None if there is none by `end` (monotonic seconds), as when the child died."""
+        self.compared += 1
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._requests, request)
+        verdict = os.read(self._verdicts, 16) if _readable(self._verdicts, end - time.monotonic()) else b""
+        return json.loads(verdict) if verdict else None
+
+    def kill(self) -> None:
+        """End the child and reap it."""
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+        os.close(self._requests)
+        os.close(self._verdicts)
+
+
+def _run_child(requests: int, verdicts: int) -> None:
+    """Answer requests until they end. Out of memory, exit without a verdict."""
+    try:
+        _detach()
+        _limit_memory()
+        with open(requests, "rb") as lines:
+            for request in map(json.loads, lines):
+                _limit_cpu(request["seconds"])
+                _reply(verdicts, _verify_whatever(request["gold"], request["answer"]))
+    finally:
+        os._exit(0)
+
+
+def _verify_whatever(gold: str, answer: str) -> bool:
+    try:
+        return verify(gold, answer)
+    except MemoryError:
+        raise
+    except Exception:  # whatever a parser raises on model text, the answers were not shown equal
+        return False
+
+
+def _detach() -> None:
+    # The pipes to the trainer must close with the server, even while a child runs on.
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+
+
+def _limit_memory() -> None:
+    import resource
+
+    if os.path.exists("/proc/self/statm"):  # macOS has no such limit
+        with open("/proc/self/statm") as statm:
+            used = int(statm.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
+
+
+def _limit_cpu(seconds: float) -> None:
+    # Should the server be killed during a comparison, nothing else ends its child.
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 1, hard))
+
+
+def _reply(descriptor: int, verdict: bool | None) -> None:
+    os.write(descriptor, json.dumps(verdict).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    import logging
+
+    logging.disable()
+    serve()

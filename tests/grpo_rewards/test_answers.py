@@ -1,0 +1,277 @@
+"""Surface forms, right and wrong; texts made to earn a reward they don't deserve; golds."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_rewards.answers import extract_answer, gold_answer, parse_number
+from grpo_rewards.correctness import GSM8KCorrectness, MathCorrectness
+
+SMALL_WORDS = """
+    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
+    eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety
+"""
+ONES, TENS = SMALL_WORDS.split()[:20], ["", "", *SMALL_WORDS.split()[20:]]
+
+
+def words(n: int) -> str:
+    """An English speller, independent of the parser."""
+    if n < 0:
+        return "minus " + words(-n)
+    if n < 20:
+        return ONES[n]
+    if n < 100:
+        return TENS[n // 10] + (f"-{ONES[n % 10]}" if n % 10 else "")
+    if n < 1000:
+        return f"{ONES[n // 100]} hundred" + (f" and {words(n % 100)}" if n % 100 else "")
+    for scale, name in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
+        if n >= scale:
+            rest = n % scale
+            return f"{words(n // scale)} {name}" + (f" {'and ' if rest < 100 else ''}{words(rest)}" if rest else "")
+    raise AssertionError
+
+
+def translated(text: str, digits: str) -> str:
+    return text.translate({ord(ascii_digit): digit for ascii_digit, digit in zip("0123456789", digits, strict=True)})
+
+
+def signed(n: int, dress: str) -> str:
+    return ("-" if n < 0 else "") + dress.format(abs(n))
+
+
+SEPARATORS = {",": ",", "space": " ", "nbsp": "\xa0", "narrow nbsp": "\u202f", "thin space": "\u2009", "_": "_",
+              "\\,": "\\,", "{,}": "{,}", ",\\!": ",\\!", "'": "'", "’": "’"}  # fmt: skip
+DRESSES = [
+    "{}", "{}.", "{}.0", "{}.00", " {}\n", "**{}**", "*{}*", "__{}__", "`{}`", "```{}```", '"{}"', "'{}'", "“{}”",
+    "‘{}’", "({})", "{{{}}}", "[{}]", "${}$", "$${}$$", "\\({}\\)", "\\[{}\\]", "\\boxed{{{}}}", "$\\boxed{{{}}}$.",
+    "\\text{{{}}}", "\\mathbf{{{}}}", "\\mathrm{{{}}}", "\\textbf{{{}}}", "\\left({}\\right)", "**{}.**", "**{}**.",
+    "{} dollars", "{} dollars.", "{} USD", "USD {}", "{} eggs per day", "{} cm", "{} cm^2", "{} cm²", "{} cm^{{2}}",
+    "{} m³", "{} km/h", "{}\\text{{ cm}}^2", "{}\\ \\mathrm{{km}}", "{}\\,\\text{{dollars}}", "{}~m", "{} square feet",
+    "{}°", "{}^\\circ", "{}%", "{} %", "{}\\%", "{} percent", "{} (dollars)", "{} sq. ft.", "${}$ apples", "{}€", "€{}",
+    "£{}", "{} £", "₹{}", "${}", "\\${}", "$ {}", "${}.00", "\\${}.00", "**${}**", "`${}`", "US${}", "**{} dollars**",
+    "x = {}", "x={}", "$x = {}$", "= {}", "Answer: {}", "**Answer:** {}", "**Answer: {}**", "The answer is {}.",
+    "The final answer is {}", "Total: ${}", "#### {}", "A: {}", "So the answer is **{}**.", "{} times",
+    "**{}** apples", "**${}** per day", "`{}` dollars", "\\boxed{{{}}} apples", "Answer: **{}** dollars", "$\\${}$",
+    "$\\text{{{} dollars}}$", "{} \\mathrm{{~cm}}", "{} kg·m²", "{} m/s²", "{}\\text{{ km}}/\\text{{h}}",
+    "{}¢", "${} USD",
+    "{}th", "{}-year-old", "{}^\\circ\\text{{C}}", "\\text{{\\${}}}", "US${}.00", "{} per cent", "Total:\n{}",
+    "{} 元", "\u200b{}", "{}\u200b", "\ufeff{}", "{},", "{};",
+]  # fmt: skip
+SPELLED = {
+    **{f"sign {sign!r}": (lambda n, sign=sign: sign.format(abs(n)) if n < 0 else str(n))
+       for sign in ("−{}", "–{}", "－{}", "- {}", "-${}", "$-{}", "−${}", "-\\${}", "(-{})", "-£{}", "minus {}",
+                    "negative {}")},
+    **{f"plus {sign!r}": (lambda n, sign=sign: sign.format(n) if n >= 0 else str(n))
+       for sign in ("+{}", "+ {}", "+${}")},
+    **{f"thousands {name!r}": (lambda n, mark=mark: f"{n:,}".replace(",", mark)) for name, mark in SEPARATORS.items()},
+    **{f"thousands {name!r} and cents": (lambda n, mark=mark: f"${n:,}.00".replace(",", mark).replace("$-", "-$"))
+       for name, mark in SEPARATORS.items()},
+    "full width": lambda n: translated(str(n), "０１２３４５６７８９").replace("-", "－"),
+    "full width, separated": lambda n: translated(f"{n:,}", "０１２３４５６７８９").replace(",", "，"),
+    "mathematical bold": lambda n: translated(str(n), "𝟎𝟏𝟐𝟑𝟒𝟓𝟔𝟕𝟖𝟗"),
+    "Arabic-Indic": lambda n: translated(str(n), "٠١٢٣٤٥٦٧٨٩"),
+    "zero width inside": lambda n: "\u200b".join(str(n)),
+    "scientific": lambda n: f"{n / 10}e1",
+    "scientific, capital": lambda n: f"{n / 100}E+02",
+    "scientific, LaTeX": lambda n: f"{n / 10} \\times 10^{{1}}",
+    "scientific, unit": lambda n: f"{n / 10} × 10^1 dollars",
+    "scientific, superscript": lambda n: f"{n / 100} × 10²",
+    "scientific, negative": lambda n: f"{n}0e-1",
+    "fraction": lambda n: f"{3 * n}/3",
+    "fraction, LaTeX": lambda n: signed(n, "\\frac{{{}}}{{1}}"),
+    "fraction, display": lambda n: f"$\\dfrac{{{2 * n}}}{{2}}$",
+    "words": words,
+    "leading zero": lambda n: signed(n, "0{}"),
+    "Words": lambda n: words(n).capitalize() + ".",
+    "words, unit": lambda n: f"{words(n)} dollars",
+    "words, no hyphen": lambda n: words(n).replace("-", " "),
+    "thousand": lambda n: f"{n / 1000} thousand" if n % 1000 == 0 else str(n),
+}  # fmt: skip
+FORMS = {**{dress: dress.format for dress in DRESSES}, **SPELLED}
+VALUES = [
+    0,
+    1,
+    5,
+    18,
+    20,
+    72,
+    100,
+    101,
+    110,
+    540,
+    999,
+    1000,
+    1024,
+    5600,
+    65960,
+    114200,
+    276000,
+    1450000,
+    -3,
+    -10,
+    -2500,
+]
+
+
+def near_misses(value: int) -> set[int]:
+    """Wrong values that a sloppy reader takes for `value`."""
+    shown = str(abs(value))
+    others = {value + 1, value - 1, -value, value * 10, value * 100, value * 1000, value + 1000, value // 10}
+    return (others | {int(shown + shown[-1]), int(shown[::-1]), int(shown[:3])}) - {value}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_of_the_right_value_is_accepted_and_of_a_wrong_one_is_not(form):
+    reward = GSM8KCorrectness()
+    spell = FORMS[form]
+    for value in VALUES:
+        right = f"<answer>{spell(value)}</answer>"
+        for gold in (str(value), f"{value:,}", f"Some steps.\n#### {value:,}"):
+            (score,) = reward(completions=[right], answer=[gold])
+            assert score in (1.5, 2.0), (right, gold)
+        wrong = [f"<answer>{spell(other)}</answer>" for other in near_misses(value)]
+        assert set(reward(completions=wrong, answer=[str(value)] * len(wrong))) == {0.0}, value
+
+
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [
+        ("1 1/2", Fraction(3, 2)), ("1\\frac{1}{2}", Fraction(3, 2)), ("1½", Fraction(3, 2)), ("½", Fraction(1, 2)),
+        ("-1 1/2", Fraction(-3, 2)), ("-\\frac12", Fraction(-1, 2)), ("0.5", Fraction(1, 2)), (".5", Fraction(1, 2)),
+        ("33.33", Fraction(3333, 100)), ("3/4 cups", Fraction(3, 4)), ("1.5 million", 1500000), ("$18k", 18000),
+        ("two and a half", None), ("1/0", None), ("1 3/2", None), ("1/2/3", None), ("", None), ("...", None),
+        ("1" * 400, int("1" * 400)), ("1" * 2000, None), ("1e999999999", None), ("1e-999999999", None),
+        ("twelve hundred", 1200), ("a hundred", 100), ("five twenty", None), ("twenty zero", None),
+        ("one thousand million", None), ("ten eight", None), ("hundred", None),
+    ],
+)  # fmt: skip
+def test_other_numbers(answer, value):
+    assert parse_number(answer) == value
+
+
+# Each earns a reward somewhere among the peers, or nearly; the gold is 18.
+TRAPS = [
+    "17, 18", "18, 17", "17 or 18", "18 or 17", "17 and 18", "18 and 17", "17/18", "17;18", "17 18", "18 17",
+    "18 / 17", "17\n18", "18\n17", "17 = 18", "18 = 17", "18 (or 19)", "18-20", "16–18", "18 to 20",
+    "either 17 or 18", "18?17", "18e2", "18E-1", "18,00", "18,0", "1,8", "18:00", "18.5.0", "1.8.0", "18^2", "18²",
+    "18_2", "18x", "18i", "18\\pi", "18π", "18!", "18+", "<18", ">18", "≤18", "±18", "--18", "18 thousand", "18k",
+    "18 hundred", "18万", "18 + 0", "17 + 1", "9 * 2", "9*2", "2*9", "3^2*2", "18 1/2", "18 and a half", "1 8",
+    "018 1", "180", "0.18", "-18", "18 minutes 30 seconds", "In 3 days she has 18 apples", "She has 3 boxes, so 18",
+    "not 18", "18 is wrong", "not equal to 18", "less than 18", "eighteen or nineteen", "eighteen hundred",
+    "eighteen nineteen", "one eight", "twenty eighteen", "√18", "\\sqrt{324}", "\\boxed{17}\\boxed{18}",
+    "\\boxed{17} or \\boxed{18}", "**17** **18**", "18₈", "18...", "18 mod 20", "0x12", "XVIII", "about 18", "~18",
+    "≈ 18", "18 ± 1", "$17$ $18$", "17</b>18", "<answer>17</answer", "18 / 0", "1/18", "18,000",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", TRAPS)
+@pytest.mark.parametrize("reward", [GSM8KCorrectness(), MathCorrectness()], ids=lambda reward: reward.name)
+def test_a_trap_earns_nothing(reward, answer):
+    layouts = ["<think>18</think><answer>{}</answer>"]
+    # On lines, and outside a tag, these are other texts: two lines, or two boxes of which the last counts.
+    if reward.extract == "auto" and "\n" not in answer and "boxed" not in answer:
+        layouts += ["The answer is {}.", "Steps.\n#### {}", "So \\boxed{{{}}}."]
+    texts = [layout.format(answer) for layout in layouts]
+    assert set(reward(completions=texts, answer=["18"] * len(texts))) == {0.0}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>\\boxed{18}</think><answer>17</answer>",
+        "<answer>17</answer> No, 18.",
+        "<answer>17</answer>\n#### 18",
+        "<think><answer>18</answer></think>",
+        "<think><answer>18</answer>",
+        "<think>a</think><think><answer>18</answer>",
+        "<think><answer>18</answer></think><answer>17</answer>",
+        "<answer>18</answer><answer>17</answer>",
+        "<answer>18",
+        "<answer>18<answer>",
+        "<think>#### 18</think> #### 17",
+        "<think>The answer is 18.</think> I am not sure.",
+        "#### 18\n#### 17",
+        "\\boxed{18} \\boxed{17}",
+        "\\boxed{18",
+        "The answer is 18. The answer is 17.",
+        "A: 18\nA: 17",
+        "18",
+        "",
+    ],
+)
+@pytest.mark.parametrize("extract", ["answer_tag", "auto"])
+def test_a_misplaced_gold_earns_nothing(text, extract):
+    assert GSM8KCorrectness(extract=extract)(completions=[text], answer=["18"]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "text", "answer"),
+    [
+        ("answer_tag", "<answer>17</answer> then <answer> 18 </answer> done", "18"),
+        ("answer_tag", "no thinking opened </think><answer>18</answer>", "18"),
+        ("answer_tag", "<answer>17<answer>18</answer>", "18"),
+        ("answer_tag", "18", None),
+        ("hashes", "#### 17\nmore\n####18 \nend", "18"),
+        ("boxed", "\\boxed{17} and \\boxed{\\frac{1}{2}} so", "\\frac{1}{2}"),
+        ("boxed", "\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("a_line", "Because.\nA: 18\nThanks", "18"),
+        ("a_line", "A: 18", "18"),
+        ("a_line", "DNA: 18", None),
+        ("sentence", "The answer is 3.5 dollars. Done.", "3.5 dollars"),
+        ("sentence", "THE ANSWER IS: 18!", "18"),
+        ("sentence", "Answer: $1,234.50.", "$1,234.50"),
+        ("sentence", "The answer isn't 18", None),
+        ("sentence", "She answered 18", None),
+        ("auto", "#### Step 4: add\nSo \\boxed{18}.", "18"),
+        ("auto", "A: Let me see. The answer is 18.", "18"),
+        ("auto", "The answer is 17.\n#### 18", "18"),
+        ("auto", "#### \\sqrt{2}", "\\sqrt{2}"),
+        ("auto", "nothing", None),
+    ],
+)
+def test_extraction(layout, text, answer):
+    assert extract_answer(text, layout) == answer
+    if layout != "answer_tag":
+        assert extract_answer(f"<think>{text}</think> done", layout) is None
+        assert extract_answer(f"<think>hm</think> {text}", layout) == answer or text.startswith("A:")
+
+
+def test_a_prefilled_block_hides_what_it_holds():
+    text = "The <answer>17</answer> is wrong.</think><answer>18</answer>"
+    assert extract_answer(text, prefilled=True) == "18"
+    assert extract_answer("<answer>18</answer>", prefilled=True) is None
+    assert extract_answer("<reasoning>x</reasoning><answer>18</answer>", tags=("reasoning", "answer")) == "18"
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("She has 5.\n#### 65,960", "65,960"), ("18", "18"), (" 18 ", "18"), (18, "18"), (2.5, "2.5"),
+        ("\\frac{1}{2}", "\\frac{1}{2}"), ("So \\boxed{x^2}.", "x^2"), ("Steps.\nA: 18", "18"),
+        ("no solution", "no solution"),
+        ("", None), ("  ", None), (None, None), (float("nan"), None), (["18"], None), ("Steps.\n####", None),
+        ("#### ", None), ("She sold 48/2 = <<48/2=24>>24 clips in May and 48 in April.", None),
+        ({}, None), (True, None),
+    ],
+)  # fmt: skip
+def test_golds(gold, answer):
+    assert gold_answer(gold) == answer
+    for reward in (GSM8KCorrectness(), GSM8KCorrectness(extract="hashes"), MathCorrectness()):
+        (score,) = reward(completions=["no answer"], answer=[gold])
+        assert score == (None if answer is None else 0.0)
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
+def test_two_integers_are_equal_exactly_when_they_are(left, right):
+    for text in (f"{left:,}", f"{left}.0", words(left) if abs(left) < 10**12 else str(left)):
+        assert parse_number(text) == left
+    (score,) = GSM8KCorrectness()(completions=[f"<answer>{left:,}</answer>"], answer=[str(right)])
+    assert (score > 0) == (left == right)
+
+
+@given(st.fractions())
+def test_a_fraction_is_read_exactly(value):
+    assert parse_number(f"{value.numerator}/{value.denominator}") == value
+    assert parse_number(f"$\\frac{{{value.numerator}}}{{{value.denominator}}}$") == value

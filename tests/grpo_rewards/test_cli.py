@@ -1,0 +1,152 @@
+"""The command line, as a user types it."""
+
+import json
+
+import pytest
+
+from grpo_rewards.cli import main
+
+RIGHT, WRONG = "<answer>18</answer>", "<answer>17</answer>"
+
+
+def write(path, rows):
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
+    )
+    return str(path)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return write(
+        tmp_path / "rows.jsonl",
+        [
+            {"completion": RIGHT, "answer": "18"},
+            {"completion": [{"role": "assistant", "content": WRONG}], "answer": "18", "prompt": "p"},
+            {"completion": "\ud800", "answer": ""},
+        ],
+    )
+
+
+def test_list_shows_every_reward_with_its_pay_table(capsys):
+    assert main(["list"]) == 0
+    output = capsys.readouterr().out
+    for name in ("gsm8k_correctness", "math_correctness", "tag_structure", "tag_count", "tag_presence", "well_formed",
+                 "group_length", "reward_model"):  # fmt: skip
+        assert f"\n{name}\n" in "\n" + output
+    assert "| pay |" in output
+    assert "character for character | 2 (`pay_exact`)" in output
+
+
+def test_score_reports_and_writes_one_column_per_reward(rows, tmp_path, capsys):
+    out = tmp_path / "scored.jsonl"
+    spec = "{name: gsm8k_correctness, alias: strict, kwargs: {pay_exact: 3}}"
+    assert main(["score", rows, "--reward", spec, "--reward", "tag_count", "--out", str(out)]) == 0
+    scored = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["strict"] for row in scored] == [3.0, 0.0, None]
+    assert [row["tag_count"] for row in scored] == [0.5, 0.5, 0.0]
+    assert scored[0]["completion"] == RIGHT
+    output = capsys.readouterr().out
+    assert "strict: 3 rows, 1 unscorable" in output
+    assert "mean 1.5000, standard deviation 1.5000" in output
+    assert "worst: row 2, 0" in output
+    assert "best: row 1, 3" in output
+
+
+def test_a_malformed_line_is_named_and_the_rest_is_scored(tmp_path, capsys):
+    path = write(
+        tmp_path / "rows.jsonl",
+        [{"completion": RIGHT, "answer": "18"}, "{", "[]", "", {"completion": RIGHT}, {"completion": 3, "answer": "1"},
+         {"answer": "18"}, {"completion": RIGHT, "answer": "18"}],
+    )  # fmt: skip
+    assert main(["score", path, "--reward", "gsm8k_correctness"]) == 1
+    captured = capsys.readouterr()
+    assert "gsm8k_correctness: 2 rows" in captured.out
+    for message in ("row 2: not JSON", "row 3: a list", "row 5: no 'answer'", "row 6: 'completion' is neither",
+                    "row 7: no 'completion'"):  # fmt: skip
+        assert message in captured.err
+
+
+def test_another_gold_column_wins_over_one_named_answer(tmp_path, capsys):
+    path = write(tmp_path / "rows.jsonl", [{"completion": RIGHT, "answer": "a distractor", "solution": "#### 18"}])
+    assert main(["score", path, "--reward", "gsm8k_correctness", "--gold-column", "solution"]) == 0
+    assert "mean 2.0000" in capsys.readouterr().out
+
+
+def test_a_format_reward_needs_no_gold(tmp_path, capsys):
+    path = write(tmp_path / "rows.jsonl", [{"completion": RIGHT}])
+    assert main(["score", path, "--reward", "tag_count"]) == 0
+    assert main(["score", path, "--reward", "gsm8k_correctness"]) == 2
+    assert "needs the dataset column 'answer'" in capsys.readouterr().err
+
+
+def test_groups_meet_in_one_call(tmp_path, capsys):
+    path = write(tmp_path / "rows.jsonl", [{"completion": RIGHT + " " * n, "answer": "18"} for n in (0, 1, 3, 2)])
+    assert (
+        main(["score", path, "--reward", "group_length", "--num-generations", "2", "--out", f"{tmp_path}/o.jsonl"]) == 0
+    )
+    scored = [json.loads(line)["group_length"] for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert scored == [0.5, -0.5, -0.5, 0.5]
+    assert main(["score", path, "--reward", "group_length", "--num-generations", "3"]) == 2
+    assert "whole number of groups of 3" in capsys.readouterr().err
+    path = write(
+        tmp_path / "rows.jsonl", [{"completion": RIGHT, "answer": "18"}, "{", {"completion": "", "answer": "1"}]
+    )
+    assert main(["score", path, "--reward", "group_length", "--num-generations", "2"]) == 2
+    assert "row 2: not JSON" in capsys.readouterr().err
+
+
+def test_parquet_in_and_out(tmp_path):
+    pytest.importorskip("pyarrow")
+    import pyarrow
+    import pyarrow.parquet
+
+    source, out = tmp_path / "rows.parquet", tmp_path / "scored.parquet"
+    rows = [{"completion": RIGHT, "answer": "18"}, {"completion": WRONG, "answer": "18"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
+    assert main(["score", str(source), "--reward", "gsm8k_correctness", "--out", str(out)]) == 0
+    assert pyarrow.parquet.read_table(out).to_pylist() == [
+        {**row, "gsm8k_correctness": score} for row, score in zip(rows, (2.0, 0.0), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["score", "absent.jsonl", "--reward", "tag_count"], "absent.jsonl is not a file"),
+        (["score", "{rows}", "--reward", "tag_cuont"], "did you mean 'tag_count'"),
+        (["score", "{rows}", "--reward", "{{name: tag_count"], "is not a YAML mapping"),
+        (["score", "{rows}", "--reward", "tag_count", "--out", "scores.csv"], "must end in .jsonl or .parquet"),
+        (["score", "{rows}", "--reward", "tag_count", "--out", "{rows}"], "choose another name"),
+        (
+            ["score", "{rows}", "--reward", "{{name: tag_count, alias: answer}}", "--out", "o.jsonl"],
+            "give that reward an",
+        ),
+        (["score", "{rows}", "--reward", "tag_count", "--out", "no/such/o.jsonl"], "folder no/such does not exist"),
+        (["check", "{rows}", "--reward", "tag_count"], "needs a correctness reward"),
+        (["check", "{rows}", "--gold-column", "gold"], "no 'gold'"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_code_2(rows, arguments, message, capsys):
+    assert main([argument.format(rows=rows) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_check_lists_what_cannot_be_scored(tmp_path, capsys):
+    golds = ["Steps.\n#### 65,960", "18", "\\frac{1}{2}", "", "She sold 24 clips in May and 48 in April."]
+    path = write(tmp_path / "golds.jsonl", [{"answer": gold} for gold in golds])
+    for extract in ("answer_tag", "hashes", "boxed", "a_line", "sentence", "auto"):
+        reward = f"{{name: gsm8k_correctness, kwargs: {{extract: {extract}}}}}"
+        assert main(["check", path, "--reward", reward]) == 1
+        output = capsys.readouterr().out
+        assert "5 golds, 3 earn full pay (2)" in output
+        assert "2 can't be scored" in output
+        assert "row 5: She sold" in output
+    path = write(tmp_path / "good.jsonl", [{"solution": gold} for gold in golds[:3]])
+    assert main(["check", path, "--gold-column", "solution"]) == 0
+
+
+def test_check_passes_gsm8k(gsm8k_dir):
+    assert main(["check", str(gsm8k_dir / "test.jsonl")]) == 0

@@ -1,0 +1,122 @@
+"""What the correctness rewards pay, log and refuse; the source document's literal rule."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_rewards import gsm8k_correctness, math_correctness
+from grpo_rewards.correctness import GSM8KCorrectness
+
+
+def test_the_pay_is_settable():
+    texts = ["<answer>65,960</answer>", "<answer>65960</answer>", "<answer>1</answer>", "none"]
+    assert gsm8k_correctness(completions=texts, answer=["#### 65,960"] * 4) == [2.0, 1.5, 0.0, 0.0]
+    own = GSM8KCorrectness(pay_exact=1, pay_equal="0.9", pay_wrong=-1)
+    assert own(completions=texts, answer=["#### 65,960"] * 4) == [1.0, 0.9, -1.0, -1.0]
+
+
+def test_other_tags_and_a_prefilled_block():
+    text = "<reasoning>3 * 6</reasoning><answer>18</answer>"
+    assert GSM8KCorrectness(tags=["reasoning", "answer"])(completions=[text], answer=["18"]) == [2.0]
+    assert GSM8KCorrectness(prefilled="think")(completions=["<answer>18</answer>"], answer=["18"]) == [0.0]
+    assert GSM8KCorrectness(prefilled="think")(completions=["a</think><answer>18</answer>"], answer=["18"]) == [2.0]
+
+
+def test_rows_are_scored_each_on_its_own_whatever_the_grouping():
+    golds = ["18", "17", "18", "18", "", "17", "17"]
+    texts = ["<answer>18</answer>"] * len(golds)
+    together = gsm8k_correctness(completions=texts, answer=golds)
+    alone = [gsm8k_correctness(completions=[text], answer=[gold])[0] for text, gold in zip(texts, golds, strict=True)]
+    assert together == alone == [2.0, 0.0, 2.0, 2.0, None, 0.0, 0.0]
+
+
+def test_logged_columns_have_one_entry_per_row():
+    columns, metrics = {}, {}
+    GSM8KCorrectness(prefix="strict/", name="strict")(
+        completions=["<answer>18.0</answer>", "no", "<answer>1</answer>"],
+        answer=["x\n#### 18", "18", ""],
+        log_extra=columns.__setitem__,
+        log_metric=metrics.__setitem__,
+    )
+    assert columns == {
+        "strict/extracted": ["18.0", None, "1"],
+        "strict/gold": ["18", "18", None],
+        "strict/verdict": ["equal", "missing", "no gold"],
+    }
+    assert metrics == {
+        "rewards/strict/parsed": pytest.approx(2 / 3),
+        "rewards/strict/symbolic": 0.0,
+        "rewards/strict/timeouts": 0.0,
+    }
+
+
+def test_a_missing_column_is_one_sentence():
+    with pytest.raises(ValueError, match=r"'gsm8k_correctness' needs the dataset column 'answer'.*question"):
+        gsm8k_correctness(completions=["a"], question=["q"])
+
+
+def test_an_empty_call_scores_nothing():
+    metrics = {}
+    assert math_correctness(completions=[], answer=[], log_metric=metrics.__setitem__) == []
+    assert metrics == {}
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"extract": "tags"}, {"rule": "loose"}, {"deadline": 0}, {"deadline": "soon"}, {"prefilled": "answer"},
+     {"pay_wrong": float("inf")}, {"tags": ["think"]}],
+)  # fmt: skip
+def test_a_bad_argument_names_its_key(kwargs):
+    with pytest.raises(ValueError, match=next(iter(kwargs))):
+        GSM8KCorrectness(**kwargs)
+
+
+LITERAL = GSM8KCorrectness(rule="source")
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "pay"),
+    # Worked out from the description of document 001: the text between the last <answer> and the next </answer>,
+    # stripped, "..." being none; 2 for the same string; 1.5 if, without $ and %, both end in the same float that
+    # follows the start, a white space or "="; else 0.
+    [
+        ("<answer>18</answer>", "18", 2.0),
+        ("<answer> 18\n</answer> tail", "Six.\n#### 18", 2.0),
+        ("<answer>17</answer><answer>18</answer>", "18", 2.0),
+        ("<think><answer>18</answer></think>", "18", 2.0),
+        ("<answer>18.0</answer>", "18", 1.5),
+        ("<answer>$18</answer>", "18", 1.5),
+        ("<answer>18%</answer>", "18", 1.5),
+        ("<answer>x=18</answer>", "18", 1.5),
+        ("<answer>In 3 days she has 18</answer>", "18", 1.5),
+        ("<answer>17 or 18</answer>", "18", 1.5),
+        ("<answer>.5</answer>", "0.5", 1.5),
+        ("<answer>65960</answer>", "65,960", 0.0),
+        ("<answer>18 dollars</answer>", "18", 0.0),
+        ("<answer>18.</answer>", "18", 0.0),
+        ("<answer>+18</answer>", "18", 0.0),
+        ("<answer>x-18</answer>", "-18", 0.0),
+        ("<answer>...</answer>", "18", 0.0),
+        ("<answer>18</answer><answer>", "18", 0.0),
+        ("<answer>18", "18", 0.0),
+        ("18", "18", 0.0),
+        ("<answer>18</answer>", "", None),
+    ],
+)
+def test_the_literal_rule(completion, gold, pay):
+    assert LITERAL(completions=[completion], answer=[gold]) == [pay]
+
+
+@given(st.text(alphabet="0123456789.-= \n\t$%x", max_size=12), st.sampled_from(["18", "1.5", "-3", "0"]))
+def test_the_literal_rule_finds_the_number_that_the_documents_pattern_finds(answer, gold):
+    def number(text):
+        match = re.search(r"(?:^|\s|=)\s*(-?\d*\.?\d+)\s*$", text.replace("$", "").replace("%", ""))
+        return float(match.group(1)) if match else None
+
+    stripped = answer.strip()
+    expected = 2.0 if stripped == gold else 1.5 if number(stripped) == number(gold) else 0.0
+    assert LITERAL(completions=[f"<answer>{answer}</answer>"], answer=[gold]) == [
+        0.0 if stripped == "..." else expected
+    ]

@@ -1,0 +1,55 @@
+"""Real, labelled solutions in every layout: no right one is missed, no wrong one is paid."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_rewards.correctness import GSM8KCorrectness, MathCorrectness
+
+LAYOUTS = {
+    "a_line": "{body}\nA: {answer}",
+    "hashes": "{body}\n#### {answer}",
+    "answer_tag": "<think>\n{body}\n</think>\n<answer>\n{answer}\n</answer>",
+    "boxed": "{body}\nSo it is $\\boxed{{{answer}}}$.",
+    "sentence": "{body}\nThe answer is {answer}.",
+}
+
+
+@pytest.fixture(scope="session")
+def solutions(gsm8k_dir: Path) -> list[tuple[str, str, str, bool]]:
+    """(body, answer, gold solution, label); a text cut off before its answer line has the answer ""."""
+    rows = []
+    for line in (gsm8k_dir / "model_solutions_dev.jsonl").read_text(encoding="utf-8").splitlines():
+        problem = json.loads(line)
+        gold = problem.pop("ground_truth").replace("\nA: ", "\n#### ")
+        for value in problem.values():
+            if isinstance(value, dict):
+                body, _, answer = value["solution"].rpartition("\nA:")
+                rows.append((body or value["solution"], answer.strip() if body else "", gold, value["is_correct"]))
+    return rows
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reward", [GSM8KCorrectness, MathCorrectness])
+@pytest.mark.parametrize("auto", [False, True])
+@pytest.mark.parametrize("chat", [False, True])
+def test_every_label_is_met(solutions, layout, reward, auto, chat):
+    texts = [LAYOUTS[layout].format(body=body, answer=answer) if answer else body for body, answer, *_ in solutions]
+    completions = [[{"role": "assistant", "content": text}] for text in texts] if chat else texts
+    scorer = reward(extract="auto" if auto else layout)
+    scores = scorer(prompts=texts, completions=completions, answer=[gold for *_, gold, _ in solutions])
+    mistakes = [
+        (answer, gold[-20:], label, score)
+        for (_, answer, gold, label), score in zip(solutions, scores, strict=True)
+        if score is None or (score > 0) != label
+    ]
+    assert mistakes == []
+
+
+def test_every_gold_of_the_dataset_is_paid_in_full_against_itself(gsm8k_dir):
+    for split in ("train", "test"):
+        lines = (gsm8k_dir / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+        golds = [json.loads(line)["answer"] for line in lines]
+        for extract in ("hashes", "auto"):
+            assert set(GSM8KCorrectness(extract=extract)(completions=golds, answer=golds)) == {2.0}

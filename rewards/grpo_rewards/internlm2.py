@@ -1,0 +1,352 @@
+"""InternLM2 reward models, loaded as transformers' own `LlamaForSequenceClassification`.
+
+An InternLM2 reward model is a Llama in all but its names: the query, key and value rows are interleaved by key-value
+group in one matrix, and a one-output head sits on the last hidden state. The code published with it does not run under
+transformers 5, or worse runs and returns wrong scores, so nothing here executes code from a checkpoint.
+
+    from grpo_rewards.internlm2 import load
+    model, tokenizer = load("internlm/internlm2-1_8b-reward", dtype="bfloat16", device="cuda")
+"""
+
+import importlib
+import json
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+ARCHITECTURE = "InternLM2ForRewardModel"
+
+_LLAMA_TO_INTERNLM2 = {
+    "embed_tokens": "tok_embeddings",
+    "self_attn.q_proj": "attention.wqkv",
+    "self_attn.k_proj": "attention.wqkv",
+    "self_attn.v_proj": "attention.wqkv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "score": "v_head",
+}
+_SAME_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors")
+_PICKLED_FILES = ("pytorch_model*.bin",)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded as a reward model; the message names the file or tensor and the way out."""
+
+
+def is_internlm2_reward(config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's `config.json`, read as a mapping, declares an InternLM2 reward model."""
+    return ARCHITECTURE in (config.get("architectures") or ())
+
+
+def llama_config(config: Mapping[str, Any]) -> LlamaConfig:
+    """Map an InternLM2 reward model's `config.json` to the configuration of the same network in Llama's terms.
+
+    Raises `CheckpointError` where the mapping is not an InternLM2 reward model's, lacks a key, or asks for a rotary
+    scaling other than none, `linear` and `dynamic`.
+    """
+    if not is_internlm2_reward(config):
+        raise CheckpointError(
+            f"config.json declares {config.get('architectures') or 'no architecture'}, not {ARCHITECTURE}: "
+            "this is not an InternLM2 reward checkpoint."
+        )
+    missing = [key for key in _SAME_KEYS if key not in config]
+    if missing:
+        raise CheckpointError(f"config.json lacks {', '.join(missing)}: complete it from the model's page.")
+    return LlamaConfig(
+        **{key: config[key] for key in _SAME_KEYS},
+        num_key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        hidden_act=config.get("hidden_act", "silu"),
+        initializer_range=config.get("initializer_range", 0.02),
+        rope_parameters=_rope_parameters(config),
+        attention_bias=bool(config.get("bias", False)),
+        mlp_bias=False,
+        tie_word_embeddings=False,
+        num_labels=1,
+        bos_token_id=config.get("bos_token_id", 1),
+        eos_token_id=config.get("eos_token_id", 2),
+        pad_token_id=config.get("pad_token_id", 2),
+        reward_token_id=config.get("reward_token_id", 92527),
+        dtype=config.get("torch_dtype") or config.get("dtype"),
+    )
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    scaling = dict(config.get("rope_scaling") or {})
+    kind = scaling.pop("type", scaling.pop("rope_type", "default"))
+    if kind not in ("default", "linear", "dynamic"):
+        raise CheckpointError(f"config.json: rope_scaling type {kind!r} is unknown to InternLM2 (linear, dynamic).")
+    return {"rope_type": kind, "rope_theta": config.get("rope_theta", 10000), **scaling}
+
+
+def checkpoint_folder(
+    model: str | os.PathLike[str], revision: str | None = None, *, allow_pickle: bool = False
+) -> Path:
+    """The local folder of a checkpoint: `model` itself if it is one, else a hub snapshot, downloaded if not cached.
+
+    Only configuration, tokenizer and weight files are fetched, never code. Raises `CheckpointError` where `model` is
+    neither a folder nor a repository that the hub or its local cache can give.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    patterns = [*_FILES, *(_PICKLED_FILES if allow_pickle else ())]
+    try:
+        return Path(
+            snapshot_download(os.fspath(model), revision=revision, allow_patterns=patterns, ignore_patterns="*/*")
+        )
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"{os.fspath(model)!r} is neither a folder nor a model that the hub or its local cache can give "
+            f"({type(error).__name__}): check the name and the revision, or download it first."
+        ) from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read `config.json` of a checkpoint folder; raises `CheckpointError` where it is absent or no JSON object."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no config.json: this is not a model checkpoint.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}): download it again.") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not a JSON object: download it again.")
+    return config
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Build the fast tokenizer of an InternLM2 checkpoint from `tokenizer.json`, else from `tokenizer.model`.
+
+    The latter needs sentencepiece and protobuf; a folder that `convert` wrote needs neither. Raises `CheckpointError`
+    where both files are absent or, naming the extra, a package is.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        if not (folder / "tokenizer.model").is_file():
+            raise CheckpointError(
+                f"{folder} has neither tokenizer.json nor tokenizer.model: copy the model's tokenizer files into it."
+            )
+        _require_sentencepiece(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    # It names the remote code; saved along, it would make other loaders ask for that code.
+    tokenizer.init_kwargs.pop("auto_map", None)
+    return tokenizer
+
+
+def _require_sentencepiece(folder: Path) -> None:
+    try:
+        for package in ("sentencepiece", "google.protobuf"):
+            importlib.import_module(package)
+    except ImportError as error:
+        raise CheckpointError(
+            f"{folder / 'tokenizer.model'} needs {error.name}: pip install 'grpo-rewards[models]', "
+            "or convert the checkpoint once where it is installed (grpo-rewards convert-internlm2)."
+        ) from error
+
+
+def load(
+    model: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    allow_pickle: bool = False,
+) -> tuple[LlamaForSequenceClassification, PreTrainedTokenizerFast]:
+    """Load an InternLM2 reward checkpoint (hub id or folder in the hub's layout) with its tokenizer.
+
+    Every name and shape is checked before the first weight is read; each tensor then goes from its file to `device` by
+    itself, so the peak is one model and one tensor. `dtype` is a torch name or `auto`, the checkpoint's own. The model
+    comes in evaluation mode without gradients. Raises `CheckpointError`, naming the tensor or the file.
+    """
+    folder = checkpoint_folder(model, revision, allow_pickle=allow_pickle)
+    config = llama_config(read_config(folder))
+    files = _weight_files(folder, allow_pickle)
+    tokenizer = load_tokenizer(folder)
+    if dtype != "auto":
+        config.dtype = getattr(torch, dtype)
+    with torch.device("meta"):
+        network = LlamaForSequenceClassification(config)
+    # Built on "meta", a non-persistent buffer such as inv_freq has no values, and no checkpoint holds them.
+    network.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
+    _fill(network, files, config.dtype, device)
+    return network.eval().requires_grad_(False), tokenizer
+
+
+def _weight_files(folder: Path, allow_pickle: bool) -> list[Path]:
+    """The shards of a checkpoint, all present; safetensors wherever there are any."""
+    kinds = [("model.safetensors", "model.safetensors.index.json")]
+    if allow_pickle:
+        kinds.append(("pytorch_model.bin", "pytorch_model.bin.index.json"))
+    for single, index in kinds:
+        if (folder / index).is_file():
+            names = _listed_shards(folder / index)
+        elif (folder / single).is_file():
+            names = {single}
+        else:
+            continue
+        absent = sorted(name for name in names if not (folder / name).is_file())
+        if absent:
+            raise CheckpointError(
+                f"{folder} lacks the shard {', '.join(absent)} that {index} lists: download it again."
+            )
+        return [folder / name for name in sorted(names)]
+    if any(folder.glob("pytorch_model*.bin")):
+        raise CheckpointError(
+            f"{folder} has pickled weights only, which can carry code: if you trust their source, convert them once "
+            "with grpo-rewards convert-internlm2 SRC DST --allow-pickle."
+        )
+    raise CheckpointError(f"{folder} has no model.safetensors (nor its index): download the weights.")
+
+
+def _listed_shards(index: Path) -> set[str]:
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index} is not an index of shards ({type(error).__name__}): download it again."
+        ) from error
+
+
+def _fill(network: nn.Module, files: list[Path], dtype: torch.dtype | None, device: str | torch.device) -> None:
+    """Give every parameter of a network on "meta" its values, from shards in InternLM2's names."""
+    sources = _sources(network)
+    where = _locate(files)
+    _check_names_and_shapes(network, sources, {name: shape for name, (_, shape) in where.items()})
+    for source, targets in sources.items():
+        tensor = _read(where[source][0], source)
+        parts = split_wqkv(tensor, network.config) if len(targets) > 1 else (tensor,)
+        for target, part in zip(targets, parts, strict=True):
+            owner, _, leaf = target.rpartition(".")
+            # A copy even where dtype and device stay: otherwise the parameter would live in the file's mapping.
+            value = part.to(device=device, dtype=dtype or part.dtype, copy=True)
+            setattr(network.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+
+
+def _sources(network: nn.Module) -> dict[str, list[str]]:
+    """InternLM2's tensor names -> the Llama parameters each one holds (three for `wqkv`, in the order q, k, v)."""
+    sources: dict[str, list[str]] = {}
+    for target, _ in network.named_parameters():
+        source = target
+        for llama, internlm2 in _LLAMA_TO_INTERNLM2.items():
+            source = source.replace(llama, internlm2)
+        sources.setdefault(source, []).append(target)
+    return sources
+
+
+def _locate(files: list[Path]) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """Where each tensor lies and its shape, from the shards' headers."""
+    return {name: (file, shape) for file in files for name, shape in _shapes(file)}
+
+
+def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if file.suffix != ".safetensors":
+        yield from ((name, tuple(tensor.shape)) for name, tensor in _unpickle(file).items())
+        return
+    try:
+        with safe_open(file, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 (a shard is no mapping)
+                yield name, tuple(shard.get_slice(name).get_shape())
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is not a readable safetensors file ({error}): download it again.") from error
+
+
+def _read(file: Path, name: str) -> torch.Tensor:
+    if file.suffix != ".safetensors":
+        return _unpickle(file)[name]
+    # One mapping per tensor: pages that were read count as resident until the mapping goes, and with one mapping per
+    # shard a single-file checkpoint would be in memory twice.
+    with safe_open(file, framework="pt") as shard:
+        return shard.get_tensor(name)
+
+
+def _unpickle(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{file} is not a plain file of tensors ({type(error).__name__}): it was not read any further."
+        ) from error
+
+
+def _check_names_and_shapes(
+    network: nn.Module, sources: Mapping[str, list[str]], found: Mapping[str, tuple[int, ...]]
+) -> None:
+    missing = sorted(sources.keys() - found.keys())
+    unexpected = sorted(found.keys() - sources.keys())
+    for names, problem in ((missing, "lacks"), (unexpected, "has the unexpected")):
+        if names:
+            raise CheckpointError(
+                f"The checkpoint {problem} {_some(names)}: its weights do not belong to its config.json."
+            )
+    for source, targets in sources.items():
+        shapes = [tuple(network.get_parameter(target).shape) for target in targets]
+        expected = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        if found[source] != expected:
+            raise CheckpointError(
+                f"The tensor {source} has shape {found[source]}, but config.json makes it {expected}: "
+                "its weights do not belong to its config.json."
+            )
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def split_wqkv(wqkv: torch.Tensor, config: LlamaConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split InternLM2's `attention.wqkv` (weight or bias) into Llama's q, k and v.
+
+    Its rows are laid out as (kv heads, queries per kv head + 2, head_dim): each kv group holds its query heads, then
+    its key, then its value. Rows out: heads x head_dim for q, kv heads x head_dim for k and v.
+    """
+    kv_heads = config.num_key_value_heads
+    queries = config.num_attention_heads // kv_heads
+    grouped = wqkv.view(kv_heads, queries + 2, config.head_dim, *wqkv.shape[1:])
+    return grouped[:, :-2].flatten(0, 2), grouped[:, -2].flatten(0, 1), grouped[:, -1].flatten(0, 1)
+
+
+def convert(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, allow_pickle: bool = False) -> Path:
+    """Write an InternLM2 reward checkpoint as a native folder that transformers, TRL and vLLM load without remote code.
+
+    `src` is a hub id or a folder, `dst` a folder that does not exist yet; it appears only once it is complete. Weights
+    keep their dtype. `allow_pickle` also accepts `pytorch_model*.bin`, read with torch's weights-only unpickler.
+    Raises `CheckpointError` as `load` does, and where `dst` exists.
+    """
+    target = Path(dst)
+    if target.exists():
+        raise CheckpointError(f"{target} exists already: give convert-internlm2 a folder that does not exist yet.")
+    model, tokenizer = load(src, allow_pickle=allow_pickle)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    try:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        unfinished.chmod(0o755)
+        unfinished.rename(target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return target

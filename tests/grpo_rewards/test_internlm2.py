@@ -1,0 +1,338 @@
+"""InternLM2 reward checkpoints: recorded scores, a second forward pass, conversion, and every way to be broken."""
+
+import json
+import math
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForSequenceClassification
+
+from grpo_rewards import cli, internlm2
+from grpo_rewards.internlm2 import CheckpointError, convert, llama_config, load
+from tests.grpo_rewards.tiny_models import internlm2_maker, save_reward_model
+
+
+@pytest.fixture(scope="session")
+def parity(internlm2_dir):
+    return json.loads((internlm2_dir / "parity.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="session")
+def recorded(internlm2_dir, parity, tmp_path_factory):
+    """The recorded checkpoints: (folder, record)."""
+    build = internlm2_maker(internlm2_dir)
+    folders = []
+    for record in parity["checkpoints"]:
+        folder = tmp_path_factory.mktemp("recorded")
+        build(folder, **record["arguments"])
+        folders.append((folder, record))
+    return folders
+
+
+@pytest.fixture
+def tiny(internlm2_dir, tmp_path):
+    """A fresh one-layer checkpoint that a test may break."""
+    folder = tmp_path / "internlm2"
+    internlm2_maker(internlm2_dir)(folder, seed=5, heads=4, kv_heads=2, hidden=16, layers=1)
+    return folder
+
+
+def conversation_ids(tokenizer, conversations):
+    return [tokenizer.apply_chat_template(messages)["input_ids"] for messages in conversations]
+
+
+def internlm2_score(folder, ids):
+    """One score from the architecture's description alone, in double precision, from the checkpoint's own tensors."""
+    config = json.loads((folder / "config.json").read_text())
+    weights = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
+    heads, kv_heads, eps = config["num_attention_heads"], config["num_key_value_heads"], config["rms_norm_eps"]
+    size, length, queries = config["hidden_size"] // heads, len(ids), heads // kv_heads
+    position = torch.arange(length, dtype=torch.float64)[:, None]
+    angle = position / config["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+
+    def normed(x, name):
+        return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weights[name]
+
+    def rotated(x):  # (length, size): component i turns with component i + size/2
+        a, b = x[:, : size // 2], x[:, size // 2 :]
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=1)
+
+    x = weights["model.tok_embeddings.weight"][ids]
+    for n in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{n}."
+        y = normed(x, layer + "attention_norm.weight")
+        blocks = (y @ weights[layer + "attention.wqkv.weight"].T).split(size, dim=1)
+        heads_out = []
+        for head in range(heads):
+            first = head // queries * (queries + 2)  # the kv group: its queries, then its key, then its value
+            q, k, v = blocks[first + head % queries], blocks[first + queries], blocks[first + queries + 1]
+            logits = rotated(q) @ rotated(k).T / math.sqrt(size)
+            allowed = torch.ones(length, length).tril().bool()
+            heads_out.append(logits.masked_fill(~allowed, -math.inf).softmax(-1) @ v)
+        x = x + torch.cat(heads_out, dim=1) @ weights[layer + "attention.wo.weight"].T
+        y = normed(x, layer + "ffn_norm.weight")
+        gate, up = (y @ weights[f"{layer}feed_forward.{name}.weight"].T for name in ("w1", "w3"))
+        x = x + (gate * gate.sigmoid() * up) @ weights[layer + "feed_forward.w2.weight"].T
+    return (normed(x, "model.norm.weight")[-1] @ weights["v_head.weight"][0]).item()
+
+
+def test_scores_and_ids_are_those_of_the_original_code(recorded, parity):
+    for folder, record in recorded:
+        model, tokenizer = load(folder)
+        ids = conversation_ids(tokenizer, parity["conversations"])
+        assert ids == parity["token_ids"]
+        with torch.no_grad():
+            scores = [model(input_ids=torch.tensor([row])).logits[0, 0].item() for row in ids]
+        assert scores == pytest.approx(record["get_score"], abs=2e-5)
+
+
+def test_a_second_forward_pass_agrees(recorded, parity):
+    for folder, _ in recorded:
+        model, _ = load(folder)
+        for ids in parity["token_ids"]:
+            with torch.no_grad():
+                score = model(input_ids=torch.tensor([ids])).logits[0, 0].item()
+            assert score == pytest.approx(internlm2_score(folder, ids), abs=1e-5)
+
+
+def test_the_published_layout_is_covered_tensor_by_tensor(internlm2_dir):
+    config = json.loads((internlm2_dir / "config_1_8b.json").read_text())
+    index = json.loads((internlm2_dir / "model.safetensors.index_1_8b.json").read_text())
+    with torch.device("meta"):
+        network = LlamaForSequenceClassification(llama_config(config))
+    assert internlm2._sources(network).keys() == index["weight_map"].keys()
+    assert len(network.state_dict()) == 219
+    # fp16: two bytes a parameter.
+    assert 2 * sum(p.numel() for p in network.parameters()) == index["metadata"]["total_size"]
+    assert network.config.dtype == torch.float16
+
+
+def test_rotary_scaling_is_mapped_and_an_unknown_one_refused(internlm2_dir):
+    config = json.loads((internlm2_dir / "config_1_8b.json").read_text())
+    mapped = llama_config({**config, "rope_scaling": {"type": "dynamic", "factor": 2.0}}).rope_parameters
+    assert (mapped["rope_type"], mapped["factor"], mapped["rope_theta"]) == ("dynamic", 2.0, 1000000)
+    with pytest.raises(CheckpointError, match="'yarn'"):
+        llama_config({**config, "rope_scaling": {"type": "yarn", "factor": 2.0}})
+
+
+def test_every_dtype_keeps_the_rotary_frequencies_in_single_precision(tiny):
+    reference = load(tiny)[0].model.rotary_emb.inv_freq
+    expected = 1e6 ** -(torch.arange(0, 4, 2) / 4)
+    assert torch.allclose(reference, expected)
+    for dtype in ("bfloat16", "float16"):
+        model, _ = load(tiny, dtype=dtype)
+        assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
+        assert torch.equal(model.model.rotary_emb.inv_freq, reference)
+        assert not model.training
+        assert not any(p.requires_grad for p in model.parameters())
+
+
+def shard(folder, index_name="model.safetensors.index.json"):
+    """Split the weights over two files with an index, as the hub does."""
+    weights = load_file(folder / "model.safetensors")
+    names = sorted(weights)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, members in parts.items():
+        save_file({name: weights[name] for name in members}, folder / file)
+    (folder / "model.safetensors").unlink()
+    weight_map = {name: file for file, members in parts.items() for name in members}
+    (folder / index_name).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_shards_give_the_same_model(tiny):
+    whole = load(tiny)[0].state_dict()
+    shard(tiny)
+    parts = load(tiny)[0].state_dict()
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    (tiny / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="model-00002-of-00002"):
+        load(tiny)
+    for text in ("{", "{}", "[]"):
+        (tiny / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(CheckpointError, match="not an index of shards"):
+            load(tiny)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("v_head.weight"), r"lacks v_head\.weight"),
+        (lambda w: w.update(extra=torch.zeros(1)), "unexpected extra"),
+        (
+            lambda w: w.update({"model.layers.0.attention.wqkv.weight": torch.zeros(8, 16)}),
+            r"wqkv\.weight has shape \(8, 16\), but config\.json makes it \(32, 16\)",
+        ),
+    ],
+)
+def test_a_wrong_tensor_is_named(tiny, change, message):
+    weights = load_file(tiny / "model.safetensors")
+    change(weights)
+    save_file(weights, tiny / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        load(tiny)
+
+
+def test_broken_files_are_named(tiny, tmp_path):
+    (tiny / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a readable"):
+        load(tiny)
+    (tiny / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+        load(tiny)
+    (tiny / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
+        load(tiny)
+    with pytest.raises(CheckpointError, match="neither a folder nor a model"):
+        load(tmp_path / "absent")
+
+
+def test_a_language_model_is_refused(tiny):
+    config = json.loads((tiny / "config.json").read_text())
+    config["architectures"] = ["InternLM2ForCausalLM"]
+    (tiny / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="not InternLM2ForRewardModel"):
+        load(tiny)
+    native = save_reward_model(tiny.parent / "native")
+    with pytest.raises(CheckpointError, match="not an InternLM2 reward checkpoint"):
+        convert(native, tiny.parent / "out")
+
+
+def test_tokenizer_files_and_packages_are_asked_for_by_name(tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(CheckpointError, match=re.escape("pip install 'grpo-rewards[models]'")):
+        load(tiny)
+    (tiny / "tokenizer.model").unlink()
+    with pytest.raises(CheckpointError, match=r"neither tokenizer\.json nor tokenizer\.model"):
+        load(tiny)
+
+
+def test_pickled_weights_need_the_flag(tiny, tmp_path):
+    expected = load(tiny)[0].state_dict()
+    torch.save(load_file(tiny / "model.safetensors"), tiny / "pytorch_model.bin")
+    (tiny / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="--allow-pickle"):
+        convert(tiny, tmp_path / "native")
+    assert not (tmp_path / "native").exists()
+    native = convert(tiny, tmp_path / "native", allow_pickle=True)
+    converted = load_file(native / "model.safetensors")
+    assert all(torch.equal(expected[name], converted[name]) for name in expected)
+
+
+class Malicious:
+    def __reduce__(self):
+        return (print, ("code ran",))
+
+
+def test_a_pickle_that_carries_code_is_not_run(tiny, tmp_path, capsys):
+    torch.save({"v_head.weight": Malicious()}, tiny / "pytorch_model.bin")
+    (tiny / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
+        convert(tiny, tmp_path / "native", allow_pickle=True)
+    assert "code ran" not in capsys.readouterr().out
+
+
+def test_a_converted_folder_needs_transformers_only(recorded, parity, tmp_path, monkeypatch):
+    folder, record = recorded[0]
+    native = convert(folder, tmp_path / "native")
+    assert [path.name for path in tmp_path.iterdir()] == ["native"]
+    assert "auto_map" not in (native / "tokenizer_config.json").read_text() + (native / "config.json").read_text()
+    for package in ("sentencepiece", "google.protobuf"):
+        monkeypatch.setitem(sys.modules, package, None)
+    model, report = AutoModelForSequenceClassification.from_pretrained(native, output_loading_info=True)
+    tokenizer = AutoTokenizer.from_pretrained(native)
+    assert not any(report.values())
+    assert conversation_ids(tokenizer, parity["conversations"]) == parity["token_ids"]
+    batch = tokenizer.apply_chat_template(
+        parity["conversations"], padding=True, padding_side="right", return_dict=True, return_tensors="pt"
+    )
+    with torch.no_grad():
+        scores = model(**batch).logits[:, 0].tolist()
+    assert scores == pytest.approx(record["get_scores"], abs=2e-5)
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert(folder, native)
+
+
+def test_the_command_converts_or_says_one_sentence(tiny, tmp_path, capsys):
+    assert cli.main(["convert-internlm2", str(tiny), str(tmp_path / "native")]) == 0
+    assert torch.equal(
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "native").score.weight, load(tiny)[0].score.weight
+    )
+    capsys.readouterr()
+    for source, target in ((tiny, "native"), (tmp_path / "native", "again")):
+        assert cli.main(["convert-internlm2", str(source), str(tmp_path / target)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("grpo-rewards: ")
+        assert said.count("\n") == 1
+
+
+def test_a_converted_tokenizer_keeps_every_id(tiny, tmp_path):
+    (tmp_path / "tokenizer").mkdir()
+    original = internlm2.load_tokenizer(tiny)
+    original.save_pretrained(tmp_path / "tokenizer")
+    shutil.copy(convert(tiny, tmp_path / "native") / "config.json", tmp_path / "tokenizer")
+    again = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    rng = random.Random(0)
+    alphabet = "ab  \n\t01<|>/im_end梯度😀é\u200b\x00▁"
+    texts = ["".join(rng.choices(alphabet, k=rng.randrange(40))) for _ in range(300)]
+    assert again(texts)["input_ids"] == original(texts)["input_ids"]
+
+
+def test_a_hub_id_loads_from_the_cache_with_the_network_off(tiny, tmp_path, monkeypatch):
+    cached = tmp_path / "hub" / "models--internlm--internlm2-1_8b-reward"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(tiny, cached / "snapshots" / ("0" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    model, _ = load("internlm/internlm2-1_8b-reward")
+    assert torch.equal(model.score.weight, load(tiny)[0].score.weight)
+    with pytest.raises(CheckpointError, match="internlm2-7b-reward"):
+        load("internlm/internlm2-7b-reward")
+
+
+MEMORY_PROBE = """
+import sys
+from pathlib import Path
+from grpo_rewards import internlm2
+
+def mib(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) / 1024
+
+internlm2.load_tokenizer(Path(sys.argv[1]))
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+before = mib("VmRSS")
+model, _ = internlm2.load(sys.argv[1])
+size = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
+print((mib("VmHWM") - before) / size)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_loading_never_holds_two_copies(internlm2_dir, tmp_path):
+    internlm2_maker(internlm2_dir)(tmp_path, seed=0, heads=8, kv_heads=4, hidden=256, layers=24)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    probe = subprocess.run(
+        [sys.executable, "-c", MEMORY_PROBE, str(tmp_path)], capture_output=True, text=True, check=True, env=environment
+    )
+    # One model and its largest tensor, which here is the embedding: 0.6 of it. Two copies would be 2.
+    assert float(probe.stdout) < 1.8
+
+
+def test_nothing_in_the_project_asks_for_remote_code():
+    root = Path(__file__).parents[2]
+    folders = ("grpo_recipes", "rewards", "recipes", "benchmarks", "docs")
+    files = [
+        path for folder in folders for path in (root / folder).rglob("*") if path.suffix in (".py", ".yaml", ".md")
+    ]
+    assert len(files) > 20
+    asking = re.compile(r"trust_remote_code[\"']?\s*[=:]\s*true", re.IGNORECASE)
+    assert not [path for path in files if asking.search(path.read_text(encoding="utf-8"))]

@@ -1,0 +1,148 @@
+"""The KL term over the whole vocabulary, instead of TRL's estimate from the sampled tokens.
+
+KL(policy || reference) = sum over v of p(v) log(p(v) / q(v)) at each completion token, p and q at the trainer's
+temperature. It costs one forward of the reference per micro-batch. The logits of neither model are held: TRL's kernel
+projects hidden states in tiles, so memory does not grow with completion length x vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+# Configuration keys by which a model scales or caps its logits after the head, and the value that does nothing.
+_LOGIT_TRANSFORMS = {
+    "final_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "output_multiplier": 1.0,
+    "lm_head_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A model's last hidden states, (B, T, H), where position t predicts completion token t, and its head: (V, H), (V,)."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, states: Tensor, length: int) -> Projection:
+        """The projection of the last `length` tokens from hidden states (B, L, H), with the head in use right now."""
+        head = model.get_output_embeddings()
+        return cls(states[:, -length - 1 : -1], head.weight, head.bias)
+
+
+def token_kl(policy: Projection, reference: Projection, mask: Tensor, temperature: float) -> Tensor:
+    """KL(policy || reference) at each completion token, (B, T) in float32; 0 where `mask` (B, T) is 0.
+
+    The gradient reaches the policy's hidden states and head. TRL: `ChunkedDivergenceFunction` with beta = 1.
+    """
+    counted = mask.bool()
+    divergence, _ = ChunkedDivergenceFunction.apply(
+        policy.hidden[counted],
+        policy.weight,
+        policy.bias,
+        reference.hidden[counted],
+        reference.weight,
+        reference.bias,
+        1.0,
+        temperature,
+    )
+    return divergence.new_zeros(mask.shape).masked_scatter(counted, divergence)
+
+
+def token_weights(
+    mask: Tensor,
+    loss_type: str,
+    accumulation: int,
+    max_completion_length: int,
+    step_tokens: Tensor | float,
+) -> Tensor:
+    """The weight of each completion token's loss in a micro-batch's loss, (B, T), as TRL's `_compute_loss` normalises it.
+
+    Args:
+        mask: (B, T), 1 where a token enters the loss.
+        loss_type: TRL's.
+        accumulation: micro-batches per optimiser step; 1 in evaluation.
+        max_completion_length: the constant length of `dr_grpo`.
+        step_tokens: one rank's share of the tokens of an optimiser step, for `dapo`, `cispo` and `vespo`.
+    """
+    rows = mask.shape[0]
+    if loss_type in ("dapo", "cispo", "vespo"):
+        return mask / step_tokens
+    if loss_type in ("grpo", "sapo"):
+        divisor: Tensor | float = rows * mask.sum(1, keepdim=True).clamp(min=1)
+    elif loss_type == "bnpo":
+        divisor = mask.sum().clamp(min=1)
+    elif loss_type == "dr_grpo":
+        divisor = rows * max_completion_length
+    elif loss_type == "luspo":
+        divisor = rows
+    else:
+        raise ValueError(f"kl: estimator full does not know how loss_type {loss_type!r} weighs tokens")
+    return mask / (divisor * accumulation)
+
+
+@contextmanager
+def last_hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """Collect the last hidden states, (B, L, H), of each forward of a causal language model inside the `with`."""
+    states: list[Tensor] = []
+    handle = model.base_model.register_forward_hook(lambda _, __, output: states.append(output.last_hidden_state))
+    try:
+        yield states
+    finally:
+        handle.remove()
+
+
+class FullKL:
+    """Computes the KL of each token inside the policy's own forward, where ZeRO-3 has its weights at hand.
+
+    The policy's forward is wrapped once. A forward under `against` leaves the result in `tokens`; any other is as before.
+    """
+
+    def __init__(self, policy: PreTrainedModel, temperature: float) -> None:
+        config = policy.config.get_text_config()
+        for key, idle in _LOGIT_TRANSFORMS.items():
+            if getattr(config, key, None) not in (None, idle):
+                raise ValueError(f"kl: estimator full does not support models with {key}; use estimator: sampled")
+        self.tokens: Tensor | None = None
+        self._temperature = temperature
+        self._task: tuple[Projection, Tensor] | None = None
+        self._wrap(policy)
+
+    @contextmanager
+    def against(self, reference: Projection, mask: Tensor) -> Iterator[None]:
+        """Let the one forward of the policy inside the `with` compute the KL at the tokens of `mask`, (B, T)."""
+        self.tokens, self._task = None, (reference, mask)
+        try:
+            yield
+        finally:
+            self._task = None
+
+    def _wrap(self, policy: PreTrainedModel) -> None:
+        forward = policy.forward
+
+        @functools.wraps(forward)  # generation checks its arguments against the signature
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self._task is None:
+                return forward(*args, **kwargs)
+            if self.tokens is not None:
+                raise RuntimeError("kl: estimator full needs a micro-batch to be one forward of the policy")
+            reference, mask = self._task
+            with last_hidden_states(policy) as states:
+                outputs = forward(*args, **kwargs)
+            ours = Projection.of(policy, states[0], mask.shape[1])
+            self.tokens = token_kl(ours, reference, mask, self._temperature)
+            return outputs
+
+        policy.forward = wrapped

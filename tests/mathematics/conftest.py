@@ -1,0 +1,102 @@
+"""Fixtures of the mathematics tests: one tiny checkpoint, scenarios prepared once, and a count of compared cells."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.mathematics.harness import Difference, Scenario, float64_trl, tiny_checkpoint
+from tests.mathematics.oracle import Geometry
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+_cells: dict[str, list[Difference]] = {}
+_lines: list[str] = []
+
+ScenarioFactory = Callable[..., Scenario]
+SummaryLines = Callable[[str], None]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _short_collections() -> None:
+    """Every `train()` ends in a garbage collection; what is imported by now need not be walked each time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny policy and its tokenizer."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """TRL and the model run in float64 throughout."""
+    with float64_trl():
+        yield
+
+
+@pytest.fixture(scope="session")
+def two_processes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The figures of `two_processes.py`, run once under `accelerate launch` on two CPU processes."""
+    output = tmp_path_factory.mktemp("two") / "figures.json"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp_cpu.yaml"]
+    command += ["--main_process_port", "0", "-m", "tests.mathematics.two_processes", str(checkpoint), str(output)]
+    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "rewards")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(output.read_text())
+
+
+@pytest.fixture(scope="session")
+def scenario(checkpoint: Path) -> ScenarioFactory:
+    """Scenarios by geometry, temperature and dtype, each prepared once."""
+    prepared: dict[tuple[Geometry, float, torch.dtype], Scenario] = {}
+
+    def get(geometry: Geometry, temperature: float = 1.0, dtype: torch.dtype = torch.float64) -> Scenario:
+        key = geometry, temperature, dtype
+        if key not in prepared:
+            prepared[key] = Scenario(checkpoint, geometry, dtype, temperature=temperature)
+        return prepared[key]
+
+    return get
+
+
+@pytest.fixture
+def record_cell() -> Callable[[str, Difference], None]:
+    """Count a compared cell under a title; the counts and the worst differences are printed after the run."""
+    return lambda title, difference: _cells.setdefault(title, []).append(difference)
+
+
+@pytest.fixture
+def summary() -> SummaryLines:
+    """Keep a measured figure to be printed after the run."""
+    return _lines.append
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many cells were held against TRL, the worst differences met, and other figures measured."""
+    for title, differences in _cells.items():
+        worst = Difference()
+        for difference in differences:
+            worst.widen(difference)
+        terminalreporter.write_line(
+            f"{title}: {len(differences)} cells, worst difference: loss {worst.loss:.1e}, "
+            f"gradient {worst.gradient:.1e}, metrics {worst.metric:.1e}"
+        )
+    for line in _lines:
+        terminalreporter.write_line(line)

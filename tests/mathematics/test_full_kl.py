@@ -1,0 +1,316 @@
+"""KL(policy || reference) over the whole vocabulary: the term alone, in every loss type, for adapters, in bounded memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from trl.kernels import chunked_divergence
+
+from grpo_recipes.full_kl import FullKL, Projection, token_kl
+from grpo_recipes.trainer import GRPOTrainer
+from tests.mathematics import oracle
+from tests.mathematics.conftest import ScenarioFactory, SummaryLines
+from tests.mathematics.harness import (
+    Scenario,
+    compare,
+    float64_divergence,
+    float64_model,
+    load_policy,
+    make_trainer,
+    trl_losses,
+)
+from tests.mathematics.oracle import LOSS_TYPES, Completion, Geometry, Objective
+from tests.mathematics.test_loss_against_trl import check
+
+FULL = partial(GRPOTrainer, kl_estimator="full")
+
+
+@pytest.fixture
+def kernel_in_float64(in_float64: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """TRL's divergence kernel accumulates in float32; here it runs in float64, on tiles smaller than the problem."""
+    monkeypatch.setattr(chunked_divergence, "TOKEN_CHUNK_SIZE", 5)
+    monkeypatch.setattr(chunked_divergence, "VOCAB_CHUNK_SIZE", 7)
+    with float64_divergence():
+        yield
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_term_equals_autograd_on_whole_logits(
+    temperature: float, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked_divergence, "TOKEN_CHUNK_SIZE", 3)
+    monkeypatch.setattr(chunked_divergence, "VOCAB_CHUNK_SIZE", 10)
+    generator = torch.Generator().manual_seed(0)
+    hidden, reference_hidden = torch.randn(2, 2, 6, 8, generator=generator)
+    weight, reference_weight = 0.3 * torch.randn(2, 25, 8, generator=generator)
+    biases = torch.randn(2, 25, generator=generator).unbind() if bias else (None, None)
+    leaves = [tensor.requires_grad_() for tensor in (hidden.clone(), weight.clone())]
+    leaves += [biases[0].clone().requires_grad_()] if bias else []
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    upstream = torch.rand(2, 6, generator=generator)
+
+    ours = token_kl(
+        Projection(leaves[0], leaves[1], leaves[2] if bias else None),
+        Projection(reference_hidden, reference_weight, biases[1]),
+        mask,
+        temperature,
+    )
+    whole = leaves[0] @ leaves[1].T + (leaves[2] if bias else 0.0)
+    reference = reference_hidden @ reference_weight.T + (biases[1] if bias else 0.0)
+    expected = oracle.full_kl(whole, reference, temperature) * mask
+    assert torch.allclose(ours, expected, rtol=0, atol=1e-6)
+    for mine, theirs in zip(
+        torch.autograd.grad((ours * upstream).sum(), leaves),
+        torch.autograd.grad((expected * upstream).sum(), leaves),
+        strict=True,
+    ):
+        assert (mine - theirs).abs().max() <= 1e-6 * max(1.0, theirs.abs().max().item())
+
+
+def test_nothing_counted_is_a_zero_with_a_graph() -> None:
+    hidden, weight = torch.randn(1, 3, 4, requires_grad=True), torch.randn(6, 4)
+    kl = token_kl(Projection(hidden, weight, None), Projection(hidden.detach(), weight, None), torch.zeros(1, 3), 1.0)
+    kl.sum().backward()
+    assert kl.abs().max() == 0
+    assert hidden.grad is not None
+
+
+def with_full_kl(
+    scenario: Scenario, step: int, temperature: float = 1.0
+) -> Callable[[list[Completion]], list[Completion]]:
+    """Adds to each row the KL of whole logits, with its graph."""
+    policy = scenario.rows(step)[0]
+    reference = scenario.model(scenario.reference)
+
+    def add(rows: list[Completion]) -> list[Completion]:
+        with float64_model():
+            kls = [oracle.completion_kl(policy, reference, row.prompt, row.tokens, temperature) for row in rows]
+        return [replace(row, full_kl=kl) for row, kl in zip(rows, kls, strict=True)]
+
+    return add
+
+
+@pytest.mark.usefixtures("kernel_in_float64")
+@pytest.mark.parametrize("geometry", [Geometry(2, 4, 1), Geometry(1, 1, 3)], ids=["accumulated", "off-policy"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_loss_type(
+    loss_type: str, geometry: Geometry, scenario: ScenarioFactory, record_cell: Callable[..., None]
+) -> None:
+    case = scenario(geometry, 0.8)
+    objective = Objective(loss_type, beta=0.3, temperature=0.8)
+    step = len(case.steps) - 1
+    found = compare(case, objective, [step], rows=with_full_kl(case, step, 0.8), trainer=FULL)
+    check(found, torch.float64, objective)
+    record_cell("full-vocabulary KL in float64", found)
+
+
+@pytest.mark.usefixtures("kernel_in_float64")
+def test_tool_tokens_have_no_kl(scenario: ScenarioFactory) -> None:
+    case = scenario(Geometry(1, 1, 3))
+
+    def rows(batch: list[Completion]) -> list[Completion]:
+        return [
+            replace(row, counted=[t % 3 != 1 for t in range(len(row.tokens))]) for row in with_full_kl(case, 2)(batch)
+        ]
+
+    def inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        mask = torch.tensor([int(t % 3 != 1) for t in range(8)]).expand_as(batch["completion_ids"])
+        return {**batch, "tool_mask": mask}
+
+    objective = Objective("grpo", beta=0.3)
+    check(compare(case, objective, [2], rows=rows, inputs=inputs, trainer=FULL), torch.float64, objective)
+
+
+def test_float32_untouched_kernel(scenario: ScenarioFactory, record_cell: Callable[..., None]) -> None:
+    case = scenario(Geometry(1, 1, 3), 1.0, torch.float32)
+    objective = Objective("grpo", beta=0.3)
+    found = compare(case, objective, [2], rows=with_full_kl(case, 2), trainer=FULL)
+    check(found, torch.float32, objective)
+    record_cell("full-vocabulary KL in float32", found)
+
+
+def test_the_sampled_term_is_off(scenario: ScenarioFactory) -> None:
+    """TRL's bias correction multiplies its sampled term; with that term off it changes nothing."""
+    case = scenario(Geometry(1, 1, 3), 1.0, torch.float32)
+    losses = [
+        trl_losses(
+            case.trainer(Objective("grpo", beta=0.3, use_bias_correction_kl=correction), trainer=FULL), step.inputs
+        )
+        for step in case.steps[2:]
+        for correction in (True, False)
+    ]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("modules_to_save", [None, ["lm_head"]])
+def test_adapters(modules_to_save: list[str] | None, checkpoint: Path) -> None:
+    """The reference is the model without the adapter, or the adapter's own first state; both against whole logits."""
+    trainer = make_trainer(
+        checkpoint,
+        torch.float32,
+        trainer=partial(
+            FULL, peft_config=LoraConfig(r=4, target_modules="all-linear", modules_to_save=modules_to_save)
+        ),
+        beta=0.3,
+        loss_type="grpo",
+        steps_per_generation=1,
+    )
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    torch.manual_seed(39)
+    inputs = trainer._prepare_inputs([{"prompt": p} for p in ("1 2", "3 4 5") for _ in range(4)])
+    adapter = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    for index, parameter in enumerate(adapter.values()):
+        generator = torch.Generator().manual_seed(index)
+        parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+
+    (loss,) = trl_losses(trainer, [inputs])
+    gradients = {name: parameter.grad.clone() for name, parameter in adapter.items()}
+    (logged,) = trainer._metrics["train"]["kl/full"]
+    trainer.model.zero_grad()
+    trainer._full_kl, beta = None, trainer.beta
+    trainer.beta = 5e-324
+    plain = trainer.compute_loss(trainer.model, inputs)
+    kl = whole_logit_kl(trainer, inputs)
+    mask = inputs["completion_mask"]
+    expected = plain + beta * ((kl * mask).sum(1) / mask.sum(1)).mean()
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), abs=1e-6)
+    assert logged == pytest.approx(((kl * mask).sum() / mask.sum()).item(), abs=1e-5)
+    assert logged > 0.01
+    for name, parameter in adapter.items():
+        scale = parameter.grad.abs().max()
+        assert (gradients[name] - parameter.grad).abs().max() <= 1e-5 * scale, name
+
+
+def whole_logit_kl(trainer: GRPOTrainer, inputs: dict[str, Tensor]) -> Tensor:
+    """KL(policy || reference) at each completion token, (B, T), from whole logits of the model and of its base."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    length = inputs["completion_ids"].shape[1]
+    policy = trainer.model(input_ids=ids, attention_mask=mask).logits[:, -length - 1 : -1]
+    with torch.no_grad(), trainer.model.disable_adapter():
+        reference = trainer.model(input_ids=ids, attention_mask=mask).logits[:, -length - 1 : -1]
+    return oracle.full_kl(policy, reference, trainer.temperature)
+
+
+def test_the_kl_is_zero_before_the_first_step(checkpoint: Path) -> None:
+    for extra in ({}, {"peft_config": LoraConfig(r=4, target_modules="all-linear")}):
+        trainer = make_trainer(
+            checkpoint,
+            torch.float32,
+            trainer=partial(FULL, **extra),
+            beta=0.3,
+            max_steps=1,
+            disable_dropout=True,
+            logging_steps=1,
+        )
+        trainer.train()
+        first = trainer.state.log_history[0]
+        assert first["kl/full"] == pytest.approx(0.0, abs=1e-6)
+        assert first["kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_an_adapter_given_to_the_trainer_is_its_own_reference(checkpoint: Path) -> None:
+    """TRL copies it to an adapter named "ref"; the base model is some way off."""
+
+    def trained_adapter(model: torch.nn.Module, **kwargs: Any) -> GRPOTrainer:
+        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        return FULL(model=get_peft_model(model, config), **kwargs)
+
+    trainer = make_trainer(checkpoint, torch.float32, trainer=trained_adapter, beta=0.3, disable_dropout=True)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    torch.manual_seed(39)
+    inputs = trainer._prepare_inputs([{"prompt": p} for p in ("1 2", "3 4 5") for _ in range(4)])
+    trl_losses(trainer, [inputs])
+    assert trainer._metrics["train"]["kl/full"] == pytest.approx([0.0], abs=1e-6)
+    assert whole_logit_kl(trainer, inputs).abs().max() > 1e-2
+    for name, parameter in trainer.model.named_parameters():
+        if ".default." in name:
+            parameter.data *= 1.5
+    trl_losses(trainer, [inputs])
+    assert trainer._metrics["train"]["kl/full"][0] > 1e-3
+    assert trainer.model.active_adapter == "default"
+
+
+@pytest.mark.usefixtures("kernel_in_float64")
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_evaluation_is_not_divided_by_accumulation(loss_type: str, scenario: ScenarioFactory) -> None:
+    case = scenario(Geometry(2, 4, 1))
+    objective = Objective(loss_type, beta=0.3)
+    trainer = case.trainer(objective, trainer=FULL)
+    trainer.model.load_state_dict(case.steps[1].policy)
+    trainer.model.eval()
+    with torch.no_grad():
+        loss = trainer.compute_loss(trainer.model, dict(case.steps[1].inputs[0]))
+    rows = with_full_kl(case, 1)(case.rows(1)[1][0])
+    expected = oracle.micro_batch_loss(rows, objective, Geometry(), case.generation_tokens)
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-10)
+    assert "kl/full" in trainer._metrics["eval"]
+
+
+def test_what_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="set beta above 0"):
+        make_trainer(checkpoint, torch.float32, trainer=FULL, beta=0.0)
+    with pytest.raises(ValueError, match="must be sampled or full"):
+        make_trainer(checkpoint, torch.float32, trainer=partial(GRPOTrainer, kl_estimator="exact"), beta=0.1)
+    capped = load_policy(checkpoint, torch.float32)
+    capped.config.final_logit_softcapping = 30.0
+    with pytest.raises(ValueError, match="final_logit_softcapping"):
+        FullKL(capped, 1.0)
+
+
+def peak_mebibytes(tokens: int, vocabulary: int, kl: Callable[[Projection, Projection, Tensor], Tensor]) -> float:
+    """How far the process's resident memory rises above its level during a forward and a backward."""
+    hidden, reference_hidden = torch.randn(2, 1, tokens, 16)
+    weight, reference_weight = torch.randn(2, vocabulary, 16)
+    policy = Projection(hidden.requires_grad_(), weight.requires_grad_(), None)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = status("VmRSS")
+    kl(policy, Projection(reference_hidden, reference_weight, None), torch.ones(1, tokens)).sum().backward()
+    return (status("VmHWM") - before) / 1024
+
+
+def status(key: str) -> int:
+    """A field of /proc/self/status, in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key + ":"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+def test_memory_does_not_grow_with_length_times_vocabulary(
+    monkeypatch: pytest.MonkeyPatch, summary: SummaryLines
+) -> None:
+    monkeypatch.setattr(chunked_divergence, "TOKEN_CHUNK_SIZE", 128)
+    monkeypatch.setattr(chunked_divergence, "VOCAB_CHUNK_SIZE", 4096)
+
+    def chunked(policy: Projection, reference: Projection, mask: Tensor) -> Tensor:
+        return token_kl(policy, reference, mask, 1.0)
+
+    def whole(policy: Projection, reference: Projection, mask: Tensor) -> Tensor:
+        return oracle.full_kl(policy.hidden @ policy.weight.T, reference.hidden @ reference.weight.T)
+
+    sizes = ((256, 8192), (2048, 8192), (2048, 32768))
+    peak_mebibytes(*sizes[0], chunked)  # what the first call alone allocates
+    small, long, wide = (peak_mebibytes(*size, chunked) for size in sizes)
+    with_logits = peak_mebibytes(*sizes[-1], whole)
+    summary(
+        f"full KL, peak MiB of forward and backward: 256 x 8192 {small:.0f}, 2048 x 8192 {long:.0f}, "
+        f"2048 x 32768 {wide:.0f}; with whole logits 2048 x 32768 {with_logits:.0f}"
+    )
+    one_tensor_of_logits = 2048 * 32768 * 4 / 2**20
+    assert wide - small < one_tensor_of_logits / 8
+    assert with_logits > 2 * one_tensor_of_logits

@@ -1,0 +1,118 @@
+"""`kl: {estimator: full}` in a recipe: what it may say, and the recipe of document 004 training on a tiny policy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoTokenizer
+
+from grpo_recipes import train
+from grpo_recipes.recipe import RecipeError, find_file, parse_recipe
+from tests.mathematics.harness import build_policy
+
+NAME = "gsm8k-qwen2-0.5b-full-kl"
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+
+
+@pytest.fixture(scope="session")
+def chat_model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny policy with room for a GSM8K prompt, and a chat template."""
+    folder = tmp_path_factory.mktemp("chat")
+    build_policy(folder, max_position_embeddings=512)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def gsm8k_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eighty rows in GSM8K's schema, so that 5 % of them are the four prompts of a step."""
+    path = tmp_path_factory.mktemp("rows") / "train.jsonl"
+    rows = ({"question": f"{n} 1 2 3 ?", "answer": f"#### {n}"} for n in range(80))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_recipe_has_the_settings_of_document_004() -> None:
+    recipe = parse_recipe(["--config", NAME])
+    values = recipe.with_defaults()
+    assert recipe.model["model_name_or_path"] == "Qwen/Qwen2-0.5B-Instruct"
+    assert (recipe.dataset.split, recipe.dataset.prompt_style) == ("train[:5%]", "think")
+    assert recipe.kl_estimator == "full"
+    expected = {
+        "beta": 0.1,
+        "learning_rate": 1e-5,
+        "num_generations": 4,
+        "num_train_epochs": 3,
+        "max_completion_length": 50,
+    }
+    assert {key: values[key] for key in expected} == expected
+    assert recipe.geometry(1).prompts_per_generation == 4
+    (reward,) = recipe.build_rewards()
+    tagged = ["<think>x</think><answer>18</answer>", "<think>x</think><answer>18.0</answer>", "18"]
+    assert reward.function(prompts=[""] * 3, completions=tagged, answer=["#### 18"] * 3) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("peft", [[], ["--use_peft", "--lora_target_modules=all-linear"]], ids=["full", "lora"])
+def test_the_recipe_trains(peft: list[str], chat_model: Path, gsm8k_rows: Path, tmp_path: Path) -> None:
+    arguments = ["--config", NAME, f"--model_name_or_path={chat_model}", f"--dataset.path={gsm8k_rows}", *peft]
+    arguments += [
+        "--use_cpu",
+        "--bf16=false",
+        "--dtype=float32",
+        f"--output_dir={tmp_path / 'run'}",
+        "--learning_rate=0.02",
+        "--rewards=tests.grpo_recipes.probe_rewards.distinct_characters",
+    ]
+    assert train.main(arguments) == 0
+    log = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
+    steps = [entry for entry in log if "loss" in entry]
+    assert len(steps) == 3
+    assert abs(steps[0]["kl/full"]) < 1e-6
+    assert steps[-1]["kl/full"] > 1e-3
+    assert all("kl" in step for step in steps)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["recipe"]["kl"] == {"estimator": "full"}
+
+
+@pytest.fixture
+def recipe_with(tmp_path: Path):
+    def write(**changes: object) -> list[str]:
+        path = tmp_path / "mine.yaml"
+        path.write_text(yaml.safe_dump({**yaml.safe_load(find_file("recipes", NAME).read_text()), **changes}))
+        return ["--config", str(path)]
+
+    return write
+
+
+def test_a_plain_word_names_the_estimator(recipe_with) -> None:
+    assert parse_recipe(recipe_with(kl="full")).kl_estimator == "full"
+    assert parse_recipe([*recipe_with(), "--kl", "sampled"]).kl_estimator == "sampled"
+    assert parse_recipe([*recipe_with(), "--kl.estimator", "sampled"]).kl_estimator == "sampled"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"beta": 0.0}, r"mine.yaml: `kl.estimator: full` needs a reference policy: set `beta` above 0"),
+        ({"kl": "k3"}, r"mine.yaml: `kl.estimator` can't be `k3`: choose one of sampled, full"),
+        ({"kl": {"estimater": "full"}}, r"mine.yaml: `kl` must be a mapping with `estimator`"),
+        (
+            {"kl": {"estimator": "full", "estimators": 1}},
+            r"mine.yaml: unknown key `kl.estimators`: did you mean `estimator`",
+        ),
+        ({"kl": 1.0}, r"mine.yaml: `kl` must be a mapping with `estimator`, not 1.0"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, object], sentence: str, recipe_with) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        parse_recipe(recipe_with(**changes))
+
+
+def test_the_estimator_survives_a_round_trip() -> None:
+    recipe = parse_recipe(["--config", NAME])
+    assert recipe.as_dict()["kl"] == {"estimator": "full"}

@@ -1,0 +1,98 @@
+"""Regrouped and packed micro-batches against the oracle: loss and gradient of every optimiser step, cell by cell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_recipes import GRPOTrainer, microbatch
+from tests.mathematics import oracle
+from tests.mathematics.conftest import ScenarioFactory
+from tests.mathematics.harness import Difference, Scenario, difference, make_trainer, trl_losses
+from tests.mathematics.oracle import LOSS_TYPES, Completion, Objective
+from tests.mathematics.test_loss_against_trl import LIMIT, LOSS_LIMIT, cells
+
+# How our trainer is asked to lay out the rows, and whether the rows of the first prompt have an advantage.
+CASES = {
+    "packed": ("auto", False),
+    "packed, half of the groups at zero advantage": ("auto", True),
+    "trimmed, half of the groups at zero advantage": ({"pack": False}, True),
+}
+
+
+def without_advantage(inputs: dict[str, Tensor], prompt: Tensor) -> dict[str, Tensor]:
+    """The micro-batch with the advantages of one prompt's rows set to 0."""
+    same = (inputs["prompt_ids"] == prompt).all(1)
+    return {**inputs, "advantages": inputs["advantages"].masked_fill(same, 0.0)}
+
+
+def deal(trainer: GRPOTrainer, scenario: Scenario, buffer: list[dict[str, Tensor]]) -> list[dict[str, Any]]:
+    """The buffer as seam 1 leaves it."""
+    first = microbatch.as_rows(buffer[0])
+    layout = trainer._log_probs.layout(trainer.model, first, len(first.input_ids))
+    assert layout is trainer.micro_batching.layout
+    window = microbatch.window_size(scenario.geometry.steps_per_generation, scenario.geometry.accumulation)
+    return microbatch.regroup(buffer, window, layout, trainer._exact)
+
+
+def compare(scenario: Scenario, objective: Objective, micro_batching: Any, zero: bool) -> Difference:
+    """Our trainer against the oracle on every optimiser step of the scenario."""
+    keys = {key: value for key, value in asdict(objective).items() if key != "max_completion_length"}
+    config = {**scenario.config, **keys}
+    trainer = make_trainer(scenario.checkpoint, scenario.dtype, trainer=GRPOTrainer, **config)
+    trainer.micro_batching = microbatch.MicroBatching.parse(micro_batching)
+    trainer._log_probs.wanted = trainer.micro_batching.layout
+    trainer.current_gradient_accumulation_steps = scenario.geometry.accumulation
+    trainer.model.train()
+    size = scenario.geometry.steps_per_generation
+    buffer = [inputs for step in scenario.steps for inputs in step.inputs][:size]
+    prompt = buffer[0]["prompt_ids"][0]
+    token_ids = prompt[buffer[0]["prompt_mask"][0].bool()].tolist()
+    if zero:
+        buffer = [without_advantage(inputs, prompt) for inputs in buffer]
+    dealt = deal(trainer, scenario, buffer)
+    result = Difference()
+    for index, step in enumerate(scenario.steps):
+        trainer.model.load_state_dict(step.policy)
+        start = index * scenario.geometry.accumulation
+        turns = range(start, start + scenario.geometry.accumulation)
+        losses = trl_losses(trainer, [dealt[turn % size] for turn in turns])
+        policy, micro_batches = scenario.rows(index)
+        ours = [[with_advantage(row, token_ids if zero else None) for row in batch] for batch in micro_batches]
+        expected = [
+            oracle.micro_batch_loss(batch, objective, scenario.geometry, scenario.generation_tokens) for batch in ours
+        ]
+        result.widen(difference(policy, [sum(expected)], trainer.model, [sum(losses)]))
+    return result
+
+
+def with_advantage(row: Completion, without: list[int] | None) -> Completion:
+    """The oracle's row, its advantage 0 if it answers the prompt `without`."""
+    return replace(row, advantage=0.0) if row.prompt == without else row
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_float32_cells(loss_type: str, case: str, scenario: ScenarioFactory, record_cell: Callable) -> None:
+    for geometry, objective in cells(loss_type, 24):
+        found = compare(scenario(geometry, objective.temperature, torch.float32), objective, *CASES[case])
+        assert found.loss <= LOSS_LIMIT, (geometry, objective, found)
+        assert found.gradient <= LIMIT[torch.float32], (geometry, objective, found)
+        record_cell("micro-batching in float32", found)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_float64_cells(loss_type: str, case: str, scenario: ScenarioFactory, record_cell: Callable) -> None:
+    for geometry, objective in cells(loss_type, 4):
+        found = compare(scenario(geometry, objective.temperature, torch.float64), objective, *CASES[case])
+        assert found.loss <= LOSS_LIMIT, (geometry, objective, found)
+        assert found.gradient <= LIMIT[torch.float64], (geometry, objective, found)
+        record_cell("micro-batching in float64", found)

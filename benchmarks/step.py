@@ -1,0 +1,438 @@
+"""The training phase and the whole step, stock TRL and ours in one run, on recorded completions.
+
+    python benchmarks/step.py                                    # the small model, full fine-tuning: an hour of CPU time
+    python benchmarks/step.py --models small large --tuning full lora --checkpointing off on       # all of it: a day
+    python benchmarks/step.py --workloads a --steps 5 --whole-step
+
+Each step is 8 prompts × 8 completions in 8 micro-batches. Workloads: (a) prompts as long as GSM8K's, completions
+log-normal(4.4, 0.6) of at most 256 tokens; (b) log-normal(4.79, 0.9), at most 1024; (c) = (b), half of the groups
+without variance in their rewards; (d) the worst case: equal lengths and prompts of two tokens, so that nothing is
+padded or shared. Trainers take turns step by step, on one thread; times are CPU time of this process, medians over
+steps; ratios are stock TRL over ours. Memory is the peak above what was in use before the step. `--whole-step` adds
+generation (all trainers generate as many tokens as the longest recorded completion has) and a loop written from the
+description of the from-scratch documents: full logits, one rectangle, the frozen copy as the reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import platform
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
+from transformers.utils import logging as transformers_logging
+from trl import GRPOConfig
+from trl import GRPOTrainer as TRLGRPOTrainer
+
+from grpo_recipes import GRPOTrainer
+
+PROMPTS, GROUP, MICRO_BATCHES = 8, 8, 8
+VOCABULARY, PAD, EOS = 2048, 0, 1
+LEARNING_RATE = 0.1
+MODELS = {"small": (192, 4, 4), "large": (512, 6, 8)}
+"""Hidden size, layers, attention heads."""
+WORKLOADS = ("a", "b", "c", "d")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One generation batch: prompts, and for each its completions and rewards."""
+
+    prompts: list[list[int]]
+    completions: list[list[list[int]]]
+    rewards: list[list[float]]
+
+    @classmethod
+    def draw(cls, workload: str, seed: int) -> Batch:
+        """The batch of a step."""
+        random = np.random.default_rng(seed)
+        prompts = np.clip(np.exp(random.normal(4.47, 0.36, PROMPTS)), 30, 160).astype(int)
+        mean, spread, cap = (4.4, 0.6, 256) if workload == "a" else (4.79, 0.9, 1024)
+        lengths = np.clip(np.exp(random.normal(mean, spread, (PROMPTS, GROUP))), 1, cap).astype(int)
+        if workload == "d":
+            prompts, lengths = np.full_like(prompts, 2), np.full_like(lengths, 128)
+        rewards = random.normal(size=(PROMPTS, GROUP))
+        if workload == "c":
+            rewards[::2] = 1.0
+
+        def tokens(length: int) -> list[int]:
+            return random.integers(2, VOCABULARY, length).tolist()
+
+        return cls(
+            [tokens(length) for length in prompts],
+            [[[*tokens(length - 1), EOS] for length in row] for row in lengths],
+            rewards.tolist(),
+        )
+
+    @property
+    def text(self) -> list[str]:
+        """The prompts as text."""
+        return [" ".join(f"t{token}" for token in prompt) for prompt in self.prompts]
+
+    @property
+    def longest(self) -> int:
+        """The longest completion."""
+        return max(len(completion) for group in self.completions for completion in group)
+
+    def advantages(self) -> list[float]:
+        """TRL's: unbiased group z-scores."""
+        rewards = torch.tensor(self.rewards)
+        centred = rewards - rewards.mean(1, keepdim=True)
+        return (centred / (rewards.std(1, keepdim=True) + 1e-4)).flatten().tolist()
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Words `t0` ... `t2047`."""
+    words = Tokenizer(models.WordLevel({f"t{n}": n for n in range(VOCABULARY)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1", padding_side="left")
+
+
+def policy(size: str, folder: str) -> PreTrainedModel:
+    """A Qwen2 of the given size, always the same, saved to `folder` for TRL's reference."""
+    hidden, layers, heads = MODELS[size]
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=None,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    model.config._name_or_path = folder
+    return model
+
+
+# ---- a step of each contestant
+
+
+@dataclass
+class Measured:
+    """What one contestant's steps cost."""
+
+    training: list[float] = field(default_factory=list)
+    """CPU seconds of each step without generation and scoring."""
+    whole: list[float] = field(default_factory=list)
+    """CPU seconds of each step."""
+    memory: list[float] = field(default_factory=list)
+    """Peak MiB above the baseline of each step."""
+
+
+class Trainer:
+    """A trainer driven step by step, with SGD, on batches that it is handed."""
+
+    def __init__(self, cls: type[TRLGRPOTrainer], model: PreTrainedModel, generates: bool, lora: bool, **config: Any):
+        settings = {
+            "output_dir": tempfile.mkdtemp(),
+            "use_cpu": True,
+            "bf16": False,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "per_device_train_batch_size": PROMPTS * GROUP // MICRO_BATCHES,
+            "gradient_accumulation_steps": MICRO_BATCHES,
+            "num_generations": GROUP,
+            "max_completion_length": 1024,
+            **config,
+        }
+        ours = {"micro_batching": settings.pop("micro_batching", "auto")} if cls is GRPOTrainer else {}
+        self.trainer = cls(
+            model=model,
+            reward_funcs=lambda recorded, **_: recorded,
+            args=GRPOConfig(**settings),
+            train_dataset=Dataset.from_dict({"prompt": [f"t{n}" for n in range(2, 2 + PROMPTS)]}),
+            processing_class=tokenizer(),
+            peft_config=LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0) if lora else None,
+            **ours,
+        )
+        self.generates = generates
+        self.trainer.rollout_func = self.rollout
+        self.trainer.current_gradient_accumulation_steps = MICRO_BATCHES
+        if settings["gradient_checkpointing"]:
+            self.trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.measured = Measured()
+        self.generation = 0.0
+        self._time_generation()
+
+    def _time_generation(self) -> None:
+        original = self.trainer._generate_and_score_completions
+
+        def timed(inputs: Any) -> Any:
+            start = time.process_time()
+            try:
+                return original(inputs)
+            finally:
+                self.generation = time.process_time() - start
+
+        self.trainer._generate_and_score_completions = timed
+
+    def rollout(self, prompts: list[str], trainer: TRLGRPOTrainer) -> dict[str, Any]:
+        """The recorded completions; the tokens generated in their place are thrown away."""
+        if self.generates:
+            generate(trainer.model, self.batch)
+        return {
+            "prompt_ids": [prompt for prompt in self.batch.prompts for _ in range(GROUP)],
+            "completion_ids": [completion for group in self.batch.completions for completion in group],
+            "logprobs": None,
+            "recorded": [reward for group in self.batch.rewards for reward in group],
+        }
+
+    def step(self, batch: Batch) -> None:
+        """One optimiser step, measured."""
+        self.batch = batch
+        rows = [{"prompt": text} for text in batch.text for _ in range(GROUP)]
+        torch.manual_seed(0)
+        with peak_memory(self.measured):
+            start = time.process_time()
+            for _ in range(MICRO_BATCHES):
+                self.trainer.training_step(self.trainer.model, rows, None)
+            sgd(self.trainer.model)
+            spent = time.process_time() - start
+        self.measured.whole.append(spent)
+        self.measured.training.append(spent - self.generation)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The policy's parameters."""
+        return list(self.trainer.model.parameters())
+
+
+class FromScratch:
+    """The loop that the from-scratch documents describe, its accumulated gradients divided by their number."""
+
+    def __init__(self, model: PreTrainedModel, reference: PreTrainedModel, beta: float):
+        self.model, self.reference, self.beta = model, reference, beta
+        self.measured = Measured()
+
+    def step(self, batch: Batch) -> None:
+        """Generate, score with policy and frozen copy on one padded rectangle, and step once."""
+        with peak_memory(self.measured):
+            start = time.process_time()
+            generate(self.model, batch)
+            self._train(batch)
+            self.measured.whole.append(time.process_time() - start)
+
+    def _train(self, batch: Batch) -> None:
+        pairs = [(p, c) for p, group in zip(batch.prompts, batch.completions, strict=True) for c in group]
+        left, right = max(len(p) for p, _ in pairs), max(len(c) for _, c in pairs)
+        ids = torch.tensor([[PAD] * (left - len(p)) + p + c + [PAD] * (right - len(c)) for p, c in pairs])
+        mask = torch.tensor(
+            [[0] * (left - len(p)) + [1] * (len(p) + len(c)) + [0] * (right - len(c)) for p, c in pairs]
+        )
+        advantages = torch.tensor(batch.advantages())[:, None]
+        for rows in torch.arange(len(pairs)).chunk(MICRO_BATCHES):
+            with torch.no_grad():
+                reference = self._log_probs(self.reference, ids[rows], mask[rows], right)
+            log_probs = self._log_probs(self.model, ids[rows], mask[rows], right)
+            ratio = torch.exp(log_probs - log_probs.detach())
+            kl = torch.exp(reference - log_probs) - (reference - log_probs) - 1
+            surrogate = torch.min(ratio * advantages[rows], ratio.clamp(0.8, 1.2) * advantages[rows])
+            kept = mask[rows, -right:]
+            loss = (((self.beta * kl - surrogate) * kept).sum(1) / kept.sum(1)).mean()
+            (loss / MICRO_BATCHES).backward()
+        sgd(self.model)
+
+    @staticmethod
+    def _log_probs(model: PreTrainedModel, ids: Tensor, mask: Tensor, keep: int) -> Tensor:
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -keep - 1 : -1]
+        return logits.log_softmax(-1).gather(2, ids[:, -keep:, None])[..., 0]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The policy's parameters."""
+        return list(self.model.parameters())
+
+
+@torch.no_grad()
+def generate(model: PreTrainedModel, batch: Batch) -> None:
+    """Sample as many tokens for every row as the longest recorded completion has."""
+    rows = [prompt for prompt in batch.prompts for _ in range(GROUP)]
+    left = max(map(len, rows))
+    ids = torch.tensor([[PAD] * (left - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (left - len(row)) + [1] * len(row) for row in rows])
+    training = model.training
+    model.eval()
+    length = batch.longest
+    model.generate(input_ids=ids, attention_mask=mask, do_sample=True, min_new_tokens=length, max_new_tokens=length)
+    model.train(training)
+
+
+@torch.no_grad()
+def sgd(model: torch.nn.Module) -> None:
+    """Plain SGD: Adam would turn rounding into steps of full length."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter -= LEARNING_RATE * parameter.grad
+            parameter.grad = None
+
+
+class peak_memory:
+    """Records the peak of the resident memory above what is in use at the start, in MiB (Linux)."""
+
+    def __init__(self, measured: Measured):
+        self.measured = measured
+
+    def __enter__(self) -> None:
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+        self.before = status("VmRSS")
+
+    def __exit__(self, *_: object) -> None:
+        self.measured.memory.append((status("VmHWM") - self.before) / 1024)
+
+
+def status(key: str) -> int:
+    """A figure of /proc/self/status in KiB."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(key))
+
+
+# ---- tables
+
+
+def compete(contestants: dict[str, Any], batches: Sequence[Batch]) -> str:
+    """Let the contestants take turns on each batch.
+
+    Returns the largest difference of a parameter after the third, and how far the parameters had moved by then.
+    """
+    first, *others = contestants.values()
+    start = [parameter.detach().clone() for parameter in first.parameters]
+    said = "-"
+    for number, batch in enumerate(batches):
+        for contestant in contestants.values():
+            contestant.step(batch)
+        if number == 2:
+            gap = max(distance(first.parameters, other.parameters) for other in others)
+            said = f"{gap:.0e} of {distance(first.parameters, start):.0e}"
+    return said
+
+
+def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """The largest difference of an entry."""
+    return max(float((a - b).detach().abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def tokens(trainer: Trainer) -> tuple[float, float]:
+    """Tokens computed and needed, a step's mean."""
+    logged = trainer.trainer._metrics["train"]
+    return tuple(statistics.mean(logged[f"efficiency/tokens_{name}"]) for name in ("computed", "needed"))
+
+
+def training_phase(
+    size: str, workload: str, steps: int, tuning: str, checkpointing: bool, layouts: dict[str, Any]
+) -> Iterator[str]:
+    """Rows of the table of training phases."""
+    folder = tempfile.mkdtemp()
+    config = {"gradient_checkpointing": checkpointing, "loss_type": "grpo", "learning_rate": 1e-6}
+    contestants = {"trl": Trainer(TRLGRPOTrainer, policy(size, folder), False, tuning == "lora", **config)}
+    for name, micro_batching in layouts.items():
+        more = {**config, "micro_batching": micro_batching}
+        contestants[name] = Trainer(GRPOTrainer, policy(size, folder), False, tuning == "lora", **more)
+    gap = compete(contestants, [Batch.draw(workload, seed) for seed in range(steps)])
+    stock = contestants["trl"].measured
+    for name in layouts:
+        ours = contestants[name].measured
+        computed, needed = tokens(contestants[name])
+        yield (
+            f"| {size} | {workload} | {tuning} | {'on' if checkpointing else 'off'} | {name} | {computed:,.0f} | "
+            f"{computed / needed:.2f} | {median(stock.training):.2f} | {median(ours.training):.2f} | "
+            f"{median(stock.training) / median(ours.training):.2f} | {median(ours.memory) / median(stock.memory):.2f} | "
+            f"{gap} |"
+        )
+
+
+def whole_step(size: str, workload: str, steps: int) -> Iterator[str]:
+    """Rows of the table of whole steps."""
+    folder, beta = tempfile.mkdtemp(), 0.04
+    config = {"gradient_checkpointing": False, "loss_type": "grpo", "beta": beta, "use_bias_correction_kl": False}
+    contestants = {
+        "stock TRL": Trainer(TRLGRPOTrainer, policy(size, folder), True, False, **config),
+        "from scratch": FromScratch(policy(size, folder), policy(size, folder), beta),
+        "ours": Trainer(GRPOTrainer, policy(size, folder), True, False, **config),
+    }
+    gap = compete(contestants, [Batch.draw(workload, seed) for seed in range(steps)])
+    ours = median(contestants["ours"].measured.whole)
+    for name, contestant in contestants.items():
+        whole = median(contestant.measured.whole)
+        yield f"| {size} | {workload} | {name} | {whole:.2f} | {whole / ours:.2f} | {gap} |"
+
+
+def median(values: Sequence[float]) -> float:
+    """The median, without the first step where there are more than two: it warms up and checks the model."""
+    return statistics.median(values[1:] if len(values) > 2 else values)
+
+
+def table(head: str, rows: Callable[[], Iterator[str]]) -> None:
+    """Print a table row by row, as it is measured."""
+    print(f"\n{head}\n{'|---' * (head.count('|') - 1)}|", flush=True)
+    for row in rows():
+        print(row, flush=True)
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list("abc"))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["small"])
+    parser.add_argument("--tuning", nargs="+", choices=("full", "lora"), default=["full"])
+    parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off"])
+    parser.add_argument("--layouts", nargs="+", choices=("packed", "trimmed"), default=["packed", "trimmed"])
+    parser.add_argument("--steps", type=int, default=6, help="steps of each; the first one warms up")
+    parser.add_argument(
+        "--whole-step", action="store_true", help="generation included, against the from-scratch loop too"
+    )
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    versions = ", ".join(f"{name} {version(name)}" for name in ("trl", "transformers", "torch"))
+    print(f"{platform.machine()}, one thread, {versions}")
+    if asked.whole_step:
+        head = "| model | workload | | CPU s a step | ÷ ours | largest parameter difference after 3 steps |"
+        cases = list(product(asked.models, asked.workloads))
+        table(head, lambda: (row for size, load in cases for row in whole_step(size, load, asked.steps)))
+        return
+    layouts = {"packed": "auto", "trimmed": {"pack": False}}
+    head = (
+        "| model | workload | tuning | checkpointing | layout | tokens | computed ÷ needed | TRL, CPU s | ours, CPU s | "
+        "TRL ÷ ours | memory, ours ÷ TRL | largest parameter difference after 3 steps |"
+    )
+    wanted = {name: layouts[name] for name in asked.layouts}
+    options = list(product(asked.models, asked.workloads, asked.tuning, asked.checkpointing))
+    table(
+        head,
+        lambda: (
+            row
+            for size, load, tuning, checkpointing in options
+            for row in training_phase(size, load, asked.steps, tuning, checkpointing == "on", wanted)
+        ),
+    )
+
+
+if __name__ == "__main__":
+    main()

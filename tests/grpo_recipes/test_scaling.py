@@ -1,0 +1,156 @@
+"""The same run on other layouts: ZeRO-3 on two processes, and generation by a server."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.grpo_recipes import launching
+from tests.grpo_rewards.tiny_models import save_reward_model
+
+LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear", "learning_rate": 1e-2}
+
+
+def history(output: Path) -> list[dict[str, float]]:
+    """The logged entries of each step."""
+    entries = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    return [entry for entry in entries if "reward" in entry]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, extensions: str, gsm8k_dir: Path) -> Any:
+    """Runs of 5 steps on real GSM8K rows, one per kind and layout, each made once."""
+    folder = tmp_path_factory.mktemp("layouts")
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join((gsm8k_dir / "train.jsonl").open().readlines()[:40]))
+
+    def run(layout: str, kind: str, processes: int = 2) -> Path:
+        output = folder / f"{layout}-{processes}-{kind}"
+        tied = not kind.endswith("untied")
+        if not output.exists():
+            policy = folder / ("tied" if tied else "untied")
+            if not policy.exists():
+                launching.build_policy(policy, tied=tied)
+            changes = {"max_steps": 5, "save_steps": 2, "beta": 0.04, **(LORA if kind.startswith("lora") else {})}
+            if "full-kl" in kind:
+                changes |= {"kl": {"estimator": "full"}, "beta": 1.0}
+            if "judged" in kind:
+                model = folder / "judge"
+                if not model.exists():
+                    save_reward_model(model)
+                changes["rewards"] = [{"name": "reward_model", "kwargs": {"model": str(model), "device": "cpu"}}]
+            changes |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 16 // processes}
+            recipe = launching.write_recipe(folder / f"{output.name}.yaml", policy, rows, output, **changes)
+            module = "tests.grpo_recipes.train_counting_shards"
+            more = ["--num_processes", str(processes)] if processes != 2 else []
+            launching.launch(layout, recipe, module=module, launcher=more, TORCH_EXTENSIONS_DIR=extensions)
+        return output
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["model-untied", "lora-tied", "full-kl-tied", "full-kl-untied", "judged-tied"])
+def test_zero3_trains_what_data_parallel_trains(runs: Any, kind: str) -> None:
+    """The whole model or an adapter, with TRL's KL or the one over the vocabulary, judged by a rule or by a reward model."""
+    zero3, ddp = runs("zero3_cpu", kind), runs("ddp_cpu", kind)
+    for output in (zero3, ddp):
+        assert json.loads((output / "run.json").read_text())["world_size"] == 2
+    one, other = (launching.completions(output) for output in (zero3, ddp))
+    assert one["completion"].tolist() == other["completion"].tolist()
+    steps = list(zip(history(zero3), history(ddp), strict=True))
+    assert len(steps) == 5
+    keys = {"loss", "reward", "kl", "grad_norm", *(["kl/full"] if "full-kl" in kind else [])}
+    for left, right in steps:
+        assert {key: left[key] for key in keys} == pytest.approx({key: right[key] for key in keys}, abs=1e-5, rel=1e-4)
+    assert any(abs(entry["kl"]) > 1e-5 for entry, _ in steps)  # the policy has moved
+    expected, actual = launching.parameters(ddp), launching.parameters(zero3)
+    assert expected.keys() <= actual.keys() <= {*expected, "lm_head.weight"}  # a tied head may be written twice
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_each_rank_holds_its_share_of_the_parameters(runs: Any) -> None:
+    total = sum(value.numel() for value in launching.parameters(runs("ddp_cpu", "model-untied")).values())
+
+    def elements(output: Path, processes: int) -> list[int]:
+        return [json.loads((output / f"elements-rank{rank}.json").read_text()) for rank in range(processes)]
+
+    assert elements(runs("zero3_cpu", "model-untied", processes=1), 1) == [total]
+    for held in elements(runs("zero3_cpu", "model-untied"), 2):
+        assert held == pytest.approx(total / 2, rel=0.01)  # a tensor of odd size is padded
+
+
+@pytest.mark.slow
+def test_a_sharded_checkpoint_is_a_plain_model_too(runs: Any) -> None:
+    """Three ways out of ZeRO-3 agree: the 16-bit (here float32) file, DeepSpeed's conversion of the shards, transformers."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    checkpoint = runs("zero3_cpu", "model-untied") / "checkpoint-4"
+    plain = load_file(checkpoint / "model.safetensors")
+    converted = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint))
+    loaded = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+    assert plain.keys() == loaded.keys()
+    for name, value in plain.items():
+        assert torch.equal(value, converted[name]), name
+        assert torch.equal(value, loaded[name]), name
+
+
+@pytest.mark.slow
+def test_a_zero3_run_resumes_before_a_checkpoint_that_was_cut_off(runs: Any, tmp_path: Path, extensions: str) -> None:
+    whole = runs("zero3_cpu", "lora-tied")
+    stopped = whole.parent / "stopped"
+    shutil.copytree(whole, stopped)
+    shutil.rmtree(stopped / "checkpoint-5")
+    (stopped / "checkpoint-4" / "rng_state_1.pth").write_bytes(b"PK")
+    (stopped / "adapter_model.safetensors").unlink()
+    recipe = whole.parent / f"{whole.name}.yaml"
+    more = ["--output_dir", str(stopped), "--resume_from_checkpoint", "true"]
+    said = launching.launch("zero3_cpu", recipe, *more, TORCH_EXTENSIONS_DIR=extensions)
+    assert (
+        f"checkpoint-4 was cut off while it was being saved and is set aside: going on from {stopped / 'checkpoint-2'}"
+        in said
+    )
+    assert (stopped / "incomplete-checkpoint-4").is_dir()
+    launching.assert_same_run(whole, stopped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp_cpu", "zero3_cpu"])
+def test_a_server_gets_each_prompt_once_and_each_rank_its_own_slice(
+    tmp_path: Path, extensions: str, layout: str
+) -> None:
+    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
+    changes = {
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_importance_sampling_correction": False,
+        "rewards": ["tests.grpo_recipes.launching.continues_its_prompt"],
+        "max_completion_length": 16,
+        "max_steps": 2,
+        "save_strategy": "no",
+    }
+    recipe = launching.write_recipe(tmp_path / "mine.yaml", policy, rows, tmp_path / "run", **changes)
+    env = {"STUB_LOG": str(tmp_path / "log.jsonl"), "TORCH_EXTENSIONS_DIR": extensions}
+    launching.launch(layout, recipe, module="tests.grpo_recipes.train_with_stub_server", **env)
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [entry["rank"] for entry in log if "rank" in entry] == ["0"]
+    asked = [entry for entry in log if "prompts" in entry]
+    assert len(asked) == 2
+    for entry in asked:  # 16 rows on two ranks are 4 prompts × 4 completions
+        assert entry["n"] == 4
+        assert len(entry["prompts"]) == len({tuple(prompt) for prompt in entry["prompts"]}) == 4
+    assert [entry["reward"] for entry in history(tmp_path / "run")] == [1.0, 1.0]
+    # Whole weights go over, before each generation.
+    first, second = [entry["weights"] for entry in log if "weights" in entry]
+    saved = launching.parameters(policy)
+    assert set(first) >= set(saved)
+    for name, value in saved.items():
+        assert first[name] == pytest.approx(float(value.double().sum()), abs=1e-4), name
+    assert first.keys() == second.keys()

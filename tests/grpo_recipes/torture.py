@@ -1,0 +1,141 @@
+"""Kill runs at random moments, resume them, and hold the result against the run that was left alone.
+
+    python -m tests.grpo_recipes.torture --kills 20 --seed 0 --record benchmarks/results/torture.md
+
+Prints a line per kill. Ends with an error if any prompt, completion or parameter differs from the uninterrupted run.
+"""
+
+import argparse
+import os
+import platform
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import Popen
+
+import torch
+
+from grpo_recipes.restart import last_complete_checkpoint
+from grpo_recipes.train import versions
+from tests.grpo_recipes import launching
+
+STEPS = 16
+PROCESSES = {"cpu": 1, "ddp_cpu": 2, "zero3_cpu": 2}
+
+
+def torture(layout: str, kills: int, rng: random.Random, rows: Path, folder: Path) -> list[str]:
+    """Kill a run on `layout` `kills` times, resume it each time, and compare it with one that was left alone.
+
+    Eight prompts, four a generation: an epoch is 2 steps and the run is 8 epochs. Returns a line per kill.
+    """
+    policy = launching.build_policy(folder / "policy")
+    batch = 16 // PROCESSES[layout]
+    changes = {"max_steps": STEPS, "per_device_train_batch_size": batch, "save_total_limit": 3}
+    alone = launching.write_recipe(folder / "alone.yaml", policy, rows, folder / "alone", **changes)
+    launching.launch(layout, alone)
+    killed = launching.write_recipe(folder / "killed.yaml", policy, rows, folder / "killed", **changes)
+    lines = []
+    while len(lines) < kills:
+        process = resume(layout, killed, folder / "killed")
+        earliest = 5 if lines else 1  # past the second epoch, once a first kill could have come at any time
+        line = kill_at(random_moment(folder / "killed", layout, earliest, rng), process)
+        if line is None:  # the run ended first: another one
+            launching.assert_same_run(folder / "alone", folder / "killed")
+            shutil.rmtree(folder / "killed")
+            continue
+        last, cut_off = last_complete_checkpoint(folder / "killed", PROCESSES[layout])
+        lines.append(f"{layout}: {line}; last complete: {last.name if last else 'none'}; cut off: {len(cut_off)}")
+        print(lines[-1], flush=True)
+    said = launching.finish(resume(layout, killed, folder / "killed"))
+    assert (folder / "killed" / "trainer_state.json").is_file(), said[-3000:]
+    launching.assert_same_run(folder / "alone", folder / "killed")
+    return lines
+
+
+def resume(layout: str, recipe: Path, output: Path) -> Popen:
+    """Go on from the last complete checkpoint, or start again if there is none yet."""
+    if last_complete_checkpoint(output, PROCESSES[layout])[0]:
+        return launching.start(layout, recipe, "--resume_from_checkpoint", "true")
+    shutil.rmtree(output, ignore_errors=True)
+    return launching.start(layout, recipe)
+
+
+def random_moment(
+    output: Path, layout: str, earliest: int, rng: random.Random
+) -> tuple[str, Callable[[], bool], float]:
+    """What to wait for and how many seconds more: while a step is trained on, or while a checkpoint is being written."""
+    last, _ = last_complete_checkpoint(output, PROCESSES[layout])
+    done = int(last.name.partition("-")[2]) if last else 0
+    first = min(max(done + 1, earliest), STEPS)
+    step = rng.randint(first, min(first + 2, STEPS))
+    if rng.random() < 0.5:
+        logged = output / "completions" / f"completions_{step:05d}.parquet"
+        started = time.time()
+        return f"training after step {step}", lambda: written_since(logged, started), rng.uniform(0, 0.3)
+    folder = output / f"checkpoint-{step}"
+    return f"saving step {step}", folder.is_dir, rng.uniform(0, 0.03)
+
+
+def written_since(path: Path, started: float) -> bool:
+    """Whether a file has been written in this attempt."""
+    return path.exists() and path.stat().st_mtime > started
+
+
+def kill_at(moment: tuple[str, Callable[[], bool], float], process: Popen) -> str | None:
+    """SIGKILL the whole run at a moment. Returns what was done, or None if the run ended first."""
+    what, condition, delay = moment
+    reached = launching.wait_for(condition, process)
+    time.sleep(delay)
+    if not reached or process.poll() is not None:
+        said = launching.finish(process)
+        assert process.returncode == 0, said[-3000:]
+        return None
+    launching.kill_tree(process.pid)
+    launching.finish(process)
+    return f"killed while {what} + {delay * 1000:.0f} ms"
+
+
+def main() -> int:
+    """Spread the kills over one process, two, and two under ZeRO-3."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", type=Path, help="write the result to this file")
+    options = parser.parse_args()
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(launching.ROOT / ".pytest_cache" / "d" / "torch_extensions"))
+    rng, lines, started = random.Random(options.seed), [], time.time()
+    share = {layout: (options.kills + place) // len(PROCESSES) for place, layout in enumerate(PROCESSES)}
+    with tempfile.TemporaryDirectory() as temporary:
+        rows = Path(temporary) / "rows.jsonl"
+        launching.write_rows(rows, 8)
+        for layout, kills in share.items():
+            folder = Path(temporary) / layout
+            folder.mkdir()
+            lines += torture(layout, kills, rng, rows, folder)
+    verdict = (
+        f"{len(lines)} kills (seed {options.seed}), {STEPS} steps over 8 epochs: parameters bit-equal to the uninterrupted "
+        f"runs, same prompts and completions at every step; {time.time() - started:.0f} s"
+    )
+    print(verdict)
+    if options.record:
+        machine = f"{platform.machine()}, {torch.get_num_threads()} thread(s) a process"
+        stated = ", ".join(f"{name} {version}" for name, version in versions().items())
+        text = [
+            "# `make torture`",
+            "",
+            verdict + ".",
+            "",
+            f"{machine}; {stated}.",
+            "",
+            *(f"- {line}" for line in lines),
+        ]
+        options.record.write_text("\n".join(text) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

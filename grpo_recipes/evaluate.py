@@ -1,0 +1,424 @@
+"""Accuracy of a policy on held-out problems: `evaluate(model, tokenizer, dataset)`, and into files, `grpo-recipes evaluate`.
+
+*Strict* accuracy asks for the format and the answer together, as the rewards do; *lenient* accuracy accepts any
+recognised final answer. Their difference tells a model that learnt to calculate from one that learnt a layout.
+
+`evaluate_into` leaves `completions.parquet`, every completion with its verdict, and `evaluation.json`, the shares with
+their 95 % intervals. It writes a part for each batch, so that a killed evaluation goes on where it stopped.
+"""
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from datasets import Dataset
+from tqdm.auto import tqdm
+
+from grpo_recipes.estimates import mcnemar, mean_share, paired_difference, pass_at_k, wilson_interval
+from grpo_rewards.answers import Judge, extract_answer, parse_number, read_gold
+from grpo_rewards.format_tags import WellFormed
+
+_GREEDY = {"do_sample": False, "repetition_penalty": 1.0, "temperature": None, "top_k": None, "top_p": None}
+_RIGHT = frozenset({"exact", "equal", "symbolic"})
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Shares of right completions, each in [0, 1].
+
+    Attributes:
+        accuracy: the strict share: in the asked format, and the answer in the answer tag equals the gold.
+        low: lower end of the 95 % Wilson interval of `accuracy`.
+        high: upper end of it.
+        n: how many problems, one completion each.
+        lenient: the share whose final answer, in any layout that is recognised, equals the gold.
+    """
+
+    accuracy: float
+    low: float
+    high: float
+    n: int
+    lenient: float
+
+    def as_dict(self) -> dict[str, float]:
+        """The five numbers by name, ready for JSON."""
+        return asdict(self)
+
+
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    dataset: Dataset,
+    *,
+    tags: tuple[str, str] = ("think", "answer"),
+    temperature: float = 1.0,
+    max_new_tokens: int = 256,
+    batch_size: int = 64,
+    seed: int = 0,
+) -> Accuracy:
+    """Complete every prompt of a dataset once, and count what is right.
+
+    Args:
+        model: a causal language model of transformers.
+        tokenizer: its tokenizer, with a chat template if the prompts are messages.
+        dataset: columns `prompt` (messages or text) and `answer` (the gold).
+        tags: the names of the reasoning tag and the answer tag.
+        temperature: what the logits are divided by before sampling, with no other filter; 0 for greedy decoding.
+        max_new_tokens: the longest completion, in tokens.
+        batch_size: how many prompts are completed at once; with sampling, part of what a seed reproduces.
+        seed: of the sampling. The global random state is left as it was.
+
+    Raises:
+        ValueError: the dataset is empty, or an answer can't be read as a gold.
+    """
+    answers = _answers(dataset)
+    completions = _complete(model, tokenizer, dataset["prompt"], temperature, max_new_tokens, batch_size, seed)
+    verdicts = judge_completions(completions, answers, tags)
+    strict = sum(verdict.strict for verdict in verdicts)
+    low, high = wilson_interval(strict, len(verdicts))
+    lenient = sum(verdict.lenient for verdict in verdicts)
+    return Accuracy(strict / len(verdicts), low, high, len(verdicts), lenient / len(verdicts))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one completion: the final answer it states in any layout, and whether it is right."""
+
+    answer: str | None
+    strict: bool
+    lenient: bool
+
+
+def judge_completions(completions: Sequence[str], answers: Sequence[str], tags: tuple[str, str]) -> list[Verdict]:
+    """Hold each completion against the gold of its own problem; `answers` are golds as `read_gold` takes them."""
+    judge, is_well_formed = Judge(), WellFormed(tags=tags)
+    verdicts = []
+    for answer, completion in zip(answers, completions, strict=True):
+        gold = read_gold(answer)
+        assert gold is not None  # `_answers` has read it
+        tagged, stated = (extract_answer(completion, layout, tags=tags) for layout in ("answer_tag", "auto"))
+        strict = bool(is_well_formed(completions=[completion])[0]) and judge.verdict(gold, tagged) in _RIGHT
+        verdicts.append(Verdict(stated, strict, judge.verdict(gold, stated) in _RIGHT))
+    return verdicts
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How completions are made and judged. `samples` completions a problem; the rest as for `evaluate`."""
+
+    tags: tuple[str, str] = ("think", "answer")
+    samples: int = 1
+    temperature: float = 0.0
+    max_new_tokens: int = 256
+    batch_size: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or self.batch_size < 1 or self.max_new_tokens < 1:
+            raise EvaluationError("samples, batch size and new tokens must each be at least 1")
+        if self.samples > 1 and self.temperature <= 0:
+            raise EvaluationError(f"{self.samples} greedy samples are one and the same: set --temperature above 0")
+
+
+class EvaluationError(ValueError):
+    """An evaluation that can't be made, or compared, as asked; one sentence with the fix."""
+
+
+Complete = Callable[[list[Any], Settings], list[str]]
+"""Completes each prompt once, in order, by the temperature, length and seed of the settings."""
+
+
+def evaluate_into(
+    folder: Path, complete: Complete, dataset: Dataset, settings: Settings, described: dict[str, Any]
+) -> dict[str, Any]:
+    """Evaluate into a folder, or go on with the same evaluation there; one that is finished is only read.
+
+    Args:
+        folder: receives `evaluation.json` and `completions.parquet`.
+        complete: the policy; called once for each batch, whose seed is `settings.seed` and the batch's number.
+        dataset: columns `prompt` and `answer`.
+        settings: how to sample and judge.
+        described: what else says which evaluation this is (the model, the dataset), ready for JSON.
+
+    Returns:
+        What `evaluation.json` holds.
+
+    Raises:
+        EvaluationError: the folder holds another evaluation.
+        ValueError: the dataset is empty, or an answer can't be read as a gold.
+    """
+    answers = _answers(dataset)
+    asked = json.loads(json.dumps({**described, "problems": len(answers), "settings": asdict(settings)}))
+    parts = folder / "parts"
+    if _is_finished(folder, asked):
+        return _read_json(folder / "evaluation.json")
+    parts.mkdir(parents=True, exist_ok=True)
+    _write(folder / "asked.json", json.dumps(asked))
+    size = max(1, settings.batch_size // settings.samples)
+    batches = [range(start, min(start + size, len(answers))) for start in range(0, len(answers), size)]
+    for number, problems in enumerate(tqdm(batches, desc="evaluating", unit="batch")):
+        part = parts / f"{number:06d}.parquet"
+        if not part.is_file():
+            batch_settings = replace(settings, seed=settings.seed * 1_000_003 + number)
+            table = _completed(problems, complete, dataset, answers, batch_settings)
+            _write(part, table)
+    table = pd.concat([pd.read_parquet(part) for part in sorted(parts.iterdir())], ignore_index=True)
+    summary = {**asked, **summarise(table)}
+    _write(folder / "completions.parquet", table)
+    _write(folder / "evaluation.json", json.dumps(summary, indent=2) + "\n")
+    shutil.rmtree(parts)
+    (folder / "asked.json").unlink()
+    return summary
+
+
+def summarise(table: pd.DataFrame) -> dict[str, Any]:
+    """The shares of an evaluation, each with its 95 % interval, from its completions (columns of `completions.parquet`).
+
+    `strict` and `lenient` are mean shares over problems; `pass_at` the chance that one of k completions is strictly right;
+    `majority` the share of problems whose commonest stated answer is right, the first stated winning a tie.
+    """
+    problems = [rows for _, rows in table.groupby("problem", sort=True)]
+    samples = len(problems[0])
+    shares = {name: mean_share([rows[name].mean() for rows in problems]) for name in ("strict", "lenient")}
+    summary: dict[str, Any] = {name: share.as_dict() for name, share in shares.items()}
+    if samples > 1:
+        sizes = sorted({2**power for power in range(samples.bit_length())} | {samples})
+        summary["pass_at"] = {
+            str(k): mean_share([pass_at_k(samples, int(rows["strict"].sum()), k) for rows in problems]).as_dict()
+            for k in sizes
+        }
+        summary["majority"] = mean_share([float(_majority(rows)) for rows in problems]).as_dict()
+    return summary
+
+
+def compare(first: Path, second: Path) -> dict[str, Any]:
+    """Two finished evaluations of the same problems: the paired difference second - first, and McNemar's test.
+
+    With several samples a problem the difference is of shares, and the test of majority votes.
+
+    Raises:
+        EvaluationError: a folder has no finished evaluation, or they are not on the same problems.
+    """
+    tables = [_read_completions(folder) for folder in (first, second)]
+    prompts = [table.groupby("problem")["prompt"].first() for table in tables]
+    if not prompts[0].equals(prompts[1]):
+        raise EvaluationError(f"{first} and {second} are not on the same problems: evaluate both with the same options")
+    groups = [[rows for _, rows in table.groupby("problem", sort=True)] for table in tables]
+    result: dict[str, Any] = {"problems": len(prompts[0])}
+    for name in ("strict", "lenient"):
+        shares = [[float(rows[name].mean()) for rows in problems] for problems in groups]
+        result[name] = {
+            "first": mean_share(shares[0]).as_dict(),
+            "second": mean_share(shares[1]).as_dict(),
+            "difference": paired_difference(*shares).as_dict(),
+        }
+    votes = [[_vote(rows) for rows in problems] for problems in groups]
+    only = [sum(one and not other for one, other in zip(*pair, strict=True)) for pair in (votes, votes[::-1])]
+    result["mcnemar"] = {"only_first": only[0], "only_second": only[1], "p": mcnemar(*only)}
+    return result
+
+
+def transformers_engine(model: Any, tokenizer: Any) -> Complete:
+    """Completions by transformers: continuous batching on a GPU, padded batches on a CPU.
+
+    Continuous batching schedules prompts as others finish; with sampling its draws may therefore differ between two runs.
+    """
+    complete = _complete_continuously if model.device.type == "cuda" else _complete
+
+    def engine(prompts: list[Any], settings: Settings) -> list[str]:
+        return complete(
+            model,
+            tokenizer,
+            prompts,
+            settings.temperature,
+            settings.max_new_tokens,
+            settings.batch_size,
+            settings.seed,
+        )
+
+    return engine
+
+
+def vllm_engine(name: str, tokenizer: Any) -> Complete:
+    """Completions by vLLM. Raises `EvaluationError` if it isn't installed."""
+    try:
+        from vllm import LLM, SamplingParams
+    except ImportError as error:
+        raise EvaluationError("vLLM is not installed: leave --vllm out, or install the extra `vllm`") from error
+    llm = LLM(model=name, trust_remote_code=False, generation_config="vllm")  # not the model's own sampling habits
+
+    def engine(prompts: list[Any], settings: Settings) -> list[str]:
+        sampling = SamplingParams(
+            temperature=settings.temperature, max_tokens=settings.max_new_tokens, seed=settings.seed
+        )
+        inputs = [{"prompt_token_ids": ids} for ids in _token_ids(prompts, tokenizer)]
+        outputs = llm.generate(inputs, sampling, use_tqdm=False)
+        return [output.outputs[0].text for output in outputs]
+
+    return engine
+
+
+def _completed(
+    problems: range, complete: Complete, dataset: Dataset, answers: list[str], settings: Settings
+) -> pd.DataFrame:
+    """One row for each completion of some problems."""
+    places = [problem for problem in problems for _ in range(settings.samples)]
+    prompts = [dataset[place]["prompt"] for place in places]
+    completions = complete(prompts, settings)
+    golds = [answers[place] for place in places]
+    verdicts = judge_completions(completions, golds, settings.tags)
+    return pd.DataFrame(
+        {
+            "problem": places,
+            "sample": [sample for _ in problems for sample in range(settings.samples)],
+            "prompt": [
+                prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False) for prompt in prompts
+            ],
+            "gold": golds,
+            "completion": completions,
+            "answer": [verdict.answer for verdict in verdicts],
+            "strict": [verdict.strict for verdict in verdicts],
+            "lenient": [verdict.lenient for verdict in verdicts],
+        }
+    ).astype({"answer": "string"})
+
+
+def _answers(dataset: Dataset) -> list[str]:
+    answers = list(dataset["answer"])
+    if not answers or any(read_gold(answer) is None for answer in answers):
+        raise ValueError("nothing to evaluate on: the dataset is empty, or one of its answers states no final answer")
+    return answers
+
+
+def _majority(rows: pd.DataFrame) -> bool:
+    """Whether the commonest stated answer is right; numbers count as equal whatever their form."""
+    stated = [(_canonical(answer), right) for answer, right in zip(rows["answer"], rows["lenient"], strict=True)]
+    votes = Counter(answer for answer, _ in stated if answer is not None)
+    if not votes:
+        return False
+    winner = votes.most_common(1)[0][0]
+    return any(right for answer, right in stated if answer == winner)
+
+
+def _vote(rows: pd.DataFrame) -> bool:
+    return bool(rows["strict"].iloc[0]) if len(rows) == 1 else _majority(rows)
+
+
+def _canonical(answer: Any) -> Any:
+    if answer is None or pd.isna(answer):
+        return None
+    number = parse_number(answer)
+    return answer.strip().casefold() if number is None else number
+
+
+def _is_finished(folder: Path, asked: dict[str, Any]) -> bool:
+    """Whether a folder holds this very evaluation, finished. Raises `EvaluationError` if it holds another."""
+    for name in ("evaluation.json", "asked.json"):
+        path = folder / name
+        if path.is_file():
+            found = _read_json(path)
+            if any(found.get(key) != value for key, value in asked.items()):
+                raise EvaluationError(f"{folder} holds another evaluation: remove it, or give another --output")
+            return name == "evaluation.json"
+    if folder.exists() and any(folder.iterdir()):
+        raise EvaluationError(f"{folder} holds files that are no evaluation: give another --output")
+    return False
+
+
+def _read_completions(folder: Path) -> pd.DataFrame:
+    if not (folder / "evaluation.json").is_file():
+        raise EvaluationError(f"{folder} has no finished evaluation: run `grpo-recipes evaluate` with it as --output")
+    return pd.read_parquet(folder / "completions.parquet")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _write(path: Path, content: pd.DataFrame | str) -> None:
+    """Write a file whole or not at all: under another name first, then renamed."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    if isinstance(content, str):
+        unfinished.write_text(content, encoding="utf-8")
+    else:
+        content.to_parquet(unfinished, index=False)
+    os.replace(unfinished, path)
+
+
+@torch.no_grad()
+def _complete_continuously(
+    model: Any, tokenizer: Any, prompts: Any, temperature: float, max_new_tokens: int, batch_size: int, seed: int
+) -> list[str]:
+    """The same as `_complete` by transformers' continuous batching, which pads nothing and refills what has finished."""
+    from transformers import GenerationConfig
+
+    choice = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else _GREEDY
+    ends = {"eos_token_id": _end_tokens(model, tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    torch.manual_seed(seed)
+    outputs = model.generate_batch(
+        inputs=_token_ids(prompts, tokenizer),
+        generation_config=GenerationConfig(**choice, **ends, max_new_tokens=max_new_tokens),
+    )
+    requests = sorted(outputs.values(), key=lambda output: int(output.request_id.rpartition("_")[2]))
+    return tokenizer.batch_decode([request.generated_tokens for request in requests], skip_special_tokens=True)
+
+
+@torch.no_grad()
+def _complete(
+    model: Any, tokenizer: Any, prompts: Any, temperature: float, max_new_tokens: int, batch_size: int, seed: int
+) -> list[str]:
+    # A model's generation_config.json may filter or penalise tokens; what is measured is the policy itself.
+    unfiltered = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    choice = {"do_sample": True, "temperature": temperature, **unfiltered} if temperature > 0 else _GREEDY
+    gpus = [model.device] if model.device.type == "cuda" else []
+    ends = {"eos_token_id": _end_tokens(model, tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    was_training = model.training
+    model.eval()
+    completions: list[str] = []
+    try:
+        with torch.random.fork_rng(devices=gpus):
+            torch.manual_seed(seed)
+            for batch in _batches(list(prompts), batch_size):
+                inputs = _tokenize(batch, tokenizer).to(model.device)
+                tokens = model.generate(**inputs, **choice, **ends, max_new_tokens=max_new_tokens)
+                new_tokens = tokens[:, inputs["input_ids"].shape[1] :]
+                completions += tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
+    finally:
+        model.train(was_training)
+    return completions
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """What ends a completion in TRL's training: the tokenizer's end of text, and every one that the model declares."""
+    declared = model.generation_config.eos_token_id
+    ids = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
+    return sorted({token for token in ids if token is not None})
+
+
+def _batches(prompts: list[Any], size: int) -> Iterator[list[Any]]:
+    for start in range(0, len(prompts), size):
+        yield prompts[start : start + size]
+
+
+def _tokenize(prompts: list[Any], tokenizer: Any) -> Any:
+    texts, is_text = _texts(prompts, tokenizer)
+    # A chat template writes the special tokens itself.
+    return tokenizer(texts, add_special_tokens=is_text, padding=True, padding_side="left", return_tensors="pt")
+
+
+def _token_ids(prompts: list[Any], tokenizer: Any) -> list[list[int]]:
+    texts, is_text = _texts(prompts, tokenizer)
+    return tokenizer(texts, add_special_tokens=is_text)["input_ids"]
+
+
+def _texts(prompts: list[Any], tokenizer: Any) -> tuple[list[str], bool]:
+    if isinstance(prompts[0], str):
+        return prompts, True
+    return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False), False

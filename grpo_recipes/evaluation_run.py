@@ -1,0 +1,168 @@
+"""What `grpo-recipes evaluate` does with its options: which problems, which settings, which policy, which folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.data import DatasetSpec, load
+from grpo_recipes.estimates import Estimate
+from grpo_recipes.evaluate import (
+    Complete,
+    EvaluationError,
+    Settings,
+    evaluate_into,
+    transformers_engine,
+    vllm_engine,
+)
+from grpo_recipes.runs import AFTER
+
+DEFAULT_NEW_TOKENS = 512
+
+
+def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
+    """Evaluate `options.model`, or go on with it, and return what `evaluation.json` holds.
+
+    Raises `EvaluationError`, or what reading the recipe or the dataset raises.
+    """
+    recipe = _recipe(options)
+    spec = held_out_spec(recipe.get("dataset", {}), options)
+    settings = _settings(recipe, spec, options)
+    dataset = load(spec)
+    if options.limit is not None:
+        dataset = dataset.select(range(min(options.limit, len(dataset))))
+    described = {
+        "model": options.model,
+        "dataset": {key: value for key, value in vars(spec).items() if value is not None},
+    }
+    folder = options.output or _output(options.model)
+    try:
+        return evaluate_into(folder, _Lazy(options), dataset, settings, described)
+    except EvaluationError:
+        raise
+    except ValueError as error:
+        raise EvaluationError(str(error)) from error
+
+
+def held_out_spec(trained: dict[str, Any], options: argparse.Namespace) -> DatasetSpec:
+    """The problems to evaluate on: the recipe's held-out rows, with the command line's keys in their place.
+
+    Raises `EvaluationError` where only the rows trained on are known, and `data.DatasetError` for a wrong key.
+    """
+    given = {"name": options.dataset, "path": options.path, "split": options.split}
+    given |= {"prompt_style": options.prompt_style, "prompt_format": options.prompt_format}
+    raw = dict(trained) if options.dataset in (None, trained.get("name")) else {}
+    held_out = {"path": raw.pop("eval_path", None), "split": raw.pop("eval_split", None)}
+    on_a_file = str(raw.get("path", "")).endswith(".jsonl")
+    if on_a_file and options.path is None and held_out == {"path": None, "split": None} and options.split is None:
+        raise EvaluationError(
+            f"the run trained on {raw['path']}: name the held-out problems with --path, or a --split of it"
+        )
+    raw |= {"name": raw.get("name", "gsm8k"), "split": held_out["split"] or "test"}
+    raw |= {"path": held_out["path"] or raw.get("path")}
+    raw |= {key: value for key, value in given.items() if value is not None}
+    known = {field.name for field in fields(DatasetSpec)}
+    return DatasetSpec.parse({key: value for key, value in raw.items() if key in known and value is not None})
+
+
+def describe(summary: dict[str, Any]) -> str:
+    """The shares of an evaluation, a line each."""
+    rows = {"strict": summary["strict"], "lenient": summary["lenient"]}
+    rows |= {f"pass@{k}": share for k, share in summary.get("pass_at", {}).items()}
+    if "majority" in summary:
+        rows["majority"] = summary["majority"]
+    samples = summary["settings"]["samples"]
+    head = f"{summary['problems']} problems, {samples} completion{'s' * (samples > 1)} each; 95 % intervals"
+    return "\n".join([head, *(f"  {name:10} {Estimate(**share)}" for name, share in rows.items())])
+
+
+def describe_comparison(result: dict[str, Any]) -> str:
+    """Two evaluations side by side, their paired difference, and McNemar's test."""
+    lines = [f"{result['problems']} problems, the same for both; 95 % intervals"]
+    for name in ("strict", "lenient"):
+        first, second, difference = (Estimate(**result[name][key]) for key in ("first", "second", "difference"))
+        lines.append(f"  {name:8} A {first}   B {second}   B - A {difference}")
+    test = result["mcnemar"]
+    lines.append(
+        f"  McNemar: A alone right on {test['only_first']}, B alone on {test['only_second']}; exact p = {test['p']:.3g}"
+    )
+    return "\n".join(lines)
+
+
+class _Lazy:
+    """An engine that loads its model when the first batch is asked for: a finished evaluation needs none."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._engine: Complete | None = None
+
+    def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
+        if self._engine is None:
+            self._engine = _engine(self._options.model, self._options.vllm)
+        return self._engine(prompts, settings)
+
+
+def _engine(name: str, use_vllm: bool) -> Complete:
+    import torch
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    adapter = Path(name) / "adapter_config.json"
+    if use_vllm and adapter.is_file():
+        raise EvaluationError(f"{name} is an adapter, and --vllm takes a full model: merge it, or leave --vllm out")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        if use_vllm:
+            return vllm_engine(name, tokenizer)
+        auto = AutoPeftModelForCausalLM if adapter.is_file() else AutoModelForCausalLM
+        model = auto.from_pretrained(name, dtype="auto", use_safetensors=True)
+    except (OSError, ValueError) as error:
+        raise EvaluationError(f"{name}: the model can't be loaded: {' '.join(str(error).split())}") from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return transformers_engine(model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
+
+
+def _recipe(options: argparse.Namespace) -> dict[str, Any]:
+    """The recipe that an evaluation follows: the one named, or the one that the run, or the checkpoint's run, was made by."""
+    if options.recipe is not None:
+        from grpo_recipes.recipe import parse_recipe
+
+        return parse_recipe(["--config", options.recipe]).as_dict()
+    for folder in (Path(options.model), Path(options.model).parent):
+        if (folder / "run.json").is_file():
+            return json.loads((folder / "run.json").read_text(encoding="utf-8"))["recipe"]
+    return {}
+
+
+def _settings(recipe: dict[str, Any], spec: DatasetSpec, options: argparse.Namespace) -> Settings:
+    temperature = options.temperature
+    if temperature is None:
+        temperature = 0.0 if options.samples == 1 else 1.0
+    settings = Settings(
+        samples=options.samples,
+        temperature=temperature,
+        max_new_tokens=options.max_new_tokens or recipe.get("max_completion_length", DEFAULT_NEW_TOKENS),
+        batch_size=options.batch_size,
+        seed=options.seed,
+    )
+    return replace(settings, tags=tuple(options.tags) if options.tags else _tags(recipe, spec))
+
+
+def _tags(recipe: dict[str, Any], spec: DatasetSpec) -> tuple[str, str]:
+    """The tags that the recipe's rewards look for, or those that the prompt asks for."""
+    for reward in recipe.get("rewards", []):
+        tags = (reward.get("kwargs") or {}).get("tags") if isinstance(reward, dict) else None
+        if tags:
+            return tags[0], tags[1]
+    return ("reasoning", "answer") if spec.prompt_style == "reasoning" else ("think", "answer")
+
+
+def _output(model: str) -> Path:
+    if os.path.isdir(model):
+        return Path(model) / "evaluations" / AFTER
+    return Path("runs") / "evaluations" / model.replace("/", "--")

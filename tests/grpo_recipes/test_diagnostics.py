@@ -1,0 +1,222 @@
+"""Each disease, planted in the files of a healthy run, gets its own sentence and no other."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes import cli, train
+from grpo_recipes.data import PROMPT_STYLES
+from grpo_recipes.diagnostics import CHECKS, diagnose
+from grpo_recipes.runs import Run, RunError, Series
+from tests.grpo_recipes.synthetic import healthy_completions, ramp, write_run
+
+
+def late(start: float, end: float):
+    """A metric that moves in the second half of the run."""
+    return lambda over: start + (end - start) * max(0.0, 2 * over - 1)
+
+
+def strict(value: float, low: float, high: float) -> dict:
+    return {"strict": {"value": value, "low": low, "high": high}}
+
+
+def repeating() -> list[dict]:
+    """Two groups in three repeat a wrong completion."""
+    rows = healthy_completions()
+    for place, row in enumerate(rows):
+        if (place // 4) % 3:
+            row.update(completion=[{"role": "assistant", "content": "the same"}], gsm8k_correctness=0.0)
+    return rows
+
+
+DISEASES = {
+    "format_without_correctness": (
+        {"metrics": {"rewards/gsm8k_correctness/mean": ramp(0.5, 0.5)}},
+        r"`tag_presence` rises from 0\.3\d to 0\.6\d by step 40, while `gsm8k_correctness` goes from 0\.50 to 0\.50",
+    ),
+    "length_into_cap": (
+        {"metrics": {"completions/mean_length": ramp(100, 250)}},
+        r"from 1\d\d to 2\d\d tokens, into the cap of 256 .* from step 2\d|3\d",
+    ),
+    "truncated": (
+        {"metrics": {"completions/clipped_ratio": late(0.05, 0.5)}},
+        r"4\d% of the completions are cut off .* step 40",
+    ),
+    "identical_completions": (
+        {"completions": repeating()},
+        r"\d+% of the groups that don't earn the best reward .* step 10",
+    ),
+    "entropy_collapse": (
+        {"metrics": {"entropy": lambda over: 0.6 * 0.01**over}},
+        r"from 0\.[345]\d\d to 0\.0\d\d nats .* from step [12]\d",
+    ),
+    "zero_variance": ({"metrics": {"frac_reward_zero_std": ramp(0.6, 0.8)}}, r"7\d% of the groups .* step 1\b"),
+    "kl_blow_up": ({"metrics": {"kl": late(0.05, 9.0)}}, r"reaches (8|9)\.\d nats a token, above 1 from step 2\d"),
+    "dominant_reward": (
+        {"metrics": {"rewards/tag_presence/std": ramp(9.0, 9.0)}},
+        r"`tag_presence` carries 99% of the rewards' variance up to step 40",
+    ),
+    "overfitting": ({"metrics": {"eval_reward": ramp(1.5, 0.9)}}, r"held-out reward falls .* best at step \d\b"),
+}
+
+
+def test_every_check_has_its_disease() -> None:
+    assert {check.__name__ for check in CHECKS} == set(DISEASES)
+
+
+def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
+    for seed in range(8):
+        assert diagnose(Run.read(write_run(tmp_path / str(seed), {"eval_reward": ramp(0.8, 2.0)}, seed=seed))) == []
+
+
+@pytest.mark.parametrize("disease", DISEASES)
+def test_a_disease_gets_its_sentence_alone(tmp_path: Path, disease: str) -> None:
+    planted, says = DISEASES[disease]
+    (finding,) = diagnose(Run.read(write_run(tmp_path / "run", **planted)))
+    assert finding.check == disease
+    assert re.search(says, finding.sentence), finding.sentence
+    assert finding.step in range(1, 41)
+
+
+def test_format_pay_alone_is_judged_by_the_evaluation(tmp_path: Path) -> None:
+    rewards = [{"name": "tags", "source": "tag_presence", "weight": 1.0}]
+    metrics = {"rewards/tags/mean": ramp(0.1, 0.8), "rewards/gsm8k_correctness/mean": None}
+    metrics["rewards/gsm8k_correctness/std"] = None
+
+    def checks(folder: str, evaluations: dict) -> list[str]:
+        run = write_run(
+            tmp_path / folder, metrics, rewards=rewards, evaluations=evaluations, completions=healthy_completions()
+        )
+        return [finding.check for finding in diagnose(Run.read(run))]
+
+    assert checks("unknown", {}) == ["format_without_correctness"]
+    assert checks("same", {"before": strict(0.2, 0.1, 0.3), "after": strict(0.3, 0.2, 0.4)}) == [
+        "format_without_correctness"
+    ]
+    assert checks("better", {"before": strict(0.2, 0.1, 0.3), "after": strict(0.6, 0.5, 0.7)}) == []
+
+
+def test_the_parts_of_a_sum_are_told_apart(tmp_path: Path) -> None:
+    metrics = {
+        "rewards/total/mean": ramp(1, 1),
+        "rewards/total/std": ramp(1, 1),
+        "rewards/total/tag_count": ramp(0.1, 0.9),
+        "rewards/total/math_correctness": ramp(0.5, 0.5),
+        "rewards/gsm8k_correctness/mean": None,
+        "rewards/tag_presence/mean": None,
+    }
+    rewards = [{"name": "total", "source": "sum", "weight": 1.0}]
+    (finding,) = diagnose(Run.read(write_run(tmp_path / "run", metrics, rewards=rewards)))
+    assert "`total/tag_count` rises" in finding.sentence
+    assert "`total/math_correctness` goes from 0.50" in finding.sentence
+
+
+def test_a_fall_of_held_out_accuracy_is_found(tmp_path: Path) -> None:
+    evaluations = {"before": strict(0.6, 0.55, 0.65), "after": strict(0.4, 0.35, 0.45)}
+    (finding,) = diagnose(Run.read(write_run(tmp_path / "run", evaluations=evaluations)))
+    assert finding.check == "overfitting"
+    assert "from 0.600 to 0.400" in finding.sentence
+
+
+@pytest.mark.parametrize(("right", "says"), [(2.0, "100% are too easy"), (0.0, "and 100% too hard")])
+def test_groups_without_variance_are_split_by_their_reward(tmp_path: Path, right: float, says: str) -> None:
+    rows = healthy_completions()
+    for row in rows[:-4]:
+        row["gsm8k_correctness"] = right
+    metrics = {"frac_reward_zero_std": ramp(0.9, 0.9)}
+    findings = diagnose(Run.read(write_run(tmp_path / "run", metrics, completions=rows)))
+    assert [finding.check for finding in findings] == ["zero_variance"]
+    assert says in findings[0].sentence
+
+
+def test_a_drift_is_told_from_noise() -> None:
+    """Independent noise has no trend; a drift of a few standard deviations has one."""
+    generator = random.Random(0)
+    trends = [Series(list(range(24)), [generator.gauss(1, 0.3) for _ in range(24)]).trend for _ in range(200)]
+    assert sum(trend != 0 for trend in trends) <= 6
+    drift = [
+        Series(list(range(24)), [generator.gauss(1 + step / 12, 0.3) for step in range(24)]).trend for _ in range(200)
+    ]
+    assert drift.count(1) == 200
+
+
+def test_a_run_of_trl_alone_is_read(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {"rewards/gsm8k_correctness/mean": ramp(0.5, 0.5)})
+    (folder / "run.json").unlink()
+    assert [finding.check for finding in diagnose(Run.read(folder))] == ["format_without_correctness"]
+
+
+def test_a_run_under_way_is_read_from_its_checkpoint(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "checkpoint-40").mkdir()
+    (folder / "trainer_state.json").rename(folder / "checkpoint-40" / "trainer_state.json")
+    assert len(Run.read(folder).series("reward")) == 40
+
+
+def test_the_command_answers_with_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["diagnose", str(write_run(tmp_path / "healthy"))]) == 0
+    assert "nothing looks wrong" in capsys.readouterr().out
+    assert cli.main(["diagnose", str(write_run(tmp_path / "ill", {"kl": ramp(2, 3)}))]) == 1
+    assert "KL to the reference" in capsys.readouterr().out
+    assert cli.main(["diagnose", str(tmp_path)]) == 2
+    assert "trainer_state.json" in capsys.readouterr().err
+    with pytest.raises(RunError):
+        Run.read(tmp_path / "missing")
+
+
+def test_a_hackable_recipe_is_found_out_on_a_real_run(tmp_path: Path, gsm8k_file: Path, capsys) -> None:
+    """Paid for the presence of tags alone, a policy that can write them in one token each learns to do so."""
+    from tokenizers import AddedToken
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
+
+    from grpo_recipes.quickstart import CHAT_TEMPLATE
+
+    set_seed(0)
+    tokenizer = Qwen2Tokenizer().train_new_from_iterator(
+        [PROMPT_STYLES["think"]] * 4, vocab_size=300, new_special_tokens=["<|im_end|>"], show_progress=False
+    )
+    tokenizer.add_tokens([AddedToken(tag, special=False) for tag in ("<think>", "</think>", "<answer>", "</answer>")])
+    tokenizer.eos_token, tokenizer.chat_template = "<|im_end|>", CHAT_TEMPLATE
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    recipe = tmp_path / "hackable.yaml"
+    recipe.write_text(
+        json.dumps(
+            {
+                "model_name_or_path": str(tmp_path / "model"),
+                "dataset": {"name": "gsm8k", "path": str(gsm8k_file), "prompt_style": "none"},
+                "rewards": ["tag_presence"],
+                "per_device_train_batch_size": 32,
+                "max_completion_length": 24,
+                "max_steps": 24,
+                "learning_rate": 0.02,
+                "lr_scheduler_type": "constant",
+                "logging_steps": 1,
+                "use_cpu": True,
+                "bf16": False,
+                "save_strategy": "no",
+                "report_to": "none",
+                "gradient_checkpointing": False,
+                "output_dir": str(tmp_path / "run"),
+            }
+        )
+    )
+    assert train.main(["--config", str(recipe)]) == 0
+    findings = {finding.check: finding.sentence for finding in diagnose(Run.read(tmp_path / "run"))}
+    assert "no reward pays a correct answer" in findings["format_without_correctness"]
+    assert findings["format_without_correctness"] in capsys.readouterr().out

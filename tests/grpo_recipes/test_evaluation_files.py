@@ -1,0 +1,218 @@
+"""`grpo-recipes evaluate`: its files against a recount, killed and resumed, and compared."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import pandas as pd
+import pytest
+
+from grpo_recipes import cli, evaluate
+from grpo_recipes.estimates import wilson_interval
+from grpo_recipes.evaluate import EvaluationError, Settings, compare, evaluate_into, summarise
+
+FILES = ("completions.parquet", "evaluation.json")
+
+
+def dataset(size: int = 10) -> datasets.Dataset:
+    return datasets.Dataset.from_dict(
+        {"prompt": [f"{n}+1=" for n in range(size)], "answer": [str(n + 1) for n in range(size)]}
+    )
+
+
+def policy(prompts: list[str], settings: Settings) -> list[str]:
+    """Right on even problems in the asked format, right on others in prose, and wrong on every fifth; seed-dependent."""
+    completions = []
+    for place, prompt in enumerate(prompts):
+        n = int(prompt.partition("+")[0])
+        answer = n + 1 + (n % 5 == 0) + (settings.seed + place) % 3 * (settings.temperature > 0)
+        completions.append(f"<think>x</think><answer>{answer}</answer>" if n % 2 == 0 else f"The answer is {answer}.")
+    return completions
+
+
+def run(folder: Path, complete=policy, **settings) -> dict:
+    return evaluate_into(folder, complete, dataset(), Settings(batch_size=4, **settings), {"model": "m"})
+
+
+def recount(table: pd.DataFrame) -> int:
+    """Strict verdicts anew, from the completions' own text."""
+    return sum(f"<think>x</think><answer>{row.gold}</answer>" == row.completion for row in table.itertuples())
+
+
+def test_the_shares_equal_a_recount_of_the_completions(tmp_path: Path) -> None:
+    summary = run(tmp_path / "e")
+    table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
+    assert len(table) == 10
+    right = recount(table)
+    assert right == 4  # of 0, 2, 4, 6, 8 all but 0
+    low, high = wilson_interval(right, 10)
+    assert summary["strict"] == {"value": 0.4, "low": pytest.approx(low), "high": pytest.approx(high)}
+    assert summary["lenient"]["value"] == 0.8
+    assert json.loads((tmp_path / "e" / "evaluation.json").read_text()) == summary
+    assert sorted(path.name for path in (tmp_path / "e").iterdir()) == sorted(FILES)
+
+
+@pytest.mark.parametrize("settings", [{}, {"samples": 3, "temperature": 1.0}])
+@pytest.mark.parametrize("died_in", [1, 2, 3])
+def test_a_killed_evaluation_goes_on_to_the_same_files(tmp_path: Path, settings: dict, died_in: int) -> None:
+    run(tmp_path / "whole", **settings)
+    calls = []
+
+    def dies(prompts: list[str], given: Settings) -> list[str]:
+        calls.append(prompts)
+        if len(calls) == died_in:
+            raise KeyboardInterrupt
+        return policy(prompts, given)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "halves", dies, **settings)
+    assert not (tmp_path / "halves" / "evaluation.json").exists()
+    batches = len(calls)
+    run(tmp_path / "halves", dies, **settings)
+    again = [prompt for prompts in calls[batches:] for prompt in prompts]
+    done = [prompt for prompts in calls[: batches - 1] for prompt in prompts]
+    assert not set(again) & set(done), "a finished batch was made again"
+    for name in FILES:
+        assert (tmp_path / "halves" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    finished = len(calls)
+    run(tmp_path / "halves", dies, **settings)
+    assert len(calls) == finished, "a finished evaluation is only read"
+
+
+def test_another_evaluation_is_never_mixed_in(tmp_path: Path) -> None:
+    run(tmp_path / "e")
+    with pytest.raises(EvaluationError, match="holds another evaluation"):
+        run(tmp_path / "e", seed=1)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    with pytest.raises(EvaluationError, match="no evaluation"):
+        run(tmp_path / "other")
+    assert (tmp_path / "other" / "notes.txt").exists()
+
+
+def test_greedy_samples_are_refused() -> None:
+    with pytest.raises(EvaluationError, match="set --temperature"):
+        Settings(samples=2)
+
+
+def samples(verdicts: dict[int, list[tuple[str | None, bool]]]) -> pd.DataFrame:
+    """Completions of problems by what they state and whether that is right, in any layout and strictly alike."""
+    rows = [
+        {"problem": problem, "sample": place, "answer": answer, "lenient": right, "strict": right}
+        for problem, stated in verdicts.items()
+        for place, (answer, right) in enumerate(stated)
+    ]
+    return pd.DataFrame(rows)
+
+
+def test_majority_votes_count_numbers_whatever_their_form() -> None:
+    table = samples(
+        {
+            0: [("18", True), ("18.0", True), ("17", False), ("17", False), ("$18", True)],  # 3 for 18
+            1: [("3", False), ("3", False), ("4", True), (None, False), (None, False)],  # None doesn't vote
+            2: [("5", True), ("6", False), ("6", False), ("5", True), ("x", False)],  # a tie: 5 came first
+            3: [(None, False)] * 5,
+        }
+    )
+    summary = summarise(table)
+    assert summary["majority"]["value"] == 0.5
+    assert summary["strict"]["value"] == pytest.approx((3 + 1 + 2 + 0) / 20)
+    # pass@2 by hand: 1 - C(5-c, 2) / 10 for c = 3, 1, 2, 0.
+    assert summary["pass_at"]["2"]["value"] == pytest.approx((0.9 + 0.4 + 0.7 + 0.0) / 4)
+    assert list(summary["pass_at"]) == ["1", "2", "4", "5"]
+    assert summary["pass_at"]["5"]["value"] == 0.75
+
+
+def test_two_evaluations_are_compared_problem_by_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def always(prompts: list[str], settings: Settings) -> list[str]:
+        return [f"<think>x</think><answer>{int(prompt.partition('+')[0]) + 1}</answer>" for prompt in prompts]
+
+    run(tmp_path / "a")
+    run(tmp_path / "b", always)
+    result = compare(tmp_path / "a", tmp_path / "b")
+    assert result["strict"]["difference"]["value"] == pytest.approx(0.6)
+    assert result["mcnemar"] == {"only_first": 0, "only_second": 6, "p": 2 / 2**6}
+    assert cli.main(["evaluate", "--compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "exact p = 0.0312" in capsys.readouterr().out
+    evaluate_into(tmp_path / "c", policy, dataset(4), Settings(), {})
+    with pytest.raises(EvaluationError, match="not on the same problems"):
+        compare(tmp_path / "a", tmp_path / "c")
+    assert cli.main(["evaluate", "--compare", str(tmp_path / "a"), str(tmp_path / "nothing")]) == 2
+    assert "no finished evaluation" in capsys.readouterr().err
+
+
+def test_the_command_evaluates_a_model_by_its_recipe(tiny_model: Path, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "e"
+    command = ["evaluate", str(tiny_model), "--recipe", "quickstart", "--limit", "6", "--batch-size", "4"]
+    command += ["--max-new-tokens", "4", "--output", str(folder)]
+    assert cli.main(command) == 0
+    assert "6 problems, 1 completion each" in capsys.readouterr().out
+    summary = json.loads((folder / "evaluation.json").read_text())
+    assert summary["dataset"]["name"] == "arithmetic"
+    assert summary["dataset"]["split"] == "test"
+    assert summary["settings"]["tags"] == ["think", "answer"]
+    assert summary["settings"]["temperature"] == 0.0
+    prompts = pd.read_parquet(folder / "completions.parquet")["prompt"]
+    assert json.loads(prompts[0])[0]["role"] == "system"
+    assert Counter(prompts).most_common(1)[0][1] == 1
+
+
+@pytest.mark.slow
+def test_continuous_batching_says_what_padded_batches_say(tiny_model: Path) -> None:
+    """transformers' continuous batching is used on a GPU; greedy, it must agree with padding on a CPU."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    prompts = ["1 + 1 =", "Ann has 3 figs.", "How many?"]
+    settings = {"temperature": 0.0, "max_new_tokens": 5, "batch_size": 2, "seed": 0}
+    padded = evaluate._complete(model, tokenizer, prompts, **settings)
+    assert evaluate._complete_continuously(model, tokenizer, prompts, **settings) == padded
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "name a model"),
+        (["/no/such-folder", "--dataset", "arithmetic", "--limit", "2"], "can't be loaded"),
+        (["MODEL", "--dataset", "arithmatic"], "did you mean 'arithmetic'"),
+        (["MODEL", "--dataset", "arithmetic", "--samples", "4", "--temperature", "0"], "greedy samples"),
+        (["MODEL", "--dataset", "arithmetic", "--vllm"], "vLLM is not installed"),
+        (["MODEL", "--recipe", "no-such-recipe"], "no-such-recipe"),
+    ],
+)
+def test_mistakes_get_one_sentence(
+    arguments: list[str], says: str, tiny_model: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    if "--vllm" in arguments:
+        monkeypatch.setitem(__import__("sys").modules, "vllm", None)
+    given = [str(tiny_model) if word == "MODEL" else word for word in arguments]
+    assert cli.main(["evaluate", *given, *(["--output", str(tmp_path / "e")] if given else [])]) == 2
+    said = capsys.readouterr().err
+    assert says in said.splitlines()[-1]
+
+
+def test_a_run_is_evaluated_on_what_it_did_not_train_on(
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys
+) -> None:
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    for file in tiny_model.iterdir():
+        (run_folder / file.name).write_bytes(file.read_bytes())
+    recipe = {
+        "dataset": {"name": "gsm8k", "path": str(gsm8k_file), "prompt_style": "reasoning"},
+        "max_completion_length": 4,
+    }
+    (run_folder / "run.json").write_text(json.dumps({"recipe": recipe}))
+    assert cli.main(["evaluate", str(run_folder)]) == 2
+    assert "name the held-out problems with --path" in capsys.readouterr().err
+    recipe["dataset"]["eval_split"] = "train[38:]"
+    (run_folder / "run.json").write_text(json.dumps({"recipe": recipe}))
+    assert cli.main(["evaluate", str(run_folder)]) == 0
+    summary = json.loads((run_folder / "evaluations" / "after" / "evaluation.json").read_text())
+    assert summary["problems"] == 2
+    assert summary["settings"]["tags"] == ["reasoning", "answer"]

@@ -1,0 +1,87 @@
+"""A run's files, written without training: every metric as a healthy run logs it, except those that a test replaces."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+STEPS = range(1, 41)
+NOISE = 0.01
+
+
+def ramp(start: float, end: float) -> Callable[[float], float]:
+    """A metric that moves evenly from `start` to `end`; its argument is the share of the run that is over."""
+    return lambda over: start + (end - start) * over
+
+
+HEALTHY: dict[str, Callable[[float], float]] = {
+    "reward": ramp(0.8, 2.2),
+    "rewards/gsm8k_correctness/mean": ramp(0.5, 1.5),
+    "rewards/gsm8k_correctness/std": ramp(0.9, 0.8),
+    "rewards/tag_presence/mean": ramp(0.3, 0.7),
+    "rewards/tag_presence/std": ramp(0.4, 0.2),
+    "kl": ramp(0.0, 0.08),
+    "entropy": ramp(0.6, 0.3),
+    "frac_reward_zero_std": ramp(0.1, 0.4),
+    "completions/mean_length": ramp(100, 140),
+    "completions/clipped_ratio": ramp(0.02, 0.05),
+    "clip_ratio/region_mean": ramp(0.0, 0.01),
+    "learning_rate": ramp(1e-5, 0.0),
+    "step_time": ramp(2.0, 2.0),
+}
+RECIPE = {"model_name_or_path": "tiny", "max_completion_length": 256, "num_generations": 4, "beta": 0.04}
+REWARDS = [
+    {"name": "gsm8k_correctness", "source": "gsm8k_correctness", "weight": 1.0},
+    {"name": "tag_presence", "source": "tag_presence", "weight": 1.0},
+]
+
+
+def healthy_completions() -> list[dict[str, Any]]:
+    """Groups of four at four steps: right and wrong answers, no two alike."""
+    return [
+        {
+            "step": step,
+            "prompt": [{"role": "user", "content": f"question {step}.{prompt}"}],
+            "completion": [{"role": "assistant", "content": f"<answer>{member}</answer> <b>{step}</b>"}],
+            "gsm8k_correctness": 2.0 * (member == 0),
+            "tag_presence": 0.8,
+            "advantage": 1.5 if member == 0 else -0.5,
+        }
+        for step in (10, 20, 30, 40)
+        for prompt in range(2)
+        for member in range(4)
+    ]
+
+
+def write_run(
+    folder: Path,
+    metrics: dict[str, Callable[[float], float] | None] | None = None,
+    *,
+    rewards: list[dict[str, Any]] | None = None,
+    completions: list[dict[str, Any]] | None = None,
+    evaluations: dict[str, dict[str, Any]] | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write a run in which `metrics` replace healthy ones (None: not logged), with noise of 1 % on each."""
+    generator = random.Random(seed)
+    curves = {key: curve for key, curve in {**HEALTHY, **(metrics or {})}.items() if curve is not None}
+    history = [
+        {"step": step, **{key: curve(step / len(STEPS)) * generator.gauss(1, NOISE) for key, curve in curves.items()}}
+        for step in STEPS
+    ]
+    (folder / "completions").mkdir(parents=True)
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": history, "global_step": len(STEPS)}))
+    record = {"recipe": RECIPE, "rewards": REWARDS if rewards is None else rewards, "versions": {"trl": "1.16.0"}}
+    (folder / "run.json").write_text(json.dumps(record))
+    table = pd.DataFrame(healthy_completions() if completions is None else completions)
+    for step, rows in table.groupby("step"):
+        rows.to_parquet(folder / "completions" / f"completions_{step:05d}.parquet")
+    for label, summary in (evaluations or {}).items():
+        (folder / "evaluations" / label).mkdir(parents=True)
+        (folder / "evaluations" / label / "evaluation.json").write_text(json.dumps(summary))
+    return folder

@@ -1,0 +1,172 @@
+"""The quickstart's parts; `make quickstart` itself is the end-to-end test."""
+
+import json
+from functools import partial
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_recipes import quickstart
+from grpo_recipes.data import DatasetSpec, load
+from grpo_recipes.evaluate import Accuracy
+from grpo_recipes.quickstart import WarmStart, build_policy, build_tokenizer, demonstrations, warm_start
+from grpo_recipes.recipe import Machine, check, parse_recipe, shipped
+from grpo_rewards import gsm8k_correctness, well_formed
+from grpo_rewards.answers import extract_answer
+
+PROMPTS = DatasetSpec("arithmetic", prompt_style="think")
+SMALL = WarmStart(demonstrations=300)
+
+
+@pytest.fixture(scope="module")
+def conversations():
+    return demonstrations(SMALL, PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(conversations):
+    return build_tokenizer(conversations, SMALL.vocab_size)
+
+
+def test_every_demonstration_is_right_and_the_shares_are_as_asked(conversations):
+    golds = load(DatasetSpec("arithmetic", prompt_style="think", size=SMALL.demonstrations))["answer"]
+    completions = [conversation["completion"][0]["content"] for conversation in conversations]
+    tagged = well_formed(completions=completions)
+    assert gsm8k_correctness(completions=completions, answer=golds) == [2.0 * is_tagged for is_tagged in tagged]
+    stated = [extract_answer(completion, "auto") for completion in completions]
+    for completion, answer, gold in zip(completions, stated, golds, strict=True):
+        assert answer == gold or (answer is None and completion.endswith(f"={gold}"))
+    shares = [sum(tagged) / len(tagged), (len(stated) - stated.count(None) - sum(tagged)) / len(tagged)]
+    assert shares == pytest.approx(SMALL.shares[:2], abs=0.1)
+
+
+def test_no_held_out_problem_is_demonstrated():
+    asked = {message["content"] for c in demonstrations(WarmStart(), PROMPTS) for message in c["prompt"]}
+    held_out = load(DatasetSpec("arithmetic", split="test", size=quickstart.HELD_OUT_PROBLEMS, prompt_style="none"))
+    assert not asked & {prompt[0]["content"] for prompt in held_out["prompt"]}
+
+
+def test_the_tokenizer_survives_saving(conversations, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    texts = [tokenizer.apply_chat_template(c["prompt"] + c["completion"], tokenize=False) for c in conversations] + [
+        "Zoë's  1,234 €\n\n\t<b>don't</b> 你好",
+        "",
+        " ",
+    ]
+    for text in texts:
+        ids = tokenizer(text)["input_ids"]
+        assert loaded(text)["input_ids"] == ids
+        assert loaded.decode(ids) == tokenizer.decode(ids) == text
+    assert loaded.chat_template == tokenizer.chat_template
+    assert (loaded.eos_token, loaded.pad_token) == ("<|im_end|>", "<|endoftext|>")
+
+
+def test_the_policy_has_under_a_million_parameters(tokenizer):
+    assert build_policy(tokenizer, WarmStart()).num_parameters() < 1_000_000
+
+
+def test_demonstrations_fit_the_recipes_completion_length(conversations, tokenizer):
+    recipe = parse_recipe(["--config", "quickstart"])
+    longest = max(len(tokenizer(c["completion"][0]["content"])["input_ids"]) for c in conversations)
+    assert longest < recipe.training["max_completion_length"]
+
+
+def test_the_shipped_recipe_passes_its_checks(tmp_path):
+    recipe = parse_recipe(["--config", str(shipped("recipes", "quickstart")), "--output_dir", str(tmp_path / "run")])
+    checked = check(recipe, Machine(num_processes=1, bf16=False))
+    assert [reward.name for reward in checked.rewards] == ["gsm8k_correctness", "well_formed"]
+
+
+@pytest.fixture
+def counted_fine_tuning(monkeypatch):
+    calls = []
+    monkeypatch.setattr(quickstart, "fine_tune", lambda *args: calls.append(args))
+    return calls
+
+
+def test_a_policy_made_by_equal_settings_is_used_again(counted_fine_tuning, tmp_path, capsys):
+    warm_start(SMALL, PROMPTS, tmp_path / "policy")
+    weights = (tmp_path / "policy" / "model.safetensors").read_bytes()
+    warm_start(SMALL, PROMPTS, tmp_path / "policy")
+    assert len(counted_fine_tuning) == 1
+    assert "using it again" in capsys.readouterr().out
+    assert (tmp_path / "policy" / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompts"),
+    [
+        (WarmStart(demonstrations=300, seed=1), PROMPTS),
+        (WarmStart(demonstrations=300, learning_rate=1e-3), PROMPTS),
+        (SMALL, DatasetSpec("arithmetic", prompt_style="none")),
+    ],
+)
+def test_other_settings_or_prompts_make_another_policy(counted_fine_tuning, tmp_path, settings, prompts):
+    warm_start(SMALL, PROMPTS, tmp_path / "policy")
+    warm_start(settings, prompts, tmp_path / "policy")
+    assert len(counted_fine_tuning) == 2
+
+
+def test_an_interrupted_warm_start_is_made_again(monkeypatch, tmp_path):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quickstart, "fine_tune", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        warm_start(SMALL, PROMPTS, tmp_path / "policy")
+    monkeypatch.setattr(quickstart, "fine_tune", lambda *args: None)
+    warm_start(SMALL, PROMPTS, tmp_path / "policy")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "policy").num_parameters() < 1_000_000
+
+
+BEFORE, AFTER = Accuracy(0.25, 0.2, 0.3, 400, 0.75), Accuracy(0.875, 0.84, 0.91, 400, 0.88)
+
+
+@pytest.fixture
+def staged(monkeypatch):
+    """The quickstart with its three slow phases replaced; returns what training was asked for, and a status to set."""
+    results = iter([BEFORE, AFTER])
+    asked, status = [], [0]
+    monkeypatch.setattr(quickstart, "warm_start", lambda settings, prompts, folder: folder.mkdir(parents=True))
+    monkeypatch.setattr(quickstart, "evaluate_folder", lambda folder, recipe: next(results))
+    monkeypatch.setattr(quickstart, "train_with_grpo", lambda arguments, run_dir: asked.append(arguments) or status[0])
+    return asked, status
+
+
+def test_the_result_is_a_file_and_a_table(staged, tmp_path, capsys):
+    asked, _ = staged
+    assert quickstart.main(["--seed", "2", "--output_dir", str(tmp_path)]) == 0
+    written = json.loads((tmp_path / "evaluation.json").read_text())
+    assert written["before"] == {"accuracy": 0.25, "low": 0.2, "high": 0.3, "n": 400, "lenient": 0.75}
+    assert written["after"] == {"accuracy": 0.875, "low": 0.84, "high": 0.91, "n": 400, "lenient": 0.88}
+    assert list(written) == ["before", "after", "seconds"]
+    assert written["seconds"] >= 0
+    said = capsys.readouterr().out
+    assert "before GRPO   0.250   0.200 - 0.300     0.750" in said
+    assert "after GRPO    0.875   0.840 - 0.910     0.880" in said
+    recipe = parse_recipe(asked[0])
+    assert recipe.training["seed"] == 2
+    assert recipe.model["model_name_or_path"] == str(tmp_path / "policy-seed2")
+    assert recipe.output_dir == tmp_path / "grpo-seed2"
+
+
+def test_training_that_could_not_run_is_not_reported_as_a_result(staged, tmp_path):
+    staged[1][0] = 2
+    assert quickstart.main(["--output_dir", str(tmp_path)]) == 2
+    assert not (tmp_path / "evaluation.json").exists()
+
+
+@pytest.mark.slow
+def test_it_runs_from_end_to_end_twice(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(quickstart, "WarmStart", partial(WarmStart, demonstrations=64))
+    monkeypatch.setattr(quickstart, "HELD_OUT_PROBLEMS", 8)
+    train = quickstart.train_with_grpo
+    shortened = ["--max_steps", "2", "--max_completion_length", "8"]
+    monkeypatch.setattr(quickstart, "train_with_grpo", lambda arguments, run_dir: train(arguments + shortened, run_dir))
+    for _ in range(2):
+        assert quickstart.main(["--output_dir", str(tmp_path)]) == 0
+        assert json.loads((tmp_path / "evaluation.json").read_text())["after"]["n"] == 8
+    said = capsys.readouterr().out
+    assert said.count("using it again") == 1
+    assert said.count("replacing the earlier run") == 1

@@ -78,6 +78,8 @@ def draw(runs: Sequence[Run]) -> Iterator[Picture]:
     """Every picture for which one of the runs logged something."""
     if any(run.evaluations for run in runs):
         yield _finish("evaluation", "Accuracy on held-out problems", _evaluation_figure(runs))
+    if any(run.held_out_accuracy() for run in runs):
+        yield _finish("held-out-accuracy", "Accuracy on the held-out split while training", _held_out_figure(runs))
     names = dict.fromkeys(reward.name for run in runs for reward, _ in run.parts())
     for name in names:
         yield from _reward_picture(runs, name)
@@ -149,6 +151,21 @@ def _evaluation_figure(runs: Sequence[Run]) -> Figure:
     handles, labels = axes.get_legend_handles_labels()
     first = {label: handle for handle, label in zip(reversed(handles), reversed(labels), strict=True)}
     axes.legend(first.values(), first.keys(), frameon=False)
+    return figure
+
+
+def _held_out_figure(runs: Sequence[Run]) -> Figure:
+    figure, axes = _figure("share right, 95 % interval")
+    for run, colour in zip(runs, COLOURS, strict=False):
+        points = run.held_out_accuracy()
+        steps, shares = [step for step, _ in points], [share for _, share in points]
+        ends = [[share.value - share.low for share in shares], [share.high - share.value for share in shares]]
+        axes.errorbar(
+            steps, [share.value for share in shares], yerr=ends, color=colour, label=run.name, marker="o", capsize=3
+        )
+    axes.set_ylim(0, 1)
+    if len(runs) > 1:
+        axes.legend(frameon=False)
     return figure
 
 

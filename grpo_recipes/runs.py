@@ -1,7 +1,8 @@
 """What a run left in its folder, read back: `Run.read(folder)`. Nothing here imports torch.
 
 Read are `run.json` (absent for a run of TRL alone, which can be read too), `trainer_state.json` (of the folder, or of its
-last checkpoint while a run is under way), `completions/*.parquet` and `evaluations/*/evaluation.json`.
+last checkpoint while a run is under way), `completions/*.parquet` (`eval_*` from evaluations during training) and
+`evaluations/*/evaluation.json`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import pandas as pd
 
+from grpo_recipes.estimates import Estimate, mean_share
 from grpo_rewards.completions import completion_text
 
 FORMAT_REWARDS = frozenset({"tag_structure", "tag_count", "tag_presence", "well_formed", "think_format_reward"})
@@ -164,7 +166,7 @@ class Run:
         `question` is the prompt's last message; `total` the weighted sum of the rewards, NaN where none scored the row.
         TRL logs the last generation before each logging step.
         """
-        files = sorted(self.folder.glob("completions/completions_*.parquet"))
+        files = self._completion_files("completions_")
         if not files:
             return pd.DataFrame({"step": [], "prompt": [], "completion": [], "advantage": [], "total": []})
         table = pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
@@ -175,6 +177,26 @@ class Run:
         weighted = [table[reward.name].astype(float) * reward.weight for reward in paid]
         table["total"] = pd.concat(weighted, axis=1).sum(axis=1, min_count=1) if weighted else math.nan
         return table
+
+    def held_out_accuracy(self) -> list[tuple[int, Estimate]]:
+        """Of each evaluation during training, its step and the share of completions that a correctness reward paid.
+
+        The interval is clustered by problem. Empty if no correctness reward stands in the recipe by itself.
+        """
+        judges = [reward.name for reward in self.rewards if reward.pays_correctness]
+        accuracy = []
+        for file in self._completion_files("eval_completions_"):
+            table = pd.read_parquet(file)
+            paid = table[[name for name in judges if name in table.columns]]
+            if paid.empty:
+                continue
+            right = (paid > 0).any(axis=1)
+            shares = right.groupby(table["prompt"].map(prompt_text)).mean()
+            accuracy.append((int(table["step"].iloc[0]), mean_share(shares.tolist())))
+        return accuracy
+
+    def _completion_files(self, prefix: str) -> list[Path]:
+        return sorted((self.folder / "completions").glob(f"{prefix}*.parquet"))
 
 
 def prompt_text(prompt: Any) -> str:

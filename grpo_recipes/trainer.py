@@ -18,6 +18,7 @@ from trl.trainer.utils import use_adapter
 
 from grpo_recipes import microbatch, offline
 from grpo_recipes.full_kl import FullKL, Projection, last_hidden_states, token_weights
+from grpo_recipes.held_out import kept_apart
 from grpo_recipes.microbatch import MicroBatching
 from grpo_recipes.packing import Layout, LogProbs, PerToken, Rows
 from grpo_recipes.reference import ReferenceSpec, deferred, set_reference
@@ -216,6 +217,13 @@ class GRPOTrainer(TRLGRPOTrainer):
         """Log `kl/full`: the mean over the completion tokens of all ranks."""
         total, count = self.accelerator.reduce(torch.stack([kl.sum(), mask.sum().to(kl.dtype)])).tolist()
         self._metrics["train" if self.model.training else "eval"]["kl/full"].append(total / max(count, 1.0))
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """TRL's evaluation, whose completions do not take the place of the training step's."""
+        with kept_apart(self, metric_key_prefix):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     # Seam 5: the order of the prompts.
 

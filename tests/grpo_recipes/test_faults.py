@@ -162,7 +162,7 @@ def test_a_fault_on_one_rank_ends_every_rank_with_the_sentence_that_matters(
     process = launching.start(layout, recipe, TORCH_EXTENSIONS_DIR=extensions)
     assert launching.wait_for((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").exists, process)
     broken = time.monotonic()
-    said = launching.finish(process)
+    said = launching.finish(process, timeout=60)
     print(f"{layout}, {reward}: ended {time.monotonic() - broken:.0f} s after the last save")
     assert process.returncode == 1
     ranks, _, launcher = said.partition("] failed (exitcode")

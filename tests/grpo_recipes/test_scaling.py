@@ -13,6 +13,16 @@ from transformers import AutoModelForCausalLM
 from tests.grpo_recipes import launching
 from tests.grpo_rewards.tiny_models import save_reward_model
 
+# The whole model or an adapter; TRL's KL or the one over the vocabulary; packed or trimmed; a rule or a reward model.
+KINDS = [
+    "model-untied",
+    "lora-tied",
+    "full-kl-tied",
+    "full-kl-untied",
+    "trimmed-tied",
+    "trimmed-untied",
+    "judged-tied",
+]
 LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear", "learning_rate": 1e-2}
 
 
@@ -39,6 +49,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, extensions: str, gsm8k_dir: P
             changes = {"max_steps": 5, "save_steps": 2, "beta": 0.04, **(LORA if kind.startswith("lora") else {})}
             if "full-kl" in kind:
                 changes |= {"kl": {"estimator": "full"}, "beta": 1.0}
+            if "trimmed" in kind:
+                changes["micro_batching"] = {"pack": False, "trim": True}
             if "judged" in kind:
                 model = folder / "judge"
                 if not model.exists():
@@ -55,9 +67,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, extensions: str, gsm8k_dir: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["model-untied", "lora-tied", "full-kl-tied", "full-kl-untied", "judged-tied"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_zero3_trains_what_data_parallel_trains(runs: Any, kind: str) -> None:
-    """The whole model or an adapter, with TRL's KL or the one over the vocabulary, judged by a rule or by a reward model."""
+    """Loss, gradient norm and every parameter, five steps long."""
     zero3, ddp = runs("zero3_cpu", kind), runs("ddp_cpu", kind)
     for output in (zero3, ddp):
         assert json.loads((output / "run.json").read_text())["world_size"] == 2

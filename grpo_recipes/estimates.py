@@ -30,26 +30,15 @@ class Estimate:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def wilson_interval(successes: int, n: int) -> tuple[float, float]:
-    """The 95 % score interval of a share, which keeps its coverage for small `n` and near 0 and 1.
-
-    It holds the values p for which `successes / n` lies within z standard errors of p, where the standard error is that
-    of p itself (Wilson 1927, "Probable inference, the law of succession, and statistical inference"; z = 1.96).
-
-    Raises:
-        ValueError: no trial, or not 0 <= successes <= n.
-    """
-    if n < 1 or not 0 <= successes <= n:
-        raise ValueError(f"no interval for {successes} successes of {n}: give 0 <= successes <= n and n of at least 1")
-    return _score_interval(successes / n, n)
-
-
 def mean_share(shares: Sequence[float]) -> Estimate:
     """The mean of one share in [0, 1] for each problem, with the score interval clustered by problem.
 
-    The interval is Wilson's for as many independent trials as have the variance of this mean: n_eff = p (1 - p) / v, where
-    v is the sum of squared deviations / n^2. With one sample a problem the shares are 0 or 1, n_eff is n and the interval is
-    Wilson's own. Where all problems have one share, nothing is known of their spread, and n_eff is n.
+    The score interval of n trials keeps its coverage for small n and near 0 and 1: it holds the values p for which the share
+    lies within z standard errors of p, where the standard error is that of p itself (Wilson 1927, "Probable inference, the
+    law of succession, and statistical inference"; z = 1.96). Here it is taken for as many independent trials as have the
+    variance of this mean: n_eff = p (1 - p) / v, where v is the sum of squared deviations / n^2. With one sample a problem the
+    shares are 0 or 1, n_eff is n and the interval is Wilson's own. Where all problems have one share, nothing is known of
+    their spread, and n_eff is n.
 
     Raises:
         ValueError: no problem.

@@ -1,4 +1,4 @@
-"""Accuracy of a policy on held-out problems: `evaluate(model, tokenizer, dataset)`, and into files, `grpo-recipes evaluate`.
+"""Accuracy of a policy on held-out problems: `evaluate_into(folder, ...)`, which `grpo-recipes evaluate` calls.
 
 *Strict* accuracy asks for the format and the answer together, as the rewards do; *lenient* accuracy accepts any
 recognised final answer. Their difference tells a model that learnt to calculate from one that learnt a layout.
@@ -21,70 +21,12 @@ import torch
 from datasets import Dataset
 from tqdm.auto import tqdm
 
-from grpo_recipes.estimates import mcnemar, mean_share, paired_difference, pass_at_k, wilson_interval
+from grpo_recipes.estimates import mcnemar, mean_share, paired_difference, pass_at_k
 from grpo_rewards.answers import Judge, extract_answer, parse_number, read_gold
 from grpo_rewards.format_tags import WellFormed
 
 _GREEDY = {"do_sample": False, "repetition_penalty": 1.0, "temperature": None, "top_k": None, "top_p": None}
 _RIGHT = frozenset({"exact", "equal", "symbolic"})
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Shares of right completions, each in [0, 1].
-
-    Attributes:
-        accuracy: the strict share: in the asked format, and the answer in the answer tag equals the gold.
-        low: lower end of the 95 % Wilson interval of `accuracy`.
-        high: upper end of it.
-        n: how many problems, one completion each.
-        lenient: the share whose final answer, in any layout that is recognised, equals the gold.
-    """
-
-    accuracy: float
-    low: float
-    high: float
-    n: int
-    lenient: float
-
-    def as_dict(self) -> dict[str, float]:
-        """The five numbers by name, ready for JSON."""
-        return asdict(self)
-
-
-def evaluate(
-    model: Any,
-    tokenizer: Any,
-    dataset: Dataset,
-    *,
-    tags: tuple[str, str] = ("think", "answer"),
-    temperature: float = 1.0,
-    max_new_tokens: int = 256,
-    batch_size: int = 64,
-    seed: int = 0,
-) -> Accuracy:
-    """Complete every prompt of a dataset once, and count what is right.
-
-    Args:
-        model: a causal language model of transformers.
-        tokenizer: its tokenizer, with a chat template if the prompts are messages.
-        dataset: columns `prompt` (messages or text) and `answer` (the gold).
-        tags: the names of the reasoning tag and the answer tag.
-        temperature: what the logits are divided by before sampling, with no other filter; 0 for greedy decoding.
-        max_new_tokens: the longest completion, in tokens.
-        batch_size: how many prompts are completed at once; with sampling, part of what a seed reproduces.
-        seed: of the sampling. The global random state is left as it was.
-
-    Raises:
-        ValueError: the dataset is empty, or an answer can't be read as a gold.
-    """
-    answers = _answers(dataset)
-    completions = _complete(model, tokenizer, dataset["prompt"], temperature, max_new_tokens, batch_size, seed)
-    verdicts = judge_completions(completions, answers, tags)
-    strict = sum(verdict.strict for verdict in verdicts)
-    low, high = wilson_interval(strict, len(verdicts))
-    lenient = sum(verdict.lenient for verdict in verdicts)
-    return Accuracy(strict / len(verdicts), low, high, len(verdicts), lenient / len(verdicts))
 
 
 @dataclass(frozen=True)
@@ -111,7 +53,19 @@ def judge_completions(completions: Sequence[str], answers: Sequence[str], tags: 
 
 @dataclass(frozen=True)
 class Settings:
-    """How completions are made and judged. `samples` completions a problem; the rest as for `evaluate`."""
+    """How completions are made and judged.
+
+    Attributes:
+        tags: the names of the reasoning tag and the answer tag.
+        samples: completions a problem.
+        temperature: what the logits are divided by before sampling, with no other filter; 0 for greedy decoding.
+        max_new_tokens: the longest completion, in tokens.
+        batch_size: how many completions are made at once; with sampling, part of what a seed reproduces.
+        seed: of the sampling. The global random state is left as it was.
+
+    Raises:
+        EvaluationError: a number below 1, or several samples of greedy decoding.
+    """
 
     tags: tuple[str, str] = ("think", "answer")
     samples: int = 1

@@ -19,7 +19,7 @@ from grpo_recipes.evaluate import (
     transformers_engine,
     vllm_engine,
 )
-from grpo_recipes.runs import AFTER
+from grpo_recipes.runs import AFTER, EVALUATIONS
 
 DEFAULT_NEW_TOKENS = 512
 
@@ -164,5 +164,5 @@ def _tags(recipe: dict[str, Any], spec: DatasetSpec) -> tuple[str, str]:
 
 def _output(model: str) -> Path:
     if os.path.isdir(model):
-        return Path(model) / "evaluations" / AFTER
-    return Path("runs") / "evaluations" / model.replace("/", "--")
+        return Path(model) / EVALUATIONS / AFTER
+    return Path("runs") / EVALUATIONS / model.replace("/", "--")

@@ -3,8 +3,9 @@
     python -m grpo_recipes.quickstart [--seed 0] [--output_dir runs/quickstart]
 
 A policy of 0.4 million parameters learns from worked solutions, of which some use the tags that the prompt asks for. It is
-evaluated on held-out problems, trained with `recipes/quickstart.yaml` through `grpo_recipes.train` as any other model
-would be, and evaluated again. `evaluation.json` in the output folder holds both results.
+evaluated on held-out problems with `grpo-recipes evaluate`, trained with `recipes/quickstart.yaml` through
+`grpo_recipes.train` as any other model would be, and evaluated again. `evaluation.json` in the output folder holds both
+results; the run's own folder has every completion.
 """
 
 import argparse
@@ -21,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
+from grpo_recipes import cli
 from grpo_recipes.data import DatasetSpec, arithmetic_problems, final_answer, load
-from grpo_recipes.evaluate import Accuracy, evaluate
 from grpo_recipes.recipe import Recipe, parse_recipe, shipped
+from grpo_recipes.runs import AFTER, BEFORE, EVALUATIONS
 
 HELD_OUT_PROBLEMS = 400
 EVALUATION_BATCH_SIZE = 200
@@ -74,16 +76,17 @@ def main(args: Sequence[str] | None = None) -> int:
 
     with _phase(f"1. Warm start: {settings.demonstrations:,} worked solutions, {settings.shares[0]:.0%} with the tags"):
         warm_start(settings, recipe.dataset, policy_dir)
+    make_way(run_dir)
     with _phase(f"2. Accuracy on {HELD_OUT_PROBLEMS} held-out problems, before GRPO"):
-        before = evaluate_folder(policy_dir, recipe)
+        before = evaluate(policy_dir, run_dir / EVALUATIONS / BEFORE, recipe)
     with _phase(f"3. GRPO: python -m grpo_recipes.train {' '.join(arguments)}"):
-        status = train_with_grpo(arguments, run_dir)
+        status = train(arguments)
     if status != 0:
         return status
     with _phase(f"4. Accuracy on {HELD_OUT_PROBLEMS} held-out problems, after GRPO"):
-        after = evaluate_folder(run_dir, recipe)
+        after = evaluate(run_dir, run_dir / EVALUATIONS / AFTER, recipe)
 
-    result = {"before": before.as_dict(), "after": after.as_dict(), "seconds": round(time.monotonic() - started, 1)}
+    result = {"before": before, "after": after, "seconds": round(time.monotonic() - started, 1)}
     file = output_dir / "evaluation.json"
     file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(f"\n{table(before, after)}\n\n{result['seconds']:.0f} s in all; these numbers are in {file}")
@@ -195,42 +198,56 @@ def fine_tune(
     SFTTrainer(policy, config, train_dataset=Dataset.from_list(conversations), processing_class=tokenizer).train()
 
 
-def train_with_grpo(arguments: Sequence[str], run_dir: Path) -> int:
-    """Run `grpo_recipes.train` as its command line would; the quickstart's own earlier run makes way. Returns its status."""
-    from grpo_recipes import train
-
-    if (run_dir / "run.json").is_file():
-        print(f"replacing the earlier run in {run_dir}")
+def make_way(run_dir: Path) -> None:
+    """Remove the quickstart's own earlier run, finished or interrupted."""
+    if run_dir.is_dir():
+        print(f"\nreplacing the earlier run in {run_dir}")
         shutil.rmtree(run_dir)
-    return train.main(list(arguments))
 
 
-def evaluate_folder(folder: Path, recipe: Recipe) -> Accuracy:
-    """The accuracy of the model in a folder on held-out problems, sampled as the recipe samples in training."""
-    spec = replace(recipe.dataset, split="test", size=HELD_OUT_PROBLEMS)
-    accuracy = evaluate(
-        AutoModelForCausalLM.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-        load(spec),
-        temperature=recipe.with_defaults()["temperature"],
-        max_new_tokens=recipe.with_defaults()["max_completion_length"],
-        batch_size=EVALUATION_BATCH_SIZE,
-    )
-    print(f"strict {accuracy.accuracy:.3f}, lenient {accuracy.lenient:.3f}")
-    return accuracy
+def train(arguments: Sequence[str]) -> int:
+    """Run `grpo_recipes.train` as its command line would. Returns its status."""
+    from grpo_recipes import train as training
+
+    return training.main(list(arguments))
 
 
-def table(before: Accuracy, after: Accuracy) -> str:
+def evaluate(model: Path, output: Path, recipe: Recipe) -> dict[str, float]:
+    """Run `grpo-recipes evaluate` on held-out problems, sampled as the recipe samples in training.
+
+    Returns the strict `accuracy`, the ends of its 95 % interval, `low` and `high`, the number of problems `n`, and the
+    `lenient` accuracy.
+    """
+    options = {
+        "recipe": "quickstart",
+        "limit": HELD_OUT_PROBLEMS,
+        "temperature": recipe.with_defaults()["temperature"],
+        "batch-size": EVALUATION_BATCH_SIZE,
+        "output": output,
+    }
+    arguments = ["evaluate", str(model)]
+    for name, value in options.items():
+        arguments += [f"--{name}", str(value)]
+    print(f"grpo-recipes {' '.join(arguments)}", flush=True)
+    if status := cli.main(arguments):
+        raise SystemExit(status)
+    result = json.loads((output / "evaluation.json").read_text(encoding="utf-8"))
+    strict = result["strict"]
+    ends = {"low": strict["low"], "high": strict["high"]}
+    return {"accuracy": strict["value"], **ends, "n": result["problems"], "lenient": result["lenient"]["value"]}
+
+
+def table(before: dict[str, float], after: dict[str, float]) -> str:
     """Both results side by side, and what their numbers mean."""
     rows = [
-        f"{name:12} {result.accuracy:6.3f}   {result.low:.3f} - {result.high:.3f}   {result.lenient:7.3f}"
+        f"{name:12} {result['accuracy']:6.3f}   {result['low']:.3f} - {result['high']:.3f}   {result['lenient']:7.3f}"
         for name, result in (("before GRPO", before), ("after GRPO", after))
     ]
     return "\n".join(
         [
             f"{'':12} {'strict':>6}   {'95 % interval':13}   {'lenient':>7}",
             *rows,
-            f"strict: in the asked format and right; lenient: right in any layout; {after.n} held-out problems, one sampled "
+            f"strict: in the asked format and right; lenient: right in any layout; {after['n']} held-out problems, one sampled "
             "completion each",
         ]
     )

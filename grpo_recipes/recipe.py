@@ -28,6 +28,7 @@ from grpo_recipes.geometry import Geometry, GeometryError
 from grpo_recipes.microbatch import MicroBatching
 from grpo_recipes.reference import ReferencePolicyError, ReferenceSpec, check_refresh
 from grpo_recipes.restart import is_complete, last_complete_checkpoint
+from grpo_recipes.runs import EVALUATIONS
 from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards
 
 OUR_KEYS = ("dataset", "rewards", "reference", "kl", "micro_batching", "offline")
@@ -269,11 +270,17 @@ def check_output_dir(recipe: Recipe, machine: Machine) -> None:
     folder = recipe.output_dir
     if recipe.resumes:
         resume_point(recipe, machine)
-    elif folder.exists() and (not folder.is_dir() or any(path.is_file() for path in folder.rglob("*"))):
+    elif folder.exists() and (not folder.is_dir() or _holds_a_run(folder)):
         raise RecipeError(
             f"{recipe.source}: `output_dir` {folder} already holds files: choose another folder, or set "
             "`resume_from_checkpoint: true` to go on with that run"
         )
+
+
+def _holds_a_run(folder: Path) -> bool:
+    """Whether there are files of a run: an evaluation of the policy before it may lie there already."""
+    files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return any(file.parts[0] != EVALUATIONS for file in files)
 
 
 def resume_point(recipe: Recipe, machine: Machine) -> tuple[Path, list[Path]]:

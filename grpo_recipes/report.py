@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from grpo_recipes.diagnostics import diagnose
 from grpo_recipes.estimates import Estimate
-from grpo_recipes.runs import AFTER, BEFORE, Run, Series, last_message
+from grpo_recipes.runs import AFTER, BEFORE, EVALUATIONS, Run, Series, last_message
 
 COLOURS = ("#1f6fb2", "#d1600a")  # told apart by colour-blind readers too
 EXAMPLES = 4
@@ -292,7 +292,7 @@ def _completions(run: Run) -> str:
 
 def _changes(run: Run) -> str:
     """Held-out problems whose strict verdict differs before and after: gained, then lost."""
-    tables = [run.folder / "evaluations" / label / "completions.parquet" for label in (BEFORE, AFTER)]
+    tables = [run.folder / EVALUATIONS / label / "completions.parquet" for label in (BEFORE, AFTER)]
     if not all(table.is_file() for table in tables):
         return ""
     before, after = (pd.read_parquet(table).query("sample == 0").set_index("problem") for table in tables)

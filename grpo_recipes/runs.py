@@ -24,7 +24,7 @@ FORMAT_REWARDS = frozenset({"tag_structure", "tag_count", "tag_presence", "well_
 CORRECTNESS_REWARDS = frozenset(
     {"gsm8k_correctness", "math_correctness", "accuracy_reward", "reasoning_accuracy_reward"}
 )
-BEFORE, AFTER = "before", "after"
+EVALUATIONS, BEFORE, AFTER = "evaluations", "before", "after"
 
 
 class RunError(ValueError):
@@ -110,7 +110,9 @@ class Run:
         """Read a run's folder. Raises `RunError` if it holds no `trainer_state.json`, or a file is damaged."""
         state = _state_file(folder)
         record = folder / "run.json"
-        evaluations = {path.parent.name: _json(path) for path in sorted(folder.glob("evaluations/*/evaluation.json"))}
+        evaluations = {
+            path.parent.name: _json(path) for path in sorted(folder.glob(f"{EVALUATIONS}/*/evaluation.json"))
+        }
         return cls(folder, _json(record) if record.is_file() else {}, _json(state).get("log_history", []), evaluations)
 
     @property

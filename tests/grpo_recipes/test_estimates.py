@@ -7,7 +7,48 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_recipes.estimates import mcnemar, mean_share, paired_difference, pass_at_k, wilson_interval
+from grpo_recipes.estimates import Estimate, mcnemar, mean_share, paired_difference, pass_at_k
+
+# The two-sided 95 % point of the standard normal distribution, from tables.
+Z = 1.959963984540054
+
+
+def share(successes: int, n: int) -> Estimate:
+    return mean_share([1.0] * successes + [0.0] * (n - successes))
+
+
+def score_root(successes: int, n: int, inside: float, outside: float) -> float:
+    """Bisect for the p from which the share is Z standard errors of p away: the equation behind the interval."""
+
+    def excess(p: float) -> float:
+        return abs(successes / n - p) - Z * math.sqrt(p * (1 - p) / n)
+
+    for _ in range(200):
+        middle = (inside + outside) / 2
+        inside, outside = (inside, middle) if excess(middle) > 0 else (middle, outside)
+    return inside
+
+
+@given(st.integers(1, 5_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_the_interval_of_one_sample_a_problem_solves_the_score_equation(case: tuple[int, int]) -> None:
+    successes, n = case
+    found = share(successes, n)
+    assert found.value == pytest.approx(successes / n)
+    assert 0 <= found.low <= found.value <= found.high <= 1
+    if 0 < successes < n:
+        assert found.low == pytest.approx(score_root(successes, n, found.value, 0.0), abs=1e-9)
+        assert found.high == pytest.approx(score_root(successes, n, found.value, 1.0), abs=1e-9)
+
+
+def test_the_interval_at_the_ends_is_one_sided() -> None:
+    # At 0 of n the equation reads p = Z^2 (1 - p) / n.
+    assert share(0, 10) == Estimate(0.0, 0.0, pytest.approx(Z**2 / (10 + Z**2)))
+    assert share(10, 10) == Estimate(1.0, pytest.approx(10 / (10 + Z**2)), 1.0)
+
+
+def test_no_interval_without_a_problem() -> None:
+    with pytest.raises(ValueError, match="without a problem"):
+        mean_share([])
 
 
 @pytest.mark.parametrize("samples", range(1, 8))
@@ -41,19 +82,11 @@ def test_mcnemar_enumerates_the_splits(discordant: int) -> None:
         assert mcnemar(first, discordant - first) == pytest.approx(lopsided / len(splits))
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=300))
-def test_one_sample_a_problem_is_wilson(verdicts: list[bool]) -> None:
-    share = mean_share([float(verdict) for verdict in verdicts])
-    low, high = wilson_interval(sum(verdicts), len(verdicts))
-    assert (share.low, share.high) == (pytest.approx(low, abs=1e-9), pytest.approx(high, abs=1e-9))
-    assert share.value == pytest.approx(sum(verdicts) / len(verdicts))
-
-
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=50))
 def test_a_mean_share_lies_in_its_interval(shares: list[float]) -> None:
-    share = mean_share(shares)
-    assert 0 <= share.low <= share.value + 1e-12
-    assert share.value <= share.high + 1e-12 <= 1 + 2e-12
+    found = mean_share(shares)
+    assert 0 <= found.low <= found.value + 1e-12
+    assert found.value <= found.high + 1e-12 <= 1 + 2e-12
 
 
 def test_samples_of_one_problem_are_not_counted_as_problems() -> None:

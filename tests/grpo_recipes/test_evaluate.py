@@ -1,56 +1,18 @@
-"""Accuracy on a model whose completions are known, and its interval against the equation that defines it."""
+"""Accuracy on a model whose completions are known, and how completions are drawn."""
 
-import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_recipes.evaluate import Accuracy, evaluate, wilson_interval
+from grpo_recipes.estimates import mean_share
+from grpo_recipes.evaluate import Settings, evaluate_into, transformers_engine
 
-# The two-sided 95 % point of the standard normal distribution, from tables.
-Z = 1.959963984540054
-
-
-def score_root(successes, n, inside, outside):
-    """Bisect for the p from which the share is Z standard errors of p away: the equation behind the interval."""
-
-    def excess(p):
-        return abs(successes / n - p) - Z * math.sqrt(p * (1 - p) / n)
-
-    for _ in range(200):
-        middle = (inside + outside) / 2
-        inside, outside = (inside, middle) if excess(middle) > 0 else (middle, outside)
-    return inside
-
-
-@given(st.integers(1, 5_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_the_interval_solves_the_score_equation(case):
-    successes, n = case
-    low, high = wilson_interval(successes, n)
-    share = successes / n
-    assert 0 <= low <= share <= high <= 1
-    if 0 < successes < n:
-        assert low == pytest.approx(score_root(successes, n, share, 0.0), abs=1e-9)
-        assert high == pytest.approx(score_root(successes, n, share, 1.0), abs=1e-9)
-
-
-def test_the_interval_at_the_ends_is_one_sided():
-    # At 0 of n the equation reads p = Z^2 (1 - p) / n.
-    assert wilson_interval(0, 10) == (0.0, pytest.approx(Z**2 / (10 + Z**2)))
-    assert wilson_interval(10, 10) == (pytest.approx(10 / (10 + Z**2)), 1.0)
-
-
-@pytest.mark.parametrize(("successes", "n"), [(0, 0), (-1, 5), (6, 5)])
-def test_no_interval_without_trials(successes, n):
-    with pytest.raises(ValueError, match="0 <= successes <= n"):
-        wilson_interval(successes, n)
-
+SAMPLED = Settings(temperature=1.0)
 
 # A model that says what it is told
 
@@ -110,40 +72,38 @@ COMPLETIONS = {  # completion: (strict, lenient) against the gold 18
 }
 
 
-def scripted_run(tokenizer, prompts, script, **options):
+def scripted_run(tokenizer, prompts, script, folder, **settings):
     model = Scripted(tokenizer, script)
     dataset = datasets.Dataset.from_dict({"prompt": prompts, "answer": ["18"] * len(prompts)})
-    return evaluate(model, tokenizer, dataset, **options), model
+    return evaluate_into(folder, transformers_engine(model, tokenizer), dataset, Settings(**settings), {}), model
 
 
 @pytest.mark.parametrize("conversational", [True, False])
-def test_strict_and_lenient_on_known_completions(tokenizer, conversational):
+def test_strict_and_lenient_on_known_completions(tokenizer, conversational, tmp_path: Path):
     names = [f"problem {'x' * n}" for n in range(len(COMPLETIONS))]
     prompts = [[{"role": "user", "content": name}] for name in names] if conversational else names
     script = dict(zip([f"{name}>" for name in names] if conversational else names, COMPLETIONS, strict=True))
-    accuracy, model = scripted_run(tokenizer, prompts, script, batch_size=4)
-    assert accuracy == Accuracy(2 / 9, *wilson_interval(2, 9), n=9, lenient=5 / 9)
+    summary, model = scripted_run(tokenizer, prompts, script, tmp_path / "e", batch_size=4)
+    assert summary["problems"] == 9
+    for name, right in (("strict", 2), ("lenient", 5)):
+        assert summary[name] == mean_share([1.0] * right + [0.0] * (9 - right)).as_dict()
     assert [call.rows for call in model.calls] == [4, 4, 1]
     assert model.training
 
 
-def test_other_tags(tokenizer):
+def test_other_tags(tokenizer, tmp_path: Path):
     script = {"p": "<reasoning>9 + 9</reasoning><answer>18</answer>"}
-    assert scripted_run(tokenizer, ["p"], script, tags=("reasoning", "answer"))[0].accuracy == 1
-    assert scripted_run(tokenizer, ["p"], script)[0].accuracy == 0
-
-
-def test_the_numbers_are_plain_json(tokenizer):
-    accuracy, _ = scripted_run(tokenizer, ["p"], {"p": "#### 18"})
-    low, high = wilson_interval(0, 1)
-    assert accuracy.as_dict() == {"accuracy": 0.0, "low": low, "high": high, "n": 1, "lenient": 1.0}
+    summary, _ = scripted_run(tokenizer, ["p"], script, tmp_path / "asked", tags=("reasoning", "answer"))
+    assert summary["strict"]["value"] == 1
+    assert scripted_run(tokenizer, ["p"], script, tmp_path / "others")[0]["strict"]["value"] == 0
 
 
 @pytest.mark.parametrize("answers", [[], ["18", "nobody could say what it is in the end"]])
-def test_golds_that_state_nothing_are_refused(tokenizer, answers):
+def test_golds_that_state_nothing_are_refused(tokenizer, answers, tmp_path: Path):
     dataset = datasets.Dataset.from_dict({"prompt": ["p"] * len(answers), "answer": answers})
     with pytest.raises(ValueError, match="nothing to evaluate on"):
-        evaluate(Scripted(tokenizer, {}), tokenizer, dataset)
+        evaluate_into(tmp_path / "e", transformers_engine(Scripted(tokenizer, {}), tokenizer), dataset, SAMPLED, {})
+    assert not (tmp_path / "e").exists()
 
 
 # A real model
@@ -168,12 +128,12 @@ def model(tokenizer):
     return model
 
 
-def sampled(model, tokenizer, monkeypatch, **options):
+def sampled(model, tokenizer, monkeypatch, **settings):
     seen = []
     generate = model.generate
     monkeypatch.setattr(model, "generate", lambda **inputs: seen.append(generate(**inputs)) or seen[-1])
-    dataset = datasets.Dataset.from_dict({"prompt": ["one", "three"] * 8, "answer": ["1", "3"] * 8})
-    evaluate(model, tokenizer, dataset, max_new_tokens=6, **options)
+    settings = Settings(**{"temperature": 1.0, "max_new_tokens": 6, **settings})
+    transformers_engine(model, tokenizer)(["one", "three"] * 8, settings)
     monkeypatch.undo()
     return seen[0]
 
@@ -196,7 +156,7 @@ def test_sampling_is_the_policys_whatever_its_generation_config_says(model, toke
 def test_a_completion_ends_where_it_ends_in_training(tokenizer, declared, expected):
     model = Scripted(tokenizer, {"p": "#### 18"})
     model.generation_config.eos_token_id = declared
-    evaluate(model, tokenizer, datasets.Dataset.from_dict({"prompt": ["p"], "answer": ["18"]}))
+    transformers_engine(model, tokenizer)(["p"], SAMPLED)
     assert model.calls[0].eos_token_id == expected
 
 

@@ -3,12 +3,12 @@
 import json
 from functools import partial
 
+import pandas as pd
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_recipes import quickstart
+from grpo_recipes import cli, quickstart
 from grpo_recipes.data import DatasetSpec, load
-from grpo_recipes.evaluate import Accuracy
 from grpo_recipes.quickstart import WarmStart, build_policy, build_tokenizer, demonstrations, warm_start
 from grpo_recipes.recipe import Machine, check, parse_recipe, shipped
 from grpo_rewards import gsm8k_correctness, well_formed
@@ -120,7 +120,8 @@ def test_an_interrupted_warm_start_is_made_again(monkeypatch, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "policy").num_parameters() < 1_000_000
 
 
-BEFORE, AFTER = Accuracy(0.25, 0.2, 0.3, 400, 0.75), Accuracy(0.875, 0.84, 0.91, 400, 0.88)
+BEFORE = {"accuracy": 0.25, "low": 0.2, "high": 0.3, "n": 400, "lenient": 0.75}
+AFTER = {"accuracy": 0.875, "low": 0.84, "high": 0.91, "n": 400, "lenient": 0.88}
 
 
 @pytest.fixture
@@ -129,8 +130,8 @@ def staged(monkeypatch):
     results = iter([BEFORE, AFTER])
     asked, status = [], [0]
     monkeypatch.setattr(quickstart, "warm_start", lambda settings, prompts, folder: folder.mkdir(parents=True))
-    monkeypatch.setattr(quickstart, "evaluate_folder", lambda folder, recipe: next(results))
-    monkeypatch.setattr(quickstart, "train_with_grpo", lambda arguments, run_dir: asked.append(arguments) or status[0])
+    monkeypatch.setattr(quickstart, "evaluate", lambda model, output, recipe: next(results))
+    monkeypatch.setattr(quickstart, "train", lambda arguments: asked.append(arguments) or status[0])
     return asked, status
 
 
@@ -138,8 +139,7 @@ def test_the_result_is_a_file_and_a_table(staged, tmp_path, capsys):
     asked, _ = staged
     assert quickstart.main(["--seed", "2", "--output_dir", str(tmp_path)]) == 0
     written = json.loads((tmp_path / "evaluation.json").read_text())
-    assert written["before"] == {"accuracy": 0.25, "low": 0.2, "high": 0.3, "n": 400, "lenient": 0.75}
-    assert written["after"] == {"accuracy": 0.875, "low": 0.84, "high": 0.91, "n": 400, "lenient": 0.88}
+    assert (written["before"], written["after"]) == (BEFORE, AFTER)
     assert list(written) == ["before", "after", "seconds"]
     assert written["seconds"] >= 0
     said = capsys.readouterr().out
@@ -161,12 +161,20 @@ def test_training_that_could_not_run_is_not_reported_as_a_result(staged, tmp_pat
 def test_it_runs_from_end_to_end_twice(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(quickstart, "WarmStart", partial(WarmStart, demonstrations=64))
     monkeypatch.setattr(quickstart, "HELD_OUT_PROBLEMS", 8)
-    train = quickstart.train_with_grpo
+    train = quickstart.train
     shortened = ["--max_steps", "2", "--max_completion_length", "8"]
-    monkeypatch.setattr(quickstart, "train_with_grpo", lambda arguments, run_dir: train(arguments + shortened, run_dir))
+    monkeypatch.setattr(quickstart, "train", lambda arguments: train(arguments + shortened))
     for _ in range(2):
         assert quickstart.main(["--output_dir", str(tmp_path)]) == 0
-        assert json.loads((tmp_path / "evaluation.json").read_text())["after"]["n"] == 8
+        written = json.loads((tmp_path / "evaluation.json").read_text())
+        for label, result in (("before", written["before"]), ("after", written["after"])):
+            folder = tmp_path / "grpo-seed0" / "evaluations" / label
+            completions = pd.read_parquet(folder / "completions.parquet")
+            assert len(completions) == result["n"] == 8
+            assert completions["strict"].mean() == result["accuracy"]
+            assert completions["lenient"].mean() == result["lenient"]
+    assert cli.main(["report", str(tmp_path / "grpo-seed0")]) == 0
+    assert (tmp_path / "grpo-seed0" / "report" / "evaluation.png").is_file()
     said = capsys.readouterr().out
     assert said.count("using it again") == 1
     assert said.count("replacing the earlier run") == 1

@@ -206,6 +206,10 @@ def test_an_earlier_run_is_not_overwritten(write, tmp_path: Path) -> None:
     recipe = parsed(write())
     (tmp_path / "run" / "completions").mkdir(parents=True)
     check(recipe, CPU)
+    before = tmp_path / "run" / "evaluations" / "before"
+    before.mkdir(parents=True)
+    (before / "evaluation.json").write_text("{}")  # of the policy that the run will start from
+    check(recipe, CPU)
     (tmp_path / "run" / "run.json").write_text("{}")
     with pytest.raises(RecipeError, match="already holds files.*resume_from_checkpoint"):
         check(recipe, CPU)

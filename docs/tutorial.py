@@ -20,13 +20,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/quickstart"))
     folder: Path = parser.parse_args().output_dir
-    policy, run = folder / "policy-seed0", folder / "grpo-seed0"
-    if not (run / "trainer_state.json").is_file() and (status := quickstart.main(["--output_dir", str(folder)])):
+    run = folder / "grpo-seed0"
+    if not (folder / "evaluation.json").is_file() and (status := quickstart.main(["--output_dir", str(folder)])):
         return status
-    options = ["--recipe", "quickstart", "--limit", "400", "--temperature", "1"]
     commands = [
-        ["evaluate", str(policy), *options, "--output", str(run / "evaluations" / "before")],
-        ["evaluate", str(run), *options],
         ["evaluate", "--compare", str(run / "evaluations" / "before"), str(run / "evaluations" / "after")],
         ["diagnose", str(run)],
         ["report", str(run)],

@@ -90,6 +90,7 @@ def main(args: Sequence[str] | None = None) -> int:
     file = output_dir / "evaluation.json"
     file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(f"\n{table(before, after)}\n\n{result['seconds']:.0f} s in all; these numbers are in {file}")
+    print(f"grpo-recipes report {run_dir} shows the whole run on one page")
     return 0
 
 

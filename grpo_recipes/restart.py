@@ -11,14 +11,15 @@ import json
 import re
 import signal
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl.trainer.utils import RepeatSampler
 
 LAYOUT_KEYS = ("geometry", "train_prompts", "seed")
@@ -134,6 +135,28 @@ def is_complete(checkpoint: Path, num_processes: int) -> bool:
         return False
     # torch.save writes a zip file, whose directory comes last: a file cut short is none.
     return all(zipfile.is_zipfile(checkpoint / name) for name in ranks)
+
+
+def steps_done(checkpoint: Path) -> int:
+    """The optimiser step that a complete checkpoint was saved after."""
+    return json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
+
+
+@contextmanager
+def loading_only(trainer: Trainer, steps: int) -> Iterator[None]:
+    """While it lasts, `trainer.train` loads a checkpoint and takes no step; `steps` is the length of the run.
+
+    Resumed at the end of a run, transformers 5.23 takes a step beyond it unless an epoch ends there too
+    (`Trainer._run_epoch` looks at `should_training_stop` after a step).
+    """
+    args = trainer.args
+    before = args.max_steps, args.num_train_epochs
+    args.max_steps, args.num_train_epochs = -1, 0
+    try:
+        yield
+    finally:
+        args.max_steps, args.num_train_epochs = before
+        trainer.state.max_steps = steps
 
 
 def set_aside(checkpoints: list[Path]) -> None:

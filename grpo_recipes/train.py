@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -260,8 +261,13 @@ def run(
     interruption = restart.StopOnSigterm(lambda step: checked.geometry.ends_generation(step, num_prompts))
     trainer.add_callback(interruption)
     started = time.monotonic()
+    steps = checked.geometry.optimizer_steps(recipe.with_defaults(), num_prompts)
+    is_over = checkpoint is not None and restart.steps_done(checkpoint) >= steps
+    if is_over:
+        _say(f"{checkpoint} is the end of the run: nothing is left to train")
     try:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        with restart.loading_only(trainer, steps) if is_over else nullcontext():
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except Exception:
         faults.close_progress_bars(trainer.callback_handler.callbacks)
         raise

@@ -42,6 +42,7 @@ class GRPOTrainer(TRLGRPOTrainer):
     """
 
     beta: float
+    log_completions: bool
 
     def __init__(
         self,
@@ -217,6 +218,14 @@ class GRPOTrainer(TRLGRPOTrainer):
         """Log `kl/full`: the mean over the completion tokens of all ranks."""
         total, count = self.accelerator.reduce(torch.stack([kl.sum(), mask.sum().to(kl.dtype)])).tolist()
         self._metrics["train" if self.model.training else "eval"]["kl/full"].append(total / max(count, 1.0))
+
+    # Public methods: what TRL writes of the completions.
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's log, without a table of no completions: a run resumed at its end would write it over its last one."""
+        asked, self.log_completions = self.log_completions, self.log_completions and bool(self._logs["prompt"])
+        super().log(logs, start_time)
+        self.log_completions = asked
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"

@@ -110,6 +110,32 @@ def test_a_run_resumes_where_it_was_saved(tiny_model: Path, gsm8k_file: Path, tm
         assert torch.equal(value, end[name]), name
 
 
+@pytest.mark.parametrize("length", [["--max_steps=2"], ["--max_steps=-1", "--num_train_epochs=1"]])
+def test_resuming_a_run_that_is_over_changes_nothing(
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: Any, length: list[str]
+) -> None:
+    """As after a kill between the last checkpoint and the final model, within an epoch and at its end."""
+    output = tmp_path / "run"
+    learning = ["--rewards", "[tests.grpo_recipes.probe_rewards.distinct_characters]", "--learning_rate=1e-3"]
+    more = [*learning, *length, "--dataset.split=train[:8]"]
+    assert train.main(arguments(tiny_model, gsm8k_file, output, *more)) == 0
+    trained = AutoModelForCausalLM.from_pretrained(output).state_dict()
+    logged = {path.name: pd.read_parquet(path) for path in (output / "completions").iterdir()}
+    state = json.loads((output / "trainer_state.json").read_text())
+    (output / "model.safetensors").unlink()
+    assert train.main([*arguments(tiny_model, gsm8k_file, output, *more), "--resume_from_checkpoint=true"]) == 0
+    assert "nothing is left to train" in capsys.readouterr().out
+    for name, value in AutoModelForCausalLM.from_pretrained(output).state_dict().items():
+        assert torch.equal(value, trained[name]), name
+    assert {path.name for path in (output / "completions").iterdir()} == set(logged)
+    for name, table in logged.items():
+        pd.testing.assert_frame_equal(pd.read_parquet(output / "completions" / name), table)
+    resumed = json.loads((output / "trainer_state.json").read_text())
+    assert {key: resumed[key] for key in ("global_step", "max_steps", "epoch")} == {
+        key: state[key] for key in ("global_step", "max_steps", "epoch")
+    }
+
+
 def test_a_refused_recipe_leaves_nothing_and_says_one_sentence(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys
 ) -> None:

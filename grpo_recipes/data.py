@@ -385,6 +385,10 @@ def _json_object(line: str, where: str, columns: Sequence[str]) -> Mapping[str, 
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DatasetError(f"dataset: {where} is not JSON ({error}); correct or remove the line.") from error
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeError as error:
+        raise DatasetError(f"dataset: {where} has half of a surrogate pair; correct or remove the line.") from error
     if not isinstance(value, dict):
         raise DatasetError(
             f"dataset: {where} is not a JSON object; write one object with {' and '.join(columns)} a line."

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import time
 import traceback
@@ -34,7 +35,8 @@ SENTENCE_SECONDS = 3.0
 # How long a build lock may be without a compiler: the lock is taken a moment before the compiler starts.
 LOCK_SECONDS = 30.0
 
-LOST_CONTACT = ("closed by peer", "reset by peer", "gloo", "nccl", "broken pipe", "connection refused")
+# torch's own backends raise RuntimeErrors for a lost rank; a server or tracker that went away is an OSError.
+LOST_CONTACT = re.compile(r"closed by peer|reset by peer|broken pipe|\b(gloo|nccl)\b", re.IGNORECASE)
 
 
 class RewardFault(RuntimeError):
@@ -112,7 +114,7 @@ def sentence(error: Exception, rank: int, checkpoint: Path | None) -> str:
     rest = (
         f"; `--resume_from_checkpoint true` goes on from {checkpoint.name}"
         if checkpoint
-        else "; no checkpoint had been saved"
+        else "; no checkpoint had been saved: `--resume_from_checkpoint true` starts again"
     )
     return where + " ".join(what.split()) + rest
 
@@ -164,17 +166,19 @@ def _finite(name: str, values: Any, completions: Sequence[Any]) -> list[float | 
 
 def _is_finite(value: Any) -> bool:
     try:
-        return math.isfinite(value)
-    except TypeError:
+        # TRL makes a float32 tensor of it.
+        return math.isfinite(value) and abs(float(value)) <= torch.finfo(torch.float32).max
+    except (TypeError, OverflowError):
         return False
 
 
 def _is_lost_contact(error: Exception) -> bool:
     """Whether a rank's error only says that another one is gone."""
-    if isinstance(error, RewardFault):
+    if isinstance(error, RewardFault) or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return False
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or any(sign in text for sign in LOST_CONTACT)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and bool(LOST_CONTACT.search(str(error)))
+    )
 
 
 def _fault_file(folder: Path, rank: int) -> Path:

@@ -120,6 +120,8 @@ class Geometry:
         key = {"steps": "save_steps", "best": "eval_steps"}.get(str(config["save_strategy"]))
         if key is None or config["save_only_model"]:
             return
+        if key == "eval_steps" and config["eval_strategy"] == "epoch":  # an epoch holds whole generations
+            return
         total = self.optimizer_steps(config, num_prompts)
         every = config[key] or config["logging_steps"]
         every = math.ceil(every * total) if every < 1 else int(every)

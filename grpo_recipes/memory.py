@@ -57,7 +57,7 @@ class Layout:
     def described(cls, accelerate_config: Path) -> Layout:
         """The layout that an accelerate configuration file describes. Raises `MemoryUnknown` for one not covered here."""
         raw = yaml.safe_load(accelerate_config.read_text(encoding="utf-8"))
-        kind, machines = raw["distributed_type"], raw.get("num_machines", 1)
+        kind, machines = raw.get("distributed_type", "NO"), raw.get("num_machines", 1)
         deepspeed = raw.get("deepspeed_config") or {}
         if kind == "DEEPSPEED":
             stage = deepspeed.get("zero_stage")

@@ -27,7 +27,7 @@ from grpo_recipes import data, offline
 from grpo_recipes.geometry import Geometry, GeometryError
 from grpo_recipes.microbatch import MicroBatching
 from grpo_recipes.reference import ReferencePolicyError, ReferenceSpec, check_refresh
-from grpo_recipes.restart import is_complete, last_complete_checkpoint
+from grpo_recipes.restart import has_state, is_complete, last_complete_checkpoint
 from grpo_recipes.runs import EVALUATIONS
 from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards
 
@@ -215,7 +215,6 @@ def check(recipe: Recipe, machine: Machine) -> Checked:
     check_reference(recipe)
     _check_offline(recipe, geometry)
     check_machine(recipe, machine)
-    check_output_dir(recipe, machine)
     train_dataset = recipe.load_dataset()
     recipe.blame(geometry.check_dataset, len(train_dataset))
     recipe.blame(geometry.check_saves, recipe.with_defaults(), len(train_dataset))
@@ -266,7 +265,7 @@ def _holds_adapter(folder: Path) -> bool:
 
 
 def check_output_dir(recipe: Recipe, machine: Machine) -> None:
-    """Raise `RecipeError` if the run would overwrite an earlier one, or has no checkpoint to resume from."""
+    """Raise `RecipeError` if the run would overwrite an earlier one, or can't go on from the checkpoint it names."""
     folder = recipe.output_dir
     if recipe.resumes:
         resume_point(recipe, machine)
@@ -283,20 +282,27 @@ def _holds_a_run(folder: Path) -> bool:
     return any(file.parts[0] != EVALUATIONS for file in files)
 
 
-def resume_point(recipe: Recipe, machine: Machine) -> tuple[Path, list[Path]]:
-    """The checkpoint to go on from, and newer ones that were cut off. Raises `RecipeError` if none is complete."""
+def resume_point(recipe: Recipe, machine: Machine) -> tuple[Path | None, list[Path]]:
+    """The checkpoint to go on from, and newer ones that were cut off; None for a run that was stopped before its first.
+
+    Raises `RecipeError` if the named checkpoint is not complete, or those of the run are of another number of processes.
+    """
     value = str(recipe.training["resume_from_checkpoint"])
-    if value == "true":
-        checkpoint, cut_off = last_complete_checkpoint(recipe.output_dir, machine.num_processes)
-    else:
-        checkpoint, cut_off = (Path(value) if is_complete(Path(value), machine.num_processes) else None), []
-    if checkpoint is None:
-        place = recipe.output_dir if value == "true" else value
-        raise RecipeError(
-            f"{recipe.source}: `resume_from_checkpoint`: there is no complete checkpoint of "
-            f"{machine.num_processes} process(es) in {place}"
-        )
+    if value != "true":
+        if not is_complete(Path(value), machine.num_processes):
+            raise RecipeError(_no_checkpoint(recipe, machine, value))
+        return Path(value), []
+    checkpoint, cut_off = last_complete_checkpoint(recipe.output_dir, machine.num_processes)
+    if checkpoint is None and any(has_state(path) for path in cut_off):
+        raise RecipeError(_no_checkpoint(recipe, machine, str(recipe.output_dir)))
     return checkpoint, cut_off
+
+
+def _no_checkpoint(recipe: Recipe, machine: Machine, place: str) -> str:
+    return (
+        f"{recipe.source}: `resume_from_checkpoint`: there is no complete checkpoint of {machine.num_processes} process(es) in "
+        f"{place}: launch as many processes as before, or name another checkpoint"
+    )
 
 
 def grpo_config(recipe: Recipe) -> GRPOConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl.trainer.utils import RepeatSampler
 
-LAYOUT_KEYS = ("geometry", "train_prompts", "seed")
+LAYOUT_KEYS = ("geometry", "train_prompts", "train_prompts_sha256", "seed", "shuffle_dataset")
 
 
 class EpochSampler(RepeatSampler):
@@ -129,12 +130,17 @@ def is_complete(checkpoint: Path, num_processes: int) -> bool:
     `trainer_state.json` after that (`Trainer._save_checkpoint`): these files, whole, vouch for the others.
     """
     ranks = [f"rng_state_{rank}.pth" for rank in range(num_processes)] if num_processes > 1 else ["rng_state.pth"]
+    # torch.save writes a zip file, whose directory comes last: a file cut short is none.
+    return has_state(checkpoint) and all(zipfile.is_zipfile(checkpoint / name) for name in ranks)
+
+
+def has_state(checkpoint: Path) -> bool:
+    """Whether a checkpoint has the file that is written last, whole."""
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    # torch.save writes a zip file, whose directory comes last: a file cut short is none.
-    return all(zipfile.is_zipfile(checkpoint / name) for name in ranks)
+    return True
 
 
 def steps_done(checkpoint: Path) -> int:
@@ -162,7 +168,9 @@ def loading_only(trainer: Trainer, steps: int) -> Iterator[None]:
 def set_aside(checkpoints: list[Path]) -> None:
     """Rename cut-off checkpoints so that neither resuming nor the clean-up of old checkpoints counts them."""
     for checkpoint in checkpoints:
-        checkpoint.rename(checkpoint.with_name(f"incomplete-{checkpoint.name}"))
+        aside = checkpoint.with_name(f"incomplete-{checkpoint.name}")
+        shutil.rmtree(aside, ignore_errors=True)  # of an earlier attempt that was cut off at the same step
+        checkpoint.rename(aside)
 
 
 def layout_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

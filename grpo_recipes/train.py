@@ -8,6 +8,7 @@ resolved, versions, geometry), `trainer_state.json`, `completions/*.parquet`, ch
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -36,6 +37,7 @@ from grpo_recipes.recipe import (
     Recipe,
     RecipeError,
     check,
+    check_output_dir,
     grpo_config,
     model_config,
     parse_recipe,
@@ -62,6 +64,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         recipe = parse_recipe(sys.argv[1:] if args is None else args)
         machine = Machine.here()
+        check_output_dir(recipe, machine)
         checked = check(recipe, machine)
         tokenizer = load_tokenizer(recipe)
         checked = limit_prompts(recipe, checked, tokenizer)
@@ -75,10 +78,9 @@ def main(args: Sequence[str] | None = None) -> int:
         load_reward_models(recipe, checked)
     except (RecipeError, data.DatasetUnreachable, faults.BuildLocked) as error:
         return _refuse(str(error))
-    if cut_off and training_args.process_index == 0:
+    if recipe.resumes and training_args.process_index == 0:
         restart.set_aside(cut_off)
-        names = ", ".join(path.name for path in cut_off)
-        _say(f"{names} was cut off while it was being saved and is set aside: going on from {checkpoint}")
+        _say(describe_resumption(recipe, checkpoint, cut_off))
     try:
         faults.forget(recipe.output_dir)
         recipe.blame(run, recipe, checked, tokenizer, training_args, rollout, checkpoint)
@@ -201,6 +203,15 @@ def _single_rewards(functions: Iterable[Any]) -> Iterator[Any]:
         yield from [function] if inner == [None] else _single_rewards(inner)
 
 
+def describe_resumption(recipe: Recipe, checkpoint: Path | None, cut_off: Sequence[Path]) -> str:
+    """Where a resumed run goes on from, and which checkpoints it leaves out."""
+    names = ", ".join(path.name for path in cut_off)
+    aside = f"{names} was cut off while it was being saved and is set aside: " if cut_off else ""
+    if checkpoint is None:
+        return f"{aside}{recipe.output_dir} has no checkpoint to go on from: starting at the beginning"
+    return f"{aside}going on from {checkpoint}"
+
+
 def check_same_order(recipe: Recipe, checked: Checked) -> None:
     """Raise `RecipeError` if the run to resume was laid out otherwise, so that its place in the data means nothing here."""
     file = recipe.output_dir / "run.json"
@@ -219,8 +230,18 @@ def data_order(recipe: Recipe, checked: Checked) -> dict[str, Any]:
     return {
         "geometry": checked.geometry.as_dict(),
         "train_prompts": len(checked.train_dataset),
+        "train_prompts_sha256": prompts_digest(checked.train_dataset["prompt"]),
         "seed": recipe.with_defaults()["seed"],
+        "shuffle_dataset": recipe.with_defaults()["shuffle_dataset"],
     }
+
+
+def prompts_digest(prompts: Iterable[Any]) -> str:
+    """The SHA-256 of prompts in their order, texts or messages."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps(prompt).encode() + b"\n")
+    return digest.hexdigest()
 
 
 def run(
@@ -273,9 +294,11 @@ def run(
         raise
     if interruption.stopped:
         trainer.accelerator.wait_for_everyone()  # a rank that leaves may take its node, and the others' saves, with it
+        rest = "`--resume_from_checkpoint true` goes on from there"
+        if training_args.save_only_model:
+            rest = "without its optimiser (`save_only_model`), so no run can go on from there"
         _say(
-            f"stopped by SIGTERM after step {trainer.state.global_step} of {trainer.state.max_steps}, which is saved: "
-            "`--resume_from_checkpoint true` goes on from there"
+            f"stopped by SIGTERM after step {trainer.state.global_step} of {trainer.state.max_steps}, which is saved: {rest}"
         )
         trainer.end()
         return

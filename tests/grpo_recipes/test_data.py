@@ -232,6 +232,7 @@ def test_evaluation_needs_held_out_rows(jsonl):
     [
         ("{'question': 1}", r"rows\.jsonl, line 3 is not JSON"),
         ("[" * 100_000, r"rows\.jsonl, line 3 is not JSON"),
+        ('{"question": "\\ud800?", "answer": "#### 1"}', r"rows\.jsonl, line 3 has half of a surrogate pair"),
         ('["question", "answer"]', r"rows\.jsonl, line 3 is not a JSON object"),
         ('{"question": "q"}', r"rows\.jsonl, line 3 has no 'answer'"),
         ('{"problem": "q", "answer": "1"}', r"rows\.jsonl, line 3 has no 'question'"),

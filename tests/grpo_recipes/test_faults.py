@@ -26,7 +26,7 @@ def returning(*values: object):
     return judge
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, torch.tensor(math.inf), "2", 1j])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, torch.tensor(math.inf), "2", 1j, 1e39, 10**400])
 def test_what_is_no_finite_number_is_stopped_with_its_row(value: object) -> None:
     guard = faults.guarded(returning(1.0, None, value))
     with pytest.raises(faults.RewardFault, match=r"reward `judge` returned .* for row 2 .*'three'.*None"):
@@ -68,7 +68,8 @@ def test_a_reward_that_raises_is_named(capsys: pytest.CaptureFixture[str], tmp_p
         faults.guarded(judge)(prompts=TEXTS, completions=TEXTS)
     faults.report(fault.value, tmp_path, None)
     said = capsys.readouterr().err.splitlines()
-    assert said[-1] == "error: reward `judge` raised KeyError: 'gold'; no checkpoint had been saved"
+    again = "no checkpoint had been saved: `--resume_from_checkpoint true` starts again"
+    assert said[-1] == f"error: reward `judge` raised KeyError: 'gold'; {again}"
     assert any("Traceback" in line for line in said)
 
 
@@ -93,6 +94,24 @@ def test_a_rank_that_lost_another_says_what_the_other_said(
     monkeypatch.setattr(faults, "SENTENCE_SECONDS", 0)
     faults.report(RuntimeError("Connection reset by peer"), tmp_path, None)
     assert "another rank ended without an error of its own" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionError("Connection refused: http://localhost:8000"),
+        FileNotFoundError("/home/igloo/x"),
+        RuntimeError("nccls"),
+    ],
+)
+def test_an_error_of_this_ranks_own_is_not_taken_for_a_lost_rank(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, ranks: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    faults.report(error, tmp_path, None)
+    assert type(error).__name__ in capsys.readouterr().err.splitlines()[-1]
+    assert (tmp_path / "fault-rank0.json").is_file()
 
 
 def test_a_lock_without_a_builder_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from trl import GRPOConfig, ModelConfig
 
@@ -13,10 +14,12 @@ from grpo_recipes.recipe import (
     Recipe,
     RecipeError,
     check,
+    check_output_dir,
     find_file,
     grpo_config,
     model_config,
     parse_recipe,
+    resume_point,
     shipped,
 )
 
@@ -184,7 +187,6 @@ def test_a_mistake_on_the_command_line_gets_one_sentence(write, arguments: list[
             "`per_device_eval_batch_size` to 8",
         ),
         ({"use_cpu": False, "bf16": True}, "`bf16` needs a GPU.*`bf16: false`.*`use_cpu: true`"),
-        ({"resume_from_checkpoint": True}, "`resume_from_checkpoint`: there is no complete checkpoint"),
     ],
 )
 def test_what_cannot_run_is_said_before_a_model_is_loaded(write, tmp_path: Path, changes: dict, says: str) -> None:
@@ -205,14 +207,35 @@ def test_a_malformed_line_is_named_by_file_and_number(write, tmp_path: Path) -> 
 def test_an_earlier_run_is_not_overwritten(write, tmp_path: Path) -> None:
     recipe = parsed(write())
     (tmp_path / "run" / "completions").mkdir(parents=True)
-    check(recipe, CPU)
+    check_output_dir(recipe, CPU)
     before = tmp_path / "run" / "evaluations" / "before"
     before.mkdir(parents=True)
     (before / "evaluation.json").write_text("{}")  # of the policy that the run will start from
-    check(recipe, CPU)
+    check_output_dir(recipe, CPU)
     (tmp_path / "run" / "run.json").write_text("{}")
     with pytest.raises(RecipeError, match="already holds files.*resume_from_checkpoint"):
-        check(recipe, CPU)
+        check_output_dir(recipe, CPU)
+    check(recipe, CPU)  # as `plan` does: a run that is there can be planned
+
+
+def test_what_a_run_resumes_from(write, tmp_path: Path) -> None:
+    recipe = parsed(write(resume_from_checkpoint=True))
+    assert resume_point(recipe, CPU) == (None, [])  # stopped before anything was saved
+    state = {"rng_state_0.pth": True, "rng_state_1.pth": True, "trainer_state.json": False}
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    checkpoint.mkdir(parents=True)
+    assert resume_point(recipe, CPU) == (None, [checkpoint])  # cut off while the first was saved
+    for name, is_tensor in state.items():
+        if is_tensor:
+            torch.save({}, checkpoint / name)
+        else:
+            (checkpoint / name).write_text("{}")
+    with pytest.raises(RecipeError, match=r"no complete checkpoint of 1 process.*as many processes as before"):
+        resume_point(recipe, CPU)
+    assert resume_point(recipe, Machine(2, bf16=False)) == (checkpoint, [])
+    recipe = parsed(write(resume_from_checkpoint=str(tmp_path / "elsewhere")))
+    with pytest.raises(RecipeError, match="no complete checkpoint of 1 process.*elsewhere"):
+        check_output_dir(recipe, CPU)
 
 
 def test_a_reward_that_needs_whole_groups_refuses_a_layout_that_splits_them(write) -> None:

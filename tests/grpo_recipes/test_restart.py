@@ -24,6 +24,7 @@ from grpo_recipes.restart import (
     is_complete,
     last_complete_checkpoint,
     layout_change,
+    set_aside,
 )
 from tests.grpo_recipes import launching, torture
 
@@ -93,6 +94,12 @@ def test_a_checkpoint_without_its_last_bytes_is_not_resumed(tmp_path: Path, proc
     assert is_complete(tmp_path / "checkpoint-10", processes)
 
 
+def test_what_was_cut_off_twice_is_set_aside_twice(tmp_path: Path) -> None:
+    for _ in range(2):
+        set_aside([checkpoint(tmp_path, 3, 1)])
+    assert [path.name for path in tmp_path.iterdir()] == ["incomplete-checkpoint-3"]
+
+
 def test_no_checkpoint_is_complete(tmp_path: Path) -> None:
     assert last_complete_checkpoint(tmp_path / "nothing", 1) == (None, [])
     cut_off = checkpoint(tmp_path, 1, 1)
@@ -127,6 +134,17 @@ def test_sigterm_saves_and_stops_where_no_generation_is_under_way() -> None:
     assert stopped == [(False, False)] * 5 + [(True, True)]
     assert callback.stopped
     assert signal.getsignal(signal.SIGTERM) == previous
+
+
+def test_the_best_of_each_epoch_may_be_saved(tmp_path: Path) -> None:
+    """`eval_steps` means nothing there, and an epoch ends with a generation."""
+    rows = launching.write_rows(tmp_path / "rows.jsonl", 9)
+    changes = {"per_device_train_batch_size": 4, "max_steps": 12, "num_iterations": 3, "save_steps": None}
+    changes |= {"save_strategy": "best", "eval_strategy": "epoch", "metric_for_best_model": "eval_reward"}
+    changes |= {"dataset": {"name": "gsm8k", "path": str(rows), "prompt_format": "text", "eval_split": "train[:4]"}}
+    recipe_file = launching.write_recipe(tmp_path / "mine.yaml", tmp_path, rows, tmp_path / "run", **changes)
+    recipe = parse_recipe(["--config", str(recipe_file)])
+    recipe.blame(recipe.geometry(1).check_saves, recipe.with_defaults(), 9)
 
 
 @pytest.mark.parametrize(

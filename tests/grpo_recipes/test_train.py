@@ -136,6 +136,26 @@ def test_resuming_a_run_that_is_over_changes_nothing(
     }
 
 
+def test_a_run_that_failed_before_its_first_save_is_started_again(
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: Any
+) -> None:
+    given = arguments(tiny_model, gsm8k_file, tmp_path / "run", "--max_steps=1")
+    broken = [*given, "--rewards", "[tests.grpo_recipes.probe_rewards.broken]"]
+    assert train.main(broken) == 1
+    assert "`--resume_from_checkpoint true` starts again" in capsys.readouterr().err.splitlines()[-1]
+    assert train.main(given) == 2  # whatever lies there, it is not overwritten unasked
+    assert train.main([*given, "--resume_from_checkpoint=true"]) == 0
+    assert "no checkpoint to go on from: starting at the beginning" in capsys.readouterr().out
+    assert not list((tmp_path / "run").glob("fault-*"))
+
+
+def test_other_prompts_are_not_resumed(tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: Any) -> None:
+    given = arguments(tiny_model, gsm8k_file, tmp_path / "run", "--max_steps=2")
+    assert train.main([*given, "--dataset.split=train[:20]"]) == 0
+    assert train.main([*given, "--dataset.split=train[20:]", "--resume_from_checkpoint=true"]) == 2
+    assert "train_prompts_sha256 was" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_refused_recipe_leaves_nothing_and_says_one_sentence(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys
 ) -> None:

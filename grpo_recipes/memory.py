@@ -142,21 +142,21 @@ class Run:
     gpu_memory: float | None
 
     def parts(self) -> dict[str, float]:
-        """Bytes on one GPU, by part; `activations` and `generation` are not held at the same time."""
+        """Bytes on one GPU, by part; `activations` and those of generation, the last three, are not held at the same time."""
         return {
             **self._states(),
             "reference": self._frozen_copy() if self.full_reference else 0,
             "reward model": 2 * self.reward_parameters,
             "activations": self._activations(),
-            "generation": self._generation(),
+            **self._generation(),
         }
 
     def peak(self) -> float:
         """The most bytes that are held at once: everything, with the larger of training's and generation's own."""
-        parts = self.parts()
-        training, generation = parts.pop("activations"), parts.pop("generation")
+        training, generation = self._activations(), sum(self._generation().values())
+        throughout = sum(self.parts().values()) - training - generation
         both = self.vllm == "colocate" and not self.vllm_sleeps
-        return sum(parts.values()) + (training + generation if both else max(training, generation))
+        return throughout + (training + generation if both else max(training, generation))
 
     def host(self) -> float:
         """Bytes of host memory on each machine that offloading needs."""
@@ -244,8 +244,8 @@ class Run:
             return tokens * shape.hidden * size * shape.layers + 2 * layer
         return shape.layers * layer
 
-    def _generation(self) -> float:
-        """Bytes that generation takes: gathered weights, and vLLM's share or the keys and values.
+    def _generation(self) -> dict[str, float]:
+        """Bytes that generation takes: gathered weights, and the keys and values, or vLLM's share, which holds its own.
 
         Under ZeRO-3, transformers generates on gathered weights if `ds3_gather_for_generation`, and an adapter is merged
         on gathered weights before they go to vLLM (`VLLMGeneration._iter_named_params`): the whole model on every GPU.
@@ -253,12 +253,13 @@ class Run:
         is_adapter = self.shape.trained < self.shape.parameters
         gathers = self.gather_for_generation if self.vllm is None else is_adapter
         weights = self._weight_bytes() * self.shape.parameters if gathers and self.layout.sharding == "zero3" else 0
-        if self.vllm == "server":
-            return weights
-        if self.vllm == "colocate":
-            return weights + (self.vllm_budget() if self.gpu_memory else self.vllm_weights())
         keys_and_values = self.generated_rows * self.tokens * 2 * self.shape.key_value * self.shape.layers
-        return keys_and_values * self._weight_bytes() + weights
+        share = self.vllm_budget() if self.gpu_memory else self.vllm_weights()
+        return {
+            "gathered weights": weights,
+            "KV cache": 0 if self.vllm else keys_and_values * self._weight_bytes(),
+            "vLLM's share": share if self.vllm == "colocate" else 0,
+        }
 
     def vllm_budget(self) -> float:
         """Bytes that vLLM may take on this GPU; infinite where it takes none or the GPU's size is not given."""
@@ -404,7 +405,7 @@ def gib(size: float) -> str:
 
 def describe(run: Run, accumulation: int) -> str:
     """Memory of one GPU by part, whether it fits, and what to change if not, as lines of text."""
-    lines = [f"  {name:<15} {size / GIB:8.1f} GiB" for name, size in run.parts().items() if size]
+    lines = [f"  {name:<16} {size / GIB:7.1f} GiB" for name, size in run.parts().items() if size]
     peak = f"  {'peak':<15} {run.peak() / GIB:8.1f} GiB"
     usable = run.usable()
     if usable is None or run.gpu_memory is None:
@@ -426,7 +427,7 @@ def describe(run: Run, accumulation: int) -> str:
 def as_dict(run: Run) -> dict[str, Any]:
     """The estimate for `--json`, sizes in bytes."""
     return {
-        **{name.replace(" ", "_"): round(size) for name, size in run.parts().items()},
+        **{name.replace("'s", "").replace(" ", "_").lower(): round(size) for name, size in run.parts().items()},
         "peak": round(run.peak()),
         "host": round(run.host()),
         "usable": None if run.usable() is None else round(run.usable() or 0),

@@ -153,15 +153,25 @@ LORA = replace(TINY, shape=replace(TINY.shape, trained=40_000_000), full_referen
 def test_the_keys_and_values_of_one_generation() -> None:
     """Two tensors a layer, of (rows, key-value heads × head size, tokens) elements of two bytes."""
     run = replace(TINY, gather_for_generation=False)
-    assert run.parts()["generation"] == 28 * 2 * 32 * 512 * 1024 * 2
+    assert run.parts()["KV cache"] == 28 * 2 * 32 * 512 * 1024 * 2
 
 
 @pytest.mark.parametrize("vllm", ["server", "colocate"])
 def test_an_adapter_goes_to_vllm_through_gathered_weights(vllm: str) -> None:
     weights = 2 * TINY.shape.parameters
     share = 0.3 * 80 * GIB if vllm == "colocate" else 0
-    assert replace(LORA, vllm=vllm).parts()["generation"] == weights + share
-    assert replace(TINY, vllm=vllm).parts()["generation"] == share  # a full model goes tensor by tensor
+    for run, gathered in ((LORA, weights), (TINY, 0)):  # a full model goes tensor by tensor
+        parts = replace(run, vllm=vllm).parts()
+        assert (parts["gathered weights"], parts["KV cache"], parts["vLLM's share"]) == (gathered, 0, share)
+
+
+def test_training_and_generation_take_turns_except_beside_vllm() -> None:
+    for run in (TINY, replace(TINY, vllm="server"), replace(TINY, vllm="colocate", vllm_sleeps=True)):
+        parts = run.parts()
+        *held, activations, weights, cache, share = parts.values()
+        assert run.peak() == pytest.approx(sum(held) + max(activations, weights + cache + share))
+    colocated = replace(TINY, vllm="colocate")
+    assert colocated.peak() == pytest.approx(sum(colocated.parts().values()))
 
 
 @pytest.mark.parametrize(("sharding", "bytes_each"), [("none", 2), ("zero2", 2), ("zero3", 2 / 8), ("fsdp2", 2 / 8)])

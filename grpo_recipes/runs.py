@@ -24,6 +24,17 @@ FORMAT_REWARDS = frozenset({"tag_structure", "tag_count", "tag_presence", "well_
 CORRECTNESS_REWARDS = frozenset(
     {"gsm8k_correctness", "math_correctness", "accuracy_reward", "reasoning_accuracy_reward"}
 )
+# TRL's as a recipe names the factory, and as a log names the reward.
+SHAPING_REWARDS = frozenset(
+    {
+        "group_length",
+        "get_soft_overlong_punishment",
+        "soft_overlong_punishment_reward",
+        "get_repetition_penalty_reward",
+        "repetition_penalty_reward",
+    }
+)
+TRL_MAX_COMPLETION_LENGTH = 512  # GRPOConfig's default in TRL 1.16, for a recipe that leaves it
 EVALUATIONS, BEFORE, AFTER = "evaluations", "before", "after"
 
 
@@ -62,13 +73,18 @@ class Series:
         return _mean(self.values)
 
     @property
+    def has_trend(self) -> bool:
+        """Whether there are enough points, four, to tell a trend."""
+        return len(self) >= 4
+
+    @property
     def trend(self) -> int:
         """1 if the series rises, -1 if it falls, 0 if it does neither or has fewer than four points.
 
         The last quarter must differ from the first by 5 % of the largest value and by three standard errors, where the noise
         of a point is taken from the differences of neighbours (von Neumann's estimate, blind to a slow drift).
         """
-        if len(self) < 4:
+        if not self.has_trend:
             return 0
         differences = [after - before for before, after in zip(self.values, self.values[1:], strict=False)]
         noise = math.sqrt(_mean([(value - _mean(differences)) ** 2 for value in differences]) / 2)
@@ -92,8 +108,13 @@ class RunReward:
 
     @property
     def pays_correctness(self) -> bool:
-        """Whether it compares the answer with a gold."""
+        """Whether it is known to compare the answer with a gold; a reward of the user's own may do so too."""
         return self.source.rpartition(".")[2] in CORRECTNESS_REWARDS
+
+    @property
+    def pays_shape(self) -> bool:
+        """Whether it pays for length or against repetition."""
+        return self.source.rpartition(".")[2] in SHAPING_REWARDS
 
 
 @dataclass(frozen=True)
@@ -125,6 +146,11 @@ class Run:
         """The recipe as resolved, or {}."""
         return self.record.get("recipe", {})
 
+    @property
+    def max_completion_length(self) -> int | None:
+        """The cap on completions, or None where the run does not say (no recipe) or has none."""
+        return self.recipe.get("max_completion_length", TRL_MAX_COMPLETION_LENGTH) if self.recipe else None
+
     def series(self, key: str) -> Series:
         """What was logged under a key; empty if nothing was."""
         points = [
@@ -138,10 +164,15 @@ class Run:
         """The keys that were logged and start with `prefix`, in order of appearance."""
         return list(dict.fromkeys(key for entry in self.history for key in entry if key.startswith(prefix)))
 
+    @property
+    def knows_weights(self) -> bool:
+        """Whether the run says how its rewards are weighted, as one of TRL alone does not."""
+        return "rewards" in self.record
+
     @cached_property
     def rewards(self) -> list[RunReward]:
         """The rewards that were paid, from `run.json`, or from the keys of the log with weight 1."""
-        if "rewards" in self.record:
+        if self.knows_weights:
             return [RunReward(**entry) for entry in self.record["rewards"]]
         names = [key.removeprefix("rewards/").removesuffix("/mean") for key in self.logged("rewards/")]
         return [RunReward(name, name) for name in names if f"rewards/{name}/mean" in self.logged("rewards/")]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,6 +116,91 @@ def test_the_parts_of_a_sum_are_told_apart(tmp_path: Path) -> None:
     (finding,) = diagnose(Run.read(write_run(tmp_path / "run", metrics, rewards=rewards)))
     assert "`total/tag_count` rises" in finding.sentence
     assert "`total/math_correctness` goes from 0.50" in finding.sentence
+
+
+WITHOUT_THE_HEALTHY_REWARDS = {
+    f"rewards/{name}/{statistic}": None
+    for name in ("gsm8k_correctness", "tag_presence")
+    for statistic in ("mean", "std")
+}
+
+
+def paid_by(rewards: dict[str, str], **curves: Callable[[float], float]) -> dict[str, Any]:
+    """`write_run`'s arguments for a run with these rewards (name: source), their means moving as `curves` say."""
+    means = {f"rewards/{name}/mean": curves[name] for name in rewards}
+    spreads = {f"rewards/{name}/std": ramp(0.4, 0.4) for name in rewards}
+    return {
+        "metrics": {**WITHOUT_THE_HEALTHY_REWARDS, **means, **spreads},
+        "rewards": [{"name": name, "source": source, "weight": 1.0} for name, source in rewards.items()],
+    }
+
+
+@pytest.mark.parametrize("source", ["my_pkg.my_check", "reward_model", "sum", "group_length"])
+def test_a_reward_of_unknown_kind_may_pay_correctness(tmp_path: Path, source: str) -> None:
+    """Format pay that rises beside it is no finding while it rises too; while it stays flat, its figures are shown."""
+    rewards = {"tag_presence": "tag_presence", "check": source}
+    rising = paid_by(rewards, tag_presence=ramp(0.3, 0.9), check=ramp(0.2, 1.5))
+    assert diagnose(Run.read(write_run(tmp_path / "rising", **rising))) == []
+    flat = paid_by(rewards, tag_presence=ramp(0.3, 0.9), check=ramp(0.2, 0.2))
+    (finding,) = diagnose(Run.read(write_run(tmp_path / "flat", **flat)))
+    assert finding.check == "format_without_correctness"
+    assert re.search(r"while `check` goes from 0\.20 to 0\.20$", finding.sentence), finding.sentence
+    better = {"before": strict(0.2, 0.1, 0.3), "after": strict(0.6, 0.5, 0.7)}
+    assert diagnose(Run.read(write_run(tmp_path / "better", **flat, evaluations=better))) == []
+
+
+def test_a_sum_with_a_reward_model_in_it_may_pay_correctness(tmp_path: Path) -> None:
+    """As in the shipped rlaif recipe."""
+    sums = paid_by({"minimind": "sum"}, minimind=ramp(0.5, 2.0))
+    parts = {"tag_structure": ramp(0.1, 0.4), "tag_count": ramp(0.2, 0.8), "reward_model": ramp(-1.0, 1.0)}
+    sums["metrics"].update({f"rewards/minimind/{name}": curve for name, curve in parts.items()})
+    assert diagnose(Run.read(write_run(tmp_path / "run", **sums))) == []
+
+
+def test_a_correctness_reward_that_scored_nothing_is_not_called_flat(tmp_path: Path) -> None:
+    assert diagnose(Run.read(write_run(tmp_path / "run", {"rewards/gsm8k_correctness/mean": None}))) == []
+
+
+def test_a_run_of_trl_alone_is_not_accused_for_what_it_does_not_say(tmp_path: Path) -> None:
+    """Neither kinds of rewards, nor their weights, nor the cap are known."""
+    names = {"correctness_reward_func": "", "think_format_reward": ""}
+    planted = paid_by(names, correctness_reward_func=ramp(0.2, 1.5), think_format_reward=ramp(0.3, 0.9))
+    planted["metrics"]["rewards/think_format_reward/std"] = ramp(9.0, 9.0)
+    planted["metrics"]["completions/mean_length"] = ramp(300, 600)
+    folder = write_run(tmp_path / "run", **planted)
+    (folder / "run.json").unlink()
+    assert diagnose(Run.read(folder)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "accused"),
+    [
+        ("my_pkg.my_check", False),
+        ("reward_model", False),
+        ("math_correctness", False),
+        ("well_formed", True),
+        ("group_length", True),
+        ("trl.rewards.get_soft_overlong_punishment", True),
+        ("trl.rewards.get_repetition_penalty_reward", True),
+    ],
+)
+def test_only_format_and_shaping_drown_the_others(tmp_path: Path, source: str, accused: bool) -> None:
+    planted = paid_by({"big": source, "small": "well_formed"}, big=ramp(0.3, 0.9), small=ramp(0.9, 0.9))
+    planted["metrics"].update({"rewards/big/std": ramp(0.5, 0.5), "rewards/small/std": ramp(0.01, 0.01)})
+    findings = {finding.check for finding in diagnose(Run.read(write_run(tmp_path / "run", **planted)))}
+    assert ("dominant_reward" in findings) == accused
+
+
+def test_the_cap_of_a_recipe_that_does_not_set_it_is_trls(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {"completions/mean_length": ramp(200, 500)})
+    record = json.loads((folder / "run.json").read_text())
+    del record["recipe"]["max_completion_length"]
+    (folder / "run.json").write_text(json.dumps(record))
+    (finding,) = diagnose(Run.read(folder))
+    assert "into the cap of 512" in finding.sentence
+    record["recipe"]["max_completion_length"] = None  # TRL: as long as the model can
+    (folder / "run.json").write_text(json.dumps(record))
+    assert diagnose(Run.read(folder)) == []
 
 
 def test_a_fall_of_held_out_accuracy_is_found(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What a run left in its folder, read back: `Run.read(folder)`. Nothing here imports torch.
 
-Read are `run.json` (absent for a run of TRL alone, which can be read too), `trainer_state.json` (of the folder, or of its
-last checkpoint while a run is under way), `completions/*.parquet` (`eval_*` from evaluations during training) and
+Read are `run.json` (absent for a run of TRL alone, which can be read too), `trainer_state.json` (the newest: the folder's, or
+that of its last checkpoint while a run is under way), `completions/*.parquet` (`eval_*` from evaluations during training) and
 `evaluations/*/evaluation.json`.
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from pyarrow import ArrowException
 
 from grpo_recipes.estimates import Estimate, mean_share
 from grpo_rewards.completions import completion_text
@@ -128,13 +129,16 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Run:
-        """Read a run's folder. Raises `RunError` if it holds no `trainer_state.json`, or a file is damaged."""
-        state = _state_file(folder)
+        """Read a run's folder. Raises `RunError` if it holds no `trainer_state.json`, or a file is damaged.
+
+        Completions are read when they are asked for, and raise it then.
+        """
+        state = _newest_state(folder)
         record = folder / "run.json"
         evaluations = {
             path.parent.name: _json(path) for path in sorted(folder.glob(f"{EVALUATIONS}/*/evaluation.json"))
         }
-        return cls(folder, _json(record) if record.is_file() else {}, _json(state).get("log_history", []), evaluations)
+        return cls(folder, _json(record) if record.is_file() else {}, state.get("log_history", []), evaluations)
 
     @property
     def name(self) -> str:
@@ -202,7 +206,7 @@ class Run:
         files = self._completion_files("completions_")
         if not files:
             return pd.DataFrame({"step": [], "prompt": [], "completion": [], "advantage": [], "total": []})
-        table = pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
+        table = pd.concat([read_table(file) for file in files], ignore_index=True)
         table["question"] = [last_message(prompt) for prompt in table["prompt"]]
         table["prompt"] = [prompt_text(prompt) for prompt in table["prompt"]]
         table["completion"] = [completion_text(_listed(completion)) for completion in table["completion"]]
@@ -219,7 +223,7 @@ class Run:
         judges = [reward.name for reward in self.rewards if reward.pays_correctness]
         accuracy = []
         for file in self._completion_files("eval_completions_"):
-            table = pd.read_parquet(file)
+            table = read_table(file)
             paid = table[[name for name in judges if name in table.columns]]
             if paid.empty:
                 continue
@@ -251,21 +255,42 @@ def _listed(value: Any) -> Any:
     return value if isinstance(value, str) else list(value)
 
 
-def _state_file(folder: Path) -> Path:
+def _newest_state(folder: Path) -> dict[str, Any]:
+    """The `trainer_state.json` of the highest step, of the folder or a checkpoint. One that is being written is passed over."""
     if not folder.is_dir():
         raise RunError(f"{folder}: there is no such folder; name the `output_dir` of a run")
-    checkpoints = sorted(folder.glob("checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime)
-    for path in (folder / "trainer_state.json", *reversed(checkpoints)):
-        if path.is_file():
-            return path
-    raise RunError(f"{folder}: no `trainer_state.json` here or in a checkpoint; name the `output_dir` of a run")
+    states, damaged = [], None
+    for path in (folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")):
+        try:
+            states.append(_json(path))
+        except FileNotFoundError:  # none in the folder itself, or a checkpoint that has just been deleted
+            continue
+        except RunError as error:
+            damaged = error
+    if states:
+        return max(states, key=lambda state: state.get("global_step", 0))
+    raise damaged or RunError(
+        f"{folder}: no `trainer_state.json` here or in a checkpoint; name the `output_dir` of a run"
+    )
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    """A parquet file of a run. Raises `RunError` if it is damaged."""
+    try:
+        return pd.read_parquet(path)
+    except (ArrowException, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise RunError(f"{path}: can't be read as parquet ({reason}); restore or remove the file") from error
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, UnicodeDecodeError) as error:
         raise RunError(f"{path}: can't be read as JSON ({error}); restore the file") from error
+    if not isinstance(content, dict):
+        raise RunError(f"{path}: can't be read as JSON (it is no object); restore the file")
+    return content
 
 
 def _mean(values: list[float]) -> float:

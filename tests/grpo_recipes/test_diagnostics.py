@@ -245,6 +245,62 @@ def test_a_run_under_way_is_read_from_its_checkpoint(tmp_path: Path) -> None:
     assert len(Run.read(folder).series("reward")) == 40
 
 
+def saved_state(folder: Path, step: int) -> Path:
+    """A `trainer_state.json` as the trainer saves it at a step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    history = [{"step": number, "reward": 1.0} for number in range(1, step + 1)]
+    state = folder / "trainer_state.json"
+    state.write_text(json.dumps({"global_step": step, "log_history": history}))
+    return state
+
+
+def steps_read(folder: Path) -> int:
+    return len(Run.read(folder).series("reward"))
+
+
+def test_the_newest_state_that_can_be_read_is_taken(tmp_path: Path) -> None:
+    for step in (80, 9, 60):  # neither the order of the names nor that of the files' times
+        newest = saved_state(tmp_path / f"checkpoint-{step}", step)
+    assert steps_read(tmp_path) == 80
+    root = saved_state(tmp_path, 40)  # of a run that was resumed, and is under way again
+    assert steps_read(tmp_path) == 80
+    for damage in ('{"global_step": 90, "log_hi', "", "null"):
+        newest = tmp_path / "checkpoint-80" / "trainer_state.json"
+        newest.write_text(damage)
+        assert steps_read(tmp_path) == 60
+    saved_state(tmp_path, 100)
+    assert steps_read(tmp_path) == 100
+    root.write_text("{")
+    assert steps_read(tmp_path) == 60
+    for path in tmp_path.rglob("trainer_state.json"):
+        path.write_text("{")
+    with pytest.raises(RunError, match=r"trainer_state\.json: can't be read"):
+        Run.read(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [b"", b"PAR1 cut off", None])
+def test_damaged_completions_are_named(
+    tmp_path: Path, damage: bytes | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run")
+    file = folder / "completions" / "completions_00020.parquet"
+    file.write_bytes(file.read_bytes()[:-20] if damage is None else damage)
+    for command in ("diagnose", "report"):
+        assert cli.main([command, str(folder)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {file}: can't be read as parquet")
+        assert len(said.splitlines()) == 1
+
+
+def test_a_file_whose_pages_are_damaged_is_named(tmp_path: Path) -> None:
+    """Its end, which says where the pages lie, is whole."""
+    file = write_run(tmp_path / "run") / "completions" / "completions_00020.parquet"
+    content = file.read_bytes()
+    file.write_bytes(content[:4] + b"\xff" * 200 + content[204:])
+    with pytest.raises(RunError, match=f"{file.name}: can't be read as parquet"):
+        diagnose(Run.read(tmp_path / "run"))
+
+
 def test_the_command_answers_with_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["diagnose", str(write_run(tmp_path / "healthy"))]) == 0
     assert "nothing looks wrong" in capsys.readouterr().out

@@ -36,24 +36,31 @@ def describe(findings: list[Finding]) -> str:
 
 
 def format_without_correctness(run: Run) -> Finding | None:
-    """Format pay rises while correctness does not: the policy may be learning a layout instead of the task."""
+    """Format pay rises while nothing else does: the policy may be learning a layout instead of the task.
+
+    A reward that is not known to pay format may pay correctness, so that none of these may rise.
+    """
     parts = list(run.parts())
     rising = [(reward, means) for reward, means in parts if reward.pays_format and means.trend > 0]
-    correctness = [(reward, means) for reward, means in parts if reward.pays_correctness]
-    if not rising or any(means.trend > 0 for _, means in correctness):
+    others = [(reward, means) for reward, means in parts if not reward.pays_format]
+    judges = [(reward, means) for reward, means in others if reward.pays_correctness] or others
+    if not rising or any(means.trend > 0 for _, means in others):
         return None
-    if not correctness and _strict_rises(run):
+    if not any(reward.pays_correctness for reward, _ in judges) and _strict_rises(run):
         return None
     reward, means = rising[0]
     step = _last_step(means)
     sentence = f"`{reward.name}` rises from {means.start:.2f} to {means.end:.2f} by step {step}, while "
-    if not correctness:
+    if not judges:
         return Finding(
             "format_without_correctness",
             step,
             sentence + "no reward pays a correct answer: the format can be earned without solving anything",
         )
-    judge, flat = correctness[0]
+    measured = [(judge, flat) for judge, flat in judges if flat.has_trend]
+    if not measured:
+        return None
+    judge, flat = measured[0]
     return Finding(
         "format_without_correctness", step, sentence + f"`{judge.name}` goes from {flat.start:.2f} to {flat.end:.2f}"
     )
@@ -61,8 +68,8 @@ def format_without_correctness(run: Run) -> Finding | None:
 
 def length_into_cap(run: Run) -> Finding | None:
     """Completions grow by a quarter or more, to beyond 80 % of `max_completion_length`."""
-    lengths, cap = run.series("completions/mean_length"), run.recipe.get("max_completion_length", 512)
-    if lengths.trend <= 0 or lengths.end < 1.25 * lengths.start or lengths.end < 0.8 * cap:
+    lengths, cap = run.series("completions/mean_length"), run.max_completion_length
+    if cap is None or lengths.trend <= 0 or lengths.end < 1.25 * lengths.start or lengths.end < 0.8 * cap:
         return None
     step = _first_step(lengths, lambda value: value >= 0.8 * cap)
     return Finding(
@@ -145,13 +152,18 @@ def kl_blow_up(run: Run) -> Finding | None:
 
 
 def dominant_reward(run: Run) -> Finding | None:
-    """One reward that is not correctness carries more than 95 % of the variance of the weighted rewards."""
+    """A format or shaping reward carries more than 95 % of the variance of the weighted rewards.
+
+    Silent without `run.json`, which holds the weights.
+    """
+    if not run.knows_weights:
+        return None
     variances = {reward: _weighted_variance(run, reward) for reward in run.rewards}
     total = sum(variances.values())
     if len(variances) < 2 or not total > 0:
         return None
     reward, variance = max(variances.items(), key=lambda item: item[1])
-    if reward.pays_correctness or variance <= 0.95 * total:
+    if not (reward.pays_format or reward.pays_shape) or variance <= 0.95 * total:
         return None
     step = _last_step(run.series(f"rewards/{reward.name}/std"))
     return Finding(

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from grpo_recipes.diagnostics import diagnose
 from grpo_recipes.estimates import Estimate
-from grpo_recipes.runs import AFTER, BEFORE, EVALUATIONS, Run, Series, last_message
+from grpo_recipes.runs import AFTER, BEFORE, EVALUATIONS, Run, Series, last_message, read_table
 
 COLOURS = ("#1f6fb2", "#d1600a")  # told apart by colour-blind readers too
 EXAMPLES = 4
@@ -107,7 +107,7 @@ def _reward_picture(runs: Sequence[Run], name: str) -> Iterator[Picture]:
         for reward, means in run.parts():
             if reward.name == name and len(means):
                 drawn += 1
-                _plot(axes, means, run.name, colour)
+                _plot(axes, means, _verbatim(run.name), colour)
                 _spread(axes, means, run.series(f"rewards/{name}/std"), colour)
     if drawn:
         if len(runs) > 1:
@@ -127,7 +127,7 @@ def _line_figure(lines: list[tuple[str, str, Series, str, str]], unit: str, num_
     figure, axes = _figure(unit)
     several = len({key for _, key, *_ in lines}) > 1
     for name, key, series, colour, dash in lines:
-        label = ", ".join([name] * (num_runs > 1) + [key] * several)
+        label = ", ".join([_verbatim(name)] * (num_runs > 1) + [key] * several)
         _plot(axes, series, label, colour, dash)
     if several or num_runs > 1:
         axes.legend(frameon=False)
@@ -146,7 +146,7 @@ def _evaluation_figure(runs: Sequence[Run]) -> Figure:
             axes.bar(place + shift, share.value, 0.38, color=colour if face else "white", edgecolor=colour, label=name)
             axes.errorbar(place + shift, share.value, yerr=ends, color="#1a1a1a", capsize=4)
     names = [f"{run.name}\n{label}" if len(runs) > 1 else label for run, label, _ in bars]
-    axes.set_xticks(range(len(bars)), names)
+    axes.set_xticks(range(len(bars)), [_verbatim(name) for name in names])
     axes.set_ylim(0, 1)
     handles, labels = axes.get_legend_handles_labels()
     first = {label: handle for handle, label in zip(reversed(handles), reversed(labels), strict=True)}
@@ -160,9 +160,8 @@ def _held_out_figure(runs: Sequence[Run]) -> Figure:
         points = run.held_out_accuracy()
         steps, shares = [step for step, _ in points], [share for _, share in points]
         ends = [[share.value - share.low for share in shares], [share.high - share.value for share in shares]]
-        axes.errorbar(
-            steps, [share.value for share in shares], yerr=ends, color=colour, label=run.name, marker="o", capsize=3
-        )
+        values, label = [share.value for share in shares], _verbatim(run.name)
+        axes.errorbar(steps, values, yerr=ends, color=colour, label=label, marker="o", capsize=3)
     axes.set_ylim(0, 1)
     if len(runs) > 1:
         axes.legend(frameon=False)
@@ -177,6 +176,11 @@ def _figure(unit: str, across: str = "optimiser step") -> tuple[Figure, Any]:
     axes.set_xlabel(across)
     axes.set_ylabel(unit)
     return figure, axes
+
+
+def _verbatim(label: str) -> str:
+    """A label as matplotlib shows it unchanged: text between two dollars is a formula to it."""
+    return label.replace("$", r"\$")
 
 
 def _plot(axes: Any, series: Series, label: str, colour: str, dash: str = "-") -> None:
@@ -295,7 +299,7 @@ def _changes(run: Run) -> str:
     tables = [run.folder / EVALUATIONS / label / "completions.parquet" for label in (BEFORE, AFTER)]
     if not all(table.is_file() for table in tables):
         return ""
-    before, after = (pd.read_parquet(table).query("sample == 0").set_index("problem") for table in tables)
+    before, after = (read_table(table).query("sample == 0").set_index("problem") for table in tables)
     both = before.join(after, rsuffix="_after", how="inner")
     both = both[both["prompt"] == both["prompt_after"]]
     changed = {

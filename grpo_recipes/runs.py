@@ -1,7 +1,7 @@
 """What a run left in its folder, read back: `Run.read(folder)`. Nothing here imports torch.
 
-Read are `run.json` (absent for a run of TRL alone, which can be read too), `trainer_state.json` (of the folder, or of its
-last checkpoint while a run is under way), `completions/*.parquet` (`eval_*` from evaluations during training) and
+Read are `run.json` (absent for a run of TRL alone, which can be read too), `trainer_state.json` (the newest: the folder's, or
+that of its last checkpoint while a run is under way), `completions/*.parquet` (`eval_*` from evaluations during training) and
 `evaluations/*/evaluation.json`.
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from pyarrow import ArrowException
 
 from grpo_recipes.estimates import Estimate, mean_share
 from grpo_rewards.completions import completion_text
@@ -24,6 +25,17 @@ FORMAT_REWARDS = frozenset({"tag_structure", "tag_count", "tag_presence", "well_
 CORRECTNESS_REWARDS = frozenset(
     {"gsm8k_correctness", "math_correctness", "accuracy_reward", "reasoning_accuracy_reward"}
 )
+# TRL's as a recipe names the factory, and as a log names the reward.
+SHAPING_REWARDS = frozenset(
+    {
+        "group_length",
+        "get_soft_overlong_punishment",
+        "soft_overlong_punishment_reward",
+        "get_repetition_penalty_reward",
+        "repetition_penalty_reward",
+    }
+)
+TRL_MAX_COMPLETION_LENGTH = 512  # GRPOConfig's default in TRL 1.16, for a recipe that leaves it
 EVALUATIONS, BEFORE, AFTER = "evaluations", "before", "after"
 
 
@@ -62,13 +74,18 @@ class Series:
         return _mean(self.values)
 
     @property
+    def has_trend(self) -> bool:
+        """Whether there are enough points, four, to tell a trend."""
+        return len(self) >= 4
+
+    @property
     def trend(self) -> int:
         """1 if the series rises, -1 if it falls, 0 if it does neither or has fewer than four points.
 
         The last quarter must differ from the first by 5 % of the largest value and by three standard errors, where the noise
         of a point is taken from the differences of neighbours (von Neumann's estimate, blind to a slow drift).
         """
-        if len(self) < 4:
+        if not self.has_trend:
             return 0
         differences = [after - before for before, after in zip(self.values, self.values[1:], strict=False)]
         noise = math.sqrt(_mean([(value - _mean(differences)) ** 2 for value in differences]) / 2)
@@ -92,8 +109,13 @@ class RunReward:
 
     @property
     def pays_correctness(self) -> bool:
-        """Whether it compares the answer with a gold."""
+        """Whether it is known to compare the answer with a gold; a reward of the user's own may do so too."""
         return self.source.rpartition(".")[2] in CORRECTNESS_REWARDS
+
+    @property
+    def pays_shape(self) -> bool:
+        """Whether it pays for length or against repetition."""
+        return self.source.rpartition(".")[2] in SHAPING_REWARDS
 
 
 @dataclass(frozen=True)
@@ -107,13 +129,16 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Run:
-        """Read a run's folder. Raises `RunError` if it holds no `trainer_state.json`, or a file is damaged."""
-        state = _state_file(folder)
+        """Read a run's folder. Raises `RunError` if it holds no `trainer_state.json`, or a file is damaged.
+
+        Completions are read when they are asked for, and raise it then.
+        """
+        state = _newest_state(folder)
         record = folder / "run.json"
         evaluations = {
             path.parent.name: _json(path) for path in sorted(folder.glob(f"{EVALUATIONS}/*/evaluation.json"))
         }
-        return cls(folder, _json(record) if record.is_file() else {}, _json(state).get("log_history", []), evaluations)
+        return cls(folder, _json(record) if record.is_file() else {}, state.get("log_history", []), evaluations)
 
     @property
     def name(self) -> str:
@@ -124,6 +149,11 @@ class Run:
     def recipe(self) -> Mapping[str, Any]:
         """The recipe as resolved, or {}."""
         return self.record.get("recipe", {})
+
+    @property
+    def max_completion_length(self) -> int | None:
+        """The cap on completions, or None where the run does not say (no recipe) or has none."""
+        return self.recipe.get("max_completion_length", TRL_MAX_COMPLETION_LENGTH) if self.recipe else None
 
     def series(self, key: str) -> Series:
         """What was logged under a key; empty if nothing was."""
@@ -138,10 +168,15 @@ class Run:
         """The keys that were logged and start with `prefix`, in order of appearance."""
         return list(dict.fromkeys(key for entry in self.history for key in entry if key.startswith(prefix)))
 
+    @property
+    def knows_weights(self) -> bool:
+        """Whether the run says how its rewards are weighted, as one of TRL alone does not."""
+        return "rewards" in self.record
+
     @cached_property
     def rewards(self) -> list[RunReward]:
         """The rewards that were paid, from `run.json`, or from the keys of the log with weight 1."""
-        if "rewards" in self.record:
+        if self.knows_weights:
             return [RunReward(**entry) for entry in self.record["rewards"]]
         names = [key.removeprefix("rewards/").removesuffix("/mean") for key in self.logged("rewards/")]
         return [RunReward(name, name) for name in names if f"rewards/{name}/mean" in self.logged("rewards/")]
@@ -171,7 +206,7 @@ class Run:
         files = self._completion_files("completions_")
         if not files:
             return pd.DataFrame({"step": [], "prompt": [], "completion": [], "advantage": [], "total": []})
-        table = pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
+        table = pd.concat([read_table(file) for file in files], ignore_index=True)
         table["question"] = [last_message(prompt) for prompt in table["prompt"]]
         table["prompt"] = [prompt_text(prompt) for prompt in table["prompt"]]
         table["completion"] = [completion_text(_listed(completion)) for completion in table["completion"]]
@@ -188,7 +223,7 @@ class Run:
         judges = [reward.name for reward in self.rewards if reward.pays_correctness]
         accuracy = []
         for file in self._completion_files("eval_completions_"):
-            table = pd.read_parquet(file)
+            table = read_table(file)
             paid = table[[name for name in judges if name in table.columns]]
             if paid.empty:
                 continue
@@ -220,21 +255,42 @@ def _listed(value: Any) -> Any:
     return value if isinstance(value, str) else list(value)
 
 
-def _state_file(folder: Path) -> Path:
+def _newest_state(folder: Path) -> dict[str, Any]:
+    """The `trainer_state.json` of the highest step, of the folder or a checkpoint. One that is being written is passed over."""
     if not folder.is_dir():
         raise RunError(f"{folder}: there is no such folder; name the `output_dir` of a run")
-    checkpoints = sorted(folder.glob("checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime)
-    for path in (folder / "trainer_state.json", *reversed(checkpoints)):
-        if path.is_file():
-            return path
-    raise RunError(f"{folder}: no `trainer_state.json` here or in a checkpoint; name the `output_dir` of a run")
+    states, damaged = [], None
+    for path in (folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")):
+        try:
+            states.append(_json(path))
+        except FileNotFoundError:  # none in the folder itself, or a checkpoint that has just been deleted
+            continue
+        except RunError as error:
+            damaged = error
+    if states:
+        return max(states, key=lambda state: state.get("global_step", 0))
+    raise damaged or RunError(
+        f"{folder}: no `trainer_state.json` here or in a checkpoint; name the `output_dir` of a run"
+    )
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    """A parquet file of a run. Raises `RunError` if it is damaged."""
+    try:
+        return pd.read_parquet(path)
+    except (ArrowException, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise RunError(f"{path}: can't be read as parquet ({reason}); restore or remove the file") from error
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, UnicodeDecodeError) as error:
         raise RunError(f"{path}: can't be read as JSON ({error}); restore the file") from error
+    if not isinstance(content, dict):
+        raise RunError(f"{path}: can't be read as JSON (it is no object); restore the file")
+    return content
 
 
 def _mean(values: list[float]) -> float:

@@ -44,7 +44,7 @@ from grpo_recipes.recipe import (
     resume_point,
 )
 from grpo_recipes.reference import REF, adapter_config
-from grpo_recipes.runs import Run
+from grpo_recipes.runs import Run, RunError
 from grpo_recipes.trainer import GRPOTrainer
 
 VERSIONED = ("trl", "transformers", "peft", "accelerate", "datasets", "torch")
@@ -307,10 +307,18 @@ def run(
     trainer.create_model_card(dataset_name=recipe.dataset.path or recipe.dataset.name)
     _say(summary(trainer, time.monotonic() - started))
     if trainer.accelerator.is_main_process:
-        _say(describe(diagnose(Run.read(Path(training_args.output_dir)))))
+        _say(diagnosis(Path(training_args.output_dir)))
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=recipe.dataset.path)
     trainer.end()
+
+
+def diagnosis(folder: Path) -> str:
+    """What looks wrong in a finished run, or why that can't be told: the run is trained and saved in either case."""
+    try:
+        return describe(diagnose(Run.read(folder)))
+    except RunError as error:
+        return f"diagnosis: left out, {error}"
 
 
 def describe_reference(recipe: Recipe, trainer: GRPOTrainer) -> str:

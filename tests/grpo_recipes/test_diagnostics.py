@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,6 +118,91 @@ def test_the_parts_of_a_sum_are_told_apart(tmp_path: Path) -> None:
     assert "`total/math_correctness` goes from 0.50" in finding.sentence
 
 
+WITHOUT_THE_HEALTHY_REWARDS = {
+    f"rewards/{name}/{statistic}": None
+    for name in ("gsm8k_correctness", "tag_presence")
+    for statistic in ("mean", "std")
+}
+
+
+def paid_by(rewards: dict[str, str], **curves: Callable[[float], float]) -> dict[str, Any]:
+    """`write_run`'s arguments for a run with these rewards (name: source), their means moving as `curves` say."""
+    means = {f"rewards/{name}/mean": curves[name] for name in rewards}
+    spreads = {f"rewards/{name}/std": ramp(0.4, 0.4) for name in rewards}
+    return {
+        "metrics": {**WITHOUT_THE_HEALTHY_REWARDS, **means, **spreads},
+        "rewards": [{"name": name, "source": source, "weight": 1.0} for name, source in rewards.items()],
+    }
+
+
+@pytest.mark.parametrize("source", ["my_pkg.my_check", "reward_model", "sum", "group_length"])
+def test_a_reward_of_unknown_kind_may_pay_correctness(tmp_path: Path, source: str) -> None:
+    """Format pay that rises beside it is no finding while it rises too; while it stays flat, its figures are shown."""
+    rewards = {"tag_presence": "tag_presence", "check": source}
+    rising = paid_by(rewards, tag_presence=ramp(0.3, 0.9), check=ramp(0.2, 1.5))
+    assert diagnose(Run.read(write_run(tmp_path / "rising", **rising))) == []
+    flat = paid_by(rewards, tag_presence=ramp(0.3, 0.9), check=ramp(0.2, 0.2))
+    (finding,) = diagnose(Run.read(write_run(tmp_path / "flat", **flat)))
+    assert finding.check == "format_without_correctness"
+    assert re.search(r"while `check` goes from 0\.20 to 0\.20$", finding.sentence), finding.sentence
+    better = {"before": strict(0.2, 0.1, 0.3), "after": strict(0.6, 0.5, 0.7)}
+    assert diagnose(Run.read(write_run(tmp_path / "better", **flat, evaluations=better))) == []
+
+
+def test_a_sum_with_a_reward_model_in_it_may_pay_correctness(tmp_path: Path) -> None:
+    """As in the shipped rlaif recipe."""
+    sums = paid_by({"minimind": "sum"}, minimind=ramp(0.5, 2.0))
+    parts = {"tag_structure": ramp(0.1, 0.4), "tag_count": ramp(0.2, 0.8), "reward_model": ramp(-1.0, 1.0)}
+    sums["metrics"].update({f"rewards/minimind/{name}": curve for name, curve in parts.items()})
+    assert diagnose(Run.read(write_run(tmp_path / "run", **sums))) == []
+
+
+def test_a_correctness_reward_that_scored_nothing_is_not_called_flat(tmp_path: Path) -> None:
+    assert diagnose(Run.read(write_run(tmp_path / "run", {"rewards/gsm8k_correctness/mean": None}))) == []
+
+
+def test_a_run_of_trl_alone_is_not_accused_for_what_it_does_not_say(tmp_path: Path) -> None:
+    """Neither kinds of rewards, nor their weights, nor the cap are known."""
+    names = {"correctness_reward_func": "", "think_format_reward": ""}
+    planted = paid_by(names, correctness_reward_func=ramp(0.2, 1.5), think_format_reward=ramp(0.3, 0.9))
+    planted["metrics"]["rewards/think_format_reward/std"] = ramp(9.0, 9.0)
+    planted["metrics"]["completions/mean_length"] = ramp(300, 600)
+    folder = write_run(tmp_path / "run", **planted)
+    (folder / "run.json").unlink()
+    assert diagnose(Run.read(folder)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "accused"),
+    [
+        ("my_pkg.my_check", False),
+        ("reward_model", False),
+        ("math_correctness", False),
+        ("well_formed", True),
+        ("group_length", True),
+        ("trl.rewards.get_soft_overlong_punishment", True),
+        ("trl.rewards.get_repetition_penalty_reward", True),
+    ],
+)
+def test_only_format_and_shaping_drown_the_others(tmp_path: Path, source: str, accused: bool) -> None:
+    planted = paid_by({"big": source, "small": "well_formed"}, big=ramp(0.3, 0.9), small=ramp(0.9, 0.9))
+    planted["metrics"].update({"rewards/big/std": ramp(0.5, 0.5), "rewards/small/std": ramp(0.01, 0.01)})
+    findings = {finding.check for finding in diagnose(Run.read(write_run(tmp_path / "run", **planted)))}
+    assert ("dominant_reward" in findings) == accused
+
+
+def test_the_cap_of_a_recipe_that_does_not_set_it_is_trls(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {"completions/mean_length": ramp(200, 500)})
+    record = json.loads((folder / "run.json").read_text())
+    del record["recipe"]["max_completion_length"]
+    (folder / "run.json").write_text(json.dumps(record))
+    (finding,) = diagnose(Run.read(folder))
+    assert "into the cap of 512" in finding.sentence
+    record["recipe"]["max_completion_length"] = None  # TRL: as long as the model can
+    (folder / "run.json").write_text(json.dumps(record))
+    assert diagnose(Run.read(folder)) == []
+
+
 def test_a_fall_of_held_out_accuracy_is_found(tmp_path: Path) -> None:
     evaluations = {"before": strict(0.6, 0.55, 0.65), "after": strict(0.4, 0.35, 0.45)}
     (finding,) = diagnose(Run.read(write_run(tmp_path / "run", evaluations=evaluations)))
@@ -156,6 +243,62 @@ def test_a_run_under_way_is_read_from_its_checkpoint(tmp_path: Path) -> None:
     (folder / "checkpoint-40").mkdir()
     (folder / "trainer_state.json").rename(folder / "checkpoint-40" / "trainer_state.json")
     assert len(Run.read(folder).series("reward")) == 40
+
+
+def saved_state(folder: Path, step: int) -> Path:
+    """A `trainer_state.json` as the trainer saves it at a step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    history = [{"step": number, "reward": 1.0} for number in range(1, step + 1)]
+    state = folder / "trainer_state.json"
+    state.write_text(json.dumps({"global_step": step, "log_history": history}))
+    return state
+
+
+def steps_read(folder: Path) -> int:
+    return len(Run.read(folder).series("reward"))
+
+
+def test_the_newest_state_that_can_be_read_is_taken(tmp_path: Path) -> None:
+    for step in (80, 9, 60):  # neither the order of the names nor that of the files' times
+        newest = saved_state(tmp_path / f"checkpoint-{step}", step)
+    assert steps_read(tmp_path) == 80
+    root = saved_state(tmp_path, 40)  # of a run that was resumed, and is under way again
+    assert steps_read(tmp_path) == 80
+    for damage in ('{"global_step": 90, "log_hi', "", "null"):
+        newest = tmp_path / "checkpoint-80" / "trainer_state.json"
+        newest.write_text(damage)
+        assert steps_read(tmp_path) == 60
+    saved_state(tmp_path, 100)
+    assert steps_read(tmp_path) == 100
+    root.write_text("{")
+    assert steps_read(tmp_path) == 60
+    for path in tmp_path.rglob("trainer_state.json"):
+        path.write_text("{")
+    with pytest.raises(RunError, match=r"trainer_state\.json: can't be read"):
+        Run.read(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [b"", b"PAR1 cut off", None])
+def test_damaged_completions_are_named(
+    tmp_path: Path, damage: bytes | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run")
+    file = folder / "completions" / "completions_00020.parquet"
+    file.write_bytes(file.read_bytes()[:-20] if damage is None else damage)
+    for command in ("diagnose", "report"):
+        assert cli.main([command, str(folder)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {file}: can't be read as parquet")
+        assert len(said.splitlines()) == 1
+
+
+def test_a_file_whose_pages_are_damaged_is_named(tmp_path: Path) -> None:
+    """Its end, which says where the pages lie, is whole."""
+    file = write_run(tmp_path / "run") / "completions" / "completions_00020.parquet"
+    content = file.read_bytes()
+    file.write_bytes(content[:4] + b"\xff" * 200 + content[204:])
+    with pytest.raises(RunError, match=f"{file.name}: can't be read as parquet"):
+        diagnose(Run.read(tmp_path / "run"))
 
 
 def test_the_command_answers_with_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -184,3 +184,12 @@ def test_the_screenshot_is_not_blank(run_folder: Path, tmp_path: Path) -> None:
     inked = (pixels[:, :, :3] < 0.9).any(axis=2)
     assert 0.01 < inked.mean() < 0.5
     assert Run.read(run_folder).evaluations["after"]["strict"] == BETTER
+
+
+def test_dollars_in_a_name_are_no_formula(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name) for name in (r"a$\frac$b", "of $5 and $6")]
+    for folder in folders:
+        evaluation(folder, "before $_$", SHARE, [False, True])
+        rows = [{"step": 10, "prompt": "one", "completion": "7", "gsm8k_correctness": 2.0}]
+        pd.DataFrame(rows).to_parquet(folder / "completions" / "eval_completions_00010.parquet")
+    assert r"a$\frac$b" in report(*folders).text

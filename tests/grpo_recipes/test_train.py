@@ -168,6 +168,25 @@ def test_a_refused_recipe_leaves_nothing_and_says_one_sentence(
     assert not output.exists()
 
 
+def test_a_run_that_cannot_be_diagnosed_is_finished_all_the_same(
+    tiny_model: Path,
+    gsm8k_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    output = tmp_path / "run"
+    file, summary = output / "completions" / "completions_00001.parquet", train.summary
+
+    def damaging(*given: Any) -> str:
+        file.write_bytes(b"")
+        return summary(*given)
+
+    monkeypatch.setattr(train, "summary", damaging)
+    assert train.main(arguments(tiny_model, gsm8k_file, output, "--max_steps=1", "--save_strategy=no")) == 0
+    assert f"diagnosis: left out, {file}: can't be read as parquet" in capsys.readouterr().out
+
+
 def test_prompts_over_the_limit_are_dropped_with_a_count(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys
 ) -> None:

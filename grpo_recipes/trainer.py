@@ -231,7 +231,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """TRL's evaluation, whose completions do not take the place of the training step's."""
-        with kept_apart(self, metric_key_prefix):
+        with kept_apart(self, eval_dataset, metric_key_prefix):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     # Seam 5: the order of the prompts.

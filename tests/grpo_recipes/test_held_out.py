@@ -1,13 +1,18 @@
 """Evaluation during training, `eval_strategy`: on held-out problems, beside the training completions."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
+from datasets import Dataset
+from trl import GRPOConfig
 
-from grpo_recipes import cli, train
+from grpo_recipes import GRPOTrainer, cli, train
 from grpo_recipes.runs import Run
+from tests.grpo_recipes.probe_rewards import distinct_characters
 from tests.grpo_recipes.synthetic import write_run
 
 
@@ -56,6 +61,61 @@ def test_its_completions_lie_beside_the_training_ones(tiny_model: Path, gsm8k_fi
         assert len(table) == 16
         assert entry["eval_reward"] == pytest.approx(table["distinct_characters"].mean())
     assert sum("eval_reward" in entry for entry in history) == 2
+
+
+def questions(*words: str) -> Dataset:
+    return Dataset.from_dict({"prompt": list(words)})
+
+
+def held_out_prompts(file: Path) -> list[str]:
+    return sorted(pd.read_parquet(file)["prompt"])
+
+
+@pytest.mark.parametrize("handed_over", [False, True])
+def test_several_datasets_are_kept_apart(tiny_model: Path, tmp_path: Path, handed_over: bool) -> None:
+    """A dict of datasets, the trainer's own or handed over, is evaluated one by one."""
+
+    def trained(name: str, **evaluation: Any) -> tuple[GRPOTrainer, Path]:
+        args = GRPOConfig(
+            output_dir=str(tmp_path / name),
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=4,
+            per_device_eval_batch_size=2,
+            num_generations=4,
+            num_generations_eval=2,
+            max_completion_length=6,
+            num_iterations=2,  # one generation, which no evaluation comes before, serves both steps
+            max_steps=2,
+            logging_steps=1,
+            log_completions=True,
+            save_strategy="no",
+            report_to="none",
+            **({"eval_strategy": "steps", "eval_steps": 1} if evaluation else {}),
+        )
+        training = questions("one", "two plus two", "three", "four")
+        trainer = GRPOTrainer(str(tiny_model), distinct_characters, args, training, **evaluation)
+        trainer.train()
+        return trainer, tmp_path / name / "completions"
+
+    plain, expected = trained("plain")
+    datasets = {"easy": questions("five", "six"), "org/hard": questions("seven")}
+    if handed_over:
+        trainer, files = plain, expected
+        expected = Path(shutil.copytree(expected, tmp_path / "copy"))
+        trainer.evaluate(datasets)
+        steps = ["00002"]
+    else:
+        trainer, files = trained("evaluated", eval_dataset=datasets)
+        steps = ["00001", "00002"]
+    for step in ("00001", "00002"):
+        name = f"completions_{step}.parquet"
+        pd.testing.assert_frame_equal(pd.read_parquet(files / name), pd.read_parquet(expected / name))
+    for step in steps:
+        assert held_out_prompts(files / f"eval_easy_completions_{step}.parquet") == ["five"] * 2 + ["six"] * 2
+        assert held_out_prompts(files / f"eval_org-hard_completions_{step}.parquet") == ["seven"] * 2
+    assert len(list(files.iterdir())) == 2 + 2 * len(steps)
+    assert not list(files.glob("eval_completions_*"))
 
 
 def held_out(step: int, right: list[list[int]]) -> pd.DataFrame:

@@ -36,15 +36,16 @@ def describe(findings: list[Finding]) -> str:
 
 
 def format_without_correctness(run: Run) -> Finding | None:
-    """Format pay rises while nothing else does: the policy may be learning a layout instead of the task.
+    """Format pay rises while correctness does not: the policy may be learning a layout instead of the task.
 
-    A reward that is not known to pay format may pay correctness, so that none of these may rise.
+    Where no reward is known to pay correctness, any may that is not known to pay for format or shape.
     """
     parts = list(run.parts())
     rising = [(reward, means) for reward, means in parts if reward.pays_format and means.trend > 0]
     others = [(reward, means) for reward, means in parts if not reward.pays_format]
-    judges = [(reward, means) for reward, means in others if reward.pays_correctness] or others
-    if not rising or any(means.trend > 0 for _, means in others):
+    unknown = [(reward, means) for reward, means in others if not reward.pays_shape]
+    judges = [(reward, means) for reward, means in others if reward.pays_correctness] or unknown or others
+    if not rising or any(means.trend > 0 for _, means in judges):
         return None
     if not any(reward.pays_correctness for reward, _ in judges) and _strict_rises(run):
         return None

@@ -149,6 +149,18 @@ def test_a_reward_of_unknown_kind_may_pay_correctness(tmp_path: Path, source: st
     assert diagnose(Run.read(write_run(tmp_path / "better", **flat, evaluations=better))) == []
 
 
+def test_a_rising_length_reward_hides_nothing(tmp_path: Path) -> None:
+    rewards = [
+        {"name": name, "source": name, "weight": 1.0}
+        for name in ("gsm8k_correctness", "tag_presence", "get_soft_overlong_punishment")
+    ]
+    metrics = {"rewards/gsm8k_correctness/mean": ramp(0.5, 0.5)}
+    metrics |= {"rewards/get_soft_overlong_punishment/mean": ramp(-1, -0.1)}
+    (finding,) = diagnose(Run.read(write_run(tmp_path / "run", metrics, rewards=rewards)))
+    assert "`tag_presence` rises" in finding.sentence
+    assert "`gsm8k_correctness` goes from" in finding.sentence
+
+
 def test_a_sum_with_a_reward_model_in_it_may_pay_correctness(tmp_path: Path) -> None:
     """As in the shipped rlaif recipe."""
     sums = paid_by({"minimind": "sum"}, minimind=ramp(0.5, 2.0))

@@ -113,7 +113,7 @@ def launch(layout: str, recipe: Path, *arguments: str, **options: Any) -> str:
     """Run a recipe to its end, with the options of `start`, and return what it printed; fails if it did."""
     process = start(layout, recipe, *arguments, **options)
     said = finish(process)
-    assert process.returncode == 0, said[-3000:]
+    assert process.returncode == 0, said[-10_000:]
     return said
 
 

@@ -51,7 +51,7 @@ def torture(layout: str, kills: int, rng: random.Random, rows: Path, folder: Pat
         lines.append(f"{layout}: {line}; last complete: {last.name if last else 'none'}; cut off: {len(cut_off)}")
         print(lines[-1], flush=True)
     said = launching.finish(resume(layout, killed, folder / "killed"))
-    assert (folder / "killed" / "trainer_state.json").is_file(), said[-3000:]
+    assert (folder / "killed" / "trainer_state.json").is_file(), said[-10_000:]
     launching.assert_same_run(folder / "alone", folder / "killed")
     return lines
 
@@ -92,7 +92,7 @@ def kill_at(moment: tuple[str, Callable[[], bool], float], process: Popen) -> st
     time.sleep(delay)
     if not reached or process.poll() is not None:
         said = launching.finish(process)
-        assert process.returncode == 0, said[-3000:]
+        assert process.returncode == 0, said[-10_000:]
         return None
     launching.kill_tree(process.pid)
     launching.finish(process)

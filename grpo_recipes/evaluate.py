@@ -310,18 +310,34 @@ def _write(path: Path, content: pd.DataFrame | str) -> None:
 def _complete_continuously(
     model: Any, tokenizer: Any, prompts: Any, temperature: float, max_new_tokens: int, batch_size: int, seed: int
 ) -> list[str]:
-    """The same as `_complete` by transformers' continuous batching, which pads nothing and refills what has finished."""
+    """The same as `_complete` by transformers' continuous batching, which pads nothing and refills what has finished.
+
+    Raises `EvaluationError` if a completion failed or is missing: `generate_batch` only logs that (transformers 5.23).
+    """
     from transformers import GenerationConfig
 
     choice = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else _GREEDY
     ends = {"eos_token_id": _end_tokens(model, tokenizer), "pad_token_id": tokenizer.pad_token_id}
-    torch.manual_seed(seed)
-    outputs = model.generate_batch(
-        inputs=_token_ids(prompts, tokenizer),
-        generation_config=GenerationConfig(**choice, **ends, max_new_tokens=max_new_tokens),
-    )
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        outputs = model.generate_batch(
+            inputs=_token_ids(prompts, tokenizer),
+            generation_config=GenerationConfig(**choice, **ends, max_new_tokens=max_new_tokens),
+        )
+    _check_all_completed(list(outputs.values()), len(prompts))
     requests = sorted(outputs.values(), key=lambda output: int(output.request_id.rpartition("_")[2]))
     return tokenizer.batch_decode([request.generated_tokens for request in requests], skip_special_tokens=True)
+
+
+def _check_all_completed(outputs: list[Any], expected: int) -> None:
+    errors = [output.error for output in outputs if output.error is not None]
+    failed = expected - len(outputs) + len(errors)
+    if failed:
+        reason = " ".join(str(errors[0]).split()) if errors else "generation stopped before they were made"
+        raise EvaluationError(
+            f"{failed} of {expected} completions failed ({reason}): run the same command again, which keeps the batches that "
+            "are done, or set a smaller --batch-size or --max-new-tokens in another --output"
+        )
 
 
 @torch.no_grad()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pandas as pd
 import pytest
+import torch
 
 from grpo_recipes import cli, evaluate
 from grpo_recipes.estimates import mean_share
@@ -160,15 +163,57 @@ def test_the_command_evaluates_a_model_by_its_recipe(tiny_model: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_continuous_batching_says_what_padded_batches_say(tiny_model: Path) -> None:
+def test_continuous_batching_says_what_padded_batches_say(tiny_model: Path, monkeypatch) -> None:
     """transformers' continuous batching is used on a GPU; greedy, it must agree with padding on a CPU."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
     prompts = ["1 + 1 =", "Ann has 3 figs.", "How many?"]
     settings = {"temperature": 0.0, "max_new_tokens": 5, "batch_size": 2, "seed": 0}
     padded = evaluate._complete(model, tokenizer, prompts, **settings)
+    # On a CPU it would take 60 % of the memory that is free.
+    cache = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    monkeypatch.setattr(model, "generate_batch", partial(model.generate_batch, continuous_batching_config=cache))
+    state = torch.get_rng_state()
     assert evaluate._complete_continuously(model, tokenizer, prompts, **settings) == padded
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Continuous:
+    """A model with transformers' `generate_batch`, which answers with what it is given, drawing from the global state."""
+
+    def __init__(self, *outputs: SimpleNamespace) -> None:
+        self.outputs = {f"req_{n}": output for n, output in enumerate(outputs)}
+        self.device, self.generation_config = torch.device("cpu"), SimpleNamespace(eos_token_id=None)
+
+    def generate_batch(self, inputs: list[list[int]], generation_config: object) -> dict[str, SimpleNamespace]:
+        torch.rand(1)
+        return self.outputs
+
+
+def answered(place: int, error: str | None = None) -> SimpleNamespace:
+    return SimpleNamespace(request_id=f"req_{place}", generated_tokens=[] if error else [place + 5], error=error)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "says"),
+    [
+        ([answered(0), answered(1, "CUDA out of memory")], "1 of 2 completions failed.*CUDA out of memory"),
+        ([answered(1)], "1 of 2 completions failed.*stopped"),
+        ([], "2 of 2 completions failed"),
+    ],
+)
+def test_completions_that_failed_are_no_wrong_answers(tiny_model: Path, outputs: list, says: str) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    asked = {"temperature": 1.0, "max_new_tokens": 5, "batch_size": 2, "seed": 0}
+    state = torch.get_rng_state()
+    with pytest.raises(EvaluationError, match=says):
+        evaluate._complete_continuously(Continuous(*outputs), tokenizer, ["1", "2"], **asked)
+    whole = Continuous(answered(0), answered(1))
+    assert len(evaluate._complete_continuously(whole, tokenizer, ["1", "2"], **asked)) == 2
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(

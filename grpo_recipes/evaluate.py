@@ -9,6 +9,7 @@ their 95 % intervals. It writes a part for each batch, so that a killed evaluati
 
 import json
 import os
+import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -209,9 +210,12 @@ def vllm_engine(name: str, tokenizer: Any) -> Complete:
     llm = LLM(model=name, trust_remote_code=False, generation_config="vllm")  # not the model's own sampling habits
 
     def engine(prompts: list[Any], settings: Settings) -> list[str]:
-        sampling = SamplingParams(
-            temperature=settings.temperature, max_tokens=settings.max_new_tokens, seed=settings.seed
-        )
+        # A seed is a request's own in vLLM: copies of a prompt that share one would all get the same completion.
+        seeds = random.Random(settings.seed).sample(range(2**31), len(prompts))
+        sampling = [
+            SamplingParams(temperature=settings.temperature, max_tokens=settings.max_new_tokens, seed=seed)
+            for seed in seeds
+        ]
         inputs = [{"prompt_token_ids": ids} for ids in _token_ids(prompts, tokenizer)]
         outputs = llm.generate(inputs, sampling, use_tqdm=False)
         return [output.outputs[0].text for output in outputs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -214,6 +215,31 @@ def test_completions_that_failed_are_no_wrong_answers(tiny_model: Path, outputs:
     whole = Continuous(answered(0), answered(1))
     assert len(evaluate._complete_continuously(whole, tokenizer, ["1", "2"], **asked)) == 2
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class StubVLLM:
+    """vLLM as far as `vllm_engine` knows it: a completion is its row's seed, temperature and length."""
+
+    def __init__(self, model: str, **options: object) -> None: ...
+
+    def generate(self, inputs: list, sampling: list, use_tqdm: bool) -> list[SimpleNamespace]:
+        sampling = sampling if isinstance(sampling, list) else [sampling] * len(inputs)
+        assert len(sampling) == len(inputs)
+        texts = [f"{row.seed} {row.temperature} {row.max_tokens}" for row in sampling]
+        return [SimpleNamespace(outputs=[SimpleNamespace(text=text)]) for text in texts]
+
+
+def test_vllm_draws_every_sample_of_a_prompt_anew(tiny_model: Path, monkeypatch) -> None:
+    from transformers import AutoTokenizer
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=StubVLLM, SamplingParams=SimpleNamespace))
+    engine = evaluate.vllm_engine("m", AutoTokenizer.from_pretrained(tiny_model))
+    settings = Settings(samples=8, temperature=0.5, max_new_tokens=7)
+    first = engine(["1 + 1 ="] * 8, settings)
+    assert len(set(first)) == 8
+    assert all(text.endswith(" 0.5 7") for text in first)
+    assert engine(["1 + 1 ="] * 8, settings) == first
+    assert not set(engine(["1 + 1 ="] * 8, Settings(samples=8, temperature=0.5, max_new_tokens=7, seed=1))) & set(first)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ recognised final answer. Their difference tells a model that learnt to calculate
 their 95 % intervals. It writes a part for each batch, so that a killed evaluation goes on where it stopped.
 """
 
+import hashlib
 import json
 import os
 import random
@@ -100,7 +101,7 @@ def evaluate_into(
         complete: the policy; called once for each batch, whose seed is `settings.seed` and the batch's number.
         dataset: columns `prompt` and `answer`.
         settings: how to sample and judge.
-        described: what else says which evaluation this is (the model, the dataset), ready for JSON.
+        described: what else says which evaluation this is (the model, its weights, the dataset), ready for JSON.
 
     Returns:
         What `evaluation.json` holds.
@@ -110,7 +111,8 @@ def evaluate_into(
         ValueError: the dataset is empty, or an answer can't be read as a gold.
     """
     answers = _answers(dataset)
-    asked = json.loads(json.dumps({**described, "problems": len(answers), "settings": asdict(settings)}))
+    rows = {"problems": len(answers), "rows": _rows_fingerprint(dataset)}
+    asked = json.loads(json.dumps({**described, **rows, "settings": asdict(settings)}))
     parts = folder / "parts"
     if _is_finished(folder, asked):
         return _read_json(folder / "evaluation.json")
@@ -255,6 +257,14 @@ def _answers(dataset: Dataset) -> list[str]:
     return answers
 
 
+def _rows_fingerprint(dataset: Dataset) -> str:
+    """A hash of the prompts and answers, in order: a path and a split don't say which rows they name today."""
+    digest = hashlib.sha256()
+    for row in dataset.select_columns(["prompt", "answer"]):
+        digest.update(json.dumps([row["prompt"], row["answer"]], sort_keys=True).encode() + b"\n")
+    return f"sha256 {digest.hexdigest()}"
+
+
 def _majority(rows: pd.DataFrame) -> bool:
     """Whether the commonest stated answer is right; numbers count as equal whatever their form."""
     stated = [(_canonical(answer), right) for answer, right in zip(rows["answer"], rows["lenient"], strict=True)]
@@ -282,12 +292,30 @@ def _is_finished(folder: Path, asked: dict[str, Any]) -> bool:
         path = folder / name
         if path.is_file():
             found = _read_json(path)
-            if any(found.get(key) != value for key, value in asked.items()):
-                raise EvaluationError(f"{folder} holds another evaluation: remove it, or give another --output")
+            if difference := _difference(found, asked):
+                raise EvaluationError(
+                    f"{folder} holds another evaluation: {difference}; remove the folder, or give another --output"
+                )
             return name == "evaluation.json"
     if folder.exists() and any(folder.iterdir()):
         raise EvaluationError(f"{folder} holds files that are no evaluation: give another --output")
     return False
+
+
+def _difference(found: dict[str, Any], asked: dict[str, Any], prefix: str = "") -> str | None:
+    """The first thing in which the evaluation that was found differs from the one asked for; None if nothing does."""
+    changed = {"weights": "the model's weights have changed since", "rows": "the problems have changed since"}
+    for key, value in asked.items():
+        other = found.get(key)
+        if other == value:
+            continue
+        if other is None and not prefix:
+            return f"it does not record `{prefix}{key}`"
+        if isinstance(value, dict) and isinstance(other, dict):
+            # A key that only the folder's has differs as well.
+            return _difference(other, {**dict.fromkeys(other), **value}, f"{prefix}{key}.")
+        return changed.get(key, f"{prefix}{key} was {other!r} and is now {value!r}")
+    return None
 
 
 def _read_completions(folder: Path) -> pd.DataFrame:

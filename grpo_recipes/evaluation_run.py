@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.data import DatasetSpec, load
+from grpo_recipes.data import DatasetSpec, hub_answers, load
 from grpo_recipes.estimates import Estimate
 from grpo_recipes.evaluate import (
     Complete,
@@ -23,6 +25,9 @@ from grpo_recipes.runs import AFTER, EVALUATIONS
 
 DEFAULT_NEW_TOKENS = 512
 
+# What a policy computes with. The files of an adapter hold its scale in their configuration.
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "adapter_config.json")
+
 
 def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
     """Evaluate `options.model`, or go on with it, and return what `evaluation.json` holds.
@@ -35,8 +40,10 @@ def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
     dataset = load(spec)
     if options.limit is not None:
         dataset = dataset.select(range(min(options.limit, len(dataset))))
+    weights = weights_fingerprint(options.model)
     described = {
         "model": options.model,
+        **({} if weights is None else {"weights": weights}),
         "dataset": {key: value for key, value in vars(spec).items() if value is not None},
     }
     folder = options.output or _output(options.model)
@@ -46,6 +53,51 @@ def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
         raise
     except ValueError as error:
         raise EvaluationError(str(error)) from error
+
+
+def weights_fingerprint(model: str) -> str | None:
+    """What tells a model's weights from others that bear its name; None if it isn't known.
+
+    Of a folder it is a hash of the weight files' names and content (and of an adapter's base). Content, because size and
+    date would take a copied folder for another model. That costs one reading of files which are then read to be loaded:
+    half a gigabyte to two a second for each core (a 70B model on 16 cores: about as long as its disk takes). Of a hub
+    repository it is the revision that will be loaded.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return _hub_revision(model)
+    files = sorted({file for pattern in _WEIGHT_FILES for file in folder.glob(pattern)})
+    if not files:
+        return None
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashlib lets go of the interpreter's lock
+        digests = list(pool.map(_digest, files))
+    lines = [f"{file.name} {digest}" for file, digest in zip(files, digests, strict=True)]
+    if (folder / "adapter_config.json").is_file():
+        from grpo_recipes.reference import adapter_config
+
+        config = adapter_config(folder)
+        base = config.base_model_name_or_path if config is not None else None
+        lines.append(f"base {weights_fingerprint(base) if base else None}")
+    return "sha256 " + hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _hub_revision(name: str) -> str | None:
+    """The commit of a hub repository that loading it takes: the newest if the hub answers, else the cache's."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    cached_only = not hub_answers()
+    for file in ("config.json", "adapter_config.json"):
+        try:
+            return f"revision {Path(hf_hub_download(name, file, local_files_only=cached_only)).parent.name}"
+        except (EntryNotFoundError, OSError, ValueError):  # loading it will say what is wrong with the name
+            continue
+    return None
 
 
 def held_out_spec(trained: dict[str, Any], options: argparse.Namespace) -> DatasetSpec:

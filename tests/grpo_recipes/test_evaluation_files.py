@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from collections import Counter
 from functools import partial
@@ -14,9 +16,10 @@ import pandas as pd
 import pytest
 import torch
 
-from grpo_recipes import cli, evaluate
+from grpo_recipes import cli, evaluate, evaluation_run
 from grpo_recipes.estimates import mean_share
 from grpo_recipes.evaluate import EvaluationError, Settings, compare, evaluate_into, summarise
+from grpo_recipes.evaluation_run import weights_fingerprint
 
 FILES = ("completions.parquet", "evaluation.json")
 
@@ -94,6 +97,111 @@ def test_another_evaluation_is_never_mixed_in(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match="no evaluation"):
         run(tmp_path / "other")
     assert (tmp_path / "other" / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_model_that_was_trained_on_is_another_model(tmp_path: Path, is_finished: bool) -> None:
+    def dies(prompts: list[str], settings: Settings) -> list[str]:
+        raise KeyboardInterrupt
+
+    def evaluated(weights: str, complete=policy) -> dict:
+        return evaluate_into(tmp_path / "e", complete, dataset(), Settings(), {"model": "m", "weights": weights})
+
+    if is_finished:
+        evaluated("sha256 1")
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            evaluated("sha256 1", dies)
+    with pytest.raises(EvaluationError, match=r"the model's weights have changed since; remove the folder, or give"):
+        evaluated("sha256 2")
+    assert evaluated("sha256 1")["weights"] == "sha256 1"
+
+
+@pytest.mark.parametrize("column", ["prompt", "answer"])
+def test_rows_that_have_changed_make_another_evaluation(tmp_path: Path, column: str) -> None:
+    changed = dataset().to_dict()
+    changed[column][3] = "30"
+    assert run(tmp_path / "e")["rows"].startswith("sha256 ")
+    with pytest.raises(EvaluationError, match="the problems have changed since"):
+        evaluate_into(
+            tmp_path / "e", policy, datasets.Dataset.from_dict(changed), Settings(batch_size=4), {"model": "m"}
+        )
+
+
+def test_a_refusal_says_which_settings_differ(tmp_path: Path) -> None:
+    run(tmp_path / "e")
+    with pytest.raises(EvaluationError, match=r"settings\.seed was 0 and is now 1; remove"):
+        run(tmp_path / "e", seed=1)
+    without = {key: value for key, value in run(tmp_path / "e").items() if key != "rows"}
+    (tmp_path / "e" / "evaluation.json").write_text(json.dumps(without))
+    with pytest.raises(EvaluationError, match="it does not record `rows`; remove"):
+        run(tmp_path / "e")
+
+
+def test_a_fingerprint_is_of_the_weights_content(tiny_model: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(tiny_model, tmp_path / "copied")
+    before = weights_fingerprint(str(copied))
+    assert before is not None
+    assert before.startswith("sha256 ")
+    (copied / "trainer_state.json").write_text("{}")  # what a run writes beside them is not weights
+    os.utime(copied / "model.safetensors", (0, 0))
+    assert weights_fingerprint(str(copied)) == before == weights_fingerprint(str(tiny_model))
+    content = bytearray((copied / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (copied / "model.safetensors").write_bytes(content)
+    assert weights_fingerprint(str(copied)) != before
+
+
+def test_a_fingerprint_of_an_adapter_covers_its_base(tiny_model: Path, tmp_path: Path) -> None:
+    base, adapter = Path(shutil.copytree(tiny_model, tmp_path / "base")), save_adapter(tiny_model, tmp_path / "adapter")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(base)}))
+    before = weights_fingerprint(str(adapter))
+    (base / "model.safetensors").write_bytes(b"another model")
+    assert weights_fingerprint(str(adapter)) != before
+
+
+def test_a_fingerprint_of_a_hub_model_is_its_revision(tmp_path: Path, monkeypatch) -> None:
+    cache = tmp_path / "models--org--name"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("c0ffee" * 6 + "beef")
+    snapshot = cache / "snapshots" / ("c0ffee" * 6 + "beef")
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(evaluation_run, "hub_answers", lambda: False)
+    assert weights_fingerprint("org/name") == f"revision {snapshot.name}"
+    assert weights_fingerprint("org/other") is None
+    assert weights_fingerprint("/no/such-folder") is None
+
+
+def save_adapter(base: Path, folder: Path) -> Path:
+    """A LoRA adapter on a model, saved as PEFT saves one: without a tokenizer."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base)
+    get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM")).save_pretrained(folder)
+    return folder
+
+
+def command(model: Path, folder: Path, *more: str) -> list[str]:
+    """An evaluation of two problems, four tokens long."""
+    return ["evaluate", str(model), "--limit", "2", "--max-new-tokens", "4", "--output", str(folder), *more]
+
+
+def test_a_model_changed_on_disk_is_not_answered_for_by_its_old_result(
+    tiny_model: Path, tmp_path: Path, capsys
+) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    arguments = command(model, tmp_path / "e", "--dataset", "arithmetic")
+    assert cli.main(arguments) == 0
+    assert cli.main(arguments) == 0
+    content = bytearray((model / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (model / "model.safetensors").write_bytes(content)
+    assert cli.main(arguments) == 2
+    assert "the model's weights have changed since" in capsys.readouterr().err
 
 
 def test_greedy_samples_are_refused() -> None:

@@ -163,11 +163,13 @@ def _engine(name: str, use_vllm: bool) -> Complete:
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from grpo_recipes.reference import tokenizer_source
+
     adapter = Path(name) / "adapter_config.json"
     if use_vllm and adapter.is_file():
         raise EvaluationError(f"{name} is an adapter, and --vllm takes a full model: merge it, or leave --vllm out")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_source(name))
         if use_vllm:
             return vllm_engine(name, tokenizer)
         auto = AutoPeftModelForCausalLM if adapter.is_file() else AutoModelForCausalLM

@@ -190,6 +190,12 @@ def command(model: Path, folder: Path, *more: str) -> list[str]:
     return ["evaluate", str(model), "--limit", "2", "--max-new-tokens", "4", "--output", str(folder), *more]
 
 
+def test_an_adapter_folder_without_a_tokenizer_uses_its_bases(tiny_model: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tiny_model, tmp_path / "adapter")
+    assert not (adapter / "tokenizer_config.json").exists()
+    assert cli.main(command(adapter, tmp_path / "e", "--dataset", "arithmetic")) == 0
+
+
 def test_a_model_changed_on_disk_is_not_answered_for_by_its_old_result(
     tiny_model: Path, tmp_path: Path, capsys
 ) -> None:

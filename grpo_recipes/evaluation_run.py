@@ -103,22 +103,39 @@ def _hub_revision(name: str) -> str | None:
 def held_out_spec(trained: dict[str, Any], options: argparse.Namespace) -> DatasetSpec:
     """The problems to evaluate on: the recipe's held-out rows, with the command line's keys in their place.
 
-    Raises `EvaluationError` where only the rows trained on are known, and `data.DatasetError` for a wrong key.
+    With `--path` the recipe's `eval_path` and `eval_split` are left out: they are of the file that it trained on.
+
+    Raises `EvaluationError` where only the rows trained on are known, or rows without a gold, and `data.DatasetError` for
+    a wrong key.
     """
-    given = {"name": options.dataset, "path": options.path, "split": options.split}
+    given = {"path": options.path, "split": options.split}
     given |= {"prompt_style": options.prompt_style, "prompt_format": options.prompt_format}
-    raw = dict(trained) if options.dataset in (None, trained.get("name")) else {}
-    held_out = {"path": raw.pop("eval_path", None), "split": raw.pop("eval_split", None)}
-    on_a_file = str(raw.get("path", "")).endswith(".jsonl")
-    if on_a_file and options.path is None and held_out == {"path": None, "split": None} and options.split is None:
+    raw = dict(trained) if options.dataset in (None, trained.get("name")) else {"name": options.dataset}
+    if raw.get("name") == "scored":
         raise EvaluationError(
-            f"the run trained on {raw['path']}: name the held-out problems with --path, or a --split of it"
+            "the dataset scored holds recorded responses and no final answers to evaluate on: name problems that have them, "
+            "as in `--dataset gsm8k --path PROBLEMS.jsonl --prompt-format text`"
+        )
+    held_out = {"path": raw.pop("eval_path", None), "split": raw.pop("eval_split", None)}
+    if options.path is not None:
+        held_out = dict.fromkeys(held_out)
+    trained_path = raw.get("path")
+    is_known = options.split or any(held_out.values()) or options.path not in (None, trained_path)
+    if not is_known and trained_path is not None and _holds_one_split(trained_path):
+        raise EvaluationError(
+            f"the run trained on {trained_path}: name the held-out problems with --path, or a --split of it"
         )
     raw |= {"name": raw.get("name", "gsm8k"), "split": held_out["split"] or "test"}
-    raw |= {"path": held_out["path"] or raw.get("path")}
+    raw |= {"path": held_out["path"] or trained_path}
     raw |= {key: value for key, value in given.items() if value is not None}
     known = {field.name for field in fields(DatasetSpec)}
     return DatasetSpec.parse({key: value for key, value in raw.items() if key in known and value is not None})
+
+
+def _holds_one_split(path: str) -> bool:
+    """Whether rows lie here that answer to any split's name (`data._sliced`): a JSONL file, or one saved `Dataset`."""
+    folder = Path(path).expanduser()
+    return path.endswith(".jsonl") or (folder.is_dir() and not (folder / "dataset_dict.json").is_file())
 
 
 def describe(summary: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ import torch
 from grpo_recipes import cli, evaluate, evaluation_run
 from grpo_recipes.estimates import mean_share
 from grpo_recipes.evaluate import EvaluationError, Settings, compare, evaluate_into, summarise
-from grpo_recipes.evaluation_run import weights_fingerprint
+from grpo_recipes.evaluation_run import held_out_spec, weights_fingerprint
 
 FILES = ("completions.parquet", "evaluation.json")
 
@@ -364,6 +365,7 @@ def test_vllm_draws_every_sample_of_a_prompt_anew(tiny_model: Path, monkeypatch)
         (["MODEL", "--dataset", "arithmatic"], "did you mean 'arithmetic'"),
         (["MODEL", "--dataset", "arithmetic", "--samples", "4", "--temperature", "0"], "greedy samples"),
         (["MODEL", "--dataset", "arithmetic", "--vllm"], "vLLM is not installed"),
+        (["MODEL", "--dataset", "scored"], "--dataset gsm8k --path"),
         (["MODEL", "--recipe", "no-such-recipe"], "no-such-recipe"),
     ],
 )
@@ -400,3 +402,44 @@ def test_a_run_is_evaluated_on_what_it_did_not_train_on(
     summary = json.loads((run_folder / "evaluations" / "after" / "evaluation.json").read_text())
     assert summary["problems"] == 2
     assert summary["settings"]["tags"] == ["reasoning", "answer"]
+
+
+def asked(**options: str) -> argparse.Namespace:
+    """The options of `evaluate` that say which problems."""
+    keys = ("dataset", "path", "split", "prompt_style", "prompt_format")
+    return argparse.Namespace(**dict.fromkeys(keys) | options)
+
+
+def test_a_folder_with_one_split_is_not_evaluated_as_its_test_split(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"question": ["1?"], "answer": ["#### 1"]})
+    rows.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "two"))
+    trained = {"name": "gsm8k", "path": str(tmp_path / "one")}
+    for options in (asked(), asked(path=trained["path"])):
+        with pytest.raises(EvaluationError, match="name the held-out problems with --path"):
+            held_out_spec(trained, options)
+    assert held_out_spec({**trained, "eval_split": "train[90%:]"}, asked()).split == "train[90%:]"
+    assert held_out_spec(trained, asked(split="train[90%:]")).split == "train[90%:]"
+    assert held_out_spec({**trained, "path": str(tmp_path / "two")}, asked()).split == "test"
+
+
+def test_another_path_is_read_whole_and_not_by_the_recipes_slice() -> None:
+    trained = {"name": "gsm8k", "path": "a.jsonl", "eval_split": "train[90%:]"}
+    spec = held_out_spec(trained, asked(path="b.jsonl"))
+    assert (spec.path, spec.split) == ("b.jsonl", "test")
+    spec = held_out_spec({**trained, "eval_path": "c.jsonl"}, asked(path="b.jsonl", split="train[:5]"))
+    assert (spec.path, spec.split) == ("b.jsonl", "train[:5]")
+
+
+def test_a_run_on_recorded_responses_is_refused_with_a_command_that_works(
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys
+) -> None:
+    run_folder = Path(shutil.copytree(tiny_model, tmp_path / "run"))
+    dataset = {"name": "scored", "path": "scored.jsonl", "prompt_format": "text"}
+    (run_folder / "run.json").write_text(json.dumps({"recipe": {"dataset": dataset, "rewards": []}}))
+    assert cli.main(command(run_folder, tmp_path / "e")) == 2
+    said = capsys.readouterr().err
+    assert "recorded responses" in said
+    fix = said.partition("`")[2].partition("`")[0].replace("PROBLEMS.jsonl", str(gsm8k_file)).split()
+    assert cli.main(command(run_folder, tmp_path / "e", *fix)) == 0
+    assert "2 problems" in capsys.readouterr().out

@@ -226,11 +226,20 @@ def _settings(recipe: dict[str, Any], spec: DatasetSpec, options: argparse.Names
 
 def _tags(recipe: dict[str, Any], spec: DatasetSpec) -> tuple[str, str]:
     """The tags that the recipe's rewards look for, or those that the prompt asks for."""
-    for reward in recipe.get("rewards", []):
-        tags = (reward.get("kwargs") or {}).get("tags") if isinstance(reward, dict) else None
-        if tags:
-            return tags[0], tags[1]
+    if tags := _reward_tags(recipe.get("rewards") or []):
+        return tags
     return ("reasoning", "answer") if spec.prompt_style == "reasoning" else ("think", "answer")
+
+
+def _reward_tags(rewards: list[Any]) -> tuple[str, str] | None:
+    """The first tags that a reward is given, those inside a `sum` included."""
+    for reward in rewards:
+        if isinstance(reward, dict):
+            if tags := (reward.get("kwargs") or {}).get("tags"):
+                return tags[0], tags[1]
+            if found := _reward_tags(reward.get("rewards") or []):
+                return found
+    return None
 
 
 def _output(model: str) -> Path:

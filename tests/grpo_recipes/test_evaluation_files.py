@@ -431,6 +431,12 @@ def test_another_path_is_read_whole_and_not_by_the_recipes_slice() -> None:
     assert (spec.path, spec.split) == ("b.jsonl", "train[:5]")
 
 
+def test_tags_are_found_inside_a_sum() -> None:
+    inner = {"name": "sum", "rewards": ["tag_count", {"name": "tag_structure", "kwargs": {"tags": ["t", "a"]}}]}
+    recipe = {"rewards": ["gsm8k_correctness", {"name": "sum", "rewards": [inner]}]}
+    assert evaluation_run._tags(recipe, held_out_spec({}, asked())) == ("t", "a")
+
+
 def test_a_run_on_recorded_responses_is_refused_with_a_command_that_works(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys
 ) -> None:

@@ -9,6 +9,7 @@ their 95 % intervals. It writes a part for each batch, so that a killed evaluati
 
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
@@ -66,7 +67,7 @@ class Settings:
         seed: of the sampling. The global random state is left as it was.
 
     Raises:
-        EvaluationError: a number below 1, or several samples of greedy decoding.
+        EvaluationError: a number below 1, a temperature below 0, or several samples of greedy decoding.
     """
 
     tags: tuple[str, str] = ("think", "answer")
@@ -77,8 +78,11 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.samples < 1 or self.batch_size < 1 or self.max_new_tokens < 1:
-            raise EvaluationError("samples, batch size and new tokens must each be at least 1")
+        for name in ("samples", "batch_size", "max_new_tokens"):
+            if (value := getattr(self, name)) < 1:
+                raise EvaluationError(f"--{name.replace('_', '-')} is {value}: set it to at least 1")
+        if not 0 <= self.temperature < math.inf:
+            raise EvaluationError(f"--temperature is {self.temperature:g}: set it to 0 for greedy decoding, or above 0")
         if self.samples > 1 and self.temperature <= 0:
             raise EvaluationError(f"{self.samples} greedy samples are one and the same: set --temperature above 0")
 

@@ -34,6 +34,8 @@ def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
 
     Raises `EvaluationError`, or what reading the recipe or the dataset raises.
     """
+    if options.limit is not None and options.limit < 1:
+        raise EvaluationError(f"--limit is {options.limit}: set it to at least 1, or leave it out for all problems")
     recipe = _recipe(options)
     spec = held_out_spec(recipe.get("dataset", {}), options)
     settings = _settings(recipe, spec, options)
@@ -214,10 +216,13 @@ def _settings(recipe: dict[str, Any], spec: DatasetSpec, options: argparse.Names
     temperature = options.temperature
     if temperature is None:
         temperature = 0.0 if options.samples == 1 else 1.0
+    max_new_tokens = options.max_new_tokens
+    if max_new_tokens is None:
+        max_new_tokens = recipe.get("max_completion_length") or DEFAULT_NEW_TOKENS
     settings = Settings(
         samples=options.samples,
         temperature=temperature,
-        max_new_tokens=options.max_new_tokens or recipe.get("max_completion_length", DEFAULT_NEW_TOKENS),
+        max_new_tokens=max_new_tokens,
         batch_size=options.batch_size,
         seed=options.seed,
     )

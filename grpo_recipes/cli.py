@@ -15,12 +15,14 @@ from typing import Any
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line. Returns 0, 1 if `diagnose` found something, or 2 if what was asked can't be done."""
-    parser = argparse.ArgumentParser(prog="grpo-recipes", description=__doc__)
+    # No abbreviations: `plan x --model m` must override the recipe, or be refused, and not set `--model-config`.
+    parser = argparse.ArgumentParser(prog="grpo-recipes", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser(
         "plan",
         help="check a recipe and print its batch geometry and memory",
         epilog="Further --key value pairs override the recipe.",
+        allow_abbrev=False,
     )
     plan.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
     plan.add_argument(
@@ -33,9 +35,13 @@ def main(args: Sequence[str] | None = None) -> int:
     plan.add_argument("--model-config", metavar="FILE", help="the model's config.json, where the hub can't be reached")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON, sizes in bytes")
     _add_evaluate(commands)
-    diagnose = commands.add_parser("diagnose", help="say what looks wrong in a run (exit code 1 if anything does)")
+    diagnose = commands.add_parser(
+        "diagnose", help="say what looks wrong in a run (exit code 1 if anything does)", allow_abbrev=False
+    )
     diagnose.add_argument("run", type=Path, help="the `output_dir` of a run, finished or under way")
-    report = commands.add_parser("report", help="one page on a run: pictures, completions, findings, the recipe")
+    report = commands.add_parser(
+        "report", help="one page on a run: pictures, completions, findings, the recipe", allow_abbrev=False
+    )
     report.add_argument("run", type=Path, help="the `output_dir` of a run")
     report.add_argument("other", type=Path, nargs="?", help="a second run, drawn into the same pictures")
     report.add_argument("--output", type=Path, help="folder for report.html and the PNGs (default: RUN/report)")
@@ -72,13 +78,15 @@ def plan_recipe(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _add_evaluate(commands: Any) -> None:
-    evaluate = commands.add_parser("evaluate", help="accuracy on held-out problems, with 95 % intervals; resumable")
+    evaluate = commands.add_parser(
+        "evaluate", help="accuracy on held-out problems, with 95 % intervals; resumable", allow_abbrev=False
+    )
     evaluate.add_argument("model", nargs="?", help="a model or adapter: a folder, a run, or a hub id")
     evaluate.add_argument("--compare", nargs=2, metavar=("A", "B"), type=Path, help="two finished evaluations' folders")
     evaluate.add_argument("--recipe", help="take dataset, tags and lengths from this recipe (default: the run's own)")
     evaluate.add_argument("--dataset", help="gsm8k (the default), rlaif or arithmetic")
     evaluate.add_argument("--path", help="a hub id, a save_to_disk folder or a .jsonl file")
-    evaluate.add_argument("--split", help="default: the recipe's eval_split, else test")
+    evaluate.add_argument("--split", help="default: the recipe's eval_split, unless --path is given; else test")
     evaluate.add_argument("--prompt-style", help="a system prompt by name")
     evaluate.add_argument("--prompt-format", help="conversational or text")
     evaluate.add_argument("--tags", nargs=2, metavar=("REASONING", "ANSWER"), help="the two tags of the asked format")

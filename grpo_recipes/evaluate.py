@@ -7,8 +7,11 @@ recognised final answer. Their difference tells a model that learnt to calculate
 their 95 % intervals. It writes a part for each batch, so that a killed evaluation goes on where it stopped.
 """
 
+import hashlib
 import json
+import math
 import os
+import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +67,7 @@ class Settings:
         seed: of the sampling. The global random state is left as it was.
 
     Raises:
-        EvaluationError: a number below 1, or several samples of greedy decoding.
+        EvaluationError: a number below 1, a temperature below 0, or several samples of greedy decoding.
     """
 
     tags: tuple[str, str] = ("think", "answer")
@@ -75,8 +78,11 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.samples < 1 or self.batch_size < 1 or self.max_new_tokens < 1:
-            raise EvaluationError("samples, batch size and new tokens must each be at least 1")
+        for name in ("samples", "batch_size", "max_new_tokens"):
+            if (value := getattr(self, name)) < 1:
+                raise EvaluationError(f"--{name.replace('_', '-')} is {value}: set it to at least 1")
+        if not 0 <= self.temperature < math.inf:
+            raise EvaluationError(f"--temperature is {self.temperature:g}: set it to 0 for greedy decoding, or above 0")
         if self.samples > 1 and self.temperature <= 0:
             raise EvaluationError(f"{self.samples} greedy samples are one and the same: set --temperature above 0")
 
@@ -99,7 +105,7 @@ def evaluate_into(
         complete: the policy; called once for each batch, whose seed is `settings.seed` and the batch's number.
         dataset: columns `prompt` and `answer`.
         settings: how to sample and judge.
-        described: what else says which evaluation this is (the model, the dataset), ready for JSON.
+        described: what else says which evaluation this is (the model, its weights, the dataset), ready for JSON.
 
     Returns:
         What `evaluation.json` holds.
@@ -109,7 +115,8 @@ def evaluate_into(
         ValueError: the dataset is empty, or an answer can't be read as a gold.
     """
     answers = _answers(dataset)
-    asked = json.loads(json.dumps({**described, "problems": len(answers), "settings": asdict(settings)}))
+    rows = {"problems": len(answers), "rows": _rows_fingerprint(dataset)}
+    asked = json.loads(json.dumps({**described, **rows, "settings": asdict(settings)}))
     parts = folder / "parts"
     if _is_finished(folder, asked):
         return _read_json(folder / "evaluation.json")
@@ -209,9 +216,12 @@ def vllm_engine(name: str, tokenizer: Any) -> Complete:
     llm = LLM(model=name, trust_remote_code=False, generation_config="vllm")  # not the model's own sampling habits
 
     def engine(prompts: list[Any], settings: Settings) -> list[str]:
-        sampling = SamplingParams(
-            temperature=settings.temperature, max_tokens=settings.max_new_tokens, seed=settings.seed
-        )
+        # A seed is a request's own in vLLM: copies of a prompt that share one would all get the same completion.
+        seeds = random.Random(settings.seed).sample(range(2**31), len(prompts))
+        sampling = [
+            SamplingParams(temperature=settings.temperature, max_tokens=settings.max_new_tokens, seed=seed)
+            for seed in seeds
+        ]
         inputs = [{"prompt_token_ids": ids} for ids in _token_ids(prompts, tokenizer)]
         outputs = llm.generate(inputs, sampling, use_tqdm=False)
         return [output.outputs[0].text for output in outputs]
@@ -251,6 +261,14 @@ def _answers(dataset: Dataset) -> list[str]:
     return answers
 
 
+def _rows_fingerprint(dataset: Dataset) -> str:
+    """A hash of the prompts and answers, in order: a path and a split don't say which rows they name today."""
+    digest = hashlib.sha256()
+    for row in dataset.select_columns(["prompt", "answer"]):
+        digest.update(json.dumps([row["prompt"], row["answer"]], sort_keys=True).encode() + b"\n")
+    return f"sha256 {digest.hexdigest()}"
+
+
 def _majority(rows: pd.DataFrame) -> bool:
     """Whether the commonest stated answer is right; numbers count as equal whatever their form."""
     stated = [(_canonical(answer), right) for answer, right in zip(rows["answer"], rows["lenient"], strict=True)]
@@ -278,12 +296,30 @@ def _is_finished(folder: Path, asked: dict[str, Any]) -> bool:
         path = folder / name
         if path.is_file():
             found = _read_json(path)
-            if any(found.get(key) != value for key, value in asked.items()):
-                raise EvaluationError(f"{folder} holds another evaluation: remove it, or give another --output")
+            if difference := _difference(found, asked):
+                raise EvaluationError(
+                    f"{folder} holds another evaluation: {difference}; remove the folder, or give another --output"
+                )
             return name == "evaluation.json"
     if folder.exists() and any(folder.iterdir()):
         raise EvaluationError(f"{folder} holds files that are no evaluation: give another --output")
     return False
+
+
+def _difference(found: dict[str, Any], asked: dict[str, Any], prefix: str = "") -> str | None:
+    """The first thing in which the evaluation that was found differs from the one asked for; None if nothing does."""
+    changed = {"weights": "the model's weights have changed since", "rows": "the problems have changed since"}
+    for key, value in asked.items():
+        other = found.get(key)
+        if other == value:
+            continue
+        if other is None and not prefix:
+            return f"it does not record `{prefix}{key}`"
+        if isinstance(value, dict) and isinstance(other, dict):
+            # A key that only the folder's has differs as well.
+            return _difference(other, {**dict.fromkeys(other), **value}, f"{prefix}{key}.")
+        return changed.get(key, f"{prefix}{key} was {other!r} and is now {value!r}")
+    return None
 
 
 def _read_completions(folder: Path) -> pd.DataFrame:
@@ -310,18 +346,34 @@ def _write(path: Path, content: pd.DataFrame | str) -> None:
 def _complete_continuously(
     model: Any, tokenizer: Any, prompts: Any, temperature: float, max_new_tokens: int, batch_size: int, seed: int
 ) -> list[str]:
-    """The same as `_complete` by transformers' continuous batching, which pads nothing and refills what has finished."""
+    """The same as `_complete` by transformers' continuous batching, which pads nothing and refills what has finished.
+
+    Raises `EvaluationError` if a completion failed or is missing: `generate_batch` only logs that (transformers 5.23).
+    """
     from transformers import GenerationConfig
 
     choice = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else _GREEDY
     ends = {"eos_token_id": _end_tokens(model, tokenizer), "pad_token_id": tokenizer.pad_token_id}
-    torch.manual_seed(seed)
-    outputs = model.generate_batch(
-        inputs=_token_ids(prompts, tokenizer),
-        generation_config=GenerationConfig(**choice, **ends, max_new_tokens=max_new_tokens),
-    )
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        outputs = model.generate_batch(
+            inputs=_token_ids(prompts, tokenizer),
+            generation_config=GenerationConfig(**choice, **ends, max_new_tokens=max_new_tokens),
+        )
+    _check_all_completed(list(outputs.values()), len(prompts))
     requests = sorted(outputs.values(), key=lambda output: int(output.request_id.rpartition("_")[2]))
     return tokenizer.batch_decode([request.generated_tokens for request in requests], skip_special_tokens=True)
+
+
+def _check_all_completed(outputs: list[Any], expected: int) -> None:
+    errors = [output.error for output in outputs if output.error is not None]
+    failed = expected - len(outputs) + len(errors)
+    if failed:
+        reason = " ".join(str(errors[0]).split()) if errors else "generation stopped before they were made"
+        raise EvaluationError(
+            f"{failed} of {expected} completions failed ({reason}): run the same command again, which keeps the batches that "
+            "are done, or set a smaller --batch-size or --max-new-tokens in another --output"
+        )
 
 
 @torch.no_grad()

@@ -437,6 +437,14 @@ def adapter_config(where: str | Path, revision: str = "main") -> PeftConfig | No
         return None
 
 
+def tokenizer_source(name: str) -> str:
+    """Where the tokenizer of model or adapter `name` lies: an adapter folder without one leaves it to its base."""
+    if not (Path(name) / "adapter_config.json").is_file() or (Path(name) / "tokenizer_config.json").is_file():
+        return name
+    config = adapter_config(name)
+    return name if config is None else config.base_model_name_or_path or name
+
+
 def _changes_the_base(config: PeftConfig) -> bool:
     return str(getattr(config, "init_lora_weights", "")).lower().startswith(CHANGES_THE_BASE)
 

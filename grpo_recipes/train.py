@@ -43,7 +43,7 @@ from grpo_recipes.recipe import (
     parse_recipe,
     resume_point,
 )
-from grpo_recipes.reference import REF, adapter_config
+from grpo_recipes.reference import REF, adapter_config, tokenizer_source
 from grpo_recipes.runs import Run, RunError
 from grpo_recipes.trainer import GRPOTrainer
 
@@ -115,14 +115,6 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             "that has one"
         )
     return tokenizer
-
-
-def tokenizer_source(name: str) -> str:
-    """Where the tokenizer of model or adapter `name` lies: an adapter folder without one leaves it to its base."""
-    if not (Path(name) / "adapter_config.json").is_file() or (Path(name) / "tokenizer_config.json").is_file():
-        return name
-    config = adapter_config(name)
-    return name if config is None else config.base_model_name_or_path or name
 
 
 def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:

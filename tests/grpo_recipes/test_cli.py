@@ -53,3 +53,19 @@ def test_plan_refuses_with_one_sentence_and_exit_code_2(
     said = capsys.readouterr().err
     assert says in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [["evaluate", "m", "--samp", "4"], ["diagnose", "r", "--hel"], ["report", "r", "--out", "x"]]
+)
+def test_options_are_not_abbreviated(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_an_override_is_never_read_as_the_beginning_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "quickstart", "--model", "foo"]) == 2
+    assert "--model-config" not in capsys.readouterr().err
+    assert main(["plan", "quickstart", "--learning_rate", "1e-5", "--num_generations=4", "--num-processes=1"]) == 0
+    assert "completions on 1 process" in capsys.readouterr().out

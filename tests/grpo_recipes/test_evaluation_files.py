@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import shutil
+import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pandas as pd
 import pytest
+import torch
 
-from grpo_recipes import cli, evaluate
+from grpo_recipes import cli, evaluate, evaluation_run
 from grpo_recipes.estimates import mean_share
 from grpo_recipes.evaluate import EvaluationError, Settings, compare, evaluate_into, summarise
+from grpo_recipes.evaluation_run import held_out_spec, weights_fingerprint
 
 FILES = ("completions.parquet", "evaluation.json")
 
@@ -92,6 +100,117 @@ def test_another_evaluation_is_never_mixed_in(tmp_path: Path) -> None:
     assert (tmp_path / "other" / "notes.txt").exists()
 
 
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_model_that_was_trained_on_is_another_model(tmp_path: Path, is_finished: bool) -> None:
+    def dies(prompts: list[str], settings: Settings) -> list[str]:
+        raise KeyboardInterrupt
+
+    def evaluated(weights: str, complete=policy) -> dict:
+        return evaluate_into(tmp_path / "e", complete, dataset(), Settings(), {"model": "m", "weights": weights})
+
+    if is_finished:
+        evaluated("sha256 1")
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            evaluated("sha256 1", dies)
+    with pytest.raises(EvaluationError, match=r"the model's weights have changed since; remove the folder, or give"):
+        evaluated("sha256 2")
+    assert evaluated("sha256 1")["weights"] == "sha256 1"
+
+
+@pytest.mark.parametrize("column", ["prompt", "answer"])
+def test_rows_that_have_changed_make_another_evaluation(tmp_path: Path, column: str) -> None:
+    changed = dataset().to_dict()
+    changed[column][3] = "30"
+    assert run(tmp_path / "e")["rows"].startswith("sha256 ")
+    with pytest.raises(EvaluationError, match="the problems have changed since"):
+        evaluate_into(
+            tmp_path / "e", policy, datasets.Dataset.from_dict(changed), Settings(batch_size=4), {"model": "m"}
+        )
+
+
+def test_a_refusal_says_which_settings_differ(tmp_path: Path) -> None:
+    run(tmp_path / "e")
+    with pytest.raises(EvaluationError, match=r"settings\.seed was 0 and is now 1; remove"):
+        run(tmp_path / "e", seed=1)
+    without = {key: value for key, value in run(tmp_path / "e").items() if key != "rows"}
+    (tmp_path / "e" / "evaluation.json").write_text(json.dumps(without))
+    with pytest.raises(EvaluationError, match="it does not record `rows`; remove"):
+        run(tmp_path / "e")
+
+
+def test_a_fingerprint_is_of_the_weights_content(tiny_model: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(tiny_model, tmp_path / "copied")
+    before = weights_fingerprint(str(copied))
+    assert before is not None
+    assert before.startswith("sha256 ")
+    (copied / "trainer_state.json").write_text("{}")  # what a run writes beside them is not weights
+    os.utime(copied / "model.safetensors", (0, 0))
+    assert weights_fingerprint(str(copied)) == before == weights_fingerprint(str(tiny_model))
+    content = bytearray((copied / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (copied / "model.safetensors").write_bytes(content)
+    assert weights_fingerprint(str(copied)) != before
+
+
+def test_a_fingerprint_of_an_adapter_covers_its_base(tiny_model: Path, tmp_path: Path) -> None:
+    base, adapter = Path(shutil.copytree(tiny_model, tmp_path / "base")), save_adapter(tiny_model, tmp_path / "adapter")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(base)}))
+    before = weights_fingerprint(str(adapter))
+    (base / "model.safetensors").write_bytes(b"another model")
+    assert weights_fingerprint(str(adapter)) != before
+
+
+def test_a_fingerprint_of_a_hub_model_is_its_revision(tmp_path: Path, monkeypatch) -> None:
+    cache = tmp_path / "models--org--name"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("c0ffee" * 6 + "beef")
+    snapshot = cache / "snapshots" / ("c0ffee" * 6 + "beef")
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(evaluation_run, "hub_answers", lambda: False)
+    assert weights_fingerprint("org/name") == f"revision {snapshot.name}"
+    assert weights_fingerprint("org/other") is None
+    assert weights_fingerprint("/no/such-folder") is None
+
+
+def save_adapter(base: Path, folder: Path) -> Path:
+    """A LoRA adapter on a model, saved as PEFT saves one: without a tokenizer."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base)
+    get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM")).save_pretrained(folder)
+    return folder
+
+
+def command(model: Path, folder: Path, *more: str) -> list[str]:
+    """An evaluation of two problems, four tokens long."""
+    return ["evaluate", str(model), "--limit", "2", "--max-new-tokens", "4", "--output", str(folder), *more]
+
+
+def test_an_adapter_folder_without_a_tokenizer_uses_its_bases(tiny_model: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tiny_model, tmp_path / "adapter")
+    assert not (adapter / "tokenizer_config.json").exists()
+    assert cli.main(command(adapter, tmp_path / "e", "--dataset", "arithmetic")) == 0
+
+
+def test_a_model_changed_on_disk_is_not_answered_for_by_its_old_result(
+    tiny_model: Path, tmp_path: Path, capsys
+) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    arguments = command(model, tmp_path / "e", "--dataset", "arithmetic")
+    assert cli.main(arguments) == 0
+    assert cli.main(arguments) == 0
+    content = bytearray((model / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (model / "model.safetensors").write_bytes(content)
+    assert cli.main(arguments) == 2
+    assert "the model's weights have changed since" in capsys.readouterr().err
+
+
 def test_greedy_samples_are_refused() -> None:
     with pytest.raises(EvaluationError, match="set --temperature"):
         Settings(samples=2)
@@ -160,15 +279,82 @@ def test_the_command_evaluates_a_model_by_its_recipe(tiny_model: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_continuous_batching_says_what_padded_batches_say(tiny_model: Path) -> None:
+def test_continuous_batching_says_what_padded_batches_say(tiny_model: Path, monkeypatch) -> None:
     """transformers' continuous batching is used on a GPU; greedy, it must agree with padding on a CPU."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
     prompts = ["1 + 1 =", "Ann has 3 figs.", "How many?"]
     settings = {"temperature": 0.0, "max_new_tokens": 5, "batch_size": 2, "seed": 0}
     padded = evaluate._complete(model, tokenizer, prompts, **settings)
+    # On a CPU it would take 60 % of the memory that is free.
+    cache = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    monkeypatch.setattr(model, "generate_batch", partial(model.generate_batch, continuous_batching_config=cache))
+    state = torch.get_rng_state()
     assert evaluate._complete_continuously(model, tokenizer, prompts, **settings) == padded
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Continuous:
+    """A model with transformers' `generate_batch`, which answers with what it is given, drawing from the global state."""
+
+    def __init__(self, *outputs: SimpleNamespace) -> None:
+        self.outputs = {f"req_{n}": output for n, output in enumerate(outputs)}
+        self.device, self.generation_config = torch.device("cpu"), SimpleNamespace(eos_token_id=None)
+
+    def generate_batch(self, inputs: list[list[int]], generation_config: object) -> dict[str, SimpleNamespace]:
+        torch.rand(1)
+        return self.outputs
+
+
+def answered(place: int, error: str | None = None) -> SimpleNamespace:
+    return SimpleNamespace(request_id=f"req_{place}", generated_tokens=[] if error else [place + 5], error=error)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "says"),
+    [
+        ([answered(0), answered(1, "CUDA out of memory")], "1 of 2 completions failed.*CUDA out of memory"),
+        ([answered(1)], "1 of 2 completions failed.*stopped"),
+        ([], "2 of 2 completions failed"),
+    ],
+)
+def test_completions_that_failed_are_no_wrong_answers(tiny_model: Path, outputs: list, says: str) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    asked = {"temperature": 1.0, "max_new_tokens": 5, "batch_size": 2, "seed": 0}
+    state = torch.get_rng_state()
+    with pytest.raises(EvaluationError, match=says):
+        evaluate._complete_continuously(Continuous(*outputs), tokenizer, ["1", "2"], **asked)
+    whole = Continuous(answered(0), answered(1))
+    assert len(evaluate._complete_continuously(whole, tokenizer, ["1", "2"], **asked)) == 2
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class StubVLLM:
+    """vLLM as far as `vllm_engine` knows it: a completion is its row's seed, temperature and length."""
+
+    def __init__(self, model: str, **options: object) -> None: ...
+
+    def generate(self, inputs: list, sampling: list, use_tqdm: bool) -> list[SimpleNamespace]:
+        sampling = sampling if isinstance(sampling, list) else [sampling] * len(inputs)
+        assert len(sampling) == len(inputs)
+        texts = [f"{row.seed} {row.temperature} {row.max_tokens}" for row in sampling]
+        return [SimpleNamespace(outputs=[SimpleNamespace(text=text)]) for text in texts]
+
+
+def test_vllm_draws_every_sample_of_a_prompt_anew(tiny_model: Path, monkeypatch) -> None:
+    from transformers import AutoTokenizer
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=StubVLLM, SamplingParams=SimpleNamespace))
+    engine = evaluate.vllm_engine("m", AutoTokenizer.from_pretrained(tiny_model))
+    settings = Settings(samples=8, temperature=0.5, max_new_tokens=7)
+    first = engine(["1 + 1 ="] * 8, settings)
+    assert len(set(first)) == 8
+    assert all(text.endswith(" 0.5 7") for text in first)
+    assert engine(["1 + 1 ="] * 8, settings) == first
+    assert not set(engine(["1 + 1 ="] * 8, Settings(samples=8, temperature=0.5, max_new_tokens=7, seed=1))) & set(first)
 
 
 @pytest.mark.parametrize(
@@ -179,6 +365,12 @@ def test_continuous_batching_says_what_padded_batches_say(tiny_model: Path) -> N
         (["MODEL", "--dataset", "arithmatic"], "did you mean 'arithmetic'"),
         (["MODEL", "--dataset", "arithmetic", "--samples", "4", "--temperature", "0"], "greedy samples"),
         (["MODEL", "--dataset", "arithmetic", "--vllm"], "vLLM is not installed"),
+        (["MODEL", "--dataset", "arithmetic", "--max-new-tokens", "0"], "--max-new-tokens is 0: set it to at least 1"),
+        (["MODEL", "--dataset", "arithmetic", "--batch-size", "0"], "--batch-size is 0: set it to at least 1"),
+        (["MODEL", "--dataset", "arithmetic", "--limit", "0"], "--limit is 0: set it to at least 1"),
+        (["MODEL", "--dataset", "arithmetic", "--temperature", "-1"], "--temperature is -1: set it to 0 for greedy"),
+        (["MODEL", "--dataset", "arithmetic", "--temperature", "nan"], "--temperature is nan: set it to 0 for greedy"),
+        (["MODEL", "--dataset", "scored"], "--dataset gsm8k --path"),
         (["MODEL", "--recipe", "no-such-recipe"], "no-such-recipe"),
     ],
 )
@@ -215,3 +407,50 @@ def test_a_run_is_evaluated_on_what_it_did_not_train_on(
     summary = json.loads((run_folder / "evaluations" / "after" / "evaluation.json").read_text())
     assert summary["problems"] == 2
     assert summary["settings"]["tags"] == ["reasoning", "answer"]
+
+
+def asked(**options: str) -> argparse.Namespace:
+    """The options of `evaluate` that say which problems."""
+    keys = ("dataset", "path", "split", "prompt_style", "prompt_format")
+    return argparse.Namespace(**dict.fromkeys(keys) | options)
+
+
+def test_a_folder_with_one_split_is_not_evaluated_as_its_test_split(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"question": ["1?"], "answer": ["#### 1"]})
+    rows.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "two"))
+    trained = {"name": "gsm8k", "path": str(tmp_path / "one")}
+    for options in (asked(), asked(path=trained["path"])):
+        with pytest.raises(EvaluationError, match="name the held-out problems with --path"):
+            held_out_spec(trained, options)
+    assert held_out_spec({**trained, "eval_split": "train[90%:]"}, asked()).split == "train[90%:]"
+    assert held_out_spec(trained, asked(split="train[90%:]")).split == "train[90%:]"
+    assert held_out_spec({**trained, "path": str(tmp_path / "two")}, asked()).split == "test"
+
+
+def test_another_path_is_read_whole_and_not_by_the_recipes_slice() -> None:
+    trained = {"name": "gsm8k", "path": "a.jsonl", "eval_split": "train[90%:]"}
+    spec = held_out_spec(trained, asked(path="b.jsonl"))
+    assert (spec.path, spec.split) == ("b.jsonl", "test")
+    spec = held_out_spec({**trained, "eval_path": "c.jsonl"}, asked(path="b.jsonl", split="train[:5]"))
+    assert (spec.path, spec.split) == ("b.jsonl", "train[:5]")
+
+
+def test_tags_are_found_inside_a_sum() -> None:
+    inner = {"name": "sum", "rewards": ["tag_count", {"name": "tag_structure", "kwargs": {"tags": ["t", "a"]}}]}
+    recipe = {"rewards": ["gsm8k_correctness", {"name": "sum", "rewards": [inner]}]}
+    assert evaluation_run._tags(recipe, held_out_spec({}, asked())) == ("t", "a")
+
+
+def test_a_run_on_recorded_responses_is_refused_with_a_command_that_works(
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys
+) -> None:
+    run_folder = Path(shutil.copytree(tiny_model, tmp_path / "run"))
+    dataset = {"name": "scored", "path": "scored.jsonl", "prompt_format": "text"}
+    (run_folder / "run.json").write_text(json.dumps({"recipe": {"dataset": dataset, "rewards": []}}))
+    assert cli.main(command(run_folder, tmp_path / "e")) == 2
+    said = capsys.readouterr().err
+    assert "recorded responses" in said
+    fix = said.partition("`")[2].partition("`")[0].replace("PROBLEMS.jsonl", str(gsm8k_file)).split()
+    assert cli.main(command(run_folder, tmp_path / "e", *fix)) == 0
+    assert "2 problems" in capsys.readouterr().out

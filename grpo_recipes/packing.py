@@ -62,6 +62,8 @@ WORTHWHILE = 0.95
 IGNORED = -100
 """The label of a position that predicts nothing."""
 
+_ELSEWHERE = "on another rank"
+
 Span = tuple[int, int]
 PerToken = tuple[Tensor, Tensor | None]
 
@@ -167,6 +169,12 @@ class Rows:
     def head(self, count: int) -> Rows:
         """The first `count` rows."""
         return Rows(self.input_ids[:count], self.attention_mask[:count], self.logits_to_keep)
+
+    def unlabelled(self) -> Rows:
+        """The same rows with their completions masked out."""
+        mask = self.attention_mask.clone()
+        mask[:, -self.logits_to_keep :] = 0
+        return Rows(self.input_ids, mask, self.logits_to_keep)
 
     def widen(self, columns: int) -> Rows:
         """The same rows with columns of padding added on the left."""
@@ -441,21 +449,17 @@ class LogProbs:
 
     def _settle(self, model: nn.Module, bare: nn.Module, rows: Rows) -> Layout | None:
         """Inspect the model, then hold the layout against TRL's plain rows; None if no rank has a label."""
-        allowed, reason = self._allowed(bare)
-        if allowed is Layout.PLAIN:
-            found, doubt = Layout.PLAIN, ""
-        else:
-            with _at_rest(bare), disable_gradient_checkpointing(bare, self.args.gradient_checkpointing_kwargs):
-                found, doubt = self._verify(model, bare, rows, allowed)
-            evidence = int(rows.completion_mask.any())
-            verdicts = self.accelerator.gather(torch.tensor([[int(found), evidence]], device=rows.input_ids.device))
-            if not verdicts[:, 1].any():
+        found, reason = self._allowed(bare)
+        if found is not Layout.PLAIN:
+            if not self._on_any_rank(bool(rows.completion_mask.any())):
                 return None
-            found = Layout(int(verdicts[:, 0].min()))
+            with _at_rest(bare), disable_gradient_checkpointing(bare, self.args.gradient_checkpointing_kwargs):
+                found, doubt = self._verify(model, bare, rows, found)
+            reason = doubt or reason
         if found is not Layout.PACKED:
             stock_attention(bare)
         if found < self.wanted:
-            self.say_once(f"micro-batches are {found}: {doubt or reason or 'another rank failed the check'}")
+            self.say_once(f"micro-batches are {found}: {reason}")
         return found
 
     def _allowed(self, model: nn.Module) -> tuple[Layout, str]:
@@ -476,30 +480,43 @@ class LogProbs:
         return (Layout.TRIMMED, reason) if reason else (Layout.PACKED, "")
 
     def _verify(self, model: nn.Module, bare: nn.Module, rows: Rows, wanted: Layout) -> tuple[Layout, str]:
-        """The best layout up to `wanted` that agrees with TRL's rows, and why it isn't `wanted`."""
+        """The best layout up to `wanted` that agrees with TRL's rows on every rank, and why it isn't `wanted`.
+
+        Under ZeRO-3 and FSDP a model call is a collective: ranks settle each stage together, whatever their own rows are.
+        """
         room = (getattr(text_config(bare), "max_position_embeddings", None) or math.inf) - rows.input_ids.size(1)
         columns = int(max(0, min(EXTRA_PADDING, room)))
-        if not columns and _learns_positions(base_model(bare)):
+        if self._on_any_rank(not columns and _learns_positions(base_model(bare))):
             return Layout.PLAIN, "its positions are learnt, and the rows leave no room to check whether padding matters"
         expected, _ = self.plain(model, rows.widen(columns), False)
         trimmed, index = rows.trimmed()
         got, _ = self._run(Call(Layout.TRIMMED, rows, trimmed, index), model, False)
         doubt = self._disagreement(got, expected, rows, bare)
-        if doubt:
-            return Layout.PLAIN, f"the log-probabilities of this model depend on padding ({doubt})"
+        if self._on_any_rank(bool(doubt)):
+            return Layout.PLAIN, f"the log-probabilities of this model depend on padding ({doubt or _ELSEWHERE})"
         if wanted is not Layout.PACKED:
             return Layout.TRIMMED, ""
-        packing_attention(bare)
-        index = self._fits(bare, rows).nonzero().flatten()
-        if not len(index):
+        packable = (self._fits(bare, rows) & rows.completion_mask.any(1)).nonzero().flatten()
+        if not self._on_any_rank(len(packable) > 0):
             return Layout.TRIMMED, "no row of the first micro-batch can be packed"
+        packing_attention(bare)
+        index = packable if len(packable) else packable.new_zeros(1)
         some = rows.select(index)
+        if not len(packable):  # this rank has no say, but owes the others a call
+            some = some.unlabelled()
         try:
             got, _ = self._run_packed(model, pack(some), some, False)
-        except NotFollowed as error:
-            return Layout.TRIMMED, str(error)
-        doubt = self._disagreement(got, expected[index], some, bare)
-        return (Layout.TRIMMED, f"packed rows give other log-probabilities ({doubt})") if doubt else (Layout.PACKED, "")
+            doubt = self._disagreement(got, expected[index], some, bare)
+            doubt = doubt and f"packed rows give other log-probabilities ({doubt})"
+        except NotFollowed as error:  # raised after the call
+            doubt = str(error)
+        if self._on_any_rank(bool(doubt)):
+            return Layout.TRIMMED, doubt or f"packed rows give other log-probabilities ({_ELSEWHERE})"
+        return Layout.PACKED, ""
+
+    def _on_any_rank(self, here: bool) -> bool:
+        """Whether something holds on at least one rank; every rank must ask."""
+        return bool(self.accelerator.gather(torch.tensor([int(here)], device=self.accelerator.device)).any())
 
     def _disagreement(self, got: Tensor, expected: Tensor, rows: Rows, model: nn.Module) -> str:
         """By how much two computations differ where there are labels, as a phrase; empty within the tolerance."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -362,6 +364,74 @@ def test_nothing_is_concluded_from_rows_without_a_label(tmp_path: Path, said: An
     assert said() == []
     scored(trainer, flat(RAGGED))
     assert layout_of(trainer) is Layout.PACKED
+
+
+SHORT = padded([[5, 6], [5, 6]], [[7, 8, 9], [7, 1]])
+LONG = padded([[5, 6, 7, 8]] * 2, [[7, 8, 9, 5, 6, 3, 2, 5], [7, 8, 9, 5, 6, 3, 2, 1]])
+UNLABELLED = padded([[5, 6], [5, 6]], [[], []])
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, **NO_DROPOUT}
+
+
+def on_two_ranks(trainers: list[GRPOTrainer], rows: list[Rows]) -> list[list[str]]:
+    """What each of two ranks, a thread each, does while it settles its layout: its model calls and its collectives.
+
+    Both wait for each other as under ZeRO-3. Ranks that part ways raise BrokenBarrierError instead of hanging.
+    """
+    barrier, slots, done = Barrier(2, timeout=20), [None, None], [[], []]
+
+    def meet(rank: int, what: str, value: Any = None) -> list[Any]:
+        slots[rank] = (what, value)
+        barrier.wait()
+        met = list(slots)
+        barrier.wait()
+        assert met[0][0] == met[1][0], f"one rank waits in a {met[0][0]}, the other in a {met[1][0]}"
+        done[rank].append(what)
+        return [entry for _, entry in met]
+
+    def settle(rank: int) -> None:
+        trainer = trainers[rank]
+        trainer.accelerator.gather = lambda tensor: torch.cat(meet(rank, "collective", tensor))
+        trainer.model.register_forward_pre_hook(lambda *_: meet(rank, "model call") and None)
+        trainer._log_probs.layout(trainer.model, rows[rank], len(rows[rank].input_ids))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(settle, range(2)))
+    return done
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(
+    ("name", "config", "first", "second", "found"),
+    [
+        ("MistralConfig", {"sliding_window": 8}, SHORT, LONG, Layout.PACKED),  # one rank has no row that fits
+        ("MistralConfig", {"sliding_window": 4}, LONG, LONG, Layout.TRIMMED),  # neither has
+        ("GPT2Config", GPT2, SHORT, UNLABELLED, Layout.PLAIN),  # padding matters, as one rank alone can tell
+        ("GPT2Config", {**GPT2, "max_position_embeddings": 12}, SHORT, LONG, Layout.PLAIN),  # no room on one rank
+        ("Qwen2Config", {}, SHORT, UNLABELLED, Layout.PACKED),
+    ],
+)
+def test_ranks_check_in_step(
+    name: str, config: dict[str, Any], first: Rows, second: Rows, found: Layout, swapped: bool, tmp_path: Path
+) -> None:
+    trainers = [trainer_on(model(getattr(transformers, name), **config), tmp_path) for _ in range(2)]
+    done = on_two_ranks(trainers, [second, first] if swapped else [first, second])
+    assert done[0] == done[1]
+    assert [layout_of(trainer) for trainer in trainers] == [found, found]
+
+
+def test_no_rank_calls_the_model_where_none_has_a_label(tmp_path: Path) -> None:
+    trainers = [trainer_on(model(), tmp_path) for _ in range(2)]
+    assert on_two_ranks(trainers, [UNLABELLED, UNLABELLED]) == [["collective"]] * 2
+    assert [trainer._log_probs._settled for trainer in trainers] == [{}, {}]
+
+
+def test_a_rank_whose_rows_agree_follows_one_whose_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "attention_window", lambda config: None)
+    trainers = [trainer_on(model(transformers.MistralConfig, sliding_window=6), tmp_path) for _ in range(2)]
+    done = on_two_ranks(trainers, [SHORT, LONG])
+    assert done[0] == done[1]
+    assert [layout_of(trainer) for trainer in trainers] == [Layout.TRIMMED] * 2
+    assert [trainer.model.config._attn_implementation for trainer in trainers] == ["sdpa"] * 2
 
 
 def test_holes_in_a_completion_mask(tmp_path: Path, said: Any) -> None:

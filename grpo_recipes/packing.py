@@ -291,10 +291,18 @@ def packed_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Stock SDPA; with a plan, causal attention of each suffix on its own prefix and itself. Shapes as transformers':
-    query (1, heads, N, D), key and value (1, key-value heads, N, D); returns (1, N, heads, D)."""
+    query (1, heads, N, D), key and value (1, key-value heads, N, D); returns (1, N, heads, D).
+
+    Raises `RuntimeError` for a plan with dropout, which `unsupported` should have seen.
+    """
     if group_plan is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if dropout > 0:
+        raise RuntimeError(
+            f"a packed row reached {type(module).__name__} with an attention dropout of {dropout:g}, which its "
+            "completions would share: set micro_batching: {pack: false}"
         )
     group_plan.attended += 1
     if _has_varlen(query, value):
@@ -648,6 +656,12 @@ def _learns_positions(model: PreTrainedModel) -> bool:
 
 
 def _drops(model: nn.Module) -> bool:
-    """Whether a module drops activations; transformers' attention layers hold their rate as `attention_dropout`."""
-    rates = (m.p if isinstance(m, nn.Dropout) else getattr(m, "attention_dropout", 0.0) for m in model.modules())
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+    """Whether a module drops activations: an `nn.Dropout` or the like, or a layer that holds its rate as a number.
+
+    Transformers' attention layers call it `attention_dropout` or, as OPT's, `dropout`.
+    """
+    return any(
+        isinstance(value, float) and value > 0 and "drop" in f"{type(module).__name__}.{name}".lower()
+        for module in model.modules()
+        for name, value in vars(module).items()
+    )

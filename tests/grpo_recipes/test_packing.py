@@ -308,6 +308,24 @@ def test_lora_dropout_forbids_packing_but_not_trimming(tmp_path: Path, said: Any
     assert "dropout" in sentence
 
 
+@pytest.mark.parametrize("rate", ["dropout", "attention_dropout"])
+def test_a_dropout_rate_that_is_an_attribute(rate: str, tmp_path: Path, said: Any) -> None:
+    """OPT has no `nn.Dropout`, and holds both of its rates as `self.dropout`."""
+    rates = {"dropout": 0.0, "attention_dropout": 0.0, rate: 0.1}
+    trainer = trainer_on(model(transformers.OPTConfig, ffn_dim=48, word_embed_proj_dim=32, **rates), tmp_path)
+    scored(trainer, flat(RAGGED))
+    assert layout_of(trainer) is Layout.TRIMMED
+    assert "the model has dropout" in said()[0]
+
+
+def test_dropout_that_inspection_does_not_see_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "unsupported", lambda model: None)
+    trainer = trainer_on(model(transformers.LlamaConfig, attention_dropout=0.5), tmp_path)
+    trainer.model.train()
+    with pytest.raises(RuntimeError, match="attention dropout of 0.5.*micro_batching: {pack: false}"):
+        scored(trainer, flat(RAGGED))
+
+
 def test_rows_that_something_else_reads_stay_plain(tmp_path: Path, said: Any) -> None:
     trainer = trainer_on(model(), tmp_path)
     trainer._log_probs.plain_because = "the full-vocabulary KL reads them"

@@ -508,7 +508,7 @@ class LogProbs:
         if not self._on_any_rank(len(packable) > 0):
             return Layout.TRIMMED, "no row of the first micro-batch can be packed"
         packing_attention(bare)
-        index = packable if len(packable) else packable.new_zeros(1)
+        index = _sharing(rows, packable) if len(packable) else packable.new_zeros(1)
         some = rows.select(index)
         if not len(packable):  # this rank has no say, but owes the others a call
             some = some.unlabelled()
@@ -573,6 +573,17 @@ def order(rows: Rows, layout: Layout) -> Tensor:
         return torch.tensor(rows.prompt_numbers(), device=rows.input_ids.device).argsort(stable=True)
     prompts, completions = rows.prompt_mask.sum(1), rows.completion_mask.sum(1)
     return (completions * (rows.prompt_mask.size(1) + 1) + prompts).argsort(stable=True)
+
+
+def _sharing(rows: Rows, index: Tensor) -> Tensor:
+    """`index`, with the row of the longest completion twice where no two of its rows share a prompt.
+
+    One completion, packed alone, is the plain row, and proves nothing.
+    """
+    some = rows.select(index)
+    if len(set(some.prompt_numbers())) < len(index):
+        return index
+    return torch.cat([index, index[some.completion_mask.sum(1).argmax()][None]])
 
 
 def _spread(values: Tensor, call: Call) -> Tensor:

@@ -14,7 +14,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import varlen
 from transformers import PreTrainedModel
 from trl import GRPOTrainer as TRLGRPOTrainer
@@ -382,6 +382,46 @@ def test_nothing_is_concluded_from_rows_without_a_label(tmp_path: Path, said: An
     assert said() == []
     scored(trainer, flat(RAGGED))
     assert layout_of(trainer) is Layout.PACKED
+
+
+class MixesNeighbours(nn.Module):
+    """A layer that adds the tokens before in the row, whatever attention and positions say."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(hidden + hidden.roll(1, dims=1) * (torch.arange(hidden.shape[1]) > 0)[:, None])
+
+
+class CountsFromTheRow(nn.Module):
+    """A rotary table by place in the row, and not by `position_ids`: right as long as no prompt is shared."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, hidden: Tensor, position_ids: Tensor, **kwargs: Any) -> Tensor:
+        return self.table(hidden, torch.arange(hidden.shape[1])[None], **kwargs)
+
+
+@pytest.mark.parametrize("rows", [[4], [0, 4], [5, 0]], ids=str)
+@pytest.mark.parametrize("fault", [MixesNeighbours, CountsFromTheRow])
+def test_rows_that_share_no_prompt_are_evidence_too(
+    fault: type[nn.Module], rows: list[int], tmp_path: Path, said: Any
+) -> None:
+    """One completion, packed alone, is the plain row, and would let any model pass."""
+    policy = model(transformers.LlamaConfig)
+    if fault is MixesNeighbours:
+        for layer in policy.model.layers:
+            layer.mlp = fault(layer.mlp)
+    else:
+        policy.model.rotary_emb = fault(policy.model.rotary_emb)
+    trainer = trainer_on(policy, tmp_path)
+    scored(trainer, flat(RAGGED).select(torch.tensor(rows)))
+    assert layout_of(trainer) is Layout.TRIMMED
+    assert "packed rows give other log-probabilities" in said()[0]
 
 
 SHORT = padded([[5, 6], [5, 6]], [[7, 8, 9], [7, 1]])

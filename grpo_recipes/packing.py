@@ -95,7 +95,7 @@ class GroupPlan:
     groups: list[tuple[Span, list[Span]]]
     """The prefix of each group and its suffixes, as [start, stop) in the packed row, in the row's order."""
     attended: int = 0
-    """How many attention layers have followed the plan."""
+    """How many attention layers have followed the plan, and had no other mask than causality."""
     varlen: Varlen | None = None
     """The same for `varlen_attn`, made by the first layer that wants it."""
 
@@ -304,7 +304,9 @@ def packed_attention(
             f"a packed row reached {type(module).__name__} with an attention dropout of {dropout:g}, which its "
             "completions would share: set micro_batching: {pack: false}"
         )
-    group_plan.attended += 1
+    # A plan stands for causality, which is all that a mask of booleans says here; a float mask adds to the scores.
+    if attention_mask is None or not attention_mask.is_floating_point():
+        group_plan.attended += 1
     if _has_varlen(query, value):
         return _varlen(group_plan, query, key, value, scaling), None
     grouped = query.shape[1] != key.shape[1]

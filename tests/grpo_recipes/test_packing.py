@@ -384,6 +384,16 @@ def test_nothing_is_concluded_from_rows_without_a_label(tmp_path: Path, said: An
     assert layout_of(trainer) is Layout.PACKED
 
 
+def test_a_mask_that_is_more_than_causal_is_not_followed(tmp_path: Path, said: Any) -> None:
+    """Doge adds a learnt float mask, which is too small to show in the log-probabilities of bfloat16."""
+    policy = model(transformers.DogeConfig, router_aux_loss_coef=0.0, output_router_logits=False).bfloat16()
+    trainer = trainer_on(policy, tmp_path, disable_dropout=True)
+    scored(trainer, flat(RAGGED))
+    assert layout_of(trainer) is Layout.TRIMMED
+    (sentence,) = said()
+    assert "0 of its 2 layers follow the plan" in sentence
+
+
 class MixesNeighbours(nn.Module):
     """A layer that adds the tokens before in the row, whatever attention and positions say."""
 

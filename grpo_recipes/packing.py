@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -478,6 +478,9 @@ class LogProbs:
             return Layout.PLAIN, "pad_to_multiple_of asks for the shapes that TRL makes"
         if self.plain_because:
             return Layout.PLAIN, self.plain_because
+        rotary = rotary_of_the_longest(text_config(model))
+        if rotary:
+            return Layout.PLAIN, f"a rotary table of type {rotary} depends on the longest row, padding included"
         if self.wanted is not Layout.PACKED:
             return self.wanted, ""
         reason = unsupported(model)
@@ -625,6 +628,17 @@ def attention_window(config: Any) -> int | None:
     kinds = getattr(config, "layer_types", None)
     slides = kinds is None or "sliding_attention" in kinds
     return getattr(config, "sliding_window", None) if slides else None
+
+
+def rotary_of_the_longest(config: Any) -> str | None:
+    """The type of a rotary table that transformers picks anew by the largest position of each forward, None without one.
+
+    TRL pads every pass over a generation batch to one width, and so gives all of them one table.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    tables = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]  # or by layer type
+    kinds = [table.get("rope_type") or "default" for table in tables]
+    return next((kind for kind in kinds if "dynamic" in kind or kind == "longrope"), None)
 
 
 def unsupported(model: nn.Module) -> str | None:

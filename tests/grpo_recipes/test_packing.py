@@ -17,6 +17,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from torch.nn.attention import varlen
 from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import dynamic_rope_update
 from trl import GRPOTrainer as TRLGRPOTrainer
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
@@ -248,6 +249,27 @@ FALLS_BACK: dict[str, tuple[str, dict[str, Any]]] = {
     "depend on padding": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, **NO_DROPOUT}),  # learnt positions
     "rows of more than 8 tokens": ("MistralConfig", {"sliding_window": 8}),
     "more than 8 tokens": ("Gemma3TextConfig", {"sliding_window": 8, "head_dim": 8}),  # in some of its layers
+    "a rotary table of type longrope depends on the longest row": (
+        "Phi3Config",
+        {
+            "sliding_window": None,
+            "original_max_position_embeddings": 20,  # rows on both sides of it
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 4,
+                "long_factor": [4.0] * 4,
+                "original_max_position_embeddings": 20,
+            },
+        },
+    ),
+    "a rotary table of type dynamic depends on the longest row": (
+        "LlamaConfig",
+        {
+            "max_position_embeddings": 20,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+        },
+    ),
     "router loss": (
         "Qwen3MoeConfig",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
@@ -269,6 +291,18 @@ def test_a_model_that_cannot_be_packed_says_why_once(reason: str, tmp_path: Path
             torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
     (sentence,) = said()
     assert reason in sentence
+
+
+@pytest.mark.parametrize("pack_rows", [True, False])
+def test_a_rotary_table_of_the_longest_row_in_one_kind_of_layer(pack_rows: bool, tmp_path: Path, said: Any) -> None:
+    """Neither packed nor trimmed: the width of the rows is part of the result."""
+    local = {"rope_type": "default", "rope_theta": 10000.0}
+    rotary = {"full_attention": {**local, "rope_type": "dynamic", "factor": 4.0}, "sliding_attention": local}
+    policy = model(transformers.Gemma3TextConfig, sliding_window=64, head_dim=8, rope_parameters=rotary)
+    trainer = trainer_on(policy, tmp_path, micro_batching={"pack": pack_rows})
+    scored(trainer, flat(RAGGED))
+    assert layout_of(trainer) is Layout.PLAIN
+    assert "rotary table of type dynamic" in said()[0]
 
 
 def test_a_mixture_of_experts_without_router_loss_packs(tmp_path: Path) -> None:
@@ -571,6 +605,9 @@ def test_contract_with_transformers() -> None:
     assert packing.ATTENTION in transformers.AttentionInterface().valid_keys(), "AttentionInterface.register changed"
     assert packing.ATTENTION in transformers.AttentionMaskInterface().valid_keys(), "AttentionMaskInterface changed"
     assert hasattr(PreTrainedModel, "_can_set_attn_implementation"), "adapt `unsupported`: it asks this of a model"
+    update = inspect.getsource(dynamic_rope_update)
+    for line in ('if "dynamic" in rope_type:', 'elif rope_type == "longrope":'):
+        assert line in update, "transformers changed which rotary tables follow the row: adapt rotary_of_the_longest"
     attention = inspect.getsource(transformers.models.qwen2.modeling_qwen2.Qwen2Attention.forward)
     assert "**kwargs" in attention, "attention layers no longer pass arguments on: the plan can't reach the attention"
 

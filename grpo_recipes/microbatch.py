@@ -316,9 +316,13 @@ def _emptied(batch: MicroBatch, idle: Tensor) -> MicroBatch:
 
 
 def _trimmed(batch: MicroBatch) -> MicroBatch:
-    """Cut the columns that no row of the micro-batch uses."""
+    """Cut the columns that no row of the micro-batch uses.
+
+    Two stay, where there are two: TRL takes values of (B, 1) for one per sequence, and its metrics would forget the mask.
+    """
     left, width = extent(batch["prompt_mask"], batch["completion_mask"])
     full = batch["completion_ids"].size(1)
+    width = max(width, min(2, full))
     cut = dict(batch)
     for key, value in batch.items():
         if key in ("prompt_ids", "prompt_mask"):

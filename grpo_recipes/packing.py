@@ -85,19 +85,22 @@ class Layout(IntEnum):
         return ("left as TRL pads them", "trimmed and not packed", "packed")[self]
 
 
-@dataclass
 class GroupPlan:
     """Which spans of a packed row belong together; travels through the model as the keyword argument `group_plan`.
 
-    It is an argument, and not context, because checkpointing runs the layers again in the backward pass.
+    It is an argument, and not context, because checkpointing runs the layers again in the backward pass. It is no dataclass,
+    because FSDP2 in 16 bit hands its modules copies of those, and what the layers note here would be lost.
     """
 
     groups: list[tuple[Span, list[Span]]]
     """The prefix of each group and its suffixes, as [start, stop) in the packed row, in the row's order."""
-    attended: int = 0
+    attended: int
     """How many attention layers have followed the plan, and had no other mask than causality."""
-    varlen: Varlen | None = None
+    varlen: Varlen | None
     """The same for `varlen_attn`, made by the first layer that wants it."""
+
+    def __init__(self, groups: list[tuple[Span, list[Span]]]) -> None:
+        self.groups, self.attended, self.varlen = groups, 0, None
 
     def segments(self) -> Iterator[tuple[Span, Span]]:
         """(context, own span) of each run of queries: prefixes have no context, suffixes have their prefix."""

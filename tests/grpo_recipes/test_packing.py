@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.utils import _apply_to_tensors
 from torch.nn.attention import varlen
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import dynamic_rope_update
@@ -610,6 +612,14 @@ def test_contract_with_transformers() -> None:
         assert line in update, "transformers changed which rotary tables follow the row: adapt rotary_of_the_longest"
     attention = inspect.getsource(transformers.models.qwen2.modeling_qwen2.Qwen2Attention.forward)
     assert "**kwargs" in attention, "attention layers no longer pass arguments on: the plan can't reach the attention"
+
+
+def test_a_plan_comes_through_fsdp_itself() -> None:
+    """FSDP2 in 16 bit rebuilds the containers among a forward's arguments, dataclasses too; layers count on the plan."""
+    source = inspect.getsource(FSDPState._cast_forward_inputs)
+    assert "_apply_to_tensors(cast_fn, kwargs)" in source, "torch casts the arguments of FSDP2's forwards another way"
+    plan = pack(flat(RAGGED)).plan
+    assert _apply_to_tensors(lambda tensor: tensor.bfloat16(), {"group_plan": plan})["group_plan"] is plan
 
 
 def test_contract_with_torch() -> None:

@@ -362,12 +362,19 @@ def test_dropout_that_inspection_does_not_see_is_an_error(tmp_path: Path, monkey
         scored(trainer, flat(RAGGED))
 
 
+class WithFullKL(GRPOTrainer):
+    """A trainer whose KL term reads the hidden states of TRL's rows."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, kl_estimator="full", **kwargs)
+
+
 def test_rows_that_something_else_reads_stay_plain(tmp_path: Path, said: Any) -> None:
-    trainer = trainer_on(model(), tmp_path)
-    trainer._log_probs.plain_because = "the full-vocabulary KL reads them"
+    trainer = make_trainer(WithFullKL, RAGGED, model(), tmp_path, beta=0.04, per_device_train_batch_size=9)
     scored(trainer, flat(RAGGED))
     assert layout_of(trainer) is Layout.PLAIN
-    assert said() == ["[RANK 0] micro-batches are left as TRL pads them: the full-vocabulary KL reads them"]
+    (sentence,) = said()
+    assert "are left as TRL pads them: the full-vocabulary KL reads the hidden states of TRL's rows" in sentence
 
 
 # ---- what inspection can't see

@@ -62,8 +62,6 @@ class Exactness:
     """Rows of advantage zero may leave forward and backward."""
     rescale: bool = False
     """Advantages then carry the change of the divisor: they are multiplied by new / original."""
-    because: str = ""
-    """Why not all of it."""
 
 
 def exactness(
@@ -79,16 +77,14 @@ def exactness(
     The divisor of `grpo`, `sapo`, `luspo` and `dr_grpo` is kept because rows are emptied and not removed; that of `bnpo`
     changes, and the advantages carry the change, which the KL term could not.
     """
-    if entropy_bonus or entropy_quantile < 1.0 or router_loss:
-        term = "entropy bonus" if entropy_bonus else "router loss" if router_loss else "entropy quantile"
-        return Exactness(False, False, because=f"the {term} is a statistic of each micro-batch")
+    if entropy_bonus or entropy_quantile < 1.0 or router_loss:  # each is a statistic of its micro-batch
+        return Exactness(False, False)
     divisor = DIVISORS.get(loss_type)
     if divisor is None:
-        return Exactness(False, False, because=f"the loss type {loss_type} is not known")
+        return Exactness(False, False)
     if divisor is Divisor.TOKENS:
-        exact = beta == 0.0
-        return Exactness(exact, exact, exact, "" if exact else f"{loss_type} with beta {beta:g} depends on them")
-    return Exactness(True, beta == 0.0, because="" if beta == 0.0 else "every row has a KL term")
+        return Exactness(beta == 0.0, beta == 0.0, rescale=beta == 0.0)
+    return Exactness(True, skip=beta == 0.0)  # with a beta, every row has a KL term
 
 
 @dataclass(frozen=True)
@@ -316,9 +312,13 @@ def _emptied(batch: MicroBatch, idle: Tensor) -> MicroBatch:
 
 
 def _trimmed(batch: MicroBatch) -> MicroBatch:
-    """Cut the columns that no row of the micro-batch uses."""
+    """Cut the columns that no row of the micro-batch uses.
+
+    Two stay, where there are two: TRL takes values of (B, 1) for one per sequence, and its metrics would forget the mask.
+    """
     left, width = extent(batch["prompt_mask"], batch["completion_mask"])
     full = batch["completion_ids"].size(1)
+    width = max(width, min(2, full))
     cut = dict(batch)
     for key, value in batch.items():
         if key in ("prompt_ids", "prompt_mask"):

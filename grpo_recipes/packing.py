@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -62,6 +62,8 @@ WORTHWHILE = 0.95
 IGNORED = -100
 """The label of a position that predicts nothing."""
 
+_ELSEWHERE = "on another rank"
+
 Span = tuple[int, int]
 PerToken = tuple[Tensor, Tensor | None]
 
@@ -83,19 +85,22 @@ class Layout(IntEnum):
         return ("left as TRL pads them", "trimmed and not packed", "packed")[self]
 
 
-@dataclass
 class GroupPlan:
     """Which spans of a packed row belong together; travels through the model as the keyword argument `group_plan`.
 
-    It is an argument, and not context, because checkpointing runs the layers again in the backward pass.
+    It is an argument, and not context, because checkpointing runs the layers again in the backward pass. It is no dataclass,
+    because FSDP2 in 16 bit hands its modules copies of those, and what the layers note here would be lost.
     """
 
     groups: list[tuple[Span, list[Span]]]
     """The prefix of each group and its suffixes, as [start, stop) in the packed row, in the row's order."""
-    attended: int = 0
-    """How many attention layers have followed the plan."""
-    varlen: Varlen | None = None
+    attended: int
+    """How many attention layers have followed the plan, and had no other mask than causality."""
+    varlen: Varlen | None
     """The same for `varlen_attn`, made by the first layer that wants it."""
+
+    def __init__(self, groups: list[tuple[Span, list[Span]]]) -> None:
+        self.groups, self.attended, self.varlen = groups, 0, None
 
     def segments(self) -> Iterator[tuple[Span, Span]]:
         """(context, own span) of each run of queries: prefixes have no context, suffixes have their prefix."""
@@ -167,6 +172,12 @@ class Rows:
     def head(self, count: int) -> Rows:
         """The first `count` rows."""
         return Rows(self.input_ids[:count], self.attention_mask[:count], self.logits_to_keep)
+
+    def unlabelled(self) -> Rows:
+        """The same rows with their completions masked out."""
+        mask = self.attention_mask.clone()
+        mask[:, -self.logits_to_keep :] = 0
+        return Rows(self.input_ids, mask, self.logits_to_keep)
 
     def widen(self, columns: int) -> Rows:
         """The same rows with columns of padding added on the left."""
@@ -283,12 +294,22 @@ def packed_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Stock SDPA; with a plan, causal attention of each suffix on its own prefix and itself. Shapes as transformers':
-    query (1, heads, N, D), key and value (1, key-value heads, N, D); returns (1, N, heads, D)."""
+    query (1, heads, N, D), key and value (1, key-value heads, N, D); returns (1, N, heads, D).
+
+    Raises `RuntimeError` for a plan with dropout, which `unsupported` should have seen.
+    """
     if group_plan is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    group_plan.attended += 1
+    if dropout > 0:
+        raise RuntimeError(
+            f"a packed row reached {type(module).__name__} with an attention dropout of {dropout:g}, which its "
+            "completions would share: set micro_batching: {pack: false}"
+        )
+    # A plan stands for causality, which is all that a mask of booleans says here; a float mask adds to the scores.
+    if attention_mask is None or not attention_mask.is_floating_point():
+        group_plan.attended += 1
     if _has_varlen(query, value):
         return _varlen(group_plan, query, key, value, scaling), None
     grouped = query.shape[1] != key.shape[1]
@@ -441,21 +462,17 @@ class LogProbs:
 
     def _settle(self, model: nn.Module, bare: nn.Module, rows: Rows) -> Layout | None:
         """Inspect the model, then hold the layout against TRL's plain rows; None if no rank has a label."""
-        allowed, reason = self._allowed(bare)
-        if allowed is Layout.PLAIN:
-            found, doubt = Layout.PLAIN, ""
-        else:
-            with _at_rest(bare), disable_gradient_checkpointing(bare, self.args.gradient_checkpointing_kwargs):
-                found, doubt = self._verify(model, bare, rows, allowed)
-            evidence = int(rows.completion_mask.any())
-            verdicts = self.accelerator.gather(torch.tensor([[int(found), evidence]], device=rows.input_ids.device))
-            if not verdicts[:, 1].any():
+        found, reason = self._allowed(bare)
+        if found is not Layout.PLAIN:
+            if not self._on_any_rank(bool(rows.completion_mask.any())):
                 return None
-            found = Layout(int(verdicts[:, 0].min()))
+            with _at_rest(bare), disable_gradient_checkpointing(bare, self.args.gradient_checkpointing_kwargs):
+                found, doubt = self._verify(model, bare, rows, found)
+            reason = doubt or reason
         if found is not Layout.PACKED:
             stock_attention(bare)
         if found < self.wanted:
-            self.say_once(f"micro-batches are {found}: {doubt or reason or 'another rank failed the check'}")
+            self.say_once(f"micro-batches are {found}: {reason}")
         return found
 
     def _allowed(self, model: nn.Module) -> tuple[Layout, str]:
@@ -464,6 +481,9 @@ class LogProbs:
             return Layout.PLAIN, "pad_to_multiple_of asks for the shapes that TRL makes"
         if self.plain_because:
             return Layout.PLAIN, self.plain_because
+        rotary = rotary_of_the_longest(text_config(model))
+        if rotary:
+            return Layout.PLAIN, f"a rotary table of type {rotary} depends on the longest row, padding included"
         if self.wanted is not Layout.PACKED:
             return self.wanted, ""
         reason = unsupported(model)
@@ -476,30 +496,43 @@ class LogProbs:
         return (Layout.TRIMMED, reason) if reason else (Layout.PACKED, "")
 
     def _verify(self, model: nn.Module, bare: nn.Module, rows: Rows, wanted: Layout) -> tuple[Layout, str]:
-        """The best layout up to `wanted` that agrees with TRL's rows, and why it isn't `wanted`."""
+        """The best layout up to `wanted` that agrees with TRL's rows on every rank, and why it isn't `wanted`.
+
+        Under ZeRO-3 and FSDP a model call is a collective: ranks settle each stage together, whatever their own rows are.
+        """
         room = (getattr(text_config(bare), "max_position_embeddings", None) or math.inf) - rows.input_ids.size(1)
         columns = int(max(0, min(EXTRA_PADDING, room)))
-        if not columns and _learns_positions(base_model(bare)):
+        if self._on_any_rank(not columns and _learns_positions(base_model(bare))):
             return Layout.PLAIN, "its positions are learnt, and the rows leave no room to check whether padding matters"
         expected, _ = self.plain(model, rows.widen(columns), False)
         trimmed, index = rows.trimmed()
         got, _ = self._run(Call(Layout.TRIMMED, rows, trimmed, index), model, False)
         doubt = self._disagreement(got, expected, rows, bare)
-        if doubt:
-            return Layout.PLAIN, f"the log-probabilities of this model depend on padding ({doubt})"
+        if self._on_any_rank(bool(doubt)):
+            return Layout.PLAIN, f"the log-probabilities of this model depend on padding ({doubt or _ELSEWHERE})"
         if wanted is not Layout.PACKED:
             return Layout.TRIMMED, ""
-        packing_attention(bare)
-        index = self._fits(bare, rows).nonzero().flatten()
-        if not len(index):
+        packable = (self._fits(bare, rows) & rows.completion_mask.any(1)).nonzero().flatten()
+        if not self._on_any_rank(len(packable) > 0):
             return Layout.TRIMMED, "no row of the first micro-batch can be packed"
+        packing_attention(bare)
+        index = _sharing(rows, packable) if len(packable) else packable.new_zeros(1)
         some = rows.select(index)
+        if not len(packable):  # this rank has no say, but owes the others a call
+            some = some.unlabelled()
         try:
             got, _ = self._run_packed(model, pack(some), some, False)
-        except NotFollowed as error:
-            return Layout.TRIMMED, str(error)
-        doubt = self._disagreement(got, expected[index], some, bare)
-        return (Layout.TRIMMED, f"packed rows give other log-probabilities ({doubt})") if doubt else (Layout.PACKED, "")
+            doubt = self._disagreement(got, expected[index], some, bare)
+            doubt = doubt and f"packed rows give other log-probabilities ({doubt})"
+        except NotFollowed as error:  # raised after the call
+            doubt = str(error)
+        if self._on_any_rank(bool(doubt)):
+            return Layout.TRIMMED, doubt or f"packed rows give other log-probabilities ({_ELSEWHERE})"
+        return Layout.PACKED, ""
+
+    def _on_any_rank(self, here: bool) -> bool:
+        """Whether something holds on at least one rank; every rank must ask."""
+        return bool(self.accelerator.gather(torch.tensor([int(here)], device=self.accelerator.device)).any())
 
     def _disagreement(self, got: Tensor, expected: Tensor, rows: Rows, model: nn.Module) -> str:
         """By how much two computations differ where there are labels, as a phrase; empty within the tolerance."""
@@ -550,6 +583,17 @@ def order(rows: Rows, layout: Layout) -> Tensor:
     return (completions * (rows.prompt_mask.size(1) + 1) + prompts).argsort(stable=True)
 
 
+def _sharing(rows: Rows, index: Tensor) -> Tensor:
+    """`index`, with the row of the longest completion twice where no two of its rows share a prompt.
+
+    One completion, packed alone, is the plain row, and proves nothing.
+    """
+    some = rows.select(index)
+    if len(set(some.prompt_numbers())) < len(index):
+        return index
+    return torch.cat([index, index[some.completion_mask.sum(1).argmax()][None]])
+
+
 def _spread(values: Tensor, call: Call) -> Tensor:
     """Results of trimmed rows in the layout of all rows, zero where nothing was computed."""
     wide = pad(values, (0, call.rows.logits_to_keep - values.size(1)))
@@ -587,6 +631,17 @@ def attention_window(config: Any) -> int | None:
     kinds = getattr(config, "layer_types", None)
     slides = kinds is None or "sliding_attention" in kinds
     return getattr(config, "sliding_window", None) if slides else None
+
+
+def rotary_of_the_longest(config: Any) -> str | None:
+    """The type of a rotary table that transformers picks anew by the largest position of each forward, None without one.
+
+    TRL pads every pass over a generation batch to one width, and so gives all of them one table.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    tables = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]  # or by layer type
+    kinds = [table.get("rope_type") or "default" for table in tables]
+    return next((kind for kind in kinds if "dynamic" in kind or kind == "longrope"), None)
 
 
 def unsupported(model: nn.Module) -> str | None:
@@ -631,6 +686,12 @@ def _learns_positions(model: PreTrainedModel) -> bool:
 
 
 def _drops(model: nn.Module) -> bool:
-    """Whether a module drops activations; transformers' attention layers hold their rate as `attention_dropout`."""
-    rates = (m.p if isinstance(m, nn.Dropout) else getattr(m, "attention_dropout", 0.0) for m in model.modules())
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+    """Whether a module drops activations: an `nn.Dropout` or the like, or a layer that holds its rate as a number.
+
+    Transformers' attention layers call it `attention_dropout` or, as OPT's, `dropout`.
+    """
+    return any(
+        isinstance(value, float) and value > 0 and "drop" in f"{type(module).__name__}.{name}".lower()
+        for module in model.modules()
+        for name, value in vars(module).items()
+    )

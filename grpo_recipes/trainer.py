@@ -77,11 +77,11 @@ class GRPOTrainer(TRLGRPOTrainer):
             entropy_quantile=self.top_entropy_quantile,
             router_loss=self.aux_loss_enabled,
         )
+        untouched = "the full-vocabulary KL reads the hidden states of TRL's rows" if self._full_kl is not None else ""
+        asked = self.micro_batching.layout
         self._log_probs = LogProbs(
-            self.accelerator, self.args, self._plain_log_probs, self.micro_batching.layout, self.aux_loss_enabled
+            self.accelerator, self.args, self._plain_log_probs, asked, self.aux_loss_enabled, untouched
         )
-        if self._full_kl is not None:
-            self._log_probs.plain_because = "the full-vocabulary KL reads the hidden states of TRL's rows"
 
     # Seam 1: the buffer of a generation batch, after TRL has generated, scored, shuffled and split it.
 

@@ -196,7 +196,7 @@ def test_rows_stay_whole_and_in_their_window(
     for batch in ours:
         assert len(batch["extra"]) == rows
         assert batch["num_items_in_batch"] == 7
-        assert batch["completion_mask"].any(0).all() or batch["completion_mask"].shape[1] == 1
+        assert batch["completion_mask"].any(0).all() or batch["completion_mask"].shape[1] <= 2
         assert batch["prompt_mask"].any(0).all()
         for position, label in enumerate(batch["extra"]):
             number = int(label.removeprefix("row "))
@@ -280,6 +280,25 @@ def test_entropy_is_that_of_the_kept_rows(tmp_path: Path) -> None:
         gradients(trainer, recording.rows())
         entropies.append(trainer._metrics["train"]["entropy"])
     assert sorted(entropies[0]) == pytest.approx(sorted(entropies[1]), abs=1e-5)
+
+
+def test_metrics_of_completions_of_one_token(tmp_path: Path) -> None:
+    """TRL takes values of one column for values of a sequence, and would count the emptied rows."""
+    one = Recording([[5, 6, 7]], [[[1], [1], [9, 8, 7, 1], [3, 4, 1]]], [[1.0, 0.0, 0.5, 0.5]])
+    kept = Recording(one.prompts, [[[1], [1]]], [[1.0, 0.0]])
+    entropies = []
+    for recording in (one, kept):
+        trainer = make_trainer(
+            GRPOTrainer,
+            recording,
+            model(),
+            tmp_path,
+            per_device_train_batch_size=recording.group,
+            gradient_accumulation_steps=1,
+        )
+        gradients(trainer, recording.rows())
+        entropies.append(trainer._metrics["train"]["entropy"])
+    assert entropies[0] == pytest.approx(entropies[1], abs=1e-5)
 
 
 # ---- what may be asked

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -12,9 +14,12 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.utils import _apply_to_tensors
 from torch.nn.attention import varlen
 from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import dynamic_rope_update
 from trl import GRPOTrainer as TRLGRPOTrainer
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
@@ -246,6 +251,27 @@ FALLS_BACK: dict[str, tuple[str, dict[str, Any]]] = {
     "depend on padding": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, **NO_DROPOUT}),  # learnt positions
     "rows of more than 8 tokens": ("MistralConfig", {"sliding_window": 8}),
     "more than 8 tokens": ("Gemma3TextConfig", {"sliding_window": 8, "head_dim": 8}),  # in some of its layers
+    "a rotary table of type longrope depends on the longest row": (
+        "Phi3Config",
+        {
+            "sliding_window": None,
+            "original_max_position_embeddings": 20,  # rows on both sides of it
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 4,
+                "long_factor": [4.0] * 4,
+                "original_max_position_embeddings": 20,
+            },
+        },
+    ),
+    "a rotary table of type dynamic depends on the longest row": (
+        "LlamaConfig",
+        {
+            "max_position_embeddings": 20,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+        },
+    ),
     "router loss": (
         "Qwen3MoeConfig",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
@@ -267,6 +293,18 @@ def test_a_model_that_cannot_be_packed_says_why_once(reason: str, tmp_path: Path
             torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
     (sentence,) = said()
     assert reason in sentence
+
+
+@pytest.mark.parametrize("pack_rows", [True, False])
+def test_a_rotary_table_of_the_longest_row_in_one_kind_of_layer(pack_rows: bool, tmp_path: Path, said: Any) -> None:
+    """Neither packed nor trimmed: the width of the rows is part of the result."""
+    local = {"rope_type": "default", "rope_theta": 10000.0}
+    rotary = {"full_attention": {**local, "rope_type": "dynamic", "factor": 4.0}, "sliding_attention": local}
+    policy = model(transformers.Gemma3TextConfig, sliding_window=64, head_dim=8, rope_parameters=rotary)
+    trainer = trainer_on(policy, tmp_path, micro_batching={"pack": pack_rows})
+    scored(trainer, flat(RAGGED))
+    assert layout_of(trainer) is Layout.PLAIN
+    assert "rotary table of type dynamic" in said()[0]
 
 
 def test_a_mixture_of_experts_without_router_loss_packs(tmp_path: Path) -> None:
@@ -306,12 +344,37 @@ def test_lora_dropout_forbids_packing_but_not_trimming(tmp_path: Path, said: Any
     assert "dropout" in sentence
 
 
+@pytest.mark.parametrize("rate", ["dropout", "attention_dropout"])
+def test_a_dropout_rate_that_is_an_attribute(rate: str, tmp_path: Path, said: Any) -> None:
+    """OPT has no `nn.Dropout`, and holds both of its rates as `self.dropout`."""
+    rates = {"dropout": 0.0, "attention_dropout": 0.0, rate: 0.1}
+    trainer = trainer_on(model(transformers.OPTConfig, ffn_dim=48, word_embed_proj_dim=32, **rates), tmp_path)
+    scored(trainer, flat(RAGGED))
+    assert layout_of(trainer) is Layout.TRIMMED
+    assert "the model has dropout" in said()[0]
+
+
+def test_dropout_that_inspection_does_not_see_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "unsupported", lambda model: None)
+    trainer = trainer_on(model(transformers.LlamaConfig, attention_dropout=0.5), tmp_path)
+    trainer.model.train()
+    with pytest.raises(RuntimeError, match="attention dropout of 0.5.*micro_batching: {pack: false}"):
+        scored(trainer, flat(RAGGED))
+
+
+class WithFullKL(GRPOTrainer):
+    """A trainer whose KL term reads the hidden states of TRL's rows."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, kl_estimator="full", **kwargs)
+
+
 def test_rows_that_something_else_reads_stay_plain(tmp_path: Path, said: Any) -> None:
-    trainer = trainer_on(model(), tmp_path)
-    trainer._log_probs.plain_because = "the full-vocabulary KL reads them"
+    trainer = make_trainer(WithFullKL, RAGGED, model(), tmp_path, beta=0.04, per_device_train_batch_size=9)
     scored(trainer, flat(RAGGED))
     assert layout_of(trainer) is Layout.PLAIN
-    assert said() == ["[RANK 0] micro-batches are left as TRL pads them: the full-vocabulary KL reads them"]
+    (sentence,) = said()
+    assert "are left as TRL pads them: the full-vocabulary KL reads the hidden states of TRL's rows" in sentence
 
 
 # ---- what inspection can't see
@@ -362,6 +425,124 @@ def test_nothing_is_concluded_from_rows_without_a_label(tmp_path: Path, said: An
     assert said() == []
     scored(trainer, flat(RAGGED))
     assert layout_of(trainer) is Layout.PACKED
+
+
+def test_a_mask_that_is_more_than_causal_is_not_followed(tmp_path: Path, said: Any) -> None:
+    """Doge adds a learnt float mask, which is too small to show in the log-probabilities of bfloat16."""
+    policy = model(transformers.DogeConfig, router_aux_loss_coef=0.0, output_router_logits=False).bfloat16()
+    trainer = trainer_on(policy, tmp_path, disable_dropout=True)
+    scored(trainer, flat(RAGGED))
+    assert layout_of(trainer) is Layout.TRIMMED
+    (sentence,) = said()
+    assert "0 of its 2 layers follow the plan" in sentence
+
+
+class MixesNeighbours(nn.Module):
+    """A layer that adds the tokens before in the row, whatever attention and positions say."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(hidden + hidden.roll(1, dims=1) * (torch.arange(hidden.shape[1]) > 0)[:, None])
+
+
+class CountsFromTheRow(nn.Module):
+    """A rotary table by place in the row, and not by `position_ids`: right as long as no prompt is shared."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, hidden: Tensor, position_ids: Tensor, **kwargs: Any) -> Tensor:
+        return self.table(hidden, torch.arange(hidden.shape[1])[None], **kwargs)
+
+
+@pytest.mark.parametrize("rows", [[4], [0, 4], [5, 0]], ids=str)
+@pytest.mark.parametrize("fault", [MixesNeighbours, CountsFromTheRow])
+def test_rows_that_share_no_prompt_are_evidence_too(
+    fault: type[nn.Module], rows: list[int], tmp_path: Path, said: Any
+) -> None:
+    """One completion, packed alone, is the plain row, and would let any model pass."""
+    policy = model(transformers.LlamaConfig)
+    if fault is MixesNeighbours:
+        for layer in policy.model.layers:
+            layer.mlp = fault(layer.mlp)
+    else:
+        policy.model.rotary_emb = fault(policy.model.rotary_emb)
+    trainer = trainer_on(policy, tmp_path)
+    scored(trainer, flat(RAGGED).select(torch.tensor(rows)))
+    assert layout_of(trainer) is Layout.TRIMMED
+    assert "packed rows give other log-probabilities" in said()[0]
+
+
+SHORT = padded([[5, 6], [5, 6]], [[7, 8, 9], [7, 1]])
+LONG = padded([[5, 6, 7, 8]] * 2, [[7, 8, 9, 5, 6, 3, 2, 5], [7, 8, 9, 5, 6, 3, 2, 1]])
+UNLABELLED = padded([[5, 6], [5, 6]], [[], []])
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, **NO_DROPOUT}
+
+
+def on_two_ranks(trainers: list[GRPOTrainer], rows: list[Rows]) -> list[list[str]]:
+    """What each of two ranks, a thread each, does while it settles its layout: its model calls and its collectives.
+
+    Both wait for each other as under ZeRO-3. Ranks that part ways raise BrokenBarrierError instead of hanging.
+    """
+    barrier, slots, done = Barrier(2, timeout=20), [None, None], [[], []]
+
+    def meet(rank: int, what: str, value: Any = None) -> list[Any]:
+        slots[rank] = (what, value)
+        barrier.wait()
+        met = list(slots)
+        barrier.wait()
+        assert met[0][0] == met[1][0], f"one rank waits in a {met[0][0]}, the other in a {met[1][0]}"
+        done[rank].append(what)
+        return [entry for _, entry in met]
+
+    def settle(rank: int) -> None:
+        trainer = trainers[rank]
+        trainer.accelerator.gather = lambda tensor: torch.cat(meet(rank, "collective", tensor))
+        trainer.model.register_forward_pre_hook(lambda *_: meet(rank, "model call") and None)
+        trainer._log_probs.layout(trainer.model, rows[rank], len(rows[rank].input_ids))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(settle, range(2)))
+    return done
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(
+    ("name", "config", "first", "second", "found"),
+    [
+        ("MistralConfig", {"sliding_window": 8}, SHORT, LONG, Layout.PACKED),  # one rank has no row that fits
+        ("MistralConfig", {"sliding_window": 4}, LONG, LONG, Layout.TRIMMED),  # neither has
+        ("GPT2Config", GPT2, SHORT, UNLABELLED, Layout.PLAIN),  # padding matters, as one rank alone can tell
+        ("GPT2Config", {**GPT2, "max_position_embeddings": 12}, SHORT, LONG, Layout.PLAIN),  # no room on one rank
+        ("Qwen2Config", {}, SHORT, UNLABELLED, Layout.PACKED),
+    ],
+)
+def test_ranks_check_in_step(
+    name: str, config: dict[str, Any], first: Rows, second: Rows, found: Layout, swapped: bool, tmp_path: Path
+) -> None:
+    trainers = [trainer_on(model(getattr(transformers, name), **config), tmp_path) for _ in range(2)]
+    done = on_two_ranks(trainers, [second, first] if swapped else [first, second])
+    assert done[0] == done[1]
+    assert [layout_of(trainer) for trainer in trainers] == [found, found]
+
+
+def test_no_rank_calls_the_model_where_none_has_a_label(tmp_path: Path) -> None:
+    trainers = [trainer_on(model(), tmp_path) for _ in range(2)]
+    assert on_two_ranks(trainers, [UNLABELLED, UNLABELLED]) == [["collective"]] * 2
+    assert [trainer._log_probs._settled for trainer in trainers] == [{}, {}]
+
+
+def test_a_rank_whose_rows_agree_follows_one_whose_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "attention_window", lambda config: None)
+    trainers = [trainer_on(model(transformers.MistralConfig, sliding_window=6), tmp_path) for _ in range(2)]
+    done = on_two_ranks(trainers, [SHORT, LONG])
+    assert done[0] == done[1]
+    assert [layout_of(trainer) for trainer in trainers] == [Layout.TRIMMED] * 2
+    assert [trainer.model.config._attn_implementation for trainer in trainers] == ["sdpa"] * 2
 
 
 def test_holes_in_a_completion_mask(tmp_path: Path, said: Any) -> None:
@@ -433,8 +614,19 @@ def test_contract_with_transformers() -> None:
     assert packing.ATTENTION in transformers.AttentionInterface().valid_keys(), "AttentionInterface.register changed"
     assert packing.ATTENTION in transformers.AttentionMaskInterface().valid_keys(), "AttentionMaskInterface changed"
     assert hasattr(PreTrainedModel, "_can_set_attn_implementation"), "adapt `unsupported`: it asks this of a model"
+    update = inspect.getsource(dynamic_rope_update)
+    for line in ('if "dynamic" in rope_type:', 'elif rope_type == "longrope":'):
+        assert line in update, "transformers changed which rotary tables follow the row: adapt rotary_of_the_longest"
     attention = inspect.getsource(transformers.models.qwen2.modeling_qwen2.Qwen2Attention.forward)
     assert "**kwargs" in attention, "attention layers no longer pass arguments on: the plan can't reach the attention"
+
+
+def test_a_plan_comes_through_fsdp_itself() -> None:
+    """FSDP2 in 16 bit rebuilds the containers among a forward's arguments, dataclasses too; layers count on the plan."""
+    source = inspect.getsource(FSDPState._cast_forward_inputs)
+    assert "_apply_to_tensors(cast_fn, kwargs)" in source, "torch casts the arguments of FSDP2's forwards another way"
+    plan = pack(flat(RAGGED)).plan
+    assert _apply_to_tensors(lambda tensor: tensor.bfloat16(), {"group_plan": plan})["group_plan"] is plan
 
 
 def test_contract_with_torch() -> None:

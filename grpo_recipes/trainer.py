@@ -1,4 +1,4 @@
-"""The only file that subclasses TRL's `GRPOTrainer`: the seams on TRL 1.16, and nothing else."""
+"""The only file that subclasses TRL's `GRPOTrainer`: the seams on TRL 1.16, and what it writes of the completions."""
 
 from __future__ import annotations
 

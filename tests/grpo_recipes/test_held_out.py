@@ -1,5 +1,6 @@
 """Evaluation during training, `eval_strategy`: on held-out problems, beside the training completions."""
 
+import inspect
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ import pandas as pd
 import pytest
 from datasets import Dataset
 from trl import GRPOConfig
+from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer, cli, train
 from grpo_recipes.runs import Run
@@ -116,6 +118,16 @@ def test_several_datasets_are_kept_apart(tiny_model: Path, tmp_path: Path, hande
         assert held_out_prompts(files / f"eval_org-hard_completions_{step}.parquet") == ["seven"] * 2
     assert len(list(files.iterdir())) == 2 + 2 * len(steps)
     assert not list(files.glob("eval_completions_*"))
+
+
+def test_contract_with_trl() -> None:
+    """What `held_out.kept_apart` and `GRPOTrainer.log` rely on beside TRL's public methods."""
+    log, build = inspect.getsource(TRLGRPOTrainer.log), inspect.getsource(TRLGRPOTrainer.__init__)
+    sentence = "TRL has changed {}: look at grpo_recipes/held_out.py and at `log` in grpo_recipes/trainer.py"
+    for said in ('self._logs["prompt"]', '"completions"', "completions_{self.state.global_step:05d}.parquet"):
+        assert said in log, sentence.format("what its log writes of the completions")
+    assert "self.accelerator.is_main_process and self.log_completions" in log, sentence.format("when it writes them")
+    assert "self._logs = {" in build, sentence.format("where it keeps them")
 
 
 def held_out(step: int, right: list[list[int]]) -> pd.DataFrame:

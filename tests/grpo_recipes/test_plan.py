@@ -15,7 +15,9 @@ LAYOUTS = sorted(path.stem for path in find_file("accelerate_configs", "cpu").pa
 
 
 @pytest.fixture(autouse=True)
-def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No hub, and no model that an earlier quickstart left in the working directory."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(data, "hub_answers", lambda: False)
     monkeypatch.setattr("grpo_recipes.memory.hub_answers", lambda: False)
 

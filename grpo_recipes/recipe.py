@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import enum
 import os
+import re
 import types
 import typing
 import warnings
@@ -438,7 +439,7 @@ def _split_arguments(args: Sequence[str]) -> tuple[Path | None, list[tuple[str, 
     while pending:
         word = pending.pop(0)
         name, equals, text = word.removeprefix("--").partition("=")
-        key = name.replace("-", "_")
+        key = re.sub(r"(?<=\w)-", "_", name)  # `--max-steps`, but not a number's sign
         ours = word.startswith("--") and (key == "config" or key.split(".")[0] in OUR_KEYS or "." in key)
         if not ours:
             rest.append(word)

@@ -87,12 +87,12 @@ def check_columns(rewards: Iterable[BuiltReward], columns: Sequence[str]) -> Non
             for column in needed:
                 if column not in (*TRL_ARGUMENTS, *given):
                     raise RewardCheckError(
-                        f"`rewards`: {reward.name} needs the column `{column}`, which the dataset does not give it: there are "
+                        f"`rewards`: {part.name} needs the column `{column}`, and the columns that it gets are "
                         f"{', '.join(given) or 'none'}"
                     )
             if not takes_all:
                 raise RewardCheckError(
-                    f"`rewards`: {reward.name} must take every column by name, as TRL hands them over: end its parameters in "
+                    f"`rewards`: {part.name} must take every column by name, as TRL hands them over: end its parameters in "
                     "`**columns`"
                 )
 

@@ -127,9 +127,8 @@ def _with_adapter(model: Any, peft_config: Any) -> Any:
         return get_peft_model(model, peft_config)
     except NoMatchingPeftModuleError as error:
         wanted = peft_config.target_modules
-        if (
-            isinstance(wanted, str) and wanted in linear
-        ):  # TRL makes text of a list of one, and peft reads text as a pattern
+        # TRL makes text of a list of one, and peft reads text as a pattern.
+        if isinstance(wanted, str) and wanted in linear:
             raise NoTargetModules(
                 f"a single name is a pattern for the whole path: write `.*{wanted}`, or name two modules"
             ) from error

@@ -1,10 +1,10 @@
 """Datasets by name: what a recipe's `dataset` key may say, and the rows that it stands for.
 
-`load` turns a `DatasetSpec` into the two columns that training and evaluation need: `prompt` and `answer`, the
-final answer alone. A dataset is read by the function that `_READERS` holds under its name: `gsm8k` (a hub id, a
-`save_to_disk` folder or a JSONL file), `rlaif` (the same, in MiniMind's schema), `arithmetic` (word problems made here, no
-network) or `scored` (recorded responses with their rewards, for `grpo_recipes.offline`; its columns are those of
-`_read_scored`).
+`load` turns a `DatasetSpec` into the two columns that training and evaluation need, `prompt` and `answer` (the final answer
+alone), beside the other columns of the rows, which a reward may ask for. A dataset is read by the function that `_READERS`
+holds under its name: `gsm8k` (a hub id, a `save_to_disk` folder or a JSONL file), `rlaif` (the same, in MiniMind's schema),
+`arithmetic` (word problems made here, no network) or `scored` (recorded responses with their rewards, for
+`grpo_recipes.offline`; its columns are those of `_read_scored`).
 """
 
 import difflib
@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import Any, TypeGuard, TypeVar
 
 import datasets
+import pyarrow as pa
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 GSM8K_HUB_ID = "openai/gsm8k"
@@ -45,6 +46,12 @@ PROMPT_STYLES: Mapping[str, str | None] = MappingProxyType(
     }
 )
 """The source documents' system prompts by name; `none` sends the question alone."""
+
+TAKEN_COLUMNS = (
+    *("prompt", "prompts", "completion", "completions", "completion_ids", "answer"),
+    *("trainer_state", "log_extra", "log_metric", "environment", "environments", "image", "images"),
+)
+"""Names that a row's own columns can't have: the trainer fills them, or reads more into them than a reward's column."""
 
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -156,8 +163,9 @@ def load(spec: DatasetSpec, *, evaluation: bool = False) -> datasets.Dataset:
     """Read the rows of a spec: the training split, or the held-out one.
 
     Returns:
-        A dataset with the columns `prompt` (a list of messages, or a string) and `answer` (the final answer alone);
-        for `scored` the columns `prompt`, `responses`, `rewards` and, where recorded, `logprobs`.
+        A dataset with the columns `prompt` (a list of messages, or a string), `answer` (the final answer alone) and those
+        of the rows that neither was made of; for `scored` the columns `prompt`, `responses`, `rewards` and, where recorded,
+        `logprobs`.
 
     Raises:
         DatasetUnreachable: the hub does not answer and the local cache has no copy.
@@ -256,7 +264,7 @@ def _read_arithmetic(spec: DatasetSpec, source: _Source) -> datasets.Dataset:
     lengths = {"train": size, "test": size}
     return _as_dataset(
         [
-            _question_row(problem, "arithmetic")
+            (*_question_row(problem, "arithmetic"), {})
             for split, start, stop in _slices(lengths, source)
             for problem in arithmetic_problems(split, stop, spec.seed)[start:]
         ],
@@ -300,9 +308,11 @@ _FOREIGN_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
-# A row is the turns that lead to the completion, the last of them the user's, and the final answer ("" if there is none).
+# What is read of a row: the turns that lead to the completion, the last of them the user's, and the final answer ("" if
+# there is none). A row is these two, and its other columns.
 _Message = dict[str, str]
-_Row = tuple[list[_Message], str]
+_Read = tuple[list[_Message], str]
+_Row = tuple[list[_Message], str, dict[str, Any]]
 # A prompt with its recorded responses, their rewards, and their log-probabilities (none, or a list for each response).
 _ScoredRow = tuple[str, list[str], list[float], list[list[float]]]
 _SCORED_COLUMNS = ("prompt", "responses", "rewards", "logprobs")
@@ -310,7 +320,7 @@ _AnyRow = TypeVar("_AnyRow")
 _ANY_SPLIT = ""
 
 
-def _question_row(row: Mapping[str, Any], where: str) -> _Row:
+def _question_row(row: Mapping[str, Any], where: str) -> _Read:
     """GSM8K's schema: a question, and worked steps that end in `#### N`."""
     for column, essence in (("question", str.strip), ("answer", final_answer)):
         if not isinstance(row[column], str) or not essence(row[column]):
@@ -318,7 +328,7 @@ def _question_row(row: Mapping[str, Any], where: str) -> _Row:
     return [{"role": "user", "content": row["question"].strip()}], final_answer(row["answer"])
 
 
-def _conversation_row(row: Mapping[str, Any], where: str) -> _Row:
+def _conversation_row(row: Mapping[str, Any], where: str) -> _Read:
     """MiniMind's RLAIF schema: the turns of a conversation, the assistant's last one left to be generated."""
     turns = row["conversations"]
     if not isinstance(turns, list) or not turns:
@@ -341,10 +351,10 @@ def _message(turn: Any, where: str) -> _Message:
 
 @dataclass(frozen=True)
 class _Schema:
-    """The columns of a dataset, and how to read one row of them; `where` names the row in an error."""
+    """The columns that a dataset is made of, and how to read one row of them; `where` names the row in an error."""
 
     columns: tuple[str, ...]
-    read: Callable[[Mapping[str, Any], str], _Row]
+    read: Callable[[Mapping[str, Any], str], _Read]
 
 
 _SCHEMAS: Mapping[str, _Schema] = MappingProxyType(
@@ -471,7 +481,13 @@ def _checked_row(row: Mapping[str, Any], where: str, schema: _Schema) -> _Row:
     for column in schema.columns:
         if column not in row:
             raise DatasetError(f"dataset: {where} has no {column!r}; every row needs {' and '.join(schema.columns)}.")
-    return schema.read(row, where)
+    others = {column: value for column, value in row.items() if column not in schema.columns}
+    for column in TAKEN_COLUMNS:
+        if column in others:
+            raise DatasetError(
+                f"dataset: {where} has a column {column!r}, a name that the trainer takes for itself; rename it or leave it out."
+            )
+    return *schema.read(row, where), others
 
 
 def _scored_row(row: Mapping[str, Any], where: str) -> _ScoredRow:
@@ -562,13 +578,29 @@ def _slices(lengths: Mapping[str, int], source: _Source) -> list[tuple[str, int,
 
 
 def _as_dataset(rows: Iterable[_Row], spec: DatasetSpec) -> datasets.Dataset:
-    pairs = list(rows)
-    return datasets.Dataset.from_dict(
-        {
-            "prompt": [_prompt(turns, spec) for turns, _ in pairs],
-            "answer": [answer for _, answer in pairs],
-        }
-    )
+    rows = list(rows)
+    made = {"prompt": [_prompt(turns, spec) for turns, _, _ in rows], "answer": [answer for _, answer, _ in rows]}
+    names = dict.fromkeys(name for _, _, others in rows for name in others)
+    columns = {name: [others.get(name) for _, _, others in rows] for name in names}
+    try:
+        return datasets.Dataset.from_dict(made | columns)
+    except _NO_COLUMN:
+        for name, values in columns.items():
+            _check_column(name, values)
+        raise
+
+
+_NO_COLUMN = (pa.ArrowException, OverflowError, TypeError)
+
+
+def _check_column(name: str, values: list[Any]) -> None:
+    """Raise `DatasetError` for values that no table can hold together."""
+    try:
+        datasets.Dataset.from_dict({name: values})
+    except _NO_COLUMN as error:
+        raise DatasetError(
+            f"dataset: the column {name!r} has values of several types ({_one_line(error)}); give all one type, or leave it out."
+        ) from error
 
 
 def _prompt(turns: list[_Message], spec: DatasetSpec) -> list[_Message] | str:

@@ -25,7 +25,7 @@ class Finding:
 
 def diagnose(run: Run) -> list[Finding]:
     """Every finding on a run, in the order of `CHECKS`; empty for a healthy one."""
-    return [finding for check in CHECKS if (finding := check(run)) is not None]
+    return [finding for check in (*CHECKS, unscorable_golds) if (finding := check(run)) is not None]
 
 
 def describe(findings: list[Finding]) -> str:
@@ -198,6 +198,20 @@ def overfitting(run: Run) -> Finding | None:
             f"step {_last_step(trained)}",
         )
     return None
+
+
+def unscorable_golds(run: Run) -> Finding | None:
+    """Golds that no correctness reward can score, as counted when the run began: no metric shows them."""
+    golds = run.record.get("unscorable_golds")
+    if not golds:
+        return None
+    rows = ", ".join(map(str, golds["rows"])) + (", …" if golds["count"] > len(golds["rows"]) else "")
+    return Finding(
+        "unscorable_golds",
+        0,
+        f"{golds['count']} of {golds['total']} golds can't be scored by a correctness reward (rows {rows} of the dataset, "
+        "counted from 1): correct or remove them",
+    )
 
 
 CHECKS: tuple[Callable[[Run], Finding | None], ...] = (

@@ -147,6 +147,13 @@ class Geometry:
                 "`per_device_train_batch_size`"
             )
 
+    def check_steps(self, config: Mapping[str, Any], num_prompts: int) -> None:
+        """Raise `GeometryError` if the run would end before its first optimiser step."""
+        if self.optimizer_steps(config, num_prompts) < 1:
+            raise GeometryError(
+                f"`num_train_epochs` is {config['num_train_epochs']}: set it above 0, or set `max_steps`"
+            )
+
     def describe(self) -> str:
         """What one generation and one optimiser step hold, as three lines of text."""
         return "\n".join(

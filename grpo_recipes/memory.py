@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from grpo_recipes.data import hub_answers
+from grpo_rewards import strict_yaml
 
 GIB = 2**30
 
@@ -43,6 +42,10 @@ class MemoryUnknown(ValueError):
     """Memory can't be estimated; the message says what is missing."""
 
 
+class NoTargetModules(ValueError):
+    """An adapter would adapt nothing of its model; the message names modules that it could."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How accelerate lays a model out: over how many GPUs, and what is split over them (`none`, `zero2`, `zero3`, `fsdp2`)."""
@@ -56,7 +59,7 @@ class Layout:
     @classmethod
     def described(cls, accelerate_config: Path) -> Layout:
         """The layout that an accelerate configuration file describes. Raises `MemoryUnknown` for one not covered here."""
-        raw = yaml.safe_load(accelerate_config.read_text(encoding="utf-8"))
+        raw = strict_yaml.load(accelerate_config.read_text(encoding="utf-8"))
         kind, machines = raw.get("distributed_type", "NO"), raw.get("num_machines", 1)
         deepspeed = raw.get("deepspeed_config") or {}
         if kind == "DEEPSPEED":
@@ -98,9 +101,7 @@ class ModelShape:
             model = AutoModelForCausalLM.from_config(config)
             largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
             if peft_config is not None:
-                from peft import get_peft_model
-
-                model = get_peft_model(model, peft_config)
+                model = _with_adapter(model, peft_config)
         text = config.get_text_config()
         heads = text.num_attention_heads
         head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -113,6 +114,28 @@ class ModelShape:
             intermediate=text.intermediate_size,
             key_value=(getattr(text, "num_key_value_heads", None) or heads) * head_size,
         )
+
+
+def _with_adapter(model: Any, peft_config: Any) -> Any:
+    """`model` with a new adapter. Raises `NoTargetModules`."""
+    from peft import get_peft_model
+    from peft.utils.error import NoMatchingPeftModuleError
+    from torch import nn
+
+    linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    try:
+        return get_peft_model(model, peft_config)
+    except NoMatchingPeftModuleError as error:
+        wanted = peft_config.target_modules
+        # TRL makes text of a list of one, and peft reads text as a pattern.
+        if isinstance(wanted, str) and wanted in linear:
+            raise NoTargetModules(
+                f"a single name is a pattern for the whole path: write `.*{wanted}`, or name two modules"
+            ) from error
+        names = wanted if isinstance(wanted, str) else ", ".join(sorted(wanted))
+        raise NoTargetModules(
+            f"{names} matches no module of the model: name some of {', '.join(sorted(linear))}, or `all-linear`"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -281,6 +304,8 @@ def load_shape(model: str, peft_config: Any = None) -> ModelShape:
         config = AutoConfig.from_pretrained(model, local_files_only=Path(model).exists() or not hub_answers())
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of peft's own use of transformers
             return ModelShape.from_config(config, peft_config)
+    except NoTargetModules:
+        raise
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise MemoryUnknown(

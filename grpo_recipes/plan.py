@@ -8,12 +8,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trl import get_peft_config
-
-from grpo_recipes import memory
+from grpo_recipes import memory, packages
 from grpo_recipes.data import DatasetUnreachable
 from grpo_recipes.geometry import Geometry
-from grpo_recipes.recipe import Machine, Recipe, RecipeError, check, dry_config, find_file, model_config, parse_recipe
+from grpo_recipes.recipe import (
+    Machine,
+    Recipe,
+    RecipeError,
+    check,
+    dry_config,
+    find_file,
+    model_config,
+    model_shape,
+    parse_recipe,
+)
+from grpo_recipes.reward_checks import describe_rewards
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,8 @@ class Plan:
             need = memory.describe(self.run, config["gradient_accumulation_steps"])
         else:
             need = f"  memory          unknown: {self.run}"
-        head = [self.recipe.source, self.geometry.describe(), "", self.geometry.picture(), "", epoch, ""]
+        rewards = f"  rewards         {describe_rewards(self.recipe.build_rewards())}"
+        head = [self.recipe.source, rewards, self.geometry.describe(), "", self.geometry.picture(), "", epoch, ""]
         return "\n".join([*head, "  memory of one GPU", need, *(f"  note            {note}" for note in self.notes)])
 
     def as_dict(self) -> dict[str, Any]:
@@ -87,12 +97,14 @@ def plan(
         layout = replace(layout, num_processes=num_processes)
     geometry = recipe.geometry(machine.num_processes)
     dry_config(recipe, machine)
+    notes = _notes(recipe)
     prompts: int | str
     try:
-        prompts = len(check(recipe, machine).train_dataset)
+        checked = check(recipe, machine)
+        prompts = len(checked.train_dataset)
+        notes += [checked.golds.describe()] if checked.golds else []
     except DatasetUnreachable as error:
         prompts = str(error)
-    notes = _notes(recipe)
     run = unsupported or _run(recipe, geometry, layout, _gpu_bytes(gpu_memory), model_config_file, notes)
     return Plan(recipe, geometry, prompts, run, notes)
 
@@ -117,7 +129,7 @@ def _run(
     if model_config_file is not None and not Path(model_config_file).exists():
         raise RecipeError(f"--model-config {model_config_file}: there is no such file: give a model's config.json")
     try:
-        shape = memory.load_shape(model_config_file or arguments.model_name_or_path, get_peft_config(arguments))
+        shape = model_shape(recipe, model_config_file)
     except memory.MemoryUnknown as error:
         return str(error)
     return memory.planned_run(
@@ -133,11 +145,13 @@ def _run(
 
 
 def _notes(recipe: Recipe) -> list[str]:
+    """What training would refuse or say on a machine like this one; another machine may have other packages."""
+    notes = [*recipe.cautions(), *packages.missing(recipe.with_defaults())]
     if recipe.dataset.max_prompt_tokens is None:
-        return [
+        notes.append(
             f"prompts are taken to have {memory.ASSUMED_PROMPT_TOKENS} tokens: `dataset.max_prompt_tokens` sets a limit"
-        ]
-    return []
+        )
+    return notes
 
 
 def _reward_parameters(recipe: Recipe, notes: list[str]) -> int:

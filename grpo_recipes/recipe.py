@@ -6,10 +6,11 @@ line overrides it, nested keys too: `--config quickstart --learning_rate 1e-5 --
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import enum
-import math
 import os
+import re
 import types
 import typing
 import warnings
@@ -21,14 +22,16 @@ from typing import Any, NoReturn, TypeVar
 
 import yaml
 from datasets import Dataset
-from trl import GRPOConfig, ModelConfig, TrlParser
+from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config
 
-from grpo_recipes import data, offline
+from grpo_recipes import data, limits, memory, offline, packages, reward_checks
 from grpo_recipes.geometry import Geometry, GeometryError
 from grpo_recipes.microbatch import MicroBatching
 from grpo_recipes.reference import ReferencePolicyError, ReferenceSpec, check_refresh
 from grpo_recipes.restart import has_state, is_complete, last_complete_checkpoint
+from grpo_recipes.reward_checks import GoldCheck, RewardCheckError
 from grpo_recipes.runs import EVALUATIONS
+from grpo_rewards import strict_yaml
 from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards
 
 OUR_KEYS = ("dataset", "rewards", "reference", "kl", "micro_batching", "offline")
@@ -107,6 +110,10 @@ class Recipe:
         """Whether the run evaluates on held-out prompts while it trains."""
         return self.with_defaults()["eval_strategy"] != "no"
 
+    def cautions(self) -> list[str]:
+        """What is allowed and hardly meant, a sentence each."""
+        return limits.cautions(self.with_defaults())
+
     def blame(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
         """Call `function`; a user's error becomes a `RecipeError` that names this recipe's file first."""
         try:
@@ -119,6 +126,7 @@ class Recipe:
             ReferencePolicyError,
             data.DatasetError,
             offline.OfflineError,
+            RewardCheckError,
             RecipeError,
         ) as error:
             raise RecipeError(f"{self.source}: {error}") from error
@@ -169,6 +177,8 @@ class Checked:
     rewards: list[BuiltReward]
     train_dataset: Dataset
     eval_dataset: Dataset | None
+    golds: GoldCheck | None = None
+    """The training rows whose gold no correctness reward can score, if there are any."""
 
 
 def parse_recipe(args: Sequence[str]) -> Recipe:
@@ -217,11 +227,18 @@ def check(recipe: Recipe, machine: Machine) -> Checked:
     check_machine(recipe, machine)
     train_dataset = recipe.load_dataset()
     recipe.blame(geometry.check_dataset, len(train_dataset))
+    recipe.blame(geometry.check_steps, recipe.with_defaults(), len(train_dataset))
     recipe.blame(geometry.check_saves, recipe.with_defaults(), len(train_dataset))
     if recipe.offline is not None:
         recipe.blame(offline.check_responses, train_dataset, recipe.offline, geometry.num_generations)
     eval_dataset = recipe.load_dataset(evaluation=True) if recipe.evaluates() else None
-    return Checked(geometry, rewards, train_dataset, eval_dataset)
+    for dataset in (train_dataset, eval_dataset):
+        if dataset is not None:
+            # With recorded responses, what they were paid is all that reaches a reward.
+            columns = dataset.column_names if recipe.offline is None else [offline.REWARD_COLUMN]
+            recipe.blame(reward_checks.check_columns, rewards, columns)
+    golds = recipe.blame(reward_checks.check_golds, rewards, train_dataset)
+    return Checked(geometry, rewards, train_dataset, eval_dataset, golds)
 
 
 def check_machine(recipe: Recipe, machine: Machine) -> None:
@@ -233,6 +250,32 @@ def check_machine(recipe: Recipe, machine: Machine) -> None:
             f"{recipe.source}: `bf16` needs a GPU with bfloat16, and there is none here: set `bf16: false`, "
             "and `use_cpu: true` to train on the CPU"
         )
+
+
+def check_packages(recipe: Recipe) -> None:
+    """Raise `RecipeError` for a tracker or a vLLM that is not installed here, or a vLLM that TRL does not take."""
+    for sentence in packages.missing(recipe.with_defaults()):
+        raise RecipeError(f"{recipe.source}: {sentence}")
+
+
+def model_shape(recipe: Recipe, model_config_file: str | None = None) -> memory.ModelShape:
+    """The sizes of the policy with its adapter, from the model's configuration or the file given in its place.
+
+    Raises `RecipeError` if `lora_target_modules` match nothing, `memory.MemoryUnknown` where there is no configuration.
+    """
+    arguments = model_config(recipe)
+    model = model_config_file or str(arguments.model_name_or_path)
+    try:
+        return memory.load_shape(model, get_peft_config(arguments))
+    except memory.NoTargetModules as error:
+        raise RecipeError(f"{recipe.source}: `lora_target_modules`: {error}") from error
+
+
+def check_adapter(recipe: Recipe) -> None:
+    """Raise `RecipeError` if the adapter that the recipe asks for would adapt nothing, as far as that can be known here."""
+    if recipe.model.get("use_peft") and recipe.model.get("lora_target_modules") not in (None, ["all-linear"]):
+        with contextlib.suppress(memory.MemoryUnknown):  # no configuration: loading the model will say so
+            model_shape(recipe)
 
 
 def check_reference(recipe: Recipe) -> None:
@@ -396,7 +439,7 @@ def _split_arguments(args: Sequence[str]) -> tuple[Path | None, list[tuple[str, 
     while pending:
         word = pending.pop(0)
         name, equals, text = word.removeprefix("--").partition("=")
-        key = name.replace("-", "_")
+        key = re.sub(r"(?<=\w)-", "_", name)  # `--max-steps`, but not a number's sign
         ours = word.startswith("--") and (key == "config" or key.split(".")[0] in OUR_KEYS or "." in key)
         if not ours:
             rest.append(word)
@@ -414,7 +457,9 @@ def _split_arguments(args: Sequence[str]) -> tuple[Path | None, list[tuple[str, 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = strict_yaml.load(path.read_text(encoding="utf-8"))
+    except strict_yaml.DuplicateKey as error:
+        raise RecipeError(f"{path}: {error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):
@@ -423,15 +468,20 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _set_nested(raw: dict[str, Any], dotted: str, text: str) -> None:
-    """Set `a.b.0.c` in nested mappings and lists; a plain string on the way is the mapping's `name` (our shorthand)."""
+    """Set `a.b.0.c` in nested mappings and lists; a plain string on the way is the mapping's `name` (our shorthand).
+
+    Raises `RecipeError` for a path that leads nowhere, or a key that `text` gives twice.
+    """
     *parents, last = dotted.split(".")
     try:
-        value = yaml.safe_load(text)
+        value = strict_yaml.load(text)
+    except strict_yaml.DuplicateKey as error:
+        raise RecipeError(f"command line: `--{dotted}`: {error}") from error
     except yaml.YAMLError:
         value = text
     node: Any = raw
-    for name in parents:
-        key = int(name) if isinstance(node, list) else name
+    for depth, name in enumerate(parents):
+        key = _entry(node, name, dotted, ".".join(parents[:depth]))
         if isinstance(node, dict):
             node.setdefault(key, {})
         if name == "micro_batching" and not isinstance(node[key], dict):  # `auto` or `off`, which a field replaces
@@ -439,7 +489,19 @@ def _set_nested(raw: dict[str, Any], dotted: str, text: str) -> None:
         if isinstance(node[key], str):
             node[key] = {"name": node[key]}
         node = node[key]
-    node[int(last) if isinstance(node, list) else last] = value
+    node[_entry(node, last, dotted, ".".join(parents))] = value
+
+
+def _entry(node: Any, name: str, dotted: str, place: str) -> str | int:
+    """`name` as a key of the mapping `node`, or as the number of an entry of the list `node`. Raises `RecipeError`."""
+    if isinstance(node, dict):
+        return name
+    if not isinstance(node, list):
+        raise RecipeError(f"command line: `--{dotted}`: `{place}` is {node!r}, which has no keys: leave `.{name}` out")
+    if not name.isdecimal() or int(name) >= len(node):
+        has = f"its entries are numbered 0 to {len(node) - 1}" if node else "it has no entries"
+        raise RecipeError(f"command line: `--{dotted}`: `{place}` is a list, and has no entry `{name}`: {has}")
+    return int(name)
 
 
 def _check_keys(raw: Mapping[str, Any], source: str) -> None:
@@ -533,11 +595,8 @@ def _check_values(values: dict[str, Any], source: str) -> None:
             nearest = difflib.get_close_matches(str(values[key]), choices, n=1)
             hint = f": did you mean `{nearest[0]}`?" if nearest else f": choose one of {', '.join(choices)}"
             raise RecipeError(f"{source}: `{key}` can't be `{values[key]}`{hint}")
-    for key, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise RecipeError(f"{source}: `{key}` is {value}: set a finite number")
-        if isinstance(value, enum.Enum):
-            values[key] = value.value
+    values |= {key: value.value for key, value in values.items() if isinstance(value, enum.Enum)}
+    _named(source, limits.check, values)
 
 
 def _named(source: str, parse: Callable[[Any], _Result], raw: Any) -> _Result:
@@ -588,6 +647,7 @@ def _check_offline(recipe: Recipe, geometry: Geometry) -> None:
 
 
 def _check_rewards(recipe: Recipe, geometry: Geometry, rewards: Sequence[BuiltReward]) -> None:
+    recipe.blame(reward_checks.check_weights, rewards)
     for reward in rewards:
         if not getattr(reward.function, "needs_whole_groups", False):
             continue

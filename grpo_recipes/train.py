@@ -16,8 +16,9 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,13 +38,16 @@ from grpo_recipes.recipe import (
     Recipe,
     RecipeError,
     check,
+    check_adapter,
     check_output_dir,
+    check_packages,
     grpo_config,
     model_config,
     parse_recipe,
     resume_point,
 )
 from grpo_recipes.reference import REF, adapter_config, tokenizer_source
+from grpo_recipes.reward_checks import describe_rewards, single_rewards
 from grpo_recipes.runs import Run, RunError
 from grpo_recipes.trainer import GRPOTrainer
 
@@ -65,7 +69,9 @@ def main(args: Sequence[str] | None = None) -> int:
         recipe = parse_recipe(sys.argv[1:] if args is None else args)
         machine = Machine.here()
         check_output_dir(recipe, machine)
+        check_packages(recipe)
         checked = check(recipe, machine)
+        check_adapter(recipe)
         tokenizer = load_tokenizer(recipe)
         checked = limit_prompts(recipe, checked, tokenizer)
         rollout = build_rollout(recipe, checked, tokenizer)
@@ -167,7 +173,7 @@ def limit_prompts(recipe: Recipe, checked: Checked, tokenizer: PreTrainedTokeniz
     eval_dataset = checked.eval_dataset
     if eval_dataset is not None:
         eval_dataset, _ = recipe.blame(data.limit_prompts, eval_dataset, recipe.dataset, tokenizer)
-    return Checked(checked.geometry, checked.rewards, train_dataset, eval_dataset)
+    return replace(checked, train_dataset=train_dataset, eval_dataset=eval_dataset)
 
 
 def build_rollout(recipe: Recipe, checked: Checked, tokenizer: PreTrainedTokenizerBase) -> RecordedRollout | None:
@@ -180,19 +186,12 @@ def build_rollout(recipe: Recipe, checked: Checked, tokenizer: PreTrainedTokeniz
 
 def load_reward_models(recipe: Recipe, checked: Checked) -> None:
     """Load every reward model before the policy and say its size; one that can't be loaded raises `RecipeError`."""
-    for reward in _single_rewards(reward.function for reward in checked.rewards):
+    for reward in (single for built in checked.rewards for single in single_rewards(built.function)):
         if hasattr(reward, "load"):
             try:
                 _say(reward.load().summary())
             except ValueError as error:
                 raise RecipeError(f"{recipe.source}: `rewards`: {error}") from error
-
-
-def _single_rewards(functions: Iterable[Any]) -> Iterator[Any]:
-    """The rewards themselves, out of the registry's sums and renamings."""
-    for function in functions:
-        inner = [part.function for part in getattr(function, "parts", ())] or [getattr(function, "function", None)]
-        yield from [function] if inner == [None] else _single_rewards(inner)
 
 
 def describe_resumption(recipe: Recipe, checkpoint: Path | None, cut_off: Sequence[Path]) -> str:
@@ -264,10 +263,12 @@ def run(
         micro_batching=recipe.micro_batching,
         reference=recipe.reference,
     )
-    _say(f"{recipe.source}: {_size(trainer)}, rewards {_reward_list(checked)}")
+    _say(f"{recipe.source}: {_size(trainer)}, rewards {describe_rewards(checked.rewards)}")
     _say(f"  reference       {describe_reference(recipe, trainer)}")
     _say(checked.geometry.describe())
     _say(checked.geometry.describe_epoch(len(checked.train_dataset)))
+    for note in [*recipe.cautions(), *([checked.golds.describe()] if checked.golds else [])]:
+        _say(f"  note            {note}")
     if trainer.accelerator.is_main_process:
         write_run_file(recipe, checked, training_args)
     num_prompts = len(checked.train_dataset)
@@ -333,6 +334,7 @@ def write_run_file(recipe: Recipe, checked: Checked, training_args: GRPOConfig) 
         ],
         "world_size": training_args.world_size,
         **data_order(recipe, checked),
+        **({"unscorable_golds": checked.golds.as_dict()} if checked.golds else {}),
         "versions": versions(),
         "git_revision": git_revision(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -375,10 +377,6 @@ def _size(trainer: GRPOTrainer) -> str:
     total = sum(parameter.numel() for parameter in parameters)
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     return f"{total:,} parameters, {trained:,} trained"
-
-
-def _reward_list(checked: Checked) -> str:
-    return ", ".join(f"{reward.name} × {reward.weight:g}" for reward in checked.rewards)
 
 
 def _is_first_rank() -> bool:

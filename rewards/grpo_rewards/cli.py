@@ -128,8 +128,10 @@ def _spec(text: str) -> str | Mapping[str, Any]:
         return text
     import yaml
 
+    from grpo_rewards import strict_yaml
+
     try:
-        return yaml.safe_load(text)
+        return strict_yaml.load(text)
     except yaml.YAMLError as error:
         raise CommandError(f"--reward {text!r} is not a YAML mapping ({str(error).splitlines()[0]}).") from error
 

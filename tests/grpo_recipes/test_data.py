@@ -200,6 +200,49 @@ def test_an_unreachable_hub_is_said_at_once(silent_hub, tmp_path, monkeypatch):
     assert offline_before == datasets.config.HF_HUB_OFFLINE
 
 
+# Columns of one's own
+
+
+@pytest.mark.parametrize("as_table", [False, True])
+def test_other_columns_come_along(tmp_path, as_table):
+    rows = [{**row, "level": n, "source": {"book": "b", "page": n}} for n, row in enumerate(ROWS)]
+    if as_table:
+        datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "rows"))
+    path = str(tmp_path / "rows") if as_table else write_jsonl(tmp_path / "rows.jsonl", rows)
+    dataset = load(DatasetSpec("gsm8k", path=path, split="train[5:8]"))
+    assert dataset.column_names == ["prompt", "answer", "level", "source"]
+    assert dataset["level"][:] == [5, 6, 7]
+    assert dataset[0]["source"] == {"book": "b", "page": 5}
+    assert dataset["answer"][:] == ["10", "12", "14"]
+
+
+def test_a_row_without_a_column_of_the_others_has_none_there(tmp_path):
+    rows = [ROWS[0], {**ROWS[1], "level": 3}]
+    dataset = load(DatasetSpec("gsm8k", path=write_jsonl(tmp_path / "rows.jsonl", rows)))
+    assert dataset["level"][:] == [None, 3]
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("level", (3, "hard"), r"dataset: the column 'level' has values of several types"),
+        ("level", (3, 2**80), r"dataset: the column 'level' has values of several types"),
+        ("completions", (1, 2), r"rows\.jsonl, line 1 has a column 'completions', a name that the trainer takes"),
+    ],
+)
+def test_a_column_that_can_not_be_handed_on_is_refused(tmp_path, column, values, message):
+    rows = [{**row, column: value} for row, value in zip(ROWS, values, strict=False)]
+    with pytest.raises(DatasetError, match=message):
+        load(DatasetSpec("gsm8k", path=write_jsonl(tmp_path / "rows.jsonl", rows)))
+
+
+def test_the_answer_of_a_conversation_is_its_last_turn(tmp_path):
+    turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"conversations": turns, "answer": "3"}])
+    with pytest.raises(DatasetError, match="has a column 'answer', a name that the trainer takes"):
+        load(DatasetSpec("rlaif", path=path))
+
+
 # Held-out rows
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from trl.generation import vllm_generation
 
-from grpo_recipes import train
+from grpo_recipes import packages, train
 
 
 class StubServer:
@@ -44,6 +44,6 @@ class StubServer:
 
 
 if __name__ == "__main__":
-    vllm_generation.is_vllm_available = lambda: True
+    vllm_generation.is_vllm_available = packages.is_vllm_available = lambda: True
     vllm_generation.VLLMClient = StubServer
     train.leave(train.main())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from grpo_recipes import strict
 from grpo_recipes.data import DatasetSpec, hub_answers, load
 from grpo_recipes.estimates import Estimate
 from grpo_recipes.evaluate import (
@@ -21,7 +21,10 @@ from grpo_recipes.evaluate import (
     transformers_engine,
     vllm_engine,
 )
+from grpo_recipes.result_files import RUN_RECORD, RunError, read_object
 from grpo_recipes.runs import AFTER, EVALUATIONS
+from grpo_recipes.weights import check_weights
+from grpo_rewards.registry import RewardSpecError
 
 DEFAULT_NEW_TOKENS = 512
 
@@ -32,10 +35,15 @@ _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "adapter_config.json")
 def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
     """Evaluate `options.model`, or go on with it, and return what `evaluation.json` holds.
 
-    Raises `EvaluationError`, or what reading the recipe or the dataset raises.
+    Raises:
+        EvaluationError: it can't be made as asked, or has been interrupted (`EvaluationInterrupted`).
+        RunError: a file of the model, or of its run, is damaged or missing.
+        RecipeError, DatasetError: the recipe or the dataset can't be read.
     """
     if options.limit is not None and options.limit < 1:
         raise EvaluationError(f"--limit is {options.limit}: set it to at least 1, or leave it out for all problems")
+    if Path(options.model).is_dir():
+        check_weights(Path(options.model))
     recipe = _recipe(options)
     spec = held_out_spec(recipe.get("dataset", {}), options)
     settings = _settings(recipe, spec, options)
@@ -52,10 +60,29 @@ def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
     folder = options.output or _output(options.model)
     try:
         return evaluate_into(folder, _Lazy(options), dataset, settings, described)
-    except EvaluationError:
+    except KeyboardInterrupt as error:
+        raise EvaluationInterrupted(_what_is_saved(folder)) from error
+    except (EvaluationError, RunError):
         raise
+    except OSError as error:
+        raise EvaluationError(
+            f"{folder}: the result can't be written there ({error}): give another --output"
+        ) from error
     except ValueError as error:
         raise EvaluationError(str(error)) from error
+
+
+class EvaluationInterrupted(KeyboardInterrupt):
+    """Ctrl-C in an evaluation; the message says what is saved and how to go on."""
+
+
+def _what_is_saved(folder: Path) -> str:
+    """How far an interrupted evaluation has come."""
+    parts = len(list((folder / "parts").glob("[0-9]*.parquet")))
+    if not parts:
+        return "interrupted: no batch was finished, so nothing is saved; the same command starts again"
+    batches = "1 batch is" if parts == 1 else f"{parts} batches are"
+    return f"interrupted: {batches} saved in {folder / 'parts'}; the same command goes on from there"
 
 
 def weights_fingerprint(model: str) -> str | None:
@@ -149,14 +176,15 @@ def describe(summary: dict[str, Any]) -> str:
         rows["majority"] = summary["majority"]
     samples = summary["settings"]["samples"]
     head = f"{summary['problems']} problems, {samples} completion{'s' * (samples > 1)} each; 95 % intervals"
-    return "\n".join([head, *(f"  {name:10} {Estimate(**share)}" for name, share in rows.items())])
+    lines = [f"  {name:10} {Estimate.from_dict(share)}" for name, share in rows.items()]
+    return "\n".join([head, *lines, f"  strict: {strict.describe(summary['settings']['strict'])}"])
 
 
 def describe_comparison(result: dict[str, Any]) -> str:
     """Two evaluations side by side, their paired difference, and McNemar's test."""
     lines = [f"{result['problems']} problems, the same for both; 95 % intervals"]
     for name in ("strict", "lenient"):
-        first, second, difference = (Estimate(**result[name][key]) for key in ("first", "second", "difference"))
+        first, second, difference = (Estimate.from_dict(result[name][key]) for key in ("first", "second", "difference"))
         lines.append(f"  {name:8} A {first}   B {second}   B - A {difference}")
     test = result["mcnemar"]
     lines.append(
@@ -194,7 +222,7 @@ def _engine(name: str, use_vllm: bool) -> Complete:
             return vllm_engine(name, tokenizer)
         auto = AutoPeftModelForCausalLM if adapter.is_file() else AutoModelForCausalLM
         model = auto.from_pretrained(name, dtype="auto", use_safetensors=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise EvaluationError(f"{name}: the model can't be loaded: {' '.join(str(error).split())}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -209,7 +237,7 @@ def _recipe(options: argparse.Namespace) -> dict[str, Any]:
         return parse_recipe(["--config", options.recipe]).as_dict()
     for folder in (Path(options.model), Path(options.model).parent):
         if (folder / "run.json").is_file():
-            return json.loads((folder / "run.json").read_text(encoding="utf-8"))["recipe"]
+            return read_object(folder / "run.json", RUN_RECORD)["recipe"]
     return {}
 
 
@@ -220,14 +248,26 @@ def _settings(recipe: dict[str, Any], spec: DatasetSpec, options: argparse.Names
     max_new_tokens = options.max_new_tokens
     if max_new_tokens is None:
         max_new_tokens = recipe.get("max_completion_length") or DEFAULT_NEW_TOKENS
-    settings = Settings(
+    tags = tuple(options.tags) if options.tags else _tags(recipe, spec)
+    return Settings(
+        tags=tags,
         samples=options.samples,
         temperature=temperature,
         max_new_tokens=max_new_tokens,
         batch_size=options.batch_size,
         seed=options.seed,
+        strict=_asked(recipe, tags, override_tags=bool(options.tags)),
     )
-    return replace(settings, tags=tuple(options.tags) if options.tags else _tags(recipe, spec))
+
+
+def _asked(recipe: dict[str, Any], tags: tuple[str, str], *, override_tags: bool) -> tuple[strict.Asked, ...]:
+    """What strict asks for: what the recipe's rewards do."""
+    try:
+        return strict.asked_by(recipe.get("rewards") or [], tags, override_tags=override_tags)
+    except RewardSpecError as error:
+        raise EvaluationError(f"the recipe's `rewards`: {str(error).rstrip('.')}") from error
+    except ValueError as error:
+        raise EvaluationError(f"--tags: {error}") from error
 
 
 def _tags(recipe: dict[str, Any], spec: DatasetSpec) -> tuple[str, str]:

@@ -28,7 +28,8 @@ def evaluation(folder: Path, label: str, share: dict, right: list[bool]) -> None
     path.mkdir(parents=True)
     (path / "evaluation.json").write_text(json.dumps(summary))
     prompts = [json.dumps([{"role": "user", "content": f"held-out question {n}"}]) for n in range(len(right))]
-    rows = {"problem": range(len(right)), "sample": 0, "prompt": prompts, "gold": "7", "strict": right}
+    rows = {"problem": range(len(right)), "sample": 0, "prompt": prompts, "gold": "7", "answer": "7", "strict": right}
+    rows["lenient"] = right
     rows["completion"] = [f"{label} says {n}" for n in range(len(right))]
     pd.DataFrame(rows).to_parquet(path / "completions.parquet")
 

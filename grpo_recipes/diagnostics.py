@@ -15,7 +15,7 @@ import pandas as pd
 
 from grpo_recipes.runs import AFTER, BEFORE, Run, RunReward, Series
 from grpo_rewards.answers import LAYOUTS, extract_answer
-from grpo_rewards.registry import RewardSpecError, resolve
+from grpo_rewards.registry import REGISTERED, resolve
 
 
 @dataclass(frozen=True)
@@ -270,8 +270,8 @@ def overfitting(run: Run) -> Finding | NoData | None:
 
 def no_answer_found(run: Run) -> Finding | NoData | None:
     """No completion of the whole run states an answer where a correctness reward looks, so that it can't pay."""
-    found = {key.split("/")[1]: run.series(key) for key in run.logged("rewards/") if key.endswith("/parsed")}
-    found = {name: shares for name, shares in found.items() if len(shares)}
+    keys = [key for key in run.logged("rewards/") if key.endswith("/parsed") and len(run.series(key))]
+    found = {key.removeprefix("rewards/").removesuffix("/parsed"): run.series(key) for key in keys}
     if not found:
         return NoData("no reward logs how many answers it finds (`rewards/*/parsed`)")
     for name, shares in found.items():
@@ -306,15 +306,13 @@ def _too_few(metric: str) -> str:
 
 
 def _layout(run: Run, name: str) -> str | None:
-    """The `extract` of the reward that logs under a name, as the recipe or the reward's class has it."""
+    """The `extract` of the reward that logs under a name, as the recipe or the reward's class has it; None if unknown."""
     for spec in _single_specs(run.recipe.get("rewards") or []):
         if name in (spec.get("alias"), spec.get("name")):
-            try:
-                default = getattr(resolve(str(spec["name"])), "extract", None)
-            except RewardSpecError:  # of a package that this machine lacks
-                default = None
-            given = (spec.get("kwargs") or {}).get("extract", default)
-            return given if given in LAYOUTS else None
+            kwargs, source = spec.get("kwargs"), spec.get("name")
+            given = kwargs.get("extract") if isinstance(kwargs, Mapping) else None
+            layout = given or (getattr(resolve(source), "extract", None) if source in REGISTERED else None)
+            return layout if layout in LAYOUTS else None
     return None
 
 

@@ -221,8 +221,9 @@ def dominant_reward(run: Run) -> Finding | NoData | None:
     """A format or shaping reward carries more than 95 % of the variance of the weighted rewards."""
     if not run.knows_weights:
         return NoData("no `run.json` says the rewards' weights")
-    if not any(len(run.series(f"rewards/{reward.name}/std")) for reward in run.rewards):
-        return NoData("no reward's `std` was logged")
+    missing = [reward.name for reward in run.rewards if not len(run.series(f"rewards/{reward.name}/std"))]
+    if missing or not run.rewards:
+        return NoData(f"`rewards/{missing[0]}/std` was not logged" if missing else "`run.json` names no reward")
     variances = {reward: _weighted_variance(run, reward) for reward in run.rewards}
     total = sum(variances.values())
     if len(variances) < 2 or not total > 0:

@@ -220,10 +220,19 @@ def _engine(name: str, use_vllm: bool) -> Complete:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_source(name))
         if use_vllm:
             return vllm_engine(name, tokenizer)
-        auto = AutoPeftModelForCausalLM if adapter.is_file() else AutoModelForCausalLM
-        model = auto.from_pretrained(name, dtype="auto", use_safetensors=True)
+        if adapter.is_file():
+            model, missing = AutoPeftModelForCausalLM.from_pretrained(name, dtype="auto", use_safetensors=True), []
+        else:
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                name, dtype="auto", use_safetensors=True, output_loading_info=True
+            )
+            missing = sorted(loading["missing_keys"])
     except (OSError, ValueError, RuntimeError) as error:
         raise EvaluationError(f"{name}: the model can't be loaded: {' '.join(str(error).split())}") from error
+    if missing:  # transformers fills them with random numbers, and goes on
+        raise EvaluationError(
+            f"{name}: its weights lack {len(missing)} of the model's tensors (such as {missing[0]}): copy or download it again"
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return transformers_engine(model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)

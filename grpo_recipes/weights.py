@@ -55,14 +55,16 @@ def _shards(folder: Path) -> list[str]:
 def _check_safetensors(file: Path) -> None:
     # A file's header says where each tensor lies; opening holds that against the file's length.
     try:
-        with safe_open(file, framework="numpy"):
-            pass
+        with safe_open(file, framework="numpy") as content:
+            is_empty = not content.keys()
     except (SafetensorError, OSError) as error:
         size = file.stat().st_size
         raise RunError(
             f"{file}: its {size} bytes can't be read as safetensors ({' '.join(str(error).split())}), as when a copy or a save "
             f"was cut off: {RESTORE}, or name another checkpoint"
         ) from error
+    if is_empty:
+        raise RunError(f"{file}: it holds no tensors: {RESTORE}, or name another checkpoint")
 
 
 def _instead(folder: Path) -> str:

@@ -19,7 +19,9 @@ HISTORY: list[dict[str, Any]] = [
     {"step": step, **{key: curve(step / len(STEPS)) for key, curve in HEALTHY.items()}} for step in STEPS
 ]
 NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
-"""A safetensors file that is whole, and empty."""
+_HEADER = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+ONE_TENSOR = len(_HEADER).to_bytes(8, "little") + _HEADER + bytes(4)
+"""A safetensors file that is whole; the one before is, too, but empty."""
 EVALUATED: dict[str, Any] = {
     "problem": [0, 1],
     "sample": [0, 0],

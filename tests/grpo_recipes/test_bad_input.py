@@ -284,6 +284,8 @@ RESULTS: list[Case] = [
             ({"pytorch_model.bin": b"x"}, ("model.safetensors is missing",)),
             ({"model.safetensors": b""}, ("m/model.safetensors", "0 bytes", "cut off")),
             ({"model.safetensors": b"\x10\0\0\0\0\0\0\0{"}, ("m/model.safetensors", "cut off")),
+            ({"model.safetensors": stored.NO_TENSORS}, ("m/model.safetensors", "holds no tensors")),
+            ({"model.safetensors": stored.ONE_TENSOR[:-1]}, ("m/model.safetensors", "cut off")),
             ({"config.json": '{"model'}, ("m/config.json", "can't be read as JSON")),
             ({"config.json": "[]"}, ("m/config.json", "it is a list")),
             ({"tokenizer.json": '{"version"', "model.safetensors": b""}, ("m/tokenizer.json", "can't be read")),
@@ -352,7 +354,7 @@ RESULTS: list[Case] = [
             "grpo-recipes evaluate run --output e",
             ("run/run.json", *words),
             2,
-            {"run/config.json": "{}", "run/model.safetensors": stored.NO_TENSORS, "run/run.json": record},
+            {"run/config.json": "{}", "run/model.safetensors": stored.ONE_TENSOR, "run/run.json": record},
         )
         for record, words in (
             ("", ("can't be read as JSON",)),
@@ -368,7 +370,7 @@ RESULTS: list[Case] = [
         2,
         {
             "run/config.json": "{}",
-            "run/model.safetensors": stored.NO_TENSORS,
+            "run/model.safetensors": stored.ONE_TENSOR,
             "run/run.json": json.dumps(
                 {
                     "recipe": {

@@ -13,9 +13,9 @@ import pytest
 
 from grpo_recipes import cli, train
 from grpo_recipes.data import PROMPT_STYLES
-from grpo_recipes.diagnostics import CHECKS, Finding, diagnose
+from grpo_recipes.diagnostics import CHECKS, Finding, describe, diagnose
 from grpo_recipes.runs import Run, RunError, Series
-from tests.grpo_recipes.synthetic import healthy_completions, ramp, write_run
+from tests.grpo_recipes.synthetic import HEALTHY, healthy_completions, ramp, write_run
 
 
 def found_in(run: Run) -> list[Finding]:
@@ -81,6 +81,69 @@ DISEASES = {
 
 def test_every_check_has_its_disease() -> None:
     assert {check.__name__ for check in CHECKS} == set(DISEASES)
+
+
+def test_only_checks_that_had_data_call_a_run_healthy(tmp_path: Path) -> None:
+    whole = diagnose(Run.read(write_run(tmp_path / "whole", {"eval_reward": ramp(0.8, 2.0)})))
+    assert describe(whole) == "diagnosis: nothing looks wrong\n  10 of 10 checks had data"
+    part = diagnose(Run.read(write_run(tmp_path / "part", {"kl": None, "completions/clipped_ratio": None})))
+    assert describe(part).endswith(
+        "  7 of 10 checks had data; not checked: truncated (`completions/clipped_ratio` was not logged), kl_blow_up (`kl` was "
+        "not logged), overfitting (neither four evaluations during training nor one before and one after)"
+    )
+    nothing = write_run(tmp_path / "nothing", dict.fromkeys(HEALTHY), completions=healthy_completions()[:1])
+    diagnosis = diagnose(Run.read(nothing))
+    assert (diagnosis.findings, diagnosis.checked, set(diagnosis.unchecked)) == ([], 0, set(DISEASES))
+    assert describe(diagnosis).startswith("diagnosis: nothing could be checked")
+
+
+@pytest.mark.parametrize("metric", HEALTHY)
+def test_a_check_whose_metric_is_missing_says_so(tmp_path: Path, metric: str) -> None:
+    """No metric that a check reads may be left out of the log and the check still count as made."""
+    read_by = {
+        "kl": "kl_blow_up",
+        "entropy": "entropy_collapse",
+        "frac_reward_zero_std": "zero_variance",
+        "completions/mean_length": "length_into_cap",
+        "completions/clipped_ratio": "truncated",
+        "reward": "overfitting",
+        "rewards/tag_presence/mean": "format_without_correctness",
+        "rewards/gsm8k_correctness/mean": "format_without_correctness",
+        "rewards/tag_presence/std": "dominant_reward",
+        "rewards/gsm8k_correctness/std": "dominant_reward",
+        "rewards/gsm8k_correctness/parsed": "no_answer_found",
+    }
+    run = Run.read(
+        write_run(tmp_path / "run", {metric: None, **({} if metric == "reward" else {"eval_reward": ramp(1, 2)})})
+    )
+    unchecked = set(diagnose(run).unchecked)
+    assert unchecked == ({read_by[metric]} if metric in read_by else set())
+
+
+def test_a_reward_that_finds_no_answer_is_told_where_the_answers_are(tmp_path: Path) -> None:
+    planted = {
+        "rewards/gsm8k_correctness/mean": ramp(0, 0),
+        "rewards/gsm8k_correctness/parsed": ramp(0, 0),
+        "rewards/tag_presence/mean": ramp(0.4, 0.4),
+    }
+    folder = write_run(tmp_path / "run", planted)
+    record = json.loads((folder / "run.json").read_text())
+
+    def said(*rewards: Any) -> str:
+        record["recipe"]["rewards"] = list(rewards)
+        (folder / "run.json").write_text(json.dumps(record))
+        (finding,) = (finding for finding in found_in(Run.read(folder)) if finding.check == "no_answer_found")
+        return finding.sentence
+
+    boxed = {"name": "gsm8k_correctness", "kwargs": {"extract": "boxed"}}
+    wanted = (
+        "no completion states an answer where `extract: boxed` looks; `extract: answer_tag` finds one in 100% of those"
+    )
+    assert wanted in said(boxed, "tag_presence")
+    assert wanted in said({"name": "sum", "rewards": ["tag_presence", boxed]})
+    assert wanted in said({"name": "x.y", "alias": "gsm8k_correctness", "kwargs": {"extract": "boxed"}})
+    assert "where `extract: answer_tag` looks" in said("gsm8k_correctness")
+    assert "states an answer where it looks" in said()
 
 
 def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def evaluate_policy(options: argparse.Namespace) -> int:
         return _evaluate_policy(options)
     except KeyboardInterrupt as interrupted:
         # Without words of its own it came while modules were loaded or files read.
-        print(str(interrupted) or "interrupted: nothing was evaluated", file=sys.stderr)
+        print(str(interrupted) or "stopped by Ctrl-C: nothing was evaluated", file=sys.stderr)
         return 130
 
 
@@ -169,10 +169,11 @@ def diagnose_run(folder: Path) -> int:
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if diagnosis.findings or diagnosis.checked:
+        print(describe(diagnosis))
     if not diagnosis.checked:
         print(f"error: {folder}: {diagnosis.coverage}", file=sys.stderr)
         return 2
-    print(describe(diagnosis))
     return 1 if diagnosis.findings else 0
 
 

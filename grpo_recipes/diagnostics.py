@@ -36,7 +36,7 @@ class NoData:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the checks found, in the order of `CHECKS`, and, by name, why the others were not made."""
+    """What was found, in the order of `CHECKS`, and, by name, why the other checks were not made."""
 
     findings: list[Finding]
     unchecked: dict[str, str]
@@ -64,16 +64,14 @@ class Diagnosis:
 def diagnose(run: Run) -> Diagnosis:
     """Make every check on a run."""
     results = {check.__name__: check(run) for check in CHECKS}
-    return Diagnosis(
-        [result for result in results.values() if isinstance(result, Finding)],
-        {name: result.reason for name, result in results.items() if isinstance(result, NoData)},
-    )
+    findings = [result for result in results.values() if isinstance(result, Finding)]
+    if (golds := unscorable_golds(run)) is not None:
+        findings.append(golds)
+    return Diagnosis(findings, {name: result.reason for name, result in results.items() if isinstance(result, NoData)})
 
 
 def describe(diagnosis: Diagnosis) -> str:
     """The findings, and which checks had data, as lines of text."""
-    if not diagnosis.checked:
-        return f"diagnosis: {diagnosis.coverage}"
     head = "diagnosis: nothing looks wrong" if diagnosis.looks_fine else "diagnosis:"
     return "\n".join([head, *(f"  - {finding.sentence}" for finding in diagnosis.findings), f"  {diagnosis.coverage}"])
 
@@ -269,6 +267,20 @@ def overfitting(run: Run) -> Finding | NoData | None:
     return None
 
 
+def unscorable_golds(run: Run) -> Finding | None:
+    """Golds that no correctness reward can score, as counted when the run began. No check: no metric shows them."""
+    golds = run.record.get("unscorable_golds")
+    if not golds:
+        return None
+    rows = ", ".join(map(str, golds["rows"])) + (", …" if golds["count"] > len(golds["rows"]) else "")
+    return Finding(
+        "unscorable_golds",
+        0,
+        f"{golds['count']} of {golds['total']} golds can't be scored by a correctness reward (rows {rows} of the dataset, "
+        "counted from 1): correct or remove them",
+    )
+
+
 def no_answer_found(run: Run) -> Finding | NoData | None:
     """No completion of the whole run states an answer where a correctness reward looks, so that it can't pay."""
     keys = [key for key in run.logged("rewards/") if key.endswith("/parsed") and len(run.series(key))]
@@ -310,7 +322,7 @@ def _layout(run: Run, name: str) -> str | None:
     """The `extract` of the reward that logs under a name, as the recipe or the reward's class has it; None if unknown."""
     for spec in _single_specs(run.recipe.get("rewards") or []):
         if name in (spec.get("alias"), spec.get("name")):
-            kwargs, source = spec.get("kwargs"), spec.get("name")
+            kwargs, source = spec.get("kwargs"), str(spec.get("name"))
             given = kwargs.get("extract") if isinstance(kwargs, Mapping) else None
             layout = given or (getattr(resolve(source), "extract", None) if source in REGISTERED else None)
             return layout if layout in LAYOUTS else None

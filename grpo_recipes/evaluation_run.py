@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
@@ -21,15 +22,18 @@ from grpo_recipes.evaluate import (
     transformers_engine,
     vllm_engine,
 )
-from grpo_recipes.result_files import RUN_RECORD, RunError, read_object
+from grpo_recipes.result_files import ADAPTER, ANY_OBJECT, RUN_RECORD, RunError, read_object
 from grpo_recipes.runs import AFTER, EVALUATIONS
-from grpo_recipes.weights import check_weights
+from grpo_recipes.weight_files import WeightFileError, check_weight_files
 from grpo_rewards.registry import RewardSpecError
 
 DEFAULT_NEW_TOKENS = 512
 
 # What a policy computes with. The files of an adapter hold its scale in their configuration.
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "adapter_config.json")
+
+# Beside the weights. What loads them names no file when one of these is cut off.
+_READ_WHOLE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
@@ -43,7 +47,7 @@ def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
     if options.limit is not None and options.limit < 1:
         raise EvaluationError(f"--limit is {options.limit}: set it to at least 1, or leave it out for all problems")
     if Path(options.model).is_dir():
-        check_weights(Path(options.model))
+        check_model_folder(Path(options.model))
     recipe = _recipe(options)
     spec = held_out_spec(recipe.get("dataset", {}), options)
     settings = _settings(recipe, spec, options)
@@ -80,9 +84,48 @@ def _what_is_saved(folder: Path) -> str:
     """How far an interrupted evaluation has come."""
     parts = len(list((folder / "parts").glob("[0-9]*.parquet")))
     if not parts:
-        return "interrupted: no batch was finished, so nothing is saved; the same command starts again"
+        return "stopped by Ctrl-C: no batch was finished, so nothing is saved; the same command starts again"
     batches = "1 batch is" if parts == 1 else f"{parts} batches are"
-    return f"interrupted: {batches} saved in {folder / 'parts'}; the same command goes on from there"
+    return f"stopped by Ctrl-C: {batches} saved in {folder / 'parts'}; the same command goes on from there"
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raise one sentence, naming the file and the fix, if no model or adapter can be loaded from a local folder.
+
+    Nothing is loaded: headers of weight files and the JSON beside them are read, of an adapter those of a local base too.
+
+    Raises:
+        EvaluationError: the folder holds no model, or a weight file is missing or damaged.
+        RunError: a JSON file is damaged.
+    """
+    adapter = folder / "adapter_config.json"
+    if not adapter.is_file() and not (folder / "config.json").is_file():
+        raise EvaluationError(
+            f"{folder} holds no model (no config.json, no adapter_config.json){_newest_checkpoint(folder)}"
+        )
+    restore = "copy or download the folder again"
+    for name in _READ_WHOLE:
+        if (folder / name).is_file():
+            read_object(folder / name, ANY_OBJECT, restore)
+    try:
+        check_weight_files(folder)
+    except WeightFileError as error:
+        raise EvaluationError(f"{error}: {restore}, or name another checkpoint") from error
+    if adapter.is_file() and (base := read_object(adapter, ADAPTER, restore)["base_model_name_or_path"]):
+        if Path(base).is_dir():
+            check_model_folder(Path(base))
+        elif Path(base).is_absolute():
+            raise EvaluationError(
+                f"{folder} is an adapter, and its base {base} is missing: set "
+                "`base_model_name_or_path` in its adapter_config.json"
+            )
+
+
+def _newest_checkpoint(folder: Path) -> str:
+    """A hint for a run that has not finished: it has a model in its checkpoints alone."""
+    steps = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdecimal()]
+    newest = max(steps, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    return f": its newest checkpoint is {newest}" if newest else ""
 
 
 def weights_fingerprint(model: str) -> str | None:
@@ -221,13 +264,17 @@ def _engine(name: str, use_vllm: bool) -> Complete:
         if use_vllm:
             return vllm_engine(name, tokenizer)
         if adapter.is_file():
-            model, missing = AutoPeftModelForCausalLM.from_pretrained(name, dtype="auto", use_safetensors=True), []
+            with warnings.catch_warnings():
+                # PEFT fills what is missing with a new adapter's values, and only warns.
+                warnings.filterwarnings("error", message="Found missing adapter keys")
+                model = AutoPeftModelForCausalLM.from_pretrained(name, dtype="auto", use_safetensors=True)
+            missing = []
         else:
             model, loading = AutoModelForCausalLM.from_pretrained(
                 name, dtype="auto", use_safetensors=True, output_loading_info=True
             )
             missing = sorted(loading["missing_keys"])
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, UserWarning) as error:
         raise EvaluationError(f"{name}: the model can't be loaded: {' '.join(str(error).split())}") from error
     if missing:  # transformers fills them with random numbers, and goes on
         raise EvaluationError(

@@ -54,6 +54,7 @@ RUN_RECORD: Shape = {
     "recipe": {"dataset?": {}, "rewards?": LIST, "max_completion_length?": INTEGER_OR_NULL},
     "rewards?": [{"name": TEXT, "source": TEXT, "weight?": NUMBER}],
     "versions?": {},
+    "unscorable_golds?": {"count": INTEGER, "total": INTEGER, "rows": LIST},
 }
 TRAINER_STATE: Shape = {"log_history": [{"step": INTEGER}], "global_step?": INTEGER}
 EVALUATION: Shape = {

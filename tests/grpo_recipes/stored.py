@@ -18,10 +18,9 @@ RECORD: dict[str, Any] = {"recipe": RECIPE, "rewards": REWARDS, "versions": {"tr
 HISTORY: list[dict[str, Any]] = [
     {"step": step, **{key: curve(step / len(STEPS)) for key, curve in HEALTHY.items()}} for step in STEPS
 ]
-NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
 _HEADER = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
 ONE_TENSOR = len(_HEADER).to_bytes(8, "little") + _HEADER + bytes(4)
-"""A safetensors file that is whole; the one before is, too, but empty."""
+"""A safetensors file that is whole."""
 EVALUATED: dict[str, Any] = {
     "problem": [0, 1],
     "sample": [0, 0],

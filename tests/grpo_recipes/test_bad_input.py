@@ -275,42 +275,45 @@ RESULTS: list[Case] = [
     *(
         Case(EVALUATE_M, words, 2, stored.model_files(replaced))
         for replaced, words in (
-            ({"config.json": None, "notes.txt": ""}, ("m:", "holds no model")),
+            ({"config.json": None, "notes.txt": ""}, ("m holds no model",)),
             (
                 {"config.json": None, "checkpoint-8/x": "", "checkpoint-16/x": ""},
                 ("holds no model", "m/checkpoint-16"),
             ),
-            ({}, ("model.safetensors is missing", "copy or download the folder again")),
-            ({"pytorch_model.bin": b"x"}, ("model.safetensors is missing",)),
-            ({"model.safetensors": b""}, ("m/model.safetensors", "0 bytes", "cut off")),
+            ({}, ("model.safetensors.index.json is missing", "copy or download the folder again")),
+            ({"pytorch_model.bin": b"x"}, ("m/pytorch_model.bin is cut off or damaged",)),
+            ({"model.safetensors": b""}, ("m/model.safetensors is empty",)),
             ({"model.safetensors": b"\x10\0\0\0\0\0\0\0{"}, ("m/model.safetensors", "cut off")),
-            ({"model.safetensors": stored.NO_TENSORS}, ("m/model.safetensors", "holds no tensors")),
+            (
+                {"model.safetensors": "version https://git-lfs.github.com/spec/v1"},
+                ("m/model.safetensors", "git lfs pull"),
+            ),
             ({"model.safetensors": stored.ONE_TENSOR[:-1]}, ("m/model.safetensors", "cut off")),
             ({"config.json": '{"model'}, ("m/config.json", "can't be read as JSON")),
             ({"config.json": "[]"}, ("m/config.json", "it is a list")),
             ({"tokenizer.json": '{"version"', "model.safetensors": b""}, ("m/tokenizer.json", "can't be read")),
-            ({"model.safetensors.index.json": "{}"}, ("model.safetensors.index.json", "no `weight_map`")),
+            ({"model.safetensors.index.json": "{}"}, ("model.safetensors.index.json is damaged",)),
             (
                 {"model.safetensors.index.json": {"weight_map": {"w": "model-00002-of-00002.safetensors"}}},
-                ("model-00002-of-00002.safetensors is missing",),
+                ("m/model-00002-of-00002.safetensors is missing",),
             ),
             (
                 {"config.json": None, "adapter_config.json": {"base_model_name_or_path": "org/base"}},
-                ("adapter_model.safetensors is missing",),
+                ("adapter_model.safetensors or adapter_model.bin is missing",),
             ),
             (
                 {"config.json": None, "adapter_config.json": "{", "adapter_model.safetensors": b""},
-                ("m/adapter_model.safetensors", "cut off"),
+                ("m/adapter_model.safetensors is empty",),
             ),
             (
-                {"config.json": None, "adapter_config.json": "{", "adapter_model.bin": b""},
+                {"config.json": None, "adapter_config.json": "{", "adapter_model.bin": b"\x80"},
                 ("m/adapter_config.json", "can't be read as JSON"),
             ),
             (
                 {
                     "config.json": None,
                     "adapter_config.json": {"base_model_name_or_path": "/no/such/base"},
-                    "adapter_model.bin": b"",
+                    "adapter_model.bin": b"\x80",
                 },
                 ("its base /no/such/base is missing",),
             ),

@@ -94,7 +94,18 @@ def test_only_checks_that_had_data_call_a_run_healthy(tmp_path: Path) -> None:
     nothing = write_run(tmp_path / "nothing", dict.fromkeys(HEALTHY), completions=healthy_completions()[:1])
     diagnosis = diagnose(Run.read(nothing))
     assert (diagnosis.findings, diagnosis.checked, set(diagnosis.unchecked)) == ([], 0, set(DISEASES))
-    assert describe(diagnosis).startswith("diagnosis: nothing could be checked")
+    assert describe(diagnosis).startswith("diagnosis:\n  nothing could be checked")
+
+
+def test_golds_that_were_counted_as_unscorable_are_found(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    record = json.loads((folder / "run.json").read_text())
+    record["unscorable_golds"] = {"count": 3, "total": 40, "rows": [2, 7]}
+    (folder / "run.json").write_text(json.dumps(record))
+    (finding,) = found_in(Run.read(folder))
+    assert finding.sentence.startswith(
+        "3 of 40 golds can't be scored by a correctness reward (rows 2, 7, … of the dataset"
+    )
 
 
 @pytest.mark.parametrize("metric", HEALTHY)

@@ -256,10 +256,10 @@ def test_ctrl_c_says_what_is_saved_and_the_same_command_goes_on(
         assert cli.main(arguments) == 130
         said.append(capsys.readouterr().err)
     assert said[0].splitlines()[-1] == (
-        "interrupted: no batch was finished, so nothing is saved; the same command starts again"
+        "stopped by Ctrl-C: no batch was finished, so nothing is saved; the same command starts again"
     )
     assert said[1].splitlines()[-1] == (
-        f"interrupted: 2 batches are saved in {tmp_path / 'e' / 'parts'}; the same command goes on from there"
+        f"stopped by Ctrl-C: 2 batches are saved in {tmp_path / 'e' / 'parts'}; the same command goes on from there"
     )
     assert "Traceback" not in "".join(said)
     assert cli.main(arguments) == 0
@@ -272,7 +272,7 @@ def test_ctrl_c_before_the_evaluation_is_no_traceback(monkeypatch, capsys) -> No
 
     monkeypatch.setattr(evaluation_run, "evaluate_model", interrupted)
     assert cli.main(["evaluate", "model"]) == 130
-    assert capsys.readouterr().err == "interrupted: nothing was evaluated\n"
+    assert capsys.readouterr().err == "stopped by Ctrl-C: nothing was evaluated\n"
 
 
 @pytest.mark.parametrize("damage", [b"", b"junk", None])

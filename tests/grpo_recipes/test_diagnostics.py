@@ -460,4 +460,6 @@ def test_a_hackable_recipe_is_found_out_on_a_real_run(tmp_path: Path, gsm8k_file
     assert train.main(["--config", str(recipe)]) == 0
     findings = {finding.check: finding.sentence for finding in found_in(Run.read(tmp_path / "run"))}
     assert "no reward pays a correct answer" in findings["format_without_correctness"]
-    assert findings["format_without_correctness"] in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert findings["format_without_correctness"] in said
+    assert "of 10 checks had data; not checked: " in said.splitlines()[-1]

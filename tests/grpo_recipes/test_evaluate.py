@@ -152,6 +152,15 @@ def test_pass_at_k_follows_the_recipe(tokenizer, tmp_path: Path):
     assert summary["majority"]["value"] == 1.0
 
 
+def test_the_stated_answer_is_the_one_that_the_recipe_looks_at(tokenizer, tmp_path: Path):
+    said = r"<answer>17</answer>, no: \boxed{18}"
+    for folder, rewards, stated in (("boxed", [BOXES], "18"), ("tagged", ["gsm8k_correctness"], "17")):
+        asked = asked_by(rewards, ("think", "answer"))
+        scripted_run(tokenizer, ["p"], {"p": said}, tmp_path / folder, strict=asked)
+        table = pd.read_parquet(tmp_path / folder / "completions.parquet")
+        assert table[["answer", "lenient"]].values.tolist() == [[stated, stated == "18"]]
+
+
 def test_amounts_names_and_order_of_rewards_make_no_other_evaluation():
     tags = ("think", "answer")
     one = asked_by(["gsm8k_correctness", "well_formed"], tags)

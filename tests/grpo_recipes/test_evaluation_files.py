@@ -308,6 +308,17 @@ def test_weights_that_lack_a_tensor_are_not_evaluated_with_random_numbers(
     assert "lack 1 of the model's tensors (such as model.norm.weight)" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_an_adapter_that_lacks_a_tensor_is_not_evaluated(tiny_model: Path, tmp_path: Path, capsys) -> None:
+    from safetensors.torch import load_file, save_file
+
+    adapter = save_adapter(tiny_model, tmp_path / "adapter")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors.popitem()
+    save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    assert cli.main(command(adapter, tmp_path / "e", "--dataset", "arithmetic")) == 2
+    assert "can't be loaded: Found missing adapter keys" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_runs_own_rewards_say_what_is_strict(tiny_model: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     run_folder = Path(shutil.copytree(tiny_model, tmp_path / "run"))
     boxed = {"name": "gsm8k_correctness", "kwargs": {"extract": "boxed"}}

@@ -103,6 +103,7 @@ def test_two_runs_share_their_pictures(run_folder: Path, tmp_path: Path) -> None
     assert len(page.loads) == alone
     assert "run-a and run-b" in page.text
     assert "run-b: nothing looks wrong" in page.text
+    assert "run-b: 8 of 10 checks had data; not checked: kl_blow_up (`kl` was not logged)" in page.text
 
 
 def test_a_bare_run_has_a_report(tmp_path: Path) -> None:

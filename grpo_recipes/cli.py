@@ -83,9 +83,7 @@ def _add_evaluate(commands: Any) -> None:
     )
     evaluate.add_argument("model", nargs="?", help="a model or adapter: a folder, a run, or a hub id")
     evaluate.add_argument("--compare", nargs=2, metavar=("A", "B"), type=Path, help="two finished evaluations' folders")
-    evaluate.add_argument(
-        "--recipe", help="take dataset, rewards (for strict) and lengths from this recipe (default: the run's own)"
-    )
+    evaluate.add_argument("--recipe", help="take dataset, tags and lengths from this recipe (default: the run's own)")
     evaluate.add_argument("--dataset", help="gsm8k (the default), rlaif or arithmetic")
     evaluate.add_argument("--path", help="a hub id, a save_to_disk folder or a .jsonl file")
     evaluate.add_argument("--split", help="default: the recipe's eval_split, unless --path is given; else test")

@@ -101,11 +101,24 @@ def _add_evaluate(commands: Any) -> None:
 
 
 def evaluate_policy(options: argparse.Namespace) -> int:
-    """Evaluate a model, or compare two evaluations, and print the result. Returns 0, or 2 with one sentence on stderr."""
+    """Evaluate a model, or compare two evaluations, and print the result.
+
+    Returns 0, 2 with one sentence on stderr, or 130 after Ctrl-C.
+    """
+    try:
+        return _evaluate_policy(options)
+    except KeyboardInterrupt as interrupted:
+        # Without words of its own it came while modules were loaded or files read.
+        print(str(interrupted) or "stopped by Ctrl-C: nothing was evaluated", file=sys.stderr)
+        return 130
+
+
+def _evaluate_policy(options: argparse.Namespace) -> int:
     from grpo_recipes import evaluation_run
     from grpo_recipes.data import DatasetError
     from grpo_recipes.evaluate import EvaluationError, compare
     from grpo_recipes.recipe import RecipeError
+    from grpo_recipes.result_files import RunError
 
     try:
         if options.compare:
@@ -114,38 +127,54 @@ def evaluate_policy(options: argparse.Namespace) -> int:
             print(evaluation_run.describe(evaluation_run.evaluate_model(options)))
         else:
             raise EvaluationError("nothing to evaluate: name a model, or two finished evaluations after --compare")
-    except (EvaluationError, RecipeError, DatasetError) as error:
+    except (EvaluationError, RunError, RecipeError, DatasetError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
 def report_run(folder: Path, other: Path | None, output: Path | None) -> int:
-    """Write the report of a run, or of two. Returns 0, or 2 if a run can't be read."""
+    """Write the report of a run, or of two. Returns 0, or 2 if a run can't be read or holds nothing to check."""
+    from grpo_recipes.diagnostics import diagnose
     from grpo_recipes.report import write_report
     from grpo_recipes.runs import Run, RunError
 
     try:
         runs = [Run.read(path) for path in (folder, other) if path is not None]
-        print(write_report(runs, output or folder / "report"))
+        page = write_report(runs, output or folder / "report")
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: the report can't be written ({error}): give another --output", file=sys.stderr)
+        return 2
+    print(page)
+    for run in runs:
+        if not (diagnosis := diagnose(run)).checked:
+            print(f"error: {run.folder}: {diagnosis.coverage}", file=sys.stderr)
+            return 2
     return 0
 
 
 def diagnose_run(folder: Path) -> int:
-    """Print what looks wrong in a run. Returns 0 if nothing does, 1 if something does, 2 if the run can't be read."""
+    """Print what looks wrong in a run, and which checks had data.
+
+    Returns 0 if nothing does, 1 if something does, 2 if the run can't be read or no check had data.
+    """
     from grpo_recipes.diagnostics import describe, diagnose
     from grpo_recipes.runs import Run, RunError
 
     try:
-        findings = diagnose(Run.read(folder))
+        diagnosis = diagnose(Run.read(folder))
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(describe(findings))
-    return 1 if findings else 0
+    if diagnosis.findings or diagnosis.checked:
+        print(describe(diagnosis))
+    if not diagnosis.checked:
+        print(f"error: {folder}: {diagnosis.coverage}", file=sys.stderr)
+        return 2
+    return 1 if diagnosis.findings else 0
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ The unit is the problem: samples of one problem are alike, so that k of them tel
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import NormalDist
 
@@ -21,6 +21,11 @@ class Estimate:
     value: float
     low: float
     high: float
+
+    @classmethod
+    def from_dict(cls, numbers: Mapping[str, float]) -> Estimate:
+        """The estimate that `as_dict` was made of; further keys are passed over."""
+        return cls(numbers["value"], numbers["low"], numbers["high"])
 
     def as_dict(self) -> dict[str, float]:
         """The three numbers by name, ready for JSON."""

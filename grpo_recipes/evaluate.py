@@ -1,7 +1,8 @@
 """Accuracy of a policy on held-out problems: `evaluate_into(folder, ...)`, which `grpo-recipes evaluate` calls.
 
-*Strict* accuracy asks for the format and the answer together, as the rewards do; *lenient* accuracy accepts any
-recognised final answer. Their difference tells a model that learnt to calculate from one that learnt a layout.
+*Strict* accuracy asks for what the recipe's own rewards ask for (`grpo_recipes.strict`), layout and answer together;
+*lenient* accuracy accepts any recognised final answer. Their difference tells a model that learnt to calculate from one
+that learnt a layout.
 
 `evaluate_into` leaves `completions.parquet`, every completion with its verdict, and `evaluation.json`, the shares with
 their 95 % intervals. It writes a part for each batch, so that a killed evaluation goes on where it stopped.
@@ -25,8 +26,9 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 
 from grpo_recipes.estimates import mcnemar, mean_share, paired_difference, pass_at_k
-from grpo_rewards.answers import Judge, extract_answer, parse_number, read_gold
-from grpo_rewards.format_tags import WellFormed
+from grpo_recipes.result_files import ANY_OBJECT, EVALUATED, EVALUATION, read_object, read_table
+from grpo_recipes.strict import Asked, asked_by, is_right, stated_answer
+from grpo_rewards.answers import Judge, parse_number, read_gold
 
 _GREEDY = {"do_sample": False, "repetition_penalty": 1.0, "temperature": None, "top_k": None, "top_p": None}
 _RIGHT = frozenset({"exact", "equal", "symbolic"})
@@ -34,23 +36,22 @@ _RIGHT = frozenset({"exact", "equal", "symbolic"})
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one completion: the final answer it states in any layout, and whether it is right."""
+    """What became of one completion: the final answer it states, and whether it is right."""
 
     answer: str | None
     strict: bool
     lenient: bool
 
 
-def judge_completions(completions: Sequence[str], answers: Sequence[str], tags: tuple[str, str]) -> list[Verdict]:
+def judge_completions(completions: Sequence[str], answers: Sequence[str], settings: "Settings") -> list[Verdict]:
     """Hold each completion against the gold of its own problem; `answers` are golds as `read_gold` takes them."""
-    judge, is_well_formed = Judge(), WellFormed(tags=tags)
-    verdicts = []
-    for answer, completion in zip(answers, completions, strict=True):
+    judge, verdicts = Judge(), []
+    rows = zip(completions, answers, is_right(settings.strict, completions, answers), strict=True)
+    for completion, answer, strictly in rows:
         gold = read_gold(answer)
         assert gold is not None  # `_answers` has read it
-        tagged, stated = (extract_answer(completion, layout, tags=tags) for layout in ("answer_tag", "auto"))
-        strict = bool(is_well_formed(completions=[completion])[0]) and judge.verdict(gold, tagged) in _RIGHT
-        verdicts.append(Verdict(stated, strict, judge.verdict(gold, stated) in _RIGHT))
+        stated = stated_answer(settings.strict, completion, settings.tags)
+        verdicts.append(Verdict(stated, strictly, strictly or judge.verdict(gold, stated) in _RIGHT))
     return verdicts
 
 
@@ -65,6 +66,7 @@ class Settings:
         max_new_tokens: the longest completion, in tokens.
         batch_size: how many completions are made at once; with sampling, part of what a seed reproduces.
         seed: of the sampling. The global random state is left as it was.
+        strict: the rewards that a strictly right completion must earn in full; empty for the default with `tags`.
 
     Raises:
         EvaluationError: a number below 1, a temperature below 0, or several samples of greedy decoding.
@@ -76,8 +78,11 @@ class Settings:
     max_new_tokens: int = 256
     batch_size: int = 64
     seed: int = 0
+    strict: tuple[Asked, ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.strict:
+            object.__setattr__(self, "strict", asked_by((), self.tags))
         for name in ("samples", "batch_size", "max_new_tokens"):
             if (value := getattr(self, name)) < 1:
                 raise EvaluationError(f"--{name.replace('_', '-')} is {value}: set it to at least 1")
@@ -112,6 +117,7 @@ def evaluate_into(
 
     Raises:
         EvaluationError: the folder holds another evaluation.
+        RunError: a file of the folder is damaged.
         ValueError: the dataset is empty, or an answer can't be read as a gold.
     """
     answers = _answers(dataset)
@@ -119,7 +125,7 @@ def evaluate_into(
     asked = json.loads(json.dumps({**described, **rows, "settings": asdict(settings)}))
     parts = folder / "parts"
     if _is_finished(folder, asked):
-        return _read_json(folder / "evaluation.json")
+        return read_object(folder / "evaluation.json", EVALUATION)
     parts.mkdir(parents=True, exist_ok=True)
     _write(folder / "asked.json", json.dumps(asked))
     size = max(1, settings.batch_size // settings.samples)
@@ -130,7 +136,9 @@ def evaluate_into(
             batch_settings = replace(settings, seed=settings.seed * 1_000_003 + number)
             table = _completed(problems, complete, dataset, answers, batch_settings)
             _write(part, table)
-    table = pd.concat([pd.read_parquet(part) for part in sorted(parts.iterdir())], ignore_index=True)
+    again = "remove the file: the same command makes it again"
+    made = (read_table(parts / f"{number:06d}.parquet", EVALUATED, again) for number in range(len(batches)))
+    table = pd.concat(made, ignore_index=True)
     summary = {**asked, **summarise(table)}
     _write(folder / "completions.parquet", table)
     _write(folder / "evaluation.json", json.dumps(summary, indent=2) + "\n")
@@ -165,8 +173,15 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
     With several samples a problem the difference is of shares, and the test of majority votes.
 
     Raises:
-        EvaluationError: a folder has no finished evaluation, or they are not on the same problems.
+        EvaluationError: a folder has no finished evaluation, or they are not on the same problems, or not judged alike.
+        RunError: a file of theirs is damaged.
     """
+    records = [_read_record(folder) for folder in (first, second)]
+    if records[0]["settings"].get("strict") != records[1]["settings"].get("strict"):
+        raise EvaluationError(
+            f"{first} and {second} mean different things by strict (`settings.strict` of their evaluation.json): evaluate both "
+            "with the same --recipe"
+        )
     tables = [_read_completions(folder) for folder in (first, second)]
     prompts = [table.groupby("problem")["prompt"].first() for table in tables]
     if not prompts[0].equals(prompts[1]):
@@ -237,7 +252,7 @@ def _completed(
     prompts = [dataset[place]["prompt"] for place in places]
     completions = complete(prompts, settings)
     golds = [answers[place] for place in places]
-    verdicts = judge_completions(completions, golds, settings.tags)
+    verdicts = judge_completions(completions, golds, settings)
     return pd.DataFrame(
         {
             "problem": places,
@@ -295,7 +310,8 @@ def _is_finished(folder: Path, asked: dict[str, Any]) -> bool:
     for name in ("evaluation.json", "asked.json"):
         path = folder / name
         if path.is_file():
-            found = _read_json(path)
+            shape = EVALUATION if name == "evaluation.json" else ANY_OBJECT
+            found = read_object(path, shape, "remove the folder, or give another --output")
             if difference := _difference(found, asked):
                 raise EvaluationError(
                     f"{folder} holds another evaluation: {difference}; remove the folder, or give another --output"
@@ -308,11 +324,17 @@ def _is_finished(folder: Path, asked: dict[str, Any]) -> bool:
 
 def _difference(found: dict[str, Any], asked: dict[str, Any], prefix: str = "") -> str | None:
     """The first thing in which the evaluation that was found differs from the one asked for; None if nothing does."""
-    changed = {"weights": "the model's weights have changed since", "rows": "the problems have changed since"}
+    changed = {
+        "weights": "the model's weights have changed since",
+        "rows": "the problems have changed since",
+        "strict": "what strict asks for (`settings.strict`) has changed since",
+    }
     for key, value in asked.items():
         other = found.get(key)
         if other == value:
             continue
+        if key == "model" and not prefix and found.get("weights") == asked.get("weights") is not None:
+            continue  # the same model by another path
         if other is None and not prefix:
             return f"it does not record `{prefix}{key}`"
         if isinstance(value, dict) and isinstance(other, dict):
@@ -322,14 +344,20 @@ def _difference(found: dict[str, Any], asked: dict[str, Any], prefix: str = "") 
     return None
 
 
+def _read_record(folder: Path) -> dict[str, Any]:
+    try:
+        return read_object(folder / "evaluation.json", EVALUATION)
+    except FileNotFoundError as error:
+        raise EvaluationError(
+            f"{folder} has no finished evaluation: run `grpo-recipes evaluate` with it as --output"
+        ) from error
+
+
 def _read_completions(folder: Path) -> pd.DataFrame:
-    if not (folder / "evaluation.json").is_file():
-        raise EvaluationError(f"{folder} has no finished evaluation: run `grpo-recipes evaluate` with it as --output")
-    return pd.read_parquet(folder / "completions.parquet")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
+    table = read_table(folder / "completions.parquet", EVALUATED, "evaluate anew, into another --output")
+    if not len(table):
+        raise EvaluationError(f"{folder / 'completions.parquet'}: it holds no completions; evaluate anew")
+    return table
 
 
 def _write(path: Path, content: pd.DataFrame | str) -> None:

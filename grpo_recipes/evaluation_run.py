@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
+import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from grpo_recipes import strict
 from grpo_recipes.data import DatasetSpec, hub_answers, load
 from grpo_recipes.estimates import Estimate
 from grpo_recipes.evaluate import (
@@ -21,21 +22,32 @@ from grpo_recipes.evaluate import (
     transformers_engine,
     vllm_engine,
 )
+from grpo_recipes.result_files import ADAPTER, ANY_OBJECT, RUN_RECORD, RunError, read_object
 from grpo_recipes.runs import AFTER, EVALUATIONS
+from grpo_recipes.weight_files import WeightFileError, check_weight_files
+from grpo_rewards.registry import RewardSpecError
 
 DEFAULT_NEW_TOKENS = 512
 
 # What a policy computes with. The files of an adapter hold its scale in their configuration.
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "adapter_config.json")
 
+# Beside the weights. What loads them names no file when one of these is cut off.
+_READ_WHOLE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
 
 def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
     """Evaluate `options.model`, or go on with it, and return what `evaluation.json` holds.
 
-    Raises `EvaluationError`, or what reading the recipe or the dataset raises.
+    Raises:
+        EvaluationError: it can't be made as asked, or has been interrupted (`EvaluationInterrupted`).
+        RunError: a file of the model, or of its run, is damaged or missing.
+        RecipeError, DatasetError: the recipe or the dataset can't be read.
     """
     if options.limit is not None and options.limit < 1:
         raise EvaluationError(f"--limit is {options.limit}: set it to at least 1, or leave it out for all problems")
+    if Path(options.model).is_dir():
+        check_model_folder(Path(options.model))
     recipe = _recipe(options)
     spec = held_out_spec(recipe.get("dataset", {}), options)
     settings = _settings(recipe, spec, options)
@@ -52,10 +64,68 @@ def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
     folder = options.output or _output(options.model)
     try:
         return evaluate_into(folder, _Lazy(options), dataset, settings, described)
-    except EvaluationError:
+    except KeyboardInterrupt as error:
+        raise EvaluationInterrupted(_what_is_saved(folder)) from error
+    except (EvaluationError, RunError):
         raise
+    except OSError as error:
+        raise EvaluationError(
+            f"{folder}: the result can't be written there ({error}): give another --output"
+        ) from error
     except ValueError as error:
         raise EvaluationError(str(error)) from error
+
+
+class EvaluationInterrupted(KeyboardInterrupt):
+    """Ctrl-C in an evaluation; the message says what is saved and how to go on."""
+
+
+def _what_is_saved(folder: Path) -> str:
+    """How far an interrupted evaluation has come."""
+    parts = len(list((folder / "parts").glob("[0-9]*.parquet")))
+    if not parts:
+        return "stopped by Ctrl-C: no batch was finished, so nothing is saved; the same command starts again"
+    batches = "1 batch is" if parts == 1 else f"{parts} batches are"
+    return f"stopped by Ctrl-C: {batches} saved in {folder / 'parts'}; the same command goes on from there"
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raise one sentence, naming the file and the fix, if no model or adapter can be loaded from a local folder.
+
+    Nothing is loaded: headers of weight files and the JSON beside them are read, of an adapter those of a local base too.
+
+    Raises:
+        EvaluationError: the folder holds no model, or a weight file is missing or damaged.
+        RunError: a JSON file is damaged.
+    """
+    adapter = folder / "adapter_config.json"
+    if not adapter.is_file() and not (folder / "config.json").is_file():
+        raise EvaluationError(
+            f"{folder} holds no model (no config.json, no adapter_config.json){_newest_checkpoint(folder)}"
+        )
+    restore = "copy or download the folder again"
+    for name in _READ_WHOLE:
+        if (folder / name).is_file():
+            read_object(folder / name, ANY_OBJECT, restore)
+    try:
+        check_weight_files(folder)
+    except WeightFileError as error:
+        raise EvaluationError(f"{error}: {restore}, or name another checkpoint") from error
+    if adapter.is_file() and (base := read_object(adapter, ADAPTER, restore)["base_model_name_or_path"]):
+        if Path(base).is_dir():
+            check_model_folder(Path(base))
+        elif Path(base).is_absolute():
+            raise EvaluationError(
+                f"{folder} is an adapter, and its base {base} is missing: set "
+                "`base_model_name_or_path` in its adapter_config.json"
+            )
+
+
+def _newest_checkpoint(folder: Path) -> str:
+    """A hint for a run that has not finished: it has a model in its checkpoints alone."""
+    steps = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdecimal()]
+    newest = max(steps, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    return f": its newest checkpoint is {newest}" if newest else ""
 
 
 def weights_fingerprint(model: str) -> str | None:
@@ -149,14 +219,15 @@ def describe(summary: dict[str, Any]) -> str:
         rows["majority"] = summary["majority"]
     samples = summary["settings"]["samples"]
     head = f"{summary['problems']} problems, {samples} completion{'s' * (samples > 1)} each; 95 % intervals"
-    return "\n".join([head, *(f"  {name:10} {Estimate(**share)}" for name, share in rows.items())])
+    lines = [f"  {name:10} {Estimate.from_dict(share)}" for name, share in rows.items()]
+    return "\n".join([head, *lines, f"  strict: {strict.describe(summary['settings']['strict'])}"])
 
 
 def describe_comparison(result: dict[str, Any]) -> str:
     """Two evaluations side by side, their paired difference, and McNemar's test."""
     lines = [f"{result['problems']} problems, the same for both; 95 % intervals"]
     for name in ("strict", "lenient"):
-        first, second, difference = (Estimate(**result[name][key]) for key in ("first", "second", "difference"))
+        first, second, difference = (Estimate.from_dict(result[name][key]) for key in ("first", "second", "difference"))
         lines.append(f"  {name:8} A {first}   B {second}   B - A {difference}")
     test = result["mcnemar"]
     lines.append(
@@ -192,10 +263,23 @@ def _engine(name: str, use_vllm: bool) -> Complete:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_source(name))
         if use_vllm:
             return vllm_engine(name, tokenizer)
-        auto = AutoPeftModelForCausalLM if adapter.is_file() else AutoModelForCausalLM
-        model = auto.from_pretrained(name, dtype="auto", use_safetensors=True)
-    except (OSError, ValueError) as error:
+        if adapter.is_file():
+            with warnings.catch_warnings():
+                # PEFT fills what is missing with a new adapter's values, and only warns.
+                warnings.filterwarnings("error", message="Found missing adapter keys")
+                model = AutoPeftModelForCausalLM.from_pretrained(name, dtype="auto", use_safetensors=True)
+            missing = []
+        else:
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                name, dtype="auto", use_safetensors=True, output_loading_info=True
+            )
+            missing = sorted(loading["missing_keys"])
+    except (OSError, ValueError, RuntimeError, UserWarning) as error:
         raise EvaluationError(f"{name}: the model can't be loaded: {' '.join(str(error).split())}") from error
+    if missing:  # transformers fills them with random numbers, and goes on
+        raise EvaluationError(
+            f"{name}: its weights lack {len(missing)} of the model's tensors (such as {missing[0]}): copy or download it again"
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return transformers_engine(model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
@@ -209,7 +293,7 @@ def _recipe(options: argparse.Namespace) -> dict[str, Any]:
         return parse_recipe(["--config", options.recipe]).as_dict()
     for folder in (Path(options.model), Path(options.model).parent):
         if (folder / "run.json").is_file():
-            return json.loads((folder / "run.json").read_text(encoding="utf-8"))["recipe"]
+            return read_object(folder / "run.json", RUN_RECORD)["recipe"]
     return {}
 
 
@@ -220,14 +304,26 @@ def _settings(recipe: dict[str, Any], spec: DatasetSpec, options: argparse.Names
     max_new_tokens = options.max_new_tokens
     if max_new_tokens is None:
         max_new_tokens = recipe.get("max_completion_length") or DEFAULT_NEW_TOKENS
-    settings = Settings(
+    tags = tuple(options.tags) if options.tags else _tags(recipe, spec)
+    return Settings(
+        tags=tags,
         samples=options.samples,
         temperature=temperature,
         max_new_tokens=max_new_tokens,
         batch_size=options.batch_size,
         seed=options.seed,
+        strict=_asked(recipe, tags, override_tags=bool(options.tags)),
     )
-    return replace(settings, tags=tuple(options.tags) if options.tags else _tags(recipe, spec))
+
+
+def _asked(recipe: dict[str, Any], tags: tuple[str, str], *, override_tags: bool) -> tuple[strict.Asked, ...]:
+    """What strict asks for: what the recipe's rewards do."""
+    try:
+        return strict.asked_by(recipe.get("rewards") or [], tags, override_tags=override_tags)
+    except RewardSpecError as error:
+        raise EvaluationError(f"the recipe's `rewards`: {str(error).rstrip('.')}") from error
+    except ValueError as error:
+        raise EvaluationError(f"--tags: {error}") from error
 
 
 def _tags(recipe: dict[str, Any], spec: DatasetSpec) -> tuple[str, str]:

@@ -21,7 +21,8 @@ from matplotlib.figure import Figure
 
 from grpo_recipes.diagnostics import diagnose
 from grpo_recipes.estimates import Estimate
-from grpo_recipes.runs import AFTER, BEFORE, EVALUATIONS, Run, Series, last_message, read_table
+from grpo_recipes.result_files import EVALUATED, read_table
+from grpo_recipes.runs import AFTER, BEFORE, EVALUATIONS, Run, Series, last_message
 
 COLOURS = ("#1f6fb2", "#d1600a")  # told apart by colour-blind readers too
 EXAMPLES = 4
@@ -141,7 +142,7 @@ def _evaluation_figure(runs: Sequence[Run]) -> Figure:
     bars = [(run, label, evaluation) for run in runs for label, evaluation in _labelled(run)]
     for place, (run, _, evaluation) in enumerate(bars):
         for name, shift, face in (("strict", -0.2, True), ("lenient", 0.2, False)):
-            share, colour = Estimate(**evaluation[name]), COLOURS[list(runs).index(run) % len(COLOURS)]
+            share, colour = Estimate.from_dict(evaluation[name]), COLOURS[list(runs).index(run) % len(COLOURS)]
             ends = [[share.value - share.low], [share.high - share.value]]
             axes.bar(place + shift, share.value, 0.38, color=colour if face else "white", edgecolor=colour, label=name)
             axes.errorbar(place + shift, share.value, yerr=ends, color="#1a1a1a", capsize=4)
@@ -242,11 +243,12 @@ def _headline(run: Run) -> str:
 
 
 def _findings(run: Run, named: bool) -> str:
-    findings = diagnose(run)
+    diagnosis = diagnose(run)
     name = f"{run.name}: " if named else ""
-    if not findings:
-        return f"<p>{escape(name)}nothing looks wrong.</p>"
-    return "\n".join(f'<p class="finding">{escape(name + finding.sentence)}.</p>' for finding in findings)
+    lines = [f'<p class="finding">{escape(name + finding.sentence)}.</p>' for finding in diagnosis.findings]
+    if diagnosis.looks_fine:
+        lines.append(f"<p>{escape(name)}nothing looks wrong.</p>")
+    return "\n".join([*lines, f"<p>{escape(name + diagnosis.coverage)}.</p>"])
 
 
 def _labelled(run: Run) -> list[tuple[str, Any]]:
@@ -259,8 +261,8 @@ def _evaluations(run: Run) -> str:
     columns = ["strict", "lenient", "majority"]
     rows = []
     for label, evaluation in _labelled(run):
-        shares = [str(Estimate(**evaluation[name])) if name in evaluation else "" for name in columns]
-        passes = ", ".join(f"@{k} {Estimate(**share)}" for k, share in evaluation.get("pass_at", {}).items())
+        shares = [str(Estimate.from_dict(evaluation[name])) if name in evaluation else "" for name in columns]
+        passes = ", ".join(f"@{k} {Estimate.from_dict(share)}" for k, share in evaluation.get("pass_at", {}).items())
         rows.append([f"{run.name}, {label}", str(evaluation["problems"]), *shares, passes])
     head = ["", "problems", *(f"{name} [95 %]" for name in columns), "pass"]
     kept = [place for place in range(len(head)) if place < 4 or any(row[place] for row in rows)]
@@ -299,7 +301,7 @@ def _changes(run: Run) -> str:
     tables = [run.folder / EVALUATIONS / label / "completions.parquet" for label in (BEFORE, AFTER)]
     if not all(table.is_file() for table in tables):
         return ""
-    before, after = (read_table(table).query("sample == 0").set_index("problem") for table in tables)
+    before, after = (read_table(table, EVALUATED).query("sample == 0").set_index("problem") for table in tables)
     both = before.join(after, rsuffix="_after", how="inner")
     both = both[both["prompt"] == both["prompt_after"]]
     changed = {

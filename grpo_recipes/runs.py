@@ -7,7 +7,6 @@ that of its last checkpoint while a run is under way), `completions/*.parquet` (
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,9 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from pyarrow import ArrowException
 
 from grpo_recipes.estimates import Estimate, mean_share
+from grpo_recipes.result_files import (
+    CONVERSATIONS,
+    EVALUATION,
+    INTEGERS,
+    NUMBER,
+    NUMBERS,
+    RUN_RECORD,
+    TRAINER_STATE,
+    RunError,
+    read_object,
+    read_table,
+)
 from grpo_rewards.completions import completion_text
 
 FORMAT_REWARDS = frozenset({"tag_structure", "tag_count", "tag_presence", "well_formed", "think_format_reward"})
@@ -37,10 +47,6 @@ SHAPING_REWARDS = frozenset(
 )
 TRL_MAX_COMPLETION_LENGTH = 512  # GRPOConfig's default in TRL 1.16, for a recipe that leaves it
 EVALUATIONS, BEFORE, AFTER = "evaluations", "before", "after"
-
-
-class RunError(ValueError):
-    """A folder that can't be read as a run, in one sentence that names the folder and the fix."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +142,11 @@ class Run:
         state = _newest_state(folder)
         record = folder / "run.json"
         evaluations = {
-            path.parent.name: _json(path) for path in sorted(folder.glob(f"{EVALUATIONS}/*/evaluation.json"))
+            path.parent.name: read_object(path, EVALUATION)
+            for path in sorted(folder.glob(f"{EVALUATIONS}/*/evaluation.json"))
         }
-        return cls(folder, _json(record) if record.is_file() else {}, state.get("log_history", []), evaluations)
+        recorded = read_object(record, RUN_RECORD) if record.is_file() else {}
+        return cls(folder, recorded, state["log_history"], evaluations)
 
     @property
     def name(self) -> str:
@@ -160,7 +168,7 @@ class Run:
         points = [
             (int(entry["step"]), float(entry[key]))
             for entry in self.history
-            if isinstance(entry.get(key), (int, float)) and math.isfinite(entry[key])
+            if NUMBER.holds(entry.get(key)) and math.isfinite(entry[key])
         ]
         return Series([step for step, _ in points], [value for _, value in points])
 
@@ -177,7 +185,8 @@ class Run:
     def rewards(self) -> list[RunReward]:
         """The rewards that were paid, from `run.json`, or from the keys of the log with weight 1."""
         if self.knows_weights:
-            return [RunReward(**entry) for entry in self.record["rewards"]]
+            entries = self.record["rewards"]
+            return [RunReward(entry["name"], entry["source"], entry.get("weight", 1.0)) for entry in entries]
         names = [key.removeprefix("rewards/").removesuffix("/mean") for key in self.logged("rewards/")]
         return [RunReward(name, name) for name in names if f"rewards/{name}/mean" in self.logged("rewards/")]
 
@@ -206,7 +215,7 @@ class Run:
         files = self._completion_files("completions_")
         if not files:
             return pd.DataFrame({"step": [], "prompt": [], "completion": [], "advantage": [], "total": []})
-        table = pd.concat([read_table(file) for file in files], ignore_index=True)
+        table = pd.concat([self._read_completions(file) for file in files], ignore_index=True)
         table["question"] = [last_message(prompt) for prompt in table["prompt"]]
         table["prompt"] = [prompt_text(prompt) for prompt in table["prompt"]]
         table["completion"] = [completion_text(_listed(completion)) for completion in table["completion"]]
@@ -223,7 +232,7 @@ class Run:
         judges = [reward.name for reward in self.rewards if reward.pays_correctness]
         accuracy = []
         for file in self._completion_files("eval_completions_"):
-            table = read_table(file)
+            table = self._read_completions(file)
             paid = table[[name for name in judges if name in table.columns]]
             if paid.empty:
                 continue
@@ -231,6 +240,10 @@ class Run:
             shares = right.groupby(table["prompt"].map(prompt_text)).mean()
             accuracy.append((int(table["step"].iloc[0]), mean_share(shares.tolist())))
         return accuracy
+
+    def _read_completions(self, file: Path) -> pd.DataFrame:
+        columns = {"step": INTEGERS, "prompt": CONVERSATIONS, "completion": CONVERSATIONS}
+        return read_table(file, columns | {f"{reward.name}?": NUMBERS for reward in self.rewards})
 
     def _completion_files(self, prefix: str) -> list[Path]:
         return sorted((self.folder / "completions").glob(f"{prefix}*.parquet"))
@@ -262,7 +275,7 @@ def _newest_state(folder: Path) -> dict[str, Any]:
     states, damaged = [], None
     for path in (folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")):
         try:
-            states.append(_json(path))
+            states.append(read_object(path, TRAINER_STATE))
         except FileNotFoundError:  # none in the folder itself, or a checkpoint that has just been deleted
             continue
         except RunError as error:
@@ -272,25 +285,6 @@ def _newest_state(folder: Path) -> dict[str, Any]:
     raise damaged or RunError(
         f"{folder}: no `trainer_state.json` here or in a checkpoint; name the `output_dir` of a run"
     )
-
-
-def read_table(path: Path) -> pd.DataFrame:
-    """A parquet file of a run. Raises `RunError` if it is damaged."""
-    try:
-        return pd.read_parquet(path)
-    except (ArrowException, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise RunError(f"{path}: can't be read as parquet ({reason}); restore or remove the file") from error
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise RunError(f"{path}: can't be read as JSON ({error}); restore the file") from error
-    if not isinstance(content, dict):
-        raise RunError(f"{path}: can't be read as JSON (it is no object); restore the file")
-    return content
 
 
 def _mean(values: list[float]) -> float:

@@ -23,6 +23,7 @@ HEALTHY: dict[str, Callable[[float], float]] = {
     "reward": ramp(0.8, 2.2),
     "rewards/gsm8k_correctness/mean": ramp(0.5, 1.5),
     "rewards/gsm8k_correctness/std": ramp(0.9, 0.8),
+    "rewards/gsm8k_correctness/parsed": ramp(0.7, 0.9),
     "rewards/tag_presence/mean": ramp(0.3, 0.7),
     "rewards/tag_presence/std": ramp(0.4, 0.2),
     "kl": ramp(0.0, 0.08),

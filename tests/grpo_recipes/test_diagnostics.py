@@ -13,9 +13,16 @@ import pytest
 
 from grpo_recipes import cli, train
 from grpo_recipes.data import PROMPT_STYLES
-from grpo_recipes.diagnostics import CHECKS, diagnose
+from grpo_recipes.diagnostics import CHECKS, Finding, describe, diagnose
 from grpo_recipes.runs import Run, RunError, Series
-from tests.grpo_recipes.synthetic import healthy_completions, ramp, write_run
+from tests.grpo_recipes.synthetic import HEALTHY, healthy_completions, ramp, write_run
+
+
+def found_in(run: Run) -> list[Finding]:
+    """What the checks find; there must have been something to check."""
+    diagnosis = diagnose(run)
+    assert diagnosis.checked
+    return diagnosis.findings
 
 
 def late(start: float, end: float):
@@ -24,7 +31,8 @@ def late(start: float, end: float):
 
 
 def strict(value: float, low: float, high: float) -> dict:
-    return {"strict": {"value": value, "low": low, "high": high}}
+    share = {"value": value, "low": low, "high": high}
+    return {"problems": 100, "strict": share, "lenient": share, "settings": {"samples": 1}}
 
 
 def repeating() -> list[dict]:
@@ -64,6 +72,10 @@ DISEASES = {
         r"`tag_presence` carries 99% of the rewards' variance up to step 40",
     ),
     "overfitting": ({"metrics": {"eval_reward": ramp(1.5, 0.9)}}, r"held-out reward falls .* best at step \d\b"),
+    "no_answer_found": (
+        {"metrics": {"rewards/gsm8k_correctness/parsed": ramp(0, 0)}},
+        r"`gsm8k_correctness` has paid nothing up to step 40: no completion states an answer where it looks",
+    ),
 }
 
 
@@ -71,15 +83,89 @@ def test_every_check_has_its_disease() -> None:
     assert {check.__name__ for check in CHECKS} == set(DISEASES)
 
 
+def test_only_checks_that_had_data_call_a_run_healthy(tmp_path: Path) -> None:
+    whole = diagnose(Run.read(write_run(tmp_path / "whole", {"eval_reward": ramp(0.8, 2.0)})))
+    assert describe(whole) == "diagnosis: nothing looks wrong\n  10 of 10 checks had data"
+    part = diagnose(Run.read(write_run(tmp_path / "part", {"kl": None, "completions/clipped_ratio": None})))
+    assert describe(part).endswith(
+        "  7 of 10 checks had data; not checked: truncated (`completions/clipped_ratio` was not logged), kl_blow_up (`kl` was "
+        "not logged), overfitting (neither four evaluations during training nor one before and one after)"
+    )
+    nothing = write_run(tmp_path / "nothing", dict.fromkeys(HEALTHY), completions=healthy_completions()[:1])
+    diagnosis = diagnose(Run.read(nothing))
+    assert (diagnosis.findings, diagnosis.checked, set(diagnosis.unchecked)) == ([], 0, set(DISEASES))
+    assert describe(diagnosis).startswith("diagnosis:\n  nothing could be checked")
+
+
+def test_golds_that_were_counted_as_unscorable_are_found(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    record = json.loads((folder / "run.json").read_text())
+    record["unscorable_golds"] = {"count": 3, "total": 40, "rows": [2, 7]}
+    (folder / "run.json").write_text(json.dumps(record))
+    (finding,) = found_in(Run.read(folder))
+    assert finding.sentence.startswith(
+        "3 of 40 golds can't be scored by a correctness reward (rows 2, 7, … of the dataset"
+    )
+
+
+@pytest.mark.parametrize("metric", HEALTHY)
+def test_a_check_whose_metric_is_missing_says_so(tmp_path: Path, metric: str) -> None:
+    """No metric that a check reads may be left out of the log and the check still count as made."""
+    read_by = {
+        "kl": "kl_blow_up",
+        "entropy": "entropy_collapse",
+        "frac_reward_zero_std": "zero_variance",
+        "completions/mean_length": "length_into_cap",
+        "completions/clipped_ratio": "truncated",
+        "reward": "overfitting",
+        "rewards/tag_presence/mean": "format_without_correctness",
+        "rewards/gsm8k_correctness/mean": "format_without_correctness",
+        "rewards/tag_presence/std": "dominant_reward",
+        "rewards/gsm8k_correctness/std": "dominant_reward",
+        "rewards/gsm8k_correctness/parsed": "no_answer_found",
+    }
+    run = Run.read(
+        write_run(tmp_path / "run", {metric: None, **({} if metric == "reward" else {"eval_reward": ramp(1, 2)})})
+    )
+    unchecked = set(diagnose(run).unchecked)
+    assert unchecked == ({read_by[metric]} if metric in read_by else set())
+
+
+def test_a_reward_that_finds_no_answer_is_told_where_the_answers_are(tmp_path: Path) -> None:
+    planted = {
+        "rewards/gsm8k_correctness/mean": ramp(0, 0),
+        "rewards/gsm8k_correctness/parsed": ramp(0, 0),
+        "rewards/tag_presence/mean": ramp(0.4, 0.4),
+    }
+    folder = write_run(tmp_path / "run", planted)
+    record = json.loads((folder / "run.json").read_text())
+
+    def said(*rewards: Any) -> str:
+        record["recipe"]["rewards"] = list(rewards)
+        (folder / "run.json").write_text(json.dumps(record))
+        (finding,) = (finding for finding in found_in(Run.read(folder)) if finding.check == "no_answer_found")
+        return finding.sentence
+
+    boxed = {"name": "gsm8k_correctness", "kwargs": {"extract": "boxed"}}
+    wanted = (
+        "no completion states an answer where `extract: boxed` looks; `extract: answer_tag` finds one in 100% of those"
+    )
+    assert wanted in said(boxed, "tag_presence")
+    assert wanted in said({"name": "sum", "rewards": ["tag_presence", boxed]})
+    assert wanted in said({"name": "x.y", "alias": "gsm8k_correctness", "kwargs": {"extract": "boxed"}})
+    assert "where `extract: answer_tag` looks" in said("gsm8k_correctness")
+    assert "states an answer where it looks" in said()
+
+
 def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
     for seed in range(8):
-        assert diagnose(Run.read(write_run(tmp_path / str(seed), {"eval_reward": ramp(0.8, 2.0)}, seed=seed))) == []
+        assert found_in(Run.read(write_run(tmp_path / str(seed), {"eval_reward": ramp(0.8, 2.0)}, seed=seed))) == []
 
 
 @pytest.mark.parametrize("disease", DISEASES)
 def test_a_disease_gets_its_sentence_alone(tmp_path: Path, disease: str) -> None:
     planted, says = DISEASES[disease]
-    (finding,) = diagnose(Run.read(write_run(tmp_path / "run", **planted)))
+    (finding,) = found_in(Run.read(write_run(tmp_path / "run", **planted)))
     assert finding.check == disease
     assert re.search(says, finding.sentence), finding.sentence
     assert finding.step in range(1, 41)
@@ -94,7 +180,7 @@ def test_format_pay_alone_is_judged_by_the_evaluation(tmp_path: Path) -> None:
         run = write_run(
             tmp_path / folder, metrics, rewards=rewards, evaluations=evaluations, completions=healthy_completions()
         )
-        return [finding.check for finding in diagnose(Run.read(run))]
+        return [finding.check for finding in found_in(Run.read(run))]
 
     assert checks("unknown", {}) == ["format_without_correctness"]
     assert checks("same", {"before": strict(0.2, 0.1, 0.3), "after": strict(0.3, 0.2, 0.4)}) == [
@@ -113,7 +199,7 @@ def test_the_parts_of_a_sum_are_told_apart(tmp_path: Path) -> None:
         "rewards/tag_presence/mean": None,
     }
     rewards = [{"name": "total", "source": "sum", "weight": 1.0}]
-    (finding,) = diagnose(Run.read(write_run(tmp_path / "run", metrics, rewards=rewards)))
+    (finding,) = found_in(Run.read(write_run(tmp_path / "run", metrics, rewards=rewards)))
     assert "`total/tag_count` rises" in finding.sentence
     assert "`total/math_correctness` goes from 0.50" in finding.sentence
 
@@ -140,13 +226,13 @@ def test_a_reward_of_unknown_kind_may_pay_correctness(tmp_path: Path, source: st
     """Format pay that rises beside it is no finding while it rises too; while it stays flat, its figures are shown."""
     rewards = {"tag_presence": "tag_presence", "check": source}
     rising = paid_by(rewards, tag_presence=ramp(0.3, 0.9), check=ramp(0.2, 1.5))
-    assert diagnose(Run.read(write_run(tmp_path / "rising", **rising))) == []
+    assert found_in(Run.read(write_run(tmp_path / "rising", **rising))) == []
     flat = paid_by(rewards, tag_presence=ramp(0.3, 0.9), check=ramp(0.2, 0.2))
-    (finding,) = diagnose(Run.read(write_run(tmp_path / "flat", **flat)))
+    (finding,) = found_in(Run.read(write_run(tmp_path / "flat", **flat)))
     assert finding.check == "format_without_correctness"
     assert re.search(r"while `check` goes from 0\.20 to 0\.20$", finding.sentence), finding.sentence
     better = {"before": strict(0.2, 0.1, 0.3), "after": strict(0.6, 0.5, 0.7)}
-    assert diagnose(Run.read(write_run(tmp_path / "better", **flat, evaluations=better))) == []
+    assert found_in(Run.read(write_run(tmp_path / "better", **flat, evaluations=better))) == []
 
 
 def test_a_rising_length_reward_hides_nothing(tmp_path: Path) -> None:
@@ -156,7 +242,7 @@ def test_a_rising_length_reward_hides_nothing(tmp_path: Path) -> None:
     ]
     metrics = {"rewards/gsm8k_correctness/mean": ramp(0.5, 0.5)}
     metrics |= {"rewards/get_soft_overlong_punishment/mean": ramp(-1, -0.1)}
-    (finding,) = diagnose(Run.read(write_run(tmp_path / "run", metrics, rewards=rewards)))
+    (finding,) = found_in(Run.read(write_run(tmp_path / "run", metrics, rewards=rewards)))
     assert "`tag_presence` rises" in finding.sentence
     assert "`gsm8k_correctness` goes from" in finding.sentence
 
@@ -166,11 +252,11 @@ def test_a_sum_with_a_reward_model_in_it_may_pay_correctness(tmp_path: Path) -> 
     sums = paid_by({"minimind": "sum"}, minimind=ramp(0.5, 2.0))
     parts = {"tag_structure": ramp(0.1, 0.4), "tag_count": ramp(0.2, 0.8), "reward_model": ramp(-1.0, 1.0)}
     sums["metrics"].update({f"rewards/minimind/{name}": curve for name, curve in parts.items()})
-    assert diagnose(Run.read(write_run(tmp_path / "run", **sums))) == []
+    assert found_in(Run.read(write_run(tmp_path / "run", **sums))) == []
 
 
 def test_a_correctness_reward_that_scored_nothing_is_not_called_flat(tmp_path: Path) -> None:
-    assert diagnose(Run.read(write_run(tmp_path / "run", {"rewards/gsm8k_correctness/mean": None}))) == []
+    assert found_in(Run.read(write_run(tmp_path / "run", {"rewards/gsm8k_correctness/mean": None}))) == []
 
 
 def test_a_run_of_trl_alone_is_not_accused_for_what_it_does_not_say(tmp_path: Path) -> None:
@@ -181,7 +267,7 @@ def test_a_run_of_trl_alone_is_not_accused_for_what_it_does_not_say(tmp_path: Pa
     planted["metrics"]["completions/mean_length"] = ramp(300, 600)
     folder = write_run(tmp_path / "run", **planted)
     (folder / "run.json").unlink()
-    assert diagnose(Run.read(folder)) == []
+    assert found_in(Run.read(folder)) == []
 
 
 @pytest.mark.parametrize(
@@ -199,7 +285,7 @@ def test_a_run_of_trl_alone_is_not_accused_for_what_it_does_not_say(tmp_path: Pa
 def test_only_format_and_shaping_drown_the_others(tmp_path: Path, source: str, accused: bool) -> None:
     planted = paid_by({"big": source, "small": "well_formed"}, big=ramp(0.3, 0.9), small=ramp(0.9, 0.9))
     planted["metrics"].update({"rewards/big/std": ramp(0.5, 0.5), "rewards/small/std": ramp(0.01, 0.01)})
-    findings = {finding.check for finding in diagnose(Run.read(write_run(tmp_path / "run", **planted)))}
+    findings = {finding.check for finding in found_in(Run.read(write_run(tmp_path / "run", **planted)))}
     assert ("dominant_reward" in findings) == accused
 
 
@@ -208,16 +294,16 @@ def test_the_cap_of_a_recipe_that_does_not_set_it_is_trls(tmp_path: Path) -> Non
     record = json.loads((folder / "run.json").read_text())
     del record["recipe"]["max_completion_length"]
     (folder / "run.json").write_text(json.dumps(record))
-    (finding,) = diagnose(Run.read(folder))
+    (finding,) = found_in(Run.read(folder))
     assert "into the cap of 512" in finding.sentence
     record["recipe"]["max_completion_length"] = None  # TRL: as long as the model can
     (folder / "run.json").write_text(json.dumps(record))
-    assert diagnose(Run.read(folder)) == []
+    assert found_in(Run.read(folder)) == []
 
 
 def test_a_fall_of_held_out_accuracy_is_found(tmp_path: Path) -> None:
     evaluations = {"before": strict(0.6, 0.55, 0.65), "after": strict(0.4, 0.35, 0.45)}
-    (finding,) = diagnose(Run.read(write_run(tmp_path / "run", evaluations=evaluations)))
+    (finding,) = found_in(Run.read(write_run(tmp_path / "run", evaluations=evaluations)))
     assert finding.check == "overfitting"
     assert "from 0.600 to 0.400" in finding.sentence
 
@@ -228,7 +314,7 @@ def test_groups_without_variance_are_split_by_their_reward(tmp_path: Path, right
     for row in rows[:-4]:
         row["gsm8k_correctness"] = right
     metrics = {"frac_reward_zero_std": ramp(0.9, 0.9)}
-    findings = diagnose(Run.read(write_run(tmp_path / "run", metrics, completions=rows)))
+    findings = found_in(Run.read(write_run(tmp_path / "run", metrics, completions=rows)))
     assert [finding.check for finding in findings] == ["zero_variance"]
     assert says in findings[0].sentence
 
@@ -247,7 +333,7 @@ def test_a_drift_is_told_from_noise() -> None:
 def test_a_run_of_trl_alone_is_read(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"rewards/gsm8k_correctness/mean": ramp(0.5, 0.5)})
     (folder / "run.json").unlink()
-    assert [finding.check for finding in diagnose(Run.read(folder))] == ["format_without_correctness"]
+    assert [finding.check for finding in found_in(Run.read(folder))] == ["format_without_correctness"]
 
 
 def test_a_run_under_way_is_read_from_its_checkpoint(tmp_path: Path) -> None:
@@ -310,7 +396,7 @@ def test_a_file_whose_pages_are_damaged_is_named(tmp_path: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content[:4] + b"\xff" * 200 + content[204:])
     with pytest.raises(RunError, match=f"{file.name}: can't be read as parquet"):
-        diagnose(Run.read(tmp_path / "run"))
+        found_in(Run.read(tmp_path / "run"))
 
 
 def test_the_command_answers_with_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -372,6 +458,8 @@ def test_a_hackable_recipe_is_found_out_on_a_real_run(tmp_path: Path, gsm8k_file
         )
     )
     assert train.main(["--config", str(recipe)]) == 0
-    findings = {finding.check: finding.sentence for finding in diagnose(Run.read(tmp_path / "run"))}
+    findings = {finding.check: finding.sentence for finding in found_in(Run.read(tmp_path / "run"))}
     assert "no reward pays a correct answer" in findings["format_without_correctness"]
-    assert findings["format_without_correctness"] in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert findings["format_without_correctness"] in said
+    assert "of 10 checks had data; not checked: " in said.splitlines()[-1]

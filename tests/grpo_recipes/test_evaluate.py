@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
+import pandas as pd
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_recipes.estimates import mean_share
 from grpo_recipes.evaluate import Settings, evaluate_into, transformers_engine
+from grpo_recipes.strict import asked_by
 
 SAMPLED = Settings(temperature=1.0)
 
@@ -96,6 +98,78 @@ def test_other_tags(tokenizer, tmp_path: Path):
     summary, _ = scripted_run(tokenizer, ["p"], script, tmp_path / "asked", tags=("reasoning", "answer"))
     assert summary["strict"]["value"] == 1
     assert scripted_run(tokenizer, ["p"], script, tmp_path / "others")[0]["strict"]["value"] == 0
+
+
+TAGGED = "<think>9 + 9</think><answer>18</answer>"
+ON_LINES = "<think>\n9 + 9\n</think>\n<answer>\n18\n</answer>"
+BOXED, HASHES = r"9 + 9 = \boxed{18}", "9 + 9 = 18\n#### 18"
+BOXES = {"name": "gsm8k_correctness", "kwargs": {"extract": "boxed"}}
+TO_THE_CHARACTER = {"name": "gsm8k_correctness", "kwargs": {"pay_exact": 1.0, "pay_equal": 0.0}}
+
+STRICT = [  # a recipe's rewards; what is strictly right by them; what is not
+    ([BOXES], [BOXED, rf"<think>x</think>{BOXED}"], [TAGGED, HASHES, r"\boxed{17}"]),
+    (["math_correctness"], [TAGGED, BOXED, HASHES], ["<answer>17</answer>"]),
+    ([BOXES, "my_pkg.style"], [BOXED], [TAGGED]),
+    (["gsm8k_correctness"], [TAGGED, "<answer>18</answer>", "<answer>18.0</answer> Done."], [BOXED]),
+    ([TO_THE_CHARACTER], ["<answer>18</answer>"], ["<answer>18.0</answer>"]),
+    (["gsm8k_correctness", "well_formed"], [TAGGED, ON_LINES], ["<answer>18</answer>", f"{TAGGED} Done."]),
+    (["gsm8k_correctness", {"name": "well_formed", "weight": 0}], ["<answer>18</answer>"], [BOXED]),
+    (["gsm8k_correctness", "tag_structure"], [ON_LINES], [TAGGED]),
+    (["gsm8k_correctness", "tag_presence"], [TAGGED, f"{TAGGED} {TAGGED}"], ["<answer>18</answer>"]),
+    (["gsm8k_correctness", "tag_count"], [TAGGED], [f"{TAGGED} {TAGGED}"]),
+    ([{"name": "sum", "rewards": [BOXES, "tag_count"]}], [TAGGED + BOXED], [BOXED, TAGGED]),
+    (["tag_structure"], [ON_LINES], [TAGGED, BOXED]),
+    (["my_pkg.correct", "group_length"], [TAGGED], [BOXED, f"{TAGGED} Done."]),
+    (
+        [
+            {"name": "gsm8k_correctness", "kwargs": {"prefilled": "think"}},
+            {"name": "well_formed", "kwargs": {"prefilled": "think"}},
+        ],
+        ["9 + 9</think><answer>18</answer>"],
+        [TAGGED, "<answer>18</answer>"],
+    ),
+    (["trl.rewards.accuracy_reward", "trl.rewards.think_format_reward"], [f"<think>x</think>{BOXED}"], [BOXED]),
+    ([{"name": "gsm8k_correctness", "kwargs": {"tags": ["r", "a"]}}], ["<a>18</a>"], [TAGGED]),
+]
+
+
+@pytest.mark.parametrize(("rewards", "right", "wrong"), STRICT)
+def test_strict_is_what_the_recipe_asks_for(tokenizer, tmp_path: Path, rewards: list, right: list, wrong: list):
+    script = {f"p{n}": completion for n, completion in enumerate([*right, *wrong])}
+    asked = asked_by(rewards, ("think", "answer"))
+    scripted_run(tokenizer, list(script), script, tmp_path / "e", strict=asked)
+    table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
+    assert table["strict"].tolist() == [True] * len(right) + [False] * len(wrong)
+    assert (table["lenient"] | ~table["strict"]).all()
+
+
+def test_pass_at_k_follows_the_recipe(tokenizer, tmp_path: Path):
+    """Eight right boxed answers, of a recipe that asks for no tags."""
+    sampled = {"samples": 8, "temperature": 1.0, "strict": asked_by([BOXES], ("think", "answer"))}
+    summary, _ = scripted_run(tokenizer, ["p"], {"p": BOXED}, tmp_path / "e", **sampled)
+    assert summary["strict"]["value"] == 1.0
+    assert {k: share["value"] for k, share in summary["pass_at"].items()} == dict.fromkeys("1248", 1.0)
+    assert summary["majority"]["value"] == 1.0
+
+
+def test_the_stated_answer_is_the_one_that_the_recipe_looks_at(tokenizer, tmp_path: Path):
+    said = r"<answer>17</answer>, no: \boxed{18}"
+    for folder, rewards, stated in (("boxed", [BOXES], "18"), ("tagged", ["gsm8k_correctness"], "17")):
+        asked = asked_by(rewards, ("think", "answer"))
+        scripted_run(tokenizer, ["p"], {"p": said}, tmp_path / folder, strict=asked)
+        table = pd.read_parquet(tmp_path / folder / "completions.parquet")
+        assert table[["answer", "lenient"]].values.tolist() == [[stated, stated == "18"]]
+
+
+def test_amounts_names_and_order_of_rewards_make_no_other_evaluation():
+    tags = ("think", "answer")
+    one = asked_by(["gsm8k_correctness", "well_formed"], tags)
+    renamed = {"name": "gsm8k_correctness", "alias": "right", "weight": 3, "kwargs": {"pay_exact": 1, "pay_equal": 1}}
+    assert asked_by([{"name": "well_formed", "kwargs": {"pay": 5}}, renamed], tags) == one == asked_by([], tags)
+    assert one == Settings().strict
+    assert asked_by([BOXES], tags) != asked_by(["gsm8k_correctness"], tags)
+    overridden = asked_by([BOXES, "well_formed"], ("r", "a"), override_tags=True)
+    assert {reward.tags for reward in overridden} == {("r", "a")}
 
 
 @pytest.mark.parametrize("answers", [[], ["18", "nobody could say what it is in the end"]])

@@ -18,9 +18,11 @@ import pytest
 import torch
 
 from grpo_recipes import cli, evaluate, evaluation_run
+from grpo_recipes.data import DatasetSpec, load
 from grpo_recipes.estimates import mean_share
 from grpo_recipes.evaluate import EvaluationError, Settings, compare, evaluate_into, summarise
 from grpo_recipes.evaluation_run import held_out_spec, weights_fingerprint
+from grpo_recipes.result_files import RunError
 
 FILES = ("completions.parquet", "evaluation.json")
 
@@ -224,6 +226,120 @@ def samples(verdicts: dict[int, list[tuple[str | None, bool]]]) -> pd.DataFrame:
         for place, (answer, right) in enumerate(stated)
     ]
     return pd.DataFrame(rows)
+
+
+def test_the_same_model_by_another_path_is_the_same_evaluation(tiny_model: Path, tmp_path: Path, monkeypatch) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    for path in ("model", "./model", str(tmp_path / "model")):
+        assert cli.main(command(Path(path), tmp_path / "e", "--dataset", "arithmetic")) == 0
+        assert cli.main(command(Path(path), tmp_path / "e", "--dataset", "arithmetic")) == 0
+    assert json.loads((tmp_path / "e" / "evaluation.json").read_text())["model"] == "model"
+
+
+def test_ctrl_c_says_what_is_saved_and_the_same_command_goes_on(
+    tiny_model: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    calls: list[list] = []
+
+    def engine(prompts: list, settings: Settings) -> list[str]:
+        calls.append(prompts)
+        if len(calls) in (1, 4):
+            raise KeyboardInterrupt
+        return [""] * len(prompts)
+
+    monkeypatch.setattr(evaluation_run, "_engine", lambda name, use_vllm: engine)
+    arguments = ["evaluate", str(tiny_model), "--dataset", "arithmetic", "--limit", "6", "--batch-size", "2"]
+    arguments += ["--output", str(tmp_path / "e")]
+    said = []
+    for _ in range(2):
+        assert cli.main(arguments) == 130
+        said.append(capsys.readouterr().err)
+    assert said[0].splitlines()[-1] == (
+        "stopped by Ctrl-C: no batch was finished, so nothing is saved; the same command starts again"
+    )
+    assert said[1].splitlines()[-1] == (
+        f"stopped by Ctrl-C: 2 batches are saved in {tmp_path / 'e' / 'parts'}; the same command goes on from there"
+    )
+    assert "Traceback" not in "".join(said)
+    assert cli.main(arguments) == 0
+    assert len(calls) == 5, "a finished batch was made again"
+
+
+def test_ctrl_c_before_the_evaluation_is_no_traceback(monkeypatch, capsys) -> None:
+    def interrupted(options: argparse.Namespace) -> dict:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluation_run, "evaluate_model", interrupted)
+    assert cli.main(["evaluate", "model"]) == 130
+    assert capsys.readouterr().err == "stopped by Ctrl-C: nothing was evaluated\n"
+
+
+@pytest.mark.parametrize("damage", [b"", b"junk", None])
+def test_a_damaged_part_is_named_and_made_again(tmp_path: Path, damage: bytes | None) -> None:
+    def dies(prompts: list[str], settings: Settings) -> list[str]:
+        if prompts[0] == "8+1=":
+            raise KeyboardInterrupt
+        return policy(prompts, settings)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "e", dies)
+    part = tmp_path / "e" / "parts" / "000001.parquet"
+    (part.parent / ".DS_Store").touch()
+    part.write_bytes(part.read_bytes()[:-30] if damage is None else damage)
+    with pytest.raises(
+        RunError, match=r"000001\.parquet: can't be read as parquet .*; remove the file: the same command"
+    ):
+        run(tmp_path / "e")
+    part.unlink()
+    assert run(tmp_path / "e") == run(tmp_path / "whole")
+
+
+def test_weights_that_lack_a_tensor_are_not_evaluated_with_random_numbers(
+    tiny_model: Path, tmp_path: Path, capsys
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    assert cli.main(command(model, tmp_path / "e", "--dataset", "arithmetic")) == 2
+    assert "lack 1 of the model's tensors (such as model.norm.weight)" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_an_adapter_that_lacks_a_tensor_is_not_evaluated(tiny_model: Path, tmp_path: Path, capsys) -> None:
+    from safetensors.torch import load_file, save_file
+
+    adapter = save_adapter(tiny_model, tmp_path / "adapter")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors.popitem()
+    save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    assert cli.main(command(adapter, tmp_path / "e", "--dataset", "arithmetic")) == 2
+    assert "can't be loaded: Found missing adapter keys" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_runs_own_rewards_say_what_is_strict(tiny_model: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    run_folder = Path(shutil.copytree(tiny_model, tmp_path / "run"))
+    boxed = {"name": "gsm8k_correctness", "kwargs": {"extract": "boxed"}}
+    recipe = {"dataset": {"name": "arithmetic", "prompt_style": "none"}, "rewards": [boxed], "max_completion_length": 4}
+    (run_folder / "run.json").write_text(json.dumps({"recipe": recipe}))
+    rows = load(DatasetSpec("arithmetic", split="test", prompt_style="none"))
+    golds = {row["prompt"][0]["content"]: row["answer"].rpartition("#### ")[2] for row in rows}
+
+    def engine(prompts: list, settings: Settings) -> list[str]:
+        return [rf"\boxed{{{golds[prompt[0]['content']]}}}" for prompt in prompts]
+
+    monkeypatch.setattr(evaluation_run, "_engine", lambda name, use_vllm: engine)
+    arguments = ["evaluate", str(run_folder), "--limit", "8", "--samples", "2"]
+    assert cli.main(arguments) == 0
+    assert "strict: right by `extract: boxed`" in capsys.readouterr().out
+    summary = json.loads((run_folder / "evaluations" / "after" / "evaluation.json").read_text())
+    assert summary["strict"]["value"] == summary["pass_at"]["2"]["value"] == 1.0
+    recipe["rewards"] = ["gsm8k_correctness"]
+    (run_folder / "run.json").write_text(json.dumps({"recipe": recipe}))
+    assert cli.main(arguments) == 2
+    assert "what strict asks for (`settings.strict`) has changed" in capsys.readouterr().err
 
 
 def test_majority_votes_count_numbers_whatever_their_form() -> None:

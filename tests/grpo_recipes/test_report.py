@@ -28,7 +28,8 @@ def evaluation(folder: Path, label: str, share: dict, right: list[bool]) -> None
     path.mkdir(parents=True)
     (path / "evaluation.json").write_text(json.dumps(summary))
     prompts = [json.dumps([{"role": "user", "content": f"held-out question {n}"}]) for n in range(len(right))]
-    rows = {"problem": range(len(right)), "sample": 0, "prompt": prompts, "gold": "7", "strict": right}
+    rows = {"problem": range(len(right)), "sample": 0, "prompt": prompts, "gold": "7", "answer": "7", "strict": right}
+    rows["lenient"] = right
     rows["completion"] = [f"{label} says {n}" for n in range(len(right))]
     pd.DataFrame(rows).to_parquet(path / "completions.parquet")
 
@@ -59,8 +60,8 @@ class Page(html.parser.HTMLParser):
         self.text += data
 
 
-def report(*arguments: Path | str) -> Page:
-    assert cli.main(["report", *map(str, arguments)]) == 0
+def report(*arguments: Path | str, code: int = 0) -> Page:
+    assert cli.main(["report", *map(str, arguments)]) == code
     return Page((Path(arguments[0]) / "report" / "report.html").read_text(encoding="utf-8"))
 
 
@@ -102,13 +103,14 @@ def test_two_runs_share_their_pictures(run_folder: Path, tmp_path: Path) -> None
     assert len(page.loads) == alone
     assert "run-a and run-b" in page.text
     assert "run-b: nothing looks wrong" in page.text
+    assert "run-b: 8 of 10 checks had data; not checked: kl_blow_up (`kl` was not logged)" in page.text
 
 
 def test_a_bare_run_has_a_report(tmp_path: Path) -> None:
     folder = tmp_path / "bare"
     folder.mkdir()
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 1, "loss": 0.0, "reward": None}]}))
-    assert "bare" in report(folder).text
+    assert "nothing could be checked" in report(folder, code=2).text
     assert cli.main(["report", str(tmp_path / "missing")]) == 2
 
 

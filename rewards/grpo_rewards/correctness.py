@@ -24,7 +24,7 @@ class GSM8KCorrectness:
     | the completion's final answer | pay |
     |---|---|
     | is the gold's, character for character | 2 (`pay_exact`) |
-    | equals the gold's (`65960` for `65,960`, `$18.00` for `18`) | 1.5 (`pay_equal`) |
+    | equals the gold's (`65960` for `65,960`, `$18.00` for `18`, "She has 18 left.") | 1.5 (`pay_equal`) |
     | is something else, or is missing | 0 (`pay_wrong`) |
     | the gold has no final answer | None |
 

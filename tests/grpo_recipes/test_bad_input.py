@@ -68,6 +68,18 @@ FRONT_DOOR: list[Case] = []
 SCORED = {"rows.jsonl": '{"completion": "<answer>18</answer>", "answer": "18"}\n' * 8}
 UNSCORABLE = {"rows.jsonl": '{"completion": "<answer>18</answer>", "answer": ""}\n' * 3}
 CHECKED = "grpo-rewards check rows.jsonl --reward "
+INTERNLM2 = json.dumps(
+    {
+        "architectures": ["InternLM2ForRewardModel"],
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+    }
+)
 
 
 def own(module: str, body: str) -> dict[str, str]:
@@ -163,6 +175,15 @@ REWARDS: list[Case] = [
     Case("grpo-rewards convert-internlm2 empty out", ("has no config.json",), files={"empty/file": ""}),
     Case("grpo-rewards convert-internlm2 odd out", ("is not valid JSON",), files={"odd/config.json": "{"}),
     Case("grpo-rewards convert-internlm2 odd out", ("is not a JSON object",), files={"odd/config.json": "[]"}),
+    Case("grpo-rewards convert-internlm2 odd out", ("config.json lacks vocab_size",),
+         files={"odd/config.json": '{"architectures": ["InternLM2ForRewardModel"]}'}),
+    Case("grpo-rewards convert-internlm2 odd out", ("config.json has a value", "hidden_size"),
+         files={"odd/config.json": INTERNLM2.replace("16", '"x"')}),
+    Case("grpo-rewards convert-internlm2 odd out", ("config.json has a value", "float3"),
+         files={"odd/config.json": INTERNLM2.replace("{", '{"dtype": "float3", ')}),
+    Case("grpo-rewards convert-internlm2 odd out", ("no model.safetensors",), files={"odd/config.json": INTERNLM2}),
+    Case("grpo-rewards convert-internlm2 odd out", ("odd has a tokenizer that can't be read",),
+         files={"odd/config.json": INTERNLM2, "odd/model.safetensors": "", "odd/tokenizer.json": "{"}),
     Case("grpo-rewards convert-internlm2 {model} out", ("not InternLM2ForRewardModel",)),
     Case("grpo-rewards convert-internlm2 {model} there", ("there exists already",), files={"there/file": ""}),
 ]  # fmt: skip

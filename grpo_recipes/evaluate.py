@@ -25,7 +25,7 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 
 from grpo_recipes.estimates import mcnemar, mean_share, paired_difference, pass_at_k
-from grpo_rewards.answers import Judge, extract_answer, parse_number, read_gold
+from grpo_rewards.answers import Judge, answer_number, extract_answer, read_gold
 from grpo_rewards.format_tags import WellFormed
 
 _GREEDY = {"do_sample": False, "repetition_penalty": 1.0, "temperature": None, "top_k": None, "top_p": None}
@@ -286,7 +286,7 @@ def _vote(rows: pd.DataFrame) -> bool:
 def _canonical(answer: Any) -> Any:
     if answer is None or pd.isna(answer):
         return None
-    number = parse_number(answer)
+    number = answer_number(answer)
     return answer.strip().casefold() if number is None else number
 
 

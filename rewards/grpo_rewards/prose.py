@@ -34,7 +34,7 @@ _SET_OFF = (
     re.compile(r"\*\*([^*]+)\*\*"),
     re.compile(r"__([^_]+)__"),
 )
-_BULLET = re.compile(r"^[ \t]*[*-] (?=[^\W\d])", re.MULTILINE)
+_BULLET = re.compile(r"^[ \t]*(?:\* |- (?=[^\W\d]))", re.MULTILINE)
 _PUNCTUATION = ",.;:!"
 _DRESS = "\"'`*_()[]{}$¤%°" + _PUNCTUATION
 _WORDS = re.compile(r"[^\W\d_]+(?:['./-][^\W\d_]+)*")
@@ -48,7 +48,9 @@ _DOUBTFUL_PHRASE = re.compile(
     | \bshould\s+(?:be|have)\b | \bwould\s+have\s+(?:been|had)\b
     | \band\s+(?:more|up|above|over|beyond|under|below|change|counting|rising|growing|then\s+some|a\s+(?:bit|few|little))\b
     | \bup\s+to\b(?<!\badd\sup\sto)(?<!\badds\sup\sto)(?<!\badding\sup\sto)(?<!\badded\sup\sto)(?<!\bcomes\sup\sto)
-    | \bclose\s+to\b | \bat\s+(?:an?\s+)?(?:min|max)\b | \.\. | \?
+    | \bclose\s+(?:to|on|by)\b | \bfar\s+(?:off|from)\b | \bused\s+to\b | \bis\s+(?:too|close|off|near)\b
+    | \bat\s+the\s+(?:latest|earliest)\b | \b(?:upper|lower)\s+(?:bound|limit)\b | \bless\s+(?:the|those|what|any|tax)\b
+    | \.\. | \?
     | ^\W*(?:is|are|was|were|am|do|does|did)\b
     """,
     re.VERBOSE | re.IGNORECASE,
@@ -62,7 +64,7 @@ _FILLERS = word_set("""
 _GOVERNORS = word_set("""
     about around over under above below beneath beyond past near within toward towards against until till before per
     like much quite some any from out times between max min less more fewer greater larger smaller bigger higher lower
-    besides beside as versus pi minus negative
+    besides beside as versus pi minus negative good easily
     step part question problem option choice case section chapter equation eq figure fig table example method line note
     item exercise
 """)
@@ -88,8 +90,9 @@ _ONE_AS_PRONOUN = (
 )
 # Between two numbers, these alone make a list or a range of them.
 _JOINERS = word_set("and to through till until a an the then also another by times")
-# A number in a phrase that begins with one of these, after the answer, is a circumstance: "**18** apples in 3 days".
-_CIRCUMSTANCES = word_set("in after for from of at on per every with during across among over")
+# What one of these leads on to, in the same clause, is no answer but its circumstance: "**18** apples after eating 3".
+_CIRCUMSTANCES = word_set("in after for from of at on per every with during across among over when while because since")
+_NEW_CLAUSE = word_set("and so then but leaving now")
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +246,15 @@ def _set_off(tokens: Sequence[_Token], quantities: Sequence[_Quantity]) -> _Quan
     for left, right in pairwise(quantities):
         if all(token.lower in _JOINERS for token in tokens[left.end : right.start]):
             return None
-    if any(_preposition(tokens, other) not in _CIRCUMSTANCES for other in quantities if other.start > answer.start):
+    if any(other.start > answer.start and not _is_circumstance(tokens, answer, other) for other in quantities):
         return None
     return None if any(token.lower == "=" for token in tokens) else answer
+
+
+def _is_circumstance(tokens: Sequence[_Token], answer: _Quantity, other: _Quantity) -> bool:
+    between = {token.lower for token in tokens[answer.end : other.start]}
+    pause = any(token.pause for token in tokens[answer.end - 1 : other.start])
+    return not pause and not between.isdisjoint(_CIRCUMSTANCES) and between.isdisjoint(_NEW_CLAUSE)
 
 
 def _in_doubt(tokens: Sequence[_Token], stated: _Quantity) -> bool:
@@ -296,10 +305,6 @@ def _governor(tokens: Sequence[_Token], quantity: _Quantity) -> tuple[str, str]:
     if position < 0 or tokens[position].pause:
         return "", ""
     return tokens[position].lower, tokens[position - 1].lower if position else ""
-
-
-def _preposition(tokens: Sequence[_Token], quantity: _Quantity) -> str:
-    return tokens[_before_articles(tokens, quantity)].lower
 
 
 def _before_articles(tokens: Sequence[_Token], quantity: _Quantity) -> int:

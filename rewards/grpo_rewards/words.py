@@ -41,7 +41,7 @@ _DOUBTS = word_set("""
     circa ca kidding joking rounded rounding closer closest nearest usually typically generally normally sometimes
     mostly largely partly theoretically ideally conceivably arguably ostensibly reportedly technically
     than least most min max minimum maximum exceed exceeds exceeding surpass surpasses range ranges ranging vary varies
-    upward upwards
+    upward upwards tops bounded capped approaches nears hovers
     plus squared cubed factorial mod modulo sqrt
 """)
 _DOUBTFUL_STEMS = tuple(
@@ -53,7 +53,7 @@ _DOUBTFUL_STEMS = tuple(
 )
 _CONTRACTED_NOT = re.compile(r"\w+n't|(?:is|are|was|were|do|does|did|has|have|had|ca|wo|could|should|would|must)nt")
 _VAGUE_NUMBER = re.compile(
-    r"half|halves|quarter|thirds?|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie|hundred|thousand"
+    r"half|halved?|halves|quarter|thirds?|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie|hundred|thousand"
     r"|million)ths?|first|dozens?|twice|thrice|doubled?|tripled?|quadrupled?|(?:hundred|thousand|million|billion)s"
 )
 

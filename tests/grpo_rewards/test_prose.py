@@ -2,10 +2,11 @@
 
 import itertools
 import random
+import time
 
 import pytest
 
-from grpo_rewards.answers import compare
+from grpo_rewards.answers import answer_number, compare
 
 # How a quantity may be written: {} is the number.
 QUANTITIES = """
@@ -100,6 +101,7 @@ DOUBTFUL = """
     The power of {q} | She rounded to {q}. | It is expected to be {q}. | They say {q}. | Tom claims {q}. |
     She hopes for {q}. | Hopefully {q} | {q}-ish, all told | I'm not sure, {q}. | I'm pretty sure it's {q}. |
     Somewhere near {q} | It ranges to {q}. | It is compared to {q}. | It is limited to {q}. | Basically {q} |
+    She has {q} tops. | {q} is too low. | It is a good {q}. | There used to be {q}. | It is capped at {q}. | It nears {q}. |
     Not **{q}**. | About **{q}** are left. | She has at least \\boxed{{q}}. | She has more than \\({q}\\). |
     She has approximately **{q}**.
 """
@@ -129,6 +131,43 @@ def test_no_wrong_or_doubtful_answer_is_paid(frames, number):
         if verdict(text, gold) != "wrong"
     ]
     assert paid == []
+
+
+SET_OFF = """
+    After 3 days, she has **18** apples. | In 3 days she has \\boxed{18} apples left. | He will be **18** when she is 30. |
+    With 4 boxes of 6, the total is **18 dollars**. | She sold **18** of the 30 eggs. | Over 5 weeks he saves \\(18\\) dollars. |
+    She has **18** apples after 3 days. | She has **18 apples** left after eating 3 of them. | Of 30 students, __18__ walk. |
+    For each of the two sisters that makes **$18**. | At 18:30 there are **18** guests. | On the third day he ran **18 km**!
+"""
+
+
+@pytest.mark.parametrize("text", listed(SET_OFF))
+def test_of_two_numbers_the_one_that_is_set_off_is_stated(text):
+    assert answer_number(text) == 18
+
+
+def test_reading_a_sentence_takes_linear_time():
+    pieces = [
+        "18 ",
+        "she has 18 and ",
+        "**a ",
+        "\\boxed{",
+        "wait, ",
+        "the ",
+        "of the ",
+        "and ",
+        "__a",
+        "\n",
+        " ",
+        "$",
+        "'",
+        "a-",
+    ]
+    start = time.perf_counter()
+    for piece in pieces:
+        answer_number((piece * 1000)[:990] + " a 18")
+        answer_number((piece * 500_000) + " a 18")
+    assert time.perf_counter() - start < 2
 
 
 def test_no_near_miss_is_paid():

@@ -106,6 +106,7 @@ DOUBTFUL = """
     She has approximately **{q}**.
 """
 TWO_NUMBERS = """
+    After 3 days **she has {q}**. | For 3 days the total = **{q}**. |
     In 3 days she has {q}. | She has {q} in 3 days. | In two days she has {q}. | She has 3 boxes, so {q}. |
     She had 20 and now {q}. | She has 17 or {q}. | She has {q} or 19. | Either 17 or {q}. |
     She has between 17 and {q}. | It is 17 to {q}. | From 17 to {q}. | 17 + 1 = {q} is the answer. | So 3 * 6 = {q}. |

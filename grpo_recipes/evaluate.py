@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 from grpo_recipes.estimates import mcnemar, mean_share, paired_difference, pass_at_k
 from grpo_recipes.result_files import ANY_OBJECT, EVALUATED, EVALUATION, read_object, read_table
 from grpo_recipes.strict import Asked, asked_by, is_right, stated_answer
-from grpo_rewards.answers import Judge, parse_number, read_gold
+from grpo_rewards.answers import Judge, answer_number, read_gold
 
 _GREEDY = {"do_sample": False, "repetition_penalty": 1.0, "temperature": None, "top_k": None, "top_p": None}
 _RIGHT = frozenset({"exact", "equal", "symbolic"})
@@ -301,7 +301,7 @@ def _vote(rows: pd.DataFrame) -> bool:
 def _canonical(answer: Any) -> Any:
     if answer is None or pd.isna(answer):
         return None
-    number = parse_number(answer)
+    number = answer_number(answer)
     return answer.strip().casefold() if number is None else number
 
 

@@ -7,14 +7,18 @@ import asyncio
 import importlib
 import inspect
 import json
+import math
 import os
 import statistics
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from grpo_rewards.completions import completion_text
+from grpo_rewards.correctness import GSM8KCorrectness
 from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards, registered_names, resolve
 
 Rows = list[tuple[int, dict[str, Any]]]  # line (or row) number from 1, and the row
@@ -53,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--reward", action="append", required=True, metavar="SPEC", help="a name, or a recipe's mapping"
     )
-    command.add_argument("--gold-column", default="answer", metavar="NAME", help="where the gold is (default: answer)")
+    command.add_argument("--gold-column", metavar="NAME", help="where the gold is (default: answer)")
     command.add_argument(
         "--num-generations", type=int, metavar="G", help="rows per prompt, for rewards of whole groups"
     )
@@ -93,25 +97,44 @@ def _until_arguments(documentation: str) -> list[str]:
 
 
 def _score(options: argparse.Namespace) -> int:
+    if options.num_generations is not None and options.num_generations < 1:
+        raise CommandError(f"--num-generations must be at least 1, not {options.num_generations}.")
+    gold_column = options.gold_column or "answer"
     rewards = build_rewards([_spec(text) for text in options.reward], num_generations=options.num_generations)
     if options.out:
         _check_out(options.out, options.file)
-    rows, complaints = _read(options.file, "completion", optional=options.gold_column)
+    rows, complaints = _read(options.file, "completion", optional=gold_column)
+    if options.gold_column and not any(gold_column in row for _, row in rows):
+        columns = ", ".join(repr(key) for key in rows[0][1])
+        raise CommandError(f"{options.file} has no column {gold_column!r} (--gold-column): it has {columns}.")
     clash = {reward.name for reward in rewards} & {key for _, row in rows for key in row}
     if clash and options.out:
         raise CommandError(f"{options.file} already has a column {min(clash)!r}: give that reward an alias.")
     if complaints and any(map(_needs_whole_groups, rewards)):
         raise CommandError(f"{options.file}, {complaints[0]}: mend it first, since a lost row would shift the groups.")
-    scores = _score_rows(rewards, [row for _, row in rows], options.gold_column)
+    scores = _score_rows(rewards, rows, gold_column)
     for reward in rewards:
-        _report(reward.name, scores[reward.name], rows)
+        _report(reward, scores[reward.name], rows)
     if options.out:
         scored = [
             {**row, **{name: column[index] for name, column in scores.items()}} for index, (_, row) in enumerate(rows)
         ]
         _write(options.out, scored)
         print(f"\nwrote {len(scored)} rows to {options.out}")
+    complaints += [
+        f"{reward.name} could score none of {len(rows)} rows: {_why_unscorable(reward, rows[0], gold_column)}"
+        for reward in rewards
+        if all(score is None for score in scores[reward.name])
+    ]
     return _complain(options.file, complaints)
+
+
+def _why_unscorable(reward: BuiltReward, row: tuple[int, dict[str, Any]], gold_column: str) -> str:
+    number, columns = row
+    if not isinstance(reward.function, GSM8KCorrectness):
+        return "it returned None for each"
+    column = gold_column if reward.function.gold_column == "answer" else reward.function.gold_column
+    return f"no gold in {column!r} has a final answer (row {number}: {_excerpt(str(columns.get(column)), 60)!r})"
 
 
 def _check_out(out: Path, source: Path) -> None:
@@ -119,6 +142,8 @@ def _check_out(out: Path, source: Path) -> None:
         raise CommandError(f"--out {out}: the name must end in .jsonl or .parquet.")
     if not out.parent.is_dir():
         raise CommandError(f"--out {out}: the folder {out.parent} does not exist.")
+    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise CommandError(f"--out {out} can't be written: choose a file in a folder of yours.")
     if out.exists() and source.exists() and out.samefile(source):
         raise CommandError(f"--out {out} is the file to score: choose another name.")
 
@@ -136,7 +161,8 @@ def _spec(text: str) -> str | Mapping[str, Any]:
         raise CommandError(f"--reward {text!r} is not a YAML mapping ({str(error).splitlines()[0]}).") from error
 
 
-def _score_rows(rewards: Sequence[BuiltReward], rows: Sequence[dict], gold_column: str) -> dict[str, list]:
+def _score_rows(rewards: Sequence[BuiltReward], numbered: Rows, gold_column: str) -> dict[str, list]:
+    rows = [row for _, row in numbered]
     scores: dict[str, list] = {reward.name: [] for reward in rewards}
     # Whole groups must meet in one call; otherwise chunks, so that the progress bar moves.
     size = len(rows) if any(map(_needs_whole_groups, rewards)) else _CHUNK_ROWS
@@ -148,8 +174,9 @@ def _score_rows(rewards: Sequence[BuiltReward], rows: Sequence[dict], gold_colum
             batch["answer"] = batch[gold_column]
         prompts = [row.get("prompt") for row in chunk]
         completions = [row["completion"] for row in chunk]
+        numbers = [number for number, _ in numbered[start : start + size]]
         for reward in rewards:
-            scores[reward.name] += _call(reward, {**batch, "prompts": prompts, "completions": completions})
+            scores[reward.name] += _call(reward, {**batch, "prompts": prompts, "completions": completions}, numbers)
     return scores
 
 
@@ -157,17 +184,63 @@ def _needs_whole_groups(reward: BuiltReward) -> bool:
     return getattr(reward.function, "needs_whole_groups", False)
 
 
-def _call(reward: BuiltReward, batch: Mapping[str, Any]) -> list[float | None]:
+def _call(reward: BuiltReward, batch: Mapping[str, Any], numbers: Sequence[int]) -> list[float | None]:
+    """Call a reward, which may be anyone's, and return its scores, checked; `numbers` names the rows in complaints."""
+    if problem := _mismatch(reward.function, batch):
+        takes = "a reward takes prompts, completions and, by name, the columns it needs and **columns for the others"
+        raise CommandError(f"reward {reward.name!r} can't be called ({problem}): {takes}.")
     try:
         scores = reward.function(**batch)
-        return asyncio.run(scores) if inspect.iscoroutine(scores) else scores
-    except ValueError as error:
-        raise CommandError(str(error)) from error
+        scores = asyncio.run(scores) if inspect.iscoroutine(scores) else scores
+    except Exception as error:
+        raise CommandError(_failure(reward.name, error)) from error
+    if isinstance(scores, (str, bytes, Mapping)) or not isinstance(scores, Iterable):
+        raise CommandError(f"reward {reward.name!r} returned a {type(scores).__name__}, not a list of scores.")
+    scores = list(scores)
+    if len(scores) != len(numbers):
+        raise CommandError(
+            f"reward {reward.name!r} returned {len(scores)} scores for {len(numbers)} completions: it must return one for "
+            "each, None where it has none."
+        )
+    return [_checked_score(reward.name, score, number) for score, number in zip(scores, numbers, strict=True)]
 
 
-def _report(name: str, column: Sequence[float | None], rows: Rows) -> None:
+def _mismatch(function: Callable[..., Any], batch: Mapping[str, Any]) -> str | None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin that does not tell
+        return None
+    try:
+        signature.bind(**batch)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def _checked_score(name: str, score: Any, number: int) -> float | None:
+    if score is None:
+        return None
+    try:
+        value = math.nan if isinstance(score, (str, bytes)) else float(score)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise CommandError(f"reward {name!r} returned {score!r} for row {number}: a score is a finite number, or None.")
+    return value
+
+
+def _failure(name: str, error: Exception) -> str:
+    """Return one sentence on a reward that raised: what our own say, or the error and where it was raised."""
+    said = " ".join(str(error).split()).rstrip(".")
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    if isinstance(error, ValueError) and Path(frame.filename).parent == Path(__file__).parent:
+        return f"{said}."
+    return f"reward {name!r} raised {type(error).__name__}: {said or '(no message)'} ({frame.filename}, line {frame.lineno})."
+
+
+def _report(reward: BuiltReward, column: Sequence[float | None], rows: Rows) -> None:
     scored = sorted((score, index) for index, score in enumerate(column) if score is not None)
-    print(f"\n{name}: {len(column)} rows, {len(column) - len(scored)} unscorable")
+    print(f"\n{reward.name}: {len(column)} rows, {len(column) - len(scored)} unscorable")
     if not scored:
         return
     values = [score for score, _ in scored]
@@ -178,6 +251,10 @@ def _report(name: str, column: Sequence[float | None], rows: Rows) -> None:
         for score, index in examples:
             number, row = rows[index]
             print(f"  {title}: row {number}, {score:g}: {_excerpt(row['completion'])}")
+    if isinstance(reward.function, GSM8KCorrectness):
+        note = reward.function.unparsed_note([row["completion"] for _, row in rows])
+        if note:
+            print(f"  {note}")
 
 
 def _histogram(values: Sequence[float], bins: int = 8) -> Iterator[tuple[str, float, int]]:
@@ -194,8 +271,6 @@ def _histogram(values: Sequence[float], bins: int = 8) -> Iterator[tuple[str, fl
 
 
 def _excerpt(completion: Any, length: int = 90) -> str:
-    from grpo_rewards.completions import completion_text
-
     text = " ".join(completion_text(completion).split())
     text = text if len(text) <= length else f"…{text[-length:]}"
     return text.encode("ascii", "backslashreplace").decode() if not text.isprintable() else text
@@ -217,7 +292,8 @@ def _check(options: argparse.Namespace) -> int:
         answers = [gold_answer(gold) for gold in golds]
         completions = [f"<{tags[0]}>\n…\n</{tags[0]}>\n" + _in_every_layout(answer, tags[1]) for answer in answers]
         batch = {options.gold_column: golds, "answer": golds, "prompts": golds, "completions": completions}
-        for (number, _), gold, score in zip(chunk, golds, _call(reward, batch), strict=True):
+        numbers = [number for number, _ in chunk]
+        for number, gold, score in zip(numbers, golds, _call(reward, batch, numbers), strict=True):
             if score is None:
                 unscorable.append((number, gold))
             elif score != full:
@@ -230,6 +306,8 @@ def _check(options: argparse.Namespace) -> int:
             print(f"  row {number}: {_excerpt(str(gold))}")
         if len(listed) > 20:
             print(f"  … and {len(listed) - 20} more")
+    if len(unscorable) == len(rows):
+        complaints.append(f"none of {len(rows)} golds in {options.gold_column!r} has a final answer")
     return max(_complain(options.file, complaints), int(bool(unscorable or underpaid)))
 
 
@@ -241,7 +319,8 @@ def _convert_internlm2(options: argparse.Namespace) -> int:
     try:
         from grpo_rewards.internlm2 import CheckpointError, convert
     except ImportError as error:
-        raise CommandError(f"convert-internlm2 needs {error.name}: pip install 'grpo-rewards[models]'.") from error
+        needs = error.name if isinstance(error, ModuleNotFoundError) else f"another version ({error})"
+        raise CommandError(f"convert-internlm2 needs {needs}: pip install 'grpo-rewards[models]'.") from error
     try:
         folder = convert(options.source, options.target, allow_pickle=options.allow_pickle)
     except (CheckpointError, OSError) as error:
@@ -258,7 +337,10 @@ def _read(path: Path, needed: str, optional: str = "") -> tuple[Rows, list[str]]
     if not path.is_file():
         raise CommandError(f"{path} is not a file.")
     read = _parquet_rows if path.suffix == ".parquet" else _jsonl_rows
-    numbered = list(read(path))
+    try:
+        numbered = list(read(path))
+    except OSError as error:
+        raise CommandError(f"{path} can't be read ({error.strerror or error}).") from error
     also = any(isinstance(row, dict) and optional in row for _, row in numbered)
     rows: Rows = []
     complaints = []
@@ -291,29 +373,31 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
             try:
                 row = json.loads(line)
                 yield number, row if isinstance(row, dict) else f"a {type(row).__name__}, not an object"
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 yield number, f"not JSON ({error})"  # a string stands for its complaint
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
     parquet = _pyarrow("pyarrow.parquet")
-    try:
-        file = parquet.ParquetFile(path)
-    except (OSError, ValueError) as error:
-        raise CommandError(f"{path} is not a Parquet file ({error}).") from error
     number = 0
-    for batch in file.iter_batches():
-        for row in batch.to_pylist():
-            number += 1
-            yield number, row
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{path} is not a Parquet file, or is damaged ({' '.join(str(error).split())}).") from error
 
 
 def _write(path: Path, rows: Sequence[dict]) -> None:
-    if path.suffix == ".parquet":
-        _pyarrow("pyarrow.parquet").write_table(_pyarrow("pyarrow").Table.from_pylist(list(rows)), path)
-    else:
-        with path.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    try:
+        if path.suffix == ".parquet":
+            table = _pyarrow("pyarrow").Table.from_pylist(list(rows))
+            _pyarrow("pyarrow.parquet").write_table(table, path)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    except (OSError, TypeError, ValueError) as error:  # a full disk; a date in JSON; a column of two types in Parquet
+        raise CommandError(f"--out {path} can't be written ({' '.join(str(error).split())}).") from error
 
 
 def _pyarrow(module: str) -> Any:

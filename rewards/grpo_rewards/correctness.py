@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any
 
 from grpo_rewards.answers import LAYOUTS, Gold, Judge, answer_extractor, read_gold
-from grpo_rewards.completions import completion_text
+from grpo_rewards.completions import check_rows, completion_text
 from grpo_rewards.format_tags import checked_number, checked_tags
 
 LogExtra = Callable[[str, list], None]
@@ -24,7 +24,7 @@ class GSM8KCorrectness:
     | the completion's final answer | pay |
     |---|---|
     | is the gold's, character for character | 2 (`pay_exact`) |
-    | equals the gold's (`65960` for `65,960`, `$18.00` for `18`) | 1.5 (`pay_equal`) |
+    | equals the gold's (`65960` for `65,960`, `$18.00` for `18`, "She has 18 left.") | 1.5 (`pay_equal`) |
     | is something else, or is missing | 0 (`pay_wrong`) |
     | the gold has no final answer | None |
 
@@ -81,7 +81,7 @@ class GSM8KCorrectness:
         """Score each completion against the gold in its row of `columns[gold_column]`.
 
         Raises:
-            ValueError: that column is missing.
+            ValueError: that column is missing, or is not a list with one gold per completion.
         """
         golds = columns.get(self.gold_column)
         if golds is None:
@@ -89,6 +89,7 @@ class GSM8KCorrectness:
                 f"reward {self.name!r} needs the dataset column {self.gold_column!r} (its kwarg gold_column); "
                 f"the batch has {', '.join(columns) or 'none'}."
             )
+        check_rows(self.name, **{"completions": completions, self.gold_column: golds})
         judge = Judge(self.deadline)
         judged = (
             self._literally(completions, golds) if self.rule == "source" else self._judged(completions, golds, judge)
@@ -105,6 +106,22 @@ class GSM8KCorrectness:
             log_metric(f"rewards/{self.name}/timeouts", float(verdicts.count("timeout")))
         pay = {"exact": self.pay_exact, "equal": self.pay_equal, "symbolic": self.pay_equal, "no gold": None}
         return [pay.get(verdict, self.pay_wrong) for verdict in verdicts]
+
+    def unparsed_note(self, completions: Sequence[Any]) -> str | None:
+        """Say that no completion states an answer where this reward looks, and where they do; None if any has one."""
+        texts = list(map(completion_text, completions))
+        if self.rule == "source":
+            if any(_literal_answer(text, self.tags[1]) is not None for text in texts):
+                return None
+            looks, others = "`rule: source`", LAYOUTS
+        else:
+            looks, others = f"`extract: {self.extract}`", tuple(name for name in LAYOUTS if name != self.extract)
+            if any(map(answer_extractor(self.extract, self.tags, self.prefilled is not None), texts)):
+                return None
+        note = f"no completion states an answer where {looks} looks"
+        counts = {layout: sum(map(bool, map(answer_extractor(layout, self.tags), texts))) for layout in others}
+        best = max(others, key=lambda layout: (counts[layout], layout != "auto"))
+        return f"{note}; `extract: {best}` finds one in {counts[best]} of {len(texts)}" if counts[best] else note
 
     def _judged(self, completions: Sequence[Any], golds: Sequence[Any], judge: Judge) -> _Judged:
         extract = answer_extractor(self.extract, self.tags, self.prefilled is not None)

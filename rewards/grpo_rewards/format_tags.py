@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_rewards.completions import completion_text
+from grpo_rewards.completions import check_rows, completion_text
 
 _TAG_NAME = re.compile(r"\w[\w.-]*\Z")
 
@@ -57,6 +57,7 @@ class _TagReward:
 
     def __call__(self, prompts: Any = None, completions: Sequence[Any] = (), **columns: Any) -> list[float | None]:
         """Score each completion by its format alone. Takes either of TRL's shapes and ignores every other column."""
+        check_rows(self.name, completions=completions)
         # A template that opens the block in the prompt ends with "<think>\n" (DeepSeek-R1, Qwen).
         opening = f"<{self.prefilled}>\n" if self.prefilled else ""
         return [self._score(opening + completion_text(completion)) for completion in completions]

@@ -20,7 +20,12 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    StrictDataclassError,
+)
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
@@ -77,22 +82,28 @@ def llama_config(config: Mapping[str, Any]) -> LlamaConfig:
     missing = [key for key in _SAME_KEYS if key not in config]
     if missing:
         raise CheckpointError(f"config.json lacks {', '.join(missing)}: complete it from the model's page.")
-    return LlamaConfig(
-        **{key: config[key] for key in _SAME_KEYS},
-        num_key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-        hidden_act=config.get("hidden_act", "silu"),
-        initializer_range=config.get("initializer_range", 0.02),
-        rope_parameters=_rope_parameters(config),
-        attention_bias=bool(config.get("bias", False)),
-        mlp_bias=False,
-        tie_word_embeddings=False,
-        num_labels=1,
-        bos_token_id=config.get("bos_token_id", 1),
-        eos_token_id=config.get("eos_token_id", 2),
-        pad_token_id=config.get("pad_token_id", 2),
-        reward_token_id=config.get("reward_token_id", 92527),
-        dtype=config.get("torch_dtype") or config.get("dtype"),
-    )
+    try:
+        return LlamaConfig(
+            **{key: config[key] for key in _SAME_KEYS},
+            num_key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+            hidden_act=config.get("hidden_act", "silu"),
+            initializer_range=config.get("initializer_range", 0.02),
+            rope_parameters=_rope_parameters(config),
+            attention_bias=bool(config.get("bias", False)),
+            mlp_bias=False,
+            tie_word_embeddings=False,
+            num_labels=1,
+            bos_token_id=config.get("bos_token_id", 1),
+            eos_token_id=config.get("eos_token_id", 2),
+            pad_token_id=config.get("pad_token_id", 2),
+            reward_token_id=config.get("reward_token_id", 92527),
+            dtype=config.get("torch_dtype") or config.get("dtype"),
+        )
+    except (StrictDataclassError, AttributeError, TypeError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise CheckpointError(
+            f"config.json has a value that no such model can have ({said}): download it again."
+        ) from error
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,7 +162,12 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
                 f"{folder} has neither tokenizer.json nor tokenizer.model: copy the model's tokenizer files into it."
             )
         _require_sentencepiece(folder)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises no other kind
+        raise CheckpointError(
+            f"{folder} has a tokenizer that can't be read ({' '.join(str(error).split())}): download its files again."
+        ) from error
     # It names the remote code; saved along, it would make other loaders ask for that code.
     tokenizer.init_kwargs.pop("auto_map", None)
     return tokenizer

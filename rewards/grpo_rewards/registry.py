@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
+from grpo_rewards.completions import check_rows
 from grpo_rewards.format_tags import checked_number
 
 ENTRY_POINT_GROUP = "grpo_rewards.rewards"
@@ -127,10 +128,12 @@ class SumReward:
         if log_metric is not None:
             columns["log_metric"] = log_metric
         scores = []
+        check_rows(self.name, completions=completions)
         for part in self.parts:
             if log_extra is not None:
                 columns["log_extra"] = partial(_log_under, log_extra, f"{self.name}/{part.name}/")
             scores.append(part.function(prompts=prompts, completions=completions, **columns))
+            check_rows(part.name, completions=completions, scores=scores[-1])
         for part, column in zip(self.parts, scores, strict=True):
             label = f"{self.name}/{part.name}"
             scored = [score for score in column if score is not None]
@@ -202,16 +205,16 @@ def resolve(name: str) -> Any:
     if name in (points := _entry_points()):
         try:
             return points[name].load()
-        except (ImportError, AttributeError) as error:
-            raise RewardSpecError(f"reward {name!r}: its entry point can't be loaded ({error}).") from error
+        except Exception as error:  # whatever a package of someone else's does
+            raise RewardSpecError(f"reward {name!r}: its entry point can't be loaded ({_said(error)}).") from error
     module, _, attribute = name.rpartition(".")
     if not module:
-        raise RewardSpecError(f"unknown reward {name!r}{_nearest(name, registered_names())}.")
+        raise RewardSpecError(f"unknown reward {name!r}{_nearest(name, registered_names())}")
     try:
         return getattr(_import(module, name), attribute)
     except AttributeError as error:
         hint = _nearest(attribute, _public(module))
-        raise RewardSpecError(f"unknown reward {name!r}: {module!r} has no {attribute!r}{hint}.") from error
+        raise RewardSpecError(f"unknown reward {name!r}: {module!r} has no {attribute!r}{hint}") from error
 
 
 def _public(module: str) -> list[str]:
@@ -221,8 +224,17 @@ def _public(module: str) -> list[str]:
 def _import(module: str, name: str) -> Any:
     try:
         return importlib.import_module(module)
-    except ImportError as error:
-        raise RewardSpecError(f"reward {name!r}: the module {module!r} can't be imported ({error}).") from error
+    except Exception as error:  # a module of the user's own may fail in any way
+        if name in REGISTERED and isinstance(error, ImportError):
+            lacking = error.name if isinstance(error, ModuleNotFoundError) else f"another version ({error})"
+            raise RewardSpecError(f"reward {name!r} needs {lacking}: pip install 'grpo-rewards[models]'.") from error
+        raise RewardSpecError(f"reward {name!r}: the module {module!r} can't be imported ({_said(error)}).") from error
+
+
+def _said(error: Exception) -> str:
+    """Return what an error says, on one line, with its kind unless that is to be expected."""
+    text = " ".join(str(error).split()).rstrip(".")
+    return text if isinstance(error, (ImportError, ValueError)) and text else f"{type(error).__name__}: {text}"
 
 
 def _entry_points() -> dict[str, Any]:
@@ -231,9 +243,10 @@ def _entry_points() -> dict[str, Any]:
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
-def _nearest(word: str, candidates: Iterable[str]) -> str:
+def _nearest(word: str, candidates: Iterable[str], otherwise: str = "") -> str:
+    """Return the end of a sentence on an unknown word: its nearest neighbour, or `otherwise`."""
     matches = difflib.get_close_matches(word, list(candidates), n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    return f"; did you mean {matches[0]!r}?" if matches else f"{otherwise}."
 
 
 def _build(spec: Spec, num_generations: int | None) -> BuiltReward:
@@ -256,15 +269,15 @@ def _check_keys(name: str, spec: Mapping[str, Any]) -> None:
     allowed = _SUM_KEYS if name == "sum" else _SPEC_KEYS
     for key in spec:
         if key not in allowed:
-            hint = _nearest(str(key), allowed) or f": its keys are {', '.join(allowed)}"
-            raise RewardSpecError(f"reward {name!r}: unknown key {key!r}{hint}.")
+            hint = _nearest(str(key), allowed, f": its keys are {', '.join(allowed)}")
+            raise RewardSpecError(f"reward {name!r}: unknown key {key!r}{hint}")
 
 
 def _checked(name: str, check: Callable[..., Any], *args: Any) -> Any:
     try:
         return check(*args)
-    except (TypeError, ValueError) as error:
-        raise RewardSpecError(f"reward {name!r}: {error}.") from error
+    except Exception as error:  # a constructor of the user's own may fail in any way
+        raise RewardSpecError(f"reward {name!r}: {_said(error)}.") from error
 
 
 def _build_sum(spec: Mapping[str, Any], num_generations: int | None) -> SumReward:
@@ -295,14 +308,15 @@ def _instantiate(name: str, kwargs: Any, num_generations: int | None) -> Reward:
 
 def _check_arguments(name: str, target: Any, arguments: dict[str, Any], num_generations: int | None) -> None:
     """Refuse what `target` does not take, and add `num_generations` where it takes that."""
-    if not callable(target):
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):  # not callable, or a builtin that does not tell
         return
-    parameters = inspect.signature(target).parameters
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for key in arguments:
         if key not in parameters and not open_ended:
-            hint = _nearest(str(key), parameters) or f": it takes {', '.join(parameters) or 'none'}"
-            raise RewardSpecError(f"reward {name!r}: unknown kwarg {key!r}{hint}.")
+            hint = _nearest(str(key), parameters, f": it takes {', '.join(parameters) or 'none'}")
+            raise RewardSpecError(f"reward {name!r}: unknown kwarg {key!r}{hint}")
     if num_generations is not None and "num_generations" in parameters:
         arguments.setdefault("num_generations", num_generations)
     missing = [

@@ -40,7 +40,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_rewards import internlm2
-from grpo_rewards.completions import completion_text
+from grpo_rewards.completions import check_rows, completion_text
 from grpo_rewards.format_tags import checked_number
 from grpo_rewards.internlm2 import CheckpointError
 
@@ -144,6 +144,7 @@ class RewardModelScore:
         **columns: Any,
     ) -> list[float | None]:
         """Score every completion; None where a score is not finite."""
+        check_rows(self.name, prompts=prompts, completions=completions)
         histories = [self._messages(prompt) for prompt in prompts]
         texts = [completion_text(completion) for completion in completions]
         answers = [self._answer(text) for text in texts]

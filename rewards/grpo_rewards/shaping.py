@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_rewards.completions import completion_text, group_slices
+from grpo_rewards.completions import check_rows, completion_text, group_slices
 from grpo_rewards.correctness import gsm8k_correctness
 
 
@@ -67,6 +67,7 @@ class GroupLength:
         """
         if self.num_generations is None:
             raise ValueError(f"reward {self.name!r} needs the kwarg num_generations, the trainer's num_generations.")
+        check_rows(self.name, prompts=prompts, completions=completions)
         lengths = [len(ids) for ids in completion_ids or map(completion_text, completions)]
         assert callable(self.correctness)
         correct = self.correctness(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)

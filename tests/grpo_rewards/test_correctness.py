@@ -57,6 +57,41 @@ def test_a_missing_column_is_one_sentence():
         gsm8k_correctness(completions=["a"], question=["q"])
 
 
+@pytest.mark.parametrize(
+    ("reward", "texts", "note"),
+    [
+        ({"extract": "boxed"}, ["<answer>18</answer>", "#### 18"],
+         "no completion states an answer where `extract: boxed` looks; `extract: auto` finds one in 2 of 2"),
+        ({"extract": "boxed"}, ["<answer>18</answer>", "18"],
+         "no completion states an answer where `extract: boxed` looks; `extract: answer_tag` finds one in 1 of 2"),
+        ({"extract": "answer_tag"}, ["so \\boxed{18}"],
+         "no completion states an answer where `extract: answer_tag` looks; `extract: boxed` finds one in 1 of 1"),
+        ({"rule": "source"}, ["#### 18"],
+         "no completion states an answer where `rule: source` looks; `extract: hashes` finds one in 1 of 1"),
+        ({"extract": "boxed"}, ["18"], "no completion states an answer where `extract: boxed` looks"),
+        ({"extract": "boxed"}, ["<answer>18</answer>", "\\boxed{17}"], None),
+        ({"rule": "source"}, ["<answer>17</answer>"], None),
+    ],
+)  # fmt: skip
+def test_completions_without_an_answer_get_a_note_on_where_to_look(reward, texts, note):
+    chat = [[{"role": "assistant", "content": text}] for text in texts]
+    assert GSM8KCorrectness(**reward).unparsed_note(texts) == note
+    assert GSM8KCorrectness(**reward).unparsed_note(chat) == note
+
+
+def test_a_sentence_counts_as_parsed_and_pays_as_an_equal_number():
+    columns, metrics = {}, {}
+    texts = ["<answer>She has 18 left.</answer>", "<answer>She has about 18 left.</answer>"]
+    scores = gsm8k_correctness(
+        completions=texts, answer=["18"] * 2, log_extra=columns.__setitem__, log_metric=metrics.__setitem__
+    )
+    assert scores == [1.5, 0.0]
+    assert columns["extracted"] == ["She has 18 left.", "She has about 18 left."]
+    assert columns["verdict"] == ["equal", "wrong"]
+    assert metrics["rewards/gsm8k_correctness/parsed"] == 1.0
+    assert metrics["rewards/gsm8k_correctness/symbolic"] == 0.0
+
+
 def test_an_empty_call_scores_nothing():
     metrics = {}
     assert math_correctness(completions=[], answer=[], log_metric=metrics.__setitem__) == []

@@ -1,6 +1,7 @@
 """docs/rewards.md: every row of its policy table, and every adapter with the call that its framework makes."""
 
 import inspect
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,7 +32,7 @@ def example(name):
 
 
 def test_the_policy_table_is_all_there():
-    assert len(POLICY) >= 40
+    assert len(POLICY) >= 60
     assert {len(row) for row in POLICY} == {5}
 
 
@@ -51,7 +52,14 @@ def test_every_registered_reward_is_documented():
 
 def test_verl():
     compute_score = example("verl")["compute_score"]
-    calls = [(RIGHT, "18", 2.0), (WRONG, "18", 0.0), (RIGHT, "", 0.0)]
+    # verl's own prompt: 'Let's think step by step and output the final answer after "####".'
+    calls = [
+        ("She makes 9 * 2 = $<<9*2=18>>18 every day.\n#### 18", "18", 2.0),
+        ("Let's see.\n#### $1,800.00", "1800", 1.5),
+        ("Let's see.\n#### 17", "18", 0.0),
+        (RIGHT, "18", 0.0),
+        ("#### 18", "", 0.0),
+    ]
     # verl's reward loop calls a synchronous function in an executor's thread, by keyword.
     with ThreadPoolExecutor() as executor:
         for solution, ground_truth, expected in calls:
@@ -63,6 +71,17 @@ def test_verl():
                 extra_info={"index": 0},
             ).result()
             assert score == expected
+
+
+def test_verl_pays_every_gold_solution(gsm8k_dir):
+    compute_score = example("verl")["compute_score"]
+    golds = [
+        json.loads(line)["answer"] for line in (gsm8k_dir / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert len(golds) == 7473
+    # verl's preprocessing keeps the number after "####", without its commas, as the ground truth.
+    truths = [gold.split("#### ")[1].replace(",", "") for gold in golds]
+    assert min(compute_score("openai/gsm8k", gold, truth) for gold, truth in zip(golds, truths, strict=True)) >= 1.5
 
 
 def test_openrlhf():

@@ -3,11 +3,13 @@
 import asyncio
 import inspect
 import pickle
+import sys
 from dataclasses import dataclass
 
 import pytest
 
 import grpo_rewards
+from grpo_rewards.cli import main
 from grpo_rewards.registry import RewardSpecError, SumReward, build_rewards, registered_names, resolve
 
 HERE = __name__
@@ -196,3 +198,15 @@ def test_every_ready_reward_is_exported_and_named_as_registered():
     for name in ready:
         assert getattr(grpo_rewards, name).__name__ == name
         assert isinstance(getattr(grpo_rewards, name), resolve(name))
+
+
+def test_a_missing_torch_names_the_extra(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "grpo_rewards.reward_model", raising=False)
+    monkeypatch.delitem(sys.modules, "grpo_rewards.internlm2", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(RewardSpecError, match=r"'reward_model' needs torch: pip install 'grpo-rewards\[models\]'\.$"):
+        build_rewards([{"name": "reward_model", "kwargs": {"model": "m"}}])
+    assert main(["convert-internlm2", "a", "b"]) == 2
+    assert "convert-internlm2 needs torch: pip install 'grpo-rewards[models]'." in capsys.readouterr().err
+    assert main(["list"]) == 0
+    assert "needs torch: pip install 'grpo-rewards[models]'" in capsys.readouterr().out

@@ -19,7 +19,7 @@ from trl.trainer.utils import RepeatSampler
 from grpo_recipes.recipe import Machine, RecipeError, check, parse_recipe
 from grpo_recipes.restart import (
     EpochSampler,
-    StopOnSigterm,
+    StopOnSignal,
     TellEpoch,
     is_complete,
     last_complete_checkpoint,
@@ -117,7 +117,7 @@ def test_a_layout_that_moves_the_place_in_the_data_is_named() -> None:
 
 
 def test_sigterm_saves_and_stops_where_no_generation_is_under_way() -> None:
-    callback = StopOnSigterm(lambda step: step % 3 == 0)
+    callback = StopOnSignal(lambda step: step % 3 == 0)
     args, state = SimpleNamespace(device=torch.device("cpu")), TrainerState(max_steps=100)
     previous = signal.getsignal(signal.SIGTERM)
     callback.on_train_begin(args, state, TrainerControl())

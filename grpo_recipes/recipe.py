@@ -317,27 +317,26 @@ def _check_writable(recipe: Recipe) -> None:
 def resume_point(recipe: Recipe, machine: Machine) -> tuple[Path | None, list[Path]]:
     """The checkpoint to go on from, and newer ones that were cut off; None for a run that was stopped before its first.
 
-    Raises `RecipeError` if the named checkpoint is not complete, those of the run are of another number of processes, or the
-    one to go on from is damaged.
+    Raises `RecipeError` if the named checkpoint is not complete, or those of the run are of another number of processes.
     """
     value = str(recipe.training["resume_from_checkpoint"])
     if value != "true":
-        checkpoint, cut_off = Path(value), list[Path]()
-        if not is_complete(checkpoint, machine.num_processes):
+        if not is_complete(Path(value), machine.num_processes):
             raise RecipeError(_no_checkpoint(recipe, machine, value))
-    else:
-        last, cut_off = last_complete_checkpoint(recipe.output_dir, machine.num_processes)
-        if last is None:
-            if any(has_state(path) for path in cut_off):
-                raise RecipeError(_no_checkpoint(recipe, machine, str(recipe.output_dir)))
-            return None, cut_off
-        checkpoint = last
-    if damage := checkpoint_damage(checkpoint):
-        rest = "name another checkpoint"
-        if value == "true":
-            rest = f"remove {checkpoint}, and the run goes on from the checkpoint before it, or from its beginning"
-        raise RecipeError(f"{recipe.source}: `resume_from_checkpoint`: {damage}: {rest}")
+        return Path(value), []
+    checkpoint, cut_off = last_complete_checkpoint(recipe.output_dir, machine.num_processes)
+    if checkpoint is None and any(has_state(path) for path in cut_off):
+        raise RecipeError(_no_checkpoint(recipe, machine, str(recipe.output_dir)))
     return checkpoint, cut_off
+
+
+def check_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
+    """Raise `RecipeError` if files of the checkpoint to go on from are missing or cut off."""
+    if damage := checkpoint_damage(checkpoint):
+        raise RecipeError(
+            f"{recipe.source}: `resume_from_checkpoint`: {damage}: remove the folder {checkpoint}, and "
+            "`--resume_from_checkpoint true` goes on from the checkpoint before it, or from the beginning"
+        )
 
 
 def _no_checkpoint(recipe: Recipe, machine: Machine, place: str) -> str:

@@ -40,6 +40,7 @@ from grpo_recipes.recipe import (
     Recipe,
     RecipeError,
     check,
+    check_checkpoint,
     check_output_dir,
     grpo_config,
     model_config,
@@ -124,13 +125,15 @@ def prepare(args: Sequence[str]) -> Launch:
     recipe = parse_recipe(args)
     machine = Machine.here()
     check_output_dir(recipe, machine)
+    checkpoint, cut_off = resume_point(recipe, machine) if recipe.resumes else (None, [])
+    if checkpoint is not None:
+        check_checkpoint(recipe, checkpoint)
     check_weights(recipe)
     checked = check(recipe, machine)
     tokenizer = load_tokenizer(recipe)
     checked = limit_prompts(recipe, checked, tokenizer)
     check_length(recipe, checked)
     rollout = build_rollout(recipe, checked, tokenizer)
-    checkpoint, cut_off = resume_point(recipe, machine) if recipe.resumes else (None, [])
     if recipe.resumes:
         check_same_run(recipe, checked, checkpoint)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
@@ -110,6 +110,95 @@ def test_a_run_resumes_where_it_was_saved(tiny_model: Path, gsm8k_file: Path, tm
         assert torch.equal(value, end[name]), name
 
 
+class RateOfEachStep(TrainerCallback):
+    """The rate that each optimiser step is taken with, read from the optimiser itself just before it."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.rates.append(kwargs["optimizer"].param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_longer_run_goes_on_with_the_rates_of_one_planned_so(
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    """The checkpoint holds the rate 0 that the shorter schedule ends with."""
+    seen: list[RateOfEachStep] = []
+
+    class Watched(GRPOTrainer):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            seen.append(RateOfEachStep())
+            self.add_callback(seen[-1])
+
+    monkeypatch.setattr(train, "GRPOTrainer", Watched)
+    more = [f"--lr_scheduler_type={schedule}", "--learning_rate=1e-3", "--warmup_steps=1"]
+    planned, longer = tmp_path / "planned", tmp_path / "longer"
+    assert train.main([*arguments(tiny_model, gsm8k_file, planned, *more), "--max_steps=6"]) == 0
+    given = arguments(tiny_model, gsm8k_file, longer, *more)
+    assert train.main([*given, "--max_steps=4"]) == 0
+    assert train.main([*given, "--max_steps=6", "--resume_from_checkpoint=true"]) == 0
+    whole, _, rest = (watch.rates for watch in seen)
+    assert rest == whole[4:]
+    assert rest[0] > rest[1] > 0
+
+
+def test_another_recipe_is_not_resumed_and_what_may_change_is(
+    tiny_model: Path,
+    gsm8k_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    output = tmp_path / "run"
+    given = arguments(tiny_model, gsm8k_file, output, "--max_steps=2", "--learning_rate=1e-5")
+    assert train.main(given) == 0
+    first = json.loads((output / "run.json").read_text())
+    resumed = [*given, "--resume_from_checkpoint=true"]
+    assert train.main([*resumed, "--learning_rate=1e-4", "--beta=0.1"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "`learning_rate` was 1e-05 and is 0.0001" in said
+    assert "`beta` was 0.04 and is 0.1" in said
+    assert json.loads((output / "run.json").read_text()) == first  # what did not run is not recorded
+    monkeypatch.chdir(tiny_model.parent)  # the same model by a relative path, and the same rows elsewhere
+    (tmp_path / "rows.jsonl").write_text(gsm8k_file.read_text())
+    changes = [f"--model_name_or_path={tiny_model.name}", f"--dataset.path={tmp_path / 'rows.jsonl'}", "--max_steps=4"]
+    changes += ["--logging_steps=2", "--micro_batching=off", "--save_steps=1", "--dataloader_num_workers=1"]
+    assert train.main([*resumed, *changes]) == 0
+    record = json.loads((output / "run.json").read_text())
+    assert record["launches"][0] == first["launches"][0]
+    assert record["launches"][0] == {key: value for key, value in first.items() if key != "launches"}
+    assert [launch["recipe"]["max_steps"] for launch in record["launches"]] == [2, 4]
+    assert record["launches"][1] == {key: value for key, value in record.items() if key != "launches"}
+    assert record["resumed_from"].endswith("checkpoint-2")
+    assert not list(output.glob("*.part"))
+
+
+def test_a_runs_record_runs_it_again(
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    learning = ["--rewards", "[tests.grpo_recipes.probe_rewards.distinct_characters]", "--learning_rate=1e-3"]
+    assert train.main(arguments(tiny_model, gsm8k_file, first, *learning, "--max_steps=2")) == 0
+    assert (
+        train.main(
+            [*arguments(tiny_model, gsm8k_file, first, *learning, "--max_steps=2", "--resume_from_checkpoint=true")]
+        )
+        == 0
+    )
+    config = ["--config", str(first / "run.json")]
+    assert train.main(config) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "already holds files" in said
+    assert "--output_dir" in said
+    assert train.main([*config, f"--output_dir={again}"]) == 0
+    one, other = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (first, again))
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
 @pytest.mark.parametrize("length", [["--max_steps=2"], ["--max_steps=-1", "--num_train_epochs=1"]])
 def test_resuming_a_run_that_is_over_changes_nothing(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: Any, length: list[str]
@@ -124,7 +213,7 @@ def test_resuming_a_run_that_is_over_changes_nothing(
     state = json.loads((output / "trainer_state.json").read_text())
     (output / "model.safetensors").unlink()
     assert train.main([*arguments(tiny_model, gsm8k_file, output, *more), "--resume_from_checkpoint=true"]) == 0
-    assert "nothing is left to train" in capsys.readouterr().out
+    assert "already finished: " in capsys.readouterr().out
     for name, value in AutoModelForCausalLM.from_pretrained(output).state_dict().items():
         assert torch.equal(value, trained[name]), name
     assert {path.name for path in (output / "completions").iterdir()} == set(logged)
@@ -150,9 +239,15 @@ def test_a_run_that_failed_before_its_first_save_is_started_again(
 
 
 def test_other_prompts_are_not_resumed(tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: Any) -> None:
-    given = arguments(tiny_model, gsm8k_file, tmp_path / "run", "--max_steps=2")
+    """Neither of another slice, nor of a file that was changed in its place."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(gsm8k_file.read_text())
+    given = arguments(tiny_model, rows, tmp_path / "run", "--max_steps=2")
     assert train.main([*given, "--dataset.split=train[:20]"]) == 0
     assert train.main([*given, "--dataset.split=train[20:]", "--resume_from_checkpoint=true"]) == 2
+    assert "`dataset.split` was train[:20] and is train[20:]" in capsys.readouterr().err.splitlines()[-1]
+    rows.write_text(rows.read_text().replace("Ann", "Ben"))
+    assert train.main([*given, "--dataset.split=train[:20]", "--resume_from_checkpoint=true"]) == 2
     assert "train_prompts_sha256 was" in capsys.readouterr().err.splitlines()[-1]
 
 

@@ -127,12 +127,12 @@ def _linked(name: str, record: Mapping[str, Any], kind: str = "") -> str:
 
 
 def _is_hub_id(name: str, record: Mapping[str, Any]) -> bool:
-    """Whether `name` is of the form owner/name and no file or folder of this machine."""
+    """Whether a model or dataset is on the hub: neither a file or folder of this machine, nor made by a reader of ours."""
     try:
         validate_repo_id(name)
     except HFValidationError:
         return False
-    return "/" in name and not Path(record["directory"], name).exists()
+    return name != record["recipe"]["dataset"]["name"] and not Path(record["directory"], name).exists()
 
 
 def _name(path: str) -> str:

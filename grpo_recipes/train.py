@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,16 +126,18 @@ def prepare(args: Sequence[str]) -> Launch:
     machine = Machine.here()
     check_output_dir(recipe, machine)
     checkpoint, cut_off = resume_point(recipe, machine) if recipe.resumes else (None, [])
+    before = earlier_launch(recipe, checkpoint)
     if checkpoint is not None:
         check_checkpoint(recipe, checkpoint)
+        check_same_recipe(recipe, before)
     check_weights(recipe)
     checked = check(recipe, machine)
     tokenizer = load_tokenizer(recipe)
     checked = limit_prompts(recipe, checked, tokenizer)
     check_length(recipe, checked)
     rollout = build_rollout(recipe, checked, tokenizer)
-    if recipe.resumes:
-        check_same_run(recipe, checked, checkpoint)
+    if checkpoint is not None:
+        check_same_order(recipe, checked, before)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         faults.check_build_locks()
     training_args = grpo_config(recipe)
@@ -288,30 +290,43 @@ def describe_resumption(recipe: Recipe, checkpoint: Path | None, cut_off: Sequen
     return f"{aside}going on from {checkpoint}"
 
 
-def check_same_run(recipe: Recipe, checked: Checked, checkpoint: Path | None) -> None:
-    """Raise `RecipeError` if a checkpoint is of another recipe, or of a layout in which its place in the data means nothing.
+def earlier_launch(recipe: Recipe, checkpoint: Path | None) -> Mapping[str, Any]:
+    """The newest launch in the `run.json` beside a checkpoint, or in the run's folder; {} without one.
 
-    Compared is the newest launch in the `run.json` beside the checkpoint; without one that can't be told, and is said.
-    A run without a checkpoint starts at the beginning and may be any.
+    Raises `RecipeError` if it is damaged.
     """
+    folder = checkpoint.parent if checkpoint else recipe.output_dir
     try:
-        before = read_record(checkpoint.parent if checkpoint else recipe.output_dir)
+        before = read_record(folder) if recipe.resumes else {}
     except RecordError as error:
         raise RecipeError(f"{recipe.source}: `resume_from_checkpoint`: {error}") from error
-    if checkpoint is None:
+    if before is None and checkpoint is not None:
+        _say(f"{folder} has no run.json: whether {checkpoint.name} is of this recipe is not checked")
+    return before or {}
+
+
+def check_same_recipe(recipe: Recipe, before: Mapping[str, Any]) -> None:
+    """Raise `RecipeError` if the run to resume was launched with another recipe, in what a resume may not change."""
+    if not before:
         return
-    if before is None:
-        _say(f"{checkpoint.parent} has no run.json: whether {checkpoint.name} is of this recipe is not checked")
-        return
-    directory = before.get("directory", ".")
-    changes = restart.recipe_changes(resolved(before["recipe"]), resolved(recipe.as_dict()), directory)
-    if not changes and (change := restart.layout_change(before, data_order(recipe, checked))):
-        changes = [change]
+    changes = restart.recipe_changes(
+        resolved(before["recipe"]), resolved(recipe.as_dict()), before.get("directory", ".")
+    )
     if changes:
-        raise RecipeError(
-            f"{recipe.source}: `resume_from_checkpoint`: {', '.join(changes)}: launch as before, or start another run from the "
-            "checkpoint as its `model_name_or_path`"
-        )
+        raise _another_run(recipe, ", ".join(changes))
+
+
+def check_same_order(recipe: Recipe, checked: Checked, before: Mapping[str, Any]) -> None:
+    """Raise `RecipeError` if the run to resume was laid out otherwise, so that its place in the data means nothing here."""
+    if change := restart.layout_change(before, data_order(recipe, checked)):
+        raise _another_run(recipe, change)
+
+
+def _another_run(recipe: Recipe, change: str) -> RecipeError:
+    return RecipeError(
+        f"{recipe.source}: `resume_from_checkpoint`: {change}: launch as before, or start another run from the checkpoint as "
+        "its `model_name_or_path`"
+    )
 
 
 def run(launch: Launch) -> int:
@@ -391,7 +406,7 @@ def finish(launch: Launch, trainer: GRPOTrainer, seconds: float) -> None:
     recipe = launch.recipe
     attempt(recipe, "its trainer_state.json was not written", trainer.save_state)
     trainer.create_model_card()
-    _say(summary(trainer, seconds))
+    attempt(recipe, "its summary was not made", lambda: _say(summary(trainer, seconds)))
     if trainer.accelerator.is_main_process:
         attempt(recipe, "it was not diagnosed", lambda: _say(diagnosis(recipe.output_dir)))
     if launch.training_args.push_to_hub:

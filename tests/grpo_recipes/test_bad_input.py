@@ -120,7 +120,7 @@ TRAINING: list[Case] = [
     ),
     Case(
         RESUME,
-        ("checkpoint-2/model.safetensors is cut off", "70 bytes", "71", "remove the folder run/checkpoint-2"),
+        ("checkpoint-2/model.safetensors is cut off", "70 bytes", "79", "remove the folder run/checkpoint-2"),
         run={},
         files={"run/checkpoint-2/model.safetensors": (len(ONE_TENSOR)).to_bytes(8, "little") + ONE_TENSOR + bytes(7)},
     ),

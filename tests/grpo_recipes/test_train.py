@@ -1,8 +1,10 @@
 """Runs through the entry point that users launch, on a tiny policy."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +282,134 @@ def test_a_run_that_cannot_be_diagnosed_is_finished_all_the_same(
     monkeypatch.setattr(train, "summary", damaging)
     assert train.main(arguments(tiny_model, gsm8k_file, output, "--max_steps=1", "--save_strategy=no")) == 0
     assert f"diagnosis: left out, {file}: can't be read as parquet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("broken", ["write_model_card", "summary", "diagnose", "push_to_hub", "save_state", "end"])
+def test_nothing_after_the_save_fails_a_run(
+    tiny_model: Path,
+    gsm8k_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    broken: str,
+) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("the hub\ndid not answer")
+
+    monkeypatch.setattr(train if hasattr(train, broken) else GRPOTrainer, broken, fails)
+    finish = train.finish
+
+    def pushing(launch: Any, *given: Any) -> None:
+        launch.training_args.push_to_hub = True
+        finish(launch, *given)
+
+    if broken == "push_to_hub":
+        monkeypatch.setattr(train, "finish", pushing)
+    assert train.main(arguments(tiny_model, gsm8k_file, tmp_path / "run", "--max_steps=1", "--save_steps=9")) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 1
+    assert str(tmp_path / "run") in warnings[0]
+    assert "(ConnectionError: the hub did not answer)" in warnings[0]
+    assert generates(AutoModelForCausalLM.from_pretrained(tmp_path / "run"), tmp_path / "run")
+
+
+def test_a_run_of_no_step_is_no_success(
+    tiny_model: Path,
+    gsm8k_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(GRPOTrainer, "train", lambda self, **given: None)
+    assert train.main(arguments(tiny_model, gsm8k_file, tmp_path / "run", "--max_steps=4")) == 1
+    assert "error: no optimiser step was taken, of 4" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_ctrl_c_saves_and_a_resume_ends_like_a_run_left_alone(
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def given(output: Path, reward: str) -> list[str]:
+        rewards = ["--rewards", f"[{{name: tests.grpo_recipes.probe_rewards.{reward}, alias: probe}}]"]
+        return arguments(tiny_model, gsm8k_file, output, *rewards, "--max_steps=4", "--save_steps=9", "--beta=0")
+
+    output = tmp_path / "run"
+    assert train.main(given(output, "interrupted_once")) == 130
+    said = capsys.readouterr()
+    assert "stopped by Ctrl-C after step 2 of 4, which is saved: `--resume_from_checkpoint true` goes on" in said.out
+    assert "Traceback" not in said.out + said.err
+    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert not (output / "model.safetensors").exists()
+    assert train.main([*given(output, "interrupted_once"), "--resume_from_checkpoint=true"]) == 0
+    assert train.main(given(tmp_path / "alone", "distinct_characters")) == 0
+    one, other = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("run", "alone"))
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def test_a_second_ctrl_c_stops_at_once(
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewards = ["--rewards", "[tests.grpo_recipes.probe_rewards.interrupted_twice]", "--max_steps=4"]
+    for every, rest in (
+        (1, "checkpoint-1 is saved: `--resume_from_checkpoint true` goes on from there"),
+        (9, "nothing is saved yet"),
+    ):
+        output = tmp_path / f"every-{every}"
+        assert train.main([*arguments(tiny_model, gsm8k_file, output, *rewards), f"--save_steps={every}"]) == 130
+        said = capsys.readouterr().err
+        assert said.splitlines()[-1].startswith("stopped by Ctrl-C: ")
+        assert rest in said.splitlines()[-1]
+        assert "Traceback" not in said
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("place", ["load_tokenizer", "load_policy"])
+def test_ctrl_c_before_training_is_one_sentence(
+    tiny_model: Path,
+    gsm8k_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, place, interrupted)
+    assert train.main(arguments(tiny_model, gsm8k_file, tmp_path / "run")) == 130
+    said = capsys.readouterr().err
+    assert said == "stopped by Ctrl-C: nothing was trained or saved, and the same command starts again\n"
+
+
+def test_ctrl_c_while_libraries_load_is_one_sentence() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "grpo_recipes.train", "--config", "quickstart"], stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert said.splitlines()[-1].startswith("stopped by Ctrl-C: nothing was trained or saved")
+    assert "Traceback" not in said
+
+
+def test_set_up_that_fails_is_not_recommended_again(
+    tiny_model: Path,
+    gsm8k_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuses(*args: Any) -> None:
+        raise ValueError("this combination is not supported")
+
+    given = arguments(tiny_model, gsm8k_file, tmp_path / "run", "--max_steps=1")
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "load_policy", refuses)
+        assert train.main(given) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "error: ValueError: this combination is not supported"
+    assert train.main(given) == 0  # what lies there is no run
 
 
 def test_prompts_over_the_limit_are_dropped_with_a_count(

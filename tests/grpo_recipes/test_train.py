@@ -80,7 +80,9 @@ def test_a_run_leaves_everything_that_is_promised(tiny_model: Path, gsm8k_file: 
     completions = pd.read_parquet(sorted((output / "completions").glob("*.parquet"))[0])
     assert len(completions) == 16
     assert {"prompt", "completion", "gsm8k_correctness", "tag_presence", "advantage"} <= set(completions.columns)
-    assert (output / "README.md").is_file()
+    card = (output / "README.md").read_text()
+    assert f"`{tiny_model.name}`, trained with GRPO on 40 prompts of `{gsm8k_file.name}`" in card
+    assert str(tmp_path.parent) not in card
     assert (output / "checkpoint-2").is_dir()
     assert generates(AutoModelForCausalLM.from_pretrained(output), output)
 

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import time
 import traceback
@@ -36,6 +37,9 @@ SENTENCE_SECONDS = 3.0
 
 # How long a build lock may be without a compiler: the lock is taken a moment before the compiler starts.
 LOCK_SECONDS = 30.0
+
+# A disk with less room than this is why a run that was writing failed.
+FULL_BYTES = 1 << 20
 
 # torch's own backends raise RuntimeErrors for a lost rank; a server or tracker that went away is an OSError.
 LOST_CONTACT = re.compile(r"closed by peer|reset by peer|broken pipe|\b(gloo|nccl)\b", re.IGNORECASE)
@@ -97,6 +101,8 @@ def report(error: Exception, folder: Path, checkpoint: Path | None, *, curable: 
     if found is None:
         print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
         found = sentence(error, rank, checkpoint, curable=curable)
+        if _is_full(folder):  # torch and safetensors tell of a stream that broke
+            found += f"; the disk of {folder} is full: make room first"
         with suppress(OSError):
             _leave(found, error, folder, rank)
     with suppress(OSError):
@@ -194,6 +200,13 @@ def _is_lost_contact(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and bool(LOST_CONTACT.search(str(error)))
     )
+
+
+def _is_full(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < FULL_BYTES
+    except OSError:
+        return False
 
 
 def _fault_file(folder: Path, rank: int) -> Path:

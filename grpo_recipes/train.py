@@ -3,7 +3,8 @@
 accelerate launch --config_file accelerate_configs/ddp.yaml -m grpo_recipes.train --config recipes/x.yaml [--key value ...]
 
 The recipe is checked before any model is loaded. The run's folder (`output_dir`) then holds `run.json` (the recipe as
-resolved, versions, geometry), `trainer_state.json`, `completions/*.parquet`, checkpoints, and the final model or adapter.
+resolved, versions, geometry; an entry for each launch), `trainer_state.json`, `completions/*.parquet`, checkpoints, the final
+model or adapter, and its model card, `README.md`.
 """
 
 from __future__ import annotations
@@ -234,11 +235,15 @@ def build_rollout(recipe: Recipe, checked: Checked, tokenizer: PreTrainedTokeniz
 
 def check_weights(recipe: Recipe) -> None:
     """Raise `RecipeError` if the policy, the base under it or its reference is a folder whose weights are not whole."""
-    name, adapter = recipe.model["model_name_or_path"], recipe.reference.adapter
-    folders = {"model_name_or_path": name, "reference.adapter": adapter}
-    if (Path(name) / "adapter_config.json").is_file():
-        config = adapter_config(name, recipe.model.get("model_revision", "main"))
-        folders["base_model_name_or_path"] = config.base_model_name_or_path if config else None
+    name, reference, base = recipe.model["model_name_or_path"], recipe.reference.adapter, None
+    if (Path(name) / "adapter_config.json").is_file() and (config := adapter_config(name)) is not None:
+        base = config.base_model_name_or_path
+    if base is not None and Path(base).is_absolute() and not Path(base).exists():
+        raise RecipeError(
+            f"{recipe.source}: `model_name_or_path` {name} is an adapter, and its base {base} is not there: set "
+            "`base_model_name_or_path` in its adapter_config.json"
+        )
+    folders = {"base_model_name_or_path": base, "model_name_or_path": name, "reference.adapter": reference}
     for key, folder in folders.items():
         if folder is not None and Path(folder).is_dir():
             _check_weights(recipe, key, Path(folder))

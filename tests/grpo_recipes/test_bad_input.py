@@ -196,6 +196,14 @@ TRAINING: list[Case] = [
         },
     ),
     Case(
+        "train --config {recipe} --model_name_or_path sft",
+        ("sft is an adapter, and its base /nowhere/base is not there", "adapter_config.json"),
+        files={
+            "sft/adapter_config.json": ADAPTER_CONFIG.replace('"base"', '"/nowhere/base"'),
+            "sft/adapter_model.safetensors": SAFETENSORS,
+        },
+    ),
+    Case(
         "train --config {recipe} --use_peft --beta 0.1 --reference '{adapter: sft}'",
         ("`reference.adapter`", "sft/adapter_model.safetensors is cut off"),
         files={"sft/adapter_config.json": ADAPTER_CONFIG, "sft/adapter_model.safetensors": CUT_OFF},

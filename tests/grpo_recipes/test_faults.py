@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -95,6 +96,17 @@ def test_a_full_disk_leaves_no_half_sentence(
     faults.report(RuntimeError("the disk is full"), tmp_path, None)
     assert "the disk is full" in capsys.readouterr().err.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_called_that(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own words for it are "unexpected pos 64832 vs 64724"."""
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=4096))
+    faults.report(RuntimeError("unexpected pos 64832 vs 64724"), tmp_path, tmp_path / "checkpoint-5")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"goes on from checkpoint-5; the disk of {tmp_path} is full: make room first")
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,9 @@ def sentence(error: Exception, rank: int, checkpoint: Path | None, *, curable: b
         if checkpoint
         else "; no checkpoint had been saved: `--resume_from_checkpoint true` starts again"
     )
-    return where + " ".join(what.split()) + (rest if curable else "")
+    if not curable:
+        rest = f"; it was to go on from {checkpoint}: if that is damaged, remove it" if checkpoint else ""
+    return where + " ".join(what.split()) + rest
 
 
 def forget(folder: Path) -> None:

@@ -79,8 +79,10 @@ def main(args: Sequence[str] | None = None) -> int:
     except Exception as error:  # whatever it is, the user gets a sentence, and every rank the same one
         if launch is None:  # nothing has begun: an error of our own
             raise
-        curable = faults.is_curable(error, began=launch.interruption.began)
-        faults.report(error, launch.recipe.output_dir, launch.last_checkpoint(), curable=curable)
+        began = launch.interruption.began
+        checkpoint = launch.last_checkpoint() if began else launch.checkpoint
+        curable = faults.is_curable(error, began=began)
+        faults.report(error, launch.recipe.output_dir, checkpoint, curable=curable)
         return 1
     finally:
         if launch is not None:
@@ -344,7 +346,6 @@ def run(launch: Launch) -> int:
         restart.set_aside(list(launch.cut_off))
         _say(describe_resumption(recipe, launch.checkpoint, launch.cut_off))
     faults.forget(recipe.output_dir)
-    started = time.monotonic()
     trainer = build_trainer(launch)
     _say(f"{recipe.source}: {_size(trainer)}, rewards {_reward_list(checked)}")
     _say(f"  reference       {describe_reference(recipe, trainer)}")
@@ -355,6 +356,7 @@ def run(launch: Launch) -> int:
     if launch.is_over:
         _say(f"already finished: {launch.checkpoint} is the end of the run, nothing is left to train")
     checkpoint = str(launch.checkpoint) if launch.checkpoint else None
+    started = time.monotonic()
     try:
         with restart.loading_only(trainer, launch.steps) if launch.is_over else nullcontext():
             trainer.train(resume_from_checkpoint=checkpoint)

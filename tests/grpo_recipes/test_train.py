@@ -414,6 +414,21 @@ def test_set_up_that_fails_is_not_recommended_again(
     assert train.main(given) == 0  # what lies there is no run
 
 
+def test_a_checkpoint_that_cant_be_loaded_is_not_recommended_again(
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole, but not what it is called."""
+    output = tmp_path / "run"
+    given = arguments(tiny_model, gsm8k_file, output, "--max_steps=2")
+    assert train.main(given) == 0
+    torch.save({"no": "optimizer"}, output / "checkpoint-2" / "optimizer.pt")
+    capsys.readouterr()
+    assert train.main([*given, "--max_steps=4", "--resume_from_checkpoint=true"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert last.endswith(f"; it was to go on from {output / 'checkpoint-2'}: if that is damaged, remove it")
+
+
 def test_prompts_over_the_limit_are_dropped_with_a_count(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys
 ) -> None:

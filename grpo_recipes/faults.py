@@ -11,10 +11,12 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 from trl.trainer.utils import is_async_callable
 
+from grpo_recipes.runs import FAULT_FILES
 from grpo_rewards.completions import completion_text
 
 Reward = Callable[..., Any]
@@ -35,12 +38,19 @@ SENTENCE_SECONDS = 3.0
 # How long a build lock may be without a compiler: the lock is taken a moment before the compiler starts.
 LOCK_SECONDS = 30.0
 
+# A disk with less room than this is why a run that was writing failed.
+FULL_BYTES = 1 << 20
+
 # torch's own backends raise RuntimeErrors for a lost rank; a server or tracker that went away is an OSError.
 LOST_CONTACT = re.compile(r"closed by peer|reset by peer|broken pipe|\b(gloo|nccl)\b", re.IGNORECASE)
 
 
 class RewardFault(RuntimeError):
     """A reward raised, or returned something that is no finite number; the message names the reward and the row."""
+
+
+class NothingTrained(RuntimeError):
+    """A run that ended without an optimiser step: its model is the one that it began with."""
 
 
 class BuildLocked(RuntimeError):
@@ -76,22 +86,33 @@ def guarded(reward: Reward) -> Reward:
     return guard
 
 
-def report(error: Exception, folder: Path, checkpoint: Path | None) -> None:
+def report(error: Exception, folder: Path, checkpoint: Path | None, *, curable: bool = True) -> None:
     """Print the traceback of a failed run on the rank that failed, and on every rank, last, the sentence that matters.
 
     Args:
         error: what this rank ran into.
-        folder: the run's folder, where the ranks leave their sentences (`fault-rank*.json`).
+        folder: the run's folder, where the ranks leave their sentences (`fault-rank*.json`). Where they can't be written,
+            as on a full disk, the sentence is printed all the same.
         checkpoint: the last complete checkpoint, which the sentence names.
+        curable: whether the same command could do better when it is given again: only then the sentence says how.
     """
     rank = int(os.environ.get("RANK", "0"))
     found = _earlier_fault(folder) if _is_lost_contact(error) else None
     if found is None:
         print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
-        found = sentence(error, rank, checkpoint)
-        _leave(found, error, folder, rank)
-    _tell_launcher(found)
+        found = sentence(error, rank, checkpoint, curable=curable)
+        if _is_full(folder):  # torch and safetensors tell of a stream that broke
+            found += f"; the disk of {folder} is full: make room first"
+        with suppress(OSError):
+            _leave(found, error, folder, rank)
+    with suppress(OSError):
+        _tell_launcher(found)
     print(f"error: {found}", file=sys.stderr, flush=True)
+
+
+def is_curable(error: Exception, *, began: bool) -> bool:
+    """Whether a restart could cure an error: any once training began (and mended, a reward's too); before, a lost connection."""
+    return began or _is_lost_contact(error) or isinstance(error, (ConnectionError, TimeoutError))
 
 
 def close_progress_bars(callbacks: Iterable[TrainerCallback]) -> None:
@@ -102,12 +123,12 @@ def close_progress_bars(callbacks: Iterable[TrainerCallback]) -> None:
                 bar.close()
 
 
-def sentence(error: Exception, rank: int, checkpoint: Path | None) -> str:
-    """One line: which rank, what happened, and where to go on from."""
+def sentence(error: Exception, rank: int, checkpoint: Path | None, *, curable: bool = True) -> str:
+    """One line: which rank, what happened, and where to go on from, if that could help."""
     where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     if _is_lost_contact(error):
         what = "another rank ended without an error of its own; it was probably killed (out of memory, or its machine failed)"
-    elif isinstance(error, RewardFault):
+    elif isinstance(error, (RewardFault, NothingTrained)):
         what = str(error)
     else:
         what = f"{type(error).__name__}: {error}"
@@ -116,6 +137,8 @@ def sentence(error: Exception, rank: int, checkpoint: Path | None) -> str:
         if checkpoint
         else "; no checkpoint had been saved: `--resume_from_checkpoint true` starts again"
     )
+    if not curable:
+        rest = f"; it was to go on from {checkpoint}: if that is damaged, remove it" if checkpoint else ""
     return where + " ".join(what.split()) + rest
 
 
@@ -181,6 +204,13 @@ def _is_lost_contact(error: Exception) -> bool:
     )
 
 
+def _is_full(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < FULL_BYTES
+    except OSError:
+        return False
+
+
 def _fault_file(folder: Path, rank: int) -> Path:
     return folder / f"fault-rank{rank}.json"
 
@@ -192,14 +222,18 @@ def _leave(found: str, error: Exception, folder: Path, rank: int) -> None:
     record = {"sentence": found, "rank": rank, "traceback": traceback.format_exception(error), "time": time.time()}
     folder.mkdir(parents=True, exist_ok=True)
     part = _fault_file(folder, rank).with_suffix(".part")
-    part.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    part.rename(_fault_file(folder, rank))
+    try:
+        part.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        part.rename(_fault_file(folder, rank))
+    except OSError:
+        part.unlink(missing_ok=True)  # of a full disk, a part that nobody could read
+        raise
 
 
 def _earlier_fault(folder: Path) -> str | None:
     """The sentence of the rank that failed first, if any left one."""
     deadline = time.monotonic() + SENTENCE_SECONDS
-    while not (files := list(folder.glob("fault-rank*.json"))) and time.monotonic() < deadline:
+    while not (files := list(folder.glob(FAULT_FILES))) and time.monotonic() < deadline:
         time.sleep(0.1)
     records = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     return min(records, key=lambda record: record["time"])["sentence"] if records else None

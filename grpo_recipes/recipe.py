@@ -11,11 +11,13 @@ import difflib
 import enum
 import os
 import re
+import tempfile
 import types
 import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -27,10 +29,11 @@ from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config
 from grpo_recipes import data, limits, memory, offline, packages, reward_checks
 from grpo_recipes.geometry import Geometry, GeometryError
 from grpo_recipes.microbatch import MicroBatching
+from grpo_recipes.record import RECORD, RecordError, read_record
 from grpo_recipes.reference import ReferencePolicyError, ReferenceSpec, check_refresh
-from grpo_recipes.restart import has_state, is_complete, last_complete_checkpoint
+from grpo_recipes.restart import checkpoint_damage, has_state, is_complete, last_complete_checkpoint
 from grpo_recipes.reward_checks import GoldCheck, RewardCheckError
-from grpo_recipes.runs import EVALUATIONS
+from grpo_recipes.runs import EVALUATIONS, FAULT_FILES
 from grpo_rewards import strict_yaml
 from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards
 
@@ -51,6 +54,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 # Where a recipe differs from TRL's defaults when it says nothing: with dropout on, the policy differs from itself and the
 # logged KL is not 0 at step 0; completions go to parquet files and are not printed.
 DEFAULTS: dict[str, Any] = {"disable_dropout": True, "log_completions": True, "num_completions_to_print": 0}
+
+# What must fit where a run is to write; a model takes far more, but its size is not known yet.
+_PROBE_BYTES = 1 << 20
 
 _UNSET = object()
 _Result = TypeVar("_Result")
@@ -77,6 +83,8 @@ class Recipe:
     """One of `KL_ESTIMATORS`."""
     offline: offline.OfflineSpec | None = None
     """Recorded responses in place of generation, if any."""
+    arguments: Sequence[str] = ()
+    """The command line that it was read from."""
 
     @property
     def output_dir(self) -> Path:
@@ -90,7 +98,7 @@ class Recipe:
 
     def with_defaults(self) -> dict[str, Any]:
         """Every plain-valued key of `GRPOConfig`: the recipe's value or TRL's default."""
-        return {**_defaults(), **self.training}
+        return {**_defaults(GRPOConfig), **self.training}
 
     def geometry(self, num_processes: int) -> Geometry:
         """The batch geometry on `num_processes` ranks. Raises `RecipeError` where it does not divide."""
@@ -188,7 +196,7 @@ def parse_recipe(args: Sequence[str]) -> Recipe:
     """
     path, overrides, rest = _split_arguments(args)
     source = str(path) if path else "command line"
-    raw = _read_yaml(path) if path else {}
+    raw = _read_recipe(path) if path else {}
     for dotted, text in overrides:
         _set_nested(raw, dotted, text)
     _check_keys(raw, source)
@@ -211,10 +219,15 @@ def parse_recipe(args: Sequence[str]) -> Recipe:
     micro_batching = _named(source, MicroBatching.parse, raw.get("micro_batching", "auto"))
     kl_estimator = _kl_estimator(raw.get("kl", "sampled"), source)
     recorded = None if raw.get("offline") is None else _named(source, offline.OfflineSpec.parse, raw["offline"])
-    recipe = Recipe(source, dataset, specs, training, model, reference, micro_batching, kl_estimator, recorded)
+    recipe = Recipe(source, dataset, specs, training, model, reference, micro_batching, kl_estimator, recorded, args)
     if kl_estimator == "full" and recipe.with_defaults()["beta"] == 0.0:
         raise RecipeError(f"{source}: `kl.estimator: full` needs a reference policy: set `beta` above 0")
     return recipe
+
+
+def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe as `Recipe.as_dict` gives it, with TRL's default for every plain-valued key that it leaves out."""
+    return {**_defaults(ModelConfig), **_defaults(GRPOConfig), **values}
 
 
 def check(recipe: Recipe, machine: Machine) -> Checked:
@@ -308,21 +321,40 @@ def _holds_adapter(folder: Path) -> bool:
 
 
 def check_output_dir(recipe: Recipe, machine: Machine) -> None:
-    """Raise `RecipeError` if the run would overwrite an earlier one, or can't go on from the checkpoint it names."""
+    """Raise `RecipeError` if the run would overwrite an earlier one, can't write, or can't go on from its checkpoint."""
     folder = recipe.output_dir
     if recipe.resumes:
         resume_point(recipe, machine)
     elif folder.exists() and (not folder.is_dir() or _holds_a_run(folder)):
         raise RecipeError(
-            f"{recipe.source}: `output_dir` {folder} already holds files: choose another folder, or set "
+            f"{recipe.source}: `output_dir` {folder} already holds files: choose another folder with `--output_dir`, or set "
             "`resume_from_checkpoint: true` to go on with that run"
         )
+    _check_writable(recipe)
 
 
 def _holds_a_run(folder: Path) -> bool:
-    """Whether there are files of a run: an evaluation of the policy before it may lie there already."""
+    """Whether there are files of a run: an evaluation of the policy before it, or a launch that never began, may lie there."""
     files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    return any(file.parts[0] != EVALUATIONS for file in files)
+    return any(file.parts[0] != EVALUATIONS and not fnmatch(file.name, FAULT_FILES) for file in files)
+
+
+def _check_writable(recipe: Recipe) -> None:
+    """Raise `RecipeError` unless a file can be written in the run's folder, or where that folder would be made."""
+    folder = recipe.output_dir
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(_PROBE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())  # some file systems notice only now that they are full
+    except OSError as error:
+        reason = "it is no folder" if not folder.is_dir() else error.strerror or str(error)
+        raise RecipeError(
+            f"{recipe.source}: `output_dir` {recipe.output_dir} can't be written ({folder}: {reason}): make room or choose "
+            "another folder with `--output_dir`"
+        ) from error
 
 
 def resume_point(recipe: Recipe, machine: Machine) -> tuple[Path | None, list[Path]]:
@@ -339,6 +371,15 @@ def resume_point(recipe: Recipe, machine: Machine) -> tuple[Path | None, list[Pa
     if checkpoint is None and any(has_state(path) for path in cut_off):
         raise RecipeError(_no_checkpoint(recipe, machine, str(recipe.output_dir)))
     return checkpoint, cut_off
+
+
+def check_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
+    """Raise `RecipeError` if files of the checkpoint to go on from are missing or cut off."""
+    if damage := checkpoint_damage(checkpoint):
+        raise RecipeError(
+            f"{recipe.source}: `resume_from_checkpoint`: {damage}: remove the folder {checkpoint}, and "
+            "`--resume_from_checkpoint true` goes on from the checkpoint before it, or from the beginning"
+        )
 
 
 def _no_checkpoint(recipe: Recipe, machine: Machine, place: str) -> str:
@@ -420,8 +461,8 @@ def _hints(config_class: type) -> dict[str, Any]:
 
 
 @cache
-def _defaults() -> dict[str, Any]:
-    return {field.name: field.default for field in fields(GRPOConfig) if field.init and field.default is not MISSING}
+def _defaults(config_class: type) -> dict[str, Any]:
+    return {field.name: field.default for field in fields(config_class) if field.init and field.default is not MISSING}
 
 
 def _parser() -> TrlParser:
@@ -453,6 +494,18 @@ def _split_arguments(args: Sequence[str]) -> tuple[Path | None, list[tuple[str, 
         else:
             overrides.append((key, text))
     return path, overrides, rest
+
+
+def _read_recipe(path: Path) -> dict[str, Any]:
+    """The keys in a recipe's file; of a `run.json`, the recipe of its newest launch, to be run again from its beginning."""
+    if path.name != RECORD:
+        return _read_yaml(path)
+    try:
+        record = read_record(path.parent)
+    except RecordError as error:
+        raise RecipeError(str(error)) from error
+    assert record is not None, "find_file has found it"
+    return {key: value for key, value in record["recipe"].items() if key != "resume_from_checkpoint"}
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -47,6 +47,7 @@ SHAPING_REWARDS = frozenset(
 )
 TRL_MAX_COMPLETION_LENGTH = 512  # GRPOConfig's default in TRL 1.16, for a recipe that leaves it
 EVALUATIONS, BEFORE, AFTER = "evaluations", "before", "after"
+FAULT_FILES = "fault-rank*.json"
 
 
 @dataclass(frozen=True)

@@ -3,25 +3,27 @@
 accelerate launch --config_file accelerate_configs/ddp.yaml -m grpo_recipes.train --config recipes/x.yaml [--key value ...]
 
 The recipe is checked before any model is loaded. The run's folder (`output_dir`) then holds `run.json` (the recipe as
-resolved, versions, geometry), `trainer_state.json`, `completions/*.parquet`, checkpoints, and the final model or adapter.
+resolved, versions, geometry; an entry for each launch), `trainer_state.json`, `completions/*.parquet`, checkpoints, the final
+model or adapter, and its model card, `README.md`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
-import platform
-import subprocess
+import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from importlib.metadata import version
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from grpo_recipes.interrupts import INTERRUPTED, NOTHING_DONE, leave_on_interrupt, raise_on_interrupt
+
+if __name__ == "__main__":  # before the imports that take seconds
+    leave_on_interrupt()
 
 from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -29,8 +31,9 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig, get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
-from grpo_recipes import __version__, data, faults, restart
+from grpo_recipes import data, faults, restart
 from grpo_recipes.diagnostics import describe, diagnose
+from grpo_recipes.model_card import write_model_card
 from grpo_recipes.offline import RecordedRollout
 from grpo_recipes.recipe import (
     Checked,
@@ -39,19 +42,21 @@ from grpo_recipes.recipe import (
     RecipeError,
     check,
     check_adapter,
+    check_checkpoint,
     check_output_dir,
     check_packages,
     grpo_config,
     model_config,
     parse_recipe,
+    resolved,
     resume_point,
 )
+from grpo_recipes.record import RecordError, add_launch, data_order, describe_launch, read_record
 from grpo_recipes.reference import REF, adapter_config, tokenizer_source
 from grpo_recipes.reward_checks import describe_rewards, single_rewards
 from grpo_recipes.runs import Run, RunError
 from grpo_recipes.trainer import GRPOTrainer
-
-VERSIONED = ("trl", "transformers", "peft", "accelerate", "datasets", "torch")
+from grpo_recipes.weight_files import WeightFileError, check_weight_files
 
 # How long a rank that is not the first keeps its peace about an error that all ranks have: the launcher ends every rank
 # once one has failed, and the first rank must get to say its sentence.
@@ -61,42 +66,93 @@ SILENCE_SECONDS = 30.0
 def main(args: Sequence[str] | None = None) -> int:
     """Train the recipe that `args` (default: the command line) name.
 
-    Returns 0, 2 if the recipe can't run as written, or 1 if the run failed; then the sentence that matters is printed last.
+    Returns 0, 2 if the recipe can't run as written, 1 if the run failed, or 130 if Ctrl-C stopped it; then the sentence that
+    matters is printed last.
     """
     logging.basicConfig(format="%(message)s")
     logging.getLogger("grpo_recipes").setLevel(logging.INFO)
+    launch: Launch | None = None
     try:
-        recipe = parse_recipe(sys.argv[1:] if args is None else args)
-        machine = Machine.here()
-        check_output_dir(recipe, machine)
-        check_packages(recipe)
-        checked = check(recipe, machine)
-        check_adapter(recipe)
-        tokenizer = load_tokenizer(recipe)
-        checked = limit_prompts(recipe, checked, tokenizer)
-        rollout = build_rollout(recipe, checked, tokenizer)
-        checkpoint, cut_off = resume_point(recipe, machine) if recipe.resumes else (None, [])
-        if checkpoint is not None:
-            check_same_order(recipe, checked)
-        if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-            faults.check_build_locks()
-        training_args = grpo_config(recipe)
-        load_reward_models(recipe, checked)
+        launch = prepare(sys.argv[1:] if args is None else args)
+        return launch.recipe.blame(run, launch)
     except (RecipeError, data.DatasetUnreachable, faults.BuildLocked) as error:
         return _refuse(str(error))
-    if recipe.resumes and training_args.process_index == 0:
-        restart.set_aside(cut_off)
-        _say(describe_resumption(recipe, checkpoint, cut_off))
-    try:
-        faults.forget(recipe.output_dir)
-        recipe.blame(run, recipe, checked, tokenizer, training_args, rollout, checkpoint)
-    except RecipeError as error:
-        return _refuse(str(error))
+    except KeyboardInterrupt:
+        return _stopped_at_once(launch)
     except Exception as error:  # whatever it is, the user gets a sentence, and every rank the same one
-        last, _ = restart.last_complete_checkpoint(recipe.output_dir, machine.num_processes)
-        faults.report(error, recipe.output_dir, last)
+        if launch is None:  # nothing has begun: an error of our own
+            raise
+        began = launch.interruption.began
+        checkpoint = launch.last_checkpoint() if began else launch.checkpoint
+        curable = faults.is_curable(error, began=began)
+        faults.report(error, launch.recipe.output_dir, checkpoint, curable=curable)
         return 1
-    return 0
+    finally:
+        if launch is not None:
+            launch.interruption.forget()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the checks of a recipe leave for its run: nothing is read or built twice."""
+
+    recipe: Recipe
+    machine: Machine
+    checked: Checked
+    tokenizer: PreTrainedTokenizerBase
+    training_args: GRPOConfig
+    rollout: RecordedRollout | None
+    checkpoint: Path | None
+    """What a resumed run goes on from, if anything was saved."""
+    cut_off: Sequence[Path]
+    """Checkpoints after it that were cut off while they were written."""
+    interruption: restart.StopOnSignal
+
+    @property
+    def steps(self) -> int:
+        """The run's length in optimiser steps."""
+        return self.checked.geometry.optimizer_steps(self.recipe.with_defaults(), len(self.checked.train_dataset))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the checkpoint is the end of the run."""
+        return self.checkpoint is not None and restart.steps_done(self.checkpoint) >= self.steps
+
+    def last_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint in the run's folder."""
+        return restart.last_complete_checkpoint(self.recipe.output_dir, self.machine.num_processes)[0]
+
+
+def prepare(args: Sequence[str]) -> Launch:
+    """Everything that can be checked, and built, before the policy is loaded.
+
+    Raises `RecipeError`, `data.DatasetUnreachable` or `faults.BuildLocked`.
+    """
+    recipe = parse_recipe(args)
+    machine = Machine.here()
+    check_output_dir(recipe, machine)
+    check_packages(recipe)
+    checkpoint, cut_off = resume_point(recipe, machine) if recipe.resumes else (None, [])
+    before = earlier_launch(recipe, checkpoint)
+    if checkpoint is not None:
+        check_checkpoint(recipe, checkpoint)
+        check_same_recipe(recipe, before)
+    check_weights(recipe)
+    checked = check(recipe, machine)
+    check_adapter(recipe)
+    tokenizer = load_tokenizer(recipe)
+    checked = limit_prompts(recipe, checked, tokenizer)
+    check_length(recipe, checked)
+    rollout = build_rollout(recipe, checked, tokenizer)
+    if checkpoint is not None:
+        check_same_order(recipe, checked, before)
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        faults.check_build_locks()
+    training_args = grpo_config(recipe)
+    load_reward_models(recipe, checked)
+    num_prompts = len(checked.train_dataset)
+    interruption = restart.StopOnSignal(lambda step: checked.geometry.ends_generation(step, num_prompts))
+    return Launch(recipe, machine, checked, tokenizer, training_args, rollout, checkpoint, tuple(cut_off), interruption)
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -184,10 +240,46 @@ def build_rollout(recipe: Recipe, checked: Checked, tokenizer: PreTrainedTokeniz
     return recipe.blame(RecordedRollout, checked.train_dataset, tokenizer, recipe.offline, limit)
 
 
+def check_weights(recipe: Recipe) -> None:
+    """Raise `RecipeError` if the policy, the base under it or its reference is a folder whose weights are not whole."""
+    name, reference, base = recipe.model["model_name_or_path"], recipe.reference.adapter, None
+    if (Path(name) / "adapter_config.json").is_file() and (config := adapter_config(name)) is not None:
+        base = config.base_model_name_or_path
+    if base is not None and Path(base).is_absolute() and not Path(base).exists():
+        raise RecipeError(
+            f"{recipe.source}: `model_name_or_path` {name} is an adapter, and its base {base} is not there: set "
+            "`base_model_name_or_path` in its adapter_config.json"
+        )
+    folders = {"base_model_name_or_path": base, "model_name_or_path": name, "reference.adapter": reference}
+    for key, folder in folders.items():
+        if folder is not None and Path(folder).is_dir():
+            _check_weights(recipe, key, Path(folder))
+
+
+def _check_weights(recipe: Recipe, key: str, folder: Path) -> None:
+    try:
+        check_weight_files(folder)
+    except WeightFileError as error:
+        raise RecipeError(f"{recipe.source}: `{key}`: {error}: copy or save it again, or name another model") from error
+
+
+def check_length(recipe: Recipe, checked: Checked) -> None:
+    """Raise `RecipeError` for a run of no optimiser step."""
+    config = recipe.with_defaults()
+    if checked.geometry.optimizer_steps(config, len(checked.train_dataset)) < 1:
+        raise RecipeError(
+            f"{recipe.source}: `num_train_epochs` {config['num_train_epochs']:g} comes to 0 optimiser steps: set it above 0, "
+            "or set `max_steps`"
+        )
+
+
 def load_reward_models(recipe: Recipe, checked: Checked) -> None:
     """Load every reward model before the policy and say its size; one that can't be loaded raises `RecipeError`."""
     for reward in (single for built in checked.rewards for single in single_rewards(built.function)):
         if hasattr(reward, "load"):
+            folder = Path(getattr(reward, "model", ""))
+            if (folder / "config.json").is_file():
+                _check_weights(recipe, "rewards", folder)
             try:
                 _say(reward.load().summary())
             except ValueError as error:
@@ -203,66 +295,56 @@ def describe_resumption(recipe: Recipe, checkpoint: Path | None, cut_off: Sequen
     return f"{aside}going on from {checkpoint}"
 
 
-def check_same_order(recipe: Recipe, checked: Checked) -> None:
-    """Raise `RecipeError` if the run to resume was laid out otherwise, so that its place in the data means nothing here."""
-    file = recipe.output_dir / "run.json"
-    if not file.is_file():
+def earlier_launch(recipe: Recipe, checkpoint: Path | None) -> Mapping[str, Any]:
+    """The newest launch in the `run.json` beside a checkpoint, or in the run's folder; {} without one.
+
+    Raises `RecipeError` if it is damaged.
+    """
+    folder = checkpoint.parent if checkpoint else recipe.output_dir
+    try:
+        before = read_record(folder) if recipe.resumes else {}
+    except RecordError as error:
+        raise RecipeError(f"{recipe.source}: `resume_from_checkpoint`: {error}") from error
+    if before is None and checkpoint is not None:
+        _say(f"{folder} has no run.json: whether {checkpoint.name} is of this recipe is not checked")
+    return before or {}
+
+
+def check_same_recipe(recipe: Recipe, before: Mapping[str, Any]) -> None:
+    """Raise `RecipeError` if the run to resume was launched with another recipe, in what a resume may not change."""
+    if not before:
         return
-    change = restart.layout_change(json.loads(file.read_text(encoding="utf-8")), data_order(recipe, checked))
-    if change:
-        raise RecipeError(
-            f"{recipe.source}: `resume_from_checkpoint`: {change}: launch as before, or start another run from the "
-            "checkpoint as its `model_name_or_path`"
-        )
+    changes = restart.recipe_changes(
+        resolved(before["recipe"]), resolved(recipe.as_dict()), before.get("directory", ".")
+    )
+    if changes:
+        raise _another_run(recipe, ", ".join(changes))
 
 
-def data_order(recipe: Recipe, checked: Checked) -> dict[str, Any]:
-    """What settles which prompts an optimiser step sees: part of `run.json`."""
-    return {
-        "geometry": checked.geometry.as_dict(),
-        "train_prompts": len(checked.train_dataset),
-        "train_prompts_sha256": prompts_digest(checked.train_dataset["prompt"]),
-        "seed": recipe.with_defaults()["seed"],
-        "shuffle_dataset": recipe.with_defaults()["shuffle_dataset"],
-    }
+def check_same_order(recipe: Recipe, checked: Checked, before: Mapping[str, Any]) -> None:
+    """Raise `RecipeError` if the run to resume was laid out otherwise, so that its place in the data means nothing here."""
+    if change := restart.layout_change(before, data_order(recipe, checked)):
+        raise _another_run(recipe, change)
 
 
-def prompts_digest(prompts: Iterable[Any]) -> str:
-    """The SHA-256 of prompts in their order, texts or messages."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(json.dumps(prompt).encode() + b"\n")
-    return digest.hexdigest()
+def _another_run(recipe: Recipe, change: str) -> RecipeError:
+    return RecipeError(
+        f"{recipe.source}: `resume_from_checkpoint`: {change}: launch as before, or start another run from the checkpoint as "
+        "its `model_name_or_path`"
+    )
 
 
-def run(
-    recipe: Recipe,
-    checked: Checked,
-    tokenizer: PreTrainedTokenizerBase,
-    training_args: GRPOConfig,
-    rollout: RecordedRollout | None = None,
-    checkpoint: Path | None = None,
-) -> None:
+def run(launch: Launch) -> int:
     """Train, and leave the model or adapter, the tokenizer, a model card and the run's files in `output_dir`.
 
-    Goes on from `checkpoint` if given. After SIGTERM it leaves a checkpoint instead and says so.
+    After SIGTERM or Ctrl-C it leaves a checkpoint instead and says so. Returns 0, or 130 after Ctrl-C.
     """
-    training_args.reward_weights = [reward.weight for reward in checked.rewards]
-    model_args = model_config(recipe)
-    trainer = GRPOTrainer(
-        model=load_policy(recipe, training_args),
-        reward_funcs=[faults.guarded(reward.function) for reward in checked.rewards],
-        args=training_args,
-        train_dataset=checked.train_dataset.select_columns(["prompt"]) if rollout else checked.train_dataset,
-        eval_dataset=checked.eval_dataset,
-        processing_class=tokenizer,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-        rollout_func=rollout,
-        kl_estimator=recipe.kl_estimator,
-        micro_batching=recipe.micro_batching,
-        reference=recipe.reference,
-    )
+    recipe, checked, training_args = launch.recipe, launch.checked, launch.training_args
+    if recipe.resumes and training_args.process_index == 0:
+        restart.set_aside(list(launch.cut_off))
+        _say(describe_resumption(recipe, launch.checkpoint, launch.cut_off))
+    faults.forget(recipe.output_dir)
+    trainer = build_trainer(launch)
     _say(f"{recipe.source}: {_size(trainer)}, rewards {describe_rewards(checked.rewards)}")
     _say(f"  reference       {describe_reference(recipe, trainer)}")
     _say(checked.geometry.describe())
@@ -270,48 +352,109 @@ def run(
     for note in [*recipe.cautions(), *([checked.golds.describe()] if checked.golds else [])]:
         _say(f"  note            {note}")
     if trainer.accelerator.is_main_process:
-        write_run_file(recipe, checked, training_args)
-    num_prompts = len(checked.train_dataset)
-    interruption = restart.StopOnSigterm(lambda step: checked.geometry.ends_generation(step, num_prompts))
-    trainer.add_callback(interruption)
+        add_launch(recipe.output_dir, describe_launch(recipe, checked, training_args.world_size, launch.checkpoint))
+    if launch.is_over:
+        _say(f"already finished: {launch.checkpoint} is the end of the run, nothing is left to train")
+    checkpoint = str(launch.checkpoint) if launch.checkpoint else None
     started = time.monotonic()
-    steps = checked.geometry.optimizer_steps(recipe.with_defaults(), num_prompts)
-    is_over = checkpoint is not None and restart.steps_done(checkpoint) >= steps
-    if is_over:
-        _say(f"{checkpoint} is the end of the run: nothing is left to train")
     try:
-        with restart.loading_only(trainer, steps) if is_over else nullcontext():
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except Exception:
+        with restart.loading_only(trainer, launch.steps) if launch.is_over else nullcontext():
+            trainer.train(resume_from_checkpoint=checkpoint)
+    except (Exception, KeyboardInterrupt):
         faults.close_progress_bars(trainer.callback_handler.callbacks)
         raise
-    if interruption.stopped:
-        trainer.accelerator.wait_for_everyone()  # a rank that leaves may take its node, and the others' saves, with it
-        rest = "`--resume_from_checkpoint true` goes on from there"
-        if training_args.save_only_model:
-            rest = "without its optimiser (`save_only_model`), so no run can go on from there"
-        _say(
-            f"stopped by SIGTERM after step {trainer.state.global_step} of {trainer.state.max_steps}, which is saved: {rest}"
-        )
-        trainer.end()
-        return
-    trainer.save_model(training_args.output_dir)
-    trainer.save_state()
-    trainer.create_model_card(dataset_name=recipe.dataset.path or recipe.dataset.name)
-    _say(summary(trainer, time.monotonic() - started))
-    if trainer.accelerator.is_main_process:
-        _say(diagnosis(Path(training_args.output_dir)))
-    if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=recipe.dataset.path)
-    trainer.end()
-
-
-def diagnosis(folder: Path) -> str:
-    """What looks wrong in a finished run, or why that can't be told: the run is trained and saved in either case."""
+    if launch.interruption.stopped:
+        return _stopped(launch, trainer)
+    steps_before = restart.steps_done(launch.checkpoint) if launch.checkpoint else 0
+    if not launch.is_over and trainer.state.global_step == steps_before:
+        raise faults.NothingTrained(f"no optimiser step was taken, of {launch.steps}: the model is as it was")
+    trainer.save_model(training_args.output_dir, _internal_call=True)  # which is what leaves the hub for later
     try:
-        return describe(diagnose(Run.read(folder)))
-    except RunError as error:
-        return f"diagnosis: left out, {error}"
+        finish(launch, trainer, time.monotonic() - started)
+    except KeyboardInterrupt:
+        return _interrupted(f"the run is finished, and its model is in {recipe.output_dir}")
+    return 0
+
+
+def build_trainer(launch: Launch) -> GRPOTrainer:
+    """The trainer of a launch, the policy and its reference loaded."""
+    recipe, checked, training_args = launch.recipe, launch.checked, launch.training_args
+    training_args.reward_weights = [reward.weight for reward in checked.rewards]
+    model_args = model_config(recipe)
+    train_dataset = checked.train_dataset
+    trainer = GRPOTrainer(
+        model=load_policy(recipe, training_args),
+        reward_funcs=[faults.guarded(reward.function) for reward in checked.rewards],
+        args=training_args,
+        train_dataset=train_dataset.select_columns(["prompt"]) if launch.rollout else train_dataset,
+        eval_dataset=checked.eval_dataset,
+        processing_class=launch.tokenizer,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+        rollout_func=launch.rollout,
+        kl_estimator=recipe.kl_estimator,
+        micro_batching=recipe.micro_batching,
+        reference=recipe.reference,
+    )
+    if launch.checkpoint is not None:
+        trainer.add_callback(restart.ContinueSchedule())
+    trainer.add_callback(launch.interruption)
+
+    def create_model_card(**ignored: Any) -> None:
+        if trainer.accelerator.is_main_process:
+            attempt(recipe, "its model card was not written", write_model_card, recipe.output_dir)
+
+    trainer.create_model_card = create_model_card  # TRL calls it with each checkpoint, and before it pushes
+    return trainer
+
+
+def finish(launch: Launch, trainer: GRPOTrainer, seconds: float) -> None:
+    """What follows once the model is saved: whatever fails here is a warning, for the run is finished."""
+    recipe = launch.recipe
+    attempt(recipe, "its trainer_state.json was not written", trainer.save_state)
+    trainer.create_model_card()
+    attempt(recipe, "its summary was not made", lambda: _say(summary(trainer, seconds)))
+    if trainer.accelerator.is_main_process:
+        attempt(recipe, "it was not diagnosed", lambda: _say(diagnosis(recipe.output_dir)))
+    if launch.training_args.push_to_hub:
+        attempt(recipe, "it was not pushed to the hub", trainer.push_to_hub)
+    attempt(recipe, "its logs may not be complete", trainer.end)
+
+
+def attempt(recipe: Recipe, loss: str, function: Callable[..., Any], *args: Any) -> None:
+    """Call `function`; a failure is one line of warning that says what the run in `output_dir` now lacks."""
+    try:
+        function(*args)
+    except Exception as error:  # of a hub, a tracker, a disk or our own: none of them undoes the run
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"warning: {recipe.output_dir}: {loss} ({reason})", file=sys.stderr, flush=True)
+
+
+def _stopped(launch: Launch, trainer: GRPOTrainer) -> int:
+    """Say where a run goes on that was asked to stop, and end it."""
+    trainer.accelerator.wait_for_everyone()  # a rank that leaves may take its node, and the others' saves, with it
+    rest = "`--resume_from_checkpoint true` goes on from there"
+    if launch.training_args.save_only_model:
+        rest = "without its optimiser (`save_only_model`), so no run can go on from there"
+    by, state = launch.interruption.name, trainer.state
+    _say(f"stopped by {by} after step {state.global_step} of {state.max_steps}, which is saved: {rest}")
+    trainer.end()
+    return INTERRUPTED if launch.interruption.requested == signal.SIGINT else 0
+
+
+def _stopped_at_once(launch: Launch | None) -> int:
+    """Say what is left of a run that Ctrl-C ended where it was."""
+    if launch is None or not launch.recipe.output_dir.exists():
+        return _interrupted(NOTHING_DONE)
+    if (last := launch.last_checkpoint()) is not None:
+        return _interrupted(f"{last} is saved: `--resume_from_checkpoint true` goes on from there")
+    return _interrupted("nothing is saved yet: `--resume_from_checkpoint true` starts again")
+
+
+def _interrupted(rest: str) -> int:
+    if _is_first_rank():
+        print(f"stopped by Ctrl-C: {rest}", file=sys.stderr, flush=True)
+    return INTERRUPTED
 
 
 def describe_reference(recipe: Recipe, trainer: GRPOTrainer) -> str:
@@ -323,45 +466,12 @@ def describe_reference(recipe: Recipe, trainer: GRPOTrainer) -> str:
     return sentence
 
 
-def write_run_file(recipe: Recipe, checked: Checked, training_args: GRPOConfig) -> None:
-    """Write `run.json`: what ran, on what, with which versions."""
-    record = {
-        "recipe": recipe.as_dict(),
-        "source": recipe.source,
-        "rewards": [
-            {"name": reward.name, "source": spec if isinstance(spec, str) else spec["name"], "weight": reward.weight}
-            for spec, reward in zip(recipe.rewards, checked.rewards, strict=True)
-        ],
-        "world_size": training_args.world_size,
-        **data_order(recipe, checked),
-        **({"unscorable_golds": checked.golds.as_dict()} if checked.golds else {}),
-        "versions": versions(),
-        "git_revision": git_revision(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-    folder = Path(training_args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.json").write_text(
-        json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8"
-    )
-
-
-def versions() -> dict[str, str]:
-    """The versions that a result depends on."""
-    return {
-        "grpo-recipes": __version__,
-        "python": platform.python_version(),
-        **{name: version(name) for name in VERSIONED},
-    }
-
-
-def git_revision() -> str | None:
-    """The commit of the working directory, with `-dirty` if it has changes; None outside a repository."""
+def diagnosis(folder: Path) -> str:
+    """What looks wrong in a finished run, or why that can't be told: the run is trained and saved in either case."""
     try:
-        said = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True)
-    except FileNotFoundError:
-        return None
-    return said.stdout.strip() or None
+        return describe(diagnose(Run.read(folder)))
+    except RunError as error:
+        return f"diagnosis: left out, {error}"
 
 
 def summary(trainer: GRPOTrainer, seconds: float) -> str:
@@ -406,4 +516,5 @@ def leave(code: int) -> None:
 
 
 if __name__ == "__main__":
+    raise_on_interrupt()
     leave(main())

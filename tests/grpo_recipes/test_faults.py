@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -71,6 +72,59 @@ def test_a_reward_that_raises_is_named(capsys: pytest.CaptureFixture[str], tmp_p
     again = "no checkpoint had been saved: `--resume_from_checkpoint true` starts again"
     assert said[-1] == f"error: reward `judge` raised KeyError: 'gold'; {again}"
     assert any("Traceback" in line for line in said)
+
+
+@pytest.mark.parametrize("folder", ["/proc/run", "/dev/null/run"])
+def test_the_sentence_is_said_where_nothing_can_be_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/full")
+    faults.report(OSError(28, "No space left on device"), Path(folder), None)
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: OSError: [Errno 28] No space left on device;")
+
+
+def test_a_full_disk_leaves_no_half_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Path.write_text
+
+    def full(path: Path, text: str, **given: object) -> int:
+        write(path, text[:9])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    faults.report(RuntimeError("the disk is full"), tmp_path, None)
+    assert "the disk is full" in capsys.readouterr().err.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_called_that(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own words for it are "unexpected pos 64832 vs 64724"."""
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=4096))
+    faults.report(RuntimeError("unexpected pos 64832 vs 64724"), tmp_path, tmp_path / "checkpoint-5")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"goes on from checkpoint-5; the disk of {tmp_path} is full: make room first")
+
+
+@pytest.mark.parametrize(
+    ("error", "began", "curable"),
+    [
+        (ValueError("a combination that TRL refuses"), False, False),
+        (RuntimeError("size mismatch in the checkpoint"), False, False),
+        (ConnectionError("the vLLM server"), False, True),
+        (ValueError("of a step"), True, True),
+        (RuntimeError("CUDA out of memory"), True, True),
+    ],
+)
+def test_a_restart_is_recommended_only_where_it_could_help(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, error: Exception, began: bool, curable: bool
+) -> None:
+    assert faults.is_curable(error, began=began) == curable
+    faults.report(error, tmp_path, tmp_path / "checkpoint-4", curable=curable)
+    assert ("--resume_from_checkpoint" in capsys.readouterr().err.splitlines()[-1]) == curable
 
 
 def test_a_rank_that_lost_another_says_what_the_other_said(

@@ -1,5 +1,6 @@
 """Stopping and going on: the order of the data, cut-off checkpoints, SIGTERM; and real kills, in the slow part."""
 
+import fnmatch
 import json
 import os
 import random
@@ -16,10 +17,11 @@ from torch.utils.data import BatchSampler
 from transformers import TrainerControl, TrainerState
 from trl.trainer.utils import RepeatSampler
 
-from grpo_recipes.recipe import Machine, RecipeError, check, parse_recipe
+from grpo_recipes import restart
+from grpo_recipes.recipe import Machine, RecipeError, check, parse_recipe, resolved
 from grpo_recipes.restart import (
     EpochSampler,
-    StopOnSigterm,
+    StopOnSignal,
     TellEpoch,
     is_complete,
     last_complete_checkpoint,
@@ -116,8 +118,90 @@ def test_a_layout_that_moves_the_place_in_the_data_is_named() -> None:
     assert layout_change({}, before) is None  # a run that recorded nothing
 
 
+def test_what_may_change_on_resume_is_what_the_page_lists() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+    assert [pattern for pattern in restart.MAY_CHANGE if f"`{pattern}`" not in page] == []
+
+
+@settings(deadline=None, max_examples=60)
+@given(key=st.sampled_from(sorted(resolved({}))), value=st.integers(7, 9))
+def test_every_key_of_trl_is_refused_or_listed(key: str, value: int) -> None:
+    before = resolved({"dataset": {"name": "gsm8k"}, "rewards": ["a"]})
+    changes = restart.recipe_changes({**before, key: 5}, {**before, key: value}, ".")
+    listed = any(fnmatch.fnmatch(key, pattern) for pattern in restart.MAY_CHANGE)
+    assert changes == ([] if listed or key in restart.IN_GEOMETRY else [f"`{key}` was 5 and is {value}"])
+
+
+def test_one_recipe_spelled_in_two_ways_is_one_recipe(tmp_path: Path) -> None:
+    for name in ("there", "copied", "other"):
+        (tmp_path / name / "deep").mkdir(parents=True)
+        (tmp_path / name / "deep" / "rows.jsonl").write_text("1" if name != "other" else "2")
+    before = resolved({"rewards": ["a"], "model_name_or_path": "there", "dataset": {"path": "there/deep/rows.jsonl"}})
+    now = resolved({"rewards": [{"name": "a", "weight": 1}], "bf16": True, "epsilon_high": 0.2, "learning_rate": 1e-6})
+    copied = str(tmp_path / "copied")
+    assert (
+        restart.recipe_changes(
+            before,
+            {**now, "model_name_or_path": copied, "dataset": {"path": f"{copied}/deep/rows.jsonl"}},
+            str(tmp_path),
+        )
+        == []
+    )
+    other = str(tmp_path / "other")
+    said = restart.recipe_changes(
+        before, {**now, "model_name_or_path": copied, "dataset": {"path": f"{other}/deep/rows.jsonl"}}, str(tmp_path)
+    )
+    assert said == [f"`dataset.path` was there/deep/rows.jsonl and is {other}/deep/rows.jsonl"]
+
+
+def test_what_is_wrong_with_a_checkpoint(tmp_path: Path, tiny_model: Path) -> None:
+    """A checkpoint as transformers writes it, each of its files cut off, emptied or removed in turn."""
+    folder = checkpoint(tmp_path, 4, 1)
+    (folder / "model.safetensors").write_bytes((tiny_model / "model.safetensors").read_bytes())
+    for name in ("optimizer.pt", "scheduler.pt"):
+        torch.save({"state": torch.zeros(9)}, folder / name)
+    assert restart.checkpoint_damage(folder) is None
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
+        whole = (folder / name).read_bytes()
+        for kept in (0, 5, len(whole) // 2, len(whole) - 1):
+            (folder / name).write_bytes(whole[:kept])
+            assert str(folder / name) in str(restart.checkpoint_damage(folder)), (name, kept)
+        (folder / name).unlink()
+        assert f"{name} " in str(restart.checkpoint_damage(folder))
+        assert "missing" in str(restart.checkpoint_damage(folder))
+        (folder / name).write_bytes(whole)
+    (folder / "scheduler.pt").unlink()
+    (folder / "global_step4").mkdir()  # DeepSpeed's own
+    assert restart.checkpoint_damage(folder) is None
+
+
+def test_a_second_ctrl_c_stops_at_once_and_the_launchers_echo_does_not(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted_twice() -> StopOnSignal:
+        callback = StopOnSignal(lambda step: True)
+        args, state = SimpleNamespace(device=torch.device("cpu")), TrainerState(max_steps=9, global_step=1)
+        previous = signal.getsignal(signal.SIGINT)
+        callback.on_train_begin(args, state, TrainerControl())
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            callback.on_step_end(args, state, TrainerControl())
+        finally:
+            callback.forget()
+        assert signal.getsignal(signal.SIGINT) == previous
+        return callback
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_twice()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    stopped = interrupted_twice()
+    assert (stopped.stopped, stopped.name) == (True, "Ctrl-C")
+    assert capfd.readouterr().err.count("a second Ctrl-C stops it at once") == 2
+
+
 def test_sigterm_saves_and_stops_where_no_generation_is_under_way() -> None:
-    callback = StopOnSigterm(lambda step: step % 3 == 0)
+    callback = StopOnSignal(lambda step: step % 3 == 0)
     args, state = SimpleNamespace(device=torch.device("cpu")), TrainerState(max_steps=100)
     previous = signal.getsignal(signal.SIGTERM)
     callback.on_train_begin(args, state, TrainerControl())

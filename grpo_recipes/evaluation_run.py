@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.data import DatasetSpec, hub_answers, load
+from grpo_recipes.data import DatasetSpec, hub_answers, is_missing, load
 from grpo_recipes.estimates import Estimate
 from grpo_recipes.evaluate import (
     Complete,
@@ -36,6 +36,8 @@ def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
     """
     if options.limit is not None and options.limit < 1:
         raise EvaluationError(f"--limit is {options.limit}: set it to at least 1, or leave it out for all problems")
+    if is_missing(options.model):
+        raise EvaluationError(f"there is no folder {options.model}: name a model, an adapter or a run")
     recipe = _recipe(options)
     spec = held_out_spec(recipe.get("dataset", {}), options)
     settings = _settings(recipe, spec, options)
@@ -44,18 +46,28 @@ def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
         dataset = dataset.select(range(min(options.limit, len(dataset))))
     weights = weights_fingerprint(options.model)
     described = {
-        "model": options.model,
+        "model": _canonical(options.model),
         **({} if weights is None else {"weights": weights}),
         "engine": "vllm" if options.vllm else "transformers",
-        "dataset": {key: value for key, value in vars(spec).items() if value is not None},
+        "dataset": {
+            key: _canonical(value) if key == "path" else value for key, value in vars(spec).items() if value is not None
+        },
     }
-    folder = options.output or _output(options.model)
+    folder = options.output or _output(options.model, options.samples)
     try:
         return evaluate_into(folder, _Lazy(options), dataset, settings, described)
     except EvaluationError:
         raise
     except ValueError as error:
         raise EvaluationError(str(error)) from error
+
+
+def _canonical(name: str) -> str:
+    """One spelling of a path that is there, however it was typed: from the working directory if it lies in that."""
+    path = Path(name).resolve()
+    if not path.exists():
+        return name
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def weights_fingerprint(model: str) -> str | None:
@@ -248,7 +260,9 @@ def _reward_tags(rewards: list[Any]) -> tuple[str, str] | None:
     return None
 
 
-def _output(model: str) -> Path:
+def _output(model: str, samples: int) -> Path:
+    """Where an evaluation goes by default: one of several samples a problem takes no other's place."""
+    several = f"-{samples}-samples" if samples > 1 else ""
     if os.path.isdir(model):
-        return Path(model) / EVALUATIONS / AFTER
-    return Path("runs") / EVALUATIONS / model.replace("/", "--")
+        return Path(model) / EVALUATIONS / f"{AFTER}{several}"
+    return Path("runs") / EVALUATIONS / f"{model.replace('/', '--')}{several}"

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.data import hub_answers
+from grpo_recipes.data import hub_answers, is_missing
 
 GIB = 2**30
 
@@ -277,6 +277,8 @@ def load_shape(model: str, peft_config: Any = None) -> ModelShape:
     """
     from transformers import AutoConfig
 
+    if is_missing(model):
+        raise MemoryUnknown(f"there is no folder {model}: train or fetch the model first, or give --model-config FILE")
     try:
         config = AutoConfig.from_pretrained(model, local_files_only=Path(model).exists() or not hub_answers())
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of peft's own use of transformers

@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from grpo_rewards import __version__
 from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards, registered_names, resolve
 
 Rows = list[tuple[int, dict[str, Any]]]  # line (or row) number from 1, and the row
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="grpo-rewards", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("list", help="every reward, with what it pays")

@@ -206,12 +206,12 @@ def resolve(name: str) -> Any:
             raise RewardSpecError(f"reward {name!r}: its entry point can't be loaded ({error}).") from error
     module, _, attribute = name.rpartition(".")
     if not module:
-        raise RewardSpecError(f"unknown reward {name!r}{_nearest(name, registered_names())}.")
+        raise RewardSpecError(f"unknown reward {name!r}{_nearest(name, registered_names())}")
     try:
         return getattr(_import(module, name), attribute)
     except AttributeError as error:
         hint = _nearest(attribute, _public(module))
-        raise RewardSpecError(f"unknown reward {name!r}: {module!r} has no {attribute!r}{hint}.") from error
+        raise RewardSpecError(f"unknown reward {name!r}: {module!r} has no {attribute!r}{hint}") from error
 
 
 def _public(module: str) -> list[str]:
@@ -231,9 +231,10 @@ def _entry_points() -> dict[str, Any]:
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
-def _nearest(word: str, candidates: Iterable[str]) -> str:
+def _nearest(word: str, candidates: Iterable[str], otherwise: str = "") -> str:
+    """Return the end of a sentence about an unknown word: the nearest candidate, or `otherwise`."""
     matches = difflib.get_close_matches(word, list(candidates), n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    return f"; did you mean {matches[0]!r}?" if matches else f"{otherwise}."
 
 
 def _build(spec: Spec, num_generations: int | None) -> BuiltReward:
@@ -256,8 +257,8 @@ def _check_keys(name: str, spec: Mapping[str, Any]) -> None:
     allowed = _SUM_KEYS if name == "sum" else _SPEC_KEYS
     for key in spec:
         if key not in allowed:
-            hint = _nearest(str(key), allowed) or f": its keys are {', '.join(allowed)}"
-            raise RewardSpecError(f"reward {name!r}: unknown key {key!r}{hint}.")
+            hint = _nearest(str(key), allowed, f": its keys are {', '.join(allowed)}")
+            raise RewardSpecError(f"reward {name!r}: unknown key {key!r}{hint}")
 
 
 def _checked(name: str, check: Callable[..., Any], *args: Any) -> Any:
@@ -301,8 +302,8 @@ def _check_arguments(name: str, target: Any, arguments: dict[str, Any], num_gene
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for key in arguments:
         if key not in parameters and not open_ended:
-            hint = _nearest(str(key), parameters) or f": it takes {', '.join(parameters) or 'none'}"
-            raise RewardSpecError(f"reward {name!r}: unknown kwarg {key!r}{hint}.")
+            hint = _nearest(str(key), parameters, f": it takes {', '.join(parameters) or 'none'}")
+            raise RewardSpecError(f"reward {name!r}: unknown kwarg {key!r}{hint}")
     if num_generations is not None and "num_generations" in parameters:
         arguments.setdefault("num_generations", num_generations)
     missing = [

@@ -61,7 +61,7 @@ def test_plan_refuses_with_one_sentence_and_exit_code_2(
 def test_options_are_not_abbreviated(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         main(arguments)
-    assert "unrecognized arguments" in capsys.readouterr().err
+    assert f"unknown argument `{arguments[2]}`" in capsys.readouterr().err
 
 
 def test_an_override_is_never_read_as_the_beginning_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:

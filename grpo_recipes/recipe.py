@@ -159,6 +159,8 @@ class Machine:
         raw = _read_yaml(accelerate_config)
         if not isinstance(raw.get("num_processes"), int):
             raise RecipeError(f"{accelerate_config}: `num_processes` is missing: is this an accelerate configuration?")
+        if raw["num_processes"] < 1:
+            raise RecipeError(f"{accelerate_config}: `num_processes` is {raw['num_processes']}: set it to at least 1")
         return cls(raw["num_processes"], bf16=not raw.get("use_cpu", False))
 
 

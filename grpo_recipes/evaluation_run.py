@@ -37,7 +37,7 @@ def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
     if options.limit is not None and options.limit < 1:
         raise EvaluationError(f"--limit is {options.limit}: set it to at least 1, or leave it out for all problems")
     if is_missing(options.model):
-        raise EvaluationError(f"there is no folder {options.model}: name a model, an adapter or a run")
+        raise EvaluationError(f"{options.model}: the model can't be loaded: there is no such folder")
     recipe = _recipe(options)
     spec = held_out_spec(recipe.get("dataset", {}), options)
     settings = _settings(recipe, spec, options)

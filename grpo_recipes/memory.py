@@ -278,7 +278,7 @@ def load_shape(model: str, peft_config: Any = None) -> ModelShape:
     from transformers import AutoConfig
 
     if is_missing(model):
-        raise MemoryUnknown(f"there is no folder {model}: train or fetch the model first, or give --model-config FILE")
+        raise MemoryUnknown(f"{model}: there is no such folder (--model-config FILE gives a configuration)")
     try:
         config = AutoConfig.from_pretrained(model, local_files_only=Path(model).exists() or not hub_answers())
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of peft's own use of transformers

@@ -247,7 +247,7 @@ def check_reference(recipe: Recipe) -> None:
     recipe.blame(check_refresh, recipe.reference, recipe.with_defaults())
     policy, reference = Path(recipe.model["model_name_or_path"]), recipe.reference
     if reference.adapter is not None and data.is_missing(reference.adapter):
-        raise RecipeError(f"{recipe.source}: `reference.adapter`: there is no folder {reference.adapter}")
+        raise RecipeError(f"{recipe.source}: `reference.adapter` {reference.adapter}: there is no such folder")
     new_adapter = recipe.model.get("use_peft", False)
     if _holds_adapter(policy) and new_adapter:
         raise RecipeError(

@@ -146,7 +146,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """The policy's tokenizer, padding on the left. Raises `RecipeError` if it can't be loaded or has no chat template."""
     name = tokenizer_source(recipe.model["model_name_or_path"])
     if data.is_missing(name):
-        raise RecipeError(f"{recipe.source}: `model_name_or_path`: there is no folder {name}")
+        raise RecipeError(f"{recipe.source}: `model_name_or_path` {name}: there is no such folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             name,

@@ -120,7 +120,7 @@ def test_the_sentences_of_a_plan_are_wrapped(capsys: pytest.CaptureFixture[str],
     monkeypatch.chdir(tmp_path)  # without the quickstart's policy, whose memory is unknown then, in a long sentence
     assert main(["plan", "quickstart"]) == 0
     said = capsys.readouterr().out
-    assert "there is no folder runs/quickstart/policy-seed0" in " ".join(said.split())
+    assert "runs/quickstart/policy-seed0: there is no such folder" in " ".join(said.split())
     assert max(map(len, said.splitlines()[1:])) <= 100
     assert "  0            0×8 … 7×8\n" in said, "the table is left alone"
     assert said.endswith("a limit\n")

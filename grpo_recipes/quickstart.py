@@ -11,6 +11,7 @@ results; the run's own folder has every completion.
 import argparse
 import hashlib
 import json
+import logging
 import os
 import random
 import shutil
@@ -91,8 +92,8 @@ def main(args: Sequence[str] | None = None) -> int:
     result = {"before": before, "after": after, "seconds": round(time.monotonic() - started, 1)}
     file = output_dir / "evaluation.json"
     file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"\n{table(before, after)}\n\n{result['seconds']:.0f} s in all; these numbers are in {file}")
-    print("\nThe run on one page, what looks wrong in it, and what a real model would take:\n")
+    print(f"\n{table(before, after)}\n{result['seconds']:.0f} s in all; these numbers are in {file}")
+    print("\nThe run on one page, what looks wrong in it, and what a real model would take:")
     print("\n".join(next_commands(run_dir)))
     return 0
 
@@ -238,10 +239,16 @@ def make_way(run_dir: Path) -> None:
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Run `grpo_recipes.train` as its command line would. Returns its status."""
+    """Run `grpo_recipes.train` as its command line would, less its lines on efficiency. Returns its status."""
     from grpo_recipes import train as training
 
-    return training.main(list(arguments))
+    efficiency = logging.getLogger("grpo_recipes.trainer")
+    level = efficiency.level
+    efficiency.setLevel(logging.WARNING)
+    try:
+        return training.main(list(arguments))
+    finally:
+        efficiency.setLevel(level)
 
 
 def evaluate(model: Path, output: Path, recipe: Recipe) -> dict[str, float]:
@@ -295,7 +302,8 @@ def _phase(title: str) -> Iterator[None]:
     print(f"\n{title}", flush=True)
     started = time.monotonic()
     yield
-    print(f"({time.monotonic() - started:.0f} s)", flush=True)
+    if (seconds := time.monotonic() - started) >= 10:
+        print(f"({seconds:.0f} s)", flush=True)
 
 
 def _parse_arguments(args: Sequence[str] | None) -> argparse.Namespace:

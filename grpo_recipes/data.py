@@ -61,6 +61,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 _HUB_TIMEOUT_SECONDS = 5
+_FILE_ENDINGS = (".json", ".jsonl", ".parquet", ".csv")
 
 
 class DatasetError(ValueError):
@@ -420,12 +421,8 @@ def _saved_splits(path: Path, source: _Source, schema: _Schema) -> dict[str, lis
 
 def _hub_table(spec: DatasetSpec, source: _Source) -> datasets.Dataset:
     hub_id = source.path or GSM8K_HUB_ID
-    try:
-        validate_repo_id(hub_id)
-    except HFValidationError:
-        raise DatasetError(
-            f"dataset.{source.path_key}: there is no file or folder {hub_id}; correct the path."
-        ) from None
+    if is_missing(hub_id):
+        raise DatasetError(f"dataset.{source.path_key}: there is no file or folder {hub_id}; correct the path.")
     config = spec.config or (GSM8K_HUB_CONFIG if hub_id == GSM8K_HUB_ID else None)
     try:
         with _cache_only_if_hub_is_silent():
@@ -451,6 +448,17 @@ def _cache_only_if_hub_is_silent() -> Iterator[None]:
         yield
     finally:
         datasets.config.HF_HUB_OFFLINE = offline
+
+
+def is_missing(name: str) -> bool:
+    """Whether `name` is a path, to which nothing is there: it begins or ends like one, or can't be a name of the hub."""
+    if Path(name).expanduser().exists():
+        return False
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return True
+    return Path(name).suffix in _FILE_ENDINGS
 
 
 def hub_answers() -> bool:
@@ -729,4 +737,4 @@ def _listed(words: Sequence[str]) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__

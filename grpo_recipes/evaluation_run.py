@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes import strict
-from grpo_recipes.data import DatasetSpec, hub_answers, load
+from grpo_recipes.data import DatasetSpec, hub_answers, is_missing, load
 from grpo_recipes.estimates import Estimate
 from grpo_recipes.evaluate import (
     Complete,
@@ -46,6 +46,8 @@ def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
     """
     if options.limit is not None and options.limit < 1:
         raise EvaluationError(f"--limit is {options.limit}: set it to at least 1, or leave it out for all problems")
+    if is_missing(options.model):
+        raise EvaluationError(f"{options.model}: the model can't be loaded: there is no such folder")
     if Path(options.model).is_dir():
         check_model_folder(Path(options.model))
     recipe = _recipe(options)
@@ -56,12 +58,14 @@ def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
         dataset = dataset.select(range(min(options.limit, len(dataset))))
     weights = weights_fingerprint(options.model)
     described = {
-        "model": options.model,
+        "model": _canonical(options.model),
         **({} if weights is None else {"weights": weights}),
         "engine": "vllm" if options.vllm else "transformers",
-        "dataset": {key: value for key, value in vars(spec).items() if value is not None},
+        "dataset": {
+            key: _canonical(value) if key == "path" else value for key, value in vars(spec).items() if value is not None
+        },
     }
-    folder = options.output or _output(options.model)
+    folder = options.output or _output(options.model, options.samples)
     try:
         return evaluate_into(folder, _Lazy(options), dataset, settings, described)
     except KeyboardInterrupt as error:
@@ -126,6 +130,11 @@ def _newest_checkpoint(folder: Path) -> str:
     steps = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdecimal()]
     newest = max(steps, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
     return f": its newest checkpoint is {newest}" if newest else ""
+
+
+def _canonical(name: str) -> str:
+    """One spelling of a path that is there, however it was typed and from wherever; a hub id as it is."""
+    return str(Path(name).resolve()) if Path(name).exists() else name
 
 
 def weights_fingerprint(model: str) -> str | None:
@@ -344,7 +353,9 @@ def _reward_tags(rewards: list[Any]) -> tuple[str, str] | None:
     return None
 
 
-def _output(model: str) -> Path:
+def _output(model: str, samples: int) -> Path:
+    """Where an evaluation goes by default: one of several samples a problem takes no other's place."""
+    several = f"-{samples}-samples" if samples > 1 else ""
     if os.path.isdir(model):
-        return Path(model) / EVALUATIONS / AFTER
-    return Path("runs") / EVALUATIONS / model.replace("/", "--")
+        return Path(model) / EVALUATIONS / f"{AFTER}{several}"
+    return Path("runs") / EVALUATIONS / f"{model.replace('/', '--')}{several}"

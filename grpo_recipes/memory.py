@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.data import hub_answers
+from grpo_recipes.data import hub_answers, is_missing
 from grpo_rewards import strict_yaml
 
 GIB = 2**30
@@ -300,6 +300,8 @@ def load_shape(model: str, peft_config: Any = None) -> ModelShape:
     """
     from transformers import AutoConfig
 
+    if is_missing(model):
+        raise MemoryUnknown(f"{model}: there is no such folder (--model-config FILE gives a configuration)")
     try:
         config = AutoConfig.from_pretrained(model, local_files_only=Path(model).exists() or not hub_answers())
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of peft's own use of transformers

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from enum import Enum
 from typing import Any
 
@@ -151,6 +151,10 @@ class Efficiency:
     def padding(self) -> float:
         """The share of the computed tokens that nobody needs, in [0, 1]."""
         return max(0.0, 1.0 - self.needed / self.computed) if self.computed else 0.0
+
+    def __add__(self, other: Efficiency) -> Efficiency:
+        """Of two generation batches together."""
+        return Efficiency(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     def metrics(self) -> dict[str, float]:
         """As logged, by name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from grpo_recipes.recipe import (
     parse_recipe,
 )
 from grpo_recipes.reward_checks import describe_rewards
+
+WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,10 @@ class Plan:
         else:
             need = f"  memory          unknown: {self.run}"
         rewards = f"  rewards         {describe_rewards(self.recipe.build_rewards())}"
-        head = [self.recipe.source, rewards, self.geometry.describe(), "", self.geometry.picture(), "", epoch, ""]
-        return "\n".join([*head, "  memory of one GPU", need, *(f"  note            {note}" for note in self.notes)])
+        notes = [f"  note            {note}" for note in self.notes]
+        before = _wrapped([self.recipe.source, rewards, self.geometry.describe(), ""])
+        after = _wrapped(["", epoch, "", "  memory of one GPU", need, *notes])
+        return "\n".join([*before, self.geometry.picture(), *after])
 
     def as_dict(self) -> dict[str, Any]:
         """The plan for `--json`: what is unknown is null, with its reason in `unknown`. Sizes are in bytes."""
@@ -79,9 +84,16 @@ def plan(
     num_processes: int | None = None,
     gpu_memory: str | None = None,
     model_config_file: str | None = None,
+    options: Sequence[str] = (),
 ) -> Plan:
-    """Plan the recipe that `arguments` (as of the training command) name. Raises `RecipeError` if it can't run as written."""
-    recipe = parse_recipe(arguments)
+    """Plan the recipe that `arguments` (as of the training command) name. Raises `RecipeError` if it can't run as written.
+
+    An unknown argument may be meant for one of `options`, the command's own.
+    """
+    if num_processes is not None and num_processes < 1:
+        raise RecipeError(f"--num-processes is {num_processes}: set it to at least 1")
+    usable = _gpu_bytes(gpu_memory)
+    recipe = parse_recipe(arguments, options)
     machine = Machine.here()
     layout = memory.Layout(machine.num_processes)
     unsupported = None
@@ -105,8 +117,17 @@ def plan(
         notes += [checked.golds.describe()] if checked.golds else []
     except DatasetUnreachable as error:
         prompts = str(error)
-    run = unsupported or _run(recipe, geometry, layout, _gpu_bytes(gpu_memory), model_config_file, notes)
+    run = unsupported or _run(recipe, geometry, layout, usable, model_config_file, notes)
     return Plan(recipe, geometry, prompts, run, notes)
+
+
+def _wrapped(paragraphs: Sequence[str]) -> list[str]:
+    """Lines of at most `WIDTH`, what is left of one standing under its text and not under its name."""
+    lines = [line for paragraph in paragraphs for line in paragraph.split("\n")]
+    wrapper = textwrap.TextWrapper(
+        WIDTH, subsequent_indent=" " * len("  optimiser step  "), break_long_words=False, break_on_hyphens=False
+    )
+    return [part for line in lines for part in wrapper.wrap(line) or [""]]
 
 
 def print_plan(planned: Plan, *, as_json: bool) -> None:

@@ -11,6 +11,8 @@ results; the run's own folder has every completion.
 import argparse
 import hashlib
 import json
+import logging
+import os
 import random
 import shutil
 import sys
@@ -21,11 +23,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from grpo_recipes import cli
+from grpo_recipes import cli, quiet
 from grpo_recipes.data import DatasetSpec, arithmetic_problems, final_answer, load
 from grpo_recipes.recipe import Recipe, parse_recipe, shipped
 from grpo_recipes.runs import AFTER, BEFORE, EVALUATIONS
@@ -63,6 +65,7 @@ class WarmStart:
     learning_rate: float = 3e-3
 
 
+@quiet.libraries()
 def main(args: Sequence[str] | None = None) -> int:
     """Run the quickstart. Returns 0, or what training returned if it could not run."""
     options = _parse_arguments(args)
@@ -89,9 +92,23 @@ def main(args: Sequence[str] | None = None) -> int:
     result = {"before": before, "after": after, "seconds": round(time.monotonic() - started, 1)}
     file = output_dir / "evaluation.json"
     file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"\n{table(before, after)}\n\n{result['seconds']:.0f} s in all; these numbers are in {file}")
-    print(f"grpo-recipes report {run_dir} shows the whole run on one page")
+    print(f"\n{table(before, after)}\n{result['seconds']:.0f} s in all; these numbers are in {file}")
+    print("\nThe run on one page, what looks wrong in it, and what a real model would take:")
+    print("\n".join(next_commands(run_dir)))
     return 0
+
+
+def next_commands(run_dir: Path) -> list[str]:
+    """Three commands to type next, which work as they are: from the working directory, whether or not `.venv` is active."""
+    here = Path(sys.executable).parent
+    command = "grpo-recipes"
+    if shutil.which(command) != str(here / command):
+        command = os.path.relpath(here / command) if here.is_relative_to(Path.cwd()) else str(here / command)
+    return [
+        f"{command} report {run_dir}",
+        f"{command} diagnose {run_dir}",
+        f"{command} plan gsm8k-qwen2.5-1.5b-lora --accelerate-config single_gpu --gpu-memory 24GB",
+    ]
 
 
 def warm_start(settings: WarmStart, prompts: DatasetSpec, folder: Path) -> None:
@@ -196,7 +213,22 @@ def fine_tune(
         report_to="none",
         seed=settings.seed,
     )
-    SFTTrainer(policy, config, train_dataset=Dataset.from_list(conversations), processing_class=tokenizer).train()
+    with _no_bars_of_datasets():
+        trainer = SFTTrainer(policy, config, train_dataset=Dataset.from_list(conversations), processing_class=tokenizer)
+    trainer.train()
+
+
+@contextmanager
+def _no_bars_of_datasets() -> Iterator[None]:
+    """Tokenising takes four bars and eight seconds."""
+    if are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 def make_way(run_dir: Path) -> None:
@@ -207,10 +239,16 @@ def make_way(run_dir: Path) -> None:
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Run `grpo_recipes.train` as its command line would. Returns its status."""
+    """Run `grpo_recipes.train` as its command line would, less its lines on efficiency. Returns its status."""
     from grpo_recipes import train as training
 
-    return training.main(list(arguments))
+    efficiency = logging.getLogger("grpo_recipes.trainer")
+    level = efficiency.level
+    efficiency.setLevel(logging.WARNING)
+    try:
+        return training.main(list(arguments))
+    finally:
+        efficiency.setLevel(level)
 
 
 def evaluate(model: Path, output: Path, recipe: Recipe) -> dict[str, float]:
@@ -264,7 +302,8 @@ def _phase(title: str) -> Iterator[None]:
     print(f"\n{title}", flush=True)
     started = time.monotonic()
     yield
-    print(f"({time.monotonic() - started:.0f} s)", flush=True)
+    if (seconds := time.monotonic() - started) >= 10:
+        print(f"({seconds:.0f} s)", flush=True)
 
 
 def _parse_arguments(args: Sequence[str] | None) -> argparse.Namespace:

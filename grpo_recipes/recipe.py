@@ -7,8 +7,8 @@ line overrides it, nested keys too: `--config quickstart --learning_rate 1e-5 --
 from __future__ import annotations
 
 import contextlib
-import difflib
 import enum
+import inspect
 import os
 import re
 import tempfile
@@ -28,6 +28,7 @@ from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config
 
 from grpo_recipes import data, limits, memory, offline, packages, reward_checks
 from grpo_recipes.geometry import Geometry, GeometryError
+from grpo_recipes.hints import did_you_mean
 from grpo_recipes.microbatch import MicroBatching
 from grpo_recipes.record import RECORD, RecordError, read_record
 from grpo_recipes.reference import ReferencePolicyError, ReferenceSpec, check_refresh
@@ -174,6 +175,8 @@ class Machine:
         raw = _read_yaml(accelerate_config)
         if not isinstance(raw.get("num_processes"), int):
             raise RecipeError(f"{accelerate_config}: `num_processes` is missing: is this an accelerate configuration?")
+        if raw["num_processes"] < 1:
+            raise RecipeError(f"{accelerate_config}: `num_processes` is {raw['num_processes']}: set it to at least 1")
         return cls(raw["num_processes"], bf16=not raw.get("use_cpu", False))
 
 
@@ -189,11 +192,15 @@ class Checked:
     """The training rows whose gold no correctness reward can score, if there are any."""
 
 
-def parse_recipe(args: Sequence[str]) -> Recipe:
+def parse_recipe(args: Sequence[str], options: Sequence[str] = ()) -> Recipe:
     """Read a recipe from command-line arguments: `--config FILE [--key value ...]`.
+
+    An unknown argument may be meant for one of `options`, the command's own (`--gpu-memory`).
 
     Raises `RecipeError` for an unreadable file, an unknown key (naming the nearest), or a value of the wrong type.
     """
+    if not args:
+        raise RecipeError("command line: name a recipe: `--config FILE`, or one that ships, as `--config quickstart`")
     path, overrides, rest = _split_arguments(args)
     source = str(path) if path else "command line"
     raw = _read_recipe(path) if path else {}
@@ -201,7 +208,7 @@ def parse_recipe(args: Sequence[str]) -> Recipe:
         _set_nested(raw, dotted, text)
     _check_keys(raw, source)
     values = {key: _typed(key, value, source) for key, value in raw.items() if key not in OUR_KEYS}
-    values |= _parse_with_trl(values, rest)
+    values |= _parse_with_trl(values, rest, options)
     _check_values(values, source)
     for key in ("model_name_or_path", "dataset", "rewards"):
         if not (values.get(key) or raw.get(key)):
@@ -295,6 +302,8 @@ def check_reference(recipe: Recipe) -> None:
     """Raise `RecipeError` for a reference that this policy can't have, as far as the files on this machine tell."""
     recipe.blame(check_refresh, recipe.reference, recipe.with_defaults())
     policy, reference = Path(recipe.model["model_name_or_path"]), recipe.reference
+    if reference.adapter is not None and data.is_missing(reference.adapter):
+        raise RecipeError(f"{recipe.source}: `reference.adapter` {reference.adapter}: there is no such folder")
     new_adapter = recipe.model.get("use_peft", False)
     if _holds_adapter(policy) and new_adapter:
         raise RecipeError(
@@ -429,12 +438,19 @@ def model_config(recipe: Recipe) -> ModelConfig:
 
 def shipped(kind: str, name: str) -> Path | None:
     """The file `name` (with or without `.yaml`) that ships in `kind` (`recipes` or `accelerate_configs`), if there is one."""
-    package = Path(__file__).parent
     file = name if name.endswith(".yaml") else f"{name}.yaml"
-    for folder in (package / kind, package.parent / kind):  # an installed wheel, a source checkout
-        if (folder / file).is_file():
-            return folder / file
-    return None
+    return next((folder / file for folder in _shipped_folders(kind) if (folder / file).is_file()), None)
+
+
+def _shipped_folders(kind: str) -> list[Path]:
+    """Where files ship: in an installed wheel, in a source checkout."""
+    package = Path(__file__).parent
+    return [package / kind, package.parent / kind]
+
+
+def shipped_names(kind: str) -> list[str]:
+    """The names of all files that ship in `kind`."""
+    return [file.stem for folder in _shipped_folders(kind) for file in sorted(folder.glob("*.yaml"))]
 
 
 def find_file(kind: str, name: str) -> Path:
@@ -443,7 +459,10 @@ def find_file(kind: str, name: str) -> Path:
         return Path(name)
     found = shipped(kind, name) if Path(name).name == name else None
     if found is None:
-        raise RecipeError(f"{name}: there is no such file, and none of that name ships in {kind}/")
+        if Path(name).is_dir():
+            raise RecipeError(f"{name} is a folder: name a YAML file, or one that ships in {kind}/")
+        hint = did_you_mean(name.removesuffix(".yaml"), shipped_names(kind), otherwise="")
+        raise RecipeError(f"{name}: there is no such file, and none of that name ships in {kind}/{hint}")
     return found
 
 
@@ -558,15 +577,16 @@ def _entry(node: Any, name: str, dotted: str, place: str) -> str | int:
 
 
 def _check_keys(raw: Mapping[str, Any], source: str) -> None:
-    known = [*OUR_KEYS, *_hints(GRPOConfig), *_hints(ModelConfig)]
+    known = {*OUR_KEYS, *_hints(GRPOConfig), *_hints(ModelConfig)}
     for key in raw:
         if key not in known:
-            raise RecipeError(f"{source}: unknown key `{key}`{_did_you_mean(str(key), known)}")
+            raise RecipeError(f"{source}: unknown key `{key}`{_did_you_mean(str(key))}")
 
 
-def _did_you_mean(word: str, known: Sequence[str]) -> str:
-    nearest = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f": did you mean `{nearest[0]}`?" if nearest else ": remove it"
+def _did_you_mean(word: str, options: Sequence[str] = ()) -> str:
+    """The nearest key or option: ours, the model's and GRPO's before the hundred of transformers' trainer."""
+    usual = [*OUR_KEYS, *_hints(ModelConfig), *inspect.get_annotations(GRPOConfig), *options]
+    return did_you_mean(word, usual, _hints(GRPOConfig))
 
 
 def _typed(key: str, value: Any, source: str) -> Any:
@@ -626,15 +646,16 @@ def _type_name(options: Sequence[Any]) -> str:
     return " or ".join(dict.fromkeys(names.get(kind, "a list" if kind is list else "text") for kind in kinds))
 
 
-def _parse_with_trl(values: Mapping[str, Any], args: Sequence[str]) -> dict[str, Any]:
+def _parse_with_trl(values: Mapping[str, Any], args: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
     """What TRL's parser makes of the recipe's values and the command line, the latter winning."""
     parser = _parser()
     parser.set_defaults_with_config(**values)
     namespace, unknown = parser.parse_known_args(list(args))
     if unknown:
-        key = unknown[0].removeprefix("--").partition("=")[0].replace("-", "_")
-        known = [*OUR_KEYS, "config", *_hints(GRPOConfig), *_hints(ModelConfig)]
-        raise RecipeError(f"command line: unknown argument `{unknown[0]}`{_did_you_mean(key, known)}")
+        hint = _did_you_mean(unknown[0].partition("=")[0], ["--config", *options])
+        if Path(unknown[0]).is_file() or shipped("recipes", unknown[0]):
+            hint = f": did you mean `--config {unknown[0]}`?"
+        raise RecipeError(f"command line: unknown argument `{unknown[0]}`{hint}")
     return {key: value for key, value in vars(namespace).items() if value is not _UNSET}
 
 
@@ -645,8 +666,7 @@ def _check_values(values: dict[str, Any], source: str) -> None:
         values["scale_rewards"] = {"true": "group", "false": "none"}.get(word, word)
     for key, choices in CHOICES.items():
         if key in values and values[key] not in choices:
-            nearest = difflib.get_close_matches(str(values[key]), choices, n=1)
-            hint = f": did you mean `{nearest[0]}`?" if nearest else f": choose one of {', '.join(choices)}"
+            hint = did_you_mean(str(values[key]), choices, otherwise=f": choose one of {', '.join(choices)}")
             raise RecipeError(f"{source}: `{key}` can't be `{values[key]}`{hint}")
     values |= {key: value.value for key, value in values.items() if isinstance(value, enum.Enum)}
     _named(source, limits.check, values)
@@ -665,7 +685,7 @@ def _kl_estimator(raw: Any, source: str) -> str:
         raise RecipeError(f"{source}: `kl` must be a mapping with `estimator`, not {raw!r}")
     for key in spec:
         if key != "estimator":
-            raise RecipeError(f"{source}: unknown key `kl.{key}`{_did_you_mean(str(key), ['estimator'])}")
+            raise RecipeError(f"{source}: unknown key `kl.{key}`{did_you_mean(str(key), ['estimator'])}")
     if spec["estimator"] not in KL_ESTIMATORS:
         raise RecipeError(
             f"{source}: `kl.estimator` can't be `{spec['estimator']}`: choose one of {', '.join(KL_ESTIMATORS)}"

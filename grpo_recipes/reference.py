@@ -21,7 +21,6 @@ too; delete that part (`_refresh` and its callers) once TRL does it.
 from __future__ import annotations
 
 import copy
-import difflib
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,6 +40,8 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_adapter
+
+from grpo_recipes.hints import did_you_mean
 
 REF = "ref"  # the adapter name that TRL's scoring looks for
 WEIGHTS = "reference.safetensors"  # a refreshed reference, in each checkpoint
@@ -722,5 +723,4 @@ def _count(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _nearest(word: object, known: Any) -> str:
-    nearest = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
-    return f": did you mean `{nearest[0]}`?" if nearest else f": choose one of {', '.join(known)}"
+    return did_you_mean(str(word), known, otherwise=f": choose one of {', '.join(known)}")

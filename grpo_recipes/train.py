@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -31,11 +32,12 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig, get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
-from grpo_recipes import data, faults, restart
+from grpo_recipes import __version__, data, faults, quiet, restart
 from grpo_recipes.diagnostics import describe, diagnose
 from grpo_recipes.model_card import write_model_card
 from grpo_recipes.offline import RecordedRollout
 from grpo_recipes.recipe import (
+    DEFAULTS,
     Checked,
     Machine,
     Recipe,
@@ -50,6 +52,7 @@ from grpo_recipes.recipe import (
     parse_recipe,
     resolved,
     resume_point,
+    shipped_names,
 )
 from grpo_recipes.record import RecordError, add_launch, data_order, describe_launch, read_record
 from grpo_recipes.reference import REF, adapter_config, tokenizer_source
@@ -63,17 +66,63 @@ from grpo_recipes.weight_files import WeightFileError, check_weight_files
 SILENCE_SECONDS = 30.0
 
 
+HELP = """usage: accelerate launch --config_file FILE -m grpo_recipes.train --config RECIPE [--key value ...]
+       python -m grpo_recipes.train --config RECIPE [--key value ...]      (one process)
+
+Train a recipe with GRPO. RECIPE is a YAML file, or the name of one that ships:
+{recipes}
+
+Every key of the recipe can be given here too, and wins: `--learning_rate 1e-6`. A key inside another is
+written with dots, an entry of a list by its number: `--dataset.path train.jsonl`, `--rewards.0.weight 2`.
+
+Our keys (docs/ and recipes/ show each in use):
+  dataset         which rows, and how they become prompts: name, path, split, eval_split, prompt_style, ...
+  rewards         what is paid: names, or mappings of name, weight, alias, kwargs; `grpo-rewards list`
+  reference       what the KL term ties the policy to: initial, base, or {{adapter: FOLDER}}
+  kl              how it is measured: {{estimator: sampled}} or {{estimator: full}}
+  micro_batching  how padding and idle rows are left out: auto, off, or pack, trim, skip_zero_advantage
+  offline         recorded, scored responses in place of generation: group or batch
+
+Every other key is one of TRL's GRPOConfig or ModelConfig, with TRL's name and default, except for
+{defaults}. All of them are described
+by `trl grpo --help`, and those of GRPO and of transformers' trainer (max_steps, save_steps, ...) in
+  https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig
+  https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments
+
+options:
+  -h, --help      this text
+  --version       the version
+
+`grpo-recipes plan RECIPE [--key value ...]` checks all of it without loading a model.
+Exit codes: 0 trained, 1 failed while training, 2 refused before a model was loaded.
+"""
+
+
+def help_text() -> str:
+    """What `--help` prints: our keys, how to override them, and where TRL's are described."""
+    names = textwrap.fill(
+        ", ".join(shipped_names("recipes")), 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+    )
+    changed = ", ".join(f"{key} {str(value).lower()}" for key, value in DEFAULTS.items())
+    return HELP.format(recipes=names, defaults=changed)
+
+
+@quiet.libraries()
 def main(args: Sequence[str] | None = None) -> int:
     """Train the recipe that `args` (default: the command line) name.
 
     Returns 0, 2 if the recipe can't run as written, 1 if the run failed, or 130 if Ctrl-C stopped it; then the sentence that
     matters is printed last.
     """
+    arguments = sys.argv[1:] if args is None else args
+    if {"-h", "--help", "--version"} & set(arguments):
+        print(f"grpo-recipes {__version__}" if "--version" in arguments else help_text())
+        return 0
     logging.basicConfig(format="%(message)s")
     logging.getLogger("grpo_recipes").setLevel(logging.INFO)
     launch: Launch | None = None
     try:
-        launch = prepare(sys.argv[1:] if args is None else args)
+        launch = prepare(arguments)
         return launch.recipe.blame(run, launch)
     except (RecipeError, data.DatasetUnreachable, faults.BuildLocked) as error:
         return _refuse(str(error))
@@ -158,6 +207,8 @@ def prepare(args: Sequence[str]) -> Launch:
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """The policy's tokenizer, padding on the left. Raises `RecipeError` if it can't be loaded or has no chat template."""
     name = tokenizer_source(recipe.model["model_name_or_path"])
+    if data.is_missing(name):
+        raise RecipeError(f"{recipe.source}: `model_name_or_path` {name}: there is no such folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             name,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 from torch.utils.data import Sampler
@@ -24,7 +24,7 @@ from grpo_recipes.packing import Layout, LogProbs, PerToken, Rows
 from grpo_recipes.reference import ReferenceSpec, deferred, set_reference
 from grpo_recipes.restart import EpochSampler, TellEpoch
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 # A beta with which TRL scores the reference and logs `kl`, and that adds nothing to the loss: it is 0 in float32.
 _LOGGED_ONLY = 5e-324
@@ -61,6 +61,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         with deferred(args):  # TRL builds no reference of its own
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
         self.reference_sentence = set_reference(self, reference)
+        self._efficiency: microbatch.Efficiency | None = None
         self._full_kl = None
         if kl_estimator == "full":
             if self.beta == 0.0:
@@ -106,7 +107,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         efficiency = microbatch.mark_idle(ours, self.accelerator.reduce(counts.to(self.accelerator.device)))
         for name, value in efficiency.metrics().items():
             self._metrics["train"][name].append(value)
-        logger.info(f"step {self.state.global_step}: {efficiency}")
+        self._efficiency = efficiency if self._efficiency is None else self._efficiency + efficiency
         self._buffered_inputs = ours
 
     # Seam 2: log-probabilities, for the loss and for the old and reference policies.
@@ -222,7 +223,14 @@ class GRPOTrainer(TRLGRPOTrainer):
     # Public methods: what TRL writes of the completions.
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's log, without a table of no completions: a run resumed at its end would write it over its last one."""
+        """TRL's log, without a table of no completions: a run resumed at its end would write it over its last one.
+
+        With it, one line on what all generation batches since the last one cost.
+        """
+        if self._efficiency is not None and self.model.training:
+            if self.accelerator.is_main_process:
+                logger.info("step %d: %s", self.state.global_step, self._efficiency)
+            self._efficiency = None
         asked, self.log_completions = self.log_completions, self.log_completions and bool(self._logs["prompt"])
         super().log(logs, start_time)
         self.log_completions = asked

@@ -17,3 +17,4 @@ __all__ = [
     "tag_structure",
     "well_formed",
 ]
+__version__ = "0.1.0"

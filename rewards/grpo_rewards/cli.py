@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from grpo_rewards import __version__
 from grpo_rewards.completions import completion_text
 from grpo_rewards.correctness import GSM8KCorrectness
 from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards, registered_names, resolve
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="grpo-rewards", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("list", help="every reward, with what it pays")

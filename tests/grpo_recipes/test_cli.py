@@ -1,8 +1,14 @@
-"""`grpo-recipes plan` as typed."""
+"""The command lines as typed: help, `grpo-recipes plan`, and what is said to a word that is not known."""
+
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
+from grpo_recipes import __version__, hints, train
 from grpo_recipes.cli import main
+from grpo_recipes.recipe import DEFAULTS, OUR_KEYS
+from grpo_rewards import cli as rewards_cli
 
 
 def test_plan_prints_the_geometry_and_the_epoch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +67,7 @@ def test_plan_refuses_with_one_sentence_and_exit_code_2(
 def test_options_are_not_abbreviated(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         main(arguments)
-    assert "unrecognized arguments" in capsys.readouterr().err
+    assert f"unknown argument `{arguments[2]}`" in capsys.readouterr().err
 
 
 def test_an_override_is_never_read_as_the_beginning_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,3 +75,74 @@ def test_an_override_is_never_read_as_the_beginning_of_an_option(capsys: pytest.
     assert "--model-config" not in capsys.readouterr().err
     assert main(["plan", "quickstart", "--learning_rate", "1e-5", "--num_generations=4", "--num-processes=1"]) == 0
     assert "completions on 1 process" in capsys.readouterr().out
+
+
+HELP = {"grpo-recipes": main, "grpo-rewards": rewards_cli.main, "train": train.main}
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "says"),
+    [
+        (
+            "grpo-recipes",
+            ["--help"],
+            ["plan", "evaluate", "diagnose", "report", "95 % intervals", "grpo_recipes.train"],
+        ),
+        ("grpo-recipes", ["plan", "--help"], ["--gpu-memory SIZE", "override the recipe"]),
+        ("grpo-recipes", ["evaluate", "--help"], ["--compare A B", "--samples N"]),
+        ("grpo-recipes", ["diagnose", "--help"], ["output_dir"]),
+        ("grpo-recipes", ["report", "--help"], ["report.html"]),
+        ("grpo-recipes", ["--version"], [f"grpo-recipes {__version__}"]),
+        ("grpo-rewards", ["--help"], ["list", "score", "check", "convert-internlm2"]),
+        *[("grpo-rewards", [verb, "--help"], ["usage"]) for verb in ("list", "score", "check", "convert-internlm2")],
+        ("grpo-rewards", ["--version"], [f"grpo-rewards {version('grpo-rewards')}"]),
+        ("train", ["--help"], [*OUR_KEYS, "--rewards.0.weight", "docs/trl/grpo_trainer", "quickstart", *DEFAULTS]),
+        ("train", ["--config", "quickstart", "-h"], ["usage"]),
+        ("train", ["--version"], [f"grpo-recipes {__version__}"]),
+    ],
+)
+def test_help_opens_and_is_short(
+    capsys: pytest.CaptureFixture[str], program: str, arguments: list[str], says: list[str]
+) -> None:
+    try:
+        code = HELP[program](arguments)
+    except SystemExit as leaving:  # argparse's way to end
+        code = leaving.code
+    said = capsys.readouterr()
+    assert (code, said.err) == (0, "")
+    assert len(said.out.splitlines()) < 60
+    assert "<object" not in said.out
+    for words in says:
+        assert words in said.out
+
+
+def test_the_sentences_of_a_plan_are_wrapped(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)  # without the quickstart's policy, whose memory is unknown then, in a long sentence
+    assert main(["plan", "quickstart"]) == 0
+    said = capsys.readouterr().out
+    assert "runs/quickstart/policy-seed0: there is no such folder" in " ".join(said.split())
+    assert max(map(len, said.splitlines()[1:])) <= 100
+    assert "  0            0×8 … 7×8\n" in said, "the table is left alone"
+    assert said.endswith("a limit\n")
+
+
+def test_either_spelling_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "quickstart", "--num_processes=1", "--gpu_memory", "24GB"]) == 0
+    with pytest.raises(SystemExit):
+        main(["evaluate", "m", "--max_new_tokens", "x"])
+    assert "--max-new-tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "ours", "others", "nearest"),
+    [
+        ("lora_rank", ["lora_r"], ["local_rank"], "lora_r"),
+        ("local_rnk", ["lora_r"], ["local_rank"], "local_rank"),
+        ("--gpu-memry", ["--gpu-memory"], ["vllm_gpu_memory_utilization"], "--gpu-memory"),
+        ("--model", ["delta", "model_name_or_path"], [], "model_name_or_path"),
+        ("xyz", ["delta"], ["beta"], None),
+        ("x", [], [], None),
+    ],
+)
+def test_the_nearest_name_is_ours_if_it_is_near(word: str, ours: list[str], others: list[str], nearest: str) -> None:
+    assert hints.nearest(word, ours, others) == nearest

@@ -213,6 +213,30 @@ def test_a_model_changed_on_disk_is_not_answered_for_by_its_old_result(
     assert "the model's weights have changed since" in capsys.readouterr().err
 
 
+def test_a_model_is_one_model_however_its_path_is_typed(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second and third evaluation are answered from the first one's files."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    asked = ["--dataset", "arithmetic", "--limit", "2", "--max-new-tokens", "4", "--output", "e"]
+    assert cli.main(["evaluate", "model", *asked]) == 0
+    monkeypatch.setattr(evaluation_run, "_engine", None)
+    for spelling in (str(tmp_path / "model"), "./model/", "../" + tmp_path.name + "/model"):
+        assert cli.main(["evaluate", spelling, *asked]) == 0
+    assert len(set(capsys.readouterr().out.split("2 problems")[1:])) == 1
+    assert json.loads(Path("e/evaluation.json").read_text())["model"] == "model"
+
+
+def test_several_samples_go_beside_the_one(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    asked = ["--dataset", "arithmetic", "--limit", "2", "--max-new-tokens", "4"]
+    for more in ([], ["--samples", "2"]):
+        assert cli.main(["evaluate", "model", *asked, *more]) == 0
+    assert sorted(path.name for path in Path("model/evaluations").iterdir()) == ["after", "after-2-samples"]
+
+
 def test_greedy_samples_are_refused() -> None:
     with pytest.raises(EvaluationError, match="set --temperature"):
         Settings(samples=2)

@@ -263,6 +263,17 @@ def test_efficiency_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "4 of 16 rows skipped" in lines[0]
 
 
+def test_a_line_of_efficiency_is_of_all_since_the_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Five steps logged in twos: two lines, and one for the step that is left, whose tokens are those of all steps."""
+    caplog.set_level(logging.INFO, "grpo_recipes")
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 5, "logging_steps": 2}
+    trainer = make_trainer(GRPOTrainer, UNEVEN, model(), tmp_path, **options)
+    trainer.train()
+    lines = [record.getMessage() for record in caplog.records if "tokens computed" in record.getMessage()]
+    assert [line.partition(":")[0] for line in lines] == ["step 2", "step 4", "step 5"]
+    assert [line.rpartition(", ")[2] for line in lines] == [f"{4 * n} of {16 * n} rows skipped" for n in (2, 2, 1)]
+
+
 def test_entropy_is_that_of_the_kept_rows(tmp_path: Path) -> None:
     """An idle micro-batch does not pull the average down."""
     kept = Recording(UNEVEN.prompts[:2] * 1, UNEVEN.completions[:2], UNEVEN.rewards[:2])

@@ -514,6 +514,8 @@ def test_two_processes_say_a_mistake_once(tiny_model: Path, gsm8k_file: Path, tm
     done = launch("ddp_cpu", arguments(tiny_model, gsm8k_file, tmp_path / "run", "--lerning_rate=1"))
     assert done.returncode != 0
     assert done.stderr.count("unknown argument `--lerning_rate=1`") == 1
+    ours = done.stderr.partition("torch/distributed/elastic")[0].splitlines()[:-1]  # then the launcher speaks
+    assert [line.partition(": ")[0] for line in ours] == ["error"]
     assert not (tmp_path / "run").exists()
 
 

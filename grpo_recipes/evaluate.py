@@ -333,8 +333,10 @@ def _difference(found: dict[str, Any], asked: dict[str, Any], prefix: str = "") 
         other = found.get(key)
         if other == value:
             continue
+        if key in ("model", "path") and _is_one_path(other, value):
+            continue
         if key == "model" and not prefix and found.get("weights") == asked.get("weights") is not None:
-            continue  # the same model by another path
+            continue  # a copy of it
         if other is None and not prefix:
             return f"it does not record `{prefix}{key}`"
         if isinstance(value, dict) and isinstance(other, dict):
@@ -342,6 +344,12 @@ def _difference(found: dict[str, Any], asked: dict[str, Any], prefix: str = "") 
             return _difference(other, {**dict.fromkeys(other), **value}, f"{prefix}{key}.")
         return changed.get(key, f"{prefix}{key} was {other!r} and is now {value!r}")
     return None
+
+
+def _is_one_path(first: Any, second: Any) -> bool:
+    """Whether two names, as typed, are of one file or folder that is there."""
+    paths = [Path(name) for name in (first, second) if isinstance(name, str)]
+    return len(paths) == 2 and all(path.exists() for path in paths) and paths[0].samefile(paths[1])
 
 
 def _read_record(folder: Path) -> dict[str, Any]:

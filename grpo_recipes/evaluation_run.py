@@ -58,12 +58,10 @@ def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
         dataset = dataset.select(range(min(options.limit, len(dataset))))
     weights = weights_fingerprint(options.model)
     described = {
-        "model": _canonical(options.model),
+        "model": options.model,
         **({} if weights is None else {"weights": weights}),
         "engine": "vllm" if options.vllm else "transformers",
-        "dataset": {
-            key: _canonical(value) if key == "path" else value for key, value in vars(spec).items() if value is not None
-        },
+        "dataset": {key: value for key, value in vars(spec).items() if value is not None},
     }
     folder = options.output or _output(options.model, options.samples)
     try:
@@ -130,11 +128,6 @@ def _newest_checkpoint(folder: Path) -> str:
     steps = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdecimal()]
     newest = max(steps, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
     return f": its newest checkpoint is {newest}" if newest else ""
-
-
-def _canonical(name: str) -> str:
-    """One spelling of a path that is there, however it was typed and from wherever; a hub id as it is."""
-    return str(Path(name).resolve()) if Path(name).exists() else name
 
 
 def weights_fingerprint(model: str) -> str | None:

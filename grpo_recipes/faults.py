@@ -139,7 +139,7 @@ def sentence(error: Exception, rank: int, checkpoint: Path | None, *, curable: b
     )
     if not curable:
         rest = f"; it was to go on from {checkpoint}: if that is damaged, remove it" if checkpoint else ""
-    return where + " ".join(what.split()) + rest
+    return where + " ".join(what.split()).rstrip(".") + rest
 
 
 def forget(folder: Path) -> None:

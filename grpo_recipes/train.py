@@ -191,7 +191,6 @@ def prepare(args: Sequence[str]) -> Launch:
     check_adapter(recipe)
     tokenizer = load_tokenizer(recipe)
     checked = limit_prompts(recipe, checked, tokenizer)
-    check_length(recipe, checked)
     rollout = build_rollout(recipe, checked, tokenizer)
     if checkpoint is not None:
         check_same_order(recipe, checked, before)
@@ -312,16 +311,6 @@ def _check_weights(recipe: Recipe, key: str, folder: Path) -> None:
         check_weight_files(folder)
     except WeightFileError as error:
         raise RecipeError(f"{recipe.source}: `{key}`: {error}: copy or save it again, or name another model") from error
-
-
-def check_length(recipe: Recipe, checked: Checked) -> None:
-    """Raise `RecipeError` for a run of no optimiser step."""
-    config = recipe.with_defaults()
-    if checked.geometry.optimizer_steps(config, len(checked.train_dataset)) < 1:
-        raise RecipeError(
-            f"{recipe.source}: `num_train_epochs` {config['num_train_epochs']:g} comes to 0 optimiser steps: set it above 0, "
-            "or set `max_steps`"
-        )
 
 
 def load_reward_models(recipe: Recipe, checked: Checked) -> None:

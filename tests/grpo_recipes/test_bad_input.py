@@ -517,7 +517,7 @@ TRAINING: list[Case] = [
     Case("grpo-recipes plan run/run.json", ("run/run.json: holds no `recipe`",), files={"run/run.json": "[1]"}),
     Case(
         "train --config {recipe} --max_steps -1 --num_train_epochs 0",
-        ("`num_train_epochs` 0 comes to 0 optimiser steps",),
+        ("`num_train_epochs` is 0", "set it above 0"),
     ),
 ]
 

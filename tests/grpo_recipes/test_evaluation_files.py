@@ -358,7 +358,7 @@ def test_a_runs_own_rewards_say_what_is_strict(tiny_model: Path, tmp_path: Path,
     arguments = ["evaluate", str(run_folder), "--limit", "8", "--samples", "2"]
     assert cli.main(arguments) == 0
     assert "strict: right by `extract: boxed`" in capsys.readouterr().out
-    summary = json.loads((run_folder / "evaluations" / "after" / "evaluation.json").read_text())
+    summary = json.loads((run_folder / "evaluations" / "after-2-samples" / "evaluation.json").read_text())
     assert summary["strict"]["value"] == summary["pass_at"]["2"]["value"] == 1.0
     recipe["rewards"] = ["gsm8k_correctness"]
     (run_folder / "run.json").write_text(json.dumps({"recipe": recipe}))
@@ -544,7 +544,7 @@ def test_a_run_is_evaluated_on_what_it_did_not_train_on(
     recipe["dataset"]["eval_split"] = "train[38:]"
     (run_folder / "run.json").write_text(json.dumps({"recipe": recipe}))
     assert cli.main(["evaluate", str(run_folder)]) == 0
-    summary = json.loads((run_folder / "evaluations" / "after" / "evaluation.json").read_text())
+    summary = json.loads((run_folder / "evaluations" / "after-2-samples" / "evaluation.json").read_text())
     assert summary["problems"] == 2
     assert summary["settings"]["tags"] == ["reasoning", "answer"]
 

@@ -544,7 +544,7 @@ def test_a_run_is_evaluated_on_what_it_did_not_train_on(
     recipe["dataset"]["eval_split"] = "train[38:]"
     (run_folder / "run.json").write_text(json.dumps({"recipe": recipe}))
     assert cli.main(["evaluate", str(run_folder)]) == 0
-    summary = json.loads((run_folder / "evaluations" / "after-2-samples" / "evaluation.json").read_text())
+    summary = json.loads((run_folder / "evaluations" / "after" / "evaluation.json").read_text())
     assert summary["problems"] == 2
     assert summary["settings"]["tags"] == ["reasoning", "answer"]
 

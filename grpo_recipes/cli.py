@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from grpo_recipes import __version__, quiet
-from grpo_recipes.hints import did_you_mean
+from grpo_recipes import __version__
+from grpo_recipes.recipe.hints import did_you_mean
+from grpo_recipes.runs import quiet
 
 DESCRIPTION = "What surrounds a GRPO training: plan it, measure its policy, judge the run."
 EPILOG = """`grpo-recipes COMMAND --help` says more. Training itself:
@@ -133,8 +134,8 @@ def plan_recipe(options: argparse.Namespace, overrides: Sequence[str], known: Se
 
     `known` are the command's own options, one of which an unknown override may mean.
     """
-    from grpo_recipes.plan import plan, print_plan
-    from grpo_recipes.recipe import RecipeError
+    from grpo_recipes.recipe.plan import plan, print_plan
+    from grpo_recipes.recipe.recipe import RecipeError
 
     try:
         planned = plan(
@@ -199,11 +200,11 @@ def evaluate_policy(options: argparse.Namespace) -> int:
 
 
 def _evaluate_policy(options: argparse.Namespace) -> int:
-    from grpo_recipes import evaluation_run
-    from grpo_recipes.data import DatasetError
-    from grpo_recipes.evaluate import EvaluationError, compare
-    from grpo_recipes.recipe import RecipeError
-    from grpo_recipes.result_files import RunError
+    from grpo_recipes.recipe.data import DatasetError
+    from grpo_recipes.recipe.recipe import RecipeError
+    from grpo_recipes.results import evaluation_run
+    from grpo_recipes.results.evaluate import EvaluationError, compare
+    from grpo_recipes.runs.files import RunError
 
     try:
         if options.compare:
@@ -220,9 +221,9 @@ def _evaluate_policy(options: argparse.Namespace) -> int:
 
 def report_run(folder: Path, other: Path | None, output: Path | None) -> int:
     """Write the report of a run, or of two. Returns 0, or 2 if a run can't be read or holds nothing to check."""
-    from grpo_recipes.diagnostics import diagnose
-    from grpo_recipes.report import write_report
-    from grpo_recipes.runs import Run, RunError
+    from grpo_recipes.results.diagnostics import diagnose
+    from grpo_recipes.results.report import write_report
+    from grpo_recipes.results.run import Run, RunError
 
     try:
         runs = [Run.read(path) for path in (folder, other) if path is not None]
@@ -246,8 +247,8 @@ def diagnose_run(folder: Path) -> int:
 
     Returns 0 if nothing does, 1 if something does, 2 if the run can't be read or no check had data.
     """
-    from grpo_recipes.diagnostics import describe, diagnose
-    from grpo_recipes.runs import Run, RunError
+    from grpo_recipes.results.diagnostics import describe, diagnose
+    from grpo_recipes.results.run import Run, RunError
 
     try:
         diagnosis = diagnose(Run.read(folder))

@@ -27,10 +27,11 @@ from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars,
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from grpo_recipes import cli, quiet
-from grpo_recipes.data import DatasetSpec, arithmetic_problems, final_answer, load
-from grpo_recipes.recipe import Recipe, parse_recipe, shipped
-from grpo_recipes.runs import AFTER, BEFORE, EVALUATIONS
+from grpo_recipes import cli
+from grpo_recipes.recipe.data import DatasetSpec, arithmetic_problems, final_answer, load
+from grpo_recipes.recipe.recipe import Recipe, parse_recipe, shipped
+from grpo_recipes.results.run import AFTER, BEFORE, EVALUATIONS
+from grpo_recipes.runs import quiet
 
 HELD_OUT_PROBLEMS = 400
 EVALUATION_BATCH_SIZE = 200
@@ -242,7 +243,7 @@ def train(arguments: Sequence[str]) -> int:
     """Run `grpo_recipes.train` as its command line would, less its lines on efficiency. Returns its status."""
     from grpo_recipes import train as training
 
-    efficiency = logging.getLogger("grpo_recipes.trainer")
+    efficiency = logging.getLogger("grpo_recipes.training.trainer")
     level = efficiency.level
     efficiency.setLevel(logging.WARNING)
     try:

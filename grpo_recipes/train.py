@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.interrupts import INTERRUPTED, NOTHING_DONE, leave_on_interrupt, raise_on_interrupt
+from grpo_recipes.runs.interrupts import INTERRUPTED, NOTHING_DONE, leave_on_interrupt, raise_on_interrupt
 
 if __name__ == "__main__":  # before the imports that take seconds
     leave_on_interrupt()
@@ -32,11 +32,9 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig, get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
-from grpo_recipes import __version__, data, faults, quiet, restart
-from grpo_recipes.diagnostics import describe, diagnose
-from grpo_recipes.model_card import write_model_card
-from grpo_recipes.offline import RecordedRollout
-from grpo_recipes.recipe import (
+from grpo_recipes import __version__
+from grpo_recipes.recipe import data
+from grpo_recipes.recipe.recipe import (
     DEFAULTS,
     Checked,
     Machine,
@@ -54,12 +52,16 @@ from grpo_recipes.recipe import (
     resume_point,
     shipped_names,
 )
-from grpo_recipes.record import RecordError, add_launch, data_order, describe_launch, read_record
-from grpo_recipes.reference import REF, adapter_config, tokenizer_source
-from grpo_recipes.reward_checks import describe_rewards, single_rewards
-from grpo_recipes.runs import Run, RunError
-from grpo_recipes.trainer import GRPOTrainer
-from grpo_recipes.weight_files import WeightFileError, check_weight_files
+from grpo_recipes.recipe.reward_checks import describe_rewards, single_rewards
+from grpo_recipes.results.diagnostics import describe, diagnose
+from grpo_recipes.results.model_card import write_model_card
+from grpo_recipes.results.run import Run, RunError
+from grpo_recipes.runs import faults, quiet, restart
+from grpo_recipes.runs.record import RecordError, add_launch, data_order, describe_launch, read_record
+from grpo_recipes.runs.weight_files import WeightFileError, check_weight_files
+from grpo_recipes.training.offline import RecordedRollout
+from grpo_recipes.training.reference import REF, adapter_config, tokenizer_source
+from grpo_recipes.training.trainer import GRPOTrainer
 
 # How long a rank that is not the first keeps its peace about an error that all ranks have: the launcher ends every rank
 # once one has failed, and the first rank must get to say its sentence.

@@ -15,7 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from grpo_recipes.recipe import find_file
+from grpo_recipes.recipe.recipe import find_file
 
 ROOT = Path(__file__).resolve().parents[2]
 

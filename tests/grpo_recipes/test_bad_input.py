@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from grpo_recipes import cli, train
-from grpo_recipes.recipe import parse_recipe
+from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_rewards import cli as rewards_cli
 from tests.grpo_recipes import stored
 
@@ -304,7 +304,7 @@ RECIPE: list[Case] = [
     Case(
         "train --config {recipe}",
         ("recorded_reward needs the column `recorded_reward`",),
-        changes={"rewards": ["grpo_recipes.offline.recorded_reward"]},
+        changes={"rewards": ["grpo_recipes.training.offline.recorded_reward"]},
     ),
     *(
         Case(

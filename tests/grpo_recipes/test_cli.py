@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes import __version__, hints, train
+from grpo_recipes import __version__, train
 from grpo_recipes.cli import main
-from grpo_recipes.recipe import DEFAULTS, OUR_KEYS
+from grpo_recipes.recipe import hints
+from grpo_recipes.recipe.recipe import DEFAULTS, OUR_KEYS
 from grpo_rewards import cli as rewards_cli
 
 
@@ -27,7 +28,7 @@ def test_plan_for_another_machine(capsys: pytest.CaptureFixture[str], gsm8k_file
 
 
 def test_plan_without_the_hub_leaves_the_epoch_unknown(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    from grpo_recipes import data
+    from grpo_recipes.recipe import data
 
     def unreachable(*args: object, **kwargs: object) -> None:
         raise data.DatasetUnreachable("no network")

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
-from grpo_recipes import GRPOTrainer, data, train
-from grpo_recipes.recipe import shipped
+from grpo_recipes import GRPOTrainer, train
+from grpo_recipes.recipe import data
+from grpo_recipes.recipe.recipe import shipped
 
 SMALL = [
     "--use_cpu",

@@ -11,7 +11,8 @@ from typing import Any
 
 from trl.generation import vllm_generation
 
-from grpo_recipes import packages, train
+from grpo_recipes import train
+from grpo_recipes.recipe import packages
 
 
 class StubServer:

@@ -15,8 +15,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from trl.kernels import chunked_divergence
 
-from grpo_recipes.full_kl import FullKL, Projection, token_kl
-from grpo_recipes.trainer import GRPOTrainer
+from grpo_recipes.training.full_kl import FullKL, Projection, token_kl
+from grpo_recipes.training.trainer import GRPOTrainer
 from tests.mathematics import oracle
 from tests.mathematics.conftest import ScenarioFactory, SummaryLines
 from tests.mathematics.harness import (

@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from grpo_recipes import train
-from grpo_recipes.recipe import RecipeError, find_file, parse_recipe
+from grpo_recipes.recipe.recipe import RecipeError, find_file, parse_recipe
 from tests.mathematics.harness import build_policy
 
 NAME = "gsm8k-qwen2-0.5b-full-kl"

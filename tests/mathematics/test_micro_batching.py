@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_recipes import GRPOTrainer, microbatch
+from grpo_recipes import GRPOTrainer
+from grpo_recipes.training import micro_batches as microbatch
 from tests.mathematics import oracle
 from tests.mathematics.conftest import ScenarioFactory
 from tests.mathematics.harness import Difference, Scenario, difference, make_trainer, trl_losses

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from grpo_recipes.recipe import Recipe, parse_recipe
+from grpo_recipes.recipe.recipe import Recipe, parse_recipe
 from tests.mathematics import oracle
 from tests.mathematics.conftest import ScenarioFactory, SummaryLines
 from tests.mathematics.harness import (

@@ -61,38 +61,6 @@ def token_kl(policy: Projection, reference: Projection, mask: Tensor, temperatur
     return divergence.new_zeros(mask.shape).masked_scatter(counted, divergence)
 
 
-def token_weights(
-    mask: Tensor,
-    loss_type: str,
-    accumulation: int,
-    max_completion_length: int,
-    step_tokens: Tensor | float,
-) -> Tensor:
-    """The weight of each completion token's loss in a micro-batch's loss, (B, T), as TRL's `_compute_loss` normalises it.
-
-    Args:
-        mask: (B, T), 1 where a token enters the loss.
-        loss_type: TRL's.
-        accumulation: micro-batches per optimiser step; 1 in evaluation.
-        max_completion_length: the constant length of `dr_grpo`.
-        step_tokens: one rank's share of the tokens of an optimiser step, for `dapo`, `cispo` and `vespo`.
-    """
-    rows = mask.shape[0]
-    if loss_type in ("dapo", "cispo", "vespo"):
-        return mask / step_tokens
-    if loss_type in ("grpo", "sapo"):
-        divisor: Tensor | float = rows * mask.sum(1, keepdim=True).clamp(min=1)
-    elif loss_type == "bnpo":
-        divisor = mask.sum().clamp(min=1)
-    elif loss_type == "dr_grpo":
-        divisor = rows * max_completion_length
-    elif loss_type == "luspo":
-        divisor = rows
-    else:
-        raise ValueError(f"kl: estimator full does not know how loss_type {loss_type!r} weighs tokens")
-    return mask / (divisor * accumulation)
-
-
 @contextmanager
 def last_hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     """Collect the last hidden states, (B, L, H), of each forward of a causal language model inside the `with`."""

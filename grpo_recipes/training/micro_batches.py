@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.training.packing import Layout, Rows, extent, order
 
 IDLE = "no_row_contributes"
@@ -29,27 +29,6 @@ _LOG_PROBS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_
 _MULTIMODAL = {"pixel_values", "num_images", "token_type_ids", "mm_token_type_ids"}
 
 MicroBatch = dict[str, Any]
-
-
-class Divisor(Enum):
-    """What TRL divides the sum of a micro-batch's token losses by."""
-
-    GENERATION = "active tokens of the generation batch"
-    ROWS = "rows of the micro-batch"
-    TOKENS = "active tokens of the micro-batch"
-
-
-DIVISORS: dict[str, Divisor] = {
-    "dapo": Divisor.GENERATION,
-    "cispo": Divisor.GENERATION,
-    "vespo": Divisor.GENERATION,
-    "grpo": Divisor.ROWS,
-    "sapo": Divisor.ROWS,
-    "luspo": Divisor.ROWS,
-    "dr_grpo": Divisor.ROWS,
-    "bnpo": Divisor.TOKENS,
-}
-"""TRL's loss types. Trimming and packing are exact for each; `exactness` says what else is."""
 
 
 @dataclass(frozen=True)
@@ -72,19 +51,19 @@ def exactness(
     entropy_quantile: float = 1.0,
     router_loss: bool = False,
 ) -> Exactness:
-    """What may be done to the micro-batches of this loss.
+    """What may be done to the micro-batches of this loss. Trimming and packing are exact for every loss type of TRL.
 
-    The divisor of `grpo`, `sapo`, `luspo` and `dr_grpo` is kept because rows are emptied and not removed; that of `bnpo`
-    changes, and the advantages carry the change, which the KL term could not.
+    Rows are emptied and not removed, so that a divisor that counts rows is kept. The divisor of `bnpo` changes with its
+    tokens; advantages can carry that change, and a KL term could not.
     """
-    if entropy_bonus or entropy_quantile < 1.0 or router_loss:  # each is a statistic of its micro-batch
+    loss = LOSS_TYPES.get(loss_type)
+    statistic_of_a_micro_batch = entropy_bonus or entropy_quantile < 1.0 or router_loss
+    if loss is None or statistic_of_a_micro_batch:
         return Exactness(False, False)
-    divisor = DIVISORS.get(loss_type)
-    if divisor is None:
-        return Exactness(False, False)
-    if divisor is Divisor.TOKENS:
-        return Exactness(beta == 0.0, beta == 0.0, rescale=beta == 0.0)
-    return Exactness(True, skip=beta == 0.0)  # with a beta, every row has a KL term
+    without_kl = beta == 0.0  # with a beta, every row has a KL term
+    if loss.counts_other_rows:
+        return Exactness(without_kl, without_kl, rescale=without_kl)
+    return Exactness(True, skip=without_kl)
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,15 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
+from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.runs.restart import EpochSampler, TellEpoch
 from grpo_recipes.training import micro_batches as microbatch
 from grpo_recipes.training import offline
 from grpo_recipes.training.eval_completions import kept_apart
-from grpo_recipes.training.full_kl import FullKL, Projection, last_hidden_states, token_weights
+from grpo_recipes.training.full_kl import FullKL, Projection, last_hidden_states
+from grpo_recipes.training.log_probs import LogProbs, PerToken
 from grpo_recipes.training.micro_batches import MicroBatching
-from grpo_recipes.training.packing import Layout, LogProbs, PerToken, Rows
+from grpo_recipes.training.packing import Layout, Rows
 from grpo_recipes.training.reference import ReferenceSpec, deferred, set_reference
 
 logger = logging.getLogger(__name__)
@@ -71,6 +73,8 @@ class GRPOTrainer(TRLGRPOTrainer):
                 raise ValueError("kl: estimator full does not support models with images: use estimator: sampled")
             if self.is_fsdp_enabled:
                 raise ValueError("kl: estimator full does not support FSDP: use DDP or DeepSpeed")
+            if self.loss_type not in LOSS_TYPES:
+                raise ValueError(f"kl: estimator full does not know how `loss_type` {self.loss_type!r} weighs tokens")
             self._full_kl = FullKL(_causal_lm(self.model), self.temperature)
         self._exact = microbatch.exactness(
             self.loss_type,
@@ -103,7 +107,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         layout = self._log_probs.layout(self.model, first, len(first.input_ids))
         skip = self.micro_batching.skip_zero_advantage
         ours = microbatch.regroup(padded, window, layout, self._exact, skip)
-        tokens = [self._log_probs.plan(self.model, microbatch.as_rows(batch), layout).tokens for batch in ours]
+        tokens = [self._log_probs.model_call(self.model, microbatch.as_rows(batch), layout).tokens for batch in ours]
         counts = microbatch.count(padded, ours, tokens, window, layout)
         efficiency = microbatch.mark_idle(ours, self.accelerator.reduce(counts.to(self.accelerator.device)))
         for name, value in efficiency.metrics().items():
@@ -214,7 +218,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
         if self.model.training:
             tokens = tokens * accumulation / self.args.steps_per_generation
-        return token_weights(mask, self.loss_type, accumulation, self.max_completion_length, tokens)
+        return LOSS_TYPES[self.loss_type].token_weights(mask, accumulation, self.max_completion_length, tokens)
 
     def _log_full_kl(self, kl: Tensor, mask: Tensor) -> None:
         """Log `kl/full`: the mean over the completion tokens of all ranks."""

@@ -102,7 +102,7 @@ class LogProbs:
         """The layout that this model is run in; chosen on the first `chunk` rows it meets, for all ranks alike."""
         bare = self.accelerator.unwrap_model(model)
         if bare not in self._layouts:
-            found = self._choose_layout(model, bare, rows.head(chunk))
+            found = self._choose_layout(model, bare, rows.select(slice(chunk)))
             if found is None:  # no row has a label to compare: run these plainly, and choose on the next rows
                 return Layout.PLAIN
             self._layouts[bare] = found
@@ -136,7 +136,7 @@ class LogProbs:
                 fused_lm_head=True,
                 group_spans=packed.group_spans,
             )
-        layers = num_layers(self.accelerator.unwrap_model(model))
+        layers = text_config(self.accelerator.unwrap_model(model)).num_hidden_layers
         attended = packed.group_spans.attended
         if attended != layers:
             raise SpansIgnored(f"{attended} of its {layers} layers keep the completions of a packed row apart")
@@ -194,8 +194,7 @@ class LogProbs:
         if self._any_rank(not columns and _learns_positions(base_model(bare))):
             return Layout.PLAIN, "its positions are learnt, and the rows leave no room to check whether padding matters"
         expected, _ = self.plain(model, rows.widen(columns), False)
-        trimmed, index = rows.trimmed()
-        got, _ = self._run(ModelCall(Layout.TRIMMED, rows, trimmed, index), model, False)
+        got, _ = self._run(ModelCall(Layout.TRIMMED, rows, *rows.trimmed()), model, False)
         doubt = self._disagreement(got, expected, rows, bare)
         if self._any_rank(bool(doubt)):
             return Layout.PLAIN, f"the log-probabilities of this model depend on padding ({doubt or _ELSEWHERE})"
@@ -205,6 +204,15 @@ class LogProbs:
         if not self._any_rank(len(packable) > 0):
             return Layout.TRIMMED, "no row of the first micro-batch can be packed"
         packing_attention(bare)
+        doubt = self._doubt_of_packing(model, bare, rows, packable, expected)
+        if self._any_rank(bool(doubt)):
+            return Layout.TRIMMED, doubt or f"packed rows give other log-probabilities ({_ELSEWHERE})"
+        return Layout.PACKED, ""
+
+    def _doubt_of_packing(
+        self, model: nn.Module, bare: nn.Module, rows: Rows, packable: Tensor, expected: Tensor
+    ) -> str:
+        """How the `packable` of the rows differ from `expected`, (B, T), when packed; empty within the tolerance."""
         if len(packable):
             index = _with_a_shared_prompt(rows, packable)
             some = rows.select(index)
@@ -213,13 +221,10 @@ class LogProbs:
             some = rows.select(index).unlabelled()
         try:
             got, _ = self._run_packed(model, pack(some), some, False)
-            doubt = self._disagreement(got, expected[index], some, bare)
-            doubt = doubt and f"packed rows give other log-probabilities ({doubt})"
         except SpansIgnored as error:  # raised after the call, so that ranks stay in step
-            doubt = str(error)
-        if self._any_rank(bool(doubt)):
-            return Layout.TRIMMED, doubt or f"packed rows give other log-probabilities ({_ELSEWHERE})"
-        return Layout.PACKED, ""
+            return str(error)
+        doubt = self._disagreement(got, expected[index], some, bare)
+        return doubt and f"packed rows give other log-probabilities ({doubt})"
 
     def _any_rank(self, flag: bool) -> bool:
         return on_any_rank(flag, self.accelerator.device)
@@ -284,11 +289,6 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 def text_config(model: nn.Module) -> Any:
     """The configuration of the language model."""
     return base_model(model).config.get_text_config()
-
-
-def num_layers(model: nn.Module) -> int:
-    """The number of attention layers that a forward runs."""
-    return text_config(model).num_hidden_layers
 
 
 def packing_attention(model: nn.Module) -> None:

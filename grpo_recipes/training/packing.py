@@ -135,15 +135,11 @@ class Rows:
     logits_to_keep: int
     """T."""
 
-    def select(self, index: Tensor, left: int = 0, width: int | None = None) -> Rows:
+    def select(self, index: Tensor | slice, left: int = 0, width: int | None = None) -> Rows:
         """The rows at `index` without their first `left` columns, completions cut to `width`."""
         keep = self.logits_to_keep if width is None else width
         cut = slice(left, self.input_ids.size(1) - self.logits_to_keep + keep)
         return Rows(self.input_ids[index, cut], self.attention_mask[index, cut], keep)
-
-    def head(self, count: int) -> Rows:
-        """The first `count` rows."""
-        return Rows(self.input_ids[:count], self.attention_mask[:count], self.logits_to_keep)
 
     def unlabelled(self) -> Rows:
         """The same rows with their completions masked out."""

@@ -172,7 +172,7 @@ class Rows:
         return [first.setdefault(prompt.tobytes(), row) for row, prompt in enumerate(self.prompts())]
 
     def packed_tokens(self) -> int:
-        """The length of the packed row: one less than each prompt that has a label, and one for each label."""
+        """The length of the packed row: each prompt that has a label, less its last token, and one token for each label."""
         lengths, prompts = self.completion_mask.sum(1).tolist(), self.prompt_mask.sum(1).tolist()
         used = {number for number, length in zip(self.prompt_numbers(), lengths, strict=True) if length}
         return max(sum(prompts[number] - 1 for number in used) + sum(lengths), 1)

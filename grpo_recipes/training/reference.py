@@ -600,7 +600,7 @@ def _paired(
     shapes, others = ({name: _shape(tensor) for name, tensor in group.items()} for group in (source, target))
     if shapes != others:
         raise ReferencePolicyError(
-            "the reference differs in shape from the policy, so `sync_ref_model` can't refresh it: use an adapter of "
+            "the reference has other tensors than the policy, so `sync_ref_model` can't refresh it: use an adapter of "
             "the same configuration, or remove `sync_ref_model`"
         )
     return _own(source, target)

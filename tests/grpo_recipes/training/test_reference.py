@@ -439,7 +439,7 @@ def test_what_can_not_be_had_is_refused_in_one_sentence(policy: Path, tmp_path: 
     refresh = {"sync_ref_model": True, "ref_model_sync_steps": 2}
     assert "can't be refreshed" in refusal(new(), "base", **refresh)
     assert "`beta: 0` has none" in refusal(new(), "initial", beta=0.0, **refresh)
-    assert "not the policy adapter's shape" in refusal(new(), {"adapter": tmp_path / "q"}, **refresh)
+    assert "other tensors than the policy" in refusal(new(), {"adapter": tmp_path / "q"}, **refresh)
     assert "1 for a hard refresh" in refusal(new(), "initial", **refresh, ref_model_mixup_alpha=1.5)
     assert "no effect without" in refusal(new(), {"reset_optimizer_on_sync": True})
 

@@ -29,6 +29,7 @@ from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config
 from grpo_recipes.recipe import data, limits, memory, packages, reward_checks
 from grpo_recipes.recipe.geometry import Geometry, GeometryError
 from grpo_recipes.recipe.hints import did_you_mean
+from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.reward_checks import GoldCheck, RewardCheckError
 from grpo_recipes.results.run import EVALUATIONS, FAULT_FILES
 from grpo_recipes.runs.record import RECORD, RecordError, read_record
@@ -46,7 +47,7 @@ KL_ESTIMATORS = ("sampled", "full")
 
 # TRL checks these only after the model is loaded, or not before the first loss.
 CHOICES: dict[str, tuple[str, ...]] = {
-    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
+    "loss_type": tuple(LOSS_TYPES),
     "importance_sampling_level": ("token", "sequence"),
     "scale_rewards": ("group", "batch", "none"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),

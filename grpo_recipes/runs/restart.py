@@ -394,6 +394,11 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def on_any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether `flag` is set on at least one rank; a collective call, so that every rank must ask."""
+    return bool(_largest(int(flag), device))
+
+
 def _largest(number: int, device: torch.device) -> int:
     """The largest `number` of any rank."""
     if not (dist.is_available() and dist.is_initialized()):

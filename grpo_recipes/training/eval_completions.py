@@ -1,7 +1,7 @@
-"""Evaluation during training (`eval_strategy`): its completions are kept beside the training ones.
+"""Evaluation during training (`eval_strategy`): its completions go to a file of their own.
 
 TRL 1.16 logs both through one table (`GRPOTrainer._logs`) and writes both to `completions_<step>.parquet`, so that an
-evaluation takes the place of the training completions of its step.
+evaluation overwrites the training completions of its step.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ ASIDE = ".training"
 
 
 @contextmanager
-def kept_apart(trainer: Any, dataset: Any, prefix: str) -> Iterator[None]:
-    """While it lasts, `trainer` (TRL's) logs into a table of its own, and writes it to `<prefix>_completions_<step>.parquet`.
+def separate_eval_completions(trainer: Any, dataset: Any, prefix: str) -> Iterator[None]:
+    """Inside this block, `trainer` (TRL's) logs into a new table and writes it to `<prefix>_completions_<step>.parquet`.
 
-    The table takes every row of the evaluation, not only as many as a generation batch has. The training completions of
-    the step, on disk and still to be logged, are as they were afterwards. Of several datasets, a dict as `dataset` or, if
-    that is None, as the trainer's own, each has its evaluation, with a prefix of its own: around them all nothing is done.
+    The table takes every row of the evaluation, where TRL's holds one generation batch. Afterwards the training completions
+    of the step, on disk and still to be logged, are as they were. With a dict of datasets (`dataset` or, if that is None,
+    the trainer's own) nothing is done: TRL evaluates each by itself, with its own prefix, and so comes here again.
     """
     if isinstance(trainer.eval_dataset if dataset is None else dataset, dict):
         yield
@@ -43,7 +43,7 @@ def kept_apart(trainer: Any, dataset: Any, prefix: str) -> Iterator[None]:
 
 
 def _file_name(prefix: str) -> str:
-    """The prefix with the name of a dataset in it, which may be a hub id, `owner/name`."""
+    """The prefix as part of a file name: it may hold the name of a dataset, and so a hub id, `owner/name`."""
     return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in prefix)
 
 

@@ -1,8 +1,8 @@
 """The KL term over the whole vocabulary, instead of TRL's estimate from the sampled tokens.
 
 KL(policy || reference) = sum over v of p(v) log(p(v) / q(v)) at each completion token, p and q at the trainer's
-temperature. It costs one forward of the reference per micro-batch. The logits of neither model are held: TRL's kernel
-projects hidden states in tiles, so memory does not grow with completion length x vocabulary.
+temperature. It costs one forward of the reference per micro-batch. Neither model's logits are held: TRL's kernel projects
+hidden states in tiles, so that memory does not grow with completion length x vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
-# Configuration keys by which a model scales or caps its logits after the head, and the value that does nothing.
+# Configuration keys by which a model scales or caps its logits after the head, each with the value that has no effect.
+# The kernel computes logits as hidden states times head, so it would silently leave these out.
 _LOGIT_TRANSFORMS = {
     "final_logit_softcapping": None,
     "logit_scale": 1.0,
@@ -61,38 +62,6 @@ def token_kl(policy: Projection, reference: Projection, mask: Tensor, temperatur
     return divergence.new_zeros(mask.shape).masked_scatter(counted, divergence)
 
 
-def token_weights(
-    mask: Tensor,
-    loss_type: str,
-    accumulation: int,
-    max_completion_length: int,
-    step_tokens: Tensor | float,
-) -> Tensor:
-    """The weight of each completion token's loss in a micro-batch's loss, (B, T), as TRL's `_compute_loss` normalises it.
-
-    Args:
-        mask: (B, T), 1 where a token enters the loss.
-        loss_type: TRL's.
-        accumulation: micro-batches per optimiser step; 1 in evaluation.
-        max_completion_length: the constant length of `dr_grpo`.
-        step_tokens: one rank's share of the tokens of an optimiser step, for `dapo`, `cispo` and `vespo`.
-    """
-    rows = mask.shape[0]
-    if loss_type in ("dapo", "cispo", "vespo"):
-        return mask / step_tokens
-    if loss_type in ("grpo", "sapo"):
-        divisor: Tensor | float = rows * mask.sum(1, keepdim=True).clamp(min=1)
-    elif loss_type == "bnpo":
-        divisor = mask.sum().clamp(min=1)
-    elif loss_type == "dr_grpo":
-        divisor = rows * max_completion_length
-    elif loss_type == "luspo":
-        divisor = rows
-    else:
-        raise ValueError(f"kl: estimator full does not know how loss_type {loss_type!r} weighs tokens")
-    return mask / (divisor * accumulation)
-
-
 @contextmanager
 def last_hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     """Collect the last hidden states, (B, L, H), of each forward of a causal language model inside the `with`."""
@@ -105,16 +74,16 @@ def last_hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 
 class FullKL:
-    """Computes the KL of each token inside the policy's own forward, where ZeRO-3 has its weights at hand.
+    """Computes the KL of each token inside the policy's own forward, where ZeRO-3 has gathered its head.
 
-    The policy's forward is wrapped once. A forward under `against` leaves the result in `tokens`; any other is as before.
+    The policy's forward is wrapped once. A forward inside `against` leaves the result in `tokens`; any other is unchanged.
     """
 
     def __init__(self, policy: PreTrainedModel, temperature: float) -> None:
         config = policy.config.get_text_config()
         for key, idle in _LOGIT_TRANSFORMS.items():
             if getattr(config, key, None) not in (None, idle):
-                raise ValueError(f"kl: estimator full does not support models with {key}; use estimator: sampled")
+                raise ValueError(f"`kl_estimator: full` does not support models with `{key}`: use `sampled`")
         self.tokens: Tensor | None = None
         self._temperature = temperature
         self._task: tuple[Projection, Tensor] | None = None
@@ -137,7 +106,7 @@ class FullKL:
             if self._task is None:
                 return forward(*args, **kwargs)
             if self.tokens is not None:
-                raise RuntimeError("kl: estimator full needs a micro-batch to be one forward of the policy")
+                raise RuntimeError("`kl_estimator: full` needs a micro-batch to be one forward of the policy")
             reference, mask = self._task
             with last_hidden_states(policy) as states:
                 outputs = forward(*args, **kwargs)

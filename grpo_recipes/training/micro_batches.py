@@ -1,10 +1,10 @@
-"""Which rows meet in which micro-batch, and which need not run at all, with the gradient unchanged.
+"""Which rows run together in a micro-batch, and which need not run at all, with the gradient unchanged.
 
 TRL shuffles the rows of a generation batch, cuts them into micro-batches, and pads all of them to the longest row of the
-generation batch. `regroup` deals the rows out again inside each window of micro-batches that always falls into one
-optimiser step, so that rows of one prompt (packed) or of one length (trimmed) meet; it empties rows that cannot contribute,
+generation batch. `regroup` redistributes the rows inside each window of micro-batches that always belongs to one optimiser
+step, so that rows of one prompt (packed) or of one length (trimmed) come together; it empties rows that cannot contribute,
 and cuts the padding that is left. Every micro-batch keeps its number of rows, so that TRL's means over rows keep their
-divisor and all ranks stay alike.
+divisor and every rank makes the same calls.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.training.packing import Layout, Rows, extent, order
 
 IDLE = "no_row_contributes"
 """Set to True in a micro-batch in which no rank has a row that contributes."""
 
-# A row that is emptied must leave ratios of 1 behind: TRL has zeros there for masked tokens, and 0 * inf is NaN.
+# Set to 0 in an emptied row, where TRL's new log-probabilities are 0: the ratio must be 1 there, because 0 * inf is NaN.
 _LOG_PROBS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
 
 _MULTIMODAL = {"pixel_values", "num_images", "token_type_ids", "mm_token_type_ids"}
@@ -31,37 +31,16 @@ _MULTIMODAL = {"pixel_values", "num_images", "token_type_ids", "mm_token_type_id
 MicroBatch = dict[str, Any]
 
 
-class Divisor(Enum):
-    """What TRL divides the sum of a micro-batch's token losses by."""
-
-    GENERATION = "active tokens of the generation batch"
-    ROWS = "rows of the micro-batch"
-    TOKENS = "active tokens of the micro-batch"
-
-
-DIVISORS: dict[str, Divisor] = {
-    "dapo": Divisor.GENERATION,
-    "cispo": Divisor.GENERATION,
-    "vespo": Divisor.GENERATION,
-    "grpo": Divisor.ROWS,
-    "sapo": Divisor.ROWS,
-    "luspo": Divisor.ROWS,
-    "dr_grpo": Divisor.ROWS,
-    "bnpo": Divisor.TOKENS,
-}
-"""TRL's loss types. Trimming and packing are exact for each; `exactness` says what else is."""
-
-
 @dataclass(frozen=True)
 class Exactness:
-    """What leaves the gradient of an optimiser step unchanged."""
+    """Which changes leave the gradient of an optimiser step as it was."""
 
     regroup: bool
-    """Rows may change their micro-batch inside a window."""
+    """Rows may move to another micro-batch of the window."""
     skip: bool
-    """Rows of advantage zero may leave forward and backward."""
+    """Rows of advantage zero may be left out of forward and backward."""
     rescale: bool = False
-    """Advantages then carry the change of the divisor: they are multiplied by new / original."""
+    """If so, advantages are multiplied by new / old divisor."""
 
 
 def exactness(
@@ -72,19 +51,19 @@ def exactness(
     entropy_quantile: float = 1.0,
     router_loss: bool = False,
 ) -> Exactness:
-    """What may be done to the micro-batches of this loss.
+    """What may be done to the micro-batches of this loss. Trimming and packing are exact for every loss type of TRL.
 
-    The divisor of `grpo`, `sapo`, `luspo` and `dr_grpo` is kept because rows are emptied and not removed; that of `bnpo`
-    changes, and the advantages carry the change, which the KL term could not.
+    Rows are emptied and not removed, so that a divisor that counts rows is kept. The divisor of `bnpo` changes with its
+    tokens; advantages can carry that change, and a KL term could not.
     """
-    if entropy_bonus or entropy_quantile < 1.0 or router_loss:  # each is a statistic of its micro-batch
+    loss = LOSS_TYPES.get(loss_type)
+    statistic_of_a_micro_batch = entropy_bonus or entropy_quantile < 1.0 or router_loss
+    if loss is None or statistic_of_a_micro_batch:
         return Exactness(False, False)
-    divisor = DIVISORS.get(loss_type)
-    if divisor is None:
-        return Exactness(False, False)
-    if divisor is Divisor.TOKENS:
-        return Exactness(beta == 0.0, beta == 0.0, rescale=beta == 0.0)
-    return Exactness(True, skip=beta == 0.0)  # with a beta, every row has a KL term
+    without_kl = beta == 0.0  # with a beta, every row has a KL term
+    if loss.counts_other_rows:
+        return Exactness(without_kl, without_kl, rescale=without_kl)
+    return Exactness(True, skip=without_kl)
 
 
 @dataclass(frozen=True)
@@ -149,22 +128,18 @@ class Efficiency:
 
     @property
     def padding(self) -> float:
-        """The share of the computed tokens that nobody needs, in [0, 1]."""
+        """The share of the computed tokens that was not needed, in [0, 1]."""
         return max(0.0, 1.0 - self.needed / self.computed) if self.computed else 0.0
 
     def __add__(self, other: Efficiency) -> Efficiency:
-        """Of two generation batches together."""
+        """The totals of two generation batches."""
         return Efficiency(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     def metrics(self) -> dict[str, float]:
-        """As logged, by name."""
-        names = {
-            "tokens_computed": self.computed,
-            "tokens_needed": self.needed,
-            "padding": self.padding,
-            "rows_skipped": self.skipped,
-        }
-        return {f"efficiency/{name}": float(value) for name, value in names.items()}
+        """The logged metrics, by name."""
+        names = ("tokens_computed", "tokens_needed", "padding", "rows_skipped")
+        values = (self.computed, self.needed, self.padding, self.skipped)
+        return {f"efficiency/{name}": float(value) for name, value in zip(names, values, strict=True)}
 
     def __str__(self) -> str:
         return (
@@ -185,36 +160,41 @@ def window_size(steps_per_generation: int, gradient_accumulation_steps: int) -> 
 def regroup(
     buffer: Sequence[MicroBatch], window: int, layout: Layout, exact: Exactness, skip: bool = True
 ) -> list[MicroBatch]:
-    """Deal the rows of a generation batch out again, inside windows of `window` micro-batches.
+    """Redistribute the rows of a generation batch, inside windows of `window` micro-batches.
 
-    `buffer` holds TRL's micro-batches, each a mapping with the same keys: tensors of (B, ...) or lists of B, which follow
-    their rows, and scalars. Returns as many micro-batches of B rows each, trimmed; nothing is changed in `layout` PLAIN.
+    `buffer` holds TRL's micro-batches, each a mapping with the same keys: tensors of (B, ...) or lists of B, which move
+    with their rows, and scalars. Returns as many micro-batches of B rows each, trimmed; in `layout` PLAIN they are TRL's.
     """
     if layout is Layout.PLAIN or not all(map(_is_rectangular, buffer)):
         return list(buffer)
     step = window if exact.regroup else 1
     result = []
     for start in range(0, len(buffer), step):
-        result += _deal(buffer[start : start + step], layout, exact, skip)
+        result += _regroup_window(buffer[start : start + step], layout, exact, skip)
     return result
 
 
-def _deal(batches: Sequence[MicroBatch], layout: Layout, exact: Exactness, skip: bool) -> list[MicroBatch]:
-    """Regroup the rows of one window."""
+def _regroup_window(batches: Sequence[MicroBatch], layout: Layout, exact: Exactness, skip: bool) -> list[MicroBatch]:
+    """Regroup the R rows of one window."""
+    size = _size(batches[0])
     merged = _merge(batches)
+    # For each row, (R,): the tokens that TRL's divisor counted in the micro-batch that the row was in.
     tokens = torch.cat([loss_mask(batch).sum().expand(_size(batch)) for batch in batches])
     idle = ~contributes(merged) if skip and exact.skip else torch.zeros_like(tokens, dtype=torch.bool)
     emptied = _emptied(merged, idle)
     sequence = torch.arange(len(idle), device=idle.device)
-    if exact.regroup:  # idle rows stay with their prompt when packing: a group as large as a micro-batch is never split
+    if exact.regroup:
+        # Packed, idle rows keep their place beside their prompt, so that a group as large as a micro-batch is never split.
+        # Trimmed, they have length 0 and gather in micro-batches that cost next to nothing.
         sequence = order(as_rows(merged if layout is Layout.PACKED else emptied), layout)
-    dealt = [_take(emptied, rows) for rows in sequence.split(_size(batches[0]))]
+    regrouped = [_take(emptied, rows) for rows in sequence.split(size)]
     if exact.rescale:
-        for batch, before in zip(dealt, tokens[sequence].split(_size(batches[0])), strict=True):
+        # TRL will divide a row by the tokens of its new micro-batch: new / old restores the weight that it had.
+        for batch, before in zip(regrouped, tokens[sequence].split(size), strict=True):
             scale = loss_mask(batch).sum() / before.clamp(min=1)
-            advantages = batch["advantages"]
+            advantages = batch["advantages"]  # (B,) or (B, T)
             batch["advantages"] = advantages * scale.reshape(-1, *[1] * (advantages.ndim - 1))
-    return [_trimmed(batch) for batch in dealt]
+    return [_trimmed(batch) for batch in regrouped]
 
 
 def loss_mask(batch: MicroBatch) -> Tensor:
@@ -223,12 +203,12 @@ def loss_mask(batch: MicroBatch) -> Tensor:
 
 
 def contributes(batch: MicroBatch) -> Tensor:
-    """Which rows have a policy gradient: an advantage other than zero and a token that counts, (B,)."""
+    """Which rows have a policy gradient, (B,): an advantage other than zero and a token in the loss."""
     return batch["advantages"].reshape(_size(batch), -1).any(1) & loss_mask(batch).any(1)
 
 
 def as_rows(batch: MicroBatch) -> Rows:
-    """The rows that a micro-batch gives to the model."""
+    """A micro-batch as the rows of a model call."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     return Rows(ids, mask, batch["completion_ids"].size(1))
@@ -237,9 +217,9 @@ def as_rows(batch: MicroBatch) -> Rows:
 def count(
     padded: Sequence[MicroBatch], ours: Sequence[MicroBatch], tokens: Sequence[int], window: int, layout: Layout
 ) -> Tensor:
-    """What `Efficiency` and `mark_idle` need from one rank, to be summed over ranks, (5 + micro-batches,).
+    """One rank's counts for `mark_idle`, to be summed over ranks, (5 + micro-batches,).
 
-    `tokens` holds what the model calls for `ours` compute.
+    `tokens` holds the number of tokens that each model call for `ours` computes.
     """
     needed = sum(needed_tokens(ours[start : start + window], layout) for start in range(0, len(ours), window))
     labelled = [int(batch["completion_mask"].any(1).sum()) for batch in ours]
@@ -250,7 +230,7 @@ def count(
 
 
 def mark_idle(ours: Sequence[MicroBatch], totals: Tensor) -> Efficiency:
-    """Mark with `IDLE` the micro-batches that are empty on all ranks, given the summed `count`; returns the totals."""
+    """Mark with `IDLE` the micro-batches that are empty on all ranks. `totals` is `count` summed over ranks."""
     computed, needed, rectangle, rows, skipped, *labelled = totals.tolist()
     for batch, number in zip(ours, labelled, strict=True):
         if not number:
@@ -259,7 +239,7 @@ def mark_idle(ours: Sequence[MicroBatch], totals: Tensor) -> Efficiency:
 
 
 def needed_tokens(batches: Sequence[MicroBatch], layout: Layout) -> int:
-    """Tokens of the rows that have a label, without padding; in layout PACKED each prompt once over all `batches`."""
+    """Tokens of the rows that have a label, without padding; in layout PACKED each prompt counts once over all `batches`."""
     rows = [as_rows(batch) for batch in batches]
     if layout is not Layout.PACKED:
         return sum(int(part.attention_mask[part.completion_mask.any(1)].sum()) for part in rows)
@@ -276,7 +256,7 @@ def _size(batch: MicroBatch) -> int:
 
 
 def _is_rectangular(batch: MicroBatch) -> bool:
-    """Whether every value belongs to the rows one by one, as it does without images."""
+    """Whether every value has one entry per row, as it has without images."""
     if _MULTIMODAL & batch.keys():
         return False
     sequences = [v for v in batch.values() if isinstance(v, list) or (isinstance(v, Tensor) and v.ndim > 0)]
@@ -284,7 +264,7 @@ def _is_rectangular(batch: MicroBatch) -> bool:
 
 
 def _merge(batches: Sequence[MicroBatch]) -> MicroBatch:
-    """One batch of all rows. All batches are padded alike, being cut from one."""
+    """One batch of all rows. TRL cuts the batches from one, so their widths are equal."""
 
     def join(values: list[Any]) -> Any:
         if isinstance(values[0], list):
@@ -295,6 +275,8 @@ def _merge(batches: Sequence[MicroBatch]) -> MicroBatch:
 
 
 def _take(batch: MicroBatch, rows: Tensor) -> MicroBatch:
+    """The given rows of a batch, in that order."""
+
     def pick(value: Any) -> Any:
         if isinstance(value, list):
             return [value[row] for row in rows.tolist()]
@@ -304,10 +286,10 @@ def _take(batch: MicroBatch, rows: Tensor) -> MicroBatch:
 
 
 def _emptied(batch: MicroBatch, idle: Tensor) -> MicroBatch:
-    """Mask out the completions of idle rows and all but the last token of their prompts."""
+    """Mask out the completions of idle rows and their prompts but for one token: a row with none would attend to nothing."""
     if not idle.any():
         return batch
-    dead = idle[:, None]
+    dead = idle[:, None]  # (B, 1)
     prompts = batch["prompt_mask"].masked_fill(dead, 0)
     prompts[:, -1] = batch["prompt_mask"][:, -1]
     masks = {"prompt_mask": prompts, "completion_mask": batch["completion_mask"].masked_fill(dead, 0)}
@@ -318,7 +300,8 @@ def _emptied(batch: MicroBatch, idle: Tensor) -> MicroBatch:
 def _trimmed(batch: MicroBatch) -> MicroBatch:
     """Cut the columns that no row of the micro-batch uses.
 
-    Two stay, where there are two: TRL takes values of (B, 1) for one per sequence, and its metrics would forget the mask.
+    At least two columns of completions stay, if there are two: TRL takes a value of (B, 1) for one per sequence, and would
+    leave the mask out of its metrics.
     """
     left, width = extent(batch["prompt_mask"], batch["completion_mask"])
     full = batch["completion_ids"].size(1)

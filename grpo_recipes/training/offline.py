@@ -1,8 +1,8 @@
 """Training on recorded, already scored responses: no generation, the same loss.
 
-Source system 003 trains on triples (prompt, response, reward). Here they take the place of what the policy would have
-generated: TRL's rollout hook returns recorded responses, `recorded_reward` pays what was recorded for them, and the
-advantage, the clipped ratio and the KL term are TRL's own. A recipe says
+The data are triples (prompt, response, reward). Recorded responses take the place of what the policy would have generated:
+TRL's rollout hook returns them, `recorded_reward` pays what was recorded for them, and the advantage, the clipped ratio and
+the KL term are TRL's own. A recipe says
 
     dataset: {name: scored, path: triples.jsonl}
     offline: {baseline: group}
@@ -99,9 +99,9 @@ class _Response:
 class RecordedRollout:
     """Recorded responses in the form of TRL's `rollout_func`, which sees prompts and returns token ids.
 
-    A prompt that comes n times gets n of its responses, all different: those of a group when there are exactly as many,
-    otherwise drawn with torch's global generator, whose state a checkpoint keeps. A prompt and its response are tokenised
-    apart, and the end-of-sequence token is appended, since a recorded response is a finished one.
+    A prompt that comes n times gets n different responses of its own: all of them if there are exactly n, otherwise a draw
+    with torch's global generator, whose state a checkpoint keeps. A prompt and its response are tokenised separately, and
+    the end-of-sequence token is appended, since a recorded response is a finished one.
 
     Args:
         dataset: the columns of the dataset `scored`.
@@ -160,9 +160,9 @@ class RecordedRollout:
 
 
 def with_baseline(sampler: RepeatSampler, rollout: Any) -> RepeatSampler:
-    """TRL's sampler; with the batch baseline, each prompt once where it has `num_generations` copies of fewer prompts.
+    """TRL's sampler; with the batch baseline it gives each prompt once, not `num_generations` times.
 
-    `num_generations` is the whole generation batch then (see `recipe.grpo_config`), so that TRL's group is the batch.
+    `num_generations` is then the whole generation batch (see `recipe.grpo_config`), so that TRL's group is the batch.
     """
     if isinstance(rollout, RecordedRollout) and rollout.spec.compares_whole_batch:
         sampler.batch_size *= sampler.mini_repeat_count
@@ -171,10 +171,10 @@ def with_baseline(sampler: RepeatSampler, rollout: Any) -> RepeatSampler:
 
 
 def with_recorded_log_probs(inputs: dict[str, Any], rollout: Any) -> dict[str, Any]:
-    """A micro-batch whose ratio's denominator is the recorded log-probabilities, where the file has them.
+    """A micro-batch whose importance ratio is taken over the recorded log-probabilities, where the file has them.
 
-    TRL 1.16 ignores a rollout's log-probabilities without vLLM. They are the behaviour policy's, so that the importance
-    ratio is policy / behaviour, clipped as ever.
+    They are the behaviour policy's, so that the ratio is policy / behaviour, clipped as usual. TRL 1.16 ignores a rollout's
+    log-probabilities without vLLM.
     """
     if isinstance(rollout, RecordedRollout) and rollout.has_log_probs:
         return {**inputs, "old_per_token_logps": inputs["sampling_per_token_logps"]}

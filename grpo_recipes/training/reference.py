@@ -2,7 +2,7 @@
 
 `set_reference(trainer, source)` serves TRL's own `GRPOTrainer` as well as ours; it is called once the trainer is built:
 
-    with deferred(args):  # TRL builds no reference of its own
+    with without_trl_reference(args):  # TRL builds no reference of its own
         trainer = GRPOTrainer(model=model, args=args, ...)
     set_reference(trainer, "initial")
 
@@ -13,8 +13,8 @@
 | `{adapter: x}` | the adapter in folder or hub repository x, or the loaded one named x | refused |
 
 TRL scores the reference with `trainer.ref_model` if there is one, else with the adapter named "ref" if the model holds
-one, else with the adapter switched off (`GRPOTrainer._generate_and_score_completions`, TRL 1.16): the three places that
-this module fills. `sync_ref_model`, `ref_model_sync_steps` and `ref_model_mixup_alpha` refresh the reference, with LoRA
+one, else with the adapter switched off (`GRPOTrainer._generate_and_score_completions`, TRL 1.16). This module sets up one
+of these three. `sync_ref_model`, `ref_model_sync_steps` and `ref_model_mixup_alpha` refresh the reference, with LoRA
 too; delete that part (`_refresh` and its callers) once TRL does it.
 """
 
@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 from trl.models import prepare_deepspeed, prepare_fsdp
+from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_adapter
 
@@ -46,8 +47,11 @@ from grpo_recipes.recipe.hints import did_you_mean
 REF = "ref"  # the adapter name that TRL's scoring looks for
 WEIGHTS = "reference.safetensors"  # a refreshed reference, in each checkpoint
 
-# Initialisations of LoRA that take the adapter out of the base's weights: adding a second such adapter takes it out twice.
+# Initialisations of LoRA that subtract the adapter from the base's weights: adding a second such adapter subtracts again.
 CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+# Parts of the names under which PEFT holds a tensor of the adapter and the base's tensor that it takes the place of.
+_ORIGINALS = {"modules_to_save": "original_module", "trainable_tokens_delta": "trainable_tokens_original"}
 
 
 class ReferencePolicyError(ValueError):
@@ -122,7 +126,7 @@ def check_refresh(spec: ReferenceSpec, config: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def deferred(args: GRPOConfig | None) -> Iterator[None]:
+def without_trl_reference(args: GRPOConfig | None) -> Iterator[None]:
     """Build a trainer inside this block and TRL makes no reference; `set_reference` then makes it from `args`.
 
     Without it TRL 1.16 reloads a full model from disk, and refuses an adapter that is not named "default", an adapter of
@@ -183,7 +187,7 @@ def kl_to_reference(trainer: GRPOTrainer, texts: Sequence[str]) -> float:
     batch = tokenizer(list(texts), return_tensors="pt", padding=True).to(trainer.accelerator.device)
     inputs = (batch["input_ids"], batch["attention_mask"], batch["input_ids"].shape[1] - 1)
     policy = trainer._get_per_token_logps_and_entropies(trainer.model, *inputs)[0]
-    with _reference_in(trainer) as model:
+    with reference_in(trainer) as model:
         reference = trainer._get_per_token_logps_and_entropies(model, *inputs)[0]
     mask = batch["attention_mask"][:, 1:] * batch["attention_mask"][:, :-1]
     difference = (reference - policy).double()
@@ -202,7 +206,7 @@ class ReferenceCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Put the reference back as it was set, or, of a resumed run, as its checkpoint holds it."""
+        """Restore the reference as it was set or, in a resumed run, as its checkpoint holds it."""
         model = self.trainer.model
         if isinstance(model, PeftModel) and REF in model.peft_config:
             if self.switched_off:  # a checkpoint can bring one in: it holds every adapter of the run that wrote it
@@ -223,7 +227,7 @@ class ReferenceCallback(TrainerCallback):
             _reset(kwargs["optimizer"])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Add a reference that changes to the checkpoint; one that stays is rebuilt from its source."""
+        """Add a refreshed reference to the checkpoint; one that never changes is rebuilt from its source."""
         if args.sync_ref_model:
             _store(self.trainer, Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
@@ -251,15 +255,15 @@ def _forget_earlier(trainer: GRPOTrainer) -> None:
     if not isinstance(model, PeftModel) or REF not in model.peft_config:
         return
     if ours is None and trainer.beta:
-        # TRL's own copy: where it makes one, it refuses a model that comes with a "ref".
+        # TRL's own copy, because with a `beta` it refuses a model that comes with a "ref".
         _check_base_is_whole(model)
     elif ours is None or not ours.made_ref:
-        return
+        return  # the user's adapter
     model.delete_adapter(REF)
 
 
 def _check_trains(model: torch.nn.Module) -> None:
-    """Refuse a policy without a trainable parameter: with "ref" in place TRL finds some, and trains nothing in silence."""
+    """Refuse a policy without a trainable parameter: TRL would take those of "ref" for its own and raise no error."""
     if not isinstance(model, PeftModel):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ReferencePolicyError(
@@ -275,27 +279,26 @@ def _check_trains(model: torch.nn.Module) -> None:
 
 
 def _give_head_a_bias(model: PeftModel) -> None:
-    """Let TRL's fused head read `lm_head.bias`: PEFT's wrapper of a tied head with trainable tokens has none to give."""
+    """Let TRL's fused head read `lm_head.bias`: PEFT's wrapper of a tied head with trainable tokens lacks it."""
     head = model.get_base_model().get_output_embeddings()
     if isinstance(head, AuxiliaryTrainingWrapper) and not hasattr(head, "bias"):
         head.bias = None
 
 
 def _check_base_is_whole(model: PeftModel) -> None:
-    """Refuse a policy whose base TRL changed: its "ref" with such an initialisation is taken out of the weights again."""
+    """Refuse a policy whose base TRL has changed by adding a "ref" with an initialisation that subtracts from the base."""
     for config in model.peft_config.values():
         if _changes_the_base(config):
             raise ReferencePolicyError(
                 f"`init_lora_weights={config.init_lora_weights!r}`: making its own reference adapter, TRL factored the base's "
                 "weights a second time and changed the policy: build the trainer inside "
-                "`with grpo_recipes.training.reference.deferred(args):`"
+                "`with grpo_recipes.training.reference.without_trl_reference(args):`"
             )
 
 
 def _check_backend(trainer: GRPOTrainer) -> None:
-    if not trainer.is_fsdp_enabled:
-        return
-    if trainer.accelerator.state.fsdp_plugin.fsdp_version == 1 and trainer.args.sync_ref_model:
+    fsdp = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+    if fsdp is not None and fsdp.fsdp_version == 1 and trainer.args.sync_ref_model:
         raise ReferencePolicyError(
             "`sync_ref_model` needs FSDP2: set `fsdp_version: 2` in the accelerate configuration"
         )
@@ -310,7 +313,7 @@ def _policy_adapter(model: PeftModel) -> str:
 
 def _adapter_reference(model: PeftModel, spec: ReferenceSpec, *, keep_copy: bool) -> str:
     policy = _policy_adapter(model)
-    _check_can_be_referred(model, policy)
+    _check_policy_adapter(model, policy)
     if spec.adapter != REF and REF in model.peft_config:
         raise ReferencePolicyError(
             f"the model holds an adapter named `{REF}`, TRL's name for the reference: use it with `reference: "
@@ -323,13 +326,12 @@ def _adapter_reference(model: PeftModel, spec: ReferenceSpec, *, keep_copy: bool
     sentence = _add_reference(model, policy, spec)
     _match_dtype(model, policy)
     _freeze(model)
-    if keep_copy:
-        _pairs(model)  # raises now rather than at the first refresh
-    held = _count(target for _, target in _own(adapter_tensors(model, policy), adapter_tensors(model, REF)))
-    return f"{sentence} ({held:,} parameters)"
+    pairing = _paired if keep_copy else _own  # raises now, not at the first refresh, if the adapters do not correspond
+    added = pairing(adapter_tensors(model, policy), adapter_tensors(model, REF))
+    return f"{sentence} ({_count(target for _, target in added):,} parameters)"
 
 
-def _check_can_be_referred(model: PeftModel, policy: str) -> None:
+def _check_policy_adapter(model: PeftModel, policy: str) -> None:
     if policy == REF:
         raise ReferencePolicyError(f"the policy's adapter is named `{REF}`, TRL's name for the reference: rename it")
     bias = getattr(model.peft_config[policy], "bias", "none")
@@ -353,10 +355,10 @@ def _add_reference(model: PeftModel, policy: str, spec: ReferenceSpec) -> str:
 
 
 def _adds_nothing(model: PeftModel, adapter: str) -> bool:
-    """Whether switching `adapter` off changes nothing at all; False where that can't be told from its weights.
+    """Whether switching `adapter` off changes nothing at all; False where its weights can't tell.
 
-    Told for LoRA (one factor of each product is zero), `modules_to_save` and trainable tokens (equal to the base's). Any
-    other adapter is copied, which is right as well.
+    They can for LoRA (one factor of each product is zero), `modules_to_save` and trainable tokens (equal to the base's).
+    Any other adapter is copied, which is right as well.
     """
     if model.peft_config[adapter].peft_type != PeftType.LORA:
         return False
@@ -366,16 +368,15 @@ def _adds_nothing(model: PeftModel, adapter: str) -> bool:
 
 
 def _is_neutral(name: str, tensor: torch.Tensor, every: Mapping[str, torch.Tensor]) -> bool:
+    """Whether one tensor of a LoRA adapter leaves the model as it is; `every` holds all parameters by name."""
     parts = name.split(".")
+    # LoRA adds B A, and begins with B zero (of an embedding, A): the other factor is then free. The third is a copy.
     if {"lora_A", "lora_embedding_B", "trainable_tokens_original"} & set(parts):
         return True
     if {"lora_B", "lora_embedding_A"} & set(parts):
         with _gathered([tensor]):
             return not tensor.any()
-    for kept, original in (
-        ("modules_to_save", "original_module"),
-        ("trainable_tokens_delta", "trainable_tokens_original"),
-    ):
+    for kept, original in _ORIGINALS.items():
         if kept in parts:
             base = every.get(name.replace(kept, original))
             with _gathered([tensor, base]):
@@ -396,14 +397,17 @@ def _copy_adapter(model: PeftModel, name: str) -> None:
             f"PEFT can't hold a second {config.peft_type.value} adapter like `{name}` ({' '.join(str(error).split())}): use "
             "`reference: base` if the adapter is new, or merge the adapter into the model"
         ) from error
+    _match_dtype(model, name)  # first: a copy into a narrower type would round
     for source, target in _paired(adapter_tensors(model, name), adapter_tensors(model, REF)):
-        if not hasattr(target, "ds_id"):
-            target.data = target.data.to(source.dtype)
         _blend(source, target, 1.0)
 
 
 def _load_adapter(model: PeftModel, where: str) -> str | None:
     """Add the adapter in folder or hub repository `where` as "ref"; return the base that it was trained on."""
+
+    def misfit(reason: str) -> ReferencePolicyError:
+        return ReferencePolicyError(f"`reference.adapter`: {where} does not fit this policy: {reason}")
+
     config = adapter_config(where)
     if config is None:
         raise ReferencePolicyError(f"`reference.adapter`: there is no adapter in {where}")
@@ -416,15 +420,11 @@ def _load_adapter(model: PeftModel, where: str) -> str | None:
     try:
         result = model.load_adapter(where, REF, is_trainable=False)
     except (KeyError, OSError, RuntimeError, ValueError) as error:
-        raise ReferencePolicyError(
-            f"`reference.adapter`: {where} does not fit this policy: {' '.join(str(error).split())}"
-        ) from error
-    model.train(training)
+        raise misfit(" ".join(str(error).split())) from error
+    model.train(training)  # PEFT has put the whole model into eval mode
     if result.missing_keys or result.unexpected_keys:
         key = [*result.missing_keys, *result.unexpected_keys][0]
-        raise ReferencePolicyError(
-            f"`reference.adapter`: {where} does not fit this policy: tensor {key} has no counterpart"
-        )
+        raise misfit(f"tensor {key} has no counterpart")
     return config.base_model_name_or_path
 
 
@@ -450,16 +450,16 @@ def _changes_the_base(config: PeftConfig) -> bool:
     return str(getattr(config, "init_lora_weights", "")).lower().startswith(CHANGES_THE_BASE)
 
 
-def _match_dtype(model: PeftModel, policy: str) -> None:
-    """Give "ref" the policy's dtypes, so that equal weights give equal log-probabilities."""
-    like = adapter_tensors(model, policy)
+def _match_dtype(model: PeftModel, adapter: str) -> None:
+    """Give "ref" the dtypes of `adapter`, so that equal weights give equal log-probabilities."""
+    like = adapter_tensors(model, adapter)
     for name, tensor in adapter_tensors(model, REF).items():
         if name in like and not hasattr(tensor, "ds_id"):
             tensor.data = tensor.data.to(like[name].dtype)
 
 
 def _freeze(model: PeftModel) -> None:
-    """Keep "ref" out of the optimiser, and without dropout: a reference gives one answer."""
+    """Keep "ref" out of the optimiser, and switch its dropout off, so that its scores do not vary."""
     for tensor in adapter_tensors(model, REF).values():
         tensor.requires_grad_(False)
     for name, module in model.named_modules():
@@ -473,7 +473,7 @@ def _model_reference(trainer: GRPOTrainer, spec: ReferenceSpec) -> str:
         raise ReferencePolicyError(
             f"`reference: {asked}` needs a policy with an adapter, and this is full fine-tuning: use `reference: initial`"
         )
-    trainer.ref_model = None  # frees what TRL loaded
+    trainer.ref_model = None  # frees the copy that TRL loaded
     reference = _frozen_copy(trainer.model)
     args, accelerator = trainer.args, trainer.accelerator
     add_fused_lm_head(reference, temperature=trainer.temperature, cast_lm_head_to_fp32=args.cast_lm_head_to_fp32)
@@ -493,6 +493,7 @@ def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
         attention = config._attn_implementation
         with torch.random.fork_rng():  # what is drawn here must not change what the policy samples
             reference = type(model)._from_config(config, dtype=model.dtype, attn_implementation=attention)
+        # Built anew, the copy is partitioned as the policy is; a deep copy would hold no more than this rank's part.
         for source, target in zip(_tensors(model), _tensors(reference), strict=True):
             _blend(source, target, 1.0)
     else:
@@ -533,6 +534,7 @@ def _attention_dropout(module: torch.nn.Module) -> float:
 
 
 def _warn_of_dropout(trainer: GRPOTrainer) -> None:
+    """Warn, with the KL that it causes on the first prompt, if dropout is on: the policy then differs from itself."""
     active = _dropout(trainer.model)
     if not active or not trainer.beta:
         return
@@ -571,36 +573,34 @@ def _keep_out_of_vllm(trainer: GRPOTrainer) -> None:
 
 
 @contextmanager
-def _reference_in(trainer: GRPOTrainer) -> Iterator[torch.nn.Module]:
-    """The model that scores the reference, in the state in which it does."""
+def reference_in(trainer: GRPOTrainer) -> Iterator[torch.nn.Module]:
+    """The model that scores the reference; where policy and reference share one, with the reference's adapter active."""
     if trainer.ref_model is not None:
         yield trainer.ref_model
         return
     model = trainer.accelerator.unwrap_model(trainer.model)
-    with use_adapter(model, adapter_name=REF if REF in model.peft_config else None):
+    checkpointing = disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs)
+    with checkpointing, use_adapter(model, adapter_name=REF if REF in model.peft_config else None):
         yield trainer.model
 
 
 def _refresh(trainer: GRPOTrainer, alpha: float) -> None:
     """reference <- (1 - alpha) reference + alpha policy, tensor by tensor (TRL's `SyncRefModelCallback`)."""
-    for source, target in _pairs(trainer.accelerator.unwrap_model(trainer.model), trainer.ref_model):
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    is_adapter = isinstance(model, PeftModel)
+    policy = adapter_tensors(model, _policy_adapter(model)) if is_adapter else dict(model.named_parameters())
+    for source, target in _paired(policy, _reference_tensors(trainer)):
         _blend(source, target, alpha)
-
-
-def _pairs(model: torch.nn.Module, ref_model: torch.nn.Module | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The policy's and the reference's tensors that correspond. Raises `ReferencePolicyError` if they do not."""
-    if isinstance(model, PeftModel):
-        return _paired(adapter_tensors(model, _policy_adapter(model)), adapter_tensors(model, REF))
-    assert ref_model is not None
-    return list(zip(model.parameters(), ref_model.parameters(), strict=True))
 
 
 def _paired(
     source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    if {name: _shape(tensor) for name, tensor in source.items()} != {n: _shape(t) for n, t in target.items()}:
+    """As `_own`. Raises `ReferencePolicyError` unless both hold the same names and shapes."""
+    shapes, others = ({name: _shape(tensor) for name, tensor in group.items()} for group in (source, target))
+    if shapes != others:
         raise ReferencePolicyError(
-            "the reference adapter has not the policy adapter's shape, so `sync_ref_model` can't refresh it: use an adapter of "
+            "the reference has other tensors than the policy, so `sync_ref_model` can't refresh it: use an adapter of "
             "the same configuration, or remove `sync_ref_model`"
         )
     return _own(source, target)
@@ -609,21 +609,20 @@ def _paired(
 def _own(
     source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each tensor of `target` once, after its counterpart, without those that are the source's own (VeRA's projections)."""
-    theirs = {id(tensor) for tensor in source.values()}
-    once = {
-        id(tensor): (source.get(name, tensor), tensor) for name, tensor in target.items() if id(tensor) not in theirs
-    }
-    return list(once.values())
+    """(counterpart in `source`, tensor) for each tensor of `target`, once, without those that both share (VeRA's)."""
+    shared = {id(tensor) for tensor in source.values()}
+    own = {name: tensor for name, tensor in target.items() if id(tensor) not in shared}
+    return list({id(tensor): (source.get(name, tensor), tensor) for name, tensor in own.items()}.values())
 
 
 def _shape(tensor: torch.Tensor) -> torch.Size:
+    """The whole shape; ZeRO-3 leaves a partitioned tensor itself empty."""
     return getattr(tensor, "ds_shape", tensor.shape)
 
 
 @torch.no_grad()
 def _blend(source: torch.Tensor, target: torch.Tensor, alpha: float) -> None:
-    """target <- (1 - alpha) target + alpha source; an exact copy at alpha 1 and for what is no floating-point tensor."""
+    """target <- (1 - alpha) target + alpha source; an exact copy at alpha 1 and of a tensor that is not floating-point."""
     with _gathered([source, target], write=True):
         if alpha == 1.0 or not target.is_floating_point():
             target.copy_(source)
@@ -633,7 +632,7 @@ def _blend(source: torch.Tensor, target: torch.Tensor, alpha: float) -> None:
 
 @contextmanager
 def _gathered(tensors: Sequence[torch.Tensor | None], *, write: bool = False) -> Iterator[None]:
-    """Make tensors that ZeRO-3 has partitioned whole on every rank; `write` keeps what rank 0 writes into them."""
+    """Gather tensors that ZeRO-3 has partitioned on every rank; with `write`, what rank 0 writes into them is kept."""
     partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     if not partitioned:
         yield
@@ -660,7 +659,7 @@ def _reference_tensors(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
 
 
 def _store(trainer: GRPOTrainer, checkpoint: Path) -> None:
-    """Write the reference into `checkpoint`, whole, from rank 0; a collective call where it is partitioned."""
+    """Write the whole reference into `checkpoint` from rank 0; a collective call where it is partitioned."""
     whole = {}
     for name, tensor in _reference_tensors(trainer).items():
         with _gathered([tensor]):
@@ -693,7 +692,7 @@ def _restore(trainer: GRPOTrainer, checkpoint: Path) -> None:
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    """The checkpoint that a resumed run began from: callbacks are not told."""
+    """The checkpoint that a resumed run started from, which transformers does not tell its callbacks."""
     name = f"checkpoint-{state.global_step}"
     asked = Path(str(args.resume_from_checkpoint))
     return asked if asked.name == name else Path(args.output_dir) / name
@@ -708,14 +707,11 @@ def _describe_refresh(args: GRPOConfig) -> str:
 
 
 def _describe_dropout(model: torch.nn.Module, args: GRPOConfig) -> str:
-    """Say once that an adapter's dropout is off as well: TRL's command line sets `lora_dropout` to 0.05 unasked."""
+    """Say once that an adapter's dropout is off as well: TRL's command line sets `lora_dropout` to 0.05 by default."""
     configs = getattr(model, "peft_config", {}).values()
     asked = max((getattr(config, "lora_dropout", 0.0) for config in configs), default=0.0)
-    return (
-        f"; `disable_dropout` covers the adapter's `lora_dropout` of {asked:g}"
-        if args.disable_dropout and asked
-        else ""
-    )
+    covers = args.disable_dropout and asked
+    return f"; `disable_dropout` covers the adapter's `lora_dropout` of {asked:g}" if covers else ""
 
 
 def _count(tensors: Iterable[torch.Tensor]) -> int:

@@ -1,4 +1,4 @@
-"""The only file that subclasses TRL's `GRPOTrainer`: the seams on TRL 1.16, and what it writes of the completions."""
+"""The only subclass of TRL's `GRPOTrainer`: the seams at which ours differs from TRL 1.16."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
-from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import use_adapter
 
+from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.runs.restart import EpochSampler, TellEpoch
 from grpo_recipes.training import micro_batches as microbatch
 from grpo_recipes.training import offline
-from grpo_recipes.training.eval_completions import kept_apart
-from grpo_recipes.training.full_kl import FullKL, Projection, last_hidden_states, token_weights
+from grpo_recipes.training.eval_completions import separate_eval_completions
+from grpo_recipes.training.full_kl import FullKL, Projection, last_hidden_states
+from grpo_recipes.training.log_probs import LogProbs, PerToken
 from grpo_recipes.training.micro_batches import MicroBatching
-from grpo_recipes.training.packing import Layout, LogProbs, PerToken, Rows
-from grpo_recipes.training.reference import ReferenceSpec, deferred, set_reference
+from grpo_recipes.training.packing import Layout, Rows
+from grpo_recipes.training.reference import ReferenceSpec, reference_in, set_reference, without_trl_reference
 
 logger = logging.getLogger(__name__)
 
-# A beta with which TRL scores the reference and logs `kl`, and that adds nothing to the loss: it is 0 in float32.
+# With this beta TRL scores the reference and logs `kl`, and adds nothing to the loss: in float32 it is 0.
 _LOGGED_ONLY = 5e-324
 
 
@@ -58,19 +58,21 @@ class GRPOTrainer(TRLGRPOTrainer):
     ) -> None:
         self.micro_batching = MicroBatching.parse(micro_batching)
         if kl_estimator not in ("sampled", "full"):
-            raise ValueError(f"kl: estimator must be sampled or full, not {kl_estimator!r}")
-        with deferred(args):  # TRL builds no reference of its own
+            raise ValueError(f"`kl_estimator` must be sampled or full, not {kl_estimator!r}")
+        with without_trl_reference(args):  # TRL builds no reference of its own
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
         self.reference_sentence = set_reference(self, reference)
         self._efficiency: microbatch.Efficiency | None = None
         self._full_kl = None
         if kl_estimator == "full":
             if self.beta == 0.0:
-                raise ValueError("kl: estimator full needs a reference: set beta above 0")
+                raise ValueError("`kl_estimator: full` needs a reference: set `beta` above 0")
             if self._is_vlm:
-                raise ValueError("kl: estimator full does not support models with images: use estimator: sampled")
+                raise ValueError("`kl_estimator: full` does not support models with images: use `sampled`")
             if self.is_fsdp_enabled:
-                raise ValueError("kl: estimator full does not support FSDP: use DDP or DeepSpeed")
+                raise ValueError("`kl_estimator: full` does not support FSDP: use DDP or DeepSpeed")
+            if self.loss_type not in LOSS_TYPES:
+                raise ValueError(f"`kl_estimator: full` does not know how `loss_type: {self.loss_type}` weighs tokens")
             self._full_kl = FullKL(_causal_lm(self.model), self.temperature)
         self._exact = microbatch.exactness(
             self.loss_type,
@@ -91,19 +93,21 @@ class GRPOTrainer(TRLGRPOTrainer):
         buffer = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         off = self.micro_batching.layout is Layout.PLAIN
-        if not off and self._buffered_inputs is not buffer:  # not an evaluation batch, nor a buffer that serves again
+        if (
+            not off and self._buffered_inputs is not buffer
+        ):  # newly generated: evaluation and reuse leave the old buffer
             self._regroup(self._buffered_inputs)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return offline.with_recorded_log_probs(inputs, self.rollout_func)
 
     def _regroup(self, padded: list[dict[str, Any]]) -> None:
-        """Replace TRL's micro-batches by ours, and log what that saves over all ranks."""
+        """Replace TRL's micro-batches with ours, and log what that saves over all ranks."""
         window = microbatch.window_size(self.args.steps_per_generation, self.args.gradient_accumulation_steps)
         first = microbatch.as_rows(padded[0])
         layout = self._log_probs.layout(self.model, first, len(first.input_ids))
         skip = self.micro_batching.skip_zero_advantage
         ours = microbatch.regroup(padded, window, layout, self._exact, skip)
-        tokens = [self._log_probs.plan(self.model, microbatch.as_rows(batch), layout).tokens for batch in ours]
+        tokens = [self._log_probs.model_call(self.model, microbatch.as_rows(batch), layout).tokens for batch in ours]
         counts = microbatch.count(padded, ours, tokens, window, layout)
         efficiency = microbatch.mark_idle(ours, self.accelerator.reduce(counts.to(self.accelerator.device)))
         for name, value in efficiency.metrics().items():
@@ -125,16 +129,8 @@ class GRPOTrainer(TRLGRPOTrainer):
         **multimodal: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if compute_aux_loss or any(value is not None for value in multimodal.values()):
-            return super()._get_per_token_logps_and_entropies(
-                model,
-                input_ids,
-                attention_mask,
-                logits_to_keep,
-                batch_size=batch_size,
-                compute_entropy=compute_entropy,
-                compute_aux_loss=compute_aux_loss,
-                **multimodal,
-            )
+            inputs = (model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss)
+            return super()._get_per_token_logps_and_entropies(*inputs, **multimodal)
         rows = Rows(input_ids, attention_mask, logits_to_keep)
         return *self._log_probs(model, rows, batch_size, compute_entropy), None
 
@@ -154,7 +150,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """TRL's loss, its sampled KL term replaced by the full one where that is asked for."""
+        """TRL's loss; with `kl_estimator` "full", the KL over the vocabulary takes the place of its sampled KL term."""
         with self._idle_unlogged(inputs):
             if self._full_kl is None:
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -168,7 +164,7 @@ class GRPOTrainer(TRLGRPOTrainer):
 
     @contextmanager
     def _idle_unlogged(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """A micro-batch in which no rank has a row left enters none of the averages that TRL logs."""
+        """Keep a micro-batch in which no rank has a row left out of the averages that TRL logs."""
         metrics = self._metrics["train"]
         before = {name: len(values) for name, values in metrics.items()}
         yield
@@ -180,6 +176,7 @@ class GRPOTrainer(TRLGRPOTrainer):
 
     @contextmanager
     def _kl_logged_only(self) -> Iterator[None]:
+        """Let TRL compute and log its sampled KL without adding it to the loss."""
         beta, self.beta = self.beta, _LOGGED_ONLY
         try:
             yield
@@ -190,31 +187,19 @@ class GRPOTrainer(TRLGRPOTrainer):
         """The reference's hidden states at the completion tokens, and its head, without a graph."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        model = self.model if self.ref_model is None else self.ref_model
-        causal_lm = _causal_lm(self.accelerator.unwrap_model(model))
-        with self._reference_weights(), torch.no_grad(), last_hidden_states(causal_lm) as states:
-            with self.accelerator.autocast():
+        with reference_in(self) as model, torch.no_grad():
+            causal_lm = _causal_lm(self.accelerator.unwrap_model(model))
+            with last_hidden_states(causal_lm) as states, self.accelerator.autocast():
                 model(input_ids=ids, attention_mask=mask, logits_to_keep=1, use_cache=False)
             return Projection.of(causal_lm, states[0], inputs["completion_ids"].shape[1])
 
-    @contextmanager
-    def _reference_weights(self) -> Iterator[None]:
-        """Where policy and reference share a model, the reference's adapter (or none) is the active one."""
-        if self.ref_model is not None:
-            yield
-            return
-        model = self.accelerator.unwrap_model(self.model)
-        checkpointing = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
-        with checkpointing, use_adapter(model, "ref" if "ref" in model.peft_config else None):
-            yield
-
     def _token_weights(self, inputs: dict[str, Any], mask: Tensor) -> Tensor:
-        """What a token's loss counts in this micro-batch's loss, (B, T)."""
+        """The weight of each token's loss in the loss of this micro-batch, (B, T)."""
         accumulation = self.current_gradient_accumulation_steps if self.model.training else 1
         tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
         if self.model.training:
             tokens = tokens * accumulation / self.args.steps_per_generation
-        return token_weights(mask, self.loss_type, accumulation, self.max_completion_length, tokens)
+        return LOSS_TYPES[self.loss_type].token_weights(mask, accumulation, self.max_completion_length, tokens)
 
     def _log_full_kl(self, kl: Tensor, mask: Tensor) -> None:
         """Log `kl/full`: the mean over the completion tokens of all ranks."""
@@ -224,9 +209,9 @@ class GRPOTrainer(TRLGRPOTrainer):
     # Public methods: what TRL writes of the completions.
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's log, without a table of no completions: a run resumed at its end would write it over its last one.
+        """TRL's log, and one line on the tokens that all generation batches since the last one took.
 
-        With it, one line on what all generation batches since the last one cost.
+        An empty table of completions is not written: a run resumed at its end would lose its last table to it.
         """
         if self._efficiency is not None and self.model.training:
             if self.accelerator.is_main_process:
@@ -239,8 +224,8 @@ class GRPOTrainer(TRLGRPOTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """TRL's evaluation, whose completions do not take the place of the training step's."""
-        with kept_apart(self, eval_dataset, metric_key_prefix):
+        """TRL's evaluation, with its completions in a file of their own."""
+        with separate_eval_completions(self, eval_dataset, metric_key_prefix):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     # Seam 5: the order of the prompts.
@@ -254,5 +239,5 @@ class GRPOTrainer(TRLGRPOTrainer):
 
 
 def _causal_lm(model: Any) -> Any:
-    """The causal language model itself, without PEFT around it."""
+    """The causal language model inside a PEFT model."""
     return model.get_base_model() if is_peft_model(model) else model

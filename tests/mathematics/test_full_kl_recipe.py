@@ -1,4 +1,4 @@
-"""`kl: {estimator: full}` in a recipe: what it may say, and the recipe of document 004 training on a tiny policy."""
+"""`kl: {estimator: full}` in a recipe: what it may say, and the full-vocabulary KL recipe training on a tiny policy."""
 
 from __future__ import annotations
 

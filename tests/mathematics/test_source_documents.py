@@ -57,7 +57,7 @@ def k3(reference: Tensor, policy: Tensor) -> Tensor:
 
 
 def clipped_surrogate_loss(new: Tensor, inputs: dict[str, Tensor], epsilon: float, beta: float) -> Tensor:
-    """Document 001, `grpo_loss`."""
+    """GRPO from scratch, `grpo_loss`."""
     ratio = torch.exp(new - inputs["old_per_token_logps"])
     advantage = inputs["advantages"].unsqueeze(1)
     surrogate = torch.min(ratio * advantage, torch.clamp(ratio, 1 - epsilon, 1 + epsilon) * advantage)
@@ -65,7 +65,7 @@ def clipped_surrogate_loss(new: Tensor, inputs: dict[str, Tensor], epsilon: floa
 
 
 def on_policy_loss(new: Tensor, inputs: dict[str, Tensor], beta: float) -> Tensor:
-    """Documents 000 and 002: p / sg(p) for the ratio, so no clip."""
+    """MiniMind and open-r1: p / sg(p) for the ratio, so no clip."""
     per_token = torch.exp(new - new.detach()) * inputs["advantages"].unsqueeze(1)
     return sequence_mean(-(per_token - beta * k3(inputs["ref_per_token_logps"], new)), inputs)
 
@@ -113,7 +113,7 @@ def test_001_undivided_accumulation_is_the_large_batch_times_the_number_of_batch
         assert torch.allclose(theirs, len(parts) * ours, rtol=0, atol=1e-12)
     norm, norm_of_large = (math.sqrt(sum((g**2).sum().item() for g in gs)) for gs in (undivided, large))
     summary(
-        f"document 001, 4 batches accumulated: gradient norm {norm:.3f} undivided, {norm_of_large:.3f} as a large batch; "
+        f"GRPO from scratch, 4 batches accumulated: gradient norm {norm:.3f} undivided, {norm_of_large:.3f} as a large batch; "
         f"its clip at 0.1 scales them by {min(1.0, 0.1 / norm):.3f} and {min(1.0, 0.1 / norm_of_large):.3f}"
     )
 
@@ -201,7 +201,7 @@ def test_002_recipe_weighs_two_rewards_into_group_advantages(open_r1: Recipe, sc
 
 
 def double_normalised(rewards: Tensor) -> Tensor:
-    """Document 000: group z-score clamped to ±10, then a z-score over the batch."""
+    """MiniMind: group z-score clamped to ±10, then a z-score over the batch."""
     grouped = rewards.view(-1, NUM_GENERATIONS)
     scores = ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)).flatten()
     scores = scores.clamp(-10, 10)
@@ -234,7 +234,7 @@ def test_000_loss_is_grpo_but_for_temperature_and_padding(scenario: ScenarioFact
     mask = inputs["completion_mask"].bool()
     padded = inputs["prompt_mask"].min(1).values == 0
     shift = (unmasked - log_probs(policy, inputs))[mask & padded.unsqueeze(1)].abs().max().item()
-    summary(f"document 000: attending to the left padding moves a token's log-probability by up to {shift:.2f}")
+    summary(f"MiniMind: attending to the left padding moves a token's log-probability by up to {shift:.2f}")
     assert shift > 0.1
     cooler = scenario(ON_POLICY, 0.8)
     (inputs,) = cooler.steps[0].inputs
@@ -246,7 +246,7 @@ def test_000_loss_is_grpo_but_for_temperature_and_padding(scenario: ScenarioFact
 def triples_loss(
     policy_logits: Tensor, reference_logits: Tensor, rewards: Tensor, beta: float, **reduction: Any
 ) -> Tensor:
-    """Document 003, `grpo_loss`; the misspelt reduction is the default."""
+    """Scored triples, `grpo_loss`; the misspelt reduction is the default."""
     log_policy = torch.log(functional.softmax(policy_logits, dim=-1))
     reference = functional.softmax(reference_logits, dim=-1)
     kl = functional.kl_div(log_policy, reference, **(reduction or {"reduce": "batchmean"}), log_target=False)

@@ -74,7 +74,7 @@ def held_out_prompts(file: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("handed_over", [False, True])
-def test_several_datasets_are_kept_apart(tiny_model: Path, tmp_path: Path, handed_over: bool) -> None:
+def test_several_datasets_are_evaluated_one_by_one(tiny_model: Path, tmp_path: Path, handed_over: bool) -> None:
     """A dict of datasets, the trainer's own or handed over, is evaluated one by one."""
 
     def trained(name: str, **evaluation: Any) -> tuple[GRPOTrainer, Path]:
@@ -121,7 +121,7 @@ def test_several_datasets_are_kept_apart(tiny_model: Path, tmp_path: Path, hande
 
 
 def test_contract_with_trl() -> None:
-    """What `held_out.kept_apart` and `GRPOTrainer.log` rely on beside TRL's public methods."""
+    """What `separate_eval_completions` and `GRPOTrainer.log` rely on beside TRL's public methods."""
     log, build = inspect.getsource(TRLGRPOTrainer.log), inspect.getsource(TRLGRPOTrainer.__init__)
     sentence = "TRL has changed {}: look at training/eval_completions.py and at `log` in training/trainer.py"
     for said in ('self._logs["prompt"]', '"completions"', "completions_{self.state.global_step:05d}.parquet"):

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
+from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.training import micro_batches as microbatch
 from grpo_recipes.training.micro_batches import (
-    DIVISORS,
     IDLE,
     Exactness,
     MicroBatching,
@@ -56,7 +56,7 @@ def gap(recording: Recording, folder: Path, **config: Any) -> float:
 
 @pytest.mark.parametrize("micro_batching", ["auto", TRIM_ONLY], ids=["packed", "trimmed"])
 @pytest.mark.parametrize("beta", [0.0, 0.04])
-@pytest.mark.parametrize("loss_type", DIVISORS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_every_loss_type(loss_type: str, beta: float, micro_batching: Any, tmp_path: Path) -> None:
     three = {"num_iterations": 3, "epsilon_high": 0.28}
     assert gap(UNEVEN, tmp_path, loss_type=loss_type, beta=beta, micro_batching=micro_batching, **three) <= LIMIT
@@ -104,7 +104,7 @@ def test_equal_lengths(micro_batching: Any, tmp_path: Path) -> None:
     assert gap(recording, tmp_path, micro_batching=micro_batching) <= LIMIT
 
 
-@pytest.mark.parametrize("loss_type", DIVISORS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize("micro_batching", ["auto", TRIM_ONLY], ids=["packed", "trimmed"])
 def test_a_batch_of_zero_advantages_still_steps(loss_type: str, micro_batching: Any, tmp_path: Path) -> None:
     nothing = Recording.random(seed=1, zero=range(4))
@@ -326,8 +326,8 @@ def test_metrics_of_completions_of_one_token(tmp_path: Path) -> None:
 
 def test_every_loss_type_of_trl_is_in_the_table() -> None:
     source = inspect.getsource(TRLGRPOTrainer._compute_loss)
-    for loss_type in DIVISORS:
-        assert f'"{loss_type}"' in source, f"TRL no longer has the loss type {loss_type}: adapt microbatch.DIVISORS"
+    for loss_type in LOSS_TYPES:
+        assert f'"{loss_type}"' in source, f"TRL no longer has the loss type {loss_type}: adapt recipe/losses.py"
     unknown = exactness("another", 0.0)
     assert (unknown.regroup, unknown.skip) == (False, False)
 

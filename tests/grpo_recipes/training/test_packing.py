@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import runpy
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +27,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.training import packing
+from grpo_recipes.training import log_probs, packing
 from grpo_recipes.training.packing import Layout, Rows, pack
 from tests.grpo_recipes.recorded import Recording, compare, make_trainer, model
 
@@ -98,14 +101,14 @@ def scored(trainer: TRLGRPOTrainer, rows: Rows, **kwargs: Any) -> tuple[Tensor, 
 
 
 def layout_of(trainer: GRPOTrainer) -> Layout:
-    (layout,) = trainer._log_probs._settled.values()
+    (layout,) = trainer._log_probs._layouts.values()
     return layout
 
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Any:
-    """The sentences logged by the packing code."""
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "grpo_recipes.training.packing"]
+    """The sentences logged about the layout."""
+    return lambda: [record.getMessage() for record in caplog.records if record.name == log_probs.__name__]
 
 
 # ---- the row
@@ -118,7 +121,7 @@ def test_a_packed_row_by_hand() -> None:
     assert packed.input_ids[0].tolist() == [5, 6, 7, 10, 7, 8, 12]
     assert packed.position_ids[0].tolist() == [0, 1, 2, 3, 2, 0, 1]
     assert packed.labels[0].tolist() == [-100, -100, 10, 11, 14, 12, 13]
-    assert packed.plan.groups == [((0, 2), [(2, 4), (4, 5)]), ((5, 5), [(5, 7)])]
+    assert packed.group_spans.groups == [((0, 2), [(2, 4), (4, 5)]), ((5, 5), [(5, 7)])]
     assert packed.rows.tolist() == [0, 0, 2, 1, 1]
     assert packed.columns.tolist() == [0, 1, 0, 0, 1]
     assert packed.positions.tolist() == [2, 3, 4, 5, 6]
@@ -139,7 +142,9 @@ def test_every_label_is_predicted_once_from_its_own_context(pairs: list[tuple[li
     expected = {(row, column): token for row, (_, c) in enumerate(pairs) for column, token in enumerate(c)}
     assert found == expected
     contexts = [
-        tuple(ids[a:b] + ids[c:d]) for (a, b), (c, d) in packed.plan.segments() if (labels[c:d] or [0])[0] != -100
+        tuple(ids[a:b] + ids[c:d])
+        for (a, b), (c, d) in packed.group_spans.segments()
+        if (labels[c:d] or [0])[0] != -100
     ]
     assert sorted(contexts) == sorted((*p, *c)[:-1] for p, c in pairs if c)
     distinct = {tuple(prompt) for prompt, completion in pairs if completion}
@@ -147,9 +152,9 @@ def test_every_label_is_predicted_once_from_its_own_context(pairs: list[tuple[li
     assert len(ids) == rows.packed_tokens() == max(needed, 1)
 
 
-def test_varlen_sequences_are_the_segments_of_the_plan() -> None:
+def test_varlen_sequences_are_the_segments_of_the_row() -> None:
     packed = pack(padded([[5, 6, 7], [8], [5, 6, 7]], [[10, 11], [12, 13], [14]]))
-    index = packing.Varlen.of(packed.plan, torch.device("cpu"))
+    index = packing.Varlen.of(packed.group_spans, torch.device("cpu"))
     assert index.query_ends.tolist() == [0, 2, 4, 5, 7]
     assert index.key_ends.tolist() == [0, 2, 6, 9, 11]
     assert index.keys.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 4, 5, 6]
@@ -177,7 +182,7 @@ def test_any_chunking_gives_the_same_rows_in_as_many_calls(batch_size: int, pack
     trainer = trainer_on(model(), tmp_path, micro_batching={"pack": pack_rows})
     rows = flat(RAGGED).select(torch.tensor([4, 0, 8, 2, 6, 1, 5, 3, 7]))
     expected = one_by_one(trainer.model, rows)
-    scored(trainer, rows)  # settles the layout
+    scored(trainer, rows)  # chooses the layout
     calls: list[int] = []
     handle = trainer.model.register_forward_pre_hook(lambda *_: calls.append(1))
     got = scored(trainer, rows, batch_size=batch_size)
@@ -205,7 +210,7 @@ def test_rows_without_a_token_to_score(pack_rows: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_runs_the_layers_again_with_the_plan(use_reentrant: bool, tmp_path: Path) -> None:
+def test_checkpointing_runs_the_layers_again_with_the_spans(use_reentrant: bool, tmp_path: Path) -> None:
     keywords = {"use_reentrant": use_reentrant}
     gap = compare(
         RAGGED,
@@ -356,7 +361,7 @@ def test_a_dropout_rate_that_is_an_attribute(rate: str, tmp_path: Path, said: An
 
 
 def test_dropout_that_inspection_does_not_see_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "unsupported", lambda model: None)
+    monkeypatch.setattr(log_probs, "unsupported", lambda model: None)
     trainer = trainer_on(model(transformers.LlamaConfig, attention_dropout=0.5), tmp_path)
     trainer.model.train()
     with pytest.raises(RuntimeError, match="attention dropout of 0.5.*micro_batching: {pack: false}"):
@@ -383,7 +388,7 @@ def test_rows_that_something_else_reads_stay_plain(tmp_path: Path, said: Any) ->
 
 def test_the_first_micro_batch_shows_a_wrong_mask(tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that inspection lets through is still not packed if its log-probabilities change."""
-    monkeypatch.setattr(packing, "attention_window", lambda config: None)
+    monkeypatch.setattr(log_probs, "attention_window", lambda config: None)
     trainer = trainer_on(model(transformers.MistralConfig, sliding_window=8), tmp_path)
     expected = one_by_one(trainer.model, flat(RAGGED))
     torch.testing.assert_close(scored(trainer, flat(RAGGED)), expected, atol=1e-5, rtol=0)
@@ -393,14 +398,14 @@ def test_the_first_micro_batch_shows_a_wrong_mask(tmp_path: Path, said: Any, mon
     assert "packed rows give other log-probabilities (by " in sentence
 
 
-def test_a_layer_that_ignores_the_plan(tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "unsupported", lambda model: None)
+def test_a_layer_that_ignores_the_spans(tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_probs, "unsupported", lambda model: None)
     policy = model(transformers.Qwen3NextConfig, **LINEAR).eval()
     expected = one_by_one(policy, flat(RAGGED))
     trainer = trainer_on(policy, tmp_path)
     torch.testing.assert_close(scored(trainer, flat(RAGGED)), expected, atol=1e-5, rtol=0)
     (sentence,) = said()
-    assert "1 of its 2 layers follow the plan" in sentence
+    assert "1 of its 2 layers keep the completions of a packed row apart" in sentence
 
 
 def test_a_model_none_of_whose_first_rows_can_be_checked_is_not_packed(tmp_path: Path, said: Any) -> None:
@@ -422,7 +427,7 @@ def test_rows_as_long_as_the_context_can_be_checked(tmp_path: Path, said: Any) -
 def test_nothing_is_concluded_from_rows_without_a_label(tmp_path: Path, said: Any) -> None:
     trainer = trainer_on(model(), tmp_path)
     scored(trainer, padded([[5, 6, 7], [8]], [[], []]))
-    assert trainer._log_probs._settled == {}
+    assert trainer._log_probs._layouts == {}
     assert said() == []
     scored(trainer, flat(RAGGED))
     assert layout_of(trainer) is Layout.PACKED
@@ -435,7 +440,7 @@ def test_a_mask_that_is_more_than_causal_is_not_followed(tmp_path: Path, said: A
     scored(trainer, flat(RAGGED))
     assert layout_of(trainer) is Layout.TRIMMED
     (sentence,) = said()
-    assert "0 of its 2 layers follow the plan" in sentence
+    assert "0 of its 2 layers keep the completions of a packed row apart" in sentence
 
 
 class MixesNeighbours(nn.Module):
@@ -485,7 +490,7 @@ GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, **NO_DROPOUT}
 
 
 def on_two_ranks(trainers: list[GRPOTrainer], rows: list[Rows]) -> list[list[str]]:
-    """What each of two ranks, a thread each, does while it settles its layout: its model calls and its collectives.
+    """What each of two ranks, a thread each, does while it chooses its layout: its model calls and its collectives.
 
     Both wait for each other as under ZeRO-3. Ranks that part ways raise BrokenBarrierError instead of hanging.
     """
@@ -500,14 +505,16 @@ def on_two_ranks(trainers: list[GRPOTrainer], rows: list[Rows]) -> list[list[str
         done[rank].append(what)
         return [entry for _, entry in met]
 
-    def settle(rank: int) -> None:
-        trainer = trainers[rank]
-        trainer.accelerator.gather = lambda tensor: torch.cat(meet(rank, "collective", tensor))
+    this = threading.local()
+
+    def choose(rank: int) -> None:
+        this.rank, trainer = rank, trainers[rank]
         trainer.model.register_forward_pre_hook(lambda *_: meet(rank, "model call") and None)
         trainer._log_probs.layout(trainer.model, rows[rank], len(rows[rank].input_ids))
 
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(settle, range(2)))
+    collective = mock.patch.object(log_probs, "on_any_rank", lambda flag, _: any(meet(this.rank, "collective", flag)))
+    with collective, ThreadPoolExecutor(2) as pool:
+        list(pool.map(choose, range(2)))
     return done
 
 
@@ -534,11 +541,11 @@ def test_ranks_check_in_step(
 def test_no_rank_calls_the_model_where_none_has_a_label(tmp_path: Path) -> None:
     trainers = [trainer_on(model(), tmp_path) for _ in range(2)]
     assert on_two_ranks(trainers, [UNLABELLED, UNLABELLED]) == [["collective"]] * 2
-    assert [trainer._log_probs._settled for trainer in trainers] == [{}, {}]
+    assert [trainer._log_probs._layouts for trainer in trainers] == [{}, {}]
 
 
 def test_a_rank_whose_rows_agree_follows_one_whose_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "attention_window", lambda config: None)
+    monkeypatch.setattr(log_probs, "attention_window", lambda config: None)
     trainers = [trainer_on(model(transformers.MistralConfig, sliding_window=6), tmp_path) for _ in range(2)]
     done = on_two_ranks(trainers, [SHORT, LONG])
     assert done[0] == done[1]
@@ -567,7 +574,7 @@ def test_multimodal_inputs_go_to_trl(tmp_path: Path, monkeypatch: pytest.MonkeyP
         trainer.model, rows.input_ids, rows.attention_mask, rows.logits_to_keep, pixel_values="pixels", num_images=[1]
     )
     assert seen["pixel_values"] == "pixels"
-    assert trainer._log_probs._settled == {}
+    assert trainer._log_probs._layouts == {}
 
 
 def test_generation_is_stock_under_our_attention(tmp_path: Path) -> None:
@@ -579,7 +586,7 @@ def test_generation_is_stock_under_our_attention(tmp_path: Path) -> None:
     before = policy.generate(
         **inputs, max_new_tokens=8, do_sample=False, output_scores=True, return_dict_in_generate=True
     )
-    packing.packing_attention(policy)
+    log_probs.packing_attention(policy)
     after = policy.generate(
         **inputs, max_new_tokens=8, do_sample=False, output_scores=True, return_dict_in_generate=True
     )
@@ -593,7 +600,7 @@ def test_generation_is_stock_under_our_attention(tmp_path: Path) -> None:
 
 
 def test_contract_with_trl() -> None:
-    """What packing.py and trainer.py rely on in TRL 1.16."""
+    """What log_probs.py and trainer.py rely on in TRL 1.16."""
     log_probs = inspect.signature(TRLGRPOTrainer._get_per_token_logps_and_entropies).parameters
     expected = ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"]
     assert list(log_probs)[:8] == [*expected, "compute_aux_loss"], (
@@ -607,7 +614,8 @@ def test_contract_with_trl() -> None:
 
 
 def test_contract_with_transformers() -> None:
-    """What packing.py relies on in transformers."""
+    """What packing.py and log_probs.py rely on in transformers."""
+    packing.register_attention()
     sdpa = inspect.signature(packing.sdpa_attention_forward).parameters
     assert list(sdpa)[:7] == ["module", "query", "key", "value", "attention_mask", "dropout", "scaling"], (
         "transformers changed the attention functions that AttentionInterface holds: adapt packed_attention"
@@ -619,15 +627,22 @@ def test_contract_with_transformers() -> None:
     for line in ('if "dynamic" in rope_type:', 'elif rope_type == "longrope":'):
         assert line in update, "transformers changed which rotary tables follow the row: adapt rotary_of_the_longest"
     attention = inspect.getsource(transformers.models.qwen2.modeling_qwen2.Qwen2Attention.forward)
-    assert "**kwargs" in attention, "attention layers no longer pass arguments on: the plan can't reach the attention"
+    assert "**kwargs" in attention, "attention layers no longer pass arguments on: the spans can't reach the attention"
 
 
-def test_a_plan_comes_through_fsdp_itself() -> None:
-    """FSDP2 in 16 bit rebuilds the containers among a forward's arguments, dataclasses too; layers count on the plan."""
+def test_the_spans_come_through_fsdp_as_the_same_object() -> None:
+    """FSDP2 in 16 bit rebuilds the containers among a forward's arguments, dataclasses too; layers count on the spans."""
     source = inspect.getsource(FSDPState._cast_forward_inputs)
     assert "_apply_to_tensors(cast_fn, kwargs)" in source, "torch casts the arguments of FSDP2's forwards another way"
-    plan = pack(flat(RAGGED)).plan
-    assert _apply_to_tensors(lambda tensor: tensor.bfloat16(), {"group_plan": plan})["group_plan"] is plan
+    spans = pack(flat(RAGGED)).group_spans
+    assert _apply_to_tensors(lambda tensor: tensor.bfloat16(), {"group_spans": spans})["group_spans"] is spans
+
+
+def test_importing_the_module_registers_no_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[Any] = []
+    monkeypatch.setattr(transformers.AttentionInterface, "register", lambda *names: registered.append(names))
+    runpy.run_path(str(packing.__file__))
+    assert not registered
 
 
 def test_contract_with_torch() -> None:

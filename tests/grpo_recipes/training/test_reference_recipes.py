@@ -53,7 +53,7 @@ def lora_run(tiny_model: Path, gsm8k_file: Path, tmp_path_factory: pytest.TempPa
     return folder
 
 
-def test_gap_11_an_adapter_folder_is_a_model(
+def test_an_adapter_folder_is_a_model(
     lora_run: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(ValueError, match="Unrecognized model"):

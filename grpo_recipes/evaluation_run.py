@@ -22,6 +22,7 @@ from grpo_recipes.evaluate import (
     vllm_engine,
 )
 from grpo_recipes.runs import AFTER, EVALUATIONS
+from grpo_rewards.registry import spec_parts
 
 DEFAULT_NEW_TOKENS = 512
 
@@ -238,12 +239,12 @@ def _tags(recipe: dict[str, Any], spec: DatasetSpec) -> tuple[str, str]:
 
 
 def _reward_tags(rewards: list[Any]) -> tuple[str, str] | None:
-    """The first tags that a reward is given, those inside a `sum` included."""
+    """The first tags that a reward is given, those inside a `sum` or a `gate` included."""
     for reward in rewards:
         if isinstance(reward, dict):
             if tags := (reward.get("kwargs") or {}).get("tags"):
                 return tags[0], tags[1]
-            if found := _reward_tags(reward.get("rewards") or []):
+            if found := _reward_tags(spec_parts(reward)):
                 return found
     return None
 

@@ -14,6 +14,7 @@ from grpo_recipes import memory
 from grpo_recipes.data import DatasetUnreachable
 from grpo_recipes.geometry import Geometry
 from grpo_recipes.recipe import Machine, Recipe, RecipeError, check, dry_config, find_file, model_config, parse_recipe
+from grpo_rewards.registry import spec_parts
 
 
 @dataclass(frozen=True)
@@ -152,12 +153,12 @@ def _reward_parameters(recipe: Recipe, notes: list[str]) -> int:
 
 
 def _reward_models(specs: Sequence[Any]) -> Iterator[str]:
-    """The models that reward specs name, inside sums too."""
+    """The models that reward specs name, inside sums and gates too."""
     for spec in specs:
         if isinstance(spec, Mapping):
             if isinstance(model := (spec.get("kwargs") or {}).get("model"), str):
                 yield model
-            yield from _reward_models(spec.get("rewards") or [])
+            yield from _reward_models(spec_parts(spec))
 
 
 def _gpu_bytes(text: str | None) -> float | None:

@@ -23,12 +23,20 @@ from grpo_rewards.completions import completion_text
 
 FORMAT_REWARDS = frozenset({"tag_structure", "tag_count", "tag_presence", "well_formed", "think_format_reward"})
 CORRECTNESS_REWARDS = frozenset(
-    {"gsm8k_correctness", "math_correctness", "accuracy_reward", "reasoning_accuracy_reward"}
+    {
+        "gsm8k_correctness",
+        "math_correctness",
+        "choice_correctness",
+        "string_match",
+        "accuracy_reward",
+        "reasoning_accuracy_reward",
+    }
 )
 # TRL's as a recipe names the factory, and as a log names the reward.
 SHAPING_REWARDS = frozenset(
     {
         "group_length",
+        "repetition",
         "get_soft_overlong_punishment",
         "soft_overlong_punishment_reward",
         "get_repetition_penalty_reward",

@@ -26,7 +26,7 @@ _MAX_EXTRA_CHARS = 1000
 _MAX_CLAIMS = 20
 
 _LABEL = re.compile(r"[A-Za-z0-9]{1,3}")
-_LABELLED = re.compile(r"\s*\(?([A-Za-z0-9]{1,2})[).:]\s*(\S.*)", re.DOTALL)
+_LABELLED = re.compile(r"\s*\(?([A-Za-z])(?:\)|[.:](?=\s))\s*(\S.*)", re.DOTALL)
 
 _FOLDED = {**dict.fromkeys("−‐‑–—﹣―", "-"), **dict.fromkeys("‘’‚‛", "'"), **dict.fromkeys("“”„«»", '"'),
            "。": ".", "、": ",", "\n": " ", "\t": " ", "\r": " "}  # fmt: skip
@@ -131,7 +131,7 @@ def read_choices(value: Any) -> Choices | None:
     """Return the choices of a row, or None if they can't be read.
 
     Args:
-        value: a list of texts, whose letters are A, B, C, ... unless each text starts with its own ("B) Paris"); a
+        value: a list of texts, whose letters are A, B, C, ... unless the texts bring them ("B) Paris", "A) Rome"); a
             mapping of letters to texts, in which None stands for no such choice; the mapping `{"text": [...],
             "label": [...]}` of ARC; or None for letters alone. A letter may be a number.
     """
@@ -157,7 +157,8 @@ def _label_and_text(value: Any) -> list[tuple[Any, Any]]:
         return []
     own = [_LABELLED.fullmatch(text) if isinstance(text, str) else None for text in value]
     labelled = [(match[1], match[2]) for match in own if match]
-    if len(labelled) == len(value) and len({label for label, _ in labelled}) == len(value):
+    # All of the first letters, so that names with initials ("I. Newton", "M. Curie") stay names.
+    if sorted(label.upper() for label, _ in labelled) == list(_LETTERS_ALONE[: len(value)]):
         return labelled
     return list(zip(_LETTERS_ALONE, value, strict=False))
 
@@ -184,11 +185,21 @@ def read_gold(gold: Any, choices: Choices, form: str = "auto") -> str | None:
     cleaned = _cleaned(gold)
     if form in ("auto", "letter") and (label := _bare_label(cleaned, choices)):
         return label
-    if form in ("auto", "text") and (label := _by_text(cleaned, choices)):
+    if form in ("auto", "text") and (label := _of_text(cleaned, choices)):
         return label
     if form in ("auto", "index") and cleaned.isdecimal() and len(cleaned) < 4:
         return _at(int(cleaned), choices)
     return named_choice(gold, choices) if form == "auto" else None
+
+
+def _of_text(cleaned: str, choices: Choices) -> str | None:
+    """Return the letter of the one choice with this text, even where the text looks like another's letter."""
+    texts = [_cleaned(text) for text in choices.texts]
+    for same in (cleaned.__eq__, lambda text: _key(text) == _key(cleaned)):
+        labels = [label for label, text in zip(choices.labels, texts, strict=False) if same(text)]
+        if labels:
+            return labels[0] if len(labels) == 1 else None
+    return None
 
 
 def _at(index: Any, choices: Choices) -> str | None:
@@ -218,6 +229,7 @@ _INTRODUCTION = re.compile(
     :?\ ?""",
     re.VERBOSE | re.IGNORECASE,
 )
+_ASKS_FOR_LETTER = re.compile(r"answer|option|choice|letter|alternative", re.IGNORECASE)
 _REASON = re.compile(r"(?<!\w)(?:because|since|due to|given that|as it is|which is why)(?!\w)", re.IGNORECASE)
 _IS_RIGHT = re.compile(
     r"""(?:is|was|seems|must\ be|would\ be|has\ to\ be)\ (?:clearly\ |definitely\ |indeed\ |therefore\ |thus\ )?(?:the\ )?
@@ -227,6 +239,8 @@ _IS_RIGHT = re.compile(
 )
 _CONTRAST = re.compile(r"(?:and )?(?:not|rather than|instead of|over|as opposed to) ", re.IGNORECASE)
 _BUT = re.compile(r"not (?P<others>.{1,300}?),? but (?:rather |instead )?(?P<rest>.+)", re.IGNORECASE)
+# In a key, what ends a choice's text: "5!" and "5/2" are not 5.
+_AFTER_TEXT = ("", " ", ",", ".", ";", ":", "(", "[")
 _SEPARATOR = re.compile(r"(?:,|\bor\b|\bnor\b|\band\b|\s)+", re.IGNORECASE)
 # Beside a letter, these make of it an alternative, a negation, a guess or a question.
 _DOUBT = re.compile(
@@ -248,9 +262,13 @@ def named_choice(answer: str, choices: Choices) -> str | None:
     if len(answer) > choices.max_chars:
         return None
     cleaned = _cleaned(answer)
-    without = cleaned[_end_of(_INTRODUCTION, cleaned) :]
-    label = _parsed(cleaned, choices)
-    return label or (_parsed(without, choices) if without != cleaned else None)
+    if label := _parsed(cleaned, choices):
+        return label
+    end = _end_of(_INTRODUCTION, cleaned)
+    introduction, rest = cleaned[:end], cleaned[end:]
+    if not end or (rest in ("a", "i") and not _ASKS_FOR_LETTER.search(introduction)):
+        return None  # "It is a", cut off
+    return _parsed(rest, choices)
 
 
 def _end_of(pattern: re.Pattern[str], text: str) -> int:
@@ -272,7 +290,7 @@ def _parsed(text: str, choices: Choices) -> str | None:
         return label if _agrees(text[head.end() :].strip(), label, sure, choices) else None
     key = _key(text)
     for known, label in choices.keys:
-        if key.startswith(known) and not key[len(known) : len(known) + 1].isalnum():
+        if key.startswith(known) and key[len(known) : len(known) + 1] in _AFTER_TEXT:
             return label if _agrees(_after_text(text, known), label, False, choices) else None
     return None
 
@@ -322,7 +340,7 @@ def _agrees(rest: str, label: str, sure: bool, choices: Choices) -> bool:
             continue
         key = _key(rest)
         own = next((known for known, owner in choices.keys if owner == label and key.startswith(known)), None)
-        if own and not key[len(own) : len(own) + 1].isalnum():
+        if own and key[len(own) : len(own) + 1] in _AFTER_TEXT:
             rest, sure = _after_text(rest, own), True
             continue
         if reason := _REASON.search(rest):

@@ -70,10 +70,9 @@ def whole_pattern(pattern: str) -> Callable[[str], bool]:
 
 def read_golds(gold: Any) -> list[str]:
     """Return the golds of a row, stripped: of a string, a number, a list of them, or SQuAD's `{"text": [...]}`."""
-    gold = gold.tolist() if hasattr(gold, "tolist") else gold
-    if isinstance(gold, Mapping):
-        return read_golds(gold["text"]) if isinstance(gold.get("text"), (str, Sequence)) else []
-    listed = [gold] if isinstance(gold, str) or not isinstance(gold, Sequence) else gold
+    gold = gold.get("text") if isinstance(gold, Mapping) else gold
+    gold = gold.tolist() if hasattr(gold, "tolist") else gold  # an array of numpy or pyarrow
+    listed = gold if isinstance(gold, (list, tuple)) else [gold]
     read = (_gold_text(item) for item in listed)
     return [text for text in read if text]
 

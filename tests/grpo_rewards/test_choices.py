@@ -29,8 +29,9 @@ The answer is A. | The answer is Paris. | the correct answer is (a) | Answer: A 
 **Final Answer**: (A) Paris | Final answer: **A** | The correct option is (A). | The correct answer is option A: Paris.
 So the answer is A. Paris is the capital of France. | The answer is A, because B and C are not capitals.
 The answer is A. B is wrong, and so is C. | The best answer is A, since the others (B, C, D) are elsewhere.
-Option A is correct. | A is correct. | (A) Paris is the correct answer. | Paris is the right answer. | It's Paris! | I think it's A.
-I choose A | I'll go with A | not B but A | The answer is not B but A. | A, not B | A, not B or C | A rather than New York
+Option A is correct. | A is correct. | (A) Paris is the correct answer. | Paris is the right answer. | It's Paris!
+I think it's A. | I choose A | I'll go with A | not B but A
+The answer is not B but A. | A, not B | A, not B or C | A rather than New York
 B is wrong. The answer is A. | The answer is B. Wait, no: the answer is A. | The answer is:\\n\\nA | The answer is: **A**
 Option B looks good.\\n\\nAnswer: A. Paris\\n\\nB is not the capital. | Let me see.\\n#### A | # Answer\\n#### A) Paris
 <answer>A</answer> | <answer>\\nA. Paris\\n</answer> | <answer>The answer is A</answer> | <answer>Option A</answer>
@@ -271,7 +272,7 @@ def test_a_bad_argument_names_its_key(kwargs):
 
 # An independent generator: questions of several kinds, letters shuffled, and the ways in which models answer.
 POOLS = [
-    "Paris London Rome Berlin Madrid Vienna Oslo Athens Cairo Lima".split(),
+    ["Paris", "London", "Rome", "Berlin", "Madrid", "Vienna", "Oslo", "Athens", "Cairo", "Lima"],
     [str(number) for number in range(2, 60)],
     [f"{number / 4}" for number in range(3, 60, 2)],
     ["It increases", "It decreases", "It stays the same", "It doubles", "It is halved", "It can not be determined"],
@@ -287,9 +288,11 @@ LETTER_FORMS = ["{l}", "({l})", "{l}.", "{l})", "**{l}**", "**({l})**", "\\text{
 FRAMES = ["{a}", "The answer is {a}.", "The correct answer is {a}.", "Answer: {a}", "**Answer:** {a}", "**Answer: {a}**",
           "Final answer: {a}", "The correct option is {a}.", "So, the answer is {a}.", "The best choice is {a}.",
           "Therefore, the correct answer is: {a}", "Therefore the answer must be {a}.", "I would choose {a}.",
-          "The answer is {a} because of what was said above.", "#### {a}", "\\boxed{{{a}}}", "The final answer is $\\boxed{{{a}}}$.",
+          "The answer is {a} because of what was said above.", "#### {a}", "\\boxed{{{a}}}",
+          "The final answer is $\\boxed{{{a}}}$.",
           "<answer>{a}</answer>", "<answer>\n{a}\n</answer>", "<answer>The answer is {a}.</answer>",
-          "<think>\nIs it {w}? No.\n</think>\n<answer>{a}</answer>", "<think>It could be {w}.</think>\nThe answer is {a}."]  # fmt: skip
+          "<think>\nIs it {w}? No.\n</think>\n<answer>{a}</answer>",
+          "<think>It could be {w}.</think>\nThe answer is {a}."]  # fmt: skip
 BODIES = ["", "Let us go through the options. Option {w} does not fit.\n\n", "We look at each choice in turn.\n",
           "{w} is wrong since it contradicts the text. "]  # fmt: skip
 

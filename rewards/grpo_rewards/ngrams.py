@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,9 +15,14 @@ _ALONE = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2600-\u27bf\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
     "\U0001f000-\U0001faff\U00020000-\U0003ffff"
 )
-_WORD = re.compile(rf"[{_ALONE}]|(?:(?![{_ALONE}])[^\W_])+|(?:(?![{_ALONE}])[^\w\s]|_){{8,}}")
+_MARKS = r"(?<!\S)(?:[^\w\s]|_)+(?!\S)|(?:[^\w\s]|_){8,}"
+_ASCII_WORD = re.compile(rf"[a-z0-9]+|{_MARKS}", re.ASCII)
+_WORD = re.compile(rf"[{_ALONE}]|(?:(?![{_ALONE}])[^\W_])+|{_MARKS}")
+# Soft hyphen, zero-width characters, joiners and direction marks.
+_INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff\ufe00-\ufe0f]")
 # No word is longer; a longer run is cut up, so that a loop without spaces ("hahaha...") repeats too.
 _MAX_WORD_CHARS = 24
+_MAX_MARK_CHARS = 7
 _PIECE_CHARS = 4
 _MAX_NGRAM = 100
 
@@ -29,26 +34,17 @@ def words(text: str) -> list[str]:
     and an emoji, is a word; so is a mark that stands alone ("- - -"). Runs of more than 24 characters, and of 8 marks,
     count as words of 4.
     """
-    return [piece for chunk in _visible(text).casefold().split() for word in _words(chunk) for piece in _pieces(word)]
+    text = text.casefold()
+    found = _ASCII_WORD.findall(text) if text.isascii() else _WORD.findall(_INVISIBLE.sub("", text))
+    if max(map(len, found), default=0) <= _MAX_MARK_CHARS:
+        return found
+    return [piece for word in found for piece in _pieces(word)]
 
 
-def _words(chunk: str) -> list[str]:
-    return [chunk] if chunk.isalpha() and chunk.isascii() else _WORD.findall(chunk) or [chunk]
-
-
-def _pieces(word: str) -> Iterator[str]:
-    if len(word) <= _MAX_WORD_CHARS and (word[0].isalnum() or len(word) < 8):
-        yield word
-    else:
-        yield from (word[start : start + _PIECE_CHARS] for start in range(0, len(word), _PIECE_CHARS))
-
-
-# Soft hyphen, zero-width characters, joiners and direction marks.
-_INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff\ufe00-\ufe0f]")
-
-
-def _visible(text: str) -> str:
-    return text if text.isascii() else _INVISIBLE.sub("", text)
+def _pieces(word: str) -> Sequence[str]:
+    if len(word) <= _MAX_MARK_CHARS or (len(word) <= _MAX_WORD_CHARS and word[0].isalnum()):
+        return (word,)
+    return [word[start : start + _PIECE_CHARS] for start in range(0, len(word), _PIECE_CHARS)]
 
 
 def repeated_share(units: Sequence[Any], ngram: int) -> float | None:

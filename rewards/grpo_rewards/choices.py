@@ -34,9 +34,14 @@ _LATEX_COMMAND = re.compile(
     r"\\(?:text\w*|math(?:rm|bf|it|sf|tt)|mbox|[bf]?boxed|fbox|underline|emph|operatorname)\s*\{([^{}]*)\}"
 )
 _LATEX_SPACE = re.compile(r"\\[()\[\],;:! ]|\\quad\b|\\left\b|\\right\b")
-_PAIRED = (re.compile(r"(?<![\w*])(\*{1,3})(?=[^\s*])([^*]*)\1(?![\w*])"),
-           re.compile(r"(?<!\w)(_{1,2})(?=[^\s_])([^_]*)\1(?!\w)"),
-           re.compile(r"(`+)([^`]*)\1"), re.compile(r'(")([^"]*)"'), re.compile(r"(\${1,2})([^$]*)\1"))  # fmt: skip
+_PAIRED = (
+    re.compile(r"(?<![\w*])(\*{1,3})(?=[^\s*])([^*]*)\1(?![\w*])"),
+    re.compile(r"(?<!\w)(_{1,2})(?=[^\s_])([^_]*)\1(?!\w)"),
+    re.compile(r"(`+)([^`]*)\1"),
+    re.compile(r'(")([^"]*)"'),
+    re.compile(r"(?<!\w)(')([^']*)'(?!\w)"),
+    re.compile(r"(\${1,2})([^$]*)\1"),
+)
 # What a claim cut out of "**Answer: B**" keeps. Not between letters, where it is a power.
 _HALF_A_PAIR = re.compile(r"(?<![^\W_])(?:\*\*+|__+)|(?:\*\*+|__+)(?![^\W_])")
 _AROUND_SYMBOL = re.compile(r"\s*([^\w\s])\s*")
@@ -113,8 +118,8 @@ def _choices(labels: tuple[str, ...], texts: tuple[str, ...]) -> Choices | None:
     either = "|".join(sorted(map(re.escape, labels), key=len, reverse=True))
     head = re.compile(
         rf"""(?P<word>(?:the\ )?(?:option|choice|answer|letter|alternative)\ )?
-        (?P<open>["'(\[{{<]*)\ ?(?P<label>{either})
-        (?P<close>(?:\ ?[-"')\]}}>.:,;!])*) (?: (?=\s|\Z) | (?<=[)\]:.])(?=[^\W\d]) )""",
+        (?P<open>[(\[{{<]*)\ ?(?P<label>{either})
+        (?P<close>(?:\ ?[)\]}}>.:,;!]|\ -)*) (?: (?=\s|\Z) | (?<=[)\]:.])(?=[^\W\d]) )""",
         re.VERBOSE | re.IGNORECASE,
     )
     label_in_text = re.compile(rf"(?<![\w'-])([(\[]?)({either})([)\]]?)(?![\w'-])(?=(\ [a-z]+)?)", re.IGNORECASE)
@@ -208,7 +213,7 @@ def _at(index: Any, choices: Choices) -> str | None:
 
 
 def _bare_label(cleaned: str, choices: Choices) -> str | None:
-    return choices.by_label.get(cleaned.casefold().strip("\"'()[]{}<>.,:;! "))
+    return choices.by_label.get(cleaned.casefold().strip("()[]{}<>.,:;! "))
 
 
 def _by_text(cleaned: str, choices: Choices) -> str | None:
@@ -219,13 +224,14 @@ def _by_text(cleaned: str, choices: Choices) -> str | None:
 
 _INTRODUCTION = re.compile(
     r"""(?: (?:so|thus|hence|therefore|then|ok|okay|well|yes|finally|clearly|and|in\ conclusion|overall) \b,?\ )*
-    (?: (?:i|we)\ (?:(?:would|will|can)\ )?
+    (?: (?:choose|pick|select)\ )?
+    (?: (?:i|we)(?:\ would|\ will|\ can|'d|'ll)?[ ]
         (?:think|believe|choose|chose|pick|picked|select|selected|conclude|say|go\ with|am\ going\ with|answer) \ (?:that\ )?
       | my\ (?:final\ )?(?:answer|choice)\ (?:is|:)\ )?
     (?: (?:it|this|that)(?:\ is|'s|\ must\ be|\ has\ to\ be|\ should\ be)\ )?
     (?: (?:the\ )? (?:(?:correct|right|best|final|most\ likely|most\ appropriate|only\ correct)\ )*
-        (?:answer|option|choice|letter|alternative|response)
-        \ ?(?:is|was|would\ be|must\ be|should\ be|has\ to\ be|:|=|-)\ ?:?\ ?(?:clearly\ |therefore\ |thus\ |indeed\ )? )?
+        (?:answer|option|choice|letter|alternative|response|solution|statement)
+        \ ?(?:is|'s|was|would\ be|must\ be|should\ be|has\ to\ be|:|=|-)\ ?:?\ ?(?:clearly\ |therefore\ |thus\ |indeed\ )? )?
     :?\ ?""",
     re.VERBOSE | re.IGNORECASE,
 )
@@ -241,16 +247,21 @@ _CONTRAST = re.compile(r"(?:and )?(?:not|rather than|instead of|over|as opposed 
 _BUT = re.compile(r"not (?P<others>.{1,300}?),? but (?:rather |instead )?(?P<rest>.+)", re.IGNORECASE)
 # In a key, what ends a choice's text: "5!" and "5/2" are not 5.
 _AFTER_TEXT = ("", " ", ",", ".", ";", ":", "(", "[")
+_KEYWORD = re.compile(r"(?:the )?(?:option|choice|answer|letter|alternative) ", re.IGNORECASE)
 _SEPARATOR = re.compile(r"(?:,|\bor\b|\bnor\b|\band\b|\s)+", re.IGNORECASE)
 # Beside a letter, these make of it an alternative, a negation, a guess or a question.
 _DOUBT = re.compile(
-    r"""(?<!\w)(?:or|nor|either|neither|not|cannot|\w{2,8}n't|never|isnt|wrong|incorrect|false|except|unless|if|maybe|perhaps
+    r"""(?<!\w)(?:or|nor|either|neither|not|cannot|\w{2,8}n't|never|isnt|wrong|incorrect|false|except|unless|if|no|nope|wait|maybe|perhaps
     |probably|possibly|unsure|versus|vs)(?!\w) | \?""",
     re.VERBOSE | re.IGNORECASE,
 )
 _CORRECTION = re.compile(
-    r"\W*(?:or|and|no|nope|wait|actually|maybe|perhaps|alternatively|also|hmm|sorry|correction|but|however)(?!\w)",
-    re.IGNORECASE,
+    r"""\W*(?:or|and|no|nope|wait|actually|maybe|perhaps|alternatively|also|hmm|sorry|correction|but|however|oops|rather
+    |i\ mean|i\ meant|make\ that|scratch\ that)(?!\w)""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_RETRACTION = re.compile(
+    r"\W*(?:that|this|it|which)(?: is|'s| was) (?:wrong|incorrect|false|not (?:right|correct))\b", re.IGNORECASE
 )
 # After "A" or "I" these leave it a letter; before any other word it is an article or a pronoun.
 _AFTER_LETTER = frozenset({"is", "isn", "was", "are", "or", "and", "nor", "to", "through", "but", "not", "with", "because",
@@ -261,6 +272,10 @@ def named_choice(answer: str, choices: Choices) -> str | None:
     """Return the letter of the one choice that an answer names, or None if it names none, or more than one."""
     if len(answer) > choices.max_chars:
         return None
+    first, _, below = answer.strip().partition("\n")
+    label = _parsed(_cleaned(first), choices) if below else None
+    if label and _agrees(_cleaned(below), label, True, choices):
+        return label
     cleaned = _cleaned(answer)
     if label := _parsed(cleaned, choices):
         return label
@@ -287,6 +302,8 @@ def _parsed(text: str, choices: Choices) -> str | None:
     if head and not _is_word(head, text):
         label = choices.by_label[head["label"].casefold()]
         sure = bool(head["word"] or head["open"] or head["close"])
+        if head["close"].endswith(".") and text[head.end() : head.end() + 1].isalpha():  # "A.Paris", but "A.M."
+            return label if _by_text(text[head.end() :], choices) == label else None
         return label if _agrees(text[head.end() :].strip(), label, sure, choices) else None
     key = _key(text)
     for known, label in choices.keys:
@@ -325,8 +342,9 @@ def _agrees(rest: str, label: str, sure: bool, choices: Choices) -> bool:
         choices: all of them.
     """
     while True:
-        rest = rest.strip(" .,;:!-")
+        rest = rest.strip(" .,;:!-\u2705\u2713\u2714")
         inner = rest[1:-1] if rest[:1] + rest[-1:] in ("()", "[]") else rest
+        inner = inner[_end_of(_KEYWORD, inner) :]
         if not inner:
             return True
         if named := _bare_label(inner, choices) or _by_text(inner, choices):
@@ -377,17 +395,24 @@ def _mentioned(text: str, choices: Choices) -> set[str]:
     return found
 
 
-# Where a claim starts: "the answer is", "**Answer:**", "I choose"; or where it ends: "... is correct".
+# Where a claim starts: "the answer is", "**Answer:**", "### Final answer", "I choose"; or its end: "... is correct".
 _CLAIM = re.compile(
-    r"""\b(?:answer|option|choice|letter|alternative)\b[*_"']{0,3}\s{0,3}
-        (?: (?:is|was|would\ be|must\ be|should\ be|has\ to\ be)\b [*_]{0,3}\s{0,3}[:=：]? | [:=：] )
+    r"""\b(?:answer|option|choice|letter|alternative|solution|correct\ statement)\b[*_"']{0,3}[ \t]{0,3}
+        (?: (?:is|'s|was|would\ be|must\ be|should\ be|has\ to\ be)\b [*_]{0,3}\s{0,3}[:=\uff1a]? | [:=\uff1a] | (?=\n) )
+      | \u7b54\u6848 (?:\u662f|\u4e3a|\u70ba)? [:\uff1a]?  # Chinese: "the answer is"
       | \bI(?:\ will|\ would|'ll|'d)?\ (?:choose|pick|select|go\ with)\b
       | (?P<right>\b(?:is|must\ be)\ (?:the\ )?(?:most\ )?(?:correct|right|best)\b | \bis\ the\ answer\b)""",
     re.VERBOSE | re.IGNORECASE,
 )
-_CLAUSE_START = re.compile(r"[.!?](?=\s)|[;:\n]")
+# Before "the answer is", in the same clause, these leave it unclaimed: "I doubt that", "One might say that".
+_UNCLAIMED = re.compile(
+    r"""(?<!\w)(?:not|\w{2,8}n't|cannot|never|doubt|deny|false|wrong|untrue|nobody|no\ one|might|may|could|if|unless|whether
+    |(?:some|many|people|they|others)\ (?:would\ )?(?:say|think|argue|claim|believe))(?!\w)[^.!?;:,\n]*\Z""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_CLAUSE_START = re.compile(r"[.!?,](?=\s)|[;:\n]")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|\Z)")
-_CLAUSE_CHARS = 300
+_CLAUSE_CHARS = 200
 
 
 def _claimed(text: str, choices: Choices) -> tuple[bool, str | None]:
@@ -398,7 +423,7 @@ def _claimed(text: str, choices: Choices) -> tuple[bool, str | None]:
         if claim["right"]:
             if label := _claimed_before(text, claim, choices):
                 return True, label
-        else:
+        elif not _UNCLAIMED.search(text[max(0, claim.start() - _CLAUSE_CHARS) : claim.start()]):
             claimed, label = _claimed_after(text[claim.end() : min(end, claim.end() + choices.max_chars)], choices)
             if claimed:
                 return True, label
@@ -410,12 +435,13 @@ def _claimed_before(text: str, claim: re.Match[str], choices: Choices) -> str | 
     """Read "(B) Paris is the correct answer because ..." from the start of its clause to the end of its line."""
     start = max(0, claim.start() - _CLAUSE_CHARS)
     before = text[start : claim.start()]
+    after = text[claim.start() : claim.end() + _CLAUSE_CHARS].partition("\n")[0]
+    sentence_end = _SENTENCE_END.search(after)
+    after = after[: sentence_end.end()] if sentence_end else after
     starts = [match.end() for match in _CLAUSE_START.finditer(before)]
-    # "B. Paris is" has no clause that starts after "B.", so a few starts are tried, the longest clause first.
-    for offset in [0, *starts[-3:]] if start == 0 and len(starts) < 3 else starts[-3:]:
-        clause = before[offset:] + text[claim.start() : claim.end() + _CLAUSE_CHARS].partition("\n")[0]
-        first = _SENTENCE_END.split(clause[len(before) - offset :], maxsplit=1)[0]
-        if label := named_choice(before[offset:] + first, choices):
+    # "B. Paris is" has no clause that starts after "B.", so the last few starts are tried, the longest clause first.
+    for offset in ([0] if start == 0 else []) + starts[-3:]:
+        if label := named_choice(before[offset:] + after, choices):
             return label
     return None
 
@@ -442,6 +468,8 @@ def _taken_back(following: str, label: str, choices: Choices) -> bool:
     next_sentence = _cleaned(_SENTENCE_END.split(following.partition("\n")[0], maxsplit=1)[0])
     text_of = _by_text(next_sentence, choices)
     if text_of is not None and text_of != label:
+        return True
+    if _RETRACTION.match(following):
         return True
     return bool(_CORRECTION.match(following) and _mentioned(_cleaned(following), choices) - {label})
 

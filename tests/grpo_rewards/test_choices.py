@@ -37,6 +37,9 @@ Option B looks good.\\n\\nAnswer: A. Paris\\n\\nB is not the capital. | Let me s
 <answer>A</answer> | <answer>\\nA. Paris\\n</answer> | <answer>The answer is A</answer> | <answer>Option A</answer>
 <answer>A because it is the capital</answer> | <answer>A. It is the capital of France</answer> | <answer>choice (a)</answer>
 <think>B? C?</think><answer>A</answer> | <think>The answer is B.</think>The answer is A. | <answer>B</answer><answer>A</answer>
+### Final Answer\\n\\nA. Paris | The answer is Paris (option A). | The answer's A | I'd say A. | Pick (A) | My answer is A. | A.Paris
+A\\n\\nParis is the capital. | **A**\\n\\nExplanation: it is the capital. | Of these, A is correct. | 答案：A | 答案是A。 | A ✅
+Since B is not a capital, the answer is A. | \\boxed{\\textbf{(A) } \\text{Paris}} | The answer is A (Paris), not B.
 <answer>\\boxed{A}</answer> | The answer is B. <answer>A</answer> | \\boxed{B} or rather \\boxed{A}
 """
 RIGHT = [text.strip().replace("\\n", "\n").replace("\\\\", "\\") for text in RIGHT.replace("\n", " | ").split(" | ")]
@@ -80,6 +83,23 @@ TRAPS = {
     "a condition": "If A is correct, then we lose",
     "an answer on a condition": "The answer is A if B fails",
     "a question": "Is A correct?",
+    "a claim with a question mark": "A is correct?",
+    "a claim that is doubted": "I doubt the answer is A",
+    "a claim that is denied": "I don't think the answer is A.",
+    "a claim that others might make": "One might say the answer is A.",
+    "a claim that is false": "It is false that the answer is A.",
+    "a claim that is retracted": "The answer is A. That is wrong.",
+    "a claim that is restated": "The answer is A. I mean B.",
+    "a letter and a no": "A, no",
+    "a grade with a minus": "A-",
+    "a prime": "A'",
+    "a time of day": "A.M.",
+    "two letters on two lines": "A\nB",
+    "a set of letters": "\\boxed{A, B}",
+    "letters with an or in a box": "\\boxed{A \\text{ or } B}",
+    "a comparison": "A is better than B",
+    "a formula": "A = 5",
+    "a probability": "The answer is P(A)",
     "a letter with a question mark": "A?",
     "a hedge": "maybe A",
     "the article": "A city in France",

@@ -246,7 +246,7 @@ _IS_RIGHT = re.compile(
 _CONTRAST = re.compile(r"(?:and )?(?:not|rather than|instead of|over|as opposed to) ", re.IGNORECASE)
 _BUT = re.compile(r"not (?P<others>.{1,300}?),? but (?:rather |instead )?(?P<rest>.+)", re.IGNORECASE)
 # In a key, what ends a choice's text: "5!" and "5/2" are not 5.
-_AFTER_TEXT = ("", " ", ",", ".", ";", ":", "(", "[")
+_AFTER_TEXT = ("", " ", ",", ".", ";", ":", "(", ")", "[", "]")
 _KEYWORD = re.compile(r"(?:the )?(?:option|choice|answer|letter|alternative) ", re.IGNORECASE)
 _SEPARATOR = re.compile(r"(?:,|\bor\b|\bnor\b|\band\b|\s)+", re.IGNORECASE)
 # Beside a letter, these make of it an alternative, a negation, a guess or a question.
@@ -356,10 +356,11 @@ def _agrees(rest: str, label: str, sure: bool, choices: Choices) -> bool:
         if end := _end_of(_IS_RIGHT, rest):
             rest, sure = rest[end:], True
             continue
-        key = _key(rest)
+        opened = rest.lstrip("([")
+        key = _key(opened)
         own = next((known for known, owner in choices.keys if owner == label and key.startswith(known)), None)
         if own and key[len(own) : len(own) + 1] in _AFTER_TEXT:
-            rest, sure = _after_text(rest, own), True
+            rest, sure = _after_text(opened, own).lstrip(")]"), True
             continue
         if reason := _REASON.search(rest):
             rest = rest[: reason.start()]

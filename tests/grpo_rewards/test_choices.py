@@ -38,7 +38,8 @@ Option B looks good.\\n\\nAnswer: A. Paris\\n\\nB is not the capital. | Let me s
 <answer>A because it is the capital</answer> | <answer>A. It is the capital of France</answer> | <answer>choice (a)</answer>
 <think>B? C?</think><answer>A</answer> | <think>The answer is B.</think>The answer is A. | <answer>B</answer><answer>A</answer>
 ### Final Answer\\n\\nA. Paris | The answer is Paris (option A). | The answer's A | I'd say A. | Pick (A) | A.Paris
-My answer is A. | A\\n\\nParis is the capital. | **A**\\n\\nExplanation: it is the capital. | Of these, A is correct. | 答案：A | 答案是A。 | A ✅
+My answer is A. | A\\n\\nParis is the capital. | **A**\\n\\nExplanation: it is the capital.
+Of these, A is correct. | 答案：A | 答案是A。 | A ✅
 Since B is not a capital, the answer is A. | \\boxed{\\textbf{(A) } \\text{Paris}} | The answer is A (Paris), not B.
 <answer>\\boxed{A}</answer> | The answer is B. <answer>A</answer> | \\boxed{B} or rather \\boxed{A}
 """

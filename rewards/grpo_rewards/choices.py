@@ -514,10 +514,10 @@ class ChoiceCorrectness(AgainstGold):
             raise ValueError(f"gold_form must be auto, letter, text or index, not {self.gold_form!r}")
 
     def _judged(self, texts: Sequence[str], columns: Mapping[str, Any]) -> list[Judgement]:
-        golds = self._column("gold_column", columns)
+        golds = self._column("gold_column", columns, texts)
         given: Sequence[Any] = [None] * len(texts)
         if self.choices_column is not None and (self.choices_column != "choices" or "choices" in columns):
-            given = self._column("choices_column", columns)
+            given = self._column("choices_column", columns, texts)
         rows = zip(texts, self._questions(golds, given), strict=True)
         return [self._judgement(text, choices, gold) for text, (choices, gold) in rows]
 

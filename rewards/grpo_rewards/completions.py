@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -31,6 +32,24 @@ def _joined_text(content: Any) -> str:
         return ""
     texts = (part.get("text") for part in content if isinstance(part, dict))
     return "".join(text for text in texts if isinstance(text, str))
+
+
+def check_rows(reward: str, **columns: Any) -> None:
+    """Check that each column of a reward call is a list, all of one length.
+
+    A bare string would be taken for a list of its characters, and a short column would drop rows without a word.
+
+    Raises:
+        ValueError: one is not; it names the reward and the column.
+    """
+    for name, values in columns.items():
+        if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
+            shown = repr(values) if len(repr(values)) <= 40 else f"{repr(values)[:40]}…"
+            raise ValueError(f"reward {reward!r}: {name!r} must be a list with one entry per row, not {shown}.")
+    lengths = {name: len(values) for name, values in columns.items()}
+    if len(set(lengths.values())) > 1:
+        counts = ", ".join(f"{count} in {name!r}" for name, count in lengths.items())
+        raise ValueError(f"reward {reward!r}: each row has one entry in every column, but there are {counts}.")
 
 
 def outside_thinking(text: str, tag: str = "think", prefilled: bool = False) -> str:

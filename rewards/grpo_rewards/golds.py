@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from grpo_rewards.answers import LAYOUTS, answer_extractor
-from grpo_rewards.completions import completion_text, outside_thinking
+from grpo_rewards.completions import check_rows, completion_text, outside_thinking
 from grpo_rewards.format_tags import checked_number, checked_tags
 
 # "whole" is everything outside the thinking.
@@ -73,8 +73,9 @@ class AgainstGold:
         """Score each completion against the gold in its row.
 
         Raises:
-            ValueError: the batch lacks a column that the reward reads.
+            ValueError: the batch lacks a column that the reward reads, or one is not a list with an entry per completion.
         """
+        check_rows(self.name, completions=completions)
         rows = self._judged([completion_text(completion) for completion in completions], columns)
         if log_extra is not None:
             log_extra(f"{self.prefix}extracted", [row.extracted for row in rows])
@@ -88,14 +89,15 @@ class AgainstGold:
     def _judged(self, texts: Sequence[str], columns: Mapping[str, Any]) -> list[Judgement]:
         raise NotImplementedError
 
-    def _column(self, key: str, columns: Mapping[str, Any]) -> Sequence[Any]:
-        """Return the batch's column that the field `key` names."""
+    def _column(self, key: str, columns: Mapping[str, Any], texts: Sequence[str]) -> Sequence[Any]:
+        """Return the batch's column that the field `key` names, after a check that it has a row for each of `texts`."""
         column = getattr(self, key)
         if columns.get(column) is None:
             raise ValueError(
                 f"reward {self.name!r} needs the dataset column {column!r} (its kwarg {key}); "
                 f"the batch has {', '.join(columns) or 'none'}."
             )
+        check_rows(self.name, **{"completions": texts, column: columns[column]})
         return columns[column]
 
     def _answer(self, text: str, layout: str) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_rewards.completions import completion_text
+from grpo_rewards.completions import check_rows, completion_text
 from grpo_rewards.format_tags import checked_number
 
 # Scripts written without spaces, and emoji: each character is a word.
@@ -116,13 +116,15 @@ class Repetition:
         """Score each completion by itself. Takes either of TRL's shapes and ignores every other column.
 
         Raises:
-            ValueError: tokens are asked for, and the call has no `completion_ids`.
+            ValueError: tokens are asked for, and the call has no `completion_ids`, or not one row per completion.
         """
+        check_rows(self.name, completions=completions)
         if self.unit == "words":
             units: list[Sequence[Any]] = [words(completion_text(completion)) for completion in completions]
         elif completion_ids is None:
             raise ValueError(f"reward {self.name!r} needs the trainer's completion_ids: set its kwarg unit to words.")
         else:
+            check_rows(self.name, completions=completions, completion_ids=completion_ids)
             units = list(completion_ids)
         shares = [repeated_share(row, self.ngram) for row in units]
         if log_metric is not None and shares:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
+from grpo_rewards.completions import check_rows
 from grpo_rewards.format_tags import checked_number
 
 ENTRY_POINT_GROUP = "grpo_rewards.rewards"
@@ -223,11 +224,14 @@ def _score_parts(
     """Return each part's scores, and log them under `name`."""
     if log_metric is not None:
         columns["log_metric"] = log_metric
+    completions = columns["completions"]
+    check_rows(name, completions=completions)
     scores = []
     for part in parts:
         if log_extra is not None:
             columns["log_extra"] = partial(_log_under, log_extra, f"{name}/{part.name}/")
         scores.append(part.function(**columns))
+        check_rows(part.name, completions=completions, scores=scores[-1])
     for part, column in zip(parts, scores, strict=True):
         label = f"{name}/{part.name}"
         scored = [score for score in column if score is not None]

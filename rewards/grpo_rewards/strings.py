@@ -134,7 +134,7 @@ class StringMatch(AgainstGold):
         answers = [self._answer(text, self.extract) for text in texts]
         if self.pattern is not None:
             return [self._judgement(answer, [self.pattern]) for answer in answers]
-        golds = self._column("gold_column", columns)
+        golds = self._column("gold_column", columns, texts)
         return [self._judgement(answer, self._golds(gold)) for answer, gold in zip(answers, golds, strict=True)]
 
     def _golds(self, gold: Any) -> list[str]:

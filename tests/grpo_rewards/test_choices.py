@@ -239,6 +239,12 @@ def test_arrays_are_read_as_lists():
     assert score("y", "B", {"text": numpy.array(["x", "y"]), "label": numpy.array(["A", "B"])})[0] == 1.0
 
 
+@pytest.mark.parametrize("columns", [{"answer": ["A"]}, {"answer": "AB"}, {"answer": ["A", "B"], "choices": [CITIES]}])
+def test_columns_that_do_not_fit_are_refused(columns):
+    with pytest.raises(ValueError, match="'choice_correctness': "):
+        choice_correctness(completions=["A", "B"], **columns)
+
+
 def test_a_missing_column_is_one_sentence_and_choices_may_be_left_out():
     assert choice_correctness(completions=["B", "C"], answer=["B", "B"]) == [1.0, 0.0]
     with pytest.raises(ValueError, match=r"needs the dataset column 'answer'"):

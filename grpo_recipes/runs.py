@@ -194,10 +194,10 @@ class Run:
         return self.series(f"rewards/{reward.name}/mean")
 
     def parts(self) -> Iterator[tuple[RunReward, Series]]:
-        """Each reward with its mean, and a `sum` reward's parts in its place where they were logged."""
+        """Each reward with its mean, and in place of a `sum` or a `gate` its parts where they were logged."""
         for reward in self.rewards:
             prefix = f"rewards/{reward.name}/"
-            parts = [key for key in self.logged(prefix) if reward.source == "sum" and key != f"{prefix}mean"]
+            parts = [key for key in self.logged(prefix) if reward.source in ("sum", "gate") and key != f"{prefix}mean"]
             parts = [key for key in parts if key != f"{prefix}std"]
             for key in parts:
                 yield RunReward(key.removeprefix("rewards/"), key.removeprefix(prefix), reward.weight), self.series(key)

@@ -322,21 +322,13 @@ def describe_reference(recipe: Recipe, trainer: GRPOTrainer) -> str:
     return sentence
 
 
-def _reward_source(spec: Any) -> str:
-    """The name behind a reward spec: of a gate the name of the reward that it pays, unless that is a sum."""
-    if isinstance(spec, str) or spec["name"] != "gate":
-        return spec if isinstance(spec, str) else spec["name"]
-    source = _reward_source(spec["reward"])
-    return "gate" if source == "sum" else source
-
-
 def write_run_file(recipe: Recipe, checked: Checked, training_args: GRPOConfig) -> None:
     """Write `run.json`: what ran, on what, with which versions."""
     record = {
         "recipe": recipe.as_dict(),
         "source": recipe.source,
         "rewards": [
-            {"name": reward.name, "source": _reward_source(spec), "weight": reward.weight}
+            {"name": reward.name, "source": spec if isinstance(spec, str) else spec["name"], "weight": reward.weight}
             for spec, reward in zip(recipe.rewards, checked.rewards, strict=True)
         ],
         "world_size": training_args.world_size,

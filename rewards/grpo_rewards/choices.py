@@ -33,7 +33,7 @@ _FOLDED = {**dict.fromkeys("−‐‑–—﹣―", "-"), **dict.fromkeys("‘�
 _LATEX_COMMAND = re.compile(
     r"\\(?:text\w*|math(?:rm|bf|it|sf|tt)|mbox|[bf]?boxed|fbox|underline|emph|operatorname)\s*\{([^{}]*)\}"
 )
-_LATEX_SPACE = re.compile(r"\\[()\[\],;:! ]|\\quad\b|\\left\b|\\right\b")
+_LATEX_SPACE = re.compile(r"\\[()\[\],;:! ]|\\quad\b|\\left\b|\\right\b|(?<=[\w).}])~(?=\S)")
 _PAIRED = (
     re.compile(r"(?<![\w*])(\*{1,3})(?=[^\s*])([^*]*)\1(?![\w*])"),
     re.compile(r"(?<!\w)(_{1,2})(?=[^\s_])([^_]*)\1(?!\w)"),
@@ -117,7 +117,7 @@ def _choices(labels: tuple[str, ...], texts: tuple[str, ...]) -> Choices | None:
     keys = sorted(((key, label) for key, label in by_key.items() if label), key=lambda item: -len(item[0]))
     either = "|".join(sorted(map(re.escape, labels), key=len, reverse=True))
     head = re.compile(
-        rf"""(?P<word>(?:the\ )?(?:option|choice|answer|letter|alternative)\ )?
+        rf"""(?P<word>(?:the\ )?(?:option|choice|answer|letter|alternative|statement)\ )?
         (?P<open>[(\[{{<]*)\ ?(?P<label>{either})
         (?P<close>(?:\ ?[)\]}}>.:,;!]|\ -)*) (?: (?=\s|\Z) | (?<=[)\]:.])(?=[^\W\d]) )""",
         re.VERBOSE | re.IGNORECASE,
@@ -223,23 +223,26 @@ def _by_text(cleaned: str, choices: Choices) -> str | None:
 
 
 _INTRODUCTION = re.compile(
-    r"""(?: (?:so|thus|hence|therefore|then|ok|okay|well|yes|finally|clearly|and|in\ conclusion|overall) \b,?\ )*
-    (?: (?:choose|pick|select)\ )?
+    r"""(?: (?:so|thus|hence|therefore|then|ok|okay|well|finally|clearly|in\ conclusion|overall) \b,?\ )*
+    (?: (?:choose|pick|select|let's\ go\ with)\ )?
+    (?: (?:i|we)(?:'m|'re|\ am|\ are)\ (?:confident|sure|certain)\ (?:that\ )? )?
     (?: (?:i|we)(?:\ would|\ will|\ can|'d|'ll)?[ ]
         (?:think|believe|choose|chose|pick|picked|select|selected|conclude|say|go\ with|am\ going\ with|answer) \ (?:that\ )?
       | my\ (?:final\ )?(?:answer|choice)\ (?:is|:)\ )?
     (?: (?:it|this|that)(?:\ is|'s|\ must\ be|\ has\ to\ be|\ should\ be)\ )?
     (?: (?:the\ )? (?:(?:correct|right|best|final|most\ likely|most\ appropriate|only\ correct)\ )*
         (?:answer|option|choice|letter|alternative|response|solution|statement)
-        \ ?(?:is|'s|was|would\ be|must\ be|should\ be|has\ to\ be|:|=|-)\ ?:?\ ?(?:clearly\ |therefore\ |thus\ |indeed\ )? )?
-    :?\ ?""",
+        \ ?(?:is|'s|was|would\ be|must\ be|should\ be|has\ to\ be|:|=|-)\ ?:?\ ? )?
+    (?: (?:clearly|therefore|thus|hence|indeed|definitely|certainly|simply|obviously)\b,?\ )?
+    (?:only\ )? :?\ ?""",
     re.VERBOSE | re.IGNORECASE,
 )
 _ASKS_FOR_LETTER = re.compile(r"answer|option|choice|letter|alternative", re.IGNORECASE)
 _REASON = re.compile(r"(?<!\w)(?:because|since|due to|given that|as it is|which is why)(?!\w)", re.IGNORECASE)
 _IS_RIGHT = re.compile(
-    r"""(?:is|was|seems|must\ be|would\ be|has\ to\ be)\ (?:clearly\ |definitely\ |indeed\ |therefore\ |thus\ )?(?:the\ )?
-    (?:most\ )? (?: (?:correct|right|best|true|appropriate|proper|final)\b (?:\ (?:answer|option|choice|one|letter)\b)?
+    r"""(?:is|was|seems|seems\ to\ be|must\ be|would\ be|has\ to\ be)\ (?:clearly|definitely|indeed|therefore|thus)?\ ?(?:the\ )?
+    (?:most\ |most\ likely\ )?
+    (?: (?:correct|right|best|true|appropriate|proper|final)\b (?:\ (?:answer|option|choice|one|letter)\b)?
       | (?:answer|choice)\b )""",
     re.VERBOSE | re.IGNORECASE,
 )
@@ -247,7 +250,10 @@ _CONTRAST = re.compile(r"(?:and )?(?:not|rather than|instead of|over|as opposed 
 _BUT = re.compile(r"not (?P<others>.{1,300}?),? but (?:rather |instead )?(?P<rest>.+)", re.IGNORECASE)
 # In a key, what ends a choice's text: "5!" and "5/2" are not 5.
 _AFTER_TEXT = ("", " ", ",", ".", ";", ":", "(", ")", "[", "]")
-_KEYWORD = re.compile(r"(?:the )?(?:option|choice|answer|letter|alternative) ", re.IGNORECASE)
+_KEYWORD = re.compile(
+    r"(?:(?:which|that) is |i\.?e\.?,? |namely,? )?(?:(?:the )?(?:option|choice|answer|letter|alternative) )?",
+    re.IGNORECASE,
+)
 _SEPARATOR = re.compile(r"(?:,|\bor\b|\bnor\b|\band\b|\s)+", re.IGNORECASE)
 # Beside a letter, these make of it an alternative, a negation, a guess or a question.
 _DOUBT = re.compile(
@@ -342,7 +348,7 @@ def _agrees(rest: str, label: str, sure: bool, choices: Choices) -> bool:
         choices: all of them.
     """
     while True:
-        rest = rest.strip(" .,;:!-\u2705\u2713\u2714")
+        rest = rest.strip(" .,;:!=-\u2705\u2713\u2714")
         inner = rest[1:-1] if rest[:1] + rest[-1:] in ("()", "[]") else rest
         inner = inner[_end_of(_KEYWORD, inner) :]
         if not inner:
@@ -398,11 +404,14 @@ def _mentioned(text: str, choices: Choices) -> set[str]:
 
 # Where a claim starts: "the answer is", "**Answer:**", "### Final answer", "I choose"; or its end: "... is correct".
 _CLAIM = re.compile(
-    r"""\b(?:answer|option|choice|letter|alternative|solution|correct\ statement)\b[*_"']{0,3}[ \t]{0,3}
+    r"""\b(?:answer|option|choice|letter|alternative|solution|correct\ statement)\b[*_"']{0,3}
+        (?:\ (?:to|for)\ (?:the|this|that)\ (?:question|problem)|\ here|,\ then,|\ I\ (?:choose|chose))?[ \t]{0,3}
         (?: (?:is|'s|was|would\ be|must\ be|should\ be|has\ to\ be)\b [*_]{0,3}\s{0,3}[:=\uff1a]? | [:=\uff1a] | (?=\n) )
       | \u7b54\u6848 (?:\u662f|\u4e3a|\u70ba)? [:\uff1a]?  # Chinese: "the answer is"
+      | \bans\ ?[:=] | \blet's\ go\ with\b
       | \bI(?:\ will|\ would|'ll|'d)?\ (?:choose|pick|select|go\ with)\b
-      | (?P<right>\b(?:is|must\ be)\ (?:the\ )?(?:most\ )?(?:correct|right|best)\b | \bis\ the\ answer\b)""",
+      | (?P<right>\b(?:is|must\ be|seems\ to\ be)\ (?:the\ )?(?:most\ )?(?:correct|right|best|likely\ answer)\b
+        | \bis\ the\ answer\b)""",
     re.VERBOSE | re.IGNORECASE,
 )
 # Before "the answer is", in the same clause, these leave it unclaimed: "I doubt that", "One might say that".
@@ -449,7 +458,7 @@ def _claimed_before(text: str, claim: re.Match[str], choices: Choices) -> str | 
 
 def _claimed_after(segment: str, choices: Choices) -> tuple[bool, str | None]:
     """Read the first line of what follows "the answer is", and check that the rest does not take it back."""
-    segment = segment.lstrip(" \t\r\n*_:=")
+    segment = segment.lstrip(" \t\r\n*_:=,")
     line, _, below = segment.partition("\n")
     if not line:
         return False, None

@@ -41,6 +41,8 @@ Option B looks good.\\n\\nAnswer: A. Paris\\n\\nB is not the capital. | Let me s
 My answer is A. | A\\n\\nParis is the capital. | **A**\\n\\nExplanation: it is the capital.
 Of these, A is correct. | 答案：A | 答案是A。 | A ✅
 Since B is not a capital, the answer is A. | \\boxed{\\textbf{(A) } \\text{Paris}} | The answer is A (Paris), not B.
+The answer is indeed A. | The answer is, therefore, A. | The answer to the question is A. | Ans: A | The answer is A = Paris
+Only A is correct. | A seems to be the best answer. | I am confident that A is right. | The answer is Paris, which is option A.
 <answer>\\boxed{A}</answer> | The answer is B. <answer>A</answer> | \\boxed{B} or rather \\boxed{A}
 """
 RIGHT = [text.strip().replace("\\n", "\n").replace("\\\\", "\\") for text in RIGHT.replace("\n", " | ").split(" | ")]
@@ -155,6 +157,9 @@ MORE_TRAPS = {
     "another choice's text that names the letter": ("Both A and B", "A", ["x", "y", "Both A and B"]),
     "its text beside a letter": ("C. Both A and B", "A", ["x", "y", "Both A and B"]),
     "a letter that is none of the choices": ("E", "A", CITIES),
+    "yes and no": ("Yes and no", "B", {"A": "Yes", "B": "No"}),
+    "another's yes or no": ("A. No", "A", {"A": "Yes", "B": "No"}),
+    "the last number of an expression": ("2 + 2 = 4", "B", ["2", "4"]),
     "letters alone: another letter follows": ("A. Vitamin C", "A", None),
     "another row's letters": ("A", "B", {"A": "London", "B": "Paris"}),
 }

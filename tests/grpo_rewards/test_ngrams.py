@@ -110,6 +110,7 @@ def test_words():
     assert words("The cat's MAT, (the) cat!") == ["the", "cat", "s", "mat", "the", "cat"]
     assert words("3 + 4 = 7") == ["3", "+", "4", "=", "7"]
     assert words("\u6211\u662fAnna") == ["\u6211", "\u662f", "anna"]
+    assert words("c\u200ba\u00adt \ufe0f\u6211") == ["cat", "\u6211"]
     assert words("x" * 30) == ["xxxx"] * 7 + ["xx"]
     assert words("") == words(" \n\t") == []
     assert repeated_share([1, 2], 3) is None

@@ -270,8 +270,8 @@ _RETRACTION = re.compile(
     r"\W*(?:that|this|it|which)(?: is|'s| was) (?:wrong|incorrect|false|not (?:right|correct))\b", re.IGNORECASE
 )
 # After "A" or "I" these leave it a letter; before any other word it is an article or a pronoun.
-_AFTER_LETTER = frozenset({"is", "isn", "seems", "must", "was", "are", "or", "and", "nor", "to", "through", "but", "not", "with", "because",
-                           "since", "than", "rather", "instead", "over", "vs", "versus"})  # fmt: skip
+_AFTER_LETTER = frozenset({"is", "isn", "seems", "must", "was", "are", "or", "and", "nor", "to", "through", "but", "not",
+                           "with", "because", "since", "than", "rather", "instead", "over", "vs", "versus"})  # fmt: skip
 
 
 def named_choice(answer: str, choices: Choices) -> str | None:

@@ -42,7 +42,7 @@ My answer is A. | A\\n\\nParis is the capital. | **A**\\n\\nExplanation: it is t
 Of these, A is correct. | 答案：A | 答案是A。 | A ✅
 Since B is not a capital, the answer is A. | \\boxed{\\textbf{(A) } \\text{Paris}} | The answer is A (Paris), not B.
 The answer is indeed A. | The answer is, therefore, A. | The answer to the question is A. | Ans: A | The answer is A = Paris
-Only A is correct. | A seems to be the best answer. | I am confident that A is right. | The answer is Paris, which is option A.
+The answer is A. That the answer is so short is no surprise. | Only A is correct. | A seems to be the best answer. | I am confident that A is right. | The answer is Paris, which is option A.
 <answer>\\boxed{A}</answer> | The answer is B. <answer>A</answer> | \\boxed{B} or rather \\boxed{A}
 """
 RIGHT = [text.strip().replace("\\n", "\n").replace("\\\\", "\\") for text in RIGHT.replace("\n", " | ").split(" | ")]
@@ -123,6 +123,7 @@ TRAPS = {
     "an empty tag after an answer": "A <answer></answer>",
     "the last tag counts": "<answer>A</answer><answer>B</answer>",
     "the last box counts": "\\boxed{A} \\boxed{B}",
+    "the last claim counts, and names two": "The answer is A. Hmm. The answer is A or B.",
     "the last claim counts": "The answer is A. So the answer is B.",
     "a longer text that starts with the gold's": "Parisian",
     "nothing": "",
@@ -194,6 +195,9 @@ def test_a_trap_in_the_choices(kind):
         ("Caf\u00e9", "A", ["Cafe\u0301", "Bar"]),
         ("stra\u00dfe", "A", ["STRASSE", "Weg"]),
         ("Z", "Z", None),
+        ("A cat, because it purrs", "B", ["a dog", "a cat"]),
+        ("New York City, because it is large", "C", CITIES),
+        ("A. It is a vowel", "A", {"A": "E", "B": "A"}),
     ],
 )
 def test_choices_that_look_like_something_else(text, gold, choices):

@@ -104,7 +104,7 @@ class Choices:
 @lru_cache(maxsize=1024)
 def _choices(labels: tuple[str, ...], texts: tuple[str, ...]) -> Choices | None:
     by_label = {label.casefold(): label for label in labels}
-    if len(by_label) != len(labels) or len(set(labels)) < 1:
+    if len(by_label) != len(labels):
         return None
     by_text: dict[str, str | None] = {}
     by_key: dict[str, str | None] = {}
@@ -301,7 +301,7 @@ def _parsed(text: str, choices: Choices) -> str | None:
     """Parse "B", "Paris", "B) Paris", "Paris (B)", "B, not C", "not C but B", each perhaps with a reason after it."""
     if label := _bare_label(text, choices) or _by_text(text, choices):
         return label
-    if but := _BUT.fullmatch(text):
+    if (but := _BUT.fullmatch(text)) and not _BUT.match(but["rest"]):
         named = _parsed(but["rest"], choices)
         return named if named and _names_only_others(but["others"], named, choices) else None
     head = choices.head.match(text)
@@ -404,7 +404,10 @@ def _mentioned(text: str, choices: Choices) -> set[str]:
 
 # Where a claim starts: "the answer is", "**Answer:**", "### Final answer", "I choose"; or its end: "... is correct".
 _CLAIM = re.compile(
-    r"""\b(?:answer|option|choice|letter|alternative|solution|correct\ statement)\b[*_"']{0,3}
+    r"""\b(?:answer|solution  # alone, but "the first option is A" only lists it
+        |(?:correct|right|best|final|my|chosen|selected|appropriate|suitable|accurate|likely)
+         \ (?:option|choice|letter|alternative|statement)
+        )\b[*_"']{0,3}
         (?:\ (?:to|for)\ (?:the|this|that)\ (?:question|problem)|\ here|,\ then,|\ I\ (?:choose|chose))?[ \t]{0,3}
         (?: (?:is|'s|was|would\ be|must\ be|should\ be|has\ to\ be)\b [*_]{0,3}\s{0,3}[:=\uff1a]? | [:=\uff1a] | (?=\n) )
       | \u7b54\u6848 (?:\u662f|\u4e3a|\u70ba)? [:\uff1a]?  # Chinese: "the answer is"

@@ -42,7 +42,8 @@ My answer is A. | A\\n\\nParis is the capital. | **A**\\n\\nExplanation: it is t
 Of these, A is correct. | 答案：A | 答案是A。 | A ✅
 Since B is not a capital, the answer is A. | \\boxed{\\textbf{(A) } \\text{Paris}} | The answer is A (Paris), not B.
 The answer is indeed A. | The answer is, therefore, A. | The answer to the question is A. | Ans: A | The answer is A = Paris
-The answer is A. That the answer is so short is no surprise. | Only A is correct. | A seems to be the best answer. | I am confident that A is right. | The answer is Paris, which is option A.
+The answer is A. That the answer is so short is no surprise.
+Only A is correct. | A seems to be the best answer. | I am confident that A is right. | The answer is Paris, which is option A.
 <answer>\\boxed{A}</answer> | The answer is B. <answer>A</answer> | \\boxed{B} or rather \\boxed{A}
 """
 RIGHT = [text.strip().replace("\\n", "\n").replace("\\\\", "\\") for text in RIGHT.replace("\n", " | ").split(" | ")]
@@ -65,6 +66,9 @@ TRAPS = {
     "a range in words": "A to D",
     "every choice, listed": "A. Paris\nB. New York\nC. New York City\nD. London",
     "every choice, in the tag": "<answer>A, B, C and D</answer>",
+    "every choice, each as an option": "Option: D\nOption: C\nOption: B\nOption: A",
+    "the first option": "We read the choices. The first option is A.",
+    "not, but not, but": "not A but " * 50,
     "two texts": "Paris or London",
     "a letter and another's text": "A. London",
     "a letter and another's text, bracketed": "London (A)",

@@ -4,6 +4,7 @@ A spec is a name (registered, or a dotted path), or one of the mappings
 
     {name: gsm8k_correctness, weight: 1.0, alias: strict, kwargs: {extract: hashes}}
     {name: sum, rewards: [spec, ...], weight: 1.0, alias: total}
+    {name: gate, reward: spec, only_if: spec, at_least: 1.0, weight: 1.0, alias: gated}
 
 A class is always instantiated, with `kwargs` or with nothing. A plain function is the reward itself, unless `kwargs` is
 given (even `{}`): then it is a factory and is called with them first. A ready dataclass instance is the reward itself,
@@ -36,9 +37,16 @@ REGISTERED: Mapping[str, str] = {
     "well_formed": "grpo_rewards.format_tags:WellFormed",
     "group_length": "grpo_rewards.shaping:GroupLength",
     "reward_model": "grpo_rewards.reward_model:RewardModelScore",
+    "choice_correctness": "grpo_rewards.choices:ChoiceCorrectness",
+    "string_match": "grpo_rewards.strings:StringMatch",
+    "repetition": "grpo_rewards.ngrams:Repetition",
 }
 _SPEC_KEYS = ("name", "weight", "alias", "kwargs")
-_SUM_KEYS = ("name", "weight", "alias", "rewards")
+# What is made of other rewards, and its keys: not `kwargs`, since a part has its own.
+_COMPOSED_KEYS: Mapping[str, tuple[str, ...]] = {
+    "sum": ("name", "weight", "alias", "rewards"),
+    "gate": ("name", "weight", "alias", "reward", "only_if", "at_least"),
+}
 
 Reward = Callable[..., Any]
 Spec = str | Mapping[str, Any]
@@ -125,22 +133,8 @@ class SumReward:
         **columns: Any,
     ) -> list[float | None]:
         """Score every completion by every part; `columns` and the logging callables reach each of them."""
-        if log_metric is not None:
-            columns["log_metric"] = log_metric
-        scores = []
-        check_rows(self.name, completions=completions)
-        for part in self.parts:
-            if log_extra is not None:
-                columns["log_extra"] = partial(_log_under, log_extra, f"{self.name}/{part.name}/")
-            scores.append(part.function(prompts=prompts, completions=completions, **columns))
-            check_rows(part.name, completions=completions, scores=scores[-1])
-        for part, column in zip(self.parts, scores, strict=True):
-            label = f"{self.name}/{part.name}"
-            scored = [score for score in column if score is not None]
-            if log_extra is not None:
-                log_extra(label, list(column))
-            if log_metric is not None and scored:
-                log_metric(f"rewards/{label}", sum(scored) / len(scored))
+        columns.update(prompts=prompts, completions=completions)
+        scores = _score_parts(self.parts, self.name, columns, log_extra, log_metric)
         return [self._total(row) for row in zip(*scores, strict=True)]
 
     def _total(self, row: Sequence[float | None]) -> float | None:
@@ -150,6 +144,102 @@ class SumReward:
                 return None
             total += part.weight * score
         return total
+
+
+@dataclass(frozen=True)
+class GateReward:
+    """A reward that pays only where another one does: a right answer earns nothing in the wrong format.
+
+    | row | pay |
+    |---|---|
+    | `only_if` pays at least `at_least` (without that key: more than 0) | weight * reward |
+    | `only_if` pays less | 0, or weight * reward where that is negative: a closed gate spares no penalty |
+    | `only_if` or `reward` returns None, whether the gate is open or not | None |
+
+    That a row is None whatever the gate says keeps a group together: a gold that can't be read would otherwise earn 0
+    for the completions in the wrong format, and nothing at all for the others.
+
+    Both parts are logged as columns `<name>/<part>` and as their means over the rows that they score.
+    """
+
+    reward: BuiltReward
+    only_if: BuiltReward
+    at_least: float | None = None
+    name: str = "gate"
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    @property
+    def parts(self) -> tuple[BuiltReward, ...]:
+        """What is paid, and the condition."""
+        return self.reward, self.only_if
+
+    @property
+    def needs_whole_groups(self) -> bool:
+        """Whether any part compares the completions of a group."""
+        return any(getattr(part.function, "needs_whole_groups", False) for part in self.parts)
+
+    @property
+    def kind(self) -> str:
+        """The kind of what is paid."""
+        return getattr(self.reward.function, "kind", "other")
+
+    @property
+    def highest_pay(self) -> float | None:
+        """The most that a completion can earn, or None if that is not known."""
+        highest = getattr(self.reward.function, "highest_pay", None)
+        return None if highest is None or self.reward.weight < 0 else self.reward.weight * highest
+
+    def __call__(
+        self,
+        prompts: Any = None,
+        completions: Sequence[Any] = (),
+        *,
+        log_extra: Callable[[str, list], None] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        """Score every completion by both parts; `columns` and the logging callables reach each of them."""
+        columns.update(prompts=prompts, completions=completions)
+        scores, conditions = _score_parts(self.parts, self.name, columns, log_extra, log_metric)
+        return list(map(self._gated, scores, conditions))
+
+    def _gated(self, score: float | None, condition: float | None) -> float | None:
+        if score is None or condition is None:
+            return None
+        paid = self.reward.weight * score
+        is_open = condition > 0 if self.at_least is None else condition >= self.at_least
+        return paid if is_open else min(0.0, paid)
+
+
+def _score_parts(
+    parts: Sequence[BuiltReward],
+    name: str,
+    columns: dict[str, Any],
+    log_extra: Callable[[str, list], None] | None,
+    log_metric: Callable[[str, float], None] | None,
+) -> list[list[float | None]]:
+    """Return each part's scores, and log them under `name`."""
+    if log_metric is not None:
+        columns["log_metric"] = log_metric
+    completions = columns["completions"]
+    check_rows(name, completions=completions)
+    scores = []
+    for part in parts:
+        if log_extra is not None:
+            columns["log_extra"] = partial(_log_under, log_extra, f"{name}/{part.name}/")
+        scores.append(part.function(**columns))
+        check_rows(part.name, completions=completions, scores=scores[-1])
+    for part, column in zip(parts, scores, strict=True):
+        label = f"{name}/{part.name}"
+        scored = [score for score in column if score is not None]
+        if log_extra is not None:
+            log_extra(label, list(column))
+        if log_metric is not None and scored:
+            log_metric(f"rewards/{label}", sum(scored) / len(scored))
+    return scores
 
 
 def build_rewards(specs: Sequence[Spec], *, num_generations: int | None = None) -> list[BuiltReward]:
@@ -184,6 +274,13 @@ def _with_columns_apart(built: list[BuiltReward]) -> list[BuiltReward]:
 def _with_prefix(reward: BuiltReward) -> BuiltReward:
     function: Any = reward.function
     return replace(reward, function=replace(function, prefix=function.prefix or f"{reward.name}/"))
+
+
+def spec_parts(spec: Any) -> list[Spec]:
+    """Return the specs inside a spec: what a `sum` adds, what a `gate` pays and asks for; none inside any other."""
+    if not isinstance(spec, Mapping):
+        return []
+    return [*(spec.get("rewards") or []), *(spec[key] for key in ("reward", "only_if") if key in spec)]
 
 
 def registered_names() -> list[str]:
@@ -256,9 +353,13 @@ def _build(spec: Spec, num_generations: int | None) -> BuiltReward:
         raise RewardSpecError(f"a reward is a name or a mapping with the key 'name', not {spec!r}.")
     _check_keys(name, spec)
     weight = _checked(name, checked_number, spec.get("weight", 1.0), "weight")
-    function = (
-        _build_sum(spec, num_generations) if name == "sum" else _instantiate(name, spec.get("kwargs"), num_generations)
-    )
+    function: Reward
+    if name == "sum":
+        function = _build_sum(spec, num_generations)
+    elif name == "gate":
+        function = _build_gate(spec, num_generations)
+    else:
+        function = _instantiate(name, spec.get("kwargs"), num_generations)
     alias = spec.get("alias") or _callable_name(function)
     if not isinstance(alias, str):
         raise RewardSpecError(f"reward {name!r}: alias must be a string, not {alias!r}.")
@@ -266,7 +367,7 @@ def _build(spec: Spec, num_generations: int | None) -> BuiltReward:
 
 
 def _check_keys(name: str, spec: Mapping[str, Any]) -> None:
-    allowed = _SUM_KEYS if name == "sum" else _SPEC_KEYS
+    allowed = _COMPOSED_KEYS.get(name, _SPEC_KEYS)
     for key in spec:
         if key not in allowed:
             hint = _nearest(str(key), allowed, f": its keys are {', '.join(allowed)}")
@@ -284,10 +385,33 @@ def _build_sum(spec: Mapping[str, Any], num_generations: int | None) -> SumRewar
     parts = build_rewards(spec.get("rewards", ()), num_generations=num_generations)
     if not parts:
         raise RewardSpecError("reward 'sum': the key 'rewards' must list at least one reward to add.")
+    _refuse_asynchronous("sum", parts)
+    return SumReward(tuple(parts))
+
+
+def _build_gate(spec: Mapping[str, Any], num_generations: int | None) -> GateReward:
+    for key, meaning in (("reward", "what is paid"), ("only_if", "the reward that must pay first")):
+        if key not in spec:
+            raise RewardSpecError(f"reward 'gate': the key {key!r} is missing: give it a reward, {meaning}.")
+    condition = spec["only_if"]
+    if isinstance(condition, Mapping) and "weight" in condition:
+        raise RewardSpecError(
+            "reward 'gate': the weight of 'only_if' has no effect: set the gate's 'at_least' instead."
+        )
+    at_least = spec.get("at_least")
+    if at_least is not None:
+        at_least = _checked("gate", checked_number, at_least, "at_least")
+    parts = build_rewards([spec["reward"], condition], num_generations=num_generations)
+    _refuse_asynchronous("gate", parts)
+    return GateReward(parts[0], parts[1], at_least)
+
+
+def _refuse_asynchronous(name: str, parts: Iterable[BuiltReward]) -> None:
     for part in parts:
         if _is_async(part.function):
-            raise RewardSpecError(f"reward 'sum': {part.name!r} is asynchronous; list it beside the sum, not in it.")
-    return SumReward(tuple(parts))
+            raise RewardSpecError(
+                f"reward {name!r}: {part.name!r} is asynchronous; list it beside the {name}, not in it."
+            )
 
 
 def _instantiate(name: str, kwargs: Any, num_generations: int | None) -> Reward:

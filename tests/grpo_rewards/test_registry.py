@@ -10,7 +10,7 @@ import pytest
 
 import grpo_rewards
 from grpo_rewards.cli import main
-from grpo_rewards.registry import RewardSpecError, SumReward, build_rewards, registered_names, resolve
+from grpo_rewards.registry import RewardSpecError, SumReward, build_rewards, registered_names, resolve, spec_parts
 
 HERE = __name__
 TEXT = "<think>\nsix threes\n</think>\n<answer>\n18\n</answer>"
@@ -130,6 +130,21 @@ def test_the_group_size_reaches_who_asks_for_it_and_yields_to_kwargs():
         ([{"name": "sum", "rewards": ["tag_count", "tag_count"]}], "2 rewards are named 'tag_count'"),
         ([{"name": "sum", "rewards": [f"{HERE}.async_reward"]}], "asynchronous"),
         (["math.pi"], "can't be called"),
+        ([{"name": "gate", "only_if": "tag_count"}], "'gate': the key 'reward' is missing"),
+        ([{"name": "gate", "reward": "tag_count"}], "'gate': the key 'only_if' is missing"),
+        ([{"name": "gate", "reward": "tag_count", "only_if": "tag_count"}], "2 rewards are named 'tag_count'"),
+        ([{"name": "gate", "reward": "tag_count", "onlyif": "tag_presence"}], "'onlyif'; did you mean 'only_if'"),
+        ([{"name": "gate", "reward": "tag_count", "only_if": "tag_presence", "kwargs": {}}], "unknown key 'kwargs'"),
+        (
+            [{"name": "gate", "reward": "tag_count", "only_if": "tag_presence", "at_least": "all"}],
+            "at_least must be a finite",
+        ),
+        (
+            [{"name": "gate", "reward": "tag_count", "only_if": {"name": "tag_presence", "weight": 2}}],
+            "set the gate's 'at_least'",
+        ),
+        ([{"name": "gate", "reward": f"{HERE}.async_reward", "only_if": "tag_count"}], "asynchronous.*beside the gate"),
+        ([{"name": "gate", "reward": "tag_count", "only_if": f"{HERE}.async_reward"}], "asynchronous"),
     ],
 )
 def test_a_bad_spec_is_one_sentence(specs, message):
@@ -160,6 +175,86 @@ def test_a_sum_with_an_unscorable_part_is_none():
     metrics = {}
     assert total.function(prompts=["p"], completions=["c"], log_metric=metrics.__setitem__) == [None]
     assert list(metrics) == ["rewards/sum/tag_count"]
+
+
+def gate(reward="gsm8k_correctness", only_if="well_formed", **keys):
+    return one({"name": "gate", "reward": reward, "only_if": only_if, **keys})
+
+
+RIGHT_ANSWER = "<answer>18</answer>"  # right, and not well formed
+
+
+@pytest.mark.parametrize(
+    ("keys", "completion", "gold", "pay"),
+    [
+        ({}, TEXT, "18", 2.0),
+        ({}, RIGHT_ANSWER, "18", 0.0),
+        ({}, TEXT, "17", 0.0),
+        ({}, TEXT, "", None),
+        ({}, RIGHT_ANSWER, "", None),
+        ({"only_if": f"{HERE}.never_scores"}, TEXT, "18", None),
+        ({"only_if": "tag_count"}, RIGHT_ANSWER, "18", 2.0),
+        ({"only_if": "tag_count", "at_least": 0.5}, RIGHT_ANSWER, "18", 2.0),
+        ({"only_if": "tag_count", "at_least": "1"}, RIGHT_ANSWER, "18", 0.0),
+        ({"only_if": "tag_count", "at_least": 0}, "", "18", 0.0),
+        ({"reward": {"name": "gsm8k_correctness", "weight": 0.5}}, TEXT, "18", 1.0),
+        ({"reward": {"name": "gsm8k_correctness", "kwargs": {"pay_wrong": -1}}}, RIGHT_ANSWER, "17", -1.0),
+        ({"reward": {"name": "gsm8k_correctness", "kwargs": {"pay_wrong": -1}}}, TEXT, "17", -1.0),
+        ({"reward": {"name": "gsm8k_correctness", "weight": -1}}, RIGHT_ANSWER, "18", -2.0),
+    ],
+)
+def test_what_a_gate_pays(keys, completion, gold, pay):
+    assert gate(**keys).function(completions=[completion], answer=[gold]) == [pay]
+
+
+def test_a_gate_logs_both_parts():
+    columns, metrics = {}, {}
+    built = gate(alias="strict", weight=3)
+    scores = built.function(
+        prompts=["p"] * 3, completions=[TEXT, RIGHT_ANSWER, TEXT], answer=["18", "18", ""],
+        log_extra=columns.__setitem__, log_metric=metrics.__setitem__,
+    )  # fmt: skip
+    assert scores == [2.0, 0.0, None]
+    assert columns["strict/gsm8k_correctness"] == [2.0, 2.0, None]
+    assert columns["strict/well_formed"] == [1.0, 0.0, 1.0]
+    assert columns["strict/gsm8k_correctness/verdict"] == ["exact", "exact", "no gold"]
+    assert metrics["rewards/strict/gsm8k_correctness"] == 2.0
+    assert metrics["rewards/strict/well_formed"] == pytest.approx(2 / 3)
+    assert (built.name, built.weight) == ("strict", 3.0)
+    assert pickle.loads(pickle.dumps(built.function)) == built.function
+
+
+def test_gates_and_sums_nest():
+    both = {"name": "sum", "rewards": ["gsm8k_correctness", "tag_presence"]}
+    columns = []
+    gated_sum = gate(reward=both).function
+    assert gated_sum(completions=[TEXT, RIGHT_ANSWER], answer=["18"] * 2) == [2.8, 0.0]
+    sum_of_gate = one({"name": "sum", "rewards": [{"name": "gate", "reward": "gsm8k_correctness", "only_if": "well_formed"},
+                                                  "tag_presence"]}).function  # fmt: skip
+    assert sum_of_gate(
+        completions=[TEXT, RIGHT_ANSWER], answer=["18"] * 2, log_extra=lambda column, values: columns.append(column)
+    ) == [2.8, 0.4]
+    assert len(set(columns)) == len(columns)
+    assert {"sum/gate", "sum/gate/gate/gsm8k_correctness", "sum/gate/gate/well_formed", "sum/tag_presence"} <= set(
+        columns
+    )
+    twice = gate(only_if={"name": "gate", "alias": "both", "reward": "tag_count", "only_if": "well_formed"}).function
+    assert twice(completions=[TEXT, RIGHT_ANSWER], answer=["18"] * 2) == [2.0, 0.0]
+    summed = gate(only_if={"name": "sum", "rewards": ["tag_count", "tag_presence"]}, at_least=1.8).function
+    assert summed(completions=[TEXT, RIGHT_ANSWER], answer=["18"] * 2) == [2.0, 0.0]
+
+
+def test_a_gate_shows_its_parts():
+    grouped = {"name": "group_length", "kwargs": {"num_generations": 2}}
+    for function in (gate(reward=grouped).function, gate(only_if=grouped).function):
+        assert function.needs_whole_groups
+    assert not gate().function.needs_whole_groups
+    choices = gate(reward={"name": "choice_correctness", "weight": 2, "kwargs": {"pay": 1.5}}).function
+    assert (choices.kind, choices.highest_pay) == ("correctness", 3.0)
+    assert gate(reward={"name": "choice_correctness", "weight": -1}).function.highest_pay is None
+    spec = {"name": "gate", "reward": "a", "only_if": {"name": "sum", "rewards": ["b"]}}
+    assert spec_parts(spec) == ["a", {"name": "sum", "rewards": ["b"]}]
+    assert spec_parts("a") == spec_parts({"name": "a", "kwargs": {"reward": 1}}) == []
 
 
 def test_several_correctness_rewards_log_columns_of_their_own():

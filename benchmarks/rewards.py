@@ -2,8 +2,8 @@
 
     python benchmarks/rewards.py [--rounds 7] [--solutions model_solutions.jsonl]
 
-Peers: TRL's `accuracy_reward`, math-verify on the whole text, and the source document's rule (`rule: source`, and the
-same rule as its description reads, with its number pattern). Each sees the layout that it expects. Rounds are
+Peers: TRL's `accuracy_reward`, math-verify on the whole text, and the source document's rule as its
+description reads, with its number pattern. Each sees the layout that it expects. Rounds are
 interleaved in shuffled order, figures are medians, and ratios compare medians of the same run. `--solutions` takes the
 texts of GSM8K's released model solutions instead of made-up ones. Rewards for other tasks stand beside the rule that
 their benchmarks or peers publish.
@@ -96,7 +96,6 @@ SCORERS: dict[str, tuple[Scorer, str]] = {
     "gsm8k_correctness": (ours(GSM8KCorrectness()), TAGGED),
     "gsm8k_correctness, extract: auto": (ours(GSM8KCorrectness(extract="auto")), TAGGED),
     "math_correctness": (ours(MathCorrectness()), BOXED),
-    "gsm8k_correctness, rule: source": (ours(GSM8KCorrectness(rule="source")), TAGGED),
     "source document": (source_document, TAGGED),
     "source document, without word count": (source_document_rule, TAGGED),
     "TRL accuracy_reward": (trl_accuracy, BOXED),

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 from grpo_rewards.golds import AgainstGold, Judgement
 
@@ -515,6 +515,10 @@ class ChoiceCorrectness(AgainstGold):
         name: the reward's name in logs.
     """
 
+    gold_forms: ClassVar[str] = (
+        "a gold is a letter, a choice's text or its position from 0, and the choices are in `choices_column`"
+    )
+
     extract: str = "auto"
     choices_column: str | None = "choices"
     gold_form: str = "auto"
@@ -524,6 +528,13 @@ class ChoiceCorrectness(AgainstGold):
         super().__post_init__()
         if self.gold_form not in ("auto", "letter", "text", "index"):
             raise ValueError(f"gold_form must be auto, letter, text or index, not {self.gold_form!r}")
+
+    @property
+    def columns_read(self) -> tuple[str, ...]:
+        """The dataset columns that the reward needs; the default `choices` may be missing."""
+        if self.choices_column is None or self.choices_column == "choices":
+            return super().columns_read
+        return *super().columns_read, self.choices_column
 
     def _judged(self, texts: Sequence[str], columns: Mapping[str, Any]) -> list[Judgement]:
         golds = self._column("gold_column", columns, texts)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
+
+# What a reward judges. A recipe's diagnosis tells format from correctness by it.
+Kind = Literal["correctness", "format", "length", "judge", "other"]
 
 
 def completion_text(completion: Any) -> str:
@@ -45,11 +48,11 @@ def check_rows(reward: str, **columns: Any) -> None:
     for name, values in columns.items():
         if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
             shown = repr(values) if len(repr(values)) <= 40 else f"{repr(values)[:40]}…"
-            raise ValueError(f"reward {reward!r}: {name!r} must be a list with one entry per row, not {shown}.")
+            raise ValueError(f"reward `{reward}`: `{name}` must be a list with one entry per row, not {shown}")
     lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) > 1:
-        counts = ", ".join(f"{count} in {name!r}" for name, count in lengths.items())
-        raise ValueError(f"reward {reward!r}: each row has one entry in every column, but there are {counts}.")
+        counts = ", ".join(f"{count} in `{name}`" for name, count in lengths.items())
+        raise ValueError(f"reward `{reward}`: each row has one entry in every column, but there are {counts}")
 
 
 def outside_thinking(text: str, tag: str = "think", prefilled: bool = False) -> str:
@@ -86,6 +89,6 @@ def group_slices(rows: int, num_generations: int) -> list[slice]:
         raise ValueError(
             f"{rows} completions are not a whole number of groups of {num_generations}, so a group is split over "
             "ranks or calls: choose per_device_train_batch_size * steps_per_generation as a multiple of "
-            "num_generations (and per_device_eval_batch_size too)."
+            "num_generations (and per_device_eval_batch_size too)"
         )
     return [slice(start, start + num_generations) for start in range(0, rows, num_generations)]

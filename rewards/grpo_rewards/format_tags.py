@@ -11,9 +11,9 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from grpo_rewards.completions import check_rows, completion_text
+from grpo_rewards.completions import Kind, check_rows, completion_text
 
 _TAG_NAME = re.compile(r"\w[\w.-]*\Z")
 
@@ -40,6 +40,9 @@ def checked_number(value: Any, key: str) -> float:
 
 @dataclass(frozen=True)
 class _TagReward:
+    kind: ClassVar[Kind] = "format"
+    payments: ClassVar[int] = 1  # how often a completion can earn `pay`
+
     tags: tuple[str, str] = ("think", "answer")
     pay: float = 1.0
     prefilled: str | None = None
@@ -54,6 +57,11 @@ class _TagReward:
     @property
     def __name__(self) -> str:
         return self.name
+
+    @property
+    def highest_pay(self) -> float:
+        """The most that a completion can earn."""
+        return max(0.0, self.pay * self.payments)
 
     def __call__(self, prompts: Any = None, completions: Sequence[Any] = (), **columns: Any) -> list[float | None]:
         """Score each completion by its format alone. Takes either of TRL's shapes and ignores every other column."""
@@ -114,6 +122,8 @@ class TagCount(_TagReward):
     Source: `mark_num` of the MiniMind GRPO notebook. The order of the tags does not matter.
     """
 
+    payments: ClassVar[int] = 4
+
     pay: float = 0.25
     name: str = "tag_count"
 
@@ -132,6 +142,8 @@ class TagPresence(_TagReward):
 
     Source: its `format_reward`, where `tags` are reasoning and answer.
     """
+
+    payments: ClassVar[int] = 4
 
     pay: float = 0.2
     name: str = "tag_presence"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from grpo_rewards.answers import LAYOUTS, answer_extractor
-from grpo_rewards.completions import check_rows, completion_text, outside_thinking
+from grpo_rewards.completions import Kind, check_rows, completion_text, outside_thinking
 from grpo_rewards.format_tags import checked_number, checked_tags
 
 # "whole" is everything outside the thinking.
@@ -30,7 +30,8 @@ class Judgement(NamedTuple):
 class AgainstGold:
     """A reward that pays `pay_wrong + share * (pay - pay_wrong)`; what the share is, a subclass says in `_judged`."""
 
-    kind: ClassVar[str] = "correctness"
+    kind: ClassVar[Kind] = "correctness"
+    gold_forms: ClassVar[str]
 
     extract: str = "answer_tag"
     pay: float = 1.0
@@ -60,6 +61,11 @@ class AgainstGold:
     def highest_pay(self) -> float:
         """The most that a completion can earn."""
         return self.pay
+
+    @property
+    def columns_read(self) -> tuple[str, ...]:
+        """The dataset columns that the reward needs."""
+        return (self.gold_column,)
 
     def __call__(
         self,
@@ -94,8 +100,8 @@ class AgainstGold:
         column = getattr(self, key)
         if columns.get(column) is None:
             raise ValueError(
-                f"reward {self.name!r} needs the dataset column {column!r} (its kwarg {key}); "
-                f"the batch has {', '.join(columns) or 'none'}."
+                f"reward `{self.name}` needs the dataset column `{column}` (its kwarg {key}); "
+                f"the batch has {', '.join(columns) or 'none'}"
             )
         check_rows(self.name, **{"completions": texts, column: columns[column]})
         return columns[column]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_rewards.completions import check_rows, completion_text
+from grpo_rewards.completions import Kind, check_rows, completion_text
 from grpo_rewards.format_tags import checked_number
 
 # Scripts written without spaces, and emoji: each character is a word.
@@ -77,7 +77,7 @@ class Repetition:
         name: the reward's name in logs.
     """
 
-    kind: ClassVar[str] = "other"
+    kind: ClassVar[Kind] = "other"
 
     ngram: int = 3
     pay: float = 0.0
@@ -122,7 +122,7 @@ class Repetition:
         if self.unit == "words":
             units: list[Sequence[Any]] = [words(completion_text(completion)) for completion in completions]
         elif completion_ids is None:
-            raise ValueError(f"reward {self.name!r} needs the trainer's completion_ids: set its kwarg unit to words.")
+            raise ValueError(f"reward `{self.name}` needs the trainer's completion_ids: set its kwarg unit to words")
         else:
             check_rows(self.name, completions=completions, completion_ids=completion_ids)
             units = list(completion_ids)

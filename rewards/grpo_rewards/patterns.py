@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
+from grpo_rewards.errors import UserError
 
-class PatternError(ValueError):
+
+class PatternError(UserError):
     """A pattern that RE2 does not take."""
 
 

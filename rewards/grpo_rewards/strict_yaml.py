@@ -6,8 +6,10 @@ from typing import Any
 
 import yaml
 
+from grpo_rewards.errors import UserError
 
-class DuplicateKey(yaml.YAMLError):
+
+class DuplicateKey(UserError, yaml.YAMLError):
     """A mapping gives one key twice; the message names the key and both lines."""
 
 

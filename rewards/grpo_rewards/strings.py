@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 from grpo_rewards.golds import AgainstGold, Judgement
 from grpo_rewards.patterns import linear_search
@@ -115,6 +115,8 @@ class StringMatch(AgainstGold):
         name: the reward's name in logs.
     """
 
+    gold_forms: ClassVar[str] = "a gold is a string or a list of strings; with `match: pattern` one that RE2 takes"
+
     match: str = "squad"
     pattern: str | None = None
     name: str = "string_match"
@@ -129,6 +131,11 @@ class StringMatch(AgainstGold):
             raise ValueError(f"pattern must be a string, not {self.pattern!r}")
         if self.match == "pattern":
             whole_pattern(self.pattern or "")
+
+    @property
+    def columns_read(self) -> tuple[str, ...]:
+        """The dataset columns that the reward needs: none where one pattern serves every row."""
+        return () if self.pattern is not None else super().columns_read
 
     def _judged(self, texts: Sequence[str], columns: Mapping[str, Any]) -> list[Judgement]:
         answers = [self._answer(text, self.extract) for text in texts]

@@ -23,7 +23,6 @@ LAYOUTS = ("answer_tag", "hashes", "boxed", "a_line", "sentence", "auto")
 REWARDS = [
     *FORMAT,
     *(GSM8KCorrectness(extract=layout, name=layout) for layout in LAYOUTS),
-    GSM8KCorrectness(rule="source", name="source"),
     MathCorrectness(deadline=1.0),
     GroupLength(num_generations=1),
     *(

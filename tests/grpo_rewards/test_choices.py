@@ -254,15 +254,15 @@ def test_arrays_are_read_as_lists():
 
 @pytest.mark.parametrize("columns", [{"answer": ["A"]}, {"answer": "AB"}, {"answer": ["A", "B"], "choices": [CITIES]}])
 def test_columns_that_do_not_fit_are_refused(columns):
-    with pytest.raises(ValueError, match="'choice_correctness': "):
+    with pytest.raises(ValueError, match="`choice_correctness`: "):
         choice_correctness(completions=["A", "B"], **columns)
 
 
 def test_a_missing_column_is_one_sentence_and_choices_may_be_left_out():
     assert choice_correctness(completions=["B", "C"], answer=["B", "B"]) == [1.0, 0.0]
-    with pytest.raises(ValueError, match=r"needs the dataset column 'answer'"):
+    with pytest.raises(ValueError, match=r"needs the dataset column `answer`"):
         choice_correctness(completions=["B"], choices=[CITIES])
-    with pytest.raises(ValueError, match=r"'options' \(its kwarg choices_column\)"):
+    with pytest.raises(ValueError, match=r"`options` \(its kwarg choices_column\)"):
         ChoiceCorrectness(choices_column="options")(completions=["B"], answer=["B"])
     assert ChoiceCorrectness(choices_column=None)(completions=["London"], answer=["D"], choices=[CITIES]) == [0.0]
 

@@ -142,7 +142,7 @@ def test_the_rest_of_the_contract():
     assert metrics == {"rewards/qa/parsed": 0.5}
     assert (reward.kind, reward.highest_pay) == ("correctness", 3.0)
     assert pickle.loads(pickle.dumps(reward)) == reward
-    with pytest.raises(ValueError, match="column 'answer'"):
+    with pytest.raises(ValueError, match="column `answer`"):
         reward(completions=["x"], question=["y"])
 
 
@@ -262,7 +262,7 @@ def test_a_pattern_matches_the_whole_answer(re2, pattern, text, pay):
 
 @pytest.mark.parametrize("pattern", [r"(a)\1", "(?=a)a", "(", "a{2000}", "a)|(b", "\ud800"])
 def test_a_pattern_that_re2_does_not_take_is_refused_or_makes_its_row_none(re2, pattern):
-    with pytest.raises(RewardSpecError, match="reward 'string_match': the pattern .* is not") as caught:
+    with pytest.raises(RewardSpecError, match="reward `string_match`: the pattern .* is not") as caught:
         build_rewards([{"name": "string_match", "kwargs": {"match": "pattern", "pattern": pattern}}])
     assert "\n" not in str(caught.value)
     assert score("aa", pattern, "pattern") == (None, "no gold")

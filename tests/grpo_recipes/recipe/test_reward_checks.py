@@ -13,10 +13,9 @@ from grpo_recipes.recipe.reward_checks import (
     check_columns,
     check_golds,
     check_weights,
-    single_rewards,
 )
 from grpo_rewards import symbolic
-from grpo_rewards.registry import build_rewards
+from grpo_rewards.registry import build_rewards, leaves
 
 PROSE = "There is no short answer to a question of this kind."
 
@@ -71,7 +70,6 @@ def test_a_gold_that_one_of_two_rewards_can_score_is_scorable() -> None:
     [
         "gsm8k_correctness",
         {"name": "math_correctness", "alias": "judge"},
-        {"name": "gsm8k_correctness", "kwargs": {"rule": "source"}},
         {"name": "sum", "rewards": ["tag_count", "gsm8k_correctness"]},
         "group_length",
     ],
@@ -116,7 +114,8 @@ def test_a_reward_under_another_name_and_what_the_spec_binds() -> None:
     (built,) = build_rewards([{"name": HERE + "by_level", "alias": "levels"}])
     with pytest.raises(RewardCheckError, match="levels needs the column `level`"):
         check_columns([built], ["prompt", "answer"])
-    assert [reward.__name__ for reward in single_rewards(built.function)] == ["by_level"]
+    (leaf,) = leaves([built])
+    assert (leaf.name, leaf.unbound.__name__) == ("levels", "by_level")
 
 
 def test_a_prompt_reaches_no_reward_under_that_name() -> None:

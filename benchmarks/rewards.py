@@ -144,7 +144,7 @@ def median_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[
         rng.shuffle(order)
         for name in order:
             gc.collect()
-            calls[name]()  # nobody pays for the garbage and the caches that another left behind
+            calls[name]()  # so that no call pays for the garbage and the cold caches that another left behind
             start = time.perf_counter()
             calls[name]()
             times[name].append(time.perf_counter() - start)

@@ -18,6 +18,7 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, ClassVar
 
+from grpo_rewards.completions import needed_column
 from grpo_rewards.golds import AgainstGold, Judgement
 
 # An answer longer than the longest choice by more than this names none.
@@ -537,10 +538,10 @@ class ChoiceCorrectness(AgainstGold):
         return *super().columns_read, self.choices_column
 
     def _judged(self, texts: Sequence[str], columns: Mapping[str, Any]) -> list[Judgement]:
-        golds = self._column("gold_column", columns, texts)
+        golds = needed_column(self, "gold_column", columns, texts)
         given: Sequence[Any] = [None] * len(texts)
         if self.choices_column is not None and (self.choices_column != "choices" or "choices" in columns):
-            given = self._column("choices_column", columns, texts)
+            given = needed_column(self, "choices_column", columns, texts)
         rows = zip(texts, self._questions(golds, given), strict=True)
         return [self._judgement(text, choices, gold) for text, (choices, gold) in rows]
 

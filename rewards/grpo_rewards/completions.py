@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 # What a reward judges. A recipe's diagnosis tells format from correctness by it.
@@ -53,6 +53,22 @@ def check_rows(reward: str, **columns: Any) -> None:
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{count} in `{name}`" for name, count in lengths.items())
         raise ValueError(f"reward `{reward}`: each row has one entry in every column, but there are {counts}")
+
+
+def needed_column(reward: Any, key: str, columns: Mapping[str, Any], completions: Sequence[Any]) -> Sequence[Any]:
+    """Return the batch's column that the field `key` of a reward names.
+
+    Raises:
+        ValueError: the batch lacks it, or it is not a list with one entry per completion.
+    """
+    column = getattr(reward, key)
+    if columns.get(column) is None:
+        raise ValueError(
+            f"reward `{reward.name}` needs the dataset column `{column}` (its kwarg {key}); "
+            f"the batch has {', '.join(columns) or 'none'}"
+        )
+    check_rows(reward.name, **{"completions": completions, column: columns[column]})
+    return columns[column]
 
 
 def outside_thinking(text: str, tag: str = "think", prefilled: bool = False) -> str:

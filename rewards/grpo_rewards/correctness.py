@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from grpo_rewards.answers import LAYOUTS, Gold, Judge, answer_extractor, read_gold
-from grpo_rewards.completions import Kind, check_rows, completion_text
+from grpo_rewards.completions import Kind, check_rows, completion_text, needed_column
 from grpo_rewards.format_tags import checked_number, checked_tags
 
 LogExtra = Callable[[str, list], None]
@@ -54,15 +54,13 @@ class GSM8KCorrectness:
     name: str = "gsm8k_correctness"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tags", checked_tags(self.tags))
+        object.__setattr__(self, "tags", checked_tags(self.tags, self.prefilled))
         for key in ("pay_exact", "pay_equal", "pay_wrong", "deadline"):
             object.__setattr__(self, key, checked_number(getattr(self, key), key))
         if self.deadline <= 0:
             raise ValueError(f"deadline must be a positive number of seconds, not {self.deadline!r}")
         if self.extract not in LAYOUTS:
             raise ValueError(f"extract must be one of {', '.join(LAYOUTS)}, not {self.extract!r}")
-        if self.prefilled not in (None, self.tags[0]):
-            raise ValueError(f"prefilled must be null or the first tag, {self.tags[0]!r}, not {self.prefilled!r}")
 
     @property
     def __name__(self) -> str:
@@ -92,13 +90,8 @@ class GSM8KCorrectness:
         Raises:
             ValueError: that column is missing, or is not a list with one gold per completion.
         """
-        golds = columns.get(self.gold_column)
-        if golds is None:
-            raise ValueError(
-                f"reward `{self.name}` needs the dataset column `{self.gold_column}` (its kwarg gold_column); "
-                f"the batch has {', '.join(columns) or 'none'}"
-            )
-        check_rows(self.name, **{"completions": completions, self.gold_column: golds})
+        check_rows(self.name, completions=completions)
+        golds = needed_column(self, "gold_column", columns, completions)
         judge = Judge(self.deadline)
         extract = answer_extractor(self.extract, self.tags, self.prefilled is not None)
         extracted = [extract(row if type(row) is str else completion_text(row)) for row in completions]

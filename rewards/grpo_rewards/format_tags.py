@@ -1,8 +1,8 @@
 """Format rewards for completions such as `<think>...</think><answer>...</answer>`, each in one linear pass.
 
-Three of them are the source documents' own rules, kept to the letter because recipes reproduce them. They overlook
-swapped, nested and repeated tags, which `well_formed` does not. No regular expression is used: `.*?` between tags is
-quadratic in repeated tags.
+Three of them are the rules of "GRPO from scratch" and MiniMind, kept to the letter because recipes reproduce them.
+They overlook swapped, nested and repeated tags, which `well_formed` does not. No regular expression is used: `.*?`
+between tags is quadratic in repeated tags.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from grpo_rewards.completions import Kind, check_rows, completion_text
 _TAG_NAME = re.compile(r"\w[\w.-]*\Z")
 
 
-def checked_tags(tags: Any) -> tuple[str, str]:
+def checked_tags(tags: Any, prefilled: Any = None) -> tuple[str, str]:
     """Return `tags` as (reasoning tag, answer tag), or raise ValueError that names the key."""
     names = tuple(tags) if isinstance(tags, Sequence) and not isinstance(tags, str) else ()
     valid = len(names) == 2 and all(isinstance(name, str) and _TAG_NAME.match(name) for name in names)
     if not valid or names[0] == names[1]:
         raise ValueError(f"tags must be two different tag names such as [think, answer], not {tags!r}")
+    if prefilled not in (None, names[0]):
+        raise ValueError(f"prefilled must be null or the first tag, {names[0]!r}, not {prefilled!r}")
     return names
 
 
@@ -49,10 +51,8 @@ class _TagReward:
     name: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tags", checked_tags(self.tags))
+        object.__setattr__(self, "tags", checked_tags(self.tags, self.prefilled))
         object.__setattr__(self, "pay", checked_number(self.pay, "pay"))
-        if self.prefilled not in (None, self.tags[0]):
-            raise ValueError(f"prefilled must be null or the first tag, {self.tags[0]!r}, not {self.prefilled!r}")
 
     @property
     def __name__(self) -> str:

@@ -43,15 +43,13 @@ class AgainstGold:
     name: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tags", checked_tags(self.tags))
+        object.__setattr__(self, "tags", checked_tags(self.tags, self.prefilled))
         for key in ("pay", "pay_wrong"):
             object.__setattr__(self, key, checked_number(getattr(self, key), key))
         if self.pay <= self.pay_wrong:
             raise ValueError(f"pay must be more than pay_wrong, {self.pay_wrong:g}, not {self.pay:g}")
         if self.extract not in ANSWER_LAYOUTS:
             raise ValueError(f"extract must be one of {', '.join(ANSWER_LAYOUTS)}, not {self.extract!r}")
-        if self.prefilled not in (None, self.tags[0]):
-            raise ValueError(f"prefilled must be null or the first tag, {self.tags[0]!r}, not {self.prefilled!r}")
 
     @property
     def __name__(self) -> str:
@@ -94,17 +92,6 @@ class AgainstGold:
 
     def _judged(self, texts: Sequence[str], columns: Mapping[str, Any]) -> list[Judgement]:
         raise NotImplementedError
-
-    def _column(self, key: str, columns: Mapping[str, Any], texts: Sequence[str]) -> Sequence[Any]:
-        """Return the batch's column that the field `key` names, after a check that it has a row for each of `texts`."""
-        column = getattr(self, key)
-        if columns.get(column) is None:
-            raise ValueError(
-                f"reward `{self.name}` needs the dataset column `{column}` (its kwarg {key}); "
-                f"the batch has {', '.join(columns) or 'none'}"
-            )
-        check_rows(self.name, **{"completions": texts, column: columns[column]})
-        return columns[column]
 
     def _answer(self, text: str, layout: str) -> str | None:
         """Return the answer that a completion states in a layout, as written, or None."""

@@ -26,7 +26,6 @@ from typing import Any, get_args
 from grpo_rewards.completions import Kind, check_rows
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.format_tags import checked_number
-from grpo_rewards.shaping import GroupLength
 
 ENTRY_POINT_GROUP = "grpo_rewards.rewards"
 
@@ -86,15 +85,12 @@ class BuiltReward:
     @property
     def unbound(self) -> Reward:
         """The reward itself, behind another name and bound arguments."""
-        function = self.function
-        while isinstance(function, BoundReward):
-            function = function.function
-        return function
+        return _unbound(self.function)
 
     @property
     def needs_whole_groups(self) -> bool:
         """Whether the reward compares the completions of a group."""
-        return getattr(self.function, "needs_whole_groups", False)
+        return getattr(self.unbound, "needs_whole_groups", False)
 
 
 @dataclass(frozen=True)
@@ -109,21 +105,6 @@ class BoundReward:
     def __name__(self) -> str:
         return self.name
 
-    @property
-    def needs_whole_groups(self) -> bool:
-        """Whether the reward compares the completions of a group."""
-        return getattr(self.function, "needs_whole_groups", False)
-
-    @property
-    def kind(self) -> Kind | None:
-        """What the reward judges, None where it does not say."""
-        return getattr(self.function, "kind", None)
-
-    @property
-    def highest_pay(self) -> float | None:
-        """The most that a completion can earn, None where the reward does not say."""
-        return getattr(self.function, "highest_pay", None)
-
     def __call__(self, *args: Any, **columns: Any) -> Any:
         """Call the reward with the bound arguments."""
         return self.function(*args, **{**columns, **self.arguments})
@@ -135,6 +116,12 @@ class AsyncBoundReward(BoundReward):
     async def __call__(self, *args: Any, **columns: Any) -> Any:
         """Await the reward with the bound arguments."""
         return await super().__call__(*args, **columns)
+
+
+def _unbound(function: Reward) -> Reward:
+    while isinstance(function, BoundReward):
+        function = function.function
+    return function
 
 
 def _log_under(log_extra: Callable[[str, list], None], prefix: str, column: str, values: list) -> None:
@@ -273,8 +260,7 @@ def leaves(rewards: Iterable[BuiltReward], weight: float = 1.0) -> Iterator[Buil
             yield from leaves(function.parts, reward.weight)
             continue
         yield reward
-        if isinstance(function, GroupLength):
-            yield from leaves([_built(function.correctness, 0.0)])
+        yield from leaves(_built(asked, 0.0) for asked in getattr(function, "asks", ()))
 
 
 def build_rewards(specs: Sequence[Spec], *, num_generations: int | None = None) -> list[BuiltReward]:
@@ -400,8 +386,9 @@ def _built(function: Any, weight: float, spec_name: str = "") -> BuiltReward:
     """A reward with what it declares; what declares nothing may be one of TRL's."""
     package, _, attribute = spec_name.rpartition(".")
     kind, highest = TRL_REWARDS.get(attribute, _UNDECLARED) if package.startswith("trl.") else _UNDECLARED
-    if getattr(function, "kind", None) in get_args(Kind):
-        kind, highest = function.kind, getattr(function, "highest_pay", None)
+    inner: Any = _unbound(function)
+    if getattr(inner, "kind", None) in get_args(Kind):
+        kind, highest = inner.kind, getattr(inner, "highest_pay", None)
     return BuiltReward(function, weight, _callable_name(function), kind, highest)
 
 

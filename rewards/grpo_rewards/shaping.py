@@ -52,6 +52,11 @@ class GroupLength:
     def __name__(self) -> str:
         return self.name
 
+    @property
+    def asks(self) -> tuple[Any, ...]:
+        """The reward that is called and not paid."""
+        return (self.correctness,)
+
     def __call__(
         self,
         prompts: Sequence[Any],

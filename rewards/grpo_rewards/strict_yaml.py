@@ -14,7 +14,7 @@ class DuplicateKey(UserError, yaml.YAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML keeps the last of equal keys in silence. Checked as written, before `<<` merges what may be overridden."""
+    """Refuses equal keys, of which PyYAML keeps the last without a word. Keys that `<<` merges in may be overridden."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

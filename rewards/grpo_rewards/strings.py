@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar
 
+from grpo_rewards.completions import needed_column
 from grpo_rewards.golds import AgainstGold, Judgement
 from grpo_rewards.patterns import linear_search
 
@@ -141,7 +142,7 @@ class StringMatch(AgainstGold):
         answers = [self._answer(text, self.extract) for text in texts]
         if self.pattern is not None:
             return [self._judgement(answer, [self.pattern]) for answer in answers]
-        golds = self._column("gold_column", columns, texts)
+        golds = needed_column(self, "gold_column", columns, texts)
         return [self._judgement(answer, self._golds(gold)) for answer, gold in zip(answers, golds, strict=True)]
 
     def _golds(self, gold: Any) -> list[str]:

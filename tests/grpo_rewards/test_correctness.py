@@ -1,4 +1,4 @@
-"""What the correctness rewards pay, log and refuse; the source document's literal rule."""
+"""What the correctness rewards pay, log and refuse."""
 
 import pytest
 

@@ -1015,7 +1015,7 @@ REWARDS: list[Case] = [
     Case("grpo-rewards score rows.jsonl --reward tag_count", ("no row that can be used",), files={"rows.jsonl": ""}),
     Case("grpo-rewards score rows.jsonl --reward tag_count", ("row 1: a list, not an object",),
          files={"rows.jsonl": '[{"completion": "18"}]\n'}),
-    Case("grpo-rewards score rows.jsonl --reward tag_count", ("row 1: no `completion`", "'text'"),
+    Case("grpo-rewards score rows.jsonl --reward tag_count", ("row 1: no `completion`", "`text`"),
          files={"rows.jsonl": '{"text": "18"}\n'}),
     Case("grpo-rewards score rows.parquet --reward tag_count", ("rows.parquet is not a Parquet file",),
          files={"rows.parquet": b"PAR1 junk"}),

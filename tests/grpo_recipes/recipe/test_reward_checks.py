@@ -83,6 +83,22 @@ def test_not_one_gold_to_score_is_refused(spec: object) -> None:
     assert check_golds(rewards, golds("1", "2")) is None
 
 
+def test_golds_inside_a_gate_and_of_multiple_choice_are_held_against_their_choices() -> None:
+    choice = {"name": "choice_correctness", "kwargs": {"choices_column": "options"}}
+    gate = {"name": "gate", "reward": choice, "only_if": "tag_count"}
+    dataset = golds("B", "Rome", "Oslo", options=[["Paris", "Rome"]] * 3)
+    for spec in (choice, gate):
+        found = check_golds(build_rewards([spec]), dataset)
+        assert found is not None
+        assert found.rows == (3,)
+        with pytest.raises(RewardCheckError, match="choice_correctness needs the column `options`"):
+            check_columns(build_rewards([spec]), ["prompt", "answer"])
+    with pytest.raises(
+        RewardCheckError, match="the first is 'Oslo'.*a gold is a letter, a choice's text or its position"
+    ):
+        check_golds(build_rewards([choice]), golds("Oslo", options=[["Paris", "Rome"]]))
+
+
 def test_rewards_that_read_no_gold_are_not_asked() -> None:
     assert check_golds(build_rewards(["tag_count", HERE + "by_level"]), golds(PROSE)) is None
 
@@ -135,6 +151,7 @@ def test_a_prompt_reaches_no_reward_under_that_name() -> None:
         ([{"name": "tag_count", "weight": -1}], True),
         ([{"name": "sum", "rewards": [{"name": "tag_count", "weight": 0}]}], False),
         ([{"name": "sum", "weight": 0, "rewards": ["tag_count"]}], False),
+        ([{"name": "gate", "reward": {"name": "tag_count", "weight": 0}, "only_if": "well_formed"}], False),
     ],
 )
 def test_one_weight_must_count(specs: list, counts: bool) -> None:

@@ -52,7 +52,7 @@ from grpo_recipes.recipe.recipe import (
     resume_point,
     shipped_names,
 )
-from grpo_recipes.recipe.reward_checks import describe_rewards, single_rewards
+from grpo_recipes.recipe.reward_checks import describe_rewards
 from grpo_recipes.results.diagnostics import describe, diagnose
 from grpo_recipes.results.model_card import write_model_card
 from grpo_recipes.results.run import Run, RunError
@@ -62,6 +62,7 @@ from grpo_recipes.runs.weight_files import WeightFileError, check_weight_files
 from grpo_recipes.training.offline import RecordedRollout
 from grpo_recipes.training.reference import REF, adapter_config, tokenizer_source
 from grpo_recipes.training.trainer import GRPOTrainer
+from grpo_rewards.registry import leaves
 
 # How long a rank that is not the first keeps its peace about an error that all ranks have: the launcher ends every rank
 # once one has failed, and the first rank must get to say its sentence.
@@ -317,7 +318,7 @@ def _check_weights(recipe: Recipe, key: str, folder: Path) -> None:
 
 def load_reward_models(recipe: Recipe, checked: Checked) -> None:
     """Load every reward model before the policy and say its size; one that can't be loaded raises `RecipeError`."""
-    for reward in (single for built in checked.rewards for single in single_rewards(built.function)):
+    for reward in (leaf.unbound for leaf in leaves(checked.rewards)):
         if hasattr(reward, "load"):
             folder = Path(getattr(reward, "model", ""))
             if (folder / "config.json").is_file():

@@ -24,6 +24,7 @@ from grpo_recipes.recipe.recipe import (
     parse_recipe,
 )
 from grpo_recipes.recipe.reward_checks import describe_rewards
+from grpo_rewards.registry import spec_parts
 
 WIDTH = 100
 
@@ -187,12 +188,12 @@ def _reward_parameters(recipe: Recipe, notes: list[str]) -> int:
 
 
 def _reward_models(specs: Sequence[Any]) -> Iterator[str]:
-    """The models that reward specs name, inside sums too."""
+    """The models that reward specs name, inside sums and gates too."""
     for spec in specs:
         if isinstance(spec, Mapping):
             if isinstance(model := (spec.get("kwargs") or {}).get("model"), str):
                 yield model
-            yield from _reward_models(spec.get("rewards") or [])
+            yield from _reward_models(spec_parts(spec))
 
 
 def _gpu_bytes(text: str | None) -> float | None:

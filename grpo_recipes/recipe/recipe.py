@@ -724,7 +724,7 @@ def _check_offline(recipe: Recipe, geometry: Geometry) -> None:
 def _check_rewards(recipe: Recipe, geometry: Geometry, rewards: Sequence[BuiltReward]) -> None:
     recipe.blame(reward_checks.check_weights, rewards)
     for reward in rewards:
-        if not getattr(reward.function, "needs_whole_groups", False):
+        if not reward.needs_whole_groups:
             continue
         if geometry.num_generations == 1:
             raise RecipeError(

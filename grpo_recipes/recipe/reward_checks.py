@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
 
 from grpo_recipes.training.offline import REWARD_COLUMN, recorded_reward
-from grpo_rewards.correctness import GSM8KCorrectness
-from grpo_rewards.registry import BoundReward, BuiltReward, SumReward
+from grpo_rewards.errors import UserError
+from grpo_rewards.registry import BoundReward, BuiltReward, leaves
 
 # What TRL hands to every reward beside the dataset's columns (`GRPOTrainer._calculate_rewards`), which hold no `prompt`.
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -20,7 +20,7 @@ TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "l
 NAMED_ROWS = 20
 
 
-class RewardCheckError(ValueError):
+class RewardCheckError(UserError):
     """A reward that can't pay on this dataset; the message names it and the fix."""
 
 
@@ -56,61 +56,34 @@ def describe_rewards(rewards: Iterable[BuiltReward]) -> str:
 
 def check_weights(rewards: Sequence[BuiltReward]) -> None:
     """Raise `RewardCheckError` if no reward can change the total."""
-    if not any(_counts(reward) for reward in rewards):
+    if not any(reward.weight for reward in leaves(rewards)):
         raise RewardCheckError("`rewards`: all weights are 0, so that nothing is learned: give one reward a weight")
-
-
-def _counts(reward: BuiltReward) -> bool:
-    parts = reward.function.parts if isinstance(reward.function, SumReward) else ()
-    return reward.weight != 0 and (not parts or any(map(_counts, parts)))
-
-
-def single_rewards(function: Callable[..., Any]) -> Iterator[Any]:
-    """The rewards behind one: a sum's parts, the one behind another name, the judge of `group_length`; else itself."""
-    if isinstance(function, SumReward):
-        for part in function.parts:
-            yield from single_rewards(part.function)
-    elif isinstance(function, BoundReward):
-        yield from single_rewards(function.function)
-    else:
-        yield function
-        if callable(judge := getattr(function, "correctness", None)):
-            yield from single_rewards(judge)
 
 
 def check_columns(rewards: Iterable[BuiltReward], columns: Sequence[str]) -> None:
     """Raise `RewardCheckError` for a reward that needs a column not among `columns`, or that can't take what TRL hands over."""
     given = [column for column in columns if column != "prompt"]  # TRL keeps it back: rewards get `prompts`
-    for reward in rewards:
-        for part in _parts(reward):
-            needed, takes_all = _parameters(part.function)
-            for column in needed:
-                if column not in (*TRL_ARGUMENTS, *given):
-                    raise RewardCheckError(
-                        f"`rewards`: {part.name} needs the column `{column}`, and the columns that it gets are "
-                        f"{', '.join(given) or 'none'}"
-                    )
-            if not takes_all:
+    for reward in leaves(rewards):
+        needed, takes_all = _parameters(reward.function)
+        for column in needed:
+            if column not in (*TRL_ARGUMENTS, *given):
                 raise RewardCheckError(
-                    f"`rewards`: {part.name} must take every column by name, as TRL hands them over: end its parameters in "
-                    "`**columns`"
+                    f"`rewards`: {reward.name} needs the column `{column}`, and the columns that it gets are "
+                    f"{', '.join(given) or 'none'}"
                 )
-
-
-def _parts(reward: BuiltReward) -> Iterator[BuiltReward]:
-    if isinstance(reward.function, SumReward):
-        for part in reward.function.parts:
-            yield from _parts(part)
-    else:
-        yield reward
+        if not takes_all:
+            raise RewardCheckError(
+                f"`rewards`: {reward.name} must take every column by name, as TRL hands them over: end its parameters in "
+                "`**columns`"
+            )
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
-    """The arguments that a reward can't be called without, its column of golds among them, and whether it takes any other."""
+    """What a reward can't be called without, the columns that it reads included, and whether it takes any other."""
     if isinstance(function, BoundReward):
         needed, takes_all = _parameters(function.function)
         return [name for name in needed if name not in function.arguments], takes_all
-    needed = [single.gold_column for single in single_rewards(function) if isinstance(single, GSM8KCorrectness)]
+    needed = [*getattr(function, "columns_read", ())]
     if function is recorded_reward:
         needed.append(REWARD_COLUMN)
     parameters = inspect.signature(function).parameters
@@ -132,32 +105,33 @@ def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset) -> GoldCheck |
     Raises:
         RewardCheckError: not one gold can be scored.
     """
-    judges = [(reward.name, judges) for reward in rewards if (judges := _judges(reward.function))]
+    judges = [(reward.name, judges) for reward in rewards if (judges := _judges(reward))]
     if not judges:
         return None
     scorable = [False] * len(dataset)
     for _, parts in judges:
-        by_part = [_can_score(part, dataset[part.gold_column]) for part in parts]
+        by_part = [_can_score(part, dataset) for part in parts]
         scorable = [known or all(row) for known, row in zip(scorable, zip(*by_part, strict=True), strict=True)]
     rows = [number for number, is_scorable in enumerate(scorable, start=1) if not is_scorable]
     names = tuple(name for name, _ in judges)
     if len(rows) == len(dataset):
-        column = judges[0][1][0].gold_column
+        judge = judges[0][1][0]
+        column = judge.gold_column
         raise RewardCheckError(
             f"`rewards`: {' and '.join(names)} can score none of the {len(dataset)} golds in the column `{column}` (the first is "
-            f"{_excerpt(dataset[0][column])}): a gold is a number, a formula or a few words, or a solution that marks its "
-            "final answer by `####`, `\\boxed{}` or a line `A:`"
+            f"{_excerpt(dataset[0][column])}): {judge.gold_forms}"
         )
     return GoldCheck(len(rows), len(dataset), tuple(rows[:NAMED_ROWS]), names) if rows else None
 
 
-def _judges(function: Callable[..., Any]) -> list[GSM8KCorrectness]:
-    return [single for single in single_rewards(function) if isinstance(single, GSM8KCorrectness)]
+def _judges(reward: BuiltReward) -> list[Any]:
+    return [leaf.function for leaf in leaves([reward]) if getattr(leaf.function, "columns_read", ())]
 
 
-def _can_score(reward: GSM8KCorrectness, golds: Sequence[Any]) -> list[bool]:
-    columns: dict[str, Any] = {reward.gold_column: list(golds)}
-    return [score is not None for score in reward(completions=[""] * len(golds), **columns)]
+def _can_score(judge: Any, dataset: Dataset) -> list[bool]:
+    read = (*judge.columns_read, getattr(judge, "choices_column", None))
+    columns = {column: list(dataset[column]) for column in dataset.column_names if column in read}
+    return [score is not None for score in judge(completions=[""] * len(dataset), **columns)]
 
 
 def _excerpt(gold: Any, length: int = 60) -> str:

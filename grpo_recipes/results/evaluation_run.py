@@ -25,7 +25,7 @@ from grpo_recipes.results.evaluate import (
 from grpo_recipes.results.run import AFTER, EVALUATIONS
 from grpo_recipes.runs.files import ADAPTER, ANY_OBJECT, RUN_RECORD, RunError, read_object
 from grpo_recipes.runs.weight_files import WeightFileError, check_weight_files
-from grpo_rewards.registry import RewardSpecError
+from grpo_rewards.registry import RewardSpecError, spec_parts
 
 DEFAULT_NEW_TOKENS = 512
 
@@ -336,12 +336,12 @@ def _tags(recipe: dict[str, Any], spec: DatasetSpec) -> tuple[str, str]:
 
 
 def _reward_tags(rewards: list[Any]) -> tuple[str, str] | None:
-    """The first tags that a reward is given, those inside a `sum` included."""
+    """The first tags that a reward is given, those inside a `sum` or a `gate` included."""
     for reward in rewards:
         if isinstance(reward, dict):
             if tags := (reward.get("kwargs") or {}).get("tags"):
                 return tags[0], tags[1]
-            if found := _reward_tags(reward.get("rewards") or []):
+            if found := _reward_tags(spec_parts(reward)):
                 return found
     return None
 

@@ -33,12 +33,20 @@ from grpo_rewards.completions import completion_text
 
 FORMAT_REWARDS = frozenset({"tag_structure", "tag_count", "tag_presence", "well_formed", "think_format_reward"})
 CORRECTNESS_REWARDS = frozenset(
-    {"gsm8k_correctness", "math_correctness", "accuracy_reward", "reasoning_accuracy_reward"}
+    {
+        "gsm8k_correctness",
+        "math_correctness",
+        "choice_correctness",
+        "string_match",
+        "accuracy_reward",
+        "reasoning_accuracy_reward",
+    }
 )
 # TRL's as a recipe names the factory, and as a log names the reward.
 SHAPING_REWARDS = frozenset(
     {
         "group_length",
+        "repetition",
         "get_soft_overlong_punishment",
         "soft_overlong_punishment_reward",
         "get_repetition_penalty_reward",
@@ -196,10 +204,10 @@ class Run:
         return self.series(f"rewards/{reward.name}/mean")
 
     def parts(self) -> Iterator[tuple[RunReward, Series]]:
-        """Each reward with its mean, and a `sum` reward's parts in its place where they were logged."""
+        """Each reward with its mean, and in place of a `sum` or a `gate` its parts where they were logged."""
         for reward in self.rewards:
             prefix = f"rewards/{reward.name}/"
-            parts = [key for key in self.logged(prefix) if reward.source == "sum" and key != f"{prefix}mean"]
+            parts = [key for key in self.logged(prefix) if reward.source in ("sum", "gate") and key != f"{prefix}mean"]
             parts = [key for key in parts if key != f"{prefix}std"]
             for key in parts:
                 yield RunReward(key.removeprefix("rewards/"), key.removeprefix(prefix), reward.weight), self.series(key)

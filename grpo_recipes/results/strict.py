@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from grpo_rewards.answers import answer_extractor
 from grpo_rewards.correctness import GSM8KCorrectness
 from grpo_rewards.format_tags import TagCount, TagPresence, TagStructure, WellFormed
-from grpo_rewards.registry import REGISTERED, Spec, build_rewards
+from grpo_rewards.registry import REGISTERED, Spec, build_rewards, spec_parts
 
 Tags = tuple[str, str]
 FORMATS = (TagStructure, TagCount, TagPresence, WellFormed)
@@ -27,6 +27,8 @@ TRL_FORMAT = "trl.rewards.think_format_reward"
 @dataclass(frozen=True)
 class ThinkFormat:
     """TRL's `think_format_reward`, called on texts: 1 if the completion begins with one closed think block, else 0."""
+
+    highest_pay: ClassVar[float] = 1.0
 
     name: str = "think_format_reward"
 
@@ -69,8 +71,8 @@ def asked_by(specs: Sequence[Spec], tags: Tags, *, override_tags: bool = False) 
 def is_right(asked: Sequence[Asked], completions: Sequence[str], golds: Sequence[str]) -> list[bool]:
     """Whether each completion earns the most that every reward can pay; `golds` as `answers.read_gold` takes them."""
     pays = [reward(completions=completions, answer=golds) for reward in asked]
-    most = [_most(reward) for reward in asked]
-    return [all(pay == best for pay, best in zip(row, most, strict=True)) for row in zip(*pays, strict=True)]
+    most = [reward.highest_pay for reward in asked]
+    return [list(row) == most for row in zip(*pays, strict=True)]
 
 
 def stated_answer(asked: Sequence[Asked], completion: str, tags: Tags) -> str | None:
@@ -96,8 +98,8 @@ def _known(specs: Sequence[Spec], tags: Tags) -> Iterator[Asked]:
         weight = spec.get("weight", 1.0) if isinstance(spec, Mapping) else 1.0
         if isinstance(weight, (int, float)) and weight <= 0:
             continue
-        if name == "sum" and isinstance(spec, Mapping):
-            yield from _known(spec.get("rewards") or (), tags)
+        if parts := spec_parts(spec):
+            yield from _known(parts, tags)
         elif name in TRL_CORRECTNESS:
             yield GSM8KCorrectness(extract="auto", pay_exact=1.0, pay_equal=1.0, tags=tags)
         elif name == TRL_FORMAT:
@@ -117,7 +119,6 @@ def _plain(reward: Any) -> Iterator[Asked]:
                 pay_equal=equal,
                 tags=reward.tags,
                 prefilled=reward.prefilled,
-                rule=reward.rule,
                 deadline=reward.deadline,
             )
     elif isinstance(reward, FORMATS) and reward.pay > 0:
@@ -128,14 +129,3 @@ def _with_tags(reward: Asked, tags: Tags) -> Asked:
     if isinstance(reward, ThinkFormat):
         return reward
     return replace(reward, tags=tags, prefilled=tags[0] if reward.prefilled else None)
-
-
-def _most(reward: Asked) -> float | None:
-    """What a reward pays at most: for a correct answer, or for a layout that has all that any of them looks for."""
-    if isinstance(reward, GSM8KCorrectness):
-        return reward.pay_exact
-    if isinstance(reward, ThinkFormat):
-        return 1.0
-    reasoning, answer = reward.tags
-    opening = "" if reward.prefilled else f"<{reasoning}>\n"
-    return reward(completions=[f"{opening}1\n</{reasoning}>\n<{answer}>\n1\n</{answer}>"])[0]

@@ -270,7 +270,7 @@ _FOLDED = {**dict.fromkeys("−‐‑–﹣", "-"), **dict.fromkeys("‘’‚",
 
 
 def undress(text: str, wrappers: Sequence[tuple[str, str]] = _WRAPPERS, label: re.Pattern[str] | None = None) -> str:
-    r"""Return an answer without what only dresses it: Markdown, quotes, math delimiters, `\boxed`, a final period."""
+    r"""Return an answer without its formatting: Markdown, quotes, math delimiters, `\boxed`, a final period."""
     before = None
     while before != text:
         before = text = text.strip()

@@ -6,13 +6,15 @@ from typing import Any
 
 import yaml
 
+from grpo_rewards.errors import UserError
 
-class DuplicateKey(yaml.YAMLError):
+
+class DuplicateKey(UserError, yaml.YAMLError):
     """A mapping gives one key twice; the message names the key and both lines."""
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML keeps the last of equal keys in silence. Checked as written, before `<<` merges what may be overridden."""
+    """Refuses equal keys, of which PyYAML keeps the last without a word. Keys that `<<` merges in may be overridden."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

@@ -44,31 +44,31 @@ def test_group_slices_cover_the_batch_in_order():
 
 
 BARE = [
-    (gsm8k_correctness, {"completions": ["<answer>18</answer>"], "answer": "18"}, "'answer' must be a list"),
-    (gsm8k_correctness, {"completions": ["<answer>18</answer>"], "answer": 18}, "'answer' must be a list"),
-    (gsm8k_correctness, {"completions": "<answer>18</answer>", "answer": ["18"]}, "'completions' must be a list"),
-    (gsm8k_correctness, {"completions": ["a", "b"], "answer": ["18"]}, "2 in 'completions', 1 in 'answer'"),
-    (GSM8KCorrectness(gold_column="gold"), {"completions": ["a"], "gold": "18"}, "'gold' must be a list"),
-    (math_correctness, {"completions": ["18"], "answer": "18"}, "'math_correctness': 'answer' must be a list"),
+    (gsm8k_correctness, {"completions": ["<answer>18</answer>"], "answer": "18"}, "`answer` must be a list"),
+    (gsm8k_correctness, {"completions": ["<answer>18</answer>"], "answer": 18}, "`answer` must be a list"),
+    (gsm8k_correctness, {"completions": "<answer>18</answer>", "answer": ["18"]}, "`completions` must be a list"),
+    (gsm8k_correctness, {"completions": ["a", "b"], "answer": ["18"]}, "2 in `completions`, 1 in `answer`"),
+    (GSM8KCorrectness(gold_column="gold"), {"completions": ["a"], "gold": "18"}, "`gold` must be a list"),
+    (math_correctness, {"completions": ["18"], "answer": "18"}, "`math_correctness`: `answer` must be a list"),
     *(
-        (reward, {"completions": "<answer>18</answer>"}, f"'{reward.name}': 'completions' must be a list")
+        (reward, {"completions": "<answer>18</answer>"}, f"`{reward.name}`: `completions` must be a list")
         for reward in (tag_structure, tag_count, tag_presence, well_formed)
     ),
     (
         GroupLength(num_generations=1),
         {"prompts": ["p"], "completions": "18", "answer": ["18"]},
-        "'completions' must be",
+        "`completions` must be",
     ),
-    (GroupLength(num_generations=1), {"prompts": "p", "completions": ["18"], "answer": ["18"]}, "'prompts' must be"),
+    (GroupLength(num_generations=1), {"prompts": "p", "completions": ["18"], "answer": ["18"]}, "`prompts` must be"),
     (
         SumReward((BuiltReward(tag_count, 1.0, "tag_count"),), name="total"),
         {"completions": "18"},
-        "'total': 'completions' must be a list",
+        "`total`: `completions` must be a list",
     ),
     (
         SumReward((BuiltReward(lambda **columns: [1.0] * 3, 1.0, "three"),)),
         {"completions": ["18"]},
-        "'three'.* 1 in 'completions', 3 in 'scores'",
+        "`three`.* 1 in `completions`, 3 in `scores`",
     ),
 ]
 

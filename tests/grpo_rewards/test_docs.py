@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from grpo_rewards import choice_correctness
 from grpo_rewards.correctness import GSM8KCorrectness
 from grpo_rewards.registry import build_rewards, registered_names
 
@@ -16,6 +17,10 @@ DOCS = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="u
 POLICY = [
     [cell.strip() for cell in line.strip("|").split(" | ")]
     for line in DOCS.split("| verdict |\n|---|---|---|---|---|\n")[1].split("\n\n")[0].splitlines()
+]
+CHOICES = [
+    [cell.strip() for cell in line.strip("|").split(" | ")]
+    for line in DOCS.split("| names |\n|---|---|---|---|---|\n")[1].split("\n\n")[0].splitlines()
 ]
 RIGHT, WRONG = "<think>\na\n</think>\n<answer>\n18\n</answer>", "<answer>17</answer>"
 
@@ -43,6 +48,16 @@ def test_a_row_of_the_policy_table(question, arguments, gold, completion, verdic
     (score,) = reward(completions=[code(completion)], answer=[code(gold)], log_extra=columns.__setitem__)
     assert columns["verdict"] == [verdict]
     assert score == {"exact": 2.0, "equal": 1.5, "no gold": None}.get(verdict, 0.0)
+
+
+@pytest.mark.parametrize(("question", "choices", "gold", "completion", "names"), CHOICES)
+def test_a_row_of_the_table_of_choices(question, choices, gold, completion, names):
+    columns = {}
+    (score,) = choice_correctness(
+        completions=[code(completion)], answer=[gold], choices=[choices.split(", ")], log_extra=columns.__setitem__
+    )
+    assert columns["extracted"] == [None if names == "none" else names]
+    assert score == float(names == gold)
 
 
 def test_every_registered_reward_is_documented():

@@ -219,7 +219,7 @@ def test_pickled_weights_need_the_flag(tiny, tmp_path):
     expected = load(tiny)[0].state_dict()
     torch.save(load_file(tiny / "model.safetensors"), tiny / "pytorch_model.bin")
     (tiny / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="--allow-pickle"):
+    with pytest.raises(CheckpointError, match="--allow_pickle"):
         convert(tiny, tmp_path / "native")
     assert not (tmp_path / "native").exists()
     native = convert(tiny, tmp_path / "native", allow_pickle=True)

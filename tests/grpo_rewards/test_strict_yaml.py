@@ -38,7 +38,7 @@ def test_it_reads_what_pyyaml_reads(text: str) -> None:
 def test_a_key_given_twice_is_named_with_both_lines(text: str, says: str) -> None:
     with pytest.raises(strict_yaml.DuplicateKey, match=says):
         strict_yaml.load(text)
-    yaml.safe_load(text)  # which keeps the last in silence
+    yaml.safe_load(text)  # which keeps the last
 
 
 def test_objects_are_not_built() -> None:

@@ -13,10 +13,9 @@ from grpo_recipes.recipe.reward_checks import (
     check_columns,
     check_golds,
     check_weights,
-    single_rewards,
 )
 from grpo_rewards import symbolic
-from grpo_rewards.registry import build_rewards
+from grpo_rewards.registry import build_rewards, leaves
 
 PROSE = "There is no short answer to a question of this kind."
 
@@ -71,7 +70,6 @@ def test_a_gold_that_one_of_two_rewards_can_score_is_scorable() -> None:
     [
         "gsm8k_correctness",
         {"name": "math_correctness", "alias": "judge"},
-        {"name": "gsm8k_correctness", "kwargs": {"rule": "source"}},
         {"name": "sum", "rewards": ["tag_count", "gsm8k_correctness"]},
         "group_length",
     ],
@@ -83,6 +81,22 @@ def test_not_one_gold_to_score_is_refused(spec: object) -> None:
     ):
         check_golds(rewards, golds(" ", ""))
     assert check_golds(rewards, golds("1", "2")) is None
+
+
+def test_golds_inside_a_gate_and_of_multiple_choice_are_held_against_their_choices() -> None:
+    choice = {"name": "choice_correctness", "kwargs": {"choices_column": "options"}}
+    gate = {"name": "gate", "reward": choice, "only_if": "tag_count"}
+    dataset = golds("B", "Rome", "Oslo", options=[["Paris", "Rome"]] * 3)
+    for spec in (choice, gate):
+        found = check_golds(build_rewards([spec]), dataset)
+        assert found is not None
+        assert found.rows == (3,)
+        with pytest.raises(RewardCheckError, match="choice_correctness needs the column `options`"):
+            check_columns(build_rewards([spec]), ["prompt", "answer"])
+    with pytest.raises(
+        RewardCheckError, match="the first is 'Oslo'.*a gold is a letter, a choice's text or its position"
+    ):
+        check_golds(build_rewards([choice]), golds("Oslo", options=[["Paris", "Rome"]]))
 
 
 def test_rewards_that_read_no_gold_are_not_asked() -> None:
@@ -116,7 +130,8 @@ def test_a_reward_under_another_name_and_what_the_spec_binds() -> None:
     (built,) = build_rewards([{"name": HERE + "by_level", "alias": "levels"}])
     with pytest.raises(RewardCheckError, match="levels needs the column `level`"):
         check_columns([built], ["prompt", "answer"])
-    assert [reward.__name__ for reward in single_rewards(built.function)] == ["by_level"]
+    (leaf,) = leaves([built])
+    assert (leaf.name, leaf.unbound.__name__) == ("levels", "by_level")
 
 
 def test_a_prompt_reaches_no_reward_under_that_name() -> None:
@@ -136,6 +151,7 @@ def test_a_prompt_reaches_no_reward_under_that_name() -> None:
         ([{"name": "tag_count", "weight": -1}], True),
         ([{"name": "sum", "rewards": [{"name": "tag_count", "weight": 0}]}], False),
         ([{"name": "sum", "weight": 0, "rewards": ["tag_count"]}], False),
+        ([{"name": "gate", "reward": {"name": "tag_count", "weight": 0}, "only_if": "well_formed"}], False),
     ],
 )
 def test_one_weight_must_count(specs: list, counts: bool) -> None:

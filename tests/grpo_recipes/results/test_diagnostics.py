@@ -189,7 +189,8 @@ def test_format_pay_alone_is_judged_by_the_evaluation(tmp_path: Path) -> None:
     assert checks("better", {"before": strict(0.2, 0.1, 0.3), "after": strict(0.6, 0.5, 0.7)}) == []
 
 
-def test_the_parts_of_a_sum_are_told_apart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["sum", "gate"])
+def test_the_parts_of_a_sum_or_a_gate_are_told_apart(tmp_path: Path, source: str) -> None:
     metrics = {
         "rewards/total/mean": ramp(1, 1),
         "rewards/total/std": ramp(1, 1),
@@ -198,7 +199,7 @@ def test_the_parts_of_a_sum_are_told_apart(tmp_path: Path) -> None:
         "rewards/gsm8k_correctness/mean": None,
         "rewards/tag_presence/mean": None,
     }
-    rewards = [{"name": "total", "source": "sum", "weight": 1.0}]
+    rewards = [{"name": "total", "source": source, "weight": 1.0}]
     (finding,) = found_in(Run.read(write_run(tmp_path / "run", metrics, rewards=rewards)))
     assert "`total/tag_count` rises" in finding.sentence
     assert "`total/math_correctness` goes from 0.50" in finding.sentence

@@ -118,6 +118,7 @@ STRICT = [  # a recipe's rewards; what is strictly right by them; what is not
     (["gsm8k_correctness", "tag_presence"], [TAGGED, f"{TAGGED} {TAGGED}"], ["<answer>18</answer>"]),
     (["gsm8k_correctness", "tag_count"], [TAGGED], [f"{TAGGED} {TAGGED}"]),
     ([{"name": "sum", "rewards": [BOXES, "tag_count"]}], [TAGGED + BOXED], [BOXED, TAGGED]),
+    ([{"name": "gate", "reward": BOXES, "only_if": "tag_count"}], [TAGGED + BOXED], [BOXED, TAGGED]),
     (["tag_structure"], [ON_LINES], [TAGGED, BOXED]),
     (["my_pkg.correct", "group_length"], [TAGGED], [BOXED, f"{TAGGED} Done."]),
     (

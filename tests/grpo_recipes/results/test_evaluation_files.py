@@ -577,6 +577,12 @@ def test_another_path_is_read_whole_and_not_by_the_recipes_slice() -> None:
     assert (spec.path, spec.split) == ("b.jsonl", "train[:5]")
 
 
+def test_tags_are_found_inside_a_gate() -> None:
+    tagged = {"name": "well_formed", "kwargs": {"tags": ["t", "a"]}}
+    recipe = {"rewards": [{"name": "gate", "reward": "gsm8k_correctness", "only_if": tagged}]}
+    assert evaluation_run._tags(recipe, held_out_spec({}, asked())) == ("t", "a")
+
+
 def test_tags_are_found_inside_a_sum() -> None:
     inner = {"name": "sum", "rewards": ["tag_count", {"name": "tag_structure", "kwargs": {"tags": ["t", "a"]}}]}
     recipe = {"rewards": ["gsm8k_correctness", {"name": "sum", "rewards": [inner]}]}

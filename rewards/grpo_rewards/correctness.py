@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 from grpo_rewards.answers import LAYOUTS, Gold, Judge, answer_extractor, read_gold
 from grpo_rewards.completions import check_rows, completion_text
@@ -40,6 +40,8 @@ class GSM8KCorrectness:
         name: the reward's name in logs.
     """
 
+    kind: ClassVar[str] = "correctness"
+
     extract: str = "answer_tag"
     pay_exact: float = 2.0
     pay_equal: float = 1.5
@@ -64,6 +66,11 @@ class GSM8KCorrectness:
             raise ValueError(f"rule must be exact or source, not {self.rule!r}")
         if self.prefilled not in (None, self.tags[0]):
             raise ValueError(f"prefilled must be null or the first tag, {self.tags[0]!r}, not {self.prefilled!r}")
+
+    @property
+    def highest_pay(self) -> float:
+        """The pay of a correct answer."""
+        return self.pay_exact
 
     @property
     def __name__(self) -> str:

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from grpo_rewards.completions import check_rows, completion_text
 
@@ -40,6 +40,8 @@ def checked_number(value: Any, key: str) -> float:
 
 @dataclass(frozen=True)
 class _TagReward:
+    kind: ClassVar[str] = "format"
+
     tags: tuple[str, str] = ("think", "answer")
     pay: float = 1.0
     prefilled: str | None = None
@@ -50,6 +52,13 @@ class _TagReward:
         object.__setattr__(self, "pay", checked_number(self.pay, "pay"))
         if self.prefilled not in (None, self.tags[0]):
             raise ValueError(f"prefilled must be null or the first tag, {self.tags[0]!r}, not {self.prefilled!r}")
+
+    @property
+    def highest_pay(self) -> float:
+        """The pay of a completion that has all that any of these rewards looks for."""
+        think, end_think, answer, end_answer = self._marks()
+        opening = "" if self.prefilled else f"{think}\n"
+        return self([""], [f"{opening}1\n{end_think}\n{answer}\n1\n{end_answer}"])[0] or 0.0
 
     @property
     def __name__(self) -> str:

@@ -16,13 +16,15 @@ import difflib
 import importlib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from grpo_rewards.completions import check_rows
 from grpo_rewards.format_tags import checked_number
+
+Kind = Literal["correctness", "format", "length", "judge", "other"]
 
 ENTRY_POINT_GROUP = "grpo_rewards.rewards"
 
@@ -40,6 +42,17 @@ REGISTERED: Mapping[str, str] = {
 _SPEC_KEYS = ("name", "weight", "alias", "kwargs")
 _SUM_KEYS = ("name", "weight", "alias", "rewards")
 
+# What TRL's own reward functions pay for, and at most.
+TRL_REWARDS: Mapping[str, tuple[Kind, float | None]] = {
+    "accuracy_reward": ("correctness", 1.0),
+    "reasoning_accuracy_reward": ("correctness", 1.0),
+    "think_format_reward": ("format", 1.0),
+    "get_soft_overlong_punishment": ("length", 0.0),
+    "soft_overlong_punishment_reward": ("length", 0.0),
+    "get_repetition_penalty_reward": ("other", 0.0),
+    "repetition_penalty_reward": ("other", 0.0),
+}
+
 Reward = Callable[..., Any]
 Spec = str | Mapping[str, Any]
 
@@ -55,6 +68,16 @@ class BuiltReward:
     function: Reward
     weight: float
     name: str
+
+    @property
+    def kind(self) -> Kind:
+        """What the reward pays for."""
+        return _declared(self.function)[0]
+
+    @property
+    def highest_pay(self) -> float | None:
+        """The most that it pays, before its weight; None if it has no such bound."""
+        return _declared(self.function)[1]
 
 
 @dataclass(frozen=True)
@@ -184,6 +207,28 @@ def _with_columns_apart(built: list[BuiltReward]) -> list[BuiltReward]:
 def _with_prefix(reward: BuiltReward) -> BuiltReward:
     function: Any = reward.function
     return replace(reward, function=replace(function, prefix=function.prefix or f"{reward.name}/"))
+
+
+def leaves(rewards: Iterable[BuiltReward]) -> Iterator[BuiltReward]:
+    """Every single reward of a list, those inside a `sum` in its place."""
+    for reward in rewards:
+        if isinstance(reward.function, SumReward):
+            yield from leaves(reward.function.parts)
+        else:
+            yield reward
+
+
+def spec_parts(spec: Any) -> list[Spec]:
+    """Return the specs inside a spec: what a `sum` adds; none inside any other."""
+    return list(spec.get("rewards") or []) if isinstance(spec, Mapping) else []
+
+
+def _declared(function: Any) -> tuple[Kind, float | None]:
+    while isinstance(function, BoundReward):
+        function = function.function
+    if str(getattr(function, "__module__", "")).startswith("trl."):
+        return TRL_REWARDS.get(_callable_name(function), ("other", None))
+    return getattr(function, "kind", "other"), getattr(function, "highest_pay", None)
 
 
 def registered_names() -> list[str]:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -94,6 +94,8 @@ class RewardModelScore:
     Raises:
         ValueError: an argument out of range, or a row without a prompt. `CheckpointError`, a ValueError, at loading.
     """
+
+    kind: ClassVar[str] = "judge"
 
     model: str
     revision: str | None = None

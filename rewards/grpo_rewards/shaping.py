@@ -32,6 +32,8 @@ class GroupLength:
         name: the reward's name in logs.
     """
 
+    kind: ClassVar[str] = "length"
+    highest_pay: ClassVar[float] = 0.5
     needs_whole_groups: ClassVar[bool] = True
 
     num_generations: int | None = None

@@ -1,21 +1,23 @@
 """What looks wrong in a run, from its own files: `diagnose(Run.read(folder))`.
 
-Each check looks for one disease and says what it found in a sentence with the figure and the step. A check whose metrics
-the run did not log says so instead: only a check that had data can find a run healthy. The thresholds are rules of thumb;
-each stands beside its check.
+Each check looks for one problem and reports it in a sentence with the figure and the step. A check whose metrics the run did
+not log says so instead, so that "nothing looks wrong" counts only the checks that had data. The thresholds are rules of
+thumb; each is written in its check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 
-from grpo_recipes.results.run import AFTER, BEFORE, Run, RunReward, Series
-from grpo_rewards.answers import LAYOUTS, extract_answer
-from grpo_rewards.registry import REGISTERED, resolve
+from grpo_recipes.results.run import Run, RunReward, Series
+from grpo_recipes.results.strict import single_specs
+from grpo_recipes.runs.files import AFTER, BEFORE
+from grpo_rewards.correctness import GSM8KCorrectness
+from grpo_rewards.registry import RewardSpecError, build_rewards
 
 
 @dataclass(frozen=True)
@@ -79,21 +81,21 @@ def describe(diagnosis: Diagnosis) -> str:
 def format_without_correctness(run: Run) -> Finding | NoData | None:
     """Format pay rises while correctness does not: the policy may be learning a layout instead of the task.
 
-    Where no reward is known to pay correctness, any may that is not known to pay for format or shape.
+    If no reward is known to pay for correctness, any that is not known to pay for format or length may.
     """
     parts = list(run.parts())
-    formats = [(reward, means) for reward, means in parts if reward.pays_format]
+    formats = [(reward, means) for reward, means in parts if reward.kind == "format"]
     if not any(len(means) for _, means in parts):
         return NoData("no reward was logged")
     if formats and not any(means.has_trend for _, means in formats):
         return NoData(_too_few(f"`{formats[0][0].name}`"))
     rising = [(reward, means) for reward, means in formats if means.trend > 0]
-    others = [(reward, means) for reward, means in parts if not reward.pays_format]
-    unknown = [(reward, means) for reward, means in others if not reward.pays_shape]
-    judges = [(reward, means) for reward, means in others if reward.pays_correctness] or unknown or others
+    others = [(reward, means) for reward, means in parts if reward.kind != "format"]
+    unknown = [(reward, means) for reward, means in others if reward.kind != "length"]
+    judges = [(reward, means) for reward, means in others if reward.kind == "correctness"] or unknown or others
     if not rising or any(means.trend > 0 for _, means in judges):
         return None
-    if not any(reward.pays_correctness for reward, _ in judges) and _strict_rises(run):
+    if not any(reward.kind == "correctness" for reward, _ in judges) and _strict_rises(run):
         return None
     reward, means = rising[0]
     step = _last_step(means)
@@ -115,10 +117,10 @@ def format_without_correctness(run: Run) -> Finding | NoData | None:
 
 def length_into_cap(run: Run) -> Finding | NoData | None:
     """Completions grow by a quarter or more, to beyond 80 % of `max_completion_length`."""
-    lengths, cap = run.series("completions/mean_length"), run.max_completion_length
+    lengths, cap = run.series("completions/mean_length"), run.config.get("max_completion_length")
     if not lengths.has_trend:
         return NoData(_too_few("`completions/mean_length`"))
-    if cap is None and not run.recipe:
+    if not run.config:
         return NoData("no `run.json` says `max_completion_length`")
     if cap is None or lengths.trend <= 0 or lengths.end < 1.25 * lengths.start or lengths.end < 0.8 * cap:
         return None
@@ -201,9 +203,7 @@ def kl_blow_up(run: Run) -> Finding | NoData | None:
     """The KL to the reference exceeds 1 nat a token."""
     kl = run.series("kl")
     if not len(kl):
-        return NoData(
-            "`kl` was not logged" + (", as `beta` is 0" if run.recipe.get("beta", 0) == 0 and run.recipe else "")
-        )
+        return NoData("`kl` was not logged" + (", as `beta` is 0" if run.config.get("beta") == 0 else ""))
     if max(kl.values) <= 1:
         return None
     step = _first_step(kl, lambda value: value > 1)
@@ -227,7 +227,7 @@ def dominant_reward(run: Run) -> Finding | NoData | None:
     if len(variances) < 2 or not total > 0:
         return None
     reward, variance = max(variances.items(), key=lambda item: item[1])
-    if not (reward.pays_format or reward.pays_shape) or variance <= 0.95 * total:
+    if reward.kind not in ("format", "length") or variance <= 0.95 * total:
         return None
     step = _last_step(run.series(f"rewards/{reward.name}/std"))
     return Finding(
@@ -268,7 +268,7 @@ def overfitting(run: Run) -> Finding | NoData | None:
 
 
 def unscorable_golds(run: Run) -> Finding | None:
-    """Golds that no correctness reward can score, as counted when the run began. No check: no metric shows them."""
+    """Golds that no correctness reward can score, as counted when the run began. Not among `CHECKS`, as no metric shows them."""
     golds = run.record.get("unscorable_golds")
     if not golds:
         return None
@@ -289,13 +289,11 @@ def no_answer_found(run: Run) -> Finding | NoData | None:
         return NoData("no reward logs how many answers it finds (`rewards/*/parsed`)")
     for name, shares in found.items():
         if max(shares.values) == 0:
-            layout = _layout(run, name)
-            where = f"where `extract: {layout}` looks" if layout else "where it looks"
             return Finding(
                 "no_answer_found",
                 _last_step(shares),
-                f"`{name}` has paid nothing up to step {_last_step(shares)}: no completion states an answer {where}"
-                f"{_other_layout(run, layout)}",
+                f"`{name}` has paid nothing up to step {_last_step(shares)}: "
+                f"{_where_answers_are(run, name)}: ask for one in the prompt, or set another `extract`",
             )
     return None
 
@@ -318,36 +316,15 @@ def _too_few(metric: str) -> str:
     return f"{metric} was logged fewer than four times"
 
 
-def _layout(run: Run, name: str) -> str | None:
-    """The `extract` of the reward that logs under a name, as the recipe or the reward's class has it; None if unknown."""
-    for spec in _single_specs(run.recipe.get("rewards") or []):
-        if name in (spec.get("alias"), spec.get("name")):
-            kwargs, source = spec.get("kwargs"), str(spec.get("name"))
-            given = kwargs.get("extract") if isinstance(kwargs, Mapping) else None
-            layout = given or (getattr(resolve(source), "extract", None) if source in REGISTERED else None)
-            return layout if layout in LAYOUTS else None
-    return None
-
-
-def _single_specs(specs: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
-    """The rewards of a recipe as mappings, those inside a `sum` included."""
-    for spec in specs:
-        if isinstance(spec, str):
-            yield {"name": spec}
-        elif isinstance(spec, Mapping) and isinstance(spec.get("rewards"), list):
-            yield from _single_specs(spec["rewards"])
-        elif isinstance(spec, Mapping):
-            yield spec
-
-
-def _other_layout(run: Run, layout: str | None) -> str:
-    """Which other `extract` would find answers, as a clause; empty if none does in half of the logged completions."""
-    texts = run.completions["completion"].tolist()
-    for other in LAYOUTS:
-        share = sum(extract_answer(text, other) is not None for text in texts) / max(1, len(texts))
-        if other not in (layout, "auto") and share >= 0.5:
-            return f"; `extract: {other}` finds one in {share:.0%} of those logged"
-    return "; ask for one in the prompt, or set another `extract`"
+def _where_answers_are(run: Run, name: str) -> str:
+    """Where a reward looks for an answer and where the logged completions state one; the former alone if it can't be built."""
+    for spec in single_specs(run.recipe.get("rewards") or []):
+        with suppress(RewardSpecError):
+            reward = build_rewards([spec])[0]
+            if reward.name == name and isinstance(reward.function, GSM8KCorrectness):
+                note = reward.function.unparsed_note(run.completions["completion"].tolist())
+                return note or f"no completion states an answer where `extract: {reward.function.extract}` looks"
+    return "no completion states an answer where it looks"
 
 
 def _strict_rises(run: Run) -> bool:

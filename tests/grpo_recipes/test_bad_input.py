@@ -634,7 +634,10 @@ RESULTS: list[Case] = [
             ("{}", ("it has no `recipe`",)),
             ("[]", ("it is a list",)),
             ({"recipe": "quickstart"}, ('`recipe` is "quickstart", not an object',)),
-            ({"recipe": {"max_completion_length": "long"}}, ("`recipe.max_completion_length`", "integer")),
+            (
+                {"recipe": {}, "config": {"max_completion_length": "long"}},
+                ("`config.max_completion_length`", "integer"),
+            ),
             ({"recipe": {}, "rewards": {}}, ("`rewards` is an object, not a list",)),
             ({"recipe": {}, "rewards": ["tag_count"]}, ('`rewards[0]` is "tag_count", not an object',)),
             ({"recipe": {}, "rewards": [{"name": "x"}]}, ("`rewards[0]` has no `source`",)),
@@ -804,15 +807,15 @@ RESULTS: list[Case] = [
             ("evaluation.json", "", ("can't be read as JSON",)),
             ("evaluation.json", "{}", ("it has no `problems`",)),
             ("evaluation.json", "[]", ("it is a list",)),
-            ("asked.json", "", ("can't be read as JSON", "remove the folder")),
-            ("asked.json", "[]", ("it is a list", "remove the folder")),
+            ("request.json", "", ("can't be read as JSON", "remove the folder")),
+            ("request.json", "[]", ("it is a list", "remove the folder")),
         )
     ),
     Case(
         "grpo-recipes evaluate {model} --dataset arithmetic --limit 2 --output e",
         ("e holds another evaluation", "it does not record"),
         2,
-        {"e/asked.json": "{}"},
+        {"e/request.json": "{}"},
     ),
     *(
         Case(

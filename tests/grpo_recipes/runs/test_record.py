@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.recipe.recipe import Machine, check, parse_recipe
-from grpo_recipes.runs.record import RecordError, add_launch, describe_launch, launches, read_record
+from grpo_recipes.runs.files import RunError
+from grpo_recipes.runs.record import add_launch, data_order, describe_launch, launches, read_record
 from tests.grpo_recipes import launching
 
 
@@ -33,19 +34,19 @@ def test_a_record_that_cant_be_written_or_read_is_left_as_it_was(
 ) -> None:
     add_launch(tmp_path, {"recipe": {}})
     before = (tmp_path / "run.json").read_bytes()
-    write = Path.write_text
+    write = Path.write_bytes
 
-    def full(path: Path, text: str, **given: object) -> int:
-        write(path, text[:9])
+    def full(path: Path, content: bytes) -> int:
+        write(path, content[:9])
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full)
+        patch.setattr(Path, "write_bytes", full)
         with pytest.raises(OSError, match="No space"):
             add_launch(tmp_path, {"recipe": {"seed": 2}})
     assert (tmp_path / "run.json").read_bytes() == before
     (tmp_path / "run.json").write_bytes(before[:9])
-    with pytest.raises(RecordError, match=r"run.json: can't be read as JSON .*restore"):
+    with pytest.raises(RunError, match=r"run.json: can't be read as JSON .*restore"):
         add_launch(tmp_path, {"recipe": {"seed": 2}})
     assert (tmp_path / "run.json").read_bytes() == before[:9]
 
@@ -57,6 +58,18 @@ def test_the_token_for_the_hub_is_not_recorded(tmp_path: Path, spelled: list[str
     arguments = ["--config", str(config), *spelled]
     recipe = parse_recipe(arguments)
     assert recipe.training["hub_token"] == "hf_secret"
-    launch = describe_launch(recipe, check(recipe, Machine(1, bf16=False)), 1, None)
+    checked = check(recipe, Machine(1, bf16=False))
+    config = recipe.with_defaults()
+    launch = describe_launch(
+        recipe=recipe.as_dict(),
+        config=config,
+        source=recipe.source,
+        arguments=recipe.arguments,
+        rewards=checked.rewards,
+        world_size=1,
+        checkpoint=None,
+        order=data_order(checked.geometry.as_dict(), checked.train_dataset["prompt"], config),
+        unscorable_golds=None,
+    )
     assert "hf_secret" not in json.dumps(launch)
     assert launch["arguments"][:2] == arguments[:2]

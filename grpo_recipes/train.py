@@ -387,15 +387,15 @@ def describe(launch: Launch) -> dict[str, Any]:
     """The entry of a launch in `run.json`."""
     recipe, checked = launch.recipe, launch.checked
     return describe_launch(
-        recipe=recipe.as_dict(),
-        config=recipe.with_defaults(),
+        recipe.as_dict(),
+        recipe.with_defaults(),
+        checked.rewards,
+        recipe.arguments,
         source=recipe.source,
-        arguments=recipe.arguments,
-        rewards=checked.rewards,
+        resumed_from=launch.checkpoint,
         world_size=launch.training_args.world_size,
-        checkpoint=launch.checkpoint,
-        order=order_of(recipe, checked),
-        unscorable_golds=checked.golds.as_dict() if checked.golds else None,
+        **order_of(recipe, checked),
+        **({"unscorable_golds": checked.golds.as_dict()} if checked.golds else {}),
     )
 
 

@@ -29,6 +29,10 @@ class Finding:
     sentence: str
 
 
+Found = tuple[int, str]
+"""What a check found: the step and the sentence."""
+
+
 @dataclass(frozen=True)
 class NoData:
     """Why a check could not be made."""
@@ -66,7 +70,7 @@ class Diagnosis:
 def diagnose(run: Run) -> Diagnosis:
     """Make every check on a run."""
     results = {check.__name__: check(run) for check in CHECKS}
-    findings = [result for result in results.values() if isinstance(result, Finding)]
+    findings = [Finding(name, *result) for name, result in results.items() if isinstance(result, tuple)]
     if (golds := unscorable_golds(run)) is not None:
         findings.append(golds)
     return Diagnosis(findings, {name: result.reason for name, result in results.items() if isinstance(result, NoData)})
@@ -78,7 +82,7 @@ def describe(diagnosis: Diagnosis) -> str:
     return "\n".join([head, *(f"  - {finding.sentence}" for finding in diagnosis.findings), f"  {diagnosis.coverage}"])
 
 
-def format_without_correctness(run: Run) -> Finding | NoData | None:
+def format_without_correctness(run: Run) -> Found | NoData | None:
     """Format pay rises while correctness does not: the policy may be learning a layout instead of the task.
 
     If no reward is known to pay for correctness, any that is not known to pay for format or length may.
@@ -101,8 +105,7 @@ def format_without_correctness(run: Run) -> Finding | NoData | None:
     step = _last_step(means)
     sentence = f"`{reward.name}` rises from {means.start:.2f} to {means.end:.2f} by step {step}, while "
     if not judges:
-        return Finding(
-            "format_without_correctness",
+        return (
             step,
             sentence + "no reward pays a correct answer: the format can be earned without solving anything",
         )
@@ -110,12 +113,10 @@ def format_without_correctness(run: Run) -> Finding | NoData | None:
     if not measured:
         return NoData(_too_few(f"`{judges[0][0].name}`"))
     judge, flat = measured[0]
-    return Finding(
-        "format_without_correctness", step, sentence + f"`{judge.name}` goes from {flat.start:.2f} to {flat.end:.2f}"
-    )
+    return step, sentence + f"`{judge.name}` goes from {flat.start:.2f} to {flat.end:.2f}"
 
 
-def length_into_cap(run: Run) -> Finding | NoData | None:
+def length_into_cap(run: Run) -> Found | NoData | None:
     """Completions grow by a quarter or more, to beyond 80 % of `max_completion_length`."""
     lengths, cap = run.series("completions/mean_length"), run.config.get("max_completion_length")
     if not lengths.has_trend:
@@ -125,15 +126,14 @@ def length_into_cap(run: Run) -> Finding | NoData | None:
     if cap is None or lengths.trend <= 0 or lengths.end < 1.25 * lengths.start or lengths.end < 0.8 * cap:
         return None
     step = _first_step(lengths, lambda value: value >= 0.8 * cap)
-    return Finding(
-        "length_into_cap",
+    return (
         step,
         f"completions grow from {lengths.start:.0f} to {lengths.end:.0f} tokens, into the cap of {cap} "
         f"(`max_completion_length`) from step {step}",
     )
 
 
-def truncated(run: Run) -> Finding | NoData | None:
+def truncated(run: Run) -> Found | NoData | None:
     """More than a quarter of the completions, at the end of the run, are cut off at the cap."""
     share = run.series("completions/clipped_ratio")
     if not len(share):
@@ -141,15 +141,14 @@ def truncated(run: Run) -> Finding | NoData | None:
     if share.end <= 0.25:
         return None
     step = _last_step(share)
-    return Finding(
-        "truncated",
+    return (
         step,
         f"{share.end:.0%} of the completions are cut off at `max_completion_length` by step {step}: their answers are lost; "
         "raise it, or set `mask_truncated_completions: true`",
     )
 
 
-def identical_completions(run: Run) -> Finding | NoData | None:
+def identical_completions(run: Run) -> Found | NoData | None:
     """Of the groups that could still earn more, more than half hold one text `num_generations` times."""
     groups = _groups(run)
     judged = groups[groups["reward"].notna() & (groups["size"] > 1)] if len(groups) else groups
@@ -159,15 +158,14 @@ def identical_completions(run: Run) -> Finding | NoData | None:
     if len(open_groups) < 4 or open_groups["identical"].mean() <= 0.5:
         return None
     step = int(open_groups.loc[open_groups["identical"], "step"].min())
-    return Finding(
-        "identical_completions",
+    return (
         step,
         f"{open_groups['identical'].mean():.0%} of the groups that don't earn the best reward repeat one completion "
         f"throughout, from step {step}: there is nothing to compare; raise `temperature`",
     )
 
 
-def entropy_collapse(run: Run) -> Finding | NoData | None:
+def entropy_collapse(run: Run) -> Found | NoData | None:
     """The policy's entropy falls below a tenth of what it was."""
     entropy = run.series("entropy")
     if not entropy.has_trend:
@@ -175,15 +173,14 @@ def entropy_collapse(run: Run) -> Finding | NoData | None:
     if entropy.trend >= 0 or entropy.end >= 0.1 * entropy.start:
         return None
     step = _first_step(entropy, lambda value: value < 0.1 * entropy.start)
-    return Finding(
-        "entropy_collapse",
+    return (
         step,
         f"entropy falls from {entropy.start:.3f} to {entropy.end:.3f} nats a token, below a tenth from step {step}: the policy "
         "has stopped exploring",
     )
 
 
-def zero_variance(run: Run) -> Finding | NoData | None:
+def zero_variance(run: Run) -> Found | NoData | None:
     """Over the run, more than half of the groups have one reward for all completions, and so no gradient."""
     share = run.series("frac_reward_zero_std")
     if not len(share):
@@ -191,15 +188,14 @@ def zero_variance(run: Run) -> Finding | NoData | None:
     if share.mean <= 0.5:
         return None
     step = _first_step(share, lambda value: value > 0.5)
-    return Finding(
-        "zero_variance",
+    return (
         step,
         f"{share.mean:.0%} of the groups have no variance in their rewards, more than half first at step {step}"
         f"{_easy_or_hard(run)}",
     )
 
 
-def kl_blow_up(run: Run) -> Finding | NoData | None:
+def kl_blow_up(run: Run) -> Found | NoData | None:
     """The KL to the reference exceeds 1 nat a token."""
     kl = run.series("kl")
     if not len(kl):
@@ -207,15 +203,14 @@ def kl_blow_up(run: Run) -> Finding | NoData | None:
     if max(kl.values) <= 1:
         return None
     step = _first_step(kl, lambda value: value > 1)
-    return Finding(
-        "kl_blow_up",
+    return (
         step,
         f"KL to the reference reaches {max(kl.values):.1f} nats a token, above 1 from step {step}: lower `learning_rate` "
         "or raise `beta`",
     )
 
 
-def dominant_reward(run: Run) -> Finding | NoData | None:
+def dominant_reward(run: Run) -> Found | NoData | None:
     """A format or shaping reward carries more than 95 % of the variance of the weighted rewards."""
     if not run.knows_weights:
         return NoData("no `run.json` says the rewards' weights")
@@ -230,15 +225,14 @@ def dominant_reward(run: Run) -> Finding | NoData | None:
     if reward.kind not in ("format", "length") or variance <= 0.95 * total:
         return None
     step = _last_step(run.series(f"rewards/{reward.name}/std"))
-    return Finding(
-        "dominant_reward",
+    return (
         step,
         f"`{reward.name}` carries {variance / total:.0%} of the rewards' variance up to step {step}: the others hardly steer; "
         "lower its `weight`",
     )
 
 
-def overfitting(run: Run) -> Finding | NoData | None:
+def overfitting(run: Run) -> Found | NoData | None:
     """The training reward rises while the held-out reward, or the strict accuracy before and after, falls."""
     trained, held_out = run.series("reward"), run.series("eval_reward")
     strict = [run.evaluations[label]["strict"] for label in (BEFORE, AFTER) if label in run.evaluations]
@@ -251,15 +245,13 @@ def overfitting(run: Run) -> Finding | NoData | None:
     sentence = f"the training reward rises from {trained.start:.2f} to {trained.end:.2f}, while "
     if held_out.trend < 0:
         best = held_out.steps[held_out.values.index(max(held_out.values))]
-        return Finding(
-            "overfitting",
+        return (
             _last_step(held_out),
             f"{sentence}the held-out reward falls from {held_out.start:.2f} to {held_out.end:.2f} by step "
             f"{_last_step(held_out)}; it was best at step {best}",
         )
     if len(strict) == 2 and strict[1]["high"] < strict[0]["low"]:
-        return Finding(
-            "overfitting",
+        return (
             _last_step(trained),
             f"{sentence}strict accuracy on held-out problems falls from {strict[0]['value']:.3f} to {strict[1]['value']:.3f} by "
             f"step {_last_step(trained)}",
@@ -281,7 +273,7 @@ def unscorable_golds(run: Run) -> Finding | None:
     )
 
 
-def no_answer_found(run: Run) -> Finding | NoData | None:
+def no_answer_found(run: Run) -> Found | NoData | None:
     """No completion of the whole run states an answer where a correctness reward looks, so that it can't pay."""
     keys = [key for key in run.logged("rewards/") if key.endswith("/parsed") and len(run.series(key))]
     found = {key.removeprefix("rewards/").removesuffix("/parsed"): run.series(key) for key in keys}
@@ -289,8 +281,7 @@ def no_answer_found(run: Run) -> Finding | NoData | None:
         return NoData("no reward logs how many answers it finds (`rewards/*/parsed`)")
     for name, shares in found.items():
         if max(shares.values) == 0:
-            return Finding(
-                "no_answer_found",
+            return (
                 _last_step(shares),
                 f"`{name}` has paid nothing up to step {_last_step(shares)}: "
                 f"{_where_answers_are(run, name)}: ask for one in the prompt, or set another `extract`",
@@ -298,7 +289,7 @@ def no_answer_found(run: Run) -> Finding | NoData | None:
     return None
 
 
-CHECKS: tuple[Callable[[Run], Finding | NoData | None], ...] = (
+CHECKS: tuple[Callable[[Run], Found | NoData | None], ...] = (
     format_without_correctness,
     length_into_cap,
     truncated,
@@ -319,11 +310,13 @@ def _too_few(metric: str) -> str:
 def _where_answers_are(run: Run, name: str) -> str:
     """Where a reward looks for an answer and where the logged completions state one; the former alone if it can't be built."""
     for spec in single_specs(run.recipe.get("rewards") or []):
+        if name not in (spec.get("alias"), str(spec.get("name")).rpartition(".")[2]):
+            continue
         with suppress(RewardSpecError):
-            reward = build_rewards([spec])[0]
-            if reward.name == name and isinstance(reward.function, GSM8KCorrectness):
-                note = reward.function.unparsed_note(run.completions["completion"].tolist())
-                return note or f"no completion states an answer where `extract: {reward.function.extract}` looks"
+            reward = build_rewards([spec])[0].function
+            if isinstance(reward, GSM8KCorrectness):
+                note = reward.unparsed_note(run.completions["completion"].tolist())
+                return note or f"no completion states an answer where `extract: {reward.extract}` looks"
     return "no completion states an answer where it looks"
 
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import AutoPeftModelForCausalLM
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_recipes.runs.checkpoints import ADAPTER_CONFIG, tokenizer_source
 from grpo_rewards.errors import UserError
@@ -31,6 +29,9 @@ Complete = Callable[[list[Any], "Settings"], list[str]]
 
 def load_engine(name: str, use_vllm: bool) -> Complete:
     """The engine of a model or adapter. Raises `EvaluationError` if it can't be loaded, or its weights are incomplete."""
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     adapter = Path(name) / ADAPTER_CONFIG
     if use_vllm and adapter.is_file():
         raise EvaluationError(f"{name} is an adapter, and --vllm takes a full model: merge it, or leave --vllm out")
@@ -115,8 +116,11 @@ def complete_padded(model: Any, tokenizer: Any, prompts: list[Any], settings: Se
 def complete_continuously(model: Any, tokenizer: Any, prompts: list[Any], settings: Settings) -> list[str]:
     """The same by transformers' continuous batching, which pads nothing and starts a prompt as soon as another ends.
 
-    Raises `EvaluationError` if a completion failed or is missing: `generate_batch` only logs that (transformers 5.23).
+    `generate_batch` returns the completions in the order of the prompts, without those that are missing, which it only logs
+    (transformers 5.20 to 5.23). Raises `EvaluationError` if a completion failed or is missing.
     """
+    from transformers import GenerationConfig
+
     with _seeded(model, settings.seed):
         outputs = model.generate_batch(
             inputs=_token_ids(prompts, tokenizer),

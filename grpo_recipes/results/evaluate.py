@@ -18,7 +18,6 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -64,27 +63,6 @@ REQUEST = "request.json"
 _READ_WHOLE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 _RIGHT = frozenset({"exact", "equal", "symbolic"})
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The final answer that a completion states, and whether it is right."""
-
-    answer: str | None
-    strict: bool
-    lenient: bool
-
-
-def judge_completions(completions: Sequence[str], answers: Sequence[str], settings: Settings) -> list[Verdict]:
-    """Compare each completion with the gold of its own problem; `answers` are golds as `read_gold` takes them."""
-    judge, verdicts = Judge(), []
-    rows = zip(completions, answers, strict.is_right(settings.strict, completions, answers), strict=True)
-    for completion, answer, strictly in rows:
-        gold = read_gold(answer)
-        assert gold is not None  # `_answers` has checked it
-        stated = strict.stated_answer(settings.strict, completion, settings.tags)
-        verdicts.append(Verdict(stated, strictly, strictly or judge.verdict(gold, stated) in _RIGHT))
-    return verdicts
 
 
 @dataclass(frozen=True)
@@ -485,26 +463,25 @@ def _output(model: str, samples: int) -> Path:
 def _completed(
     problems: range, complete: Complete, dataset: Dataset, answers: list[str], settings: Settings
 ) -> pd.DataFrame:
-    """One row for each completion of some problems."""
+    """One row for each completion of some problems, with its verdict."""
     places = [problem for problem in problems for _ in range(settings.samples)]
-    prompts = [dataset[place]["prompt"] for place in places]
+    prompts, golds = [dataset[place]["prompt"] for place in places], [answers[place] for place in places]
     completions = complete(prompts, settings)
-    golds = [answers[place] for place in places]
-    verdicts = judge_completions(completions, golds, settings)
-    return pd.DataFrame(
-        {
-            "problem": places,
-            "sample": [sample for _ in problems for sample in range(settings.samples)],
-            "prompt": [
-                prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False) for prompt in prompts
-            ],
-            "gold": golds,
-            "completion": completions,
-            "answer": [verdict.answer for verdict in verdicts],
-            "strict": [verdict.strict for verdict in verdicts],
-            "lenient": [verdict.lenient for verdict in verdicts],
-        }
-    ).astype({"answer": "string"})
+    stated = [strict.stated_answer(settings.strict, completion, settings.tags) for completion in completions]
+    strictly = strict.is_right(settings.strict, completions, golds)
+    judge = Judge()
+    verdicts = [judge.verdict(read_gold(gold), answer) for gold, answer in zip(golds, stated, strict=True)]
+    table = {
+        "problem": places,
+        "sample": [sample for _ in problems for sample in range(settings.samples)],
+        "prompt": [prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False) for prompt in prompts],
+        "gold": golds,
+        "completion": completions,
+        "answer": stated,
+        "strict": strictly,
+        "lenient": [right or verdict in _RIGHT for right, verdict in zip(strictly, verdicts, strict=True)],
+    }
+    return pd.DataFrame(table).astype({"answer": "string"})
 
 
 def _answers(dataset: Dataset) -> list[str]:

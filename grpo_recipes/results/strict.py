@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from grpo_rewards.answers import answer_extractor
 from grpo_rewards.correctness import GSM8KCorrectness
 from grpo_rewards.format_tags import TagCount, TagPresence, TagStructure, WellFormed
-from grpo_rewards.registry import REGISTERED, RewardSpecError, Spec, build_rewards, spec_parts
+from grpo_rewards.registry import REGISTERED, Spec, build_rewards, spec_parts
 
 Tags = tuple[str, str]
 FORMATS = (TagStructure, TagCount, TagPresence, WellFormed)
@@ -43,9 +43,9 @@ Asked = GSM8KCorrectness | Format
 def asked_by(specs: Sequence[Spec], tags: Tags, *, override_tags: bool = False) -> tuple[Asked, ...]:
     """What a recipe's rewards ask of a completion, sorted; the default if none of them pays for correctness or format.
 
-    Left out are rewards of other kinds, those that can't be built here (a user's own may be of another machine), and those
-    without a positive weight, which reward nothing. A correctness reward that isn't ours counts as one of ours with
-    `extract: auto`. If the recipe has no correctness reward, the default's is added.
+    Left out are rewards of other kinds, a user's own (which may need other columns), and those without a positive weight,
+    which reward nothing. TRL's correctness rewards count as ours with `extract: auto`. If the recipe has no correctness
+    reward, the default's is added.
 
     Args:
         specs: a recipe's `rewards`.
@@ -102,12 +102,9 @@ def single_specs(specs: Iterable[Spec]) -> Iterator[Mapping[str, Any]]:
 def _known(specs: Sequence[Spec], tags: Tags) -> Iterator[Asked]:
     for spec in single_specs(specs):
         name = str(spec.get("name"))
-        try:
-            reward = build_rewards([spec])[0]
-        except RewardSpecError:
-            if name in REGISTERED or name.startswith("grpo_rewards."):
-                raise
+        if not (name in REGISTERED or name.startswith(("grpo_rewards.", "trl.rewards."))):
             continue
+        reward = build_rewards([spec])[0]
         if isinstance(reward.function, (GSM8KCorrectness, *FORMATS)):
             yield from _plain(reward.function)
         elif reward.kind == "correctness":

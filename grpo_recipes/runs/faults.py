@@ -157,11 +157,13 @@ def check_build_locks(patience: float = LOCK_SECONDS) -> None:
     deadline = time.monotonic() + patience
     while stale := [lock for lock in extensions_folder().glob("*/lock") if not _is_building(lock.parent)]:
         if time.monotonic() >= deadline:
-            raise BuildLocked(
-                f"{stale[0]}: a build of DeepSpeed's extensions was killed and left this lock, {_age(stale[0]):.0f} s old, on "
-                "which every later run waits for ever: remove that file (unless another machine that shares the folder is "
-                "building just now)"
-            )
+            with suppress(FileNotFoundError):  # it has just been removed
+                age = time.time() - stale[0].stat().st_mtime
+                raise BuildLocked(
+                    f"{stale[0]}: a build of DeepSpeed's extensions was killed and left this lock, {age:.0f} s old, on which "
+                    "every later run waits for ever: remove that file (unless another machine that shares the folder is "
+                    "building just now)"
+                )
         time.sleep(min(1.0, patience))
 
 
@@ -249,11 +251,3 @@ def _is_building(folder: Path) -> bool:
             if os.readlink(link) == str(folder):
                 return True
     return False
-
-
-def _age(file: Path) -> float:
-    """How long ago a file was written, in seconds; 0 if it has just been removed."""
-    try:
-        return max(0.0, time.time() - file.stat().st_mtime)
-    except OSError:
-        return 0.0

@@ -68,41 +68,28 @@ def add_launch(folder: Path, launch: Mapping[str, Any]) -> None:
 
 
 def describe_launch(
-    *,
     recipe: Mapping[str, Any],
     config: Mapping[str, Any],
-    source: str,
-    arguments: Sequence[str],
     rewards: Sequence[BuiltReward],
-    world_size: int,
-    checkpoint: Path | None,
-    order: Mapping[str, Any],
-    unscorable_golds: Mapping[str, Any] | None,
+    arguments: Sequence[str],
+    **more: Any,
 ) -> dict[str, Any]:
     """What a launch runs, ready for JSON.
 
     Args:
         recipe: the recipe as resolved from its file and the command line.
         config: every plain value of `GRPOConfig`, TRL's defaults included, so that no reader needs to know them.
-        source: the file of the recipe.
-        arguments: the command line.
         rewards: those of the recipe's `rewards`, in its order.
-        world_size: the number of processes.
-        checkpoint: what the launch resumes from.
-        order: what `data_order` returns.
-        unscorable_golds: how many golds the correctness rewards can't score, if any.
+        arguments: the command line.
+        more: further entries, such as `data_order`'s.
     """
     return {
         "recipe": {key: value for key, value in recipe.items() if key != SECRET},
         "config": {key: value for key, value in config.items() if key != SECRET},
-        "source": source,
+        "rewards": _described(recipe["rewards"], rewards),
         "arguments": _without_secret(arguments),
         "directory": os.getcwd(),
-        "resumed_from": str(checkpoint) if checkpoint else None,
-        "rewards": _described(recipe["rewards"], rewards),
-        "world_size": world_size,
-        **order,
-        **({"unscorable_golds": unscorable_golds} if unscorable_golds else {}),
+        **more,
         "versions": versions(),
         "git_revision": git_revision(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

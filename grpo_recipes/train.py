@@ -53,7 +53,7 @@ from grpo_recipes.recipe.recipe import (
     shipped_names,
 )
 from grpo_recipes.recipe.reward_checks import describe_rewards, single_rewards
-from grpo_recipes.results import diagnostics
+from grpo_recipes.results.diagnostics import describe, diagnose
 from grpo_recipes.results.model_card import write_model_card
 from grpo_recipes.results.run import Run
 from grpo_recipes.runs import faults, quiet, restart
@@ -383,7 +383,7 @@ def order_of(recipe: Recipe, checked: Checked) -> dict[str, Any]:
     return data_order(checked.geometry.as_dict(), checked.train_dataset["prompt"], recipe.with_defaults())
 
 
-def describe(launch: Launch) -> dict[str, Any]:
+def launch_entry(launch: Launch) -> dict[str, Any]:
     """The entry of a launch in `run.json`."""
     recipe, checked = launch.recipe, launch.checked
     return describe_launch(
@@ -424,7 +424,7 @@ def run(launch: Launch) -> int:
     for note in [*recipe.cautions(), *([checked.golds.describe()] if checked.golds else [])]:
         _say(f"  note            {note}")
     if trainer.accelerator.is_main_process:
-        add_launch(recipe.output_dir, describe(launch))
+        add_launch(recipe.output_dir, launch_entry(launch))
     if launch.is_over:
         _say(f"already finished: {launch.checkpoint} is the end of the run, nothing is left to train")
     checkpoint = str(launch.checkpoint) if launch.checkpoint else None
@@ -541,7 +541,7 @@ def describe_reference(recipe: Recipe, trainer: GRPOTrainer) -> str:
 def diagnosis(folder: Path) -> str:
     """What looks wrong in a finished run, or why that can't be told: the run is trained and saved in either case."""
     try:
-        return diagnostics.describe(diagnostics.diagnose(Run.read(folder)))
+        return describe(diagnose(Run.read(folder)))
     except RunError as error:
         return f"diagnosis: left out, {error}"
 

@@ -293,7 +293,7 @@ def _loaded_when_called(options: argparse.Namespace) -> Complete:
 def check_model_folder(folder: Path) -> None:
     """Raise one sentence, naming the file and the fix, if no model or adapter can be loaded from a local folder.
 
-    Nothing is loaded: headers of weight files and the JSON beside them are read, of an adapter those of a local base too.
+    No model is loaded: only the headers of weight files and the JSON files are read, also those of an adapter's local base.
 
     Raises:
         EvaluationError: the folder holds no model, or a weight file is missing or damaged.
@@ -359,7 +359,7 @@ def _hub_revision(name: str) -> str | None:
     for file in ("config.json", "adapter_config.json"):
         try:
             return f"revision {Path(hf_hub_download(name, file, local_files_only=cached_only)).parent.name}"
-        except (EntryNotFoundError, OSError, ValueError):  # loading it will say what is wrong with the name
+        except (EntryNotFoundError, OSError, ValueError):  # loading the model reports what is wrong with the name
             continue
     return None
 
@@ -367,10 +367,10 @@ def _hub_revision(name: str) -> str | None:
 def held_out_spec(trained: dict[str, Any], options: argparse.Namespace) -> DatasetSpec:
     """The problems to evaluate on: the recipe's held-out rows, with the command line's keys in their place.
 
-    With `--path` the recipe's `eval_path` and `eval_split` are left out: they are of the file that it trained on.
+    With `--path` the recipe's `eval_path` and `eval_split` are left out: they belong to the file that it trained on.
 
-    Raises `EvaluationError` where only the rows trained on are known, or rows without a gold, and `data.DatasetError` for
-    a wrong key.
+    Raises `EvaluationError` if only the rows trained on are known, or rows without a gold, and `data.DatasetError` for a
+    wrong key.
     """
     given = {"path": options.path, "split": options.split}
     given |= {"prompt_style": options.prompt_style, "prompt_format": options.prompt_format}
@@ -397,7 +397,7 @@ def held_out_spec(trained: dict[str, Any], options: argparse.Namespace) -> Datas
 
 
 def _holds_one_split(path: str) -> bool:
-    """Whether rows lie here that answer to any split's name (`data._sliced`): a JSONL file, or one saved `Dataset`."""
+    """Whether the path holds one split, which is read whatever split is named: a JSONL file, or one saved `Dataset`."""
     folder = Path(path).expanduser()
     return path.endswith(".jsonl") or (folder.is_dir() and not (folder / "dataset_dict.json").is_file())
 

@@ -1,7 +1,7 @@
 """One page on a run, or on two side by side: `grpo-recipes report RUN [RUN2]`.
 
 The page holds its pictures inline, loads nothing and runs no script, so that it can be mailed, archived and read on a
-phone. The pictures lie beside it as PNGs too.
+phone. The pictures are also written as PNGs, into the same folder.
 """
 
 from __future__ import annotations

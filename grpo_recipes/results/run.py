@@ -115,7 +115,7 @@ class Run:
     def read(cls, folder: Path) -> Run:
         """Read a run's folder. Raises `RunError` if it holds no `trainer_state.json`, or a file is damaged.
 
-        Completions are read when they are asked for, and raise it then.
+        Completions are read at their first use, and raise it then.
         """
         state = _newest_state(folder)
         evaluations = {
@@ -162,12 +162,9 @@ class Run:
         """The rewards that were paid, from `run.json`, or from the keys of the log with weight 1."""
         if self.knows_weights:
             return [RunReward.from_dict(entry) for entry in self.record["rewards"]]
-        names = [key.removeprefix("rewards/").removesuffix("/mean") for key in self.logged("rewards/")]
-        return [
-            RunReward(name, kind=_kind_by_name(name))
-            for name in names
-            if f"rewards/{name}/mean" in self.logged("rewards/")
-        ]
+        keys = [key for key in self.logged("rewards/") if key.endswith("/mean")]
+        names = [key.removeprefix("rewards/").removesuffix("/mean") for key in keys]
+        return [RunReward(name, kind=_kind_by_name(name)) for name in names]
 
     def reward_mean(self, reward: RunReward) -> Series:
         """A reward's mean over the completions it scored, before its weight."""
@@ -202,9 +199,9 @@ class Run:
         return table
 
     def held_out_accuracy(self) -> list[tuple[int, Estimate]]:
-        """Of each evaluation during training, its step and the share of completions that a correctness reward paid.
+        """For each evaluation during training, its step and the share of completions that a correctness reward paid.
 
-        The interval is clustered by problem. Empty if no correctness reward stands in the recipe by itself.
+        The interval is clustered by problem. Empty if no correctness reward stands in the recipe outside a sum.
         """
         judges = [reward.name for reward in self.rewards if reward.kind == "correctness"]
         accuracy = []
@@ -253,7 +250,7 @@ def _listed(value: Any) -> Any:
 
 
 def _newest_state(folder: Path) -> dict[str, Any]:
-    """The `trainer_state.json` of the highest step, of the folder or a checkpoint. One that is being written is passed over."""
+    """The `trainer_state.json` of the highest step, of the folder or a checkpoint. A damaged one is skipped."""
     if not folder.is_dir():
         raise RunError(f"{folder}: there is no such folder; name the `output_dir` of a run")
     states, damaged = [], None

@@ -403,7 +403,7 @@ TRAINING: list[Case] = [
     _changed("--vllm_importance_sampling_mode token_mask", "`vllm_importance_sampling_mode` was sequence_mask"),
     Case(RESUME, ("run.json", "can't be read as JSON", "restore"), run={}, files={"run/run.json": '{"recipe": {'}),
     Case(RESUME, ("run.json", "no `recipe`"), run={}, files={"run/run.json": "{}"}),
-    Case(RESUME, ("run.json", "no `recipe`"), run={}, files={"run/run.json": "[]"}),
+    Case(RESUME, ("run.json", "it is a list"), run={}, files={"run/run.json": "[]"}),
     Case(RESUME, ("run.json", "can't be read"), files={"run/run.json": ""}),
     Case(
         "train --config {recipe} --resume_from_checkpoint run/checkpoint-9",
@@ -513,8 +513,10 @@ TRAINING: list[Case] = [
     Case("train --config {recipe}", ("`output_dir` run already holds files", "--output_dir"), run={}),
     Case("train --config run/run.json", ("run.json: `output_dir` run already holds files", "--output_dir"), run={}),
     Case("train --config run/run.json", ("run/run.json: can't be read as JSON",), files={"run/run.json": "{"}),
-    Case("train --config run/run.json", ("run/run.json: holds no `recipe`",), files={"run/run.json": "{}"}),
-    Case("grpo-recipes plan run/run.json", ("run/run.json: holds no `recipe`",), files={"run/run.json": "[1]"}),
+    Case("train --config run/run.json", ("run/run.json: it has no `recipe`",), files={"run/run.json": "{}"}),
+    Case(
+        "grpo-recipes plan run/run.json", ("run/run.json: it is a list, not an object",), files={"run/run.json": "[1]"}
+    ),
     Case(
         "train --config {recipe} --max_steps -1 --num_train_epochs 0",
         ("`num_train_epochs` is 0", "set it above 0"),

@@ -202,15 +202,15 @@ def evaluate_policy(options: argparse.Namespace) -> int:
 def _evaluate_policy(options: argparse.Namespace) -> int:
     from grpo_recipes.recipe.data import DatasetError
     from grpo_recipes.recipe.recipe import RecipeError
-    from grpo_recipes.results import evaluation_run
-    from grpo_recipes.results.evaluate import EvaluationError, compare
+    from grpo_recipes.results import evaluate
+    from grpo_recipes.results.engines import EvaluationError
     from grpo_recipes.runs.files import RunError
 
     try:
         if options.compare:
-            print(evaluation_run.describe_comparison(compare(*options.compare)))
+            print(evaluate.describe_comparison(evaluate.compare(*options.compare)))
         elif options.model:
-            print(evaluation_run.describe(evaluation_run.evaluate_model(options)))
+            print(evaluate.describe(evaluate.evaluate_model(options)))
         else:
             raise EvaluationError("nothing to evaluate: name a model, or two finished evaluations after --compare")
     except (EvaluationError, RunError, RecipeError, DatasetError) as error:
@@ -223,7 +223,8 @@ def report_run(folder: Path, other: Path | None, output: Path | None) -> int:
     """Write the report of a run, or of two. Returns 0, or 2 if a run can't be read or holds nothing to check."""
     from grpo_recipes.results.diagnostics import diagnose
     from grpo_recipes.results.report import write_report
-    from grpo_recipes.results.run import Run, RunError
+    from grpo_recipes.results.run import Run
+    from grpo_recipes.runs.files import RunError
 
     try:
         runs = [Run.read(path) for path in (folder, other) if path is not None]
@@ -248,7 +249,8 @@ def diagnose_run(folder: Path) -> int:
     Returns 0 if nothing does, 1 if something does, 2 if the run can't be read or no check had data.
     """
     from grpo_recipes.results.diagnostics import describe, diagnose
-    from grpo_recipes.results.run import Run, RunError
+    from grpo_recipes.results.run import Run
+    from grpo_recipes.runs.files import RunError
 
     try:
         diagnosis = diagnose(Run.read(folder))

@@ -30,8 +30,8 @@ from trl import SFTConfig, SFTTrainer
 from grpo_recipes import cli
 from grpo_recipes.recipe.data import DatasetSpec, arithmetic_problems, final_answer, load
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe, shipped
-from grpo_recipes.results.run import AFTER, BEFORE, EVALUATIONS
 from grpo_recipes.runs import quiet
+from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATIONS
 
 HELD_OUT_PROBLEMS = 400
 EVALUATION_BATCH_SIZE = 200

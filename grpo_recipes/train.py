@@ -55,12 +55,21 @@ from grpo_recipes.recipe.recipe import (
 from grpo_recipes.recipe.reward_checks import describe_rewards
 from grpo_recipes.results.diagnostics import describe, diagnose
 from grpo_recipes.results.model_card import write_model_card
-from grpo_recipes.results.run import Run, RunError
+from grpo_recipes.results.run import Run
 from grpo_recipes.runs import faults, quiet, restart
-from grpo_recipes.runs.record import RecordError, add_launch, data_order, describe_launch, read_record
-from grpo_recipes.runs.weight_files import WeightFileError, check_weight_files
+from grpo_recipes.runs.checkpoints import (
+    WeightFileError,
+    adapter_config,
+    check_weight_files,
+    last_complete_checkpoint,
+    set_aside,
+    steps_done,
+    tokenizer_source,
+)
+from grpo_recipes.runs.files import RunError
+from grpo_recipes.runs.record import add_launch, data_order, describe_launch, read_record
 from grpo_recipes.training.offline import RecordedRollout
-from grpo_recipes.training.reference import REF, adapter_config, tokenizer_source
+from grpo_recipes.training.reference import REF
 from grpo_recipes.training.trainer import GRPOTrainer
 from grpo_rewards.registry import leaves
 
@@ -168,11 +177,11 @@ class Launch:
     @property
     def is_over(self) -> bool:
         """Whether the checkpoint is the end of the run."""
-        return self.checkpoint is not None and restart.steps_done(self.checkpoint) >= self.steps
+        return self.checkpoint is not None and steps_done(self.checkpoint) >= self.steps
 
     def last_checkpoint(self) -> Path | None:
         """The newest complete checkpoint in the run's folder."""
-        return restart.last_complete_checkpoint(self.recipe.output_dir, self.machine.num_processes)[0]
+        return last_complete_checkpoint(self.recipe.output_dir, self.machine.num_processes)[0]
 
 
 def prepare(args: Sequence[str]) -> Launch:
@@ -346,7 +355,7 @@ def earlier_launch(recipe: Recipe, checkpoint: Path | None) -> Mapping[str, Any]
     folder = checkpoint.parent if checkpoint else recipe.output_dir
     try:
         before = read_record(folder) if recipe.resumes else {}
-    except RecordError as error:
+    except RunError as error:
         raise RecipeError(f"{recipe.source}: `resume_from_checkpoint`: {error}") from error
     if before is None and checkpoint is not None:
         _say(f"{folder} has no run.json: whether {checkpoint.name} is of this recipe is not checked")
@@ -366,8 +375,29 @@ def check_same_recipe(recipe: Recipe, before: Mapping[str, Any]) -> None:
 
 def check_same_order(recipe: Recipe, checked: Checked, before: Mapping[str, Any]) -> None:
     """Raise `RecipeError` if the run to resume was laid out otherwise, so that its place in the data means nothing here."""
-    if change := restart.layout_change(before, data_order(recipe, checked)):
+    if change := restart.layout_change(before, order_of(recipe, checked)):
         raise _another_run(recipe, change)
+
+
+def order_of(recipe: Recipe, checked: Checked) -> dict[str, Any]:
+    """What determines which prompts an optimiser step sees."""
+    return data_order(checked.geometry.as_dict(), checked.train_dataset["prompt"], recipe.with_defaults())
+
+
+def launch_entry(launch: Launch) -> dict[str, Any]:
+    """The entry of a launch in `run.json`."""
+    recipe, checked = launch.recipe, launch.checked
+    return describe_launch(
+        recipe.as_dict(),
+        recipe.with_defaults(),
+        checked.rewards,
+        recipe.arguments,
+        source=recipe.source,
+        resumed_from=launch.checkpoint,
+        world_size=launch.training_args.world_size,
+        **order_of(recipe, checked),
+        **({"unscorable_golds": checked.golds.as_dict()} if checked.golds else {}),
+    )
 
 
 def _another_run(recipe: Recipe, change: str) -> RecipeError:
@@ -384,7 +414,7 @@ def run(launch: Launch) -> int:
     """
     recipe, checked, training_args = launch.recipe, launch.checked, launch.training_args
     if recipe.resumes and training_args.process_index == 0:
-        restart.set_aside(list(launch.cut_off))
+        set_aside(list(launch.cut_off))
         _say(describe_resumption(recipe, launch.checkpoint, launch.cut_off))
     faults.forget(recipe.output_dir)
     trainer = build_trainer(launch)
@@ -395,7 +425,7 @@ def run(launch: Launch) -> int:
     for note in [*recipe.cautions(), *([checked.golds.describe()] if checked.golds else [])]:
         _say(f"  note            {note}")
     if trainer.accelerator.is_main_process:
-        add_launch(recipe.output_dir, describe_launch(recipe, checked, training_args.world_size, launch.checkpoint))
+        add_launch(recipe.output_dir, launch_entry(launch))
     if launch.is_over:
         _say(f"already finished: {launch.checkpoint} is the end of the run, nothing is left to train")
     checkpoint = str(launch.checkpoint) if launch.checkpoint else None
@@ -408,7 +438,7 @@ def run(launch: Launch) -> int:
         raise
     if launch.interruption.stopped:
         return _stopped(launch, trainer)
-    steps_before = restart.steps_done(launch.checkpoint) if launch.checkpoint else 0
+    steps_before = steps_done(launch.checkpoint) if launch.checkpoint else 0
     if not launch.is_over and trainer.state.global_step == steps_before:
         raise faults.NothingTrained(f"no optimiser step was taken, of {launch.steps}: the model is as it was")
     trainer.save_model(training_args.output_dir, _internal_call=True)  # which is what leaves the hub for later
@@ -427,7 +457,7 @@ def build_trainer(launch: Launch) -> GRPOTrainer:
     train_dataset = checked.train_dataset
     trainer = GRPOTrainer(
         model=load_policy(recipe, training_args),
-        reward_funcs=[faults.guarded(reward.function) for reward in checked.rewards],
+        reward_funcs=[faults.checked_reward(reward.function) for reward in checked.rewards],
         args=training_args,
         train_dataset=train_dataset.select_columns(["prompt"]) if launch.rollout else train_dataset,
         eval_dataset=checked.eval_dataset,

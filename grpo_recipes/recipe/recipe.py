@@ -31,9 +31,9 @@ from grpo_recipes.recipe.geometry import Geometry, GeometryError
 from grpo_recipes.recipe.hints import did_you_mean
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.reward_checks import GoldCheck, RewardCheckError
-from grpo_recipes.results.run import EVALUATIONS, FAULT_FILES
-from grpo_recipes.runs.record import RECORD, RecordError, read_record
-from grpo_recipes.runs.restart import checkpoint_damage, has_state, is_complete, last_complete_checkpoint
+from grpo_recipes.runs.checkpoints import checkpoint_damage, has_state, is_complete, last_complete_checkpoint
+from grpo_recipes.runs.files import EVALUATIONS, FAULT_FILES, RunError
+from grpo_recipes.runs.record import RECORD, read_record
 from grpo_recipes.training import offline
 from grpo_recipes.training.micro_batches import MicroBatching
 from grpo_recipes.training.reference import ReferencePolicyError, ReferenceSpec, check_refresh
@@ -523,7 +523,7 @@ def _read_recipe(path: Path) -> dict[str, Any]:
         return _read_yaml(path)
     try:
         record = read_record(path.parent)
-    except RecordError as error:
+    except RunError as error:
         raise RecipeError(str(error)) from error
     assert record is not None, "find_file has found it"
     return {key: value for key, value in record["recipe"].items() if key != "resume_from_checkpoint"}

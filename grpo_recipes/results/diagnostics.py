@@ -1,21 +1,23 @@
 """What looks wrong in a run, from its own files: `diagnose(Run.read(folder))`.
 
-Each check looks for one disease and says what it found in a sentence with the figure and the step. A check whose metrics
-the run did not log says so instead: only a check that had data can find a run healthy. The thresholds are rules of thumb;
-each stands beside its check.
+Each check looks for one problem and reports it in a sentence with the figure and the step. A check whose metrics the run did
+not log says so instead, so that "nothing looks wrong" counts only the checks that had data. The thresholds are rules of
+thumb; each is written in its check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 
-from grpo_recipes.results.run import AFTER, BEFORE, Run, RunReward, Series
-from grpo_rewards.answers import LAYOUTS, extract_answer
-from grpo_rewards.registry import REGISTERED, resolve
+from grpo_recipes.results.run import Run, RunReward, Series
+from grpo_recipes.results.strict import single_specs
+from grpo_recipes.runs.files import AFTER, BEFORE
+from grpo_rewards.correctness import GSM8KCorrectness
+from grpo_rewards.registry import RewardSpecError, build_rewards
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,10 @@ class Finding:
     check: str
     step: int
     sentence: str
+
+
+Found = tuple[int, str]
+"""What a check found: the step and the sentence."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class Diagnosis:
 def diagnose(run: Run) -> Diagnosis:
     """Make every check on a run."""
     results = {check.__name__: check(run) for check in CHECKS}
-    findings = [result for result in results.values() if isinstance(result, Finding)]
+    findings = [Finding(name, *result) for name, result in results.items() if isinstance(result, tuple)]
     if (golds := unscorable_golds(run)) is not None:
         findings.append(golds)
     return Diagnosis(findings, {name: result.reason for name, result in results.items() if isinstance(result, NoData)})
@@ -76,31 +82,30 @@ def describe(diagnosis: Diagnosis) -> str:
     return "\n".join([head, *(f"  - {finding.sentence}" for finding in diagnosis.findings), f"  {diagnosis.coverage}"])
 
 
-def format_without_correctness(run: Run) -> Finding | NoData | None:
+def format_without_correctness(run: Run) -> Found | NoData | None:
     """Format pay rises while correctness does not: the policy may be learning a layout instead of the task.
 
-    Where no reward is known to pay correctness, any may that is not known to pay for format or shape.
+    If no reward is known to pay for correctness, any that is not known to pay for format or length may.
     """
     parts = list(run.parts())
-    formats = [(reward, means) for reward, means in parts if reward.pays_format]
+    formats = [(reward, means) for reward, means in parts if reward.kind == "format"]
     if not any(len(means) for _, means in parts):
         return NoData("no reward was logged")
     if formats and not any(means.has_trend for _, means in formats):
         return NoData(_too_few(f"`{formats[0][0].name}`"))
     rising = [(reward, means) for reward, means in formats if means.trend > 0]
-    others = [(reward, means) for reward, means in parts if not reward.pays_format]
-    unknown = [(reward, means) for reward, means in others if not reward.pays_shape]
-    judges = [(reward, means) for reward, means in others if reward.pays_correctness] or unknown or others
+    others = [(reward, means) for reward, means in parts if reward.kind != "format"]
+    unknown = [(reward, means) for reward, means in others if reward.kind != "length"]
+    judges = [(reward, means) for reward, means in others if reward.kind == "correctness"] or unknown or others
     if not rising or any(means.trend > 0 for _, means in judges):
         return None
-    if not any(reward.pays_correctness for reward, _ in judges) and _strict_rises(run):
+    if not any(reward.kind == "correctness" for reward, _ in judges) and _strict_rises(run):
         return None
     reward, means = rising[0]
     step = _last_step(means)
     sentence = f"`{reward.name}` rises from {means.start:.2f} to {means.end:.2f} by step {step}, while "
     if not judges:
-        return Finding(
-            "format_without_correctness",
+        return (
             step,
             sentence + "no reward pays a correct answer: the format can be earned without solving anything",
         )
@@ -108,30 +113,27 @@ def format_without_correctness(run: Run) -> Finding | NoData | None:
     if not measured:
         return NoData(_too_few(f"`{judges[0][0].name}`"))
     judge, flat = measured[0]
-    return Finding(
-        "format_without_correctness", step, sentence + f"`{judge.name}` goes from {flat.start:.2f} to {flat.end:.2f}"
-    )
+    return step, sentence + f"`{judge.name}` goes from {flat.start:.2f} to {flat.end:.2f}"
 
 
-def length_into_cap(run: Run) -> Finding | NoData | None:
+def length_into_cap(run: Run) -> Found | NoData | None:
     """Completions grow by a quarter or more, to beyond 80 % of `max_completion_length`."""
-    lengths, cap = run.series("completions/mean_length"), run.max_completion_length
+    lengths, cap = run.series("completions/mean_length"), run.config.get("max_completion_length")
     if not lengths.has_trend:
         return NoData(_too_few("`completions/mean_length`"))
-    if cap is None and not run.recipe:
+    if not run.config:
         return NoData("no `run.json` says `max_completion_length`")
     if cap is None or lengths.trend <= 0 or lengths.end < 1.25 * lengths.start or lengths.end < 0.8 * cap:
         return None
     step = _first_step(lengths, lambda value: value >= 0.8 * cap)
-    return Finding(
-        "length_into_cap",
+    return (
         step,
         f"completions grow from {lengths.start:.0f} to {lengths.end:.0f} tokens, into the cap of {cap} "
         f"(`max_completion_length`) from step {step}",
     )
 
 
-def truncated(run: Run) -> Finding | NoData | None:
+def truncated(run: Run) -> Found | NoData | None:
     """More than a quarter of the completions, at the end of the run, are cut off at the cap."""
     share = run.series("completions/clipped_ratio")
     if not len(share):
@@ -139,15 +141,14 @@ def truncated(run: Run) -> Finding | NoData | None:
     if share.end <= 0.25:
         return None
     step = _last_step(share)
-    return Finding(
-        "truncated",
+    return (
         step,
         f"{share.end:.0%} of the completions are cut off at `max_completion_length` by step {step}: their answers are lost; "
         "raise it, or set `mask_truncated_completions: true`",
     )
 
 
-def identical_completions(run: Run) -> Finding | NoData | None:
+def identical_completions(run: Run) -> Found | NoData | None:
     """Of the groups that could still earn more, more than half hold one text `num_generations` times."""
     groups = _groups(run)
     judged = groups[groups["reward"].notna() & (groups["size"] > 1)] if len(groups) else groups
@@ -157,15 +158,14 @@ def identical_completions(run: Run) -> Finding | NoData | None:
     if len(open_groups) < 4 or open_groups["identical"].mean() <= 0.5:
         return None
     step = int(open_groups.loc[open_groups["identical"], "step"].min())
-    return Finding(
-        "identical_completions",
+    return (
         step,
         f"{open_groups['identical'].mean():.0%} of the groups that don't earn the best reward repeat one completion "
         f"throughout, from step {step}: there is nothing to compare; raise `temperature`",
     )
 
 
-def entropy_collapse(run: Run) -> Finding | NoData | None:
+def entropy_collapse(run: Run) -> Found | NoData | None:
     """The policy's entropy falls below a tenth of what it was."""
     entropy = run.series("entropy")
     if not entropy.has_trend:
@@ -173,15 +173,14 @@ def entropy_collapse(run: Run) -> Finding | NoData | None:
     if entropy.trend >= 0 or entropy.end >= 0.1 * entropy.start:
         return None
     step = _first_step(entropy, lambda value: value < 0.1 * entropy.start)
-    return Finding(
-        "entropy_collapse",
+    return (
         step,
         f"entropy falls from {entropy.start:.3f} to {entropy.end:.3f} nats a token, below a tenth from step {step}: the policy "
         "has stopped exploring",
     )
 
 
-def zero_variance(run: Run) -> Finding | NoData | None:
+def zero_variance(run: Run) -> Found | NoData | None:
     """Over the run, more than half of the groups have one reward for all completions, and so no gradient."""
     share = run.series("frac_reward_zero_std")
     if not len(share):
@@ -189,33 +188,29 @@ def zero_variance(run: Run) -> Finding | NoData | None:
     if share.mean <= 0.5:
         return None
     step = _first_step(share, lambda value: value > 0.5)
-    return Finding(
-        "zero_variance",
+    return (
         step,
         f"{share.mean:.0%} of the groups have no variance in their rewards, more than half first at step {step}"
         f"{_easy_or_hard(run)}",
     )
 
 
-def kl_blow_up(run: Run) -> Finding | NoData | None:
+def kl_blow_up(run: Run) -> Found | NoData | None:
     """The KL to the reference exceeds 1 nat a token."""
     kl = run.series("kl")
     if not len(kl):
-        return NoData(
-            "`kl` was not logged" + (", as `beta` is 0" if run.recipe.get("beta", 0) == 0 and run.recipe else "")
-        )
+        return NoData("`kl` was not logged" + (", as `beta` is 0" if run.config.get("beta") == 0 else ""))
     if max(kl.values) <= 1:
         return None
     step = _first_step(kl, lambda value: value > 1)
-    return Finding(
-        "kl_blow_up",
+    return (
         step,
         f"KL to the reference reaches {max(kl.values):.1f} nats a token, above 1 from step {step}: lower `learning_rate` "
         "or raise `beta`",
     )
 
 
-def dominant_reward(run: Run) -> Finding | NoData | None:
+def dominant_reward(run: Run) -> Found | NoData | None:
     """A format or shaping reward carries more than 95 % of the variance of the weighted rewards."""
     if not run.knows_weights:
         return NoData("no `run.json` says the rewards' weights")
@@ -227,18 +222,17 @@ def dominant_reward(run: Run) -> Finding | NoData | None:
     if len(variances) < 2 or not total > 0:
         return None
     reward, variance = max(variances.items(), key=lambda item: item[1])
-    if not (reward.pays_format or reward.pays_shape) or variance <= 0.95 * total:
+    if reward.kind not in ("format", "length") or variance <= 0.95 * total:
         return None
     step = _last_step(run.series(f"rewards/{reward.name}/std"))
-    return Finding(
-        "dominant_reward",
+    return (
         step,
         f"`{reward.name}` carries {variance / total:.0%} of the rewards' variance up to step {step}: the others hardly steer; "
         "lower its `weight`",
     )
 
 
-def overfitting(run: Run) -> Finding | NoData | None:
+def overfitting(run: Run) -> Found | NoData | None:
     """The training reward rises while the held-out reward, or the strict accuracy before and after, falls."""
     trained, held_out = run.series("reward"), run.series("eval_reward")
     strict = [run.evaluations[label]["strict"] for label in (BEFORE, AFTER) if label in run.evaluations]
@@ -251,15 +245,13 @@ def overfitting(run: Run) -> Finding | NoData | None:
     sentence = f"the training reward rises from {trained.start:.2f} to {trained.end:.2f}, while "
     if held_out.trend < 0:
         best = held_out.steps[held_out.values.index(max(held_out.values))]
-        return Finding(
-            "overfitting",
+        return (
             _last_step(held_out),
             f"{sentence}the held-out reward falls from {held_out.start:.2f} to {held_out.end:.2f} by step "
             f"{_last_step(held_out)}; it was best at step {best}",
         )
     if len(strict) == 2 and strict[1]["high"] < strict[0]["low"]:
-        return Finding(
-            "overfitting",
+        return (
             _last_step(trained),
             f"{sentence}strict accuracy on held-out problems falls from {strict[0]['value']:.3f} to {strict[1]['value']:.3f} by "
             f"step {_last_step(trained)}",
@@ -268,7 +260,7 @@ def overfitting(run: Run) -> Finding | NoData | None:
 
 
 def unscorable_golds(run: Run) -> Finding | None:
-    """Golds that no correctness reward can score, as counted when the run began. No check: no metric shows them."""
+    """Golds that no correctness reward can score, as counted when the run began. Not among `CHECKS`, as no metric shows them."""
     golds = run.record.get("unscorable_golds")
     if not golds:
         return None
@@ -281,7 +273,7 @@ def unscorable_golds(run: Run) -> Finding | None:
     )
 
 
-def no_answer_found(run: Run) -> Finding | NoData | None:
+def no_answer_found(run: Run) -> Found | NoData | None:
     """No completion of the whole run states an answer where a correctness reward looks, so that it can't pay."""
     keys = [key for key in run.logged("rewards/") if key.endswith("/parsed") and len(run.series(key))]
     found = {key.removeprefix("rewards/").removesuffix("/parsed"): run.series(key) for key in keys}
@@ -289,18 +281,15 @@ def no_answer_found(run: Run) -> Finding | NoData | None:
         return NoData("no reward logs how many answers it finds (`rewards/*/parsed`)")
     for name, shares in found.items():
         if max(shares.values) == 0:
-            layout = _layout(run, name)
-            where = f"where `extract: {layout}` looks" if layout else "where it looks"
-            return Finding(
-                "no_answer_found",
+            return (
                 _last_step(shares),
-                f"`{name}` has paid nothing up to step {_last_step(shares)}: no completion states an answer {where}"
-                f"{_other_layout(run, layout)}",
+                f"`{name}` has paid nothing up to step {_last_step(shares)}: "
+                f"{_where_answers_are(run, name)}: ask for one in the prompt, or set another `extract`",
             )
     return None
 
 
-CHECKS: tuple[Callable[[Run], Finding | NoData | None], ...] = (
+CHECKS: tuple[Callable[[Run], Found | NoData | None], ...] = (
     format_without_correctness,
     length_into_cap,
     truncated,
@@ -318,36 +307,17 @@ def _too_few(metric: str) -> str:
     return f"{metric} was logged fewer than four times"
 
 
-def _layout(run: Run, name: str) -> str | None:
-    """The `extract` of the reward that logs under a name, as the recipe or the reward's class has it; None if unknown."""
-    for spec in _single_specs(run.recipe.get("rewards") or []):
-        if name in (spec.get("alias"), spec.get("name")):
-            kwargs, source = spec.get("kwargs"), str(spec.get("name"))
-            given = kwargs.get("extract") if isinstance(kwargs, Mapping) else None
-            layout = given or (getattr(resolve(source), "extract", None) if source in REGISTERED else None)
-            return layout if layout in LAYOUTS else None
-    return None
-
-
-def _single_specs(specs: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
-    """The rewards of a recipe as mappings, those inside a `sum` included."""
-    for spec in specs:
-        if isinstance(spec, str):
-            yield {"name": spec}
-        elif isinstance(spec, Mapping) and isinstance(spec.get("rewards"), list):
-            yield from _single_specs(spec["rewards"])
-        elif isinstance(spec, Mapping):
-            yield spec
-
-
-def _other_layout(run: Run, layout: str | None) -> str:
-    """Which other `extract` would find answers, as a clause; empty if none does in half of the logged completions."""
-    texts = run.completions["completion"].tolist()
-    for other in LAYOUTS:
-        share = sum(extract_answer(text, other) is not None for text in texts) / max(1, len(texts))
-        if other not in (layout, "auto") and share >= 0.5:
-            return f"; `extract: {other}` finds one in {share:.0%} of those logged"
-    return "; ask for one in the prompt, or set another `extract`"
+def _where_answers_are(run: Run, name: str) -> str:
+    """Where a reward looks for an answer and where the logged completions state one; the former alone if it can't be built."""
+    for spec in single_specs(run.recipe.get("rewards") or []):
+        if name not in (spec.get("alias"), str(spec.get("name")).rpartition(".")[2]):
+            continue
+        with suppress(RewardSpecError):
+            reward = build_rewards([spec])[0].function
+            if isinstance(reward, GSM8KCorrectness):
+                note = reward.unparsed_note(run.completions["completion"].tolist())
+                return note or f"no completion states an answer where `extract: {reward.extract}` looks"
+    return "no completion states an answer where it looks"
 
 
 def _strict_rises(run: Run) -> bool:

@@ -1,58 +1,68 @@
-"""Accuracy of a policy on held-out problems: `evaluate_into(folder, ...)`, which `grpo-recipes evaluate` calls.
+"""Accuracy of a policy on held-out problems: what is evaluated, its files, its shares; `grpo-recipes evaluate`.
 
-*Strict* accuracy asks for what the recipe's own rewards ask for (`grpo_recipes.results.strict`), layout and answer together;
-*lenient* accuracy accepts any recognised final answer. Their difference tells a model that learnt to calculate from one
-that learnt a layout.
+*Strict* accuracy asks for what the recipe's own rewards ask for (`results/strict.py`), layout and answer together; *lenient*
+accuracy accepts any recognised final answer. Their difference tells a model that learnt to calculate from one that learnt a
+layout.
 
-`evaluate_into` leaves `completions.parquet`, every completion with its verdict, and `evaluation.json`, the shares with
-their 95 % intervals. It writes a part for each batch, so that a killed evaluation goes on where it stopped.
+`evaluate_into` writes `completions.parquet`, every completion with its verdict, and `evaluation.json`, the shares with
+their 95 % intervals. Until then `request.json` says what is evaluated, and `parts/` holds the finished batches, so that a
+killed evaluation continues where it stopped.
 """
 
+from __future__ import annotations
+
+import argparse
 import hashlib
 import json
 import math
 import os
-import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 from datasets import Dataset
 from tqdm.auto import tqdm
 
-from grpo_recipes.results.estimates import mcnemar, mean_share, paired_difference, pass_at_k
-from grpo_recipes.results.strict import Asked, asked_by, is_right, stated_answer
-from grpo_recipes.runs.files import ANY_OBJECT, EVALUATED, EVALUATION, read_object, read_table
+from grpo_recipes.recipe.data import DatasetSpec, hub_answers, is_missing, load
+from grpo_recipes.results import strict
+from grpo_recipes.results.engines import Complete, EvaluationError, load_engine
+from grpo_recipes.results.estimates import Estimate, mcnemar, mean_share, paired_difference, pass_at_k
+from grpo_recipes.runs.checkpoints import (
+    ADAPTER_CONFIG,
+    WeightFileError,
+    adapter_config,
+    check_weight_files,
+    identify_weights,
+    weight_files,
+)
+from grpo_recipes.runs.files import (
+    ADAPTER,
+    AFTER,
+    ANY_OBJECT,
+    EVALUATED,
+    EVALUATION,
+    EVALUATIONS,
+    RunError,
+    read_object,
+    read_table,
+    replacing,
+    write_atomically,
+)
+from grpo_recipes.runs.record import read_record
 from grpo_rewards.answers import Judge, answer_number, read_gold
+from grpo_rewards.registry import RewardSpecError
 
-_GREEDY = {"do_sample": False, "repetition_penalty": 1.0, "temperature": None, "top_k": None, "top_p": None}
+DEFAULT_NEW_TOKENS = 512
+REQUEST = "request.json"
+
+# Read beside the weights; loading a model with one of them cut off raises an error that names no file.
+_READ_WHOLE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
 _RIGHT = frozenset({"exact", "equal", "symbolic"})
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What became of one completion: the final answer it states, and whether it is right."""
-
-    answer: str | None
-    strict: bool
-    lenient: bool
-
-
-def judge_completions(completions: Sequence[str], answers: Sequence[str], settings: "Settings") -> list[Verdict]:
-    """Hold each completion against the gold of its own problem; `answers` are golds as `read_gold` takes them."""
-    judge, verdicts = Judge(), []
-    rows = zip(completions, answers, is_right(settings.strict, completions, answers), strict=True)
-    for completion, answer, strictly in rows:
-        gold = read_gold(answer)
-        assert gold is not None  # `_answers` has read it
-        stated = stated_answer(settings.strict, completion, settings.tags)
-        verdicts.append(Verdict(stated, strictly, strictly or judge.verdict(gold, stated) in _RIGHT))
-    return verdicts
 
 
 @dataclass(frozen=True)
@@ -78,11 +88,11 @@ class Settings:
     max_new_tokens: int = 256
     batch_size: int = 64
     seed: int = 0
-    strict: tuple[Asked, ...] = ()
+    strict: tuple[strict.Asked, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.strict:
-            object.__setattr__(self, "strict", asked_by((), self.tags))
+            object.__setattr__(self, "strict", strict.asked_by((), self.tags))
         for name in ("samples", "batch_size", "max_new_tokens"):
             if (value := getattr(self, name)) < 1:
                 raise EvaluationError(f"--{name.replace('_', '-')} is {value}: set it to at least 1")
@@ -92,25 +102,17 @@ class Settings:
             raise EvaluationError(f"{self.samples} greedy samples are one and the same: set --temperature above 0")
 
 
-class EvaluationError(ValueError):
-    """An evaluation that can't be made, or compared, as asked; one sentence with the fix."""
-
-
-Complete = Callable[[list[Any], Settings], list[str]]
-"""Completes each prompt once, in order, by the temperature, length and seed of the settings."""
-
-
 def evaluate_into(
     folder: Path, complete: Complete, dataset: Dataset, settings: Settings, described: dict[str, Any]
 ) -> dict[str, Any]:
-    """Evaluate into a folder, or go on with the same evaluation there; one that is finished is only read.
+    """Evaluate into a folder, or continue the same evaluation there; one that is finished is only read.
 
     Args:
         folder: receives `evaluation.json` and `completions.parquet`.
         complete: the policy; called once for each batch, whose seed is `settings.seed` and the batch's number.
         dataset: columns `prompt` and `answer`.
         settings: how to sample and judge.
-        described: what else says which evaluation this is (the model, its weights, the dataset), ready for JSON.
+        described: what else identifies the evaluation (the model, its weights, the dataset), ready for JSON.
 
     Returns:
         What `evaluation.json` holds.
@@ -127,7 +129,7 @@ def evaluate_into(
     if _is_finished(folder, asked):
         return read_object(folder / "evaluation.json", EVALUATION)
     parts.mkdir(parents=True, exist_ok=True)
-    _write(folder / "asked.json", json.dumps(asked))
+    write_atomically(folder / REQUEST, json.dumps(asked))
     size = max(1, settings.batch_size // settings.samples)
     batches = [range(start, min(start + size, len(answers))) for start in range(0, len(answers), size)]
     for number, problems in enumerate(tqdm(batches, desc="evaluating", unit="batch")):
@@ -135,15 +137,15 @@ def evaluate_into(
         if not part.is_file():
             batch_settings = replace(settings, seed=settings.seed * 1_000_003 + number)
             table = _completed(problems, complete, dataset, answers, batch_settings)
-            _write(part, table)
+            _write_table(part, table)
     again = "remove the file: the same command makes it again"
     made = (read_table(parts / f"{number:06d}.parquet", EVALUATED, again) for number in range(len(batches)))
     table = pd.concat(made, ignore_index=True)
     summary = {**asked, **summarise(table)}
-    _write(folder / "completions.parquet", table)
-    _write(folder / "evaluation.json", json.dumps(summary, indent=2) + "\n")
+    _write_table(folder / "completions.parquet", table)
+    write_atomically(folder / "evaluation.json", json.dumps(summary, indent=2) + "\n")
     shutil.rmtree(parts)
-    (folder / "asked.json").unlink()
+    (folder / REQUEST).unlink()
     return summary
 
 
@@ -201,72 +203,285 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
     return result
 
 
-def transformers_engine(model: Any, tokenizer: Any) -> Complete:
-    """Completions by transformers: continuous batching on a GPU, padded batches on a CPU.
+def describe(summary: dict[str, Any]) -> str:
+    """The shares of an evaluation, a line each."""
+    rows = {"strict": summary["strict"], "lenient": summary["lenient"]}
+    rows |= {f"pass@{k}": share for k, share in summary.get("pass_at", {}).items()}
+    if "majority" in summary:
+        rows["majority"] = summary["majority"]
+    samples = summary["settings"]["samples"]
+    head = f"{summary['problems']} problems, {samples} completion{'s' * (samples > 1)} each; 95 % intervals"
+    lines = [f"  {name:10} {Estimate.from_dict(share)}" for name, share in rows.items()]
+    return "\n".join([head, *lines, f"  strict: {strict.describe(summary['settings']['strict'])}"])
 
-    Continuous batching schedules prompts as others finish; with sampling its draws may therefore differ between two runs.
+
+def describe_comparison(result: dict[str, Any]) -> str:
+    """Two evaluations side by side, their paired difference, and McNemar's test."""
+    lines = [f"{result['problems']} problems, the same for both; 95 % intervals"]
+    for name in ("strict", "lenient"):
+        first, second, difference = (Estimate.from_dict(result[name][key]) for key in ("first", "second", "difference"))
+        lines.append(f"  {name:8} A {first}   B {second}   B - A {difference}")
+    test = result["mcnemar"]
+    lines.append(
+        f"  McNemar: A alone right on {test['only_first']}, B alone on {test['only_second']}; exact p = {test['p']:.3g}"
+    )
+    return "\n".join(lines)
+
+
+def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
+    """Evaluate `options.model`, or continue its evaluation, and return what `evaluation.json` holds.
+
+    Raises:
+        EvaluationError: it can't be made as asked.
+        EvaluationInterrupted: Ctrl-C.
+        RunError: a file of the model, or of its run, is damaged or missing.
+        RecipeError, DatasetError: the recipe or the dataset can't be read.
     """
-    complete = _complete_continuously if model.device.type == "cuda" else _complete
-
-    def engine(prompts: list[Any], settings: Settings) -> list[str]:
-        return complete(
-            model,
-            tokenizer,
-            prompts,
-            settings.temperature,
-            settings.max_new_tokens,
-            settings.batch_size,
-            settings.seed,
-        )
-
-    return engine
-
-
-def vllm_engine(name: str, tokenizer: Any) -> Complete:
-    """Completions by vLLM. Raises `EvaluationError` if it isn't installed."""
+    if options.limit is not None and options.limit < 1:
+        raise EvaluationError(f"--limit is {options.limit}: set it to at least 1, or leave it out for all problems")
+    if is_missing(options.model):
+        raise EvaluationError(f"{options.model}: the model can't be loaded: there is no such folder")
+    if Path(options.model).is_dir():
+        check_model_folder(Path(options.model))
+    recipe = _recipe(options)
+    spec = held_out_spec(recipe.get("dataset", {}), options)
+    settings = _settings(recipe, spec, options)
+    dataset = load(spec)
+    if options.limit is not None:
+        dataset = dataset.select(range(min(options.limit, len(dataset))))
+    weights = weights_fingerprint(options.model)
+    described = {
+        "model": options.model,
+        **({} if weights is None else {"weights": weights}),
+        "engine": "vllm" if options.vllm else "transformers",
+        "dataset": {key: value for key, value in vars(spec).items() if value is not None},
+    }
+    folder = options.output or _output(options.model, options.samples)
     try:
-        from vllm import LLM, SamplingParams
-    except ImportError as error:
-        raise EvaluationError("vLLM is not installed: leave --vllm out, or install the extra `vllm`") from error
-    llm = LLM(model=name, trust_remote_code=False, generation_config="vllm")  # not the model's own sampling habits
+        return evaluate_into(folder, _loaded_when_called(options), dataset, settings, described)
+    except KeyboardInterrupt as error:
+        raise EvaluationInterrupted(_what_is_saved(folder)) from error
+    except (EvaluationError, RunError):
+        raise
+    except OSError as error:
+        raise EvaluationError(
+            f"{folder}: the result can't be written there ({error}): give another --output"
+        ) from error
+    except ValueError as error:
+        raise EvaluationError(str(error)) from error
 
-    def engine(prompts: list[Any], settings: Settings) -> list[str]:
-        # A seed is a request's own in vLLM: copies of a prompt that share one would all get the same completion.
-        seeds = random.Random(settings.seed).sample(range(2**31), len(prompts))
-        sampling = [
-            SamplingParams(temperature=settings.temperature, max_tokens=settings.max_new_tokens, seed=seed)
-            for seed in seeds
-        ]
-        inputs = [{"prompt_token_ids": ids} for ids in _token_ids(prompts, tokenizer)]
-        outputs = llm.generate(inputs, sampling, use_tqdm=False)
-        return [output.outputs[0].text for output in outputs]
 
-    return engine
+class EvaluationInterrupted(KeyboardInterrupt):
+    """Ctrl-C in an evaluation; the message says what is saved and how to go on."""
+
+
+def _what_is_saved(folder: Path) -> str:
+    """How far an interrupted evaluation has come."""
+    parts = len(list((folder / "parts").glob("[0-9]*.parquet")))
+    if not parts:
+        return "stopped by Ctrl-C: no batch was finished, so nothing is saved; the same command starts again"
+    batches = "1 batch is" if parts == 1 else f"{parts} batches are"
+    return f"stopped by Ctrl-C: {batches} saved in {folder / 'parts'}; the same command goes on from there"
+
+
+def _loaded_when_called(options: argparse.Namespace) -> Complete:
+    """An engine that loads its model for the first batch: a finished evaluation needs none."""
+    engine = cache(lambda: load_engine(options.model, options.vllm))
+    return lambda prompts, settings: engine()(prompts, settings)
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raise one sentence, naming the file and the fix, if no model or adapter can be loaded from a local folder.
+
+    No model is loaded: only the headers of weight files and the JSON files are read, also those of an adapter's local base.
+
+    Raises:
+        EvaluationError: the folder holds no model, or a weight file is missing or damaged.
+        RunError: a JSON file is damaged.
+    """
+    adapter = folder / ADAPTER_CONFIG
+    if not adapter.is_file() and not (folder / "config.json").is_file():
+        raise EvaluationError(
+            f"{folder} holds no model (no config.json, no adapter_config.json){_newest_checkpoint(folder)}"
+        )
+    restore = "copy or download the folder again"
+    for name in _READ_WHOLE:
+        if (folder / name).is_file():
+            read_object(folder / name, ANY_OBJECT, restore)
+    try:
+        check_weight_files(folder)
+    except WeightFileError as error:
+        raise EvaluationError(f"{error}: {restore}, or name another checkpoint") from error
+    if adapter.is_file() and (base := read_object(adapter, ADAPTER, restore)["base_model_name_or_path"]):
+        if Path(base).is_dir():
+            check_model_folder(Path(base))
+        elif Path(base).is_absolute():
+            raise EvaluationError(
+                f"{folder} is an adapter, and its base {base} is missing: set "
+                "`base_model_name_or_path` in its adapter_config.json"
+            )
+
+
+def _newest_checkpoint(folder: Path) -> str:
+    """A hint for a run that has not finished, whose only models are its checkpoints."""
+    steps = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdecimal()]
+    newest = max(steps, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    return f": its newest checkpoint is {newest}" if newest else ""
+
+
+def weights_fingerprint(model: str) -> str | None:
+    """What tells a model's weights from others of the same name, wherever they are copied; None if it isn't known.
+
+    Of a folder it is a hash over its weight files' names and `identify_weights`, and over an adapter's configuration and
+    base; of a hub repository, the revision that will be loaded.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return _hub_revision(model)
+    try:
+        lines = [f"{file.name} {identify_weights(file)}" for file in weight_files(folder)]
+    except WeightFileError:
+        return None
+    if (folder / ADAPTER_CONFIG).is_file():  # its scale is part of what the policy computes
+        lines.append((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        config = adapter_config(folder)
+        base = config.base_model_name_or_path if config is not None else None
+        lines.append(f"base {weights_fingerprint(base) if base else None}")
+    return "sha256 " + hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _hub_revision(name: str) -> str | None:
+    """The commit of a hub repository that loading it takes: the newest if the hub answers, else the cache's."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    cached_only = not hub_answers()
+    for file in ("config.json", "adapter_config.json"):
+        try:
+            return f"revision {Path(hf_hub_download(name, file, local_files_only=cached_only)).parent.name}"
+        except (EntryNotFoundError, OSError, ValueError):  # loading the model reports what is wrong with the name
+            continue
+    return None
+
+
+def held_out_spec(trained: dict[str, Any], options: argparse.Namespace) -> DatasetSpec:
+    """The problems to evaluate on: the recipe's held-out rows, with the command line's keys in their place.
+
+    With `--path` the recipe's `eval_path` and `eval_split` are left out: they belong to the file that it trained on.
+
+    Raises `EvaluationError` if only the rows trained on are known, or rows without a gold, and `data.DatasetError` for a
+    wrong key.
+    """
+    given = {"path": options.path, "split": options.split}
+    given |= {"prompt_style": options.prompt_style, "prompt_format": options.prompt_format}
+    raw = dict(trained) if options.dataset in (None, trained.get("name")) else {"name": options.dataset}
+    if raw.get("name") == "scored":
+        raise EvaluationError(
+            "the dataset scored holds recorded responses and no final answers to evaluate on: name problems that have them, "
+            "as in `--dataset gsm8k --path PROBLEMS.jsonl --prompt-format text`"
+        )
+    held_out = {"path": raw.pop("eval_path", None), "split": raw.pop("eval_split", None)}
+    if options.path is not None:
+        held_out = dict.fromkeys(held_out)
+    trained_path = raw.get("path")
+    is_known = options.split or any(held_out.values()) or options.path not in (None, trained_path)
+    if not is_known and trained_path is not None and _holds_one_split(trained_path):
+        raise EvaluationError(
+            f"the run trained on {trained_path}: name the held-out problems with --path, or a --split of it"
+        )
+    raw |= {"name": raw.get("name", "gsm8k"), "split": held_out["split"] or "test"}
+    raw |= {"path": held_out["path"] or trained_path}
+    raw |= {key: value for key, value in given.items() if value is not None}
+    known = {field.name for field in fields(DatasetSpec)}
+    return DatasetSpec.parse({key: value for key, value in raw.items() if key in known and value is not None})
+
+
+def _holds_one_split(path: str) -> bool:
+    """Whether the path holds one split, which is read whatever split is named: a JSONL file, or one saved `Dataset`."""
+    folder = Path(path).expanduser()
+    return path.endswith(".jsonl") or (folder.is_dir() and not (folder / "dataset_dict.json").is_file())
+
+
+def _recipe(options: argparse.Namespace) -> dict[str, Any]:
+    """The keys of the recipe that is named, or of the run that made the model or checkpoint; {} if there is none."""
+    if options.recipe is not None:
+        from grpo_recipes.recipe.recipe import parse_recipe
+
+        recipe = parse_recipe(["--config", options.recipe])
+        return {**recipe.with_defaults(), **recipe.as_dict()}
+    for folder in (Path(options.model), Path(options.model).parent):
+        if record := read_record(folder):
+            return {**record.get("config", {}), **record["recipe"]}
+    return {}
+
+
+def _settings(recipe: dict[str, Any], spec: DatasetSpec, options: argparse.Namespace) -> Settings:
+    temperature = options.temperature
+    if temperature is None:
+        temperature = 0.0 if options.samples == 1 else 1.0
+    max_new_tokens = options.max_new_tokens
+    if max_new_tokens is None:
+        max_new_tokens = recipe.get("max_completion_length") or DEFAULT_NEW_TOKENS
+    tags = tuple(options.tags) if options.tags else _tags(recipe, spec)
+    return Settings(
+        tags=tags,
+        samples=options.samples,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        strict=_asked(recipe, tags, override_tags=bool(options.tags)),
+    )
+
+
+def _asked(recipe: dict[str, Any], tags: tuple[str, str], *, override_tags: bool) -> tuple[strict.Asked, ...]:
+    """What strict asks for: what the recipe's rewards do."""
+    try:
+        return strict.asked_by(recipe.get("rewards") or [], tags, override_tags=override_tags)
+    except RewardSpecError as error:
+        raise EvaluationError(f"the recipe's `rewards`: {str(error).rstrip('.')}") from error
+    except ValueError as error:
+        raise EvaluationError(f"--tags: {error}") from error
+
+
+def _tags(recipe: dict[str, Any], spec: DatasetSpec) -> tuple[str, str]:
+    """The tags that the recipe's rewards look for, or those that the prompt asks for."""
+    for reward in strict.single_specs(recipe.get("rewards") or []):
+        if tags := (reward.get("kwargs") or {}).get("tags"):
+            return tags[0], tags[1]
+    return ("reasoning", "answer") if spec.prompt_style == "reasoning" else ("think", "answer")
+
+
+def _output(model: str, samples: int) -> Path:
+    """Where an evaluation goes by default; one with several samples a problem has a folder of its own."""
+    several = f"-{samples}-samples" if samples > 1 else ""
+    if os.path.isdir(model):
+        return Path(model) / EVALUATIONS / f"{AFTER}{several}"
+    return Path("runs") / EVALUATIONS / f"{model.replace('/', '--')}{several}"
 
 
 def _completed(
     problems: range, complete: Complete, dataset: Dataset, answers: list[str], settings: Settings
 ) -> pd.DataFrame:
-    """One row for each completion of some problems."""
+    """One row for each completion of some problems, with its verdict."""
     places = [problem for problem in problems for _ in range(settings.samples)]
-    prompts = [dataset[place]["prompt"] for place in places]
+    prompts, golds = [dataset[place]["prompt"] for place in places], [answers[place] for place in places]
     completions = complete(prompts, settings)
-    golds = [answers[place] for place in places]
-    verdicts = judge_completions(completions, golds, settings)
-    return pd.DataFrame(
-        {
-            "problem": places,
-            "sample": [sample for _ in problems for sample in range(settings.samples)],
-            "prompt": [
-                prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False) for prompt in prompts
-            ],
-            "gold": golds,
-            "completion": completions,
-            "answer": [verdict.answer for verdict in verdicts],
-            "strict": [verdict.strict for verdict in verdicts],
-            "lenient": [verdict.lenient for verdict in verdicts],
-        }
-    ).astype({"answer": "string"})
+    stated = [strict.stated_answer(settings.strict, completion, settings.tags) for completion in completions]
+    strictly = strict.is_right(settings.strict, completions, golds)
+    judge = Judge()
+    verdicts = [judge.verdict(read_gold(gold), answer) for gold, answer in zip(golds, stated, strict=True)]
+    table = {
+        "problem": places,
+        "sample": [sample for _ in problems for sample in range(settings.samples)],
+        "prompt": [prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False) for prompt in prompts],
+        "gold": golds,
+        "completion": completions,
+        "answer": stated,
+        "strict": strictly,
+        "lenient": [right or verdict in _RIGHT for right, verdict in zip(strictly, verdicts, strict=True)],
+    }
+    return pd.DataFrame(table).astype({"answer": "string"})
 
 
 def _answers(dataset: Dataset) -> list[str]:
@@ -307,7 +522,7 @@ def _canonical(answer: Any) -> Any:
 
 def _is_finished(folder: Path, asked: dict[str, Any]) -> bool:
     """Whether a folder holds this very evaluation, finished. Raises `EvaluationError` if it holds another."""
-    for name in ("evaluation.json", "asked.json"):
+    for name in ("evaluation.json", REQUEST):
         path = folder / name
         if path.is_file():
             shape = EVALUATION if name == "evaluation.json" else ANY_OBJECT
@@ -368,99 +583,6 @@ def _read_completions(folder: Path) -> pd.DataFrame:
     return table
 
 
-def _write(path: Path, content: pd.DataFrame | str) -> None:
-    """Write a file whole or not at all: under another name first, then renamed."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    if isinstance(content, str):
-        unfinished.write_text(content, encoding="utf-8")
-    else:
-        content.to_parquet(unfinished, index=False)
-    os.replace(unfinished, path)
-
-
-@torch.no_grad()
-def _complete_continuously(
-    model: Any, tokenizer: Any, prompts: Any, temperature: float, max_new_tokens: int, batch_size: int, seed: int
-) -> list[str]:
-    """The same as `_complete` by transformers' continuous batching, which pads nothing and refills what has finished.
-
-    Raises `EvaluationError` if a completion failed or is missing: `generate_batch` only logs that (transformers 5.23).
-    """
-    from transformers import GenerationConfig
-
-    choice = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else _GREEDY
-    ends = {"eos_token_id": _end_tokens(model, tokenizer), "pad_token_id": tokenizer.pad_token_id}
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        outputs = model.generate_batch(
-            inputs=_token_ids(prompts, tokenizer),
-            generation_config=GenerationConfig(**choice, **ends, max_new_tokens=max_new_tokens),
-        )
-    _check_all_completed(list(outputs.values()), len(prompts))
-    requests = sorted(outputs.values(), key=lambda output: int(output.request_id.rpartition("_")[2]))
-    return tokenizer.batch_decode([request.generated_tokens for request in requests], skip_special_tokens=True)
-
-
-def _check_all_completed(outputs: list[Any], expected: int) -> None:
-    errors = [output.error for output in outputs if output.error is not None]
-    failed = expected - len(outputs) + len(errors)
-    if failed:
-        reason = " ".join(str(errors[0]).split()) if errors else "generation stopped before they were made"
-        raise EvaluationError(
-            f"{failed} of {expected} completions failed ({reason}): run the same command again, which keeps the batches that "
-            "are done, or set a smaller --batch-size or --max-new-tokens in another --output"
-        )
-
-
-@torch.no_grad()
-def _complete(
-    model: Any, tokenizer: Any, prompts: Any, temperature: float, max_new_tokens: int, batch_size: int, seed: int
-) -> list[str]:
-    # A model's generation_config.json may filter or penalise tokens; what is measured is the policy itself.
-    unfiltered = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
-    choice = {"do_sample": True, "temperature": temperature, **unfiltered} if temperature > 0 else _GREEDY
-    gpus = [model.device] if model.device.type == "cuda" else []
-    ends = {"eos_token_id": _end_tokens(model, tokenizer), "pad_token_id": tokenizer.pad_token_id}
-    was_training = model.training
-    model.eval()
-    completions: list[str] = []
-    try:
-        with torch.random.fork_rng(devices=gpus):
-            torch.manual_seed(seed)
-            for batch in _batches(list(prompts), batch_size):
-                inputs = _tokenize(batch, tokenizer).to(model.device)
-                tokens = model.generate(**inputs, **choice, **ends, max_new_tokens=max_new_tokens)
-                new_tokens = tokens[:, inputs["input_ids"].shape[1] :]
-                completions += tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
-    finally:
-        model.train(was_training)
-    return completions
-
-
-def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """What ends a completion in TRL's training: the tokenizer's end of text, and every one that the model declares."""
-    declared = model.generation_config.eos_token_id
-    ids = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
-    return sorted({token for token in ids if token is not None})
-
-
-def _batches(prompts: list[Any], size: int) -> Iterator[list[Any]]:
-    for start in range(0, len(prompts), size):
-        yield prompts[start : start + size]
-
-
-def _tokenize(prompts: list[Any], tokenizer: Any) -> Any:
-    texts, is_text = _texts(prompts, tokenizer)
-    # A chat template writes the special tokens itself.
-    return tokenizer(texts, add_special_tokens=is_text, padding=True, padding_side="left", return_tensors="pt")
-
-
-def _token_ids(prompts: list[Any], tokenizer: Any) -> list[list[int]]:
-    texts, is_text = _texts(prompts, tokenizer)
-    return tokenizer(texts, add_special_tokens=is_text)["input_ids"]
-
-
-def _texts(prompts: list[Any], tokenizer: Any) -> tuple[list[str], bool]:
-    if isinstance(prompts[0], str):
-        return prompts, True
-    return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False), False
+def _write_table(path: Path, table: pd.DataFrame) -> None:
+    with replacing(path) as part:
+        table.to_parquet(part, index=False)

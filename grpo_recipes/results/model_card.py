@@ -1,7 +1,7 @@
 """The model card of a run, `README.md` in its folder: what it began from, what it was trained on and for, and how well it does.
 
 TRL's own card names no rewards and no recipe, and links a local base model as `None`. Everything here is read from the
-run's files. Names on the hub are linked; a path of this machine means nothing to a reader and gives way to its last part.
+run's files. Names on the hub are linked; of a path of this machine, which means nothing to a reader, only the last part is shown.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from grpo_recipes.recipe.data import GSM8K_HUB_ID
-from grpo_recipes.results.run import Run, RunError
+from grpo_recipes.results.run import Run
+from grpo_recipes.runs.files import RunError, write_atomically
 from grpo_recipes.runs.record import launches, read_record
 
 HUB = "https://huggingface.co"
 TRL = "https://github.com/huggingface/trl"
 
-# Where a run lies and goes on from is no part of what was trained.
+# Where the run lies, and what it resumed from, says nothing about what was trained.
 LEFT_OUT = ("output_dir", "resume_from_checkpoint")
 
 # A path from the root or from a home directory, wherever it stands in a value; no part of a URL, a tag or a fraction.
@@ -32,7 +33,7 @@ _PATH = re.compile(r"(?<![\w./:~<-])~?/[^\s,;'\"\]}]+")
 
 
 def write_model_card(folder: Path) -> None:
-    """Write the model card of the run in `folder`, which has a `run.json`. Raises `RecordError` if that is damaged."""
+    """Write the model card of the run in `folder`, which has a `run.json`. Raises `RunError` if that is damaged."""
     record = read_record(folder)
     assert record is not None, "a run writes it first"
     base, data = _base_model(record), _dataset(record)
@@ -45,7 +46,8 @@ def write_model_card(folder: Path) -> None:
     )
     sections = [_opening(folder, record), _accuracy(folder), _rewards(record), _recipe(record), _versions(record)]
     body = "\n\n".join(section for section in sections if section)
-    ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{body}\n").save(folder / "README.md")
+    card = ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{body}\n")
+    write_atomically(folder / "README.md", str(card))
 
 
 def _opening(folder: Path, record: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """One page on a run, or on two side by side: `grpo-recipes report RUN [RUN2]`.
 
 The page holds its pictures inline, loads nothing and runs no script, so that it can be mailed, archived and read on a
-phone. The pictures lie beside it as PNGs too.
+phone. The pictures are also written as PNGs, into the same folder.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 
 from grpo_recipes.results.diagnostics import diagnose
 from grpo_recipes.results.estimates import Estimate
-from grpo_recipes.results.run import AFTER, BEFORE, EVALUATIONS, Run, Series, last_message
-from grpo_recipes.runs.files import EVALUATED, read_table
+from grpo_recipes.results.run import Run, Series, last_message
+from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATED, EVALUATIONS, read_table, write_atomically
 
 COLOURS = ("#1f6fb2", "#d1600a")  # told apart by colour-blind readers too
 EXAMPLES = 4
@@ -69,9 +69,9 @@ def write_report(runs: Sequence[Run], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     pictures = list(draw(runs))
     for picture in pictures:
-        (folder / f"{picture.name}.png").write_bytes(picture.png)
+        write_atomically(folder / f"{picture.name}.png", picture.png)
     page = folder / "report.html"
-    page.write_text(_page(runs, pictures), encoding="utf-8")
+    write_atomically(page, _page(runs, pictures))
     return page
 
 
@@ -109,14 +109,14 @@ def _reward_picture(runs: Sequence[Run], name: str) -> Iterator[Picture]:
             if reward.name == name and len(means):
                 drawn += 1
                 _plot(axes, means, _verbatim(run.name), colour)
-                _spread(axes, means, run.series(f"rewards/{name}/std"), colour)
+                _draw_spread(axes, means, run.series(f"rewards/{name}/std"), colour)
     if drawn:
         if len(runs) > 1:
             axes.legend(frameon=False)
         yield _finish(_file_name(f"reward {name}"), f"Reward {name}", figure)
 
 
-def _spread(axes: Any, means: Series, spread: Series, colour: str) -> None:
+def _draw_spread(axes: Any, means: Series, spread: Series, colour: str) -> None:
     if means.steps == spread.steps:
         low, high = zip(
             *((mean - std, mean + std) for mean, std in zip(means.values, spread.values, strict=True)), strict=True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,42 +20,18 @@ from grpo_recipes.results.estimates import Estimate, mean_share
 from grpo_recipes.runs.files import (
     CONVERSATIONS,
     EVALUATION,
+    EVALUATIONS,
     INTEGERS,
     NUMBER,
     NUMBERS,
-    RUN_RECORD,
     TRAINER_STATE,
     RunError,
     read_object,
     read_table,
 )
+from grpo_recipes.runs.record import read_record
 from grpo_rewards.completions import completion_text
-
-FORMAT_REWARDS = frozenset({"tag_structure", "tag_count", "tag_presence", "well_formed", "think_format_reward"})
-CORRECTNESS_REWARDS = frozenset(
-    {
-        "gsm8k_correctness",
-        "math_correctness",
-        "choice_correctness",
-        "string_match",
-        "accuracy_reward",
-        "reasoning_accuracy_reward",
-    }
-)
-# TRL's as a recipe names the factory, and as a log names the reward.
-SHAPING_REWARDS = frozenset(
-    {
-        "group_length",
-        "repetition",
-        "get_soft_overlong_punishment",
-        "soft_overlong_punishment_reward",
-        "get_repetition_penalty_reward",
-        "repetition_penalty_reward",
-    }
-)
-TRL_MAX_COMPLETION_LENGTH = 512  # GRPOConfig's default in TRL 1.16, for a recipe that leaves it
-EVALUATIONS, BEFORE, AFTER = "evaluations", "before", "after"
-FAULT_FILES = "fault-rank*.json"
+from grpo_rewards.registry import REGISTERED, TRL_REWARDS, resolve
 
 
 @dataclass(frozen=True)
@@ -111,26 +87,19 @@ class Series:
 
 @dataclass(frozen=True)
 class RunReward:
-    """A reward of a run: its name in the logs, the registered reward or dotted path behind it, and its weight."""
+    """A reward of a run: its name in the logs, its weight, and what it pays for (`other` where it does not say)."""
 
     name: str
-    source: str
     weight: float = 1.0
+    kind: str = "other"
+    parts: tuple[RunReward, ...] = ()
+    """The rewards that a `sum` adds."""
 
-    @property
-    def pays_format(self) -> bool:
-        """Whether it looks at the layout of a completion alone."""
-        return self.source.rpartition(".")[2] in FORMAT_REWARDS
-
-    @property
-    def pays_correctness(self) -> bool:
-        """Whether it is known to compare the answer with a gold; a reward of the user's own may do so too."""
-        return self.source.rpartition(".")[2] in CORRECTNESS_REWARDS
-
-    @property
-    def pays_shape(self) -> bool:
-        """Whether it pays for length or against repetition."""
-        return self.source.rpartition(".")[2] in SHAPING_REWARDS
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> RunReward:
+        """The reward that an entry of `run.json` describes."""
+        parts = tuple(map(cls.from_dict, entry.get("parts", ())))
+        return cls(entry["name"], entry.get("weight", 1.0), entry.get("kind", "other"), parts)
 
 
 @dataclass(frozen=True)
@@ -146,16 +115,14 @@ class Run:
     def read(cls, folder: Path) -> Run:
         """Read a run's folder. Raises `RunError` if it holds no `trainer_state.json`, or a file is damaged.
 
-        Completions are read when they are asked for, and raise it then.
+        Completions are read at their first use, and raise it then.
         """
         state = _newest_state(folder)
-        record = folder / "run.json"
         evaluations = {
             path.parent.name: read_object(path, EVALUATION)
             for path in sorted(folder.glob(f"{EVALUATIONS}/*/evaluation.json"))
         }
-        recorded = read_object(record, RUN_RECORD) if record.is_file() else {}
-        return cls(folder, recorded, state["log_history"], evaluations)
+        return cls(folder, read_record(folder) or {}, state["log_history"], evaluations)
 
     @property
     def name(self) -> str:
@@ -168,9 +135,9 @@ class Run:
         return self.record.get("recipe", {})
 
     @property
-    def max_completion_length(self) -> int | None:
-        """The cap on completions, or None where the run does not say (no recipe) or has none."""
-        return self.recipe.get("max_completion_length", TRL_MAX_COMPLETION_LENGTH) if self.recipe else None
+    def config(self) -> Mapping[str, Any]:
+        """Every plain value of TRL's configuration, its defaults included, or {}."""
+        return self.record.get("config", {})
 
     def series(self, key: str) -> Series:
         """What was logged under a key; empty if nothing was."""
@@ -194,10 +161,10 @@ class Run:
     def rewards(self) -> list[RunReward]:
         """The rewards that were paid, from `run.json`, or from the keys of the log with weight 1."""
         if self.knows_weights:
-            entries = self.record["rewards"]
-            return [RunReward(entry["name"], entry["source"], entry.get("weight", 1.0)) for entry in entries]
-        names = [key.removeprefix("rewards/").removesuffix("/mean") for key in self.logged("rewards/")]
-        return [RunReward(name, name) for name in names if f"rewards/{name}/mean" in self.logged("rewards/")]
+            return [RunReward.from_dict(entry) for entry in self.record["rewards"]]
+        keys = [key for key in self.logged("rewards/") if key.endswith("/mean")]
+        names = [key.removeprefix("rewards/").removesuffix("/mean") for key in keys]
+        return [RunReward(name, kind=_kind_by_name(name)) for name in names]
 
     def reward_mean(self, reward: RunReward) -> Series:
         """A reward's mean over the completions it scored, before its weight."""
@@ -206,12 +173,10 @@ class Run:
     def parts(self) -> Iterator[tuple[RunReward, Series]]:
         """Each reward with its mean, and in place of a `sum` or a `gate` its parts where they were logged."""
         for reward in self.rewards:
-            prefix = f"rewards/{reward.name}/"
-            parts = [key for key in self.logged(prefix) if reward.source in ("sum", "gate") and key != f"{prefix}mean"]
-            parts = [key for key in parts if key != f"{prefix}std"]
-            for key in parts:
-                yield RunReward(key.removeprefix("rewards/"), key.removeprefix(prefix), reward.weight), self.series(key)
-            if not parts:
+            parts = [replace(part, name=f"{reward.name}/{part.name}") for part in reward.parts]
+            logged = [part for part in parts if len(self.series(f"rewards/{part.name}"))]
+            yield from ((part, self.series(f"rewards/{part.name}")) for part in logged)
+            if not logged:
                 yield reward, self.reward_mean(reward)
 
     @cached_property
@@ -234,11 +199,11 @@ class Run:
         return table
 
     def held_out_accuracy(self) -> list[tuple[int, Estimate]]:
-        """Of each evaluation during training, its step and the share of completions that a correctness reward paid.
+        """For each evaluation during training, its step and the share of completions that a correctness reward paid.
 
-        The interval is clustered by problem. Empty if no correctness reward stands in the recipe by itself.
+        The interval is clustered by problem. Empty if no correctness reward stands in the recipe outside a sum.
         """
-        judges = [reward.name for reward in self.rewards if reward.pays_correctness]
+        judges = [reward.name for reward in self.rewards if reward.kind == "correctness"]
         accuracy = []
         for file in self._completion_files("eval_completions_"):
             table = self._read_completions(file)
@@ -256,6 +221,13 @@ class Run:
 
     def _completion_files(self, prefix: str) -> list[Path]:
         return sorted((self.folder / "completions").glob(f"{prefix}*.parquet"))
+
+
+def _kind_by_name(name: str) -> str:
+    """The kind of one of our rewards or TRL's, by the name that it logs under."""
+    if name in REGISTERED:
+        return getattr(resolve(name), "kind", "other")
+    return TRL_REWARDS[name][0] if name in TRL_REWARDS else "other"
 
 
 def prompt_text(prompt: Any) -> str:
@@ -278,7 +250,7 @@ def _listed(value: Any) -> Any:
 
 
 def _newest_state(folder: Path) -> dict[str, Any]:
-    """The `trainer_state.json` of the highest step, of the folder or a checkpoint. One that is being written is passed over."""
+    """The `trainer_state.json` of the highest step, of the folder or a checkpoint. A damaged one is skipped."""
     if not folder.is_dir():
         raise RunError(f"{folder}: there is no such folder; name the `output_dir` of a run")
     states, damaged = [], None

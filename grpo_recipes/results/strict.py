@@ -1,13 +1,13 @@
-"""What makes a completion *strictly* right: full marks from what the recipe's own rewards ask for.
+"""What makes a completion *strictly* right: the highest pay of each correctness and format reward of the recipe.
 
-`asked_by` turns a recipe's rewards into the ones that judge: its correctness rewards, by their own `extract` and tags, and
-its format rewards, each as it is configured. Weights, names and amounts make no difference. `is_right` holds completions
-against them. Without a recipe the default asks for one reasoning block, one answer block, and the answer in the latter.
+`asked_by` turns a recipe's rewards into the ones that decide: its correctness rewards with their own `extract` and tags, and
+its format rewards, each as it is configured. Weights, names and amounts make no difference. `is_right` scores completions by
+them. Without a recipe the default asks for one reasoning block, then one answer block that holds the right answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -18,10 +18,7 @@ from grpo_rewards.registry import REGISTERED, Spec, build_rewards, spec_parts
 
 Tags = tuple[str, str]
 FORMATS = (TagStructure, TagCount, TagPresence, WellFormed)
-OUR_MODULES = ("grpo_rewards.correctness", "grpo_rewards.format_tags")
-# TRL's compare what math-verify finds anywhere outside the reasoning.
-TRL_CORRECTNESS = ("trl.rewards.accuracy_reward", "trl.rewards.reasoning_accuracy_reward")
-TRL_FORMAT = "trl.rewards.think_format_reward"
+THINK_FORMAT = "trl.rewards.think_format_reward"
 
 
 @dataclass(frozen=True)
@@ -44,19 +41,20 @@ Asked = GSM8KCorrectness | Format
 
 
 def asked_by(specs: Sequence[Spec], tags: Tags, *, override_tags: bool = False) -> tuple[Asked, ...]:
-    """What a recipe's rewards ask of a completion, in an order of its own; the default where they ask for nothing known.
+    """What a recipe's rewards ask of a completion, sorted; the default if none of them pays for correctness or format.
 
-    Rewards of unknown kinds are passed over, and so are those that the weighted sum does not reward: a weight of 0 is only
-    logged. Where the recipe names no correctness reward, the answer is asked for where the default asks for it.
+    Left out are rewards of other kinds, a user's own (which may need other columns), and those without a positive weight,
+    which reward nothing. TRL's correctness rewards count as ours with `extract: auto`. If the recipe has no correctness
+    reward, the default's is added.
 
     Args:
         specs: a recipe's `rewards`.
-        tags: the reasoning and the answer tag, of what the recipe does not say.
-        override_tags: whether `tags` hold for the recipe's rewards too.
+        tags: the reasoning and the answer tag, for what the recipe does not say.
+        override_tags: whether `tags` replace those of the recipe's rewards too.
 
     Raises:
-        grpo_rewards.registry.RewardSpecError: a spec of a known reward that can't be built.
-        ValueError: tags that are none.
+        grpo_rewards.registry.RewardSpecError: a spec of one of our rewards that can't be built.
+        ValueError: `tags` are not two different tag names.
     """
     known = list(_known(specs, tags))
     if override_tags:
@@ -91,25 +89,32 @@ def describe(asked: Sequence[Mapping[str, Any]]) -> str:
     return " and ".join(words)
 
 
-def _known(specs: Sequence[Spec], tags: Tags) -> Iterator[Asked]:
+def single_specs(specs: Iterable[Spec]) -> Iterator[Mapping[str, Any]]:
+    """The rewards of a recipe that can pay, as mappings: the parts of a composed one in its place."""
     for spec in specs:
-        # Anything else than these two is of the user's own making; training has refused what is no spec at all.
-        name = spec.get("name") if isinstance(spec, Mapping) else spec
-        weight = spec.get("weight", 1.0) if isinstance(spec, Mapping) else 1.0
+        mapping = {"name": spec} if isinstance(spec, str) else spec
+        weight = mapping.get("weight", 1.0)
         if isinstance(weight, (int, float)) and weight <= 0:
             continue
-        if parts := spec_parts(spec):
-            yield from _known(parts, tags)
-        elif name in TRL_CORRECTNESS:
+        yield from single_specs(spec_parts(mapping)) if spec_parts(mapping) else [mapping]
+
+
+def _known(specs: Sequence[Spec], tags: Tags) -> Iterator[Asked]:
+    for spec in single_specs(specs):
+        name = str(spec.get("name"))
+        if not (name in REGISTERED or name.startswith(("grpo_rewards.", "trl.rewards."))):
+            continue
+        reward = build_rewards([spec])[0]
+        if isinstance(reward.function, (GSM8KCorrectness, *FORMATS)):
+            yield from _plain(reward.function)
+        elif reward.kind == "correctness":
             yield GSM8KCorrectness(extract="auto", pay_exact=1.0, pay_equal=1.0, tags=tags)
-        elif name == TRL_FORMAT:
+        elif name == THINK_FORMAT:
             yield ThinkFormat()
-        elif isinstance(name, str) and REGISTERED.get(name, name).replace(":", ".").rpartition(".")[0] in OUR_MODULES:
-            yield from _plain(build_rewards([spec])[0].function)
 
 
 def _plain(reward: Any) -> Iterator[Asked]:
-    """A reward without what makes no difference to who gets full marks; nothing if no completion can earn any."""
+    """A reward without what makes no difference to which completions earn its highest pay; nothing if none earns any."""
     if isinstance(reward, GSM8KCorrectness):
         exact, equal = (float(pay > reward.pay_wrong) for pay in (reward.pay_exact, reward.pay_equal))
         if exact:

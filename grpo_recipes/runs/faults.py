@@ -1,8 +1,8 @@
-"""What goes wrong in a run, said in one sentence and said last: on every rank, whichever rank it went wrong on.
+"""What went wrong in a run, printed as one sentence at the end, by every rank, whichever of them failed.
 
-When one rank fails, the others lose their connection to it, and their errors about that bury the one that matters. Each
-failing rank leaves its sentence in the run's folder, where the others find it, and in the error file of torch's launcher,
-which ends its own report with it.
+When one rank fails, the others lose their connection to it, and their errors about that hide the one that matters. Each
+failing rank writes its sentence into the run's folder, where the others find it, and into the error file of torch's
+launcher, which prints it at the end of its own report.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 from trl.trainer.utils import is_async_callable
 
-from grpo_recipes.results.run import FAULT_FILES
+from grpo_recipes.runs.files import FAULT_FILES, write_atomically
 from grpo_rewards.completions import completion_text
+from grpo_rewards.errors import UserError
 
 Reward = Callable[..., Any]
 
-# How long a rank that lost its connection looks for the sentence of the rank that failed: the sentence is written before
-# the connection closes, and may be late only on a network file system.
+# How long a rank that lost its connection waits for the sentence of the rank that failed. The sentence is written before
+# the connection closes, so only a network file system can delay it.
 SENTENCE_SECONDS = 3.0
 
-# How long a build lock may be without a compiler: the lock is taken a moment before the compiler starts.
+# How long a build lock may exist without a compiler: torch takes the lock a moment before it starts the compiler.
 LOCK_SECONDS = 30.0
 
-# A disk with less room than this is why a run that was writing failed.
+# If a run fails and its disk has less room than this, the full disk is taken for the cause.
 FULL_BYTES = 1 << 20
 
-# torch's own backends raise RuntimeErrors for a lost rank; a server or tracker that went away is an OSError.
+# torch's backends raise RuntimeErrors for a lost rank; a server or tracker that went away raises an OSError.
 LOST_CONTACT = re.compile(r"closed by peer|reset by peer|broken pipe|\b(gloo|nccl)\b", re.IGNORECASE)
 
 
 class RewardFault(RuntimeError):
-    """A reward raised, or returned something that is no finite number; the message names the reward and the row."""
+    """A reward raised, or returned something other than finite numbers; the message names the reward and the row."""
 
 
 class NothingTrained(RuntimeError):
-    """A run that ended without an optimiser step: its model is the one that it began with."""
+    """A run that ended without an optimiser step, so that its model is unchanged."""
 
 
-class BuildLocked(RuntimeError):
-    """A lock of torch's extension builder that no process holds: DeepSpeed would wait for it for ever, silently."""
+class BuildLocked(UserError):
+    """A lock of torch's extension builder that no process holds: DeepSpeed would wait for it without end."""
 
 
-def guarded(reward: Reward) -> Reward:
-    """`reward`, stopped at the door when it raises or returns an infinity or NaN; same `__name__`, same arguments.
+def checked_reward(reward: Reward) -> Reward:
+    """`reward` with a `RewardFault` where it raises or returns an infinity or NaN; same `__name__`, same arguments.
 
-    TRL 1.16 does not look: an infinite reward becomes NaN gradients, or none, while the logged loss is 0.0. A row that
-    can't be scored is `None`. Models and names of models are returned as they are: TRL calls those itself.
+    TRL 1.16 does not check: with an infinite reward the gradients are NaN, or zero, while the logged loss is 0.0. A row
+    that can't be scored is `None`. Models and names of models are returned unchanged: TRL calls those itself.
     """
     if isinstance(reward, (str, torch.nn.Module)):
         return reward
@@ -81,27 +81,27 @@ def guarded(reward: Reward) -> Reward:
             raise _raised(name, error) from error
         return _finite(name, values, completions)
 
-    guard: Reward = call_async if is_async_callable(reward) else call
-    guard.__name__ = name
-    return guard
+    checked: Reward = call_async if is_async_callable(reward) else call
+    checked.__name__ = name
+    return checked
 
 
 def report(error: Exception, folder: Path, checkpoint: Path | None, *, curable: bool = True) -> None:
-    """Print the traceback of a failed run on the rank that failed, and on every rank, last, the sentence that matters.
+    """Print the traceback of a failed run on the rank that failed, then one sentence on every rank.
 
     Args:
-        error: what this rank ran into.
-        folder: the run's folder, where the ranks leave their sentences (`fault-rank*.json`). Where they can't be written,
-            as on a full disk, the sentence is printed all the same.
+        error: the error of this rank.
+        folder: the run's folder, where the ranks write their sentences (`fault-rank*.json`). If that fails, as on a full
+            disk, the sentence is only printed.
         checkpoint: the last complete checkpoint, which the sentence names.
-        curable: whether the same command could do better when it is given again: only then the sentence says how.
+        curable: whether a resume could succeed: only then the sentence says how to resume.
     """
     rank = int(os.environ.get("RANK", "0"))
     found = _earlier_fault(folder) if _is_lost_contact(error) else None
     if found is None:
         print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
         found = sentence(error, rank, checkpoint, curable=curable)
-        if _is_full(folder):  # torch and safetensors tell of a stream that broke
+        if _is_full(folder):  # torch and safetensors only report a failed write
             found += f"; the disk of {folder} is full: make room first"
         with suppress(OSError):
             _leave(found, error, folder, rank)
@@ -111,12 +111,12 @@ def report(error: Exception, folder: Path, checkpoint: Path | None, *, curable: 
 
 
 def is_curable(error: Exception, *, began: bool) -> bool:
-    """Whether a restart could cure an error: any once training began (and mended, a reward's too); before, a lost connection."""
+    """Whether a resume could succeed: after any error once training began; before that, only after a lost connection."""
     return began or _is_lost_contact(error) or isinstance(error, (ConnectionError, TimeoutError))
 
 
 def close_progress_bars(callbacks: Iterable[TrainerCallback]) -> None:
-    """Close the bars of an interrupted run: left open, they draw themselves once more after everything else."""
+    """Close the progress bars of an interrupted run, which would otherwise be drawn again after the last sentence."""
     for callback in callbacks:
         for name in ("training_bar", "prediction_bar"):
             if (bar := getattr(callback, name, None)) is not None:
@@ -124,7 +124,7 @@ def close_progress_bars(callbacks: Iterable[TrainerCallback]) -> None:
 
 
 def sentence(error: Exception, rank: int, checkpoint: Path | None, *, curable: bool = True) -> str:
-    """One line: which rank, what happened, and where to go on from, if that could help."""
+    """One line: which rank, what happened, and, if it could help, how to resume."""
     where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     if _is_lost_contact(error):
         what = "another rank ended without an error of its own; it was probably killed (out of memory, or its machine failed)"
@@ -143,23 +143,27 @@ def sentence(error: Exception, rank: int, checkpoint: Path | None, *, curable: b
 
 
 def forget(folder: Path) -> None:
-    """Remove the sentence that this rank left in an earlier attempt of the same run."""
+    """Remove the sentence that this rank wrote in an earlier attempt of the same run."""
     _fault_file(folder, int(os.environ.get("RANK", "0"))).unlink(missing_ok=True)
 
 
 def check_build_locks(patience: float = LOCK_SECONDS) -> None:
     """Raise `BuildLocked` if a build of a torch extension was killed and left its lock.
 
-    torch takes the lock (`torch.utils.file_baton`) before it starts a compiler in the same folder, and waits for a lock
-    for ever. A lock without such a compiler for `patience` seconds is nobody's.
+    torch takes the lock (`torch.utils.file_baton`) before it starts a compiler in the same folder, and waits for another
+    process's lock without end. A lock without a compiler for `patience` seconds counts as left behind. Only Linux says where
+    processes work; elsewhere every lock that exists for so long does.
     """
     deadline = time.monotonic() + patience
     while stale := [lock for lock in extensions_folder().glob("*/lock") if not _is_building(lock.parent)]:
         if time.monotonic() >= deadline:
-            raise BuildLocked(
-                f"{stale[0]}: a build of DeepSpeed's extensions was killed and left this lock, on which every later run "
-                "waits for ever: remove that file (unless another machine that shares the folder is building just now)"
-            )
+            with suppress(FileNotFoundError):  # it has just been removed
+                age = time.time() - stale[0].stat().st_mtime
+                raise BuildLocked(
+                    f"{stale[0]}: a build of DeepSpeed's extensions was killed and left this lock, {age:.0f} s old, on which "
+                    "every later run waits for ever: remove that file (unless another machine that shares the folder is "
+                    "building just now)"
+                )
         time.sleep(min(1.0, patience))
 
 
@@ -175,7 +179,7 @@ def _raised(name: str, error: Exception) -> RewardFault:
 
 
 def _finite(name: str, values: Any, completions: Sequence[Any]) -> list[float | None]:
-    """`values` as they are. Raises `RewardFault` for the first that is neither None nor a finite number."""
+    """`values` as a list. Raises `RewardFault` for the first that is neither None nor a finite number."""
     values = list(values)
     for row, (value, completion) in enumerate(zip(values, completions, strict=False)):
         if value is not None and not _is_finite(value):
@@ -189,14 +193,14 @@ def _finite(name: str, values: Any, completions: Sequence[Any]) -> list[float | 
 
 def _is_finite(value: Any) -> bool:
     try:
-        # TRL makes a float32 tensor of it.
+        # TRL converts rewards to float32.
         return math.isfinite(value) and abs(float(value)) <= torch.finfo(torch.float32).max
     except (TypeError, OverflowError):
         return False
 
 
 def _is_lost_contact(error: Exception) -> bool:
-    """Whether a rank's error only says that another one is gone."""
+    """Whether a rank's error only says that it lost another rank."""
     if isinstance(error, RewardFault) or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return False
     return isinstance(error, dist.DistError) or (
@@ -216,22 +220,16 @@ def _fault_file(folder: Path, rank: int) -> Path:
 
 
 def _leave(found: str, error: Exception, folder: Path, rank: int) -> None:
-    """Write this rank's sentence where the others look for it, unless it only says that another one is gone."""
+    """Write this rank's sentence where the others look for it, unless it only says that another rank is lost."""
     if _is_lost_contact(error):
         return
     record = {"sentence": found, "rank": rank, "traceback": traceback.format_exception(error), "time": time.time()}
     folder.mkdir(parents=True, exist_ok=True)
-    part = _fault_file(folder, rank).with_suffix(".part")
-    try:
-        part.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        part.rename(_fault_file(folder, rank))
-    except OSError:
-        part.unlink(missing_ok=True)  # of a full disk, a part that nobody could read
-        raise
+    write_atomically(_fault_file(folder, rank), json.dumps(record, indent=2) + "\n")
 
 
 def _earlier_fault(folder: Path) -> str | None:
-    """The sentence of the rank that failed first, if any left one."""
+    """The sentence of the rank that failed first, if any wrote one."""
     deadline = time.monotonic() + SENTENCE_SECONDS
     while not (files := list(folder.glob(FAULT_FILES))) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -240,14 +238,16 @@ def _earlier_fault(folder: Path) -> str | None:
 
 
 def _tell_launcher(found: str) -> None:
-    """Leave the sentence where torch's launcher looks for it: its report then ends with it."""
+    """Write the sentence where torch's launcher looks for it, to print it at the end of its report."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        Path(path).write_text(
-            json.dumps({"message": f"error: {found}", "timestamp": int(time.time())}), encoding="utf-8"
-        )
+        write_atomically(Path(path), json.dumps({"message": f"error: {found}", "timestamp": int(time.time())}))
 
 
 def _is_building(folder: Path) -> bool:
     """Whether a process of this machine works in `folder`, as the compiler of an extension does."""
-    return any(process.info["cwd"] == str(folder) for process in psutil.process_iter(["cwd"]))
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        with suppress(OSError):  # the process has ended, or is another user's
+            if os.readlink(link) == str(folder):
+                return True
+    return False

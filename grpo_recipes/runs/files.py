@@ -1,13 +1,16 @@
-"""The JSON and parquet files of runs and evaluations, read and held against the shape that their readers rely on.
+"""The files of runs and evaluations: their names, how they are written, and how they are read. Nothing here imports torch.
 
-A file may have been cut off, edited, or written by another program. Read through here, it fails with one sentence that
-names it, and nowhere else. Nothing here imports torch.
+A file is written under another name and renamed, so that a reader finds all of it or none. What is read may still have been
+cut off, edited, or written by another program: it is compared with the shape that its readers rely on, and an error names
+the file.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,31 @@ from typing import Any
 import pandas as pd
 from pyarrow import ArrowException
 
+from grpo_rewards.errors import UserError
 
-class RunError(ValueError):
+EVALUATIONS, BEFORE, AFTER = "evaluations", "before", "after"
+FAULT_FILES = "fault-rank*.json"
+
+
+class RunError(UserError):
     """A folder or file that can't be read as a run's or an evaluation's: one sentence that names it and the fix."""
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write in place of `path`: it takes that name if the block succeeds, and is removed if it fails."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all."""
+    with replacing(path) as part:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @dataclass(frozen=True)
@@ -28,7 +53,7 @@ class Kind:
     holds: Callable[[Any], bool]
 
 
-# Of values. To JSON's reader `true` is a Python bool, which Python counts among the integers.
+# Of values. JSON's `true` becomes a Python bool, which is an int too.
 ANYTHING = Kind("anything", lambda value: True)
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 TEXT_OR_NULL = Kind("a text", lambda value: value is None or isinstance(value, str))
@@ -38,7 +63,7 @@ NUMBER = Kind("a number", lambda value: isinstance(value, float) or (INTEGER.hol
 LIST = Kind("a list", lambda value: isinstance(value, list))
 SHARE = Kind("a share with an interval (low <= value <= high)", lambda value: _is_share(value))
 
-# Of columns. A column without any value has no type to speak of.
+# Of columns. A column without any value has no type of its own.
 INTEGERS = Kind("integers", lambda column: column.dtype.kind in "iu")
 NUMBERS = Kind("numbers", lambda column: column.dtype.kind in "biuf" or column.isna().all())
 BOOLEANS = Kind("true or false", lambda column: column.dtype.kind == "b")
@@ -50,12 +75,6 @@ Shape = Any
 """A `Kind`; a list with the shape of each item; or a mapping with the shape of each key, `key?` if it may be absent, and
 `*` for every other key."""
 
-RUN_RECORD: Shape = {
-    "recipe": {"dataset?": {}, "rewards?": LIST, "max_completion_length?": INTEGER_OR_NULL},
-    "rewards?": [{"name": TEXT, "source": TEXT, "weight?": NUMBER}],
-    "versions?": {},
-    "unscorable_golds?": {"count": INTEGER, "total": INTEGER, "rows": LIST},
-}
 TRAINER_STATE: Shape = {"log_history": [{"step": INTEGER}], "global_step?": INTEGER}
 EVALUATION: Shape = {
     "problems": INTEGER,

@@ -1,4 +1,4 @@
-"""What the libraries print and nobody who trains can do anything about, left out."""
+"""Fewer messages from the libraries: those that a user can do nothing about are left out."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _WEIGHTS = ("Loading weights", "Writing model shards")
 
 @contextmanager
 def libraries() -> Iterator[None]:
-    """While it lasts: no warnings of what TRL and PEFT themselves call, and no bars of weights being loaded or saved.
+    """Inside this block: no warnings about calls of TRL and PEFT themselves, no bars for loading or saving weights.
 
-    Warnings of deprecated keys that a recipe sets, and the bars of downloads, are still shown.
+    Warnings about deprecated keys in a recipe, and the bars of downloads, are still shown.
     """
     from transformers.utils import logging  # takes seconds, which `--help` should not
 

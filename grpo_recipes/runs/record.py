@@ -1,7 +1,7 @@
 """`run.json`: what ran, on what, with which versions. Each launch of a run adds an entry; none is overwritten.
 
 The newest launch's entries stand at the top level, where a reader of one run finds them; `launches` holds all of them,
-oldest first.
+oldest first. No other module writes or reads the file.
 """
 
 from __future__ import annotations
@@ -15,73 +15,100 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpo_recipes import __version__
-
-if TYPE_CHECKING:
-    from grpo_recipes.recipe.recipe import Checked, Recipe
+from grpo_recipes.runs.files import (
+    ANYTHING,
+    INTEGER,
+    INTEGER_OR_NULL,
+    LIST,
+    NUMBER,
+    TEXT,
+    Shape,
+    read_object,
+    write_atomically,
+)
+from grpo_rewards.registry import BuiltReward, Spec, spec_parts
 
 RECORD = "run.json"
 SECRET = "hub_token"
 VERSIONED = ("trl", "transformers", "peft", "accelerate", "datasets", "torch")
 
-
-class RecordError(ValueError):
-    """A `run.json` that can't be read, in one sentence that names the file and the fix."""
+SHAPE: Shape = {
+    "recipe": {"dataset?": {}, "rewards?": LIST},
+    "config?": {"max_completion_length?": INTEGER_OR_NULL, "beta?": NUMBER},
+    "rewards?": [{"name": TEXT, "source": TEXT, "weight?": NUMBER, "kind?": TEXT, "parts?": [{"name": TEXT}]}],
+    "versions?": {},
+    "unscorable_golds?": {"count": INTEGER, "total": INTEGER, "rows": LIST},
+    "launches?": [{"*": ANYTHING}],
+}
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """A run's `run.json`, or None if it has none. Raises `RecordError` if the file is damaged."""
-    file = folder / RECORD
-    if not file.is_file():
-        return None
+    """A run's `run.json`, or None if it has none. Raises `RunError` if the file is damaged."""
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RecordError(
-            f"{file}: can't be read as JSON ({' '.join(str(error).split())}): restore the file"
-        ) from error
-    if not isinstance(record, dict) or not isinstance(record.get("recipe"), dict):
-        raise RecordError(f"{file}: holds no `recipe`, so it is no record of a run: restore the file")
-    return record
+        return read_object(folder / RECORD, SHAPE)
+    except FileNotFoundError:
+        return None
 
 
 def launches(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The launches of a run, oldest first; a record that was written before there was a list is one launch."""
-    return record.get("launches") or [{key: value for key, value in record.items() if key != "launches"}]
+    """The launches of a run, oldest first."""
+    return record.get("launches") or [dict(record)]
 
 
 def add_launch(folder: Path, launch: Mapping[str, Any]) -> None:
-    """Add a launch to a run's `run.json`, whole or not at all. Raises `RecordError` if the file is damaged."""
+    """Add a launch to a run's `run.json`. Raises `RunError` if the file is damaged."""
     before = read_record(folder)
     entries = [*(launches(before) if before else []), dict(launch)]
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**launch, "launches": entries}, indent=2, ensure_ascii=False, default=str) + "\n"
-    part = folder / f"{RECORD}.part"
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, folder / RECORD)
+    text = json.dumps({**launch, "launches": entries}, indent=2, ensure_ascii=False, default=str)
+    write_atomically(folder / RECORD, text + "\n")
 
 
-def describe_launch(recipe: Recipe, checked: Checked, world_size: int, checkpoint: Path | None) -> dict[str, Any]:
-    """What a launch runs, ready for JSON; `checkpoint` is what it goes on from."""
+def describe_launch(
+    recipe: Mapping[str, Any],
+    config: Mapping[str, Any],
+    rewards: Sequence[BuiltReward],
+    arguments: Sequence[str],
+    **more: Any,
+) -> dict[str, Any]:
+    """What a launch runs, ready for JSON.
+
+    Args:
+        recipe: the recipe as resolved from its file and the command line.
+        config: every plain value of `GRPOConfig`, TRL's defaults included, so that no reader needs to know them.
+        rewards: those of the recipe's `rewards`, in its order.
+        arguments: the command line.
+        more: further entries, such as `data_order`'s.
+    """
     return {
-        "recipe": {key: value for key, value in recipe.as_dict().items() if key != SECRET},
-        "source": recipe.source,
-        "arguments": _without_secret(recipe.arguments),
+        "recipe": {key: value for key, value in recipe.items() if key != SECRET},
+        "config": {key: value for key, value in config.items() if key != SECRET},
+        "rewards": _described(recipe["rewards"], rewards),
+        "arguments": _without_secret(arguments),
         "directory": os.getcwd(),
-        "resumed_from": str(checkpoint) if checkpoint else None,
-        "rewards": [
-            {"name": reward.name, "source": spec if isinstance(spec, str) else spec["name"], "weight": reward.weight}
-            for spec, reward in zip(recipe.rewards, checked.rewards, strict=True)
-        ],
-        "world_size": world_size,
-        **data_order(recipe, checked),
-        **({"unscorable_golds": checked.golds.as_dict()} if checked.golds else {}),
+        **more,
         "versions": versions(),
         "git_revision": git_revision(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def _described(specs: Sequence[Spec], rewards: Sequence[BuiltReward]) -> list[dict[str, Any]]:
+    """Each reward by its name in the logs, what is behind it, and what it pays for; `parts` of one made of others."""
+    return [
+        {
+            "name": reward.name,
+            "source": spec if isinstance(spec, str) else spec["name"],
+            "weight": reward.weight,
+            "kind": reward.kind,
+            "highest_pay": reward.highest_pay,
+            "parts": _described(spec_parts(spec), getattr(reward.function, "parts", ())),
+        }
+        for spec, reward in zip(specs, rewards, strict=True)
+    ]
 
 
 def _without_secret(arguments: Sequence[str]) -> list[str]:
@@ -95,14 +122,14 @@ def _without_secret(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def data_order(recipe: Recipe, checked: Checked) -> dict[str, Any]:
-    """What settles which prompts an optimiser step sees."""
+def data_order(geometry: Mapping[str, Any], prompts: Sequence[Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """What determines which prompts an optimiser step sees: the batch geometry, the prompts in order, the shuffling."""
     return {
-        "geometry": checked.geometry.as_dict(),
-        "train_prompts": len(checked.train_dataset),
-        "train_prompts_sha256": prompts_digest(checked.train_dataset["prompt"]),
-        "seed": recipe.with_defaults()["seed"],
-        "shuffle_dataset": recipe.with_defaults()["shuffle_dataset"],
+        "geometry": geometry,
+        "train_prompts": len(prompts),
+        "train_prompts_sha256": prompts_digest(prompts),
+        "seed": config["seed"],
+        "shuffle_dataset": config["shuffle_dataset"],
     }
 
 

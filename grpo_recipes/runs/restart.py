@@ -1,9 +1,8 @@
-"""Stopping and going on without loss: the order of the data, which checkpoint to trust, what may change, SIGTERM and Ctrl-C.
+"""Stopping and resuming a run: the order of the data, what a resume may change, SIGTERM and Ctrl-C.
 
-transformers and TRL restore parameters, optimiser, schedule and every rank's random state. What they leave to chance is
-here: TRL's sampler replays epoch 1 after a resume, the newest checkpoint is taken even if it was cut off while it was
-written, another recipe is taken in part and in silence, and SIGTERM loses everything since the last save. `trainer.py` plugs
-the sampler in; `train.py` the rest.
+transformers and TRL restore parameters, optimiser, schedule and every rank's random state. Three things they get wrong are
+handled here: TRL's sampler replays epoch 1 after a resume, a changed recipe is followed in part and without a warning, and
+SIGTERM loses everything since the last save. `training/trainer.py` uses the sampler, `train.py` the rest.
 """
 
 from __future__ import annotations
@@ -12,11 +11,8 @@ import filecmp
 import fnmatch
 import json
 import os
-import re
-import shutil
 import signal
 import time
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,8 +24,6 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl.trainer.utils import RepeatSampler
-
-from grpo_recipes.runs.weight_files import WeightFileError, check_weight_file, check_weight_files
 
 LAYOUT_KEYS = ("geometry", "train_prompts", "train_prompts_sha256", "seed", "shuffle_dataset")
 
@@ -82,20 +76,21 @@ MAY_CHANGE = (
     "vllm_tensor_parallel_size",
 )
 
-# These say the same again in other terms: the batch geometry, compared by itself, holds what comes of them.
+# Not compared as keys: the batch geometry, which is compared too, holds what follows from them.
 IN_GEOMETRY = ("generation_batch_size", "steps_per_generation")
 
 NOT_SET = "not set"
 
-# The launcher passes a Ctrl-C on to its processes, which have had it from the terminal already: no second one.
+# The terminal sends Ctrl-C to the launcher and to its processes, and the launcher then sends it to them again: a signal
+# that comes so soon after the first is that copy.
 ECHO_SECONDS = 2.0
 
 
 class EpochSampler(RepeatSampler):
     """TRL's `RepeatSampler` in TRL's own order, which can start at any epoch: set `epoch` before iterating.
 
-    The plain sampler draws a new permutation at each pass; a resumed process starts its generator afresh and draws
-    that of epoch 1 again, repeating some prompts and skipping others.
+    TRL's sampler draws a new permutation at each pass. A resumed process begins with a fresh generator and so draws the
+    permutation of epoch 1 again, which repeats some prompts and skips others.
     """
 
     epoch = 0
@@ -141,8 +136,8 @@ class TellEpoch(TrainerCallback):
 class ContinueSchedule(TrainerCallback):
     """Sets a resumed run's learning rate to that of its own schedule.
 
-    A checkpoint holds the rate of its next step by the schedule that it was saved under, 0 at the end of a linear one, and
-    the first step after a resume would train with it. With an unchanged `max_steps` the two rates are equal to the bit.
+    A checkpoint holds the rate of the next step under the schedule that it was saved with (0 at the end of a linear one),
+    and the first step after a resume would use it. With an unchanged `max_steps` the two rates are equal to the bit.
     """
 
     def on_train_begin(
@@ -162,12 +157,12 @@ class ContinueSchedule(TrainerCallback):
 class StopOnSignal(TrainerCallback):
     """On SIGTERM (pre-emption, `scancel`) or Ctrl-C, saves at the end of the step and stops, on every rank alike.
 
-    A signal reaches ranks at different steps, so each step ends with one reduction of its number. A save inside a
-    generation would lose the completions that are still to be trained on: `ends_generation` says after which
-    optimiser steps none are left, and the run goes on to the next of those. A second Ctrl-C stops at once.
+    A signal may reach ranks at different steps, so each step ends with one reduction of its number. A save in the middle
+    of a generation batch would lose the completions that are still to be trained on: `ends_generation` says after which
+    optimiser steps none are left, and the run continues to the next of those. A second Ctrl-C stops at once.
 
-    transformers' own `enable_jit_checkpoint` saves in the middle of a step, after the random state has moved on; such a
-    run does not go on as if it had not been stopped.
+    transformers' own `enable_jit_checkpoint` saves in the middle of a step, after the random state has changed, so that a
+    resumed run differs from one that was never stopped.
     """
 
     def __init__(self, ends_generation: Callable[[int], bool]):
@@ -200,11 +195,11 @@ class StopOnSignal(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Give the signals back to whoever had them."""
+        """Restore the earlier signal handlers."""
         self.forget()
 
     def forget(self) -> None:
-        """Give the signals back, also after a failure; a second call does nothing."""
+        """Restore the earlier signal handlers, also after a failure; a second call does nothing."""
         for number, handler in self.__dict__.pop("_previous", {}).items():
             signal.signal(number, handler)
 
@@ -222,70 +217,12 @@ class StopOnSignal(TrainerCallback):
         return "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() - self._interrupted_at < ECHO_SECONDS
 
 
-def last_complete_checkpoint(folder: Path, num_processes: int) -> tuple[Path | None, list[Path]]:
-    """The newest complete checkpoint in a run's folder, and the newer ones that were cut off while being written."""
-    checkpoints = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    cut_off: list[Path] = []
-    for checkpoint in sorted(checkpoints, key=lambda path: int(path.name.partition("-")[2]), reverse=True):
-        if is_complete(checkpoint, num_processes):
-            return checkpoint, cut_off
-        cut_off.append(checkpoint)
-    return None, cut_off
-
-
-def is_complete(checkpoint: Path, num_processes: int) -> bool:
-    """Whether a checkpoint of `num_processes` ranks was written to its end.
-
-    Each rank writes its random state after its part of model and optimiser, and the first rank writes
-    `trainer_state.json` after that (`Trainer._save_checkpoint`): these files, whole, vouch for the others.
-    """
-    ranks = [f"rng_state_{rank}.pth" for rank in range(num_processes)] if num_processes > 1 else ["rng_state.pth"]
-    # torch.save writes a zip file, whose directory comes last: a file cut short is none.
-    return has_state(checkpoint) and all(zipfile.is_zipfile(checkpoint / name) for name in ranks)
-
-
-def has_state(checkpoint: Path) -> bool:
-    """Whether a checkpoint has the file that is written last, whole."""
-    try:
-        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def steps_done(checkpoint: Path) -> int:
-    """The optimiser step that a complete checkpoint was saved after."""
-    return json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
-
-
-def checkpoint_damage(checkpoint: Path) -> str | None:
-    """What is wrong with the files of a checkpoint that was written to its end, or None.
-
-    Told from the files' own structure. A checkpoint that DeepSpeed or FSDP split over ranks is theirs to read.
-    """
-    try:
-        states = [*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth")]
-        for file in sorted([*states, *checkpoint.glob("*.safetensors"), *checkpoint.glob("*.bin")]):
-            if file.name != "training_args.bin":
-                check_weight_file(file)
-        is_split = any(checkpoint.glob("global_step*")) or any(checkpoint.glob("*_fsdp*"))
-        if not is_split:
-            check_weight_files(checkpoint)
-            # Without one of them transformers begins a new optimiser and a new schedule, and says nothing.
-            for name in ("optimizer.pt", "scheduler.pt"):
-                if not any((checkpoint / name).with_suffix(suffix).is_file() for suffix in (".pt", ".bin")):
-                    raise WeightFileError(f"{checkpoint / name} is missing")
-    except WeightFileError as error:
-        return str(error)
-    return None
-
-
 @contextmanager
 def loading_only(trainer: Trainer, steps: int) -> Iterator[None]:
-    """While it lasts, `trainer.train` loads a checkpoint and takes no step; `steps` is the length of the run.
+    """Inside this block `trainer.train` loads a checkpoint and takes no step; `steps` is the length of the run.
 
-    Resumed at the end of a run, transformers 5.23 takes a step beyond it unless an epoch ends there too
-    (`Trainer._run_epoch` looks at `should_training_stop` after a step).
+    When a finished run is resumed, transformers 5.23 takes one more step unless an epoch ends there too
+    (`Trainer._run_epoch` looks at `should_training_stop` only after a step).
     """
     args = trainer.args
     before = args.max_steps, args.num_train_epochs
@@ -297,26 +234,18 @@ def loading_only(trainer: Trainer, steps: int) -> Iterator[None]:
         trainer.state.max_steps = steps
 
 
-def set_aside(checkpoints: list[Path]) -> None:
-    """Rename cut-off checkpoints so that neither resuming nor the clean-up of old checkpoints counts them."""
-    for checkpoint in checkpoints:
-        aside = checkpoint.with_name(f"incomplete-{checkpoint.name}")
-        shutil.rmtree(aside, ignore_errors=True)  # of an earlier attempt that was cut off at the same step
-        checkpoint.rename(aside)
-
-
 def layout_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """What about a run's data order differs from when it was started, as `key was x and is y`; None if nothing does.
 
-    Both are records as in `run.json`. The position in the data is stored as a number of optimiser steps, which means
-    the same prompts only if all of `LAYOUT_KEYS` are as they were.
+    Both are records as in `run.json`. A checkpoint stores the position in the data as a number of optimiser steps, which
+    stands for the same prompts only if all of `LAYOUT_KEYS` are as they were.
     """
     old, new = (_flat(record) for record in (before, now))
     return next((f"{key} was {old[key]} and is {new[key]}" for key in new if key in old and old[key] != new[key]), None)
 
 
 def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a run record that settle the order of the data, on one level."""
+    """The entries of a run record that determine the order of the data, on one level."""
     entries = {key: record[key] for key in LAYOUT_KEYS if key in record}
     return {**entries.pop("geometry", {}), **entries}
 
@@ -337,7 +266,7 @@ def recipe_changes(before: Mapping[str, Any], now: Mapping[str, Any], directory:
 
 
 def _normal(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A resolved recipe in the form that JSON gives back, each thing said in one way."""
+    """A resolved recipe as JSON gives it back, with defaults filled in where two spellings mean the same."""
     values = json.loads(json.dumps(dict(recipe), default=str))
     if values.get("bf16") is None:
         values["bf16"] = not values.get("fp16")

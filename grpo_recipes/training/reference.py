@@ -21,7 +21,6 @@ too; delete that part (`_refresh` and its callers) once TRL does it.
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,6 +42,8 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_adapter
 
 from grpo_recipes.recipe.hints import did_you_mean
+from grpo_recipes.runs.checkpoints import adapter_config
+from grpo_recipes.runs.files import replacing
 
 REF = "ref"  # the adapter name that TRL's scoring looks for
 WEIGHTS = "reference.safetensors"  # a refreshed reference, in each checkpoint
@@ -428,24 +429,6 @@ def _load_adapter(model: PeftModel, where: str) -> str | None:
     return config.base_model_name_or_path
 
 
-def adapter_config(where: str | Path, revision: str = "main") -> PeftConfig | None:
-    """The configuration of the adapter in folder or hub repository `where`; None if that is no adapter."""
-    if Path(where).is_dir() and not (Path(where) / "adapter_config.json").is_file():
-        return None
-    try:
-        return PeftConfig.from_pretrained(str(where), revision=revision)
-    except (OSError, ValueError):
-        return None
-
-
-def tokenizer_source(name: str) -> str:
-    """Where the tokenizer of model or adapter `name` lies: an adapter folder without one leaves it to its base."""
-    if not (Path(name) / "adapter_config.json").is_file() or (Path(name) / "tokenizer_config.json").is_file():
-        return name
-    config = adapter_config(name)
-    return name if config is None else config.base_model_name_or_path or name
-
-
 def _changes_the_base(config: PeftConfig) -> bool:
     return str(getattr(config, "init_lora_weights", "")).lower().startswith(CHANGES_THE_BASE)
 
@@ -667,8 +650,8 @@ def _store(trainer: GRPOTrainer, checkpoint: Path) -> None:
             if trainer.args.should_save:
                 whole[name] = value.detach().to("cpu", copy=True).contiguous()
     if trainer.args.should_save:
-        save_file(whole, checkpoint / f"{WEIGHTS}.part")
-        os.replace(checkpoint / f"{WEIGHTS}.part", checkpoint / WEIGHTS)
+        with replacing(checkpoint / WEIGHTS) as part:
+            save_file(whole, part)
 
 
 @torch.no_grad()

@@ -8,13 +8,13 @@ from typing import Any
 
 import pandas as pd
 
-from tests.grpo_recipes.synthetic import HEALTHY, RECIPE, REWARDS, STEPS, healthy_completions
+from tests.grpo_recipes.synthetic import CONFIG, HEALTHY, RECIPE, REWARDS, STEPS, healthy_completions
 
 Files = dict[str, str | bytes]
 
 SHARE = {"value": 0.5, "low": 0.2, "high": 0.8}
 EVALUATION: dict[str, Any] = {"problems": 2, "strict": SHARE, "lenient": SHARE, "settings": {"samples": 1}}
-RECORD: dict[str, Any] = {"recipe": RECIPE, "rewards": REWARDS, "versions": {"trl": "1.16.0"}}
+RECORD: dict[str, Any] = {"recipe": RECIPE, "config": CONFIG, "rewards": REWARDS, "versions": {"trl": "1.16.0"}}
 HISTORY: list[dict[str, Any]] = [
     {"step": step, **{key: curve(step / len(STEPS)) for key, curve in HEALTHY.items()}} for step in STEPS
 ]

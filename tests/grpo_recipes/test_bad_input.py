@@ -403,7 +403,7 @@ TRAINING: list[Case] = [
     _changed("--vllm_importance_sampling_mode token_mask", "`vllm_importance_sampling_mode` was sequence_mask"),
     Case(RESUME, ("run.json", "can't be read as JSON", "restore"), run={}, files={"run/run.json": '{"recipe": {'}),
     Case(RESUME, ("run.json", "no `recipe`"), run={}, files={"run/run.json": "{}"}),
-    Case(RESUME, ("run.json", "no `recipe`"), run={}, files={"run/run.json": "[]"}),
+    Case(RESUME, ("run.json", "it is a list"), run={}, files={"run/run.json": "[]"}),
     Case(RESUME, ("run.json", "can't be read"), files={"run/run.json": ""}),
     Case(
         "train --config {recipe} --resume_from_checkpoint run/checkpoint-9",
@@ -513,8 +513,10 @@ TRAINING: list[Case] = [
     Case("train --config {recipe}", ("`output_dir` run already holds files", "--output_dir"), run={}),
     Case("train --config run/run.json", ("run.json: `output_dir` run already holds files", "--output_dir"), run={}),
     Case("train --config run/run.json", ("run/run.json: can't be read as JSON",), files={"run/run.json": "{"}),
-    Case("train --config run/run.json", ("run/run.json: holds no `recipe`",), files={"run/run.json": "{}"}),
-    Case("grpo-recipes plan run/run.json", ("run/run.json: holds no `recipe`",), files={"run/run.json": "[1]"}),
+    Case("train --config run/run.json", ("run/run.json: it has no `recipe`",), files={"run/run.json": "{}"}),
+    Case(
+        "grpo-recipes plan run/run.json", ("run/run.json: it is a list, not an object",), files={"run/run.json": "[1]"}
+    ),
     Case(
         "train --config {recipe} --max_steps -1 --num_train_epochs 0",
         ("`num_train_epochs` is 0", "set it above 0"),
@@ -634,7 +636,10 @@ RESULTS: list[Case] = [
             ("{}", ("it has no `recipe`",)),
             ("[]", ("it is a list",)),
             ({"recipe": "quickstart"}, ('`recipe` is "quickstart", not an object',)),
-            ({"recipe": {"max_completion_length": "long"}}, ("`recipe.max_completion_length`", "integer")),
+            (
+                {"recipe": {}, "config": {"max_completion_length": "long"}},
+                ("`config.max_completion_length`", "integer"),
+            ),
             ({"recipe": {}, "rewards": {}}, ("`rewards` is an object, not a list",)),
             ({"recipe": {}, "rewards": ["tag_count"]}, ('`rewards[0]` is "tag_count", not an object',)),
             ({"recipe": {}, "rewards": [{"name": "x"}]}, ("`rewards[0]` has no `source`",)),
@@ -804,15 +809,15 @@ RESULTS: list[Case] = [
             ("evaluation.json", "", ("can't be read as JSON",)),
             ("evaluation.json", "{}", ("it has no `problems`",)),
             ("evaluation.json", "[]", ("it is a list",)),
-            ("asked.json", "", ("can't be read as JSON", "remove the folder")),
-            ("asked.json", "[]", ("it is a list", "remove the folder")),
+            ("request.json", "", ("can't be read as JSON", "remove the folder")),
+            ("request.json", "[]", ("it is a list", "remove the folder")),
         )
     ),
     Case(
         "grpo-recipes evaluate {model} --dataset arithmetic --limit 2 --output e",
         ("e holds another evaluation", "it does not record"),
         2,
-        {"e/asked.json": "{}"},
+        {"e/request.json": "{}"},
     ),
     *(
         Case(

@@ -148,11 +148,12 @@ def test_a_reward_that_finds_no_answer_is_told_where_the_answers_are(tmp_path: P
 
     boxed = {"name": "gsm8k_correctness", "kwargs": {"extract": "boxed"}}
     wanted = (
-        "no completion states an answer where `extract: boxed` looks; `extract: answer_tag` finds one in 100% of those"
+        "no completion states an answer where `extract: boxed` looks; `extract: answer_tag` finds one in 32 of 32: ask"
     )
     assert wanted in said(boxed, "tag_presence")
     assert wanted in said({"name": "sum", "rewards": ["tag_presence", boxed]})
-    assert wanted in said({"name": "x.y", "alias": "gsm8k_correctness", "kwargs": {"extract": "boxed"}})
+    assert wanted in said({"name": "grpo_rewards.correctness.gsm8k_correctness", "kwargs": {"extract": "boxed"}})
+    assert "states an answer where it looks" in said({"name": "x.y", "alias": "gsm8k_correctness"})
     assert "where `extract: answer_tag` looks" in said("gsm8k_correctness")
     assert "states an answer where it looks" in said()
 
@@ -172,7 +173,7 @@ def test_a_disease_gets_its_sentence_alone(tmp_path: Path, disease: str) -> None
 
 
 def test_format_pay_alone_is_judged_by_the_evaluation(tmp_path: Path) -> None:
-    rewards = [{"name": "tags", "source": "tag_presence", "weight": 1.0}]
+    rewards = [{"name": "tags", "source": "tag_presence", "weight": 1.0, "kind": "format"}]
     metrics = {"rewards/tags/mean": ramp(0.1, 0.8), "rewards/gsm8k_correctness/mean": None}
     metrics["rewards/gsm8k_correctness/std"] = None
 
@@ -199,7 +200,8 @@ def test_the_parts_of_a_sum_or_a_gate_are_told_apart(tmp_path: Path, source: str
         "rewards/gsm8k_correctness/mean": None,
         "rewards/tag_presence/mean": None,
     }
-    rewards = [{"name": "total", "source": source, "weight": 1.0}]
+    parts = [{"name": "tag_count", "kind": "format"}, {"name": "math_correctness", "kind": "correctness"}]
+    rewards = [{"name": "total", "source": source, "weight": 1.0, "kind": "other", "parts": parts}]
     (finding,) = found_in(Run.read(write_run(tmp_path / "run", metrics, rewards=rewards)))
     assert "`total/tag_count` rises" in finding.sentence
     assert "`total/math_correctness` goes from 0.50" in finding.sentence
@@ -213,19 +215,19 @@ WITHOUT_THE_HEALTHY_REWARDS = {
 
 
 def paid_by(rewards: dict[str, str], **curves: Callable[[float], float]) -> dict[str, Any]:
-    """`write_run`'s arguments for a run with these rewards (name: source), their means moving as `curves` say."""
+    """`write_run`'s arguments for a run with these rewards (name: kind), their means moving as `curves` say."""
     means = {f"rewards/{name}/mean": curves[name] for name in rewards}
     spreads = {f"rewards/{name}/std": ramp(0.4, 0.4) for name in rewards}
     return {
         "metrics": {**WITHOUT_THE_HEALTHY_REWARDS, **means, **spreads},
-        "rewards": [{"name": name, "source": source, "weight": 1.0} for name, source in rewards.items()],
+        "rewards": [{"name": name, "source": name, "weight": 1.0, "kind": kind} for name, kind in rewards.items()],
     }
 
 
-@pytest.mark.parametrize("source", ["my_pkg.my_check", "reward_model", "sum", "group_length"])
-def test_a_reward_of_unknown_kind_may_pay_correctness(tmp_path: Path, source: str) -> None:
+@pytest.mark.parametrize("kind", ["other", "judge", "length"])
+def test_a_reward_of_another_kind_may_pay_correctness(tmp_path: Path, kind: str) -> None:
     """Format pay that rises beside it is no finding while it rises too; while it stays flat, its figures are shown."""
-    rewards = {"tag_presence": "tag_presence", "check": source}
+    rewards = {"tag_presence": "format", "check": kind}
     rising = paid_by(rewards, tag_presence=ramp(0.3, 0.9), check=ramp(0.2, 1.5))
     assert found_in(Run.read(write_run(tmp_path / "rising", **rising))) == []
     flat = paid_by(rewards, tag_presence=ramp(0.3, 0.9), check=ramp(0.2, 0.2))
@@ -237,10 +239,8 @@ def test_a_reward_of_unknown_kind_may_pay_correctness(tmp_path: Path, source: st
 
 
 def test_a_rising_length_reward_hides_nothing(tmp_path: Path) -> None:
-    rewards = [
-        {"name": name, "source": name, "weight": 1.0}
-        for name in ("gsm8k_correctness", "tag_presence", "get_soft_overlong_punishment")
-    ]
+    kinds = {"gsm8k_correctness": "correctness", "tag_presence": "format", "get_soft_overlong_punishment": "length"}
+    rewards = [{"name": name, "source": name, "weight": 1.0, "kind": kind} for name, kind in kinds.items()]
     metrics = {"rewards/gsm8k_correctness/mean": ramp(0.5, 0.5)}
     metrics |= {"rewards/get_soft_overlong_punishment/mean": ramp(-1, -0.1)}
     (finding,) = found_in(Run.read(write_run(tmp_path / "run", metrics, rewards=rewards)))
@@ -250,8 +250,10 @@ def test_a_rising_length_reward_hides_nothing(tmp_path: Path) -> None:
 
 def test_a_sum_with_a_reward_model_in_it_may_pay_correctness(tmp_path: Path) -> None:
     """As in the shipped rlaif recipe."""
-    sums = paid_by({"minimind": "sum"}, minimind=ramp(0.5, 2.0))
+    sums = paid_by({"minimind": "other"}, minimind=ramp(0.5, 2.0))
     parts = {"tag_structure": ramp(0.1, 0.4), "tag_count": ramp(0.2, 0.8), "reward_model": ramp(-1.0, 1.0)}
+    kinds = {"tag_structure": "format", "tag_count": "format", "reward_model": "judge"}
+    sums["rewards"][0]["parts"] = [{"name": name, "kind": kind} for name, kind in kinds.items()]
     sums["metrics"].update({f"rewards/minimind/{name}": curve for name, curve in parts.items()})
     assert found_in(Run.read(write_run(tmp_path / "run", **sums))) == []
 
@@ -272,32 +274,24 @@ def test_a_run_of_trl_alone_is_not_accused_for_what_it_does_not_say(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("source", "accused"),
-    [
-        ("my_pkg.my_check", False),
-        ("reward_model", False),
-        ("math_correctness", False),
-        ("well_formed", True),
-        ("group_length", True),
-        ("trl.rewards.get_soft_overlong_punishment", True),
-        ("trl.rewards.get_repetition_penalty_reward", True),
-    ],
+    ("kind", "accused"),
+    [("other", False), ("judge", False), ("correctness", False), ("format", True), ("length", True)],
 )
-def test_only_format_and_shaping_drown_the_others(tmp_path: Path, source: str, accused: bool) -> None:
-    planted = paid_by({"big": source, "small": "well_formed"}, big=ramp(0.3, 0.9), small=ramp(0.9, 0.9))
+def test_only_format_and_length_drown_the_others(tmp_path: Path, kind: str, accused: bool) -> None:
+    planted = paid_by({"big": kind, "small": "format"}, big=ramp(0.3, 0.9), small=ramp(0.9, 0.9))
     planted["metrics"].update({"rewards/big/std": ramp(0.5, 0.5), "rewards/small/std": ramp(0.01, 0.01)})
     findings = {finding.check for finding in found_in(Run.read(write_run(tmp_path / "run", **planted)))}
     assert ("dominant_reward" in findings) == accused
 
 
-def test_the_cap_of_a_recipe_that_does_not_set_it_is_trls(tmp_path: Path) -> None:
+def test_the_cap_is_that_of_the_resolved_configuration(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"completions/mean_length": ramp(200, 500)})
     record = json.loads((folder / "run.json").read_text())
-    del record["recipe"]["max_completion_length"]
+    record["config"]["max_completion_length"] = 512  # TRL's default, of a recipe that does not set it
     (folder / "run.json").write_text(json.dumps(record))
     (finding,) = found_in(Run.read(folder))
     assert "into the cap of 512" in finding.sentence
-    record["recipe"]["max_completion_length"] = None  # TRL: as long as the model can
+    record["config"]["max_completion_length"] = None  # TRL: as long as the model can
     (folder / "run.json").write_text(json.dumps(record))
     assert found_in(Run.read(folder)) == []
 

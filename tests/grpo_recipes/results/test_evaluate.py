@@ -10,8 +10,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from grpo_recipes.results.engines import transformers_engine
 from grpo_recipes.results.estimates import mean_share
-from grpo_recipes.results.evaluate import Settings, evaluate_into, transformers_engine
+from grpo_recipes.results.evaluate import Settings, evaluate_into
 from grpo_recipes.results.strict import asked_by
 
 SAMPLED = Settings(temperature=1.0)

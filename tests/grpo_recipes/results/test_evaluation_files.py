@@ -19,10 +19,17 @@ import torch
 
 from grpo_recipes import cli
 from grpo_recipes.recipe.data import DatasetSpec, load
-from grpo_recipes.results import evaluate, evaluation_run
+from grpo_recipes.results import engines, evaluate
 from grpo_recipes.results.estimates import mean_share
-from grpo_recipes.results.evaluate import EvaluationError, Settings, compare, evaluate_into, summarise
-from grpo_recipes.results.evaluation_run import held_out_spec, weights_fingerprint
+from grpo_recipes.results.evaluate import (
+    EvaluationError,
+    Settings,
+    compare,
+    evaluate_into,
+    held_out_spec,
+    summarise,
+    weights_fingerprint,
+)
 from grpo_recipes.runs.files import RunError
 
 FILES = ("completions.parquet", "evaluation.json")
@@ -173,7 +180,7 @@ def test_a_fingerprint_of_a_hub_model_is_its_revision(tmp_path: Path, monkeypatc
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(evaluation_run, "hub_answers", lambda: False)
+    monkeypatch.setattr(evaluate, "hub_answers", lambda: False)
     assert weights_fingerprint("org/name") == f"revision {snapshot.name}"
     assert weights_fingerprint("org/other") is None
     assert weights_fingerprint("/no/such-folder") is None
@@ -222,7 +229,7 @@ def test_a_model_is_one_model_however_its_path_is_typed(
     monkeypatch.chdir(tmp_path)
     asked = ["--dataset", "arithmetic", "--limit", "2", "--max-new-tokens", "4", "--output", "e"]
     assert cli.main(["evaluate", "model", *asked]) == 0
-    monkeypatch.setattr(evaluation_run, "_engine", None)
+    monkeypatch.setattr(evaluate, "load_engine", None)
     for spelling in (str(tmp_path / "model"), "./model/", "../" + tmp_path.name + "/model"):
         assert cli.main(["evaluate", spelling, *asked]) == 0
     assert len(set(capsys.readouterr().out.split("2 problems")[1:])) == 1
@@ -273,7 +280,7 @@ def test_ctrl_c_says_what_is_saved_and_the_same_command_goes_on(
             raise KeyboardInterrupt
         return [""] * len(prompts)
 
-    monkeypatch.setattr(evaluation_run, "_engine", lambda name, use_vllm: engine)
+    monkeypatch.setattr(evaluate, "load_engine", lambda name, use_vllm: engine)
     arguments = ["evaluate", str(tiny_model), "--dataset", "arithmetic", "--limit", "6", "--batch-size", "2"]
     arguments += ["--output", str(tmp_path / "e")]
     said = []
@@ -295,7 +302,7 @@ def test_ctrl_c_before_the_evaluation_is_no_traceback(monkeypatch, capsys) -> No
     def interrupted(options: argparse.Namespace) -> dict:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(evaluation_run, "evaluate_model", interrupted)
+    monkeypatch.setattr(evaluate, "evaluate_model", interrupted)
     assert cli.main(["evaluate", "model"]) == 130
     assert capsys.readouterr().err == "stopped by Ctrl-C: nothing was evaluated\n"
 
@@ -355,7 +362,7 @@ def test_a_runs_own_rewards_say_what_is_strict(tiny_model: Path, tmp_path: Path,
     def engine(prompts: list, settings: Settings) -> list[str]:
         return [rf"\boxed{{{golds[prompt[0]['content']]}}}" for prompt in prompts]
 
-    monkeypatch.setattr(evaluation_run, "_engine", lambda name, use_vllm: engine)
+    monkeypatch.setattr(evaluate, "load_engine", lambda name, use_vllm: engine)
     arguments = ["evaluate", str(run_folder), "--limit", "8", "--samples", "2"]
     assert cli.main(arguments) == 0
     assert "strict: right by `extract: boxed`" in capsys.readouterr().out
@@ -426,13 +433,13 @@ def test_continuous_batching_says_what_padded_batches_say(tiny_model: Path, monk
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
     prompts = ["1 + 1 =", "Ann has 3 figs.", "How many?"]
-    settings = {"temperature": 0.0, "max_new_tokens": 5, "batch_size": 2, "seed": 0}
-    padded = evaluate._complete(model, tokenizer, prompts, **settings)
+    settings = Settings(max_new_tokens=5, batch_size=2)
+    padded = engines.complete_padded(model, tokenizer, prompts, settings)
     # On a CPU it would take 60 % of the memory that is free.
     cache = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     monkeypatch.setattr(model, "generate_batch", partial(model.generate_batch, continuous_batching_config=cache))
     state = torch.get_rng_state()
-    assert evaluate._complete_continuously(model, tokenizer, prompts, **settings) == padded
+    assert engines.complete_continuously(model, tokenizer, prompts, settings) == padded
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -464,12 +471,12 @@ def test_completions_that_failed_are_no_wrong_answers(tiny_model: Path, outputs:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    asked = {"temperature": 1.0, "max_new_tokens": 5, "batch_size": 2, "seed": 0}
+    settings = Settings(temperature=1.0, max_new_tokens=5, batch_size=2)
     state = torch.get_rng_state()
     with pytest.raises(EvaluationError, match=says):
-        evaluate._complete_continuously(Continuous(*outputs), tokenizer, ["1", "2"], **asked)
+        engines.complete_continuously(Continuous(*outputs), tokenizer, ["1", "2"], settings)
     whole = Continuous(answered(0), answered(1))
-    assert len(evaluate._complete_continuously(whole, tokenizer, ["1", "2"], **asked)) == 2
+    assert len(engines.complete_continuously(whole, tokenizer, ["1", "2"], settings)) == 2
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -489,7 +496,7 @@ def test_vllm_draws_every_sample_of_a_prompt_anew(tiny_model: Path, monkeypatch)
     from transformers import AutoTokenizer
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=StubVLLM, SamplingParams=SimpleNamespace))
-    engine = evaluate.vllm_engine("m", AutoTokenizer.from_pretrained(tiny_model))
+    engine = engines.vllm_engine("m", AutoTokenizer.from_pretrained(tiny_model))
     settings = Settings(samples=8, temperature=0.5, max_new_tokens=7)
     first = engine(["1 + 1 ="] * 8, settings)
     assert len(set(first)) == 8
@@ -580,13 +587,13 @@ def test_another_path_is_read_whole_and_not_by_the_recipes_slice() -> None:
 def test_tags_are_found_inside_a_gate() -> None:
     tagged = {"name": "well_formed", "kwargs": {"tags": ["t", "a"]}}
     recipe = {"rewards": [{"name": "gate", "reward": "gsm8k_correctness", "only_if": tagged}]}
-    assert evaluation_run._tags(recipe, held_out_spec({}, asked())) == ("t", "a")
+    assert evaluate._tags(recipe, held_out_spec({}, asked())) == ("t", "a")
 
 
 def test_tags_are_found_inside_a_sum() -> None:
     inner = {"name": "sum", "rewards": ["tag_count", {"name": "tag_structure", "kwargs": {"tags": ["t", "a"]}}]}
     recipe = {"rewards": ["gsm8k_correctness", {"name": "sum", "rewards": [inner]}]}
-    assert evaluation_run._tags(recipe, held_out_spec({}, asked())) == ("t", "a")
+    assert evaluate._tags(recipe, held_out_spec({}, asked())) == ("t", "a")
 
 
 def test_a_run_on_recorded_responses_is_refused_with_a_command_that_works(

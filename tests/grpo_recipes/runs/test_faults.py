@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from grpo_recipes import train
-
 from grpo_recipes.runs import faults
 from tests.grpo_recipes import launching
 
@@ -31,7 +30,7 @@ def returning(*values: object):
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, torch.tensor(math.inf), "2", 1j, 1e39, 10**400])
 def test_what_is_no_finite_number_is_stopped_with_its_row(value: object) -> None:
-    guard = faults.guarded(returning(1.0, None, value))
+    guard = faults.checked_reward(returning(1.0, None, value))
     with pytest.raises(faults.RewardFault, match=r"reward `judge` returned .* for row 2 .*'three'.*None"):
         guard(prompts=TEXTS, completions=TEXTS)
 
@@ -39,19 +38,19 @@ def test_what_is_no_finite_number_is_stopped_with_its_row(value: object) -> None
 @pytest.mark.parametrize("completions", [TEXTS, [[{"role": "assistant", "content": text}] for text in TEXTS]])
 def test_what_is_finite_passes_as_it_is(completions: list) -> None:
     values = [1, None, torch.tensor(0.5)]
-    guard = faults.guarded(returning(*values))
+    guard = faults.checked_reward(returning(*values))
     assert guard(prompts=TEXTS, completions=completions, answer=TEXTS) == values
     assert guard.__name__ == "judge"
 
 
-def test_asynchronous_rewards_are_guarded_too() -> None:
+def test_asynchronous_rewards_are_checked_too() -> None:
     class Judge:
         async def __call__(self, prompts: list, completions: list, **columns: object) -> list[float]:
             return [math.nan] * 3
 
     from trl.trainer.utils import is_async_callable
 
-    guard = faults.guarded(Judge())
+    guard = faults.checked_reward(Judge())
     assert is_async_callable(guard)
     with pytest.raises(faults.RewardFault, match="`Judge` returned nan for row 0"):
         asyncio.run(guard(prompts=TEXTS, completions=TEXTS))
@@ -59,8 +58,8 @@ def test_asynchronous_rewards_are_guarded_too() -> None:
 
 def test_models_are_left_to_trl() -> None:
     model = torch.nn.Linear(1, 1)
-    assert faults.guarded(model) is model
-    assert faults.guarded("some/model") == "some/model"
+    assert faults.checked_reward(model) is model
+    assert faults.checked_reward("some/model") == "some/model"
 
 
 def test_a_reward_that_raises_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -68,7 +67,7 @@ def test_a_reward_that_raises_is_named(capsys: pytest.CaptureFixture[str], tmp_p
         raise KeyError("gold")
 
     with pytest.raises(faults.RewardFault) as fault:
-        faults.guarded(judge)(prompts=TEXTS, completions=TEXTS)
+        faults.checked_reward(judge)(prompts=TEXTS, completions=TEXTS)
     faults.report(fault.value, tmp_path, None)
     said = capsys.readouterr().err.splitlines()
     again = "no checkpoint had been saved: `--resume_from_checkpoint true` starts again"
@@ -88,13 +87,13 @@ def test_the_sentence_is_said_where_nothing_can_be_written(
 def test_a_full_disk_leaves_no_half_sentence(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = Path.write_text
+    write = Path.write_bytes
 
-    def full(path: Path, text: str, **given: object) -> int:
-        write(path, text[:9])
+    def full(path: Path, content: bytes) -> int:
+        write(path, content[:9])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     faults.report(RuntimeError("the disk is full"), tmp_path, None)
     assert "the disk is full" in capsys.readouterr().err.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.recipe.recipe import Machine, check, parse_recipe
-from grpo_recipes.runs.record import RecordError, add_launch, describe_launch, launches, read_record
+from grpo_recipes.runs.files import RunError
+from grpo_recipes.runs.record import add_launch, describe_launch, launches, read_record
+from grpo_rewards.registry import build_rewards
 from tests.grpo_recipes import launching
 
 
@@ -33,19 +35,19 @@ def test_a_record_that_cant_be_written_or_read_is_left_as_it_was(
 ) -> None:
     add_launch(tmp_path, {"recipe": {}})
     before = (tmp_path / "run.json").read_bytes()
-    write = Path.write_text
+    write = Path.write_bytes
 
-    def full(path: Path, text: str, **given: object) -> int:
-        write(path, text[:9])
+    def full(path: Path, content: bytes) -> int:
+        write(path, content[:9])
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full)
+        patch.setattr(Path, "write_bytes", full)
         with pytest.raises(OSError, match="No space"):
             add_launch(tmp_path, {"recipe": {"seed": 2}})
     assert (tmp_path / "run.json").read_bytes() == before
     (tmp_path / "run.json").write_bytes(before[:9])
-    with pytest.raises(RecordError, match=r"run.json: can't be read as JSON .*restore"):
+    with pytest.raises(RunError, match=r"run.json: can't be read as JSON .*restore"):
         add_launch(tmp_path, {"recipe": {"seed": 2}})
     assert (tmp_path / "run.json").read_bytes() == before[:9]
 
@@ -57,6 +59,25 @@ def test_the_token_for_the_hub_is_not_recorded(tmp_path: Path, spelled: list[str
     arguments = ["--config", str(config), *spelled]
     recipe = parse_recipe(arguments)
     assert recipe.training["hub_token"] == "hf_secret"
-    launch = describe_launch(recipe, check(recipe, Machine(1, bf16=False)), 1, None)
+    checked = check(recipe, Machine(1, bf16=False))
+    config = recipe.with_defaults()
+    launch = describe_launch(recipe.as_dict(), config, checked.rewards, recipe.arguments)
     assert "hf_secret" not in json.dumps(launch)
     assert launch["arguments"][:2] == arguments[:2]
+    assert launch["config"]["max_completion_length"] == config["max_completion_length"]
+
+
+def test_rewards_are_recorded_with_what_they_pay_for(tmp_path: Path) -> None:
+    total = {"name": "sum", "alias": "total", "rewards": ["tag_count", {"name": "math_correctness", "weight": 2}]}
+    specs = [total, {"name": "grpo_rewards.shaping.GroupLength", "weight": 0.5}, "trl.rewards.think_format_reward"]
+    launch = describe_launch({"rewards": specs}, {}, build_rewards(specs), [])
+    add_launch(tmp_path, launch)
+    described = (read_record(tmp_path) or {})["rewards"]
+    keys = ("name", "source", "weight", "kind", "highest_pay")
+    assert [tuple(entry[key] for key in keys) for entry in [*described[0]["parts"], *described[1:]]] == [
+        ("tag_count", "tag_count", 1.0, "format", 1.0),
+        ("math_correctness", "math_correctness", 2.0, "correctness", 1.0),
+        ("group_length", "grpo_rewards.shaping.GroupLength", 0.5, "length", 0.5),
+        ("think_format_reward", "trl.rewards.think_format_reward", 1.0, "format", 1.0),
+    ]
+    assert described[0]["name"] == "total"

@@ -29,6 +29,7 @@ from grpo_recipes.results.estimates import mcnemar, mean_share, paired_differenc
 from grpo_recipes.results.strict import Asked, asked_by, is_right, stated_answer
 from grpo_recipes.runs.files import ANY_OBJECT, EVALUATED, EVALUATION, read_object, read_table
 from grpo_rewards.answers import Judge, answer_number, read_gold
+from grpo_rewards.errors import UserError
 
 _GREEDY = {"do_sample": False, "repetition_penalty": 1.0, "temperature": None, "top_k": None, "top_p": None}
 _RIGHT = frozenset({"exact", "equal", "symbolic"})
@@ -92,7 +93,7 @@ class Settings:
             raise EvaluationError(f"{self.samples} greedy samples are one and the same: set --temperature above 0")
 
 
-class EvaluationError(ValueError):
+class EvaluationError(UserError):
     """An evaluation that can't be made, or compared, as asked; one sentence with the fix."""
 
 
@@ -408,7 +409,7 @@ def _check_all_completed(outputs: list[Any], expected: int) -> None:
         reason = " ".join(str(errors[0]).split()) if errors else "generation stopped before they were made"
         raise EvaluationError(
             f"{failed} of {expected} completions failed ({reason}): run the same command again, which keeps the batches that "
-            "are done, or set a smaller --batch-size or --max-new-tokens in another --output"
+            "are done, or set a smaller --batch_size or --max_new_tokens in another --output"
         )
 
 

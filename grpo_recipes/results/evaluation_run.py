@@ -11,7 +11,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.recipe.data import DatasetSpec, hub_answers, is_missing, load
+from grpo_recipes.recipe.data import load
+from grpo_recipes.recipe.hub import adapter_config, hub_answers, is_missing, tokenizer_source
+from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.results import strict
 from grpo_recipes.results.estimates import Estimate
 from grpo_recipes.results.evaluate import (
@@ -22,8 +24,8 @@ from grpo_recipes.results.evaluate import (
     transformers_engine,
     vllm_engine,
 )
-from grpo_recipes.results.run import AFTER, EVALUATIONS
-from grpo_recipes.runs.files import ADAPTER, ANY_OBJECT, RUN_RECORD, RunError, read_object
+from grpo_recipes.results.run import AFTER
+from grpo_recipes.runs.files import ADAPTER, ANY_OBJECT, EVALUATIONS, RUN_RECORD, RunError, read_object
 from grpo_recipes.runs.weight_files import WeightFileError, check_weight_files
 from grpo_rewards.registry import RewardSpecError
 
@@ -148,8 +150,6 @@ def weights_fingerprint(model: str) -> str | None:
         digests = list(pool.map(_digest, files))
     lines = [f"{file.name} {digest}" for file, digest in zip(files, digests, strict=True)]
     if (folder / "adapter_config.json").is_file():
-        from grpo_recipes.training.reference import adapter_config
-
         config = adapter_config(folder)
         base = config.base_model_name_or_path if config is not None else None
         lines.append(f"base {weights_fingerprint(base) if base else None}")
@@ -189,7 +189,7 @@ def held_out_spec(trained: dict[str, Any], options: argparse.Namespace) -> Datas
     if raw.get("name") == "scored":
         raise EvaluationError(
             "the dataset scored holds recorded responses and no final answers to evaluate on: name problems that have them, "
-            "as in `--dataset gsm8k --path PROBLEMS.jsonl --prompt-format text`"
+            "as in `--dataset gsm8k --path PROBLEMS.jsonl --prompt_format text`"
         )
     held_out = {"path": raw.pop("eval_path", None), "split": raw.pop("eval_split", None)}
     if options.path is not None:
@@ -255,8 +255,6 @@ def _engine(name: str, use_vllm: bool) -> Complete:
     import torch
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from grpo_recipes.training.reference import tokenizer_source
 
     adapter = Path(name) / "adapter_config.json"
     if use_vllm and adapter.is_file():

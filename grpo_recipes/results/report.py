@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 
 from grpo_recipes.results.diagnostics import diagnose
 from grpo_recipes.results.estimates import Estimate
-from grpo_recipes.results.run import AFTER, BEFORE, EVALUATIONS, Run, Series, last_message
-from grpo_recipes.runs.files import EVALUATED, read_table
+from grpo_recipes.results.run import AFTER, BEFORE, Run, Series, last_message
+from grpo_recipes.runs.files import EVALUATED, EVALUATIONS, read_table
 
 COLOURS = ("#1f6fb2", "#d1600a")  # told apart by colour-blind readers too
 EXAMPLES = 4

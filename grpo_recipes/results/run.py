@@ -20,6 +20,7 @@ from grpo_recipes.results.estimates import Estimate, mean_share
 from grpo_recipes.runs.files import (
     CONVERSATIONS,
     EVALUATION,
+    EVALUATIONS,
     INTEGERS,
     NUMBER,
     NUMBERS,
@@ -46,8 +47,7 @@ SHAPING_REWARDS = frozenset(
     }
 )
 TRL_MAX_COMPLETION_LENGTH = 512  # GRPOConfig's default in TRL 1.16, for a recipe that leaves it
-EVALUATIONS, BEFORE, AFTER = "evaluations", "before", "after"
-FAULT_FILES = "fault-rank*.json"
+BEFORE, AFTER = "before", "after"
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,9 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 from trl.trainer.utils import is_async_callable
 
-from grpo_recipes.results.run import FAULT_FILES
+from grpo_recipes.runs.files import FAULT_FILES
 from grpo_rewards.completions import completion_text
+from grpo_rewards.errors import UserError
 
 Reward = Callable[..., Any]
 
@@ -53,7 +54,7 @@ class NothingTrained(RuntimeError):
     """A run that ended without an optimiser step: its model is the one that it began with."""
 
 
-class BuildLocked(RuntimeError):
+class BuildLocked(UserError):
     """A lock of torch's extension builder that no process holds: DeepSpeed would wait for it for ever, silently."""
 
 

@@ -15,8 +15,13 @@ from typing import Any
 import pandas as pd
 from pyarrow import ArrowException
 
+from grpo_rewards.errors import UserError
 
-class RunError(ValueError):
+EVALUATIONS = "evaluations"
+FAULT_FILES = "fault-rank*.json"
+
+
+class RunError(UserError):
     """A folder or file that can't be read as a run's or an evaluation's: one sentence that names it and the fix."""
 
 

@@ -18,16 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_recipes import __version__
+from grpo_rewards.errors import UserError
 
 if TYPE_CHECKING:
-    from grpo_recipes.recipe.recipe import Checked, Recipe
+    from grpo_recipes.recipe.checks import Checked
+    from grpo_recipes.recipe.recipe import Recipe
 
 RECORD = "run.json"
 SECRET = "hub_token"
 VERSIONED = ("trl", "transformers", "peft", "accelerate", "datasets", "torch")
 
 
-class RecordError(ValueError):
+class RecordError(UserError):
     """A `run.json` that can't be read, in one sentence that names the file and the fix."""
 
 
@@ -101,8 +103,8 @@ def data_order(recipe: Recipe, checked: Checked) -> dict[str, Any]:
         "geometry": checked.geometry.as_dict(),
         "train_prompts": len(checked.train_dataset),
         "train_prompts_sha256": prompts_digest(checked.train_dataset["prompt"]),
-        "seed": recipe.with_defaults()["seed"],
-        "shuffle_dataset": recipe.with_defaults()["shuffle_dataset"],
+        "seed": recipe.config.seed,
+        "shuffle_dataset": recipe.config.shuffle_dataset,
     }
 
 

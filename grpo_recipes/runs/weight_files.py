@@ -10,6 +10,7 @@ import json
 import zipfile
 from pathlib import Path
 from typing import Any
+from grpo_rewards.errors import UserError
 
 # As `from_pretrained` looks for them: whole files, then indices, which name shards.
 WHOLE = ("model.safetensors", "pytorch_model.bin")
@@ -20,7 +21,7 @@ LFS_POINTER = b"version https://git-lfs"
 PICKLE = b"\x80"  # torch.save before it wrote zip files
 
 
-class WeightFileError(ValueError):
+class WeightFileError(UserError):
     """Weights that are missing or damaged, in one sentence that names the file and what is wrong with it."""
 
 

@@ -89,7 +89,7 @@ def token_weights(
     elif loss_type == "luspo":
         divisor = rows
     else:
-        raise ValueError(f"kl: estimator full does not know how loss_type {loss_type!r} weighs tokens")
+        raise ValueError(f"`kl_estimator: full` does not know how loss_type {loss_type!r} weighs tokens")
     return mask / (divisor * accumulation)
 
 
@@ -114,7 +114,7 @@ class FullKL:
         config = policy.config.get_text_config()
         for key, idle in _LOGIT_TRANSFORMS.items():
             if getattr(config, key, None) not in (None, idle):
-                raise ValueError(f"kl: estimator full does not support models with {key}; use estimator: sampled")
+                raise ValueError(f"`kl_estimator: full` does not support models with {key}: use `sampled`")
         self.tokens: Tensor | None = None
         self._temperature = temperature
         self._task: tuple[Projection, Tensor] | None = None
@@ -137,7 +137,7 @@ class FullKL:
             if self._task is None:
                 return forward(*args, **kwargs)
             if self.tokens is not None:
-                raise RuntimeError("kl: estimator full needs a micro-batch to be one forward of the policy")
+                raise RuntimeError("`kl_estimator: full` needs a micro-batch to be one forward of the policy")
             reference, mask = self._task
             with last_hidden_states(policy) as states:
                 outputs = forward(*args, **kwargs)

@@ -16,14 +16,14 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
+from grpo_recipes.recipe.specs import KLEstimator, MicroBatching, ReferenceSpec, typed
 from grpo_recipes.runs.restart import EpochSampler, TellEpoch
 from grpo_recipes.training import micro_batches as microbatch
 from grpo_recipes.training import offline
 from grpo_recipes.training.eval_completions import kept_apart
 from grpo_recipes.training.full_kl import FullKL, Projection, last_hidden_states, token_weights
-from grpo_recipes.training.micro_batches import MicroBatching
 from grpo_recipes.training.packing import Layout, LogProbs, PerToken, Rows
-from grpo_recipes.training.reference import ReferenceSpec, deferred, set_reference
+from grpo_recipes.training.reference import deferred, set_reference
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +52,12 @@ class GRPOTrainer(TRLGRPOTrainer):
         args: GRPOConfig | None = None,
         *rest: Any,
         reference: str | Mapping[str, Any] | ReferenceSpec | None = None,
-        kl_estimator: str = "sampled",
-        micro_batching: str | bool | Mapping[str, bool] | MicroBatching = "auto",
+        kl_estimator: KLEstimator = "sampled",
+        micro_batching: str | Mapping[str, bool] | MicroBatching = "auto",
         **kwargs: Any,
     ) -> None:
         self.micro_batching = MicroBatching.parse(micro_batching)
-        if kl_estimator not in ("sampled", "full"):
-            raise ValueError(f"kl: estimator must be sampled or full, not {kl_estimator!r}")
+        typed("kl_estimator", kl_estimator, KLEstimator)
         with deferred(args):  # TRL builds no reference of its own
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
         self.reference_sentence = set_reference(self, reference)
@@ -66,11 +65,11 @@ class GRPOTrainer(TRLGRPOTrainer):
         self._full_kl = None
         if kl_estimator == "full":
             if self.beta == 0.0:
-                raise ValueError("kl: estimator full needs a reference: set beta above 0")
+                raise ValueError("`kl_estimator: full` needs a reference: set `beta` above 0")
             if self._is_vlm:
-                raise ValueError("kl: estimator full does not support models with images: use estimator: sampled")
+                raise ValueError("`kl_estimator: full` does not support models with images: use `sampled`")
             if self.is_fsdp_enabled:
-                raise ValueError("kl: estimator full does not support FSDP: use DDP or DeepSpeed")
+                raise ValueError("`kl_estimator: full` does not support FSDP: use DDP or DeepSpeed")
             self._full_kl = FullKL(_causal_lm(self.model), self.temperature)
         self._exact = microbatch.exactness(
             self.loss_type,
@@ -80,7 +79,7 @@ class GRPOTrainer(TRLGRPOTrainer):
             router_loss=self.aux_loss_enabled,
         )
         untouched = "the full-vocabulary KL reads the hidden states of TRL's rows" if self._full_kl is not None else ""
-        asked = self.micro_batching.layout
+        asked = microbatch.asked_layout(self.micro_batching)
         self._log_probs = LogProbs(
             self.accelerator, self.args, self._plain_log_probs, asked, self.aux_loss_enabled, untouched
         )
@@ -90,7 +89,7 @@ class GRPOTrainer(TRLGRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         buffer = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        off = self.micro_batching.layout is Layout.PLAIN
+        off = microbatch.asked_layout(self.micro_batching) is Layout.PLAIN
         if not off and self._buffered_inputs is not buffer:  # not an evaluation batch, nor a buffer that serves again
             self._regroup(self._buffered_inputs)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 from grpo_rewards.completions import check_rows
+from grpo_rewards.errors import UserError
 from grpo_rewards.format_tags import checked_number
 
 ENTRY_POINT_GROUP = "grpo_rewards.rewards"
@@ -44,7 +45,7 @@ Reward = Callable[..., Any]
 Spec = str | Mapping[str, Any]
 
 
-class RewardSpecError(ValueError):
+class RewardSpecError(UserError):
     """A reward spec that can't be built: one sentence naming the reward, the key and the fix."""
 
 

@@ -8,14 +8,9 @@ import datasets
 import pytest
 
 from grpo_recipes import cli, train
-from grpo_recipes.recipe.reward_checks import (
-    RewardCheckError,
-    check_columns,
-    check_golds,
-    check_weights,
-    single_rewards,
-)
+from grpo_recipes.recipe.reward_checks import check_columns, check_golds, check_weights, single_rewards
 from grpo_rewards import symbolic
+from grpo_rewards.errors import UserError
 from grpo_rewards.registry import build_rewards
 
 PROSE = "There is no short answer to a question of this kind."
@@ -78,9 +73,7 @@ def test_a_gold_that_one_of_two_rewards_can_score_is_scorable() -> None:
 )
 def test_not_one_gold_to_score_is_refused(spec: object) -> None:
     rewards = build_rewards([spec, "tag_count"], num_generations=2)  # type: ignore[list-item]
-    with pytest.raises(
-        RewardCheckError, match=r"can score none of the 2 golds in the column `answer` \(the first is ''"
-    ):
+    with pytest.raises(UserError, match=r"can score none of the 2 golds in the column `answer` \(the first is ''"):
         check_golds(rewards, golds(" ", ""))
     assert check_golds(rewards, golds("1", "2")) is None
 
@@ -100,7 +93,7 @@ def test_gsm8k_takes_no_time_and_formulas_start_no_server(monkeypatch: pytest.Mo
 def test_a_missing_column_is_named_with_the_reward_and_the_columns() -> None:
     for spec in (HERE + "by_difficulty", {"name": "sum", "rewards": ["tag_count", HERE + "by_difficulty"]}):
         with pytest.raises(
-            RewardCheckError, match="by_difficulty needs the column `topic`, and the columns .* are answer, level$"
+            UserError, match="by_difficulty needs the column `topic`, and the columns .* are answer, level$"
         ):
             check_columns(build_rewards([spec]), ["prompt", "answer", "level"])
         check_columns(build_rewards([spec]), ["prompt", "answer", "level", "topic"])
@@ -114,7 +107,7 @@ def by_rank(completions: list, num_generations: int, **columns: object) -> list[
 def test_a_reward_under_another_name_and_what_the_spec_binds() -> None:
     check_columns(build_rewards([HERE + "by_rank"], num_generations=4), ["prompt"])
     (built,) = build_rewards([{"name": HERE + "by_level", "alias": "levels"}])
-    with pytest.raises(RewardCheckError, match="levels needs the column `level`"):
+    with pytest.raises(UserError, match="levels needs the column `level`"):
         check_columns([built], ["prompt", "answer"])
     assert [reward.__name__ for reward in single_rewards(built.function)] == ["by_level"]
 
@@ -124,7 +117,7 @@ def test_a_prompt_reaches_no_reward_under_that_name() -> None:
         return [0.0 for _ in prompt]
 
     built = build_rewards(["tag_count"])[0]
-    with pytest.raises(RewardCheckError, match="needs the column `prompt`"):
+    with pytest.raises(UserError, match="needs the column `prompt`"):
         check_columns([type(built)(wants_prompt, 1.0, "wants_prompt")], ["prompt", "answer"])
 
 
@@ -142,7 +135,7 @@ def test_one_weight_must_count(specs: list, counts: bool) -> None:
     if counts:
         check_weights(build_rewards(specs))
     else:
-        with pytest.raises(RewardCheckError, match="all weights are 0"):
+        with pytest.raises(UserError, match="all weights are 0"):
             check_weights(build_rewards(specs))
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.recipe.recipe import Machine, check, parse_recipe
+from grpo_recipes.recipe.checks import Machine, check
+from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_recipes.runs.record import RecordError, add_launch, describe_launch, launches, read_record
 from tests.grpo_recipes import launching
 

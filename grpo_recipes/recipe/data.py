@@ -82,7 +82,7 @@ def load(spec: DatasetSpec, *, evaluation: bool = False) -> datasets.Dataset:
     dataset = _READERS[spec.name](spec, source)
     if len(dataset) == 0:
         raise UserError(
-            f"dataset.{source.split_key}: {source.split!r} of {source.path or spec.name} is empty; choose other rows."
+            f"`dataset.{source.split_key}`: {source.split!r} of {source.path or spec.name} is empty: choose other rows"
         )
     return dataset
 
@@ -121,8 +121,8 @@ def limit_prompts(dataset: datasets.Dataset, spec: DatasetSpec, tokenizer: Any) 
     if spec.overlong_prompts == "drop":
         if all(overlong):
             raise UserError(
-                f"dataset.max_prompt_tokens: all {len(lengths)} prompts are longer than {limit} tokens "
-                f"(the shortest has {min(lengths)}); raise the limit."
+                f"`dataset.max_prompt_tokens`: all {len(lengths)} prompts are longer than {limit} tokens "
+                f"(the shortest has {min(lengths)}): raise the limit"
             )
         return dataset.select([row for row, is_overlong in enumerate(overlong) if not is_overlong]), sum(overlong)
     prompts = [
@@ -145,7 +145,7 @@ def _read_table(spec: DatasetSpec, source: _Source) -> datasets.Dataset:
     elif path is not None and path.is_dir():
         rows = _sliced(_saved_splits(path, source, schema), spec, source)
     elif path is not None and path.exists():
-        raise UserError(f"dataset.{source.path_key}: {path} is not a .jsonl file; convert it, or name its folder.")
+        raise UserError(f"`dataset.{source.path_key}`: {path} is not a .jsonl file: convert it, or name its folder")
     else:
         rows = _table_rows(_hub_table(spec, source), f"{source.path or GSM8K_HUB_ID}, {source.split}", schema)
     return _as_dataset(rows, spec)
@@ -186,7 +186,7 @@ def _read_scored(spec: DatasetSpec, source: _Source) -> datasets.Dataset:
     if all(not logprobs for _, _, _, logprobs in kept):
         return datasets.Dataset.from_dict(dict(zip(_SCORED_COLUMNS[:3], _columns(kept)[:3], strict=True)))
     if any(len(logprobs) < len(responses) for _, responses, _, logprobs in kept):
-        raise UserError(f"dataset: some responses of {path} have logprobs and some have none; give all or none.")
+        raise UserError(f"`dataset`: some responses of {path} have logprobs and some have none: give all or none")
     return datasets.Dataset.from_dict(dict(zip(_SCORED_COLUMNS, _columns(kept), strict=True)))
 
 
@@ -209,7 +209,7 @@ def _question_row(row: Mapping[str, Any], where: str) -> _Read:
     """GSM8K's schema: a question, and worked steps that end in `#### N`."""
     for column, essence in (("question", str.strip), ("answer", final_answer)):
         if not isinstance(row[column], str) or not essence(row[column]):
-            raise UserError(f"dataset: {where} has the {column} {row[column]!r}; it must be text that is not empty.")
+            raise UserError(f"`dataset`: {where} has the {column} {row[column]!r}: it must be text that is not empty")
     return [{"role": "user", "content": row["question"].strip()}], final_answer(row["answer"])
 
 
@@ -217,11 +217,11 @@ def _conversation_row(row: Mapping[str, Any], where: str) -> _Read:
     """MiniMind's RLAIF schema: the turns of a conversation, the assistant's last one left to be generated."""
     turns = row["conversations"]
     if not isinstance(turns, list) or not turns:
-        raise UserError(f"dataset: {where} has the conversations {turns!r}; they must be a list of messages.")
+        raise UserError(f"`dataset`: {where} has the conversations {turns!r}: they must be a list of messages")
     messages = [_message(turn, where) for turn in turns]
     reference = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
     if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
-        raise UserError(f"dataset: {where} has no user turn before the one to generate; correct or remove the row.")
+        raise UserError(f"`dataset`: {where} has no user turn before the one to generate: correct or remove the row")
     return messages, "" if reference.strip() == RLAIF_PLACEHOLDER else reference.strip()
 
 
@@ -229,7 +229,7 @@ def _message(turn: Any, where: str) -> _Message:
     role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, Mapping) else (None, None)
     if role not in ("system", "user", "assistant") or not isinstance(content, str):
         raise UserError(
-            f"dataset: {where} has the turn {turn!r}; a turn needs the role system, user or assistant, and text as content."
+            f"`dataset`: {where} has the turn {turn!r}: a turn needs the role system, user or assistant, and text as content"
         )
     return {"role": role, "content": content}
 
@@ -253,7 +253,7 @@ _SCHEMAS: Mapping[str, _Schema] = MappingProxyType(
 def _held_out_source(spec: DatasetSpec) -> _Source:
     if spec.eval_path is None and spec.eval_split is None:
         raise UserError(
-            "dataset.eval_split: missing, so there is nothing to evaluate on; name a split, or turn eval_strategy off."
+            "`dataset.eval_split`: missing, so there is nothing to evaluate on: name a split, or turn eval_strategy off"
         )
     path_key = "path" if spec.eval_path is None else "eval_path"
     split_key = "split" if spec.eval_split is None else "eval_split"
@@ -265,7 +265,7 @@ def _text(path: Path, source: _Source) -> str:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"can't be read ({error.strerror})"
-        raise UserError(f"dataset.{source.path_key}: {path} {reason}; correct the path or the file.") from error
+        raise UserError(f"`dataset.{source.path_key}`: {path} {reason}: correct the path or the file") from error
 
 
 def _jsonl_rows(path: Path, source: _Source, schema: _Schema) -> Iterator[_Row]:
@@ -279,13 +279,15 @@ def _json_object(line: str, where: str, columns: Sequence[str]) -> Mapping[str, 
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"dataset: {where} is not JSON ({error}); correct or remove the line.") from error
+        raise UserError(f"`dataset`: {where} is not JSON ({error}): correct or remove the line") from error
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeError as error:
-        raise UserError(f"dataset: {where} has half of a surrogate pair; correct or remove the line.") from error
+        raise UserError(f"`dataset`: {where} has half of a surrogate pair: correct or remove the line") from error
     if not isinstance(value, dict):
-        raise UserError(f"dataset: {where} is not a JSON object; write one object with {' and '.join(columns)} a line.")
+        raise UserError(
+            f"`dataset`: {where} is not a JSON object: write one object with {' and '.join(columns)} a line"
+        )
     return value
 
 
@@ -294,7 +296,7 @@ def _saved_splits(path: Path, source: _Source, schema: _Schema) -> dict[str, lis
         saved = datasets.load_from_disk(str(path))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"dataset.{source.path_key}: the folder {path} was not written by save_to_disk; write it so or name a file."
+            f"`dataset.{source.path_key}`: the folder {path} was not written by save_to_disk: write it so or name a file"
         ) from error
     if isinstance(saved, datasets.Dataset):
         return {_ANY_SPLIT: _table_rows(saved, str(path), schema)}
@@ -304,20 +306,20 @@ def _saved_splits(path: Path, source: _Source, schema: _Schema) -> dict[str, lis
 def _hub_table(spec: DatasetSpec, source: _Source) -> datasets.Dataset:
     hub_id = source.path or GSM8K_HUB_ID
     if is_missing(hub_id):
-        raise UserError(f"dataset.{source.path_key}: there is no file or folder {hub_id}; correct the path.")
+        raise UserError(f"`dataset.{source.path_key}`: there is no file or folder {hub_id}: correct the path")
     config = spec.config or (GSM8K_HUB_CONFIG if hub_id == GSM8K_HUB_ID else None)
     try:
         with cache_only_if_hub_is_silent():
             return datasets.load_dataset(hub_id, config, split=source.split)
     except ConnectionError as error:
         raise DatasetUnreachable(
-            f"dataset.{source.path_key}: {hub_id!r} is no file or folder here, the Hugging Face Hub can't be reached "
-            "and its cache has no copy; connect, or give a local .jsonl file or save_to_disk folder."
+            f"`dataset.{source.path_key}`: {hub_id!r} is no file or folder here, the Hugging Face Hub can't be reached "
+            "and its cache has no copy: connect, or give a local .jsonl file or save_to_disk folder"
         ) from error
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise UserError(
-            f"dataset.{source.path_key}: {hub_id!r} can't be loaded from the Hugging Face Hub ({_one_line(error)}); "
-            "correct the path, the config or the split."
+            f"`dataset.{source.path_key}`: {hub_id!r} can't be loaded from the Hugging Face Hub ({_one_line(error)}): "
+            "correct the path, the config or the split"
         ) from error
 
 
@@ -325,7 +327,7 @@ def _table_rows(table: datasets.Dataset, where: str, schema: _Schema) -> list[_R
     missing = [column for column in schema.columns if column not in table.column_names]
     if missing:
         raise UserError(
-            f"dataset: {where} has no column {missing[0]!r} (it has {_listed(table.column_names)}); rename its columns."
+            f"`dataset`: {where} has no column {missing[0]!r} (it has {_listed(table.column_names)}): rename its columns"
         )
     return [_checked_row(row, f"{where}, row {number}", schema) for number, row in enumerate(table)]
 
@@ -333,12 +335,12 @@ def _table_rows(table: datasets.Dataset, where: str, schema: _Schema) -> list[_R
 def _checked_row(row: Mapping[str, Any], where: str, schema: _Schema) -> _Row:
     for column in schema.columns:
         if column not in row:
-            raise UserError(f"dataset: {where} has no {column!r}; every row needs {' and '.join(schema.columns)}.")
+            raise UserError(f"`dataset`: {where} has no {column!r}: every row needs {' and '.join(schema.columns)}")
     others = {column: value for column, value in row.items() if column not in schema.columns}
     for column in TAKEN_COLUMNS:
         if column in others:
             raise UserError(
-                f"dataset: {where} has a column {column!r}, a name that the trainer takes for itself; rename it or leave it out."
+                f"`dataset`: {where} has a column {column!r}, a name that the trainer takes for itself: rename it or leave it out"
             )
     return *schema.read(row, where), others
 
@@ -346,25 +348,25 @@ def _checked_row(row: Mapping[str, Any], where: str, schema: _Schema) -> _Row:
 def _scored_row(row: Mapping[str, Any], where: str) -> _ScoredRow:
     """One line of recorded responses: `{prompt, response, reward}`, or `{prompt, responses, rewards}` with lists."""
     if ("response" in row) == ("responses" in row):
-        raise UserError(f"dataset: {where} must have either response and reward, or responses and rewards.")
+        raise UserError(f"`dataset`: {where} must have either response and reward, or responses and rewards")
     if "response" in row:
         given = {"responses": row["response"], "rewards": row.get("reward"), "logprobs": row.get("logprobs")}
         row = {"prompt": row.get("prompt"), **{key: None if value is None else [value] for key, value in given.items()}}
     prompt, responses, rewards, log_probs = (row.get(column) for column in _SCORED_COLUMNS)
     if not isinstance(prompt, str) or not prompt:
-        raise UserError(f"dataset: {where} has the prompt {prompt!r}; it must be text that is not empty.")
+        raise UserError(f"`dataset`: {where} has the prompt {prompt!r}: it must be text that is not empty")
     if not responses or not _is_list_of(responses, lambda text: isinstance(text, str)):
-        raise UserError(f"dataset: {where} has a response that is no text; correct or remove the line.")
+        raise UserError(f"`dataset`: {where} has a response that is no text: correct or remove the line")
     if not _is_list_of(rewards, _is_finite) or len(rewards) != len(responses):
         raise UserError(
-            f"dataset: {where} has the reward {rewards!r}; every response needs one finite number as its reward."
+            f"`dataset`: {where} has the reward {rewards!r}: every response needs one finite number as its reward"
         )
     if log_probs is not None and (
         not _is_list_of(log_probs, lambda values: _is_list_of(values, _is_finite) and max(values, default=0) <= 0)
         or len(log_probs) != len(responses)
     ):
         raise UserError(
-            f"dataset: {where} has logprobs that are not one list of numbers of at most 0 for each response; correct them."
+            f"`dataset`: {where} has logprobs that are not one list of numbers of at most 0 for each response: correct them"
         )
     return prompt, list(responses), [float(reward) for reward in rewards], log_probs or []
 
@@ -407,8 +409,8 @@ def _refuse_rows_trained_on(length: int, spec: DatasetSpec, source: _Source) -> 
     )
     if shared := len(held_out & trained_on):
         raise UserError(
-            f"dataset.eval_split: {shared} rows of {source.path} would be both trained and evaluated on: it holds "
-            "one split; name the held-out file in eval_path, or give split and eval_split slices that do not overlap."
+            f"`dataset.eval_split`: {shared} rows of {source.path} would be both trained and evaluated on: it holds "
+            "one split: name the held-out file in eval_path, or give split and eval_split slices that do not overlap"
         )
 
 
@@ -421,8 +423,8 @@ def _slices(lengths: Mapping[str, int], source: _Source) -> list[tuple[str, int,
         parts = datasets.ReadInstruction.from_spec(source.split).to_absolute(dict(lengths))
     except (ValueError, AssertionError) as error:
         raise UserError(
-            f"dataset.{source.split_key}: {source.split!r} can't be read ({_one_line(error)}); "
-            "write for example train or train[:5%]."
+            f"`dataset.{source.split_key}`: {source.split!r} can't be read ({_one_line(error)}): "
+            "write for example train or train[:5%]"
         ) from error
     return [(part.splitname, part.from_, part.to) for part in parts]
 
@@ -452,7 +454,7 @@ def _check_column(name: str, values: list[Any]) -> None:
         datasets.Dataset.from_dict({name: values})
     except _NO_COLUMN as error:
         raise UserError(
-            f"dataset: the column {name!r} has values of several types ({_one_line(error)}); give all one type, or leave it out."
+            f"`dataset`: the column {name!r} has values of several types ({_one_line(error)}): give all one type, or leave it out"
         ) from error
 
 
@@ -476,8 +478,8 @@ def _prompt_length(prompt: Any, tokenizer: Any) -> int:
         return len(tokenizer(prompt)["input_ids"])
     if tokenizer.chat_template is None:
         raise UserError(
-            "dataset.prompt_format: conversational prompts need a tokenizer with a chat template, and this one has "
-            "none; use an instruct model, or prompt_format: text."
+            "`dataset.prompt_format`: conversational prompts need a tokenizer with a chat template, and this one has "
+            "none: use an instruct model, or prompt_format: text"
         )
     rendered = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
     return len(rendered["input_ids"])
@@ -493,8 +495,8 @@ def _cut_left(prompt: Any, limit: int, tokenizer: Any) -> Any:
         kept = tokenizer(content, add_special_tokens=False)["input_ids"][excess:]
         if not kept:
             raise UserError(
-                f"dataset.max_prompt_tokens: {limit} leaves no room for the question beside the system prompt and the "
-                "chat template; raise the limit."
+                f"`dataset.max_prompt_tokens`: {limit} leaves no room for the question beside the system prompt and the "
+                "chat template: raise the limit"
             )
         # A cut inside a character decodes to U+FFFD, which the model never meets otherwise.
         content = tokenizer.decode(kept).lstrip("\ufffd")

@@ -9,6 +9,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cache
+from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, Literal, Self, cast
 
@@ -312,7 +313,7 @@ def _as_is(value: Any, option: Any) -> Any:
 
 def _converted(value: Any, option: Any) -> Any:
     """`value` turned into `option` where YAML's own guess loses nothing ("5e-6", 8.0, a number as a name), or raise."""
-    if option is str and isinstance(value, (int, float)):
+    if option is str and isinstance(value, (int, float, Path)):  # a trainer's caller may give a folder as a path
         return str(value)
     if option is int and isinstance(value, float) and value.is_integer():
         return int(value)

@@ -86,7 +86,7 @@ class Settings:
             object.__setattr__(self, "strict", asked_by((), self.tags))
         for name in ("samples", "batch_size", "max_new_tokens"):
             if (value := getattr(self, name)) < 1:
-                raise EvaluationError(f"--{name.replace('_', '-')} is {value}: set it to at least 1")
+                raise EvaluationError(f"--{name} is {value}: set it to at least 1")
         if not 0 <= self.temperature < math.inf:
             raise EvaluationError(f"--temperature is {self.temperature:g}: set it to 0 for greedy decoding, or above 0")
         if self.samples > 1 and self.temperature <= 0:

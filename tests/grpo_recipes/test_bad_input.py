@@ -866,7 +866,7 @@ FRONT_DOOR: list[Case] = [
     Case("grpo-recipes plan nope/quickstart.yaml", ("nope/quickstart.yaml", "no such file")),
     Case("grpo-recipes plan .", ("is a folder",)),
     Case("grpo-recipes plan {recipe} {recipe}", ("unknown argument `recipe.yaml`",)),
-    Case("grpo-recipes plan {recipe} --gpu-memry 24GB", ("did you mean `--gpu-memory`?",)),
+    Case("grpo-recipes plan {recipe} --gpu-memry 24GB", ("did you mean `--gpu_memory`?",)),
     Case("grpo-recipes plan {recipe} --lora_rank 4", ("did you mean `lora_r`?",)),
     Case("grpo-recipes plan {recipe} --model x", ("did you mean `model_name_or_path`?",)),
     Case("grpo-recipes plan {recipe} --save_step 4", ("did you mean `save_steps`?",)),

@@ -188,7 +188,7 @@ def test_an_unreachable_hub_is_said_at_once(silent_hub, tmp_path, monkeypatch):
     downloads = []  # each would be retried for half a minute
     monkeypatch.setattr(huggingface_hub.HfApi, "hf_hub_download", lambda *args, **kwargs: downloads.append(kwargs))
     offline_before = datasets.config.HF_HUB_OFFLINE
-    with pytest.raises(DatasetUnreachable, match=r"dataset\.path: 'openai/gsm8k' .*can't be reached.*local \.jsonl"):
+    with pytest.raises(DatasetUnreachable, match=r"`dataset\.path`: 'openai/gsm8k' .*can't be reached.*local \.jsonl"):
         load(DatasetSpec("gsm8k"))
     assert not downloads
     assert offline_before == datasets.config.HF_HUB_OFFLINE
@@ -219,8 +219,8 @@ def test_a_row_without_a_column_of_the_others_has_none_there(tmp_path):
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
-        ("level", (3, "hard"), r"dataset: the column 'level' has values of several types"),
-        ("level", (3, 2**80), r"dataset: the column 'level' has values of several types"),
+        ("level", (3, "hard"), r"`dataset`: the column 'level' has values of several types"),
+        ("level", (3, 2**80), r"`dataset`: the column 'level' has values of several types"),
         ("completions", (1, 2), r"rows\.jsonl, line 1 has a column 'completions', a name that the trainer takes"),
     ],
 )
@@ -252,12 +252,12 @@ def test_disjoint_slices_of_one_file_may_be_held_out(jsonl):
 
 @pytest.mark.parametrize(("split", "eval_split"), [("train", "test"), ("train[:90%]", "test[:10%]")])
 def test_rows_of_one_file_are_not_both_trained_and_evaluated_on(jsonl, split, eval_split):
-    with pytest.raises(UserError, match=r"dataset\.eval_split: \d+ rows .*eval_path"):
+    with pytest.raises(UserError, match=r"`dataset\.eval_split`: \d+ rows .*eval_path"):
         load(DatasetSpec("gsm8k", path=jsonl, split=split, eval_split=eval_split), evaluation=True)
 
 
 def test_evaluation_needs_held_out_rows(jsonl):
-    with pytest.raises(UserError, match=r"dataset\.eval_split: missing"):
+    with pytest.raises(UserError, match=r"`dataset\.eval_split`: missing"):
         load(DatasetSpec("gsm8k", path=jsonl), evaluation=True)
 
 
@@ -273,7 +273,7 @@ def test_evaluation_needs_held_out_rows(jsonl):
         ('["question", "answer"]', r"rows\.jsonl, line 3 is not a JSON object"),
         ('{"question": "q"}', r"rows\.jsonl, line 3 has no 'answer'"),
         ('{"problem": "q", "answer": "1"}', r"rows\.jsonl, line 3 has no 'question'"),
-        ('{"question": "q", "answer": 1}', r"rows\.jsonl, line 3 has the answer 1; it must be text"),
+        ('{"question": "q", "answer": 1}', r"rows\.jsonl, line 3 has the answer 1: it must be text"),
         ('{"question": " ", "answer": "1"}', r"rows\.jsonl, line 3 has the question ' '"),
         ('{"question": "q", "answer": "so\\n#### "}', r"rows\.jsonl, line 3 has the answer"),
     ],
@@ -301,11 +301,11 @@ def test_windows_line_ends_and_a_byte_order_mark_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("absent.jsonl", None, r"dataset\.path: .*absent\.jsonl can't be read \(No such file"),
-        ("latin.jsonl", "é".encode("latin-1"), r"dataset\.path: .*latin\.jsonl is not UTF-8"),
-        ("empty.jsonl", b"\n", r"dataset\.split: 'train' of .*empty\.jsonl is empty"),
-        ("rows.csv", b"question,answer\n", r"dataset\.path: .*rows\.csv is not a \.jsonl file"),
-        ("no/such/folder", None, r"dataset\.path: there is no file or folder .*no/such/folder"),
+        ("absent.jsonl", None, r"`dataset\.path`: .*absent\.jsonl can't be read \(No such file"),
+        ("latin.jsonl", "é".encode("latin-1"), r"`dataset\.path`: .*latin\.jsonl is not UTF-8"),
+        ("empty.jsonl", b"\n", r"`dataset\.split`: 'train' of .*empty\.jsonl is empty"),
+        ("rows.csv", b"question,answer\n", r"`dataset\.path`: .*rows\.csv is not a \.jsonl file"),
+        ("no/such/folder", None, r"`dataset\.path`: there is no file or folder .*no/such/folder"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path, name, content, message):
@@ -318,12 +318,12 @@ def test_a_bad_file_is_named(tmp_path, name, content, message):
 
 def test_the_key_of_a_bad_held_out_file_is_its_own(jsonl, tmp_path):
     spec = DatasetSpec("gsm8k", path=jsonl, eval_path=str(tmp_path / "absent.jsonl"))
-    with pytest.raises(UserError, match=r"dataset\.eval_path: .*absent\.jsonl"):
+    with pytest.raises(UserError, match=r"`dataset\.eval_path`: .*absent\.jsonl"):
         load(spec, evaluation=True)
 
 
 def test_a_folder_of_something_else_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"dataset\.path: the folder .* was not written by save_to_disk"):
+    with pytest.raises(UserError, match=r"`dataset\.path`: the folder .* was not written by save_to_disk"):
         load(DatasetSpec("gsm8k", path=str(tmp_path)))
 
 
@@ -338,7 +338,7 @@ def test_a_missing_column_of_a_folder_is_named(tmp_path):
     [("train[5:5]", "is empty"), ("train[:5", "can't be read"), ("train[:5%](rounded)", "can't be read")],
 )
 def test_a_bad_slice_is_named(jsonl, split, message):
-    with pytest.raises(UserError, match=r"dataset\.split: .*" + message):
+    with pytest.raises(UserError, match=r"`dataset\.split`: .*" + message):
         load(DatasetSpec("gsm8k", path=jsonl, split=split))
 
 
@@ -397,7 +397,7 @@ def test_arithmetic_by_name():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"split": "validation"}, r"dataset\.split: 'validation' can't be read .*train.*test"),
+        ({"split": "validation"}, r"`dataset\.split`: 'validation' can't be read .*train.*test"),
         ({"size": MAX_ARITHMETIC_SIZE + 1}, r"`dataset\.size` is .*at most"),
     ],
 )
@@ -469,11 +469,11 @@ def test_longer_text_keeps_its_last_tokens(word_tokenizer):
 )
 def test_a_limit_that_leaves_nothing_is_said(word_tokenizer, policy, message):
     spec = DatasetSpec("gsm8k", max_prompt_tokens=4, overlong_prompts=policy)
-    with pytest.raises(UserError, match=r"dataset\.max_prompt_tokens: .*" + message):
+    with pytest.raises(UserError, match=r"`dataset\.max_prompt_tokens`: .*" + message):
         limit_prompts(as_dataset([conversation(3), conversation(4)]), spec, word_tokenizer)
 
 
 def test_messages_need_a_chat_template():
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")))
-    with pytest.raises(UserError, match=r"dataset\.prompt_format: .*chat template"):
+    with pytest.raises(UserError, match=r"`dataset\.prompt_format`: .*chat template"):
         limit_prompts(as_dataset([conversation(1)]), DatasetSpec("gsm8k", max_prompt_tokens=5), bare)

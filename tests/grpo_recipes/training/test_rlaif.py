@@ -82,7 +82,7 @@ def test_a_missing_column_or_path_is_named(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"question": "?"}\n')
     with pytest.raises(UserError, match="line 1 has no 'conversations'"):
         load(spec(tmp_path / "bad.jsonl"))
-    with pytest.raises(UserError, match=r"dataset\.path: missing"):
+    with pytest.raises(UserError, match=r"`dataset\.path` is missing"):
         DatasetSpec("rlaif")
 
 

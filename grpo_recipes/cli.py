@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from grpo_recipes import __version__
-from grpo_recipes.recipe.hints import did_you_mean
 from grpo_recipes.runs import quiet
+from grpo_rewards.errors import UserError, did_you_mean
 
 DESCRIPTION = "What surrounds a GRPO training: plan it, measure its policy, judge the run."
 EPILOG = """`grpo-recipes COMMAND --help` says more. Training itself:
@@ -27,8 +27,8 @@ EPILOG = """`grpo-recipes COMMAND --help` says more. Training itself:
 class Parser(argparse.ArgumentParser):
     """argparse's parser with one sentence for a mistake, and without abbreviations.
 
-    Abbreviated, `plan x --model m` would set `--model-config` where it means to override the recipe. An option may be
-    spelled with underscores too, as the keys of a recipe are. In help texts, `%` is written twice.
+    Abbreviated, `plan x --model m` would set `--model_config` where it means to override the recipe. An option may be
+    spelled with hyphens too. In help texts, `%` is written twice.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -43,17 +43,17 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, with options in either spelling."""
         words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([self._hyphenated(word) for word in words], namespace)
+        return super().parse_known_args([self._underscored(word) for word in words], namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print one sentence and end with exit code 2."""
         print(f"error: {message}", file=sys.stderr)
         raise SystemExit(2)
 
-    def _hyphenated(self, word: str) -> str:
+    def _underscored(self, word: str) -> str:
         name, equals, value = word.partition("=")
-        hyphenated = name.replace("_", "-")
-        return hyphenated + equals + value if hyphenated in self.long_options else word
+        option = f"--{name[2:].replace('-', '_')}"
+        return option + equals + value if option in self.long_options else word
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -77,15 +77,23 @@ def main(args: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.error(f"name a command, {_either(commands.choices)}: `grpo-recipes --help` says what each does")
     known = commands.choices[options.command].long_options
-    if options.command == "plan":
-        return plan_recipe(options, rest, known)
-    if rest:
+    if rest and options.command != "plan":  # whose recipe they override
         parser.error(f"unknown argument `{rest[0]}`{did_you_mean(rest[0].partition('=')[0], known)}")
-    if options.command == "evaluate":
-        return evaluate_policy(options)
-    if options.command == "report":
-        return report_run(options.run, options.other, options.output)
-    return diagnose_run(options.run)
+    try:
+        if options.command == "plan":
+            return plan_recipe(options, rest, known)
+        if options.command == "evaluate":
+            return evaluate_policy(options)
+        if options.command == "report":
+            return report_run(options.run, options.other, options.output)
+        return diagnose_run(options.run)
+    except UserError as error:
+        return _refuse(str(error))
+
+
+def _refuse(sentence: str) -> int:
+    print(f"error: {sentence}", file=sys.stderr)
+    return 2
 
 
 def _either(names: Iterable[str]) -> str:
@@ -101,17 +109,17 @@ def _add_plan(commands: Any) -> None:
     )
     plan.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
     plan.add_argument(
-        "--accelerate-config",
+        "--accelerate_config",
         metavar="FILE",
         help="plan for the machine that this file, or the shipped one of this name, describes (default: this machine)",
     )
     plan.add_argument(
-        "--num-processes", metavar="N", type=int, help="plan for this many processes (default: the file's, else 1)"
+        "--num_processes", metavar="N", type=int, help="plan for this many processes (default: the file's, else 1)"
     )
     plan.add_argument(
-        "--gpu-memory", metavar="SIZE", help="say whether it fits on such GPUs, as 80GB; if not, what to change"
+        "--gpu_memory", metavar="SIZE", help="say whether it fits on such GPUs, as 80GB; if not, what to change"
     )
-    plan.add_argument("--model-config", metavar="FILE", help="the model's config.json, where the hub can't be reached")
+    plan.add_argument("--model_config", metavar="FILE", help="the model's config.json, where the hub can't be reached")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON, sizes in bytes")
 
 
@@ -130,25 +138,20 @@ def _add_report(commands: Any) -> None:
 
 
 def plan_recipe(options: argparse.Namespace, overrides: Sequence[str], known: Sequence[str] = ()) -> int:
-    """Print what a recipe comes to and whether it can run. Returns 0, or 2 with one sentence on stderr.
+    """Print what a recipe comes to. Returns 0; raises `UserError` if it can't run as written.
 
     `known` are the command's own options, one of which an unknown override may mean.
     """
     from grpo_recipes.recipe.plan import plan, print_plan
-    from grpo_recipes.recipe.recipe import RecipeError
 
-    try:
-        planned = plan(
-            ["--config", options.recipe, *overrides],
-            accelerate_config=options.accelerate_config,
-            num_processes=options.num_processes,
-            gpu_memory=options.gpu_memory,
-            model_config_file=options.model_config,
-            options=known,
-        )
-    except RecipeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    planned = plan(
+        ["--config", options.recipe, *overrides],
+        accelerate_config=options.accelerate_config,
+        num_processes=options.num_processes,
+        gpu_memory=options.gpu_memory,
+        model_config_file=options.model_config,
+        options=known,
+    )
     print_plan(planned, as_json=options.json)
     return 0
 
@@ -165,16 +168,16 @@ def _add_evaluate(commands: Any) -> None:
     evaluate.add_argument(
         "--split", metavar="SPLIT", help="default: the recipe's eval_split, unless --path is given; else test"
     )
-    evaluate.add_argument("--prompt-style", metavar="NAME", help="a system prompt by name")
-    evaluate.add_argument("--prompt-format", metavar="FORMAT", help="conversational or text")
+    evaluate.add_argument("--prompt_style", metavar="NAME", help="a system prompt by name")
+    evaluate.add_argument("--prompt_format", metavar="FORMAT", help="conversational or text")
     evaluate.add_argument("--tags", nargs=2, metavar=("REASONING", "ANSWER"), help="the two tags of the asked format")
     evaluate.add_argument("--samples", metavar="N", type=int, default=1, help="completions a problem (default 1)")
     evaluate.add_argument("--temperature", metavar="T", type=float, help="default: 0 (greedy) for one sample, else 1")
     evaluate.add_argument(
-        "--max-new-tokens", metavar="N", type=int, help="default: the recipe's max_completion_length, else 512"
+        "--max_new_tokens", metavar="N", type=int, help="default: the recipe's max_completion_length, else 512"
     )
     evaluate.add_argument("--limit", metavar="N", type=int, help="only the first so many problems")
-    evaluate.add_argument("--batch-size", metavar="N", type=int, default=64, help="completions at once (default 64)")
+    evaluate.add_argument("--batch_size", metavar="N", type=int, default=64, help="completions at once (default 64)")
     evaluate.add_argument("--seed", metavar="N", type=int, default=0, help="of the sampling (default 0)")
     evaluate.add_argument("--vllm", action="store_true", help="generate with vLLM (a full model, not an adapter)")
     evaluate.add_argument(
@@ -189,7 +192,7 @@ def _add_evaluate(commands: Any) -> None:
 def evaluate_policy(options: argparse.Namespace) -> int:
     """Evaluate a model, or compare two evaluations, and print the result.
 
-    Returns 0, 2 with one sentence on stderr, or 130 after Ctrl-C.
+    Returns 0, or 130 after Ctrl-C; raises `UserError` for what can't be evaluated.
     """
     try:
         return _evaluate_policy(options)
@@ -200,68 +203,47 @@ def evaluate_policy(options: argparse.Namespace) -> int:
 
 
 def _evaluate_policy(options: argparse.Namespace) -> int:
-    from grpo_recipes.recipe.data import DatasetError
-    from grpo_recipes.recipe.recipe import RecipeError
     from grpo_recipes.results import evaluate
-    from grpo_recipes.results.engines import EvaluationError
-    from grpo_recipes.runs.files import RunError
 
-    try:
-        if options.compare:
-            print(evaluate.describe_comparison(evaluate.compare(*options.compare)))
-        elif options.model:
-            print(evaluate.describe(evaluate.evaluate_model(options)))
-        else:
-            raise EvaluationError("nothing to evaluate: name a model, or two finished evaluations after --compare")
-    except (EvaluationError, RunError, RecipeError, DatasetError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if options.compare:
+        print(evaluate.describe_comparison(evaluate.compare(*options.compare)))
+    elif options.model:
+        print(evaluate.describe(evaluate.evaluate_model(options)))
+    else:
+        raise UserError("nothing to evaluate: name a model, or two finished evaluations after --compare")
     return 0
 
 
 def report_run(folder: Path, other: Path | None, output: Path | None) -> int:
-    """Write the report of a run, or of two. Returns 0, or 2 if a run can't be read or holds nothing to check."""
+    """Write the report of a run, or of two. Returns 0, or 2 if a run holds nothing to check; raises `UserError`."""
     from grpo_recipes.results.diagnostics import diagnose
     from grpo_recipes.results.report import write_report
     from grpo_recipes.results.run import Run
-    from grpo_recipes.runs.files import RunError
 
+    runs = [Run.read(path) for path in (folder, other) if path is not None]
     try:
-        runs = [Run.read(path) for path in (folder, other) if path is not None]
-        page = write_report(runs, output or folder / "report")
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        print(write_report(runs, output or folder / "report"))
     except OSError as error:
-        print(f"error: the report can't be written ({error}): give another --output", file=sys.stderr)
-        return 2
-    print(page)
+        raise UserError(f"the report can't be written ({error}): give another --output") from error
     for run in runs:
         if not (diagnosis := diagnose(run)).checked:
-            print(f"error: {run.folder}: {diagnosis.coverage}", file=sys.stderr)
-            return 2
+            raise UserError(f"{run.folder}: {diagnosis.coverage}")
     return 0
 
 
 def diagnose_run(folder: Path) -> int:
     """Print what looks wrong in a run, and which checks had data.
 
-    Returns 0 if nothing does, 1 if something does, 2 if the run can't be read or no check had data.
+    Returns 0 if nothing does, 1 if something does; raises `UserError` if the run can't be read or no check had data.
     """
     from grpo_recipes.results.diagnostics import describe, diagnose
     from grpo_recipes.results.run import Run
-    from grpo_recipes.runs.files import RunError
 
-    try:
-        diagnosis = diagnose(Run.read(folder))
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    diagnosis = diagnose(Run.read(folder))
     if diagnosis.findings or diagnosis.checked:
         print(describe(diagnosis))
     if not diagnosis.checked:
-        print(f"error: {folder}: {diagnosis.coverage}", file=sys.stderr)
-        return 2
+        raise UserError(f"{folder}: {diagnosis.coverage}")
     return 1 if diagnosis.findings else 0
 
 

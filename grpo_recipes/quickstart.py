@@ -28,8 +28,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from grpo_recipes import cli
-from grpo_recipes.recipe.data import DatasetSpec, arithmetic_problems, final_answer, load
+from grpo_recipes.recipe.arithmetic import arithmetic_problems
+from grpo_recipes.recipe.data import final_answer, load
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe, shipped
+from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.runs import quiet
 from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATIONS
 
@@ -80,7 +82,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
     with _phase(f"1. Warm start: {settings.demonstrations:,} worked solutions, {settings.shares[0]:.0%} with the tags"):
         warm_start(settings, recipe.dataset, policy_dir)
-    make_way(run_dir)
+    remove_earlier_run(run_dir)
     with _phase(f"2. Accuracy on {HELD_OUT_PROBLEMS} held-out problems, before GRPO"):
         before = evaluate(policy_dir, run_dir / EVALUATIONS / BEFORE, recipe)
     with _phase(f"3. GRPO: python -m grpo_recipes.train {' '.join(arguments)}"):
@@ -108,7 +110,7 @@ def next_commands(run_dir: Path) -> list[str]:
     return [
         f"{command} report {run_dir}",
         f"{command} diagnose {run_dir}",
-        f"{command} plan gsm8k-qwen2.5-1.5b-lora --accelerate-config single_gpu --gpu-memory 24GB",
+        f"{command} plan gsm8k-qwen2.5-1.5b-lora --accelerate_config single_gpu --gpu_memory 24GB",
     ]
 
 
@@ -232,7 +234,7 @@ def _no_bars_of_datasets() -> Iterator[None]:
         enable_progress_bars()
 
 
-def make_way(run_dir: Path) -> None:
+def remove_earlier_run(run_dir: Path) -> None:
     """Remove the quickstart's own earlier run, finished or interrupted."""
     if run_dir.is_dir():
         print(f"\nreplacing the earlier run in {run_dir}")
@@ -261,8 +263,8 @@ def evaluate(model: Path, output: Path, recipe: Recipe) -> dict[str, float]:
     options = {
         "recipe": "quickstart",
         "limit": HELD_OUT_PROBLEMS,
-        "temperature": recipe.with_defaults()["temperature"],
-        "batch-size": EVALUATION_BATCH_SIZE,
+        "temperature": recipe.config.temperature,
+        "batch_size": EVALUATION_BATCH_SIZE,
         "output": output,
     }
     arguments = ["evaluate", str(model)]

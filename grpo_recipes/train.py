@@ -33,23 +33,27 @@ from trl import GRPOConfig, get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
 from grpo_recipes import __version__
-from grpo_recipes.recipe import data
-from grpo_recipes.recipe.recipe import (
-    DEFAULTS,
+from grpo_recipes.recipe import data, limits
+from grpo_recipes.recipe.checks import (
     Checked,
     Machine,
-    Recipe,
-    RecipeError,
     check,
     check_adapter,
     check_checkpoint,
     check_output_dir,
     check_packages,
+    resume_point,
+)
+from grpo_recipes.recipe.hub import is_missing
+from grpo_recipes.recipe.recipe import (
+    DEFAULTS,
+    OUR_KEYS,
+    Recipe,
+    RecipeError,
     grpo_config,
     model_config,
     parse_recipe,
     resolved,
-    resume_point,
     shipped_names,
 )
 from grpo_recipes.recipe.reward_checks import describe_rewards
@@ -58,7 +62,6 @@ from grpo_recipes.results.model_card import write_model_card
 from grpo_recipes.results.run import Run
 from grpo_recipes.runs import faults, quiet, restart
 from grpo_recipes.runs.checkpoints import (
-    WeightFileError,
     adapter_config,
     check_weight_files,
     last_complete_checkpoint,
@@ -66,15 +69,15 @@ from grpo_recipes.runs.checkpoints import (
     steps_done,
     tokenizer_source,
 )
-from grpo_recipes.runs.files import RunError
 from grpo_recipes.runs.record import add_launch, data_order, describe_launch, read_record
 from grpo_recipes.training.offline import RecordedRollout
 from grpo_recipes.training.reference import REF
 from grpo_recipes.training.trainer import GRPOTrainer
+from grpo_rewards.errors import UserError
 from grpo_rewards.registry import leaves
 
-# How long a rank that is not the first keeps its peace about an error that all ranks have: the launcher ends every rank
-# once one has failed, and the first rank must get to say its sentence.
+# How long the other ranks wait before they print an error: usually all ranks have the same one, and the launcher ends every
+# rank once one has failed, so the first rank must get to print it.
 SILENCE_SECONDS = 30.0
 
 
@@ -88,12 +91,7 @@ Every key of the recipe can be given here too, and wins: `--learning_rate 1e-6`.
 written with dots, an entry of a list by its number: `--dataset.path train.jsonl`, `--rewards.0.weight 2`.
 
 Our keys (docs/ and recipes/ show each in use):
-  dataset         which rows, and how they become prompts: name, path, split, eval_split, prompt_style, ...
-  rewards         what is paid: names, or mappings of name, weight, alias, kwargs; `grpo-rewards list`
-  reference       what the KL term ties the policy to: initial, base, or {{adapter: FOLDER}}
-  kl              how it is measured: {{estimator: sampled}} or {{estimator: full}}
-  micro_batching  how padding and idle rows are left out: auto, off, or pack, trim, skip_zero_advantage
-  offline         recorded, scored responses in place of generation: group or batch
+{ours}
 
 Every other key is one of TRL's GRPOConfig or ModelConfig, with TRL's name and default, except for
 {defaults}. All of them are described
@@ -116,7 +114,8 @@ def help_text() -> str:
         ", ".join(shipped_names("recipes")), 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
     )
     changed = ", ".join(f"{key} {str(value).lower()}" for key, value in DEFAULTS.items())
-    return HELP.format(recipes=names, defaults=changed)
+    ours = "\n".join(f"  {key:<15} {meaning}" for key, meaning in OUR_KEYS.items())
+    return HELP.format(recipes=names, ours=ours, defaults=changed)
 
 
 @quiet.libraries()
@@ -132,29 +131,26 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     logging.basicConfig(format="%(message)s")
     logging.getLogger("grpo_recipes").setLevel(logging.INFO)
-    launch: Launch | None = None
+    prepared: Prepared | None = None
     try:
-        launch = prepare(arguments)
-        return launch.recipe.blame(run, launch)
-    except (RecipeError, data.DatasetUnreachable, faults.BuildLocked) as error:
+        recipe = parse_recipe(arguments)
+        prepared = prepare(recipe, Machine.here())
+        return recipe.naming_this_file(run, prepared)
+    except UserError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
-        return _stopped_at_once(launch)
+        return _stopped_at_once(prepared)
     except Exception as error:  # whatever it is, the user gets a sentence, and every rank the same one
-        if launch is None:  # nothing has begun: an error of our own
+        if prepared is None:  # nothing has begun: an error of our own
             raise
-        began = launch.interruption.began
-        checkpoint = launch.last_checkpoint() if began else launch.checkpoint
-        curable = faults.is_curable(error, began=began)
-        faults.report(error, launch.recipe.output_dir, checkpoint, curable=curable)
-        return 1
+        return _failed(prepared, error)
     finally:
-        if launch is not None:
-            launch.interruption.forget()
+        if prepared is not None:
+            prepared.interruption.forget()
 
 
 @dataclass(frozen=True)
-class Launch:
+class Prepared:
     """What the checks of a recipe leave for its run: nothing is read or built twice."""
 
     recipe: Recipe
@@ -172,25 +168,28 @@ class Launch:
     @property
     def steps(self) -> int:
         """The run's length in optimiser steps."""
-        return self.checked.geometry.optimizer_steps(self.recipe.with_defaults(), len(self.checked.train_dataset))
+        return self.checked.geometry.optimizer_steps(self.recipe.config, len(self.checked.train_dataset))
+
+    @property
+    def steps_before(self) -> int:
+        """The optimiser steps that the checkpoint has behind it."""
+        return steps_done(self.checkpoint) if self.checkpoint else 0
 
     @property
     def is_over(self) -> bool:
         """Whether the checkpoint is the end of the run."""
-        return self.checkpoint is not None and steps_done(self.checkpoint) >= self.steps
+        return self.checkpoint is not None and self.steps_before >= self.steps
 
     def last_checkpoint(self) -> Path | None:
         """The newest complete checkpoint in the run's folder."""
         return last_complete_checkpoint(self.recipe.output_dir, self.machine.num_processes)[0]
 
 
-def prepare(args: Sequence[str]) -> Launch:
-    """Everything that can be checked, and built, before the policy is loaded.
+def prepare(recipe: Recipe, machine: Machine) -> Prepared:
+    """Check and build everything that does not need the policy, before it is loaded.
 
     Raises `RecipeError`, `data.DatasetUnreachable` or `faults.BuildLocked`.
     """
-    recipe = parse_recipe(args)
-    machine = Machine.here()
     check_output_dir(recipe, machine)
     check_packages(recipe)
     checkpoint, cut_off = resume_point(recipe, machine) if recipe.resumes else (None, [])
@@ -212,30 +211,30 @@ def prepare(args: Sequence[str]) -> Launch:
     load_reward_models(recipe, checked)
     num_prompts = len(checked.train_dataset)
     interruption = restart.StopOnSignal(lambda step: checked.geometry.ends_generation(step, num_prompts))
-    return Launch(recipe, machine, checked, tokenizer, training_args, rollout, checkpoint, tuple(cut_off), interruption)
+    return Prepared(
+        recipe, machine, checked, tokenizer, training_args, rollout, checkpoint, tuple(cut_off), interruption
+    )
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """The policy's tokenizer, padding on the left. Raises `RecipeError` if it can't be loaded or has no chat template."""
     name = tokenizer_source(recipe.model["model_name_or_path"])
-    if data.is_missing(name):
-        raise RecipeError(f"{recipe.source}: `model_name_or_path` {name}: there is no such folder")
+    if is_missing(name):
+        raise recipe.error(f"`model_name_or_path` {name}: there is no such folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             name,
             revision=recipe.model.get("model_revision", "main"),
-            trust_remote_code=recipe.with_defaults()["trust_remote_code"],
+            trust_remote_code=recipe.config.trust_remote_code,
             padding_side="left",
             truncation_side="left",
         )
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise RecipeError(
-            f"{recipe.source}: `model_name_or_path` {name}: no tokenizer could be loaded: {reason}"
-        ) from error
+        raise recipe.error(f"`model_name_or_path` {name}: no tokenizer could be loaded: {reason}") from error
     if recipe.dataset.prompt_format == "conversational" and tokenizer.chat_template is None:
-        raise RecipeError(
-            f"{recipe.source}: the tokenizer of {name} has no chat template: set `dataset.prompt_format: text`, or use a model "
+        raise recipe.error(
+            f"the tokenizer of {name} has no chat template: set `dataset.prompt_format: text`, or use a model "
             "that has one"
         )
     return tokenizer
@@ -244,14 +243,14 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:
     """What TRL's `model` argument gets: the model's name, or, if that is an adapter's, the adapter on its base, trainable.
 
-    Raises `RecipeError` if the adapter's base can't be loaded, or if the recipe asks for a new adapter on top.
+    Raises `UserError` if the adapter's base can't be loaded, or if the recipe asks for a new adapter on top.
     """
     name, model_args = recipe.model["model_name_or_path"], model_config(recipe)
     config = adapter_config(name, model_args.model_revision)
     if config is None:
         return name
     if model_args.use_peft:
-        raise RecipeError("`use_peft` asks for a new adapter, and `model_name_or_path` is one: remove `use_peft`")
+        raise UserError("`use_peft` asks for a new adapter, and `model_name_or_path` is one: remove `use_peft`")
     init = {
         **(training_args.model_init_kwargs or {}),
         "revision": config.revision or "main",
@@ -265,7 +264,7 @@ def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:
     try:
         base = create_model_from_path(config.base_model_name_or_path, **init)
     except (OSError, ValueError) as error:
-        raise RecipeError(
+        raise UserError(
             f"`model_name_or_path` {name} is an adapter, and its base {config.base_model_name_or_path} can't be loaded: set "
             f"`base_model_name_or_path` in its adapter_config.json ({' '.join(str(error).split())})"
         ) from error
@@ -281,16 +280,18 @@ def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:
 
 def limit_prompts(recipe: Recipe, checked: Checked, tokenizer: PreTrainedTokenizerBase) -> Checked:
     """Apply `dataset.max_prompt_tokens`, say how many prompts it touched, and check that enough are left."""
-    train_dataset, touched = recipe.blame(data.limit_prompts, checked.train_dataset, recipe.dataset, tokenizer)
+    train_dataset, touched = recipe.naming_this_file(
+        data.limit_prompts, checked.train_dataset, recipe.dataset, tokenizer
+    )
     if touched:
         done = "dropped" if recipe.dataset.overlong_prompts == "drop" else "cut from the left"
         _say(
             f"{touched} of {len(checked.train_dataset)} prompts over {recipe.dataset.max_prompt_tokens} tokens were {done}"
         )
-    recipe.blame(checked.geometry.check_dataset, len(train_dataset))
+    recipe.naming_this_file(checked.geometry.check_dataset, len(train_dataset))
     eval_dataset = checked.eval_dataset
     if eval_dataset is not None:
-        eval_dataset, _ = recipe.blame(data.limit_prompts, eval_dataset, recipe.dataset, tokenizer)
+        eval_dataset, _ = recipe.naming_this_file(data.limit_prompts, eval_dataset, recipe.dataset, tokenizer)
     return replace(checked, train_dataset=train_dataset, eval_dataset=eval_dataset)
 
 
@@ -298,8 +299,8 @@ def build_rollout(recipe: Recipe, checked: Checked, tokenizer: PreTrainedTokeniz
     """The recorded responses that `offline` trains on in place of generated ones. Raises `RecipeError`."""
     if recipe.offline is None:
         return None
-    limit = recipe.with_defaults()["max_completion_length"]
-    return recipe.blame(RecordedRollout, checked.train_dataset, tokenizer, recipe.offline, limit)
+    limit = recipe.config.max_completion_length
+    return recipe.naming_this_file(RecordedRollout, checked.train_dataset, tokenizer, recipe.offline, limit)
 
 
 def check_weights(recipe: Recipe) -> None:
@@ -308,8 +309,8 @@ def check_weights(recipe: Recipe) -> None:
     if (Path(name) / "adapter_config.json").is_file() and (config := adapter_config(name)) is not None:
         base = config.base_model_name_or_path
     if base is not None and Path(base).is_absolute() and not Path(base).exists():
-        raise RecipeError(
-            f"{recipe.source}: `model_name_or_path` {name} is an adapter, and its base {base} is not there: set "
+        raise recipe.error(
+            f"`model_name_or_path` {name} is an adapter, and its base {base} is not there: set "
             "`base_model_name_or_path` in its adapter_config.json"
         )
     folders = {"base_model_name_or_path": base, "model_name_or_path": name, "reference.adapter": reference}
@@ -321,8 +322,8 @@ def check_weights(recipe: Recipe) -> None:
 def _check_weights(recipe: Recipe, key: str, folder: Path) -> None:
     try:
         check_weight_files(folder)
-    except WeightFileError as error:
-        raise RecipeError(f"{recipe.source}: `{key}`: {error}: copy or save it again, or name another model") from error
+    except UserError as error:
+        raise recipe.error(f"`{key}`: {error}: copy or save it again, or name another model") from error
 
 
 def load_reward_models(recipe: Recipe, checked: Checked) -> None:
@@ -335,7 +336,7 @@ def load_reward_models(recipe: Recipe, checked: Checked) -> None:
             try:
                 _say(reward.load().summary())
             except ValueError as error:
-                raise RecipeError(f"{recipe.source}: `rewards`: {error}") from error
+                raise recipe.error(f"`rewards`: {error}") from error
 
 
 def describe_resumption(recipe: Recipe, checkpoint: Path | None, cut_off: Sequence[Path]) -> str:
@@ -355,8 +356,8 @@ def earlier_launch(recipe: Recipe, checkpoint: Path | None) -> Mapping[str, Any]
     folder = checkpoint.parent if checkpoint else recipe.output_dir
     try:
         before = read_record(folder) if recipe.resumes else {}
-    except RunError as error:
-        raise RecipeError(f"{recipe.source}: `resume_from_checkpoint`: {error}") from error
+    except UserError as error:
+        raise recipe.error(f"`resume_from_checkpoint`: {error}") from error
     if before is None and checkpoint is not None:
         _say(f"{folder} has no run.json: whether {checkpoint.name} is of this recipe is not checked")
     return before or {}
@@ -381,77 +382,89 @@ def check_same_order(recipe: Recipe, checked: Checked, before: Mapping[str, Any]
 
 def order_of(recipe: Recipe, checked: Checked) -> dict[str, Any]:
     """What determines which prompts an optimiser step sees."""
-    return data_order(checked.geometry.as_dict(), checked.train_dataset["prompt"], recipe.with_defaults())
+    return data_order(checked.geometry.as_dict(), checked.train_dataset["prompt"], vars(recipe.config))
 
 
-def launch_entry(launch: Launch) -> dict[str, Any]:
+def launch_entry(prepared: Prepared) -> dict[str, Any]:
     """The entry of a launch in `run.json`."""
-    recipe, checked = launch.recipe, launch.checked
+    recipe, checked = prepared.recipe, prepared.checked
     return describe_launch(
         recipe.as_dict(),
-        recipe.with_defaults(),
+        vars(recipe.config),
         checked.rewards,
         recipe.arguments,
         source=recipe.source,
-        resumed_from=launch.checkpoint,
-        world_size=launch.training_args.world_size,
+        resumed_from=prepared.checkpoint,
+        world_size=prepared.training_args.world_size,
         **order_of(recipe, checked),
         **({"unscorable_golds": checked.golds.as_dict()} if checked.golds else {}),
     )
 
 
 def _another_run(recipe: Recipe, change: str) -> RecipeError:
-    return RecipeError(
-        f"{recipe.source}: `resume_from_checkpoint`: {change}: launch as before, or start another run from the checkpoint as "
+    return recipe.error(
+        f"`resume_from_checkpoint`: {change}: launch as before, or start another run from the checkpoint as "
         "its `model_name_or_path`"
     )
 
 
-def run(launch: Launch) -> int:
+def run(prepared: Prepared) -> int:
     """Train, and leave the model or adapter, the tokenizer, a model card and the run's files in `output_dir`.
 
     After SIGTERM or Ctrl-C it leaves a checkpoint instead and says so. Returns 0, or 130 after Ctrl-C.
     """
-    recipe, checked, training_args = launch.recipe, launch.checked, launch.training_args
+    recipe, training_args = prepared.recipe, prepared.training_args
     if recipe.resumes and training_args.process_index == 0:
-        set_aside(list(launch.cut_off))
-        _say(describe_resumption(recipe, launch.checkpoint, launch.cut_off))
+        set_aside(list(prepared.cut_off))
+        _say(describe_resumption(recipe, prepared.checkpoint, prepared.cut_off))
     faults.forget(recipe.output_dir)
-    trainer = build_trainer(launch)
-    _say(f"{recipe.source}: {_size(trainer)}, rewards {describe_rewards(checked.rewards)}")
-    _say(f"  reference       {describe_reference(recipe, trainer)}")
-    _say(checked.geometry.describe())
-    _say(checked.geometry.describe_epoch(len(checked.train_dataset)))
-    for note in [*recipe.cautions(), *([checked.golds.describe()] if checked.golds else [])]:
-        _say(f"  note            {note}")
+    trainer = build_trainer(prepared)
+    describe_run(prepared, trainer)
     if trainer.accelerator.is_main_process:
-        add_launch(recipe.output_dir, launch_entry(launch))
-    if launch.is_over:
-        _say(f"already finished: {launch.checkpoint} is the end of the run, nothing is left to train")
-    checkpoint = str(launch.checkpoint) if launch.checkpoint else None
+        add_launch(recipe.output_dir, launch_entry(prepared))
     started = time.monotonic()
+    train(prepared, trainer)
+    if prepared.interruption.stopped:
+        return _stopped(prepared, trainer)
+    if not prepared.is_over and trainer.state.global_step == prepared.steps_before:
+        raise faults.NothingTrained(f"no optimiser step was taken, of {prepared.steps}: the model is as it was")
+    trainer.save_model(
+        training_args.output_dir, _internal_call=True
+    )  # our own call pushes to the hub later, in `finish`
     try:
-        with restart.loading_only(trainer, launch.steps) if launch.is_over else nullcontext():
-            trainer.train(resume_from_checkpoint=checkpoint)
-    except (Exception, KeyboardInterrupt):
-        faults.close_progress_bars(trainer.callback_handler.callbacks)
-        raise
-    if launch.interruption.stopped:
-        return _stopped(launch, trainer)
-    steps_before = steps_done(launch.checkpoint) if launch.checkpoint else 0
-    if not launch.is_over and trainer.state.global_step == steps_before:
-        raise faults.NothingTrained(f"no optimiser step was taken, of {launch.steps}: the model is as it was")
-    trainer.save_model(training_args.output_dir, _internal_call=True)  # which is what leaves the hub for later
-    try:
-        finish(launch, trainer, time.monotonic() - started)
+        finish(prepared, trainer, time.monotonic() - started)
     except KeyboardInterrupt:
         return _interrupted(f"the run is finished, and its model is in {recipe.output_dir}")
     return 0
 
 
-def build_trainer(launch: Launch) -> GRPOTrainer:
-    """The trainer of a launch, the policy and its reference loaded."""
-    recipe, checked, training_args = launch.recipe, launch.checked, launch.training_args
+def describe_run(prepared: Prepared, trainer: GRPOTrainer) -> None:
+    """Print what will be trained: sizes, rewards, the reference, the geometry, and what may be a mistake."""
+    recipe, checked = prepared.recipe, prepared.checked
+    _say(f"{recipe.source}: {_size(trainer)}, rewards {describe_rewards(checked.rewards)}")
+    _say(f"  reference       {describe_reference(recipe, trainer)}")
+    _say(checked.geometry.describe())
+    _say(checked.geometry.describe_epoch(len(checked.train_dataset)))
+    for note in [*limits.cautions(recipe.config), *([checked.golds.describe()] if checked.golds else [])]:
+        _say(f"  note            {note}")
+
+
+def train(prepared: Prepared, trainer: GRPOTrainer) -> None:
+    """Run the training loop from the checkpoint, if there is one; of a finished run it only loads the checkpoint."""
+    if prepared.is_over:
+        _say(f"already finished: {prepared.checkpoint} is the end of the run, nothing is left to train")
+    checkpoint = str(prepared.checkpoint) if prepared.checkpoint else None
+    try:
+        with restart.loading_only(trainer, prepared.steps) if prepared.is_over else nullcontext():
+            trainer.train(resume_from_checkpoint=checkpoint)
+    except (Exception, KeyboardInterrupt):
+        faults.close_progress_bars(trainer.callback_handler.callbacks)
+        raise
+
+
+def build_trainer(prepared: Prepared) -> GRPOTrainer:
+    """The trainer of a run, the policy and its reference loaded."""
+    recipe, checked, training_args = prepared.recipe, prepared.checked, prepared.training_args
     training_args.reward_weights = [reward.weight for reward in checked.rewards]
     model_args = model_config(recipe)
     train_dataset = checked.train_dataset
@@ -459,19 +472,19 @@ def build_trainer(launch: Launch) -> GRPOTrainer:
         model=load_policy(recipe, training_args),
         reward_funcs=[faults.checked_reward(reward.function) for reward in checked.rewards],
         args=training_args,
-        train_dataset=train_dataset.select_columns(["prompt"]) if launch.rollout else train_dataset,
+        train_dataset=train_dataset.select_columns(["prompt"]) if prepared.rollout else train_dataset,
         eval_dataset=checked.eval_dataset,
-        processing_class=launch.tokenizer,
+        processing_class=prepared.tokenizer,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
-        rollout_func=launch.rollout,
+        rollout_func=prepared.rollout,
         kl_estimator=recipe.kl_estimator,
         micro_batching=recipe.micro_batching,
         reference=recipe.reference,
     )
-    if launch.checkpoint is not None:
+    if prepared.checkpoint is not None:
         trainer.add_callback(restart.ContinueSchedule())
-    trainer.add_callback(launch.interruption)
+    trainer.add_callback(prepared.interruption)
 
     def create_model_card(**ignored: Any) -> None:
         if trainer.accelerator.is_main_process:
@@ -481,15 +494,24 @@ def build_trainer(launch: Launch) -> GRPOTrainer:
     return trainer
 
 
-def finish(launch: Launch, trainer: GRPOTrainer, seconds: float) -> None:
+def _failed(prepared: Prepared, error: Exception) -> int:
+    """Say why a run ended, and from where it can go on. Returns 1."""
+    began = prepared.interruption.began
+    checkpoint = prepared.last_checkpoint() if began else prepared.checkpoint
+    curable = faults.is_curable(error, began=began)
+    faults.report(error, prepared.recipe.output_dir, checkpoint, curable=curable)
+    return 1
+
+
+def finish(prepared: Prepared, trainer: GRPOTrainer, seconds: float) -> None:
     """What follows once the model is saved: whatever fails here is a warning, for the run is finished."""
-    recipe = launch.recipe
+    recipe = prepared.recipe
     attempt(recipe, "its trainer_state.json was not written", trainer.save_state)
     trainer.create_model_card()
     attempt(recipe, "its summary was not made", lambda: _say(summary(trainer, seconds)))
     if trainer.accelerator.is_main_process:
         attempt(recipe, "it was not diagnosed", lambda: _say(diagnosis(recipe.output_dir)))
-    if launch.training_args.push_to_hub:
+    if prepared.training_args.push_to_hub:
         attempt(recipe, "it was not pushed to the hub", trainer.push_to_hub)
     attempt(recipe, "its logs may not be complete", trainer.end)
 
@@ -503,23 +525,23 @@ def attempt(recipe: Recipe, loss: str, function: Callable[..., Any], *args: Any)
         print(f"warning: {recipe.output_dir}: {loss} ({reason})", file=sys.stderr, flush=True)
 
 
-def _stopped(launch: Launch, trainer: GRPOTrainer) -> int:
+def _stopped(prepared: Prepared, trainer: GRPOTrainer) -> int:
     """Say where a run goes on that was asked to stop, and end it."""
     trainer.accelerator.wait_for_everyone()  # a rank that leaves may take its node, and the others' saves, with it
     rest = "`--resume_from_checkpoint true` goes on from there"
-    if launch.training_args.save_only_model:
+    if prepared.training_args.save_only_model:
         rest = "without its optimiser (`save_only_model`), so no run can go on from there"
-    by, state = launch.interruption.name, trainer.state
+    by, state = prepared.interruption.name, trainer.state
     _say(f"stopped by {by} after step {state.global_step} of {state.max_steps}, which is saved: {rest}")
     trainer.end()
-    return INTERRUPTED if launch.interruption.requested == signal.SIGINT else 0
+    return INTERRUPTED if prepared.interruption.requested == signal.SIGINT else 0
 
 
-def _stopped_at_once(launch: Launch | None) -> int:
+def _stopped_at_once(prepared: Prepared | None) -> int:
     """Say what is left of a run that Ctrl-C ended where it was."""
-    if launch is None or not launch.recipe.output_dir.exists():
+    if prepared is None or not prepared.recipe.output_dir.exists():
         return _interrupted(NOTHING_DONE)
-    if (last := launch.last_checkpoint()) is not None:
+    if (last := prepared.last_checkpoint()) is not None:
         return _interrupted(f"{last} is saved: `--resume_from_checkpoint true` goes on from there")
     return _interrupted("nothing is saved yet: `--resume_from_checkpoint true` starts again")
 
@@ -543,7 +565,7 @@ def diagnosis(folder: Path) -> str:
     """What looks wrong in a finished run, or why that can't be told: the run is trained and saved in either case."""
     try:
         return describe(diagnose(Run.read(folder)))
-    except RunError as error:
+    except UserError as error:
         return f"diagnosis: left out, {error}"
 
 

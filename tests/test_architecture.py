@@ -14,8 +14,8 @@ PACKAGES = {"grpo_recipes": ROOT / "grpo_recipes", "grpo_rewards": ROOT / "rewar
 
 # From top to bottom; what stands in one line may not import its neighbours.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("cli",),
     ("quickstart",),
+    ("cli",),
     ("train",),
     ("training", "results"),
     ("recipe",),

@@ -7,40 +7,37 @@ holds under its name: `gsm8k` (a hub id, a `save_to_disk` folder or a JSONL file
 `grpo_recipes.training.offline`; its columns are those of `_read_scored`).
 """
 
-import difflib
 import json
 import math
-import random
-import ssl
-import urllib.error
-import urllib.request
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeGuard, TypeVar
 
 import datasets
 import pyarrow as pa
-from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+from grpo_recipes.recipe.arithmetic import DEFAULT_ARITHMETIC_SIZE, arithmetic_problems
+from grpo_recipes.recipe.hub import cache_only_if_hub_is_silent, is_missing
+from grpo_recipes.recipe.specs import DatasetName, DatasetSpec, OfflineSpec, PromptStyle
+from grpo_rewards.errors import UserError
 
 GSM8K_HUB_ID = "openai/gsm8k"
 GSM8K_HUB_CONFIG = "main"
 RLAIF_PLACEHOLDER = "空"
 """What MiniMind's RLAIF files write where the assistant's last turn is to be generated ("empty")."""
 
-PROMPT_STYLES: Mapping[str, str | None] = MappingProxyType(
+PROMPT_STYLES: Mapping[PromptStyle, str | None] = MappingProxyType(
     {
-        # Document 001, SYSTEM_PROMPT, stripped as its build_prompt does.
+        # "GRPO from scratch": SYSTEM_PROMPT, stripped as its build_prompt does.
         "reasoning": "Respond in the following format:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>",
-        # Document 004, format_dataset.
+        # "Full-vocabulary KL": format_dataset.
         "think": (
             "Solve the math problem step-by-step, providing reasoning in <think> tags "
             "and the final answer in <answer> tags."
         ),
-        # Document 000, the system turn of its training prompts.
+        # MiniMind: the system turn of its training prompts.
         "minimind": "你是 MiniMind，是一个有用的人工智能助手。",
         "none": None,
     }
@@ -53,100 +50,9 @@ TAKEN_COLUMNS = (
 )
 """Names that a row's own columns can't have: the trainer fills them, or reads more into them than a reward's column."""
 
-_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "prompt_style": tuple(PROMPT_STYLES),
-        "prompt_format": ("conversational", "text"),
-        "overlong_prompts": ("drop", "cut_left"),
-    }
-)
-_HUB_TIMEOUT_SECONDS = 5
-_FILE_ENDINGS = (".json", ".jsonl", ".parquet", ".csv")
 
-
-class DatasetError(ValueError):
-    """A dataset that can't be used, in one sentence that names the key, the file and line if any, and the fix."""
-
-
-class DatasetUnreachable(DatasetError):
+class DatasetUnreachable(UserError):
     """A dataset on the hub that does not answer and has no copy in the local cache."""
-
-
-@dataclass(frozen=True)
-class DatasetSpec:
-    """Which rows to read and how to phrase them as prompts: the `dataset` key of a recipe.
-
-    Attributes:
-        name: which reader: `gsm8k`, `rlaif`, `arithmetic` or `scored`.
-        path: a hub id, a `save_to_disk` folder, or a `.jsonl` file; `gsm8k` reads `openai/gsm8k` when absent.
-        config: the hub configuration; `main` for `openai/gsm8k`.
-        split: the split to train on. Slices such as `train[:5%]` work for every kind of path; a file or folder
-            that holds a single split is sliced under any name.
-        eval_split: the split to evaluate on, used when evaluation is on.
-        eval_path: where the held-out rows lie, if not under `path`; needed for JSONL, which holds one split.
-        prompt_style: a system prompt of `PROMPT_STYLES`, for rows that do not bring their own.
-        prompt_format: `conversational` (messages, rendered by the model's chat template) or `text` (document 001's
-            build_prompt: the stripped contents joined with newlines). The prompts of `scored` are text as recorded.
-        max_prompt_tokens: the longest prompt in tokens, as rendered; None for no limit. See `limit_prompts`.
-        overlong_prompts: what becomes of a longer one: `drop` it, or `cut_left` its earlier turns, then the question.
-        size: problems in each split of `arithmetic`; 2,000 when absent.
-        seed: which `arithmetic` problems are drawn.
-    """
-
-    name: str
-    path: str | None = None
-    config: str | None = None
-    split: str = "train"
-    eval_split: str | None = None
-    eval_path: str | None = None
-    prompt_style: str = "reasoning"
-    prompt_format: str = "conversational"
-    max_prompt_tokens: int | None = None
-    overlong_prompts: str = "drop"
-    size: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse what no reader could use, before anything is read."""
-        _check_types(self)
-        _check_choice("name", self.name, tuple(_READERS))
-        for key, choices in _CHOICES.items():
-            _check_choice(key, getattr(self, key), choices)
-        for key in ("max_prompt_tokens", "size"):
-            if (value := getattr(self, key)) is not None and value < 1:
-                raise DatasetError(f"dataset.{key}: {value} is not positive; give at least 1, or leave the key out.")
-        if self.name == "rlaif" and self.path is None:
-            raise DatasetError("dataset.path: missing; name the .jsonl file, folder or hub id that rlaif is to read.")
-        foreign = _FOREIGN_KEYS.get(self.name, ("size", "seed"))
-        defaults = {field.name: field.default for field in fields(self)}
-        for key in foreign:
-            if getattr(self, key) != defaults[key]:
-                raise DatasetError(f"dataset.{key}: the dataset {self.name!r} does not use it; remove the key.")
-        if self.name == "scored" and (self.path is None or not self.path.endswith(".jsonl")):
-            raise DatasetError(f"dataset.path: scored reads a .jsonl file, not {self.path!r}; name the file.")
-        if self.name == "scored" and self.prompt_format != "text":
-            raise DatasetError("dataset.prompt_format: recorded prompts are text as they stand; remove the key.")
-
-    @classmethod
-    def parse(cls, raw: str | Mapping[str, Any]) -> "DatasetSpec":
-        """Read a recipe's `dataset` value: a mapping, or a plain string for the name.
-
-        Raises:
-            DatasetError: an unknown key (names the nearest), a wrong type, or a value that is not a choice.
-        """
-        if isinstance(raw, str):
-            return cls(name=raw)
-        if not isinstance(raw, Mapping):
-            raise DatasetError(
-                f"dataset: expected a name or a mapping, got {raw!r}; write for example `dataset: gsm8k`."
-            )
-        known = tuple(field.name for field in fields(cls))
-        for key in raw:
-            if key not in known:
-                raise DatasetError(f"dataset.{key}: unknown key; {_nearest(str(key), known)}")
-        if "name" not in raw:
-            raise DatasetError(f"dataset.name: missing; choose one of {_listed(tuple(_READERS))}.")
-        return cls(**({"prompt_format": "text", **raw} if raw["name"] == "scored" else raw))
 
 
 @dataclass(frozen=True)
@@ -170,15 +76,28 @@ def load(spec: DatasetSpec, *, evaluation: bool = False) -> datasets.Dataset:
 
     Raises:
         DatasetUnreachable: the hub does not answer and the local cache has no copy.
-        DatasetError: nothing to read, a row that can't be used, or no row left.
+        UserError: nothing to read, a row that can't be used, or no row left.
     """
     source = _held_out_source(spec) if evaluation else _Source(spec.path, spec.split, "path", "split", False)
     dataset = _READERS[spec.name](spec, source)
     if len(dataset) == 0:
-        raise DatasetError(
-            f"dataset.{source.split_key}: {source.split!r} of {source.path or spec.name} is empty; choose other rows."
+        raise UserError(
+            f"`dataset.{source.split_key}`: {source.split!r} of {source.path or spec.name} is empty: choose other rows"
         )
     return dataset
+
+
+def check_responses(dataset: datasets.Dataset, spec: OfflineSpec, num_generations: int) -> None:
+    """Raise `UserError` if prompts have fewer recorded responses than a group has members."""
+    if spec.compares_whole_batch:
+        return
+    short = sum(len(responses) < num_generations for responses in dataset["responses"])
+    if short:
+        raise UserError(
+            f"`offline.baseline: group` compares {num_generations} responses to one prompt (`num_generations`), and {short} of "
+            f"{len(dataset)} prompts have fewer: lower `num_generations`, leave those prompts out, or set `offline.baseline: "
+            "batch`"
+        )
 
 
 def limit_prompts(dataset: datasets.Dataset, spec: DatasetSpec, tokenizer: Any) -> tuple[datasets.Dataset, int]:
@@ -192,7 +111,7 @@ def limit_prompts(dataset: datasets.Dataset, spec: DatasetSpec, tokenizer: Any) 
         The dataset and how many prompts were dropped or cut; the very same dataset when there is no limit.
 
     Raises:
-        DatasetError: every prompt is too long, or what surrounds the question exceeds the limit by itself.
+        UserError: every prompt is too long, or what surrounds the question exceeds the limit by itself.
     """
     limit = spec.max_prompt_tokens
     if limit is None:
@@ -201,9 +120,9 @@ def limit_prompts(dataset: datasets.Dataset, spec: DatasetSpec, tokenizer: Any) 
     overlong = [length > limit for length in lengths]
     if spec.overlong_prompts == "drop":
         if all(overlong):
-            raise DatasetError(
-                f"dataset.max_prompt_tokens: all {len(lengths)} prompts are longer than {limit} tokens "
-                f"(the shortest has {min(lengths)}); raise the limit."
+            raise UserError(
+                f"`dataset.max_prompt_tokens`: all {len(lengths)} prompts are longer than {limit} tokens "
+                f"(the shortest has {min(lengths)}): raise the limit"
             )
         return dataset.select([row for row, is_overlong in enumerate(overlong) if not is_overlong]), sum(overlong)
     prompts = [
@@ -213,34 +132,6 @@ def limit_prompts(dataset: datasets.Dataset, spec: DatasetSpec, tokenizer: Any) 
     return datasets.Dataset.from_dict({**dataset.to_dict(), "prompt": prompts}, features=dataset.features), sum(
         overlong
     )
-
-
-def arithmetic_problems(split: str, size: int, seed: int = 0) -> list[dict[str, str]]:
-    """Draw word problems in GSM8K's schema: `question`, and `answer` with worked steps ending in `#### N`.
-
-    Train and test are disjoint by construction, whatever their sizes and seeds: a checksum of the question's own text
-    says which split it belongs to (one in five is a test question). No question occurs twice in a draw, and a shorter
-    draw with the same seed is the beginning of a longer one.
-
-    Args:
-        split: `train` or `test`.
-        size: how many problems, at most `MAX_ARITHMETIC_SIZE`.
-        seed: which problems.
-
-    Raises:
-        DatasetError: another split, or more problems than can be made.
-    """
-    if split not in ("train", "test"):
-        raise DatasetError(f"dataset.split: arithmetic has no split {split!r}; choose train or test.")
-    if size > MAX_ARITHMETIC_SIZE:
-        raise DatasetError(f"dataset.size: arithmetic makes at most {MAX_ARITHMETIC_SIZE} problems, not {size}.")
-    generator = random.Random(f"{split}-{seed}")  # a string seed is hashed the same way in every process
-    problems: dict[str, dict[str, str]] = {}
-    while len(problems) < size:
-        problem = _draw_problem(generator)
-        if _arithmetic_split(problem["question"]) == split:
-            problems.setdefault(problem["question"], problem)
-    return list(problems.values())
 
 
 # Readers
@@ -254,7 +145,7 @@ def _read_table(spec: DatasetSpec, source: _Source) -> datasets.Dataset:
     elif path is not None and path.is_dir():
         rows = _sliced(_saved_splits(path, source, schema), spec, source)
     elif path is not None and path.exists():
-        raise DatasetError(f"dataset.{source.path_key}: {path} is not a .jsonl file; convert it, or name its folder.")
+        raise UserError(f"`dataset.{source.path_key}`: {path} is not a .jsonl file: convert it, or name its folder")
     else:
         rows = _table_rows(_hub_table(spec, source), f"{source.path or GSM8K_HUB_ID}, {source.split}", schema)
     return _as_dataset(rows, spec)
@@ -295,20 +186,13 @@ def _read_scored(spec: DatasetSpec, source: _Source) -> datasets.Dataset:
     if all(not logprobs for _, _, _, logprobs in kept):
         return datasets.Dataset.from_dict(dict(zip(_SCORED_COLUMNS[:3], _columns(kept)[:3], strict=True)))
     if any(len(logprobs) < len(responses) for _, responses, _, logprobs in kept):
-        raise DatasetError(f"dataset: some responses of {path} have logprobs and some have none; give all or none.")
+        raise UserError(f"`dataset`: some responses of {path} have logprobs and some have none: give all or none")
     return datasets.Dataset.from_dict(dict(zip(_SCORED_COLUMNS, _columns(kept), strict=True)))
 
 
-_READERS: Mapping[str, Callable[[DatasetSpec, _Source], datasets.Dataset]] = MappingProxyType(
+_READERS: Mapping[DatasetName, Callable[[DatasetSpec, _Source], datasets.Dataset]] = MappingProxyType(
     {"gsm8k": _read_table, "rlaif": _read_table, "arithmetic": _read_arithmetic, "scored": _read_scored}
 )
-_FOREIGN_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "arithmetic": ("path", "eval_path", "config"),
-        "scored": ("config", "size", "seed", "prompt_style"),
-    }
-)
-
 # What is read of a row: the turns that lead to the completion, the last of them the user's, and the final answer ("" if
 # there is none). A row is these two, and its other columns.
 _Message = dict[str, str]
@@ -325,7 +209,7 @@ def _question_row(row: Mapping[str, Any], where: str) -> _Read:
     """GSM8K's schema: a question, and worked steps that end in `#### N`."""
     for column, essence in (("question", str.strip), ("answer", final_answer)):
         if not isinstance(row[column], str) or not essence(row[column]):
-            raise DatasetError(f"dataset: {where} has the {column} {row[column]!r}; it must be text that is not empty.")
+            raise UserError(f"`dataset`: {where} has the {column} {row[column]!r}: it must be text that is not empty")
     return [{"role": "user", "content": row["question"].strip()}], final_answer(row["answer"])
 
 
@@ -333,19 +217,19 @@ def _conversation_row(row: Mapping[str, Any], where: str) -> _Read:
     """MiniMind's RLAIF schema: the turns of a conversation, the assistant's last one left to be generated."""
     turns = row["conversations"]
     if not isinstance(turns, list) or not turns:
-        raise DatasetError(f"dataset: {where} has the conversations {turns!r}; they must be a list of messages.")
+        raise UserError(f"`dataset`: {where} has the conversations {turns!r}: they must be a list of messages")
     messages = [_message(turn, where) for turn in turns]
     reference = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
     if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
-        raise DatasetError(f"dataset: {where} has no user turn before the one to generate; correct or remove the row.")
+        raise UserError(f"`dataset`: {where} has no user turn before the one to generate: correct or remove the row")
     return messages, "" if reference.strip() == RLAIF_PLACEHOLDER else reference.strip()
 
 
 def _message(turn: Any, where: str) -> _Message:
     role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, Mapping) else (None, None)
     if role not in ("system", "user", "assistant") or not isinstance(content, str):
-        raise DatasetError(
-            f"dataset: {where} has the turn {turn!r}; a turn needs the role system, user or assistant, and text as content."
+        raise UserError(
+            f"`dataset`: {where} has the turn {turn!r}: a turn needs the role system, user or assistant, and text as content"
         )
     return {"role": role, "content": content}
 
@@ -368,8 +252,8 @@ _SCHEMAS: Mapping[str, _Schema] = MappingProxyType(
 
 def _held_out_source(spec: DatasetSpec) -> _Source:
     if spec.eval_path is None and spec.eval_split is None:
-        raise DatasetError(
-            "dataset.eval_split: missing, so there is nothing to evaluate on; name a split, or turn eval_strategy off."
+        raise UserError(
+            "`dataset.eval_split`: missing, so there is nothing to evaluate on: name a split, or turn eval_strategy off"
         )
     path_key = "path" if spec.eval_path is None else "eval_path"
     split_key = "split" if spec.eval_split is None else "eval_split"
@@ -381,7 +265,7 @@ def _text(path: Path, source: _Source) -> str:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"can't be read ({error.strerror})"
-        raise DatasetError(f"dataset.{source.path_key}: {path} {reason}; correct the path or the file.") from error
+        raise UserError(f"`dataset.{source.path_key}`: {path} {reason}: correct the path or the file") from error
 
 
 def _jsonl_rows(path: Path, source: _Source, schema: _Schema) -> Iterator[_Row]:
@@ -395,14 +279,14 @@ def _json_object(line: str, where: str, columns: Sequence[str]) -> Mapping[str, 
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DatasetError(f"dataset: {where} is not JSON ({error}); correct or remove the line.") from error
+        raise UserError(f"`dataset`: {where} is not JSON ({error}): correct or remove the line") from error
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeError as error:
-        raise DatasetError(f"dataset: {where} has half of a surrogate pair; correct or remove the line.") from error
+        raise UserError(f"`dataset`: {where} has half of a surrogate pair: correct or remove the line") from error
     if not isinstance(value, dict):
-        raise DatasetError(
-            f"dataset: {where} is not a JSON object; write one object with {' and '.join(columns)} a line."
+        raise UserError(
+            f"`dataset`: {where} is not a JSON object: write one object with {' and '.join(columns)} a line"
         )
     return value
 
@@ -411,8 +295,8 @@ def _saved_splits(path: Path, source: _Source, schema: _Schema) -> dict[str, lis
     try:
         saved = datasets.load_from_disk(str(path))
     except (OSError, ValueError) as error:
-        raise DatasetError(
-            f"dataset.{source.path_key}: the folder {path} was not written by save_to_disk; write it so or name a file."
+        raise UserError(
+            f"`dataset.{source.path_key}`: the folder {path} was not written by save_to_disk: write it so or name a file"
         ) from error
     if isinstance(saved, datasets.Dataset):
         return {_ANY_SPLIT: _table_rows(saved, str(path), schema)}
@@ -422,65 +306,28 @@ def _saved_splits(path: Path, source: _Source, schema: _Schema) -> dict[str, lis
 def _hub_table(spec: DatasetSpec, source: _Source) -> datasets.Dataset:
     hub_id = source.path or GSM8K_HUB_ID
     if is_missing(hub_id):
-        raise DatasetError(f"dataset.{source.path_key}: there is no file or folder {hub_id}; correct the path.")
+        raise UserError(f"`dataset.{source.path_key}`: there is no file or folder {hub_id}: correct the path")
     config = spec.config or (GSM8K_HUB_CONFIG if hub_id == GSM8K_HUB_ID else None)
     try:
-        with _cache_only_if_hub_is_silent():
+        with cache_only_if_hub_is_silent():
             return datasets.load_dataset(hub_id, config, split=source.split)
     except ConnectionError as error:
         raise DatasetUnreachable(
-            f"dataset.{source.path_key}: {hub_id!r} is no file or folder here, the Hugging Face Hub can't be reached "
-            "and its cache has no copy; connect, or give a local .jsonl file or save_to_disk folder."
+            f"`dataset.{source.path_key}`: {hub_id!r} is no file or folder here, the Hugging Face Hub can't be reached "
+            "and its cache has no copy: connect, or give a local .jsonl file or save_to_disk folder"
         ) from error
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        raise DatasetError(
-            f"dataset.{source.path_key}: {hub_id!r} can't be loaded from the Hugging Face Hub ({_one_line(error)}); "
-            "correct the path, the config or the split."
+        raise UserError(
+            f"`dataset.{source.path_key}`: {hub_id!r} can't be loaded from the Hugging Face Hub ({_one_line(error)}): "
+            "correct the path, the config or the split"
         ) from error
-
-
-@contextmanager
-def _cache_only_if_hub_is_silent() -> Iterator[None]:
-    """Let `datasets` look in its cache only when the hub does not answer; it would retry for half a minute."""
-    offline = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = offline or not hub_answers()
-    try:
-        yield
-    finally:
-        datasets.config.HF_HUB_OFFLINE = offline
-
-
-def is_missing(name: str) -> bool:
-    """Whether `name` is a path, to which nothing is there: it begins or ends like one, or can't be a name of the hub."""
-    if Path(name).expanduser().exists():
-        return False
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return True
-    return Path(name).suffix in _FILE_ENDINGS
-
-
-def hub_answers() -> bool:
-    """Whether the Hugging Face Hub can be reached from here; takes at most `_HUB_TIMEOUT_SECONDS`."""
-    request = urllib.request.Request(datasets.config.HF_ENDPOINT, method="HEAD")
-    try:
-        urllib.request.urlopen(request, timeout=_HUB_TIMEOUT_SECONDS).close()
-    except urllib.error.HTTPError:
-        return True
-    except urllib.error.URLError as error:
-        # The hub's own client brings its certificates; whether they match is its business.
-        return isinstance(error.reason, ssl.SSLError)
-    except OSError:
-        return False
-    return True
 
 
 def _table_rows(table: datasets.Dataset, where: str, schema: _Schema) -> list[_Row]:
     missing = [column for column in schema.columns if column not in table.column_names]
     if missing:
-        raise DatasetError(
-            f"dataset: {where} has no column {missing[0]!r} (it has {_listed(table.column_names)}); rename its columns."
+        raise UserError(
+            f"`dataset`: {where} has no column {missing[0]!r} (it has {_listed(table.column_names)}): rename its columns"
         )
     return [_checked_row(row, f"{where}, row {number}", schema) for number, row in enumerate(table)]
 
@@ -488,12 +335,12 @@ def _table_rows(table: datasets.Dataset, where: str, schema: _Schema) -> list[_R
 def _checked_row(row: Mapping[str, Any], where: str, schema: _Schema) -> _Row:
     for column in schema.columns:
         if column not in row:
-            raise DatasetError(f"dataset: {where} has no {column!r}; every row needs {' and '.join(schema.columns)}.")
+            raise UserError(f"`dataset`: {where} has no {column!r}: every row needs {' and '.join(schema.columns)}")
     others = {column: value for column, value in row.items() if column not in schema.columns}
     for column in TAKEN_COLUMNS:
         if column in others:
-            raise DatasetError(
-                f"dataset: {where} has a column {column!r}, a name that the trainer takes for itself; rename it or leave it out."
+            raise UserError(
+                f"`dataset`: {where} has a column {column!r}, a name that the trainer takes for itself: rename it or leave it out"
             )
     return *schema.read(row, where), others
 
@@ -501,25 +348,25 @@ def _checked_row(row: Mapping[str, Any], where: str, schema: _Schema) -> _Row:
 def _scored_row(row: Mapping[str, Any], where: str) -> _ScoredRow:
     """One line of recorded responses: `{prompt, response, reward}`, or `{prompt, responses, rewards}` with lists."""
     if ("response" in row) == ("responses" in row):
-        raise DatasetError(f"dataset: {where} must have either response and reward, or responses and rewards.")
+        raise UserError(f"`dataset`: {where} must have either response and reward, or responses and rewards")
     if "response" in row:
         given = {"responses": row["response"], "rewards": row.get("reward"), "logprobs": row.get("logprobs")}
         row = {"prompt": row.get("prompt"), **{key: None if value is None else [value] for key, value in given.items()}}
     prompt, responses, rewards, log_probs = (row.get(column) for column in _SCORED_COLUMNS)
     if not isinstance(prompt, str) or not prompt:
-        raise DatasetError(f"dataset: {where} has the prompt {prompt!r}; it must be text that is not empty.")
+        raise UserError(f"`dataset`: {where} has the prompt {prompt!r}: it must be text that is not empty")
     if not responses or not _is_list_of(responses, lambda text: isinstance(text, str)):
-        raise DatasetError(f"dataset: {where} has a response that is no text; correct or remove the line.")
+        raise UserError(f"`dataset`: {where} has a response that is no text: correct or remove the line")
     if not _is_list_of(rewards, _is_finite) or len(rewards) != len(responses):
-        raise DatasetError(
-            f"dataset: {where} has the reward {rewards!r}; every response needs one finite number as its reward."
+        raise UserError(
+            f"`dataset`: {where} has the reward {rewards!r}: every response needs one finite number as its reward"
         )
     if log_probs is not None and (
         not _is_list_of(log_probs, lambda values: _is_list_of(values, _is_finite) and max(values, default=0) <= 0)
         or len(log_probs) != len(responses)
     ):
-        raise DatasetError(
-            f"dataset: {where} has logprobs that are not one list of numbers of at most 0 for each response; correct them."
+        raise UserError(
+            f"`dataset`: {where} has logprobs that are not one list of numbers of at most 0 for each response: correct them"
         )
     return prompt, list(responses), [float(reward) for reward in rewards], log_probs or []
 
@@ -561,9 +408,9 @@ def _refuse_rows_trained_on(length: int, spec: DatasetSpec, source: _Source) -> 
         for part in (source, _Source(spec.path, spec.split, "path", "split", False))
     )
     if shared := len(held_out & trained_on):
-        raise DatasetError(
-            f"dataset.eval_split: {shared} rows of {source.path} would be both trained and evaluated on: it holds "
-            "one split; name the held-out file in eval_path, or give split and eval_split slices that do not overlap."
+        raise UserError(
+            f"`dataset.eval_split`: {shared} rows of {source.path} would be both trained and evaluated on: it holds "
+            "one split: name the held-out file in eval_path, or give split and eval_split slices that do not overlap"
         )
 
 
@@ -575,9 +422,9 @@ def _slices(lengths: Mapping[str, int], source: _Source) -> list[tuple[str, int,
     try:
         parts = datasets.ReadInstruction.from_spec(source.split).to_absolute(dict(lengths))
     except (ValueError, AssertionError) as error:
-        raise DatasetError(
-            f"dataset.{source.split_key}: {source.split!r} can't be read ({_one_line(error)}); "
-            "write for example train or train[:5%]."
+        raise UserError(
+            f"`dataset.{source.split_key}`: {source.split!r} can't be read ({_one_line(error)}): "
+            "write for example train or train[:5%]"
         ) from error
     return [(part.splitname, part.from_, part.to) for part in parts]
 
@@ -602,12 +449,12 @@ _NO_COLUMN = (pa.ArrowException, OverflowError, TypeError)
 
 
 def _check_column(name: str, values: list[Any]) -> None:
-    """Raise `DatasetError` for values that no table can hold together."""
+    """Raise `UserError` for values that no table can hold together."""
     try:
         datasets.Dataset.from_dict({name: values})
     except _NO_COLUMN as error:
-        raise DatasetError(
-            f"dataset: the column {name!r} has values of several types ({_one_line(error)}); give all one type, or leave it out."
+        raise UserError(
+            f"`dataset`: the column {name!r} has values of several types ({_one_line(error)}): give all one type, or leave it out"
         ) from error
 
 
@@ -630,9 +477,9 @@ def _prompt_length(prompt: Any, tokenizer: Any) -> int:
     if isinstance(prompt, str):
         return len(tokenizer(prompt)["input_ids"])
     if tokenizer.chat_template is None:
-        raise DatasetError(
-            "dataset.prompt_format: conversational prompts need a tokenizer with a chat template, and this one has "
-            "none; use an instruct model, or prompt_format: text."
+        raise UserError(
+            "`dataset.prompt_format`: conversational prompts need a tokenizer with a chat template, and this one has "
+            "none: use an instruct model, or prompt_format: text"
         )
     rendered = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
     return len(rendered["input_ids"])
@@ -647,9 +494,9 @@ def _cut_left(prompt: Any, limit: int, tokenizer: Any) -> Any:
         content = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         kept = tokenizer(content, add_special_tokens=False)["input_ids"][excess:]
         if not kept:
-            raise DatasetError(
-                f"dataset.max_prompt_tokens: {limit} leaves no room for the question beside the system prompt and the "
-                "chat template; raise the limit."
+            raise UserError(
+                f"`dataset.max_prompt_tokens`: {limit} leaves no room for the question beside the system prompt and the "
+                "chat template: raise the limit"
             )
         # A cut inside a character decodes to U+FFFD, which the model never meets otherwise.
         content = tokenizer.decode(kept).lstrip("\ufffd")
@@ -663,73 +510,6 @@ def _without_oldest_turns(messages: list[_Message]) -> list[_Message] | None:
     if len(users) < 2:
         return None
     return [*(message for message in messages[:1] if message["role"] == "system"), *messages[users[1] :]]
-
-
-# Arithmetic
-
-DEFAULT_ARITHMETIC_SIZE = 2_000
-MAX_ARITHMETIC_SIZE = 20_000
-_TEST_SHARE = 5
-_OPERANDS = range(2, 10)
-_NAMES = ("Ann", "Ben", "Carla", "Dev", "Emma", "Femi", "Grace", "Hugo", "Ines", "Jun", "Kofi", "Lena", "Maya", "Noah")
-_ITEMS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pens", "shells", "stamps", "stickers")
-# A question and the operations that answer it: applied to a, then b, then c, from left to right.
-_TEMPLATES = (
-    ("{name} has {a} {item} and buys {b} more. How many {item} does {name} have now?", "+"),
-    ("{name} finds {a} {item} in the morning and {b} in the afternoon. How many {item} is that in all?", "+"),
-    ("{name} had {a} {item} and gave away {b}. How many {item} are left?", "-"),
-    ("There are {a} {item} on the table and {name} takes {b}. How many {item} stay there?", "-"),
-    ("{name} fills {a} bags with {b} {item} each. How many {item} are in the bags?", "*"),
-    ("{name} has {a} {item}, gets {b} more and then loses {c}. How many {item} does {name} have now?", "+-"),
-    ("{name} sells {a} {item} on Monday, {b} on Tuesday and {c} on Friday. How many {item} is that in all?", "++"),
-)
-
-
-def _arithmetic_split(question: str) -> str:
-    return "test" if zlib.crc32(question.encode()) % _TEST_SHARE == 0 else "train"
-
-
-def _draw_problem(generator: random.Random) -> dict[str, str]:
-    question, operations = generator.choice(_TEMPLATES)
-    operands = [generator.choice(_OPERANDS) for _ in range(len(operations) + 1)]
-    if "-" in operations:
-        operands.sort(reverse=True)  # nobody gives away more than they have
-    words = {"name": generator.choice(_NAMES), "item": generator.choice(_ITEMS)}
-    question = question.format(**words, **dict(zip("abc", operands, strict=False)))
-    return {"question": question, "answer": _worked_answer(operands, operations)}
-
-
-def _worked_answer(operands: Sequence[int], operations: str) -> str:
-    apply: dict[str, Callable[[int, int], int]] = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-    total, steps = operands[0], []
-    for operation, operand in zip(operations, operands[1:], strict=True):
-        result = apply[operation](total, operand)
-        steps.append(f"{total}{operation}{operand}={result}")
-        total = result
-    return "\n".join([*steps, f"#### {total}"])
-
-
-# Checks of a spec
-
-
-def _check_types(spec: DatasetSpec) -> None:
-    words = {str: "text", int: "a whole number"}
-    for field in fields(spec):
-        expected = int if "int" in str(field.type) else str
-        value = getattr(spec, field.name)
-        optional = field.default is None
-        if (value is None and optional) or (isinstance(value, expected) and not isinstance(value, bool)):
-            continue
-        raise DatasetError(f"dataset.{field.name}: {value!r} is not {words[expected]}; correct its type.")
-
-
-def _check_choice(key: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise DatasetError(f"dataset.{key}: {value!r} is not one of {_listed(choices)}; {_nearest(value, choices)}")
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    return f"did you mean {difflib.get_close_matches(word, known, n=1, cutoff=0)[0]!r}?"
 
 
 def _listed(words: Sequence[str]) -> str:

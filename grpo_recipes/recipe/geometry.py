@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-
-class GeometryError(ValueError):
-    """The batch sizes of a recipe do not fit together; the message names the keys and a value that fits."""
+from grpo_rewards.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -32,33 +29,31 @@ class Geometry:
     num_iterations: int
 
     @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], num_processes: int, *, compares_whole_batch: bool = False
-    ) -> Geometry:
-        """The geometry of `GRPOConfig` values in `config` on `num_processes` ranks.
+    def from_config(cls, config: Any, num_processes: int, *, compares_whole_batch: bool = False) -> Geometry:
+        """The geometry of `config` (`GRPOConfig`, or its plain values as attributes) on `num_processes` ranks.
 
-        `config` holds every batch key of `GRPOConfig`, defaults included. Raises `GeometryError` where TRL could not
+        Raises `UserError` where TRL could not
         lay out whole groups: sizes below one, both `generation_batch_size` and `steps_per_generation`, a generation batch that
         does not divide, fewer than two generations, or an evaluation batch that does not divide. With
         `compares_whole_batch` a prompt has one completion and the generation is the group.
         """
         for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations"):
-            if config[key] < 1:
-                raise GeometryError(f"`{key}` is {config[key]}: set it to 1 or more")
-        if config["num_generations"] < 2 and not compares_whole_batch:
-            raise GeometryError(
-                f"`num_generations` is {config['num_generations']}: a group needs at least 2 completions to compare"
+            if getattr(config, key) < 1:
+                raise UserError(f"`{key}` is {getattr(config, key)}: set it to 1 or more")
+        if config.num_generations < 2 and not compares_whole_batch:
+            raise UserError(
+                f"`num_generations` is {config.num_generations}: a group needs at least 2 completions to compare"
             )
         geometry = cls(
             num_processes=num_processes,
-            per_device_train_batch_size=config["per_device_train_batch_size"],
-            gradient_accumulation_steps=config["gradient_accumulation_steps"],
+            per_device_train_batch_size=config.per_device_train_batch_size,
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
             steps_per_generation=_steps_per_generation(config, num_processes),
-            num_generations=1 if compares_whole_batch else config["num_generations"],
-            num_iterations=config["num_iterations"],
+            num_generations=1 if compares_whole_batch else config.num_generations,
+            num_iterations=config.num_iterations,
         )
         if compares_whole_batch and geometry.generation_batch_size < 2:
-            raise GeometryError("a generation of 1 completion has nothing to compare it with: raise the batch size")
+            raise UserError("a generation of 1 completion has nothing to compare it with: raise the batch size")
         geometry._check_whole_groups()
         _check_evaluation(config, num_processes)
         return geometry
@@ -100,11 +95,11 @@ class Geometry:
         micro_batches = self.generations_per_epoch(num_prompts) * self.steps_per_generation * self.num_iterations
         return math.ceil(micro_batches / self.gradient_accumulation_steps)
 
-    def optimizer_steps(self, config: Mapping[str, Any], num_prompts: int) -> int:
+    def optimizer_steps(self, config: Any, num_prompts: int) -> int:
         """Updates of the parameters in a whole run: `max_steps`, or `num_train_epochs` passes over `num_prompts`."""
-        if config["max_steps"] > 0:
-            return config["max_steps"]
-        return math.ceil(config["num_train_epochs"] * self.optimizer_steps_per_epoch(num_prompts))
+        if config.max_steps > 0:
+            return config.max_steps
+        return math.ceil(config.num_train_epochs * self.optimizer_steps_per_epoch(num_prompts))
 
     def ends_generation(self, step: int, num_prompts: int) -> bool:
         """Whether optimiser step `step` (from 1) leaves no generated completions that are still to be trained on."""
@@ -112,18 +107,18 @@ class Geometry:
         step_in_epoch = step % self.optimizer_steps_per_epoch(num_prompts)
         return step_in_epoch * self.gradient_accumulation_steps % rounds == 0
 
-    def check_saves(self, config: Mapping[str, Any], num_prompts: int) -> None:
-        """Raise `GeometryError` if a checkpoint would fall inside a generation.
+    def check_saves(self, config: Any, num_prompts: int) -> None:
+        """Raise `UserError` if a checkpoint would fall inside a generation.
 
         TRL does not save generated completions: resumed from there, a run trains on others than it would have.
         """
-        key = {"steps": "save_steps", "best": "eval_steps"}.get(str(config["save_strategy"]))
-        if key is None or config["save_only_model"]:
+        key = {"steps": "save_steps", "best": "eval_steps"}.get(str(config.save_strategy))
+        if key is None or config.save_only_model:
             return
-        if key == "eval_steps" and config["eval_strategy"] == "epoch":  # an epoch holds whole generations
+        if key == "eval_steps" and config.eval_strategy == "epoch":  # an epoch holds whole generations
             return
         total = self.optimizer_steps(config, num_prompts)
-        every = config[key] or config["logging_steps"]
+        every = getattr(config, key) or config.logging_steps
         every = math.ceil(every * total) if every < 1 else int(every)
 
         def fits(interval: int) -> bool:
@@ -132,27 +127,25 @@ class Geometry:
         if fits(every):
             return
         fix = next((interval for interval in range(every, total) if fits(interval)), None)
-        raise GeometryError(
-            f"`{key}` {config[key]} saves inside a generation, which is trained on in {self.steps_per_generation} × "
+        raise UserError(
+            f"`{key}` {getattr(config, key)} saves inside a generation, which is trained on in {self.steps_per_generation} × "
             f"{self.num_iterations} micro-batches, {self.gradient_accumulation_steps} an optimiser step; its completions would "
             "be lost on a restart: set " + (f"`{key}` to {fix}" if fix else "`save_strategy: epoch`")
         )
 
     def check_dataset(self, num_prompts: int) -> None:
-        """Raise `GeometryError` if `num_prompts` cannot fill one generation: TRL would train 0 steps and report success."""
+        """Raise `UserError` if `num_prompts` cannot fill one generation: TRL would train 0 steps and report success."""
         if num_prompts < self.prompts_per_generation:
-            raise GeometryError(
+            raise UserError(
                 f"the dataset has {num_prompts} prompts and one generation needs {self.prompts_per_generation} "
                 f"({self._sizes()}, {self.num_generations} completions a prompt): add prompts or lower "
                 "`per_device_train_batch_size`"
             )
 
-    def check_steps(self, config: Mapping[str, Any], num_prompts: int) -> None:
-        """Raise `GeometryError` if the run would end before its first optimiser step."""
+    def check_steps(self, config: Any, num_prompts: int) -> None:
+        """Raise `UserError` if the run would end before its first optimiser step."""
         if self.optimizer_steps(config, num_prompts) < 1:
-            raise GeometryError(
-                f"`num_train_epochs` is {config['num_train_epochs']}: set it above 0, or set `max_steps`"
-            )
+            raise UserError(f"`num_train_epochs` is {config.num_train_epochs}: set it above 0, or set `max_steps`")
 
     def describe(self) -> str:
         """What one generation and one optimiser step hold, as three lines of text."""
@@ -235,42 +228,42 @@ class Geometry:
         factor = self.num_processes * self.steps_per_generation
         step = self.num_generations // math.gcd(self.num_generations, factor)
         fits = math.ceil(self.per_device_train_batch_size / step) * step
-        raise GeometryError(
+        raise UserError(
             f"`num_generations` ({self.num_generations}) does not divide the generation batch of "
             f"{self.generation_batch_size} completions ({self._sizes()}): set `per_device_train_batch_size` to {fits}"
         )
 
 
-def _steps_per_generation(config: Mapping[str, Any], num_processes: int) -> int:
-    batch, steps = config["generation_batch_size"], config["steps_per_generation"]
+def _steps_per_generation(config: Any, num_processes: int) -> int:
+    batch, steps = config.generation_batch_size, config.steps_per_generation
     if batch is not None and steps is not None:
-        raise GeometryError("`generation_batch_size` and `steps_per_generation` say the same thing twice: keep one")
+        raise UserError("`generation_batch_size` and `steps_per_generation` say the same thing twice: keep one")
     if batch is None:
-        steps = config["gradient_accumulation_steps"] if steps is None else steps
+        steps = config.gradient_accumulation_steps if steps is None else steps
     else:
-        step = config["per_device_train_batch_size"] * num_processes
+        step = config.per_device_train_batch_size * num_processes
         if batch % step:
-            raise GeometryError(
+            raise UserError(
                 f"`generation_batch_size` ({batch}) is not a multiple of per_device_train_batch_size × processes "
                 f"({step}): set it to {math.ceil(batch / step) * step}"
             )
         steps = batch // step
     if steps < 1:
-        raise GeometryError(
+        raise UserError(
             f"a generation of {steps} micro-batches trains nothing: set `steps_per_generation` to 1 or more"
         )
     return steps
 
 
-def _check_evaluation(config: Mapping[str, Any], num_processes: int) -> None:
-    if str(config["eval_strategy"]) in ("no", "IntervalStrategy.NO"):
+def _check_evaluation(config: Any, num_processes: int) -> None:
+    if str(config.eval_strategy) in ("no", "IntervalStrategy.NO"):
         return
-    batch = config["per_device_eval_batch_size"] * num_processes
-    generations = config["num_generations_eval"] or config["num_generations"]
+    batch = config.per_device_eval_batch_size * num_processes
+    generations = config.num_generations_eval or config.num_generations
     if batch % generations:
         step = generations // math.gcd(generations, num_processes)
-        fits = math.ceil(config["per_device_eval_batch_size"] / step) * step
-        raise GeometryError(
+        fits = math.ceil(config.per_device_eval_batch_size / step) * step
+        raise UserError(
             f"the evaluation batch of {batch} completions (per_device_eval_batch_size × processes) is not a multiple of "
             f"the {generations} completions a prompt: set `per_device_eval_batch_size` to {fits}"
         )

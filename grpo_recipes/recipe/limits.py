@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_rewards.errors import UserError
+
 # What full fine-tuning takes is about 1e-6, an adapter 1e-5, the quickstart's tiny model 1e-4.
 HIGH_LEARNING_RATE = 1e-2
-
-
-class LimitError(ValueError):
-    """A number that a key can't have; the message names the key, the value and the range."""
 
 
 @dataclass(frozen=True)
@@ -87,20 +85,20 @@ RANGES: Mapping[str, Range] = {
 
 
 def check(values: Mapping[str, Any]) -> None:
-    """Raise `LimitError` for a number of `values` that its key can't have. A key that is null has TRL's meaning of it."""
+    """Raise `UserError` for a number of `values` that its key can't have. A key that is null has TRL's meaning of it."""
     for key, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         allowed = RANGES.get(key)
         if allowed is not None and value not in allowed:
-            raise LimitError(f"`{key}` is {value}: set a number {allowed}")
+            raise UserError(f"`{key}` is {value}: set a number {allowed}")
         if not math.isfinite(value):
-            raise LimitError(f"`{key}` is {value}: set a finite number")
+            raise UserError(f"`{key}` is {value}: set a finite number")
 
 
-def cautions(config: Mapping[str, Any]) -> list[str]:
-    """What the numbers allow and is hardly meant, a sentence each."""
-    rate = config["learning_rate"]
+def cautions(config: Any) -> list[str]:
+    """What is allowed and probably a mistake, a sentence each."""
+    rate = config.learning_rate
     if rate <= HIGH_LEARNING_RATE:
         return []
     return [f"`learning_rate` is {rate:g}, above {HIGH_LEARNING_RATE:g}: few models learn at such a rate"]

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.recipe.data import hub_answers, is_missing
+from grpo_recipes.recipe.hub import hub_answers, is_missing
 from grpo_rewards import strict_yaml
+from grpo_rewards.errors import UserError
 
 GIB = 2**30
 
@@ -38,16 +38,16 @@ ASSUMED_PROMPT_TOKENS = 512
 SHARDING = {"NO": "none", "MULTI_GPU": "none", "MULTI_CPU": "none", "FSDP": "fsdp2"}
 
 
-class MemoryUnknown(ValueError):
+class MemoryUnknown(UserError):
     """Memory can't be estimated; the message says what is missing."""
 
 
-class NoTargetModules(ValueError):
+class NoTargetModules(UserError):
     """An adapter would adapt nothing of its model; the message names modules that it could."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class Sharding:
     """How accelerate lays a model out: over how many GPUs, and what is split over them (`none`, `zero2`, `zero3`, `fsdp2`)."""
 
     num_processes: int = 1
@@ -57,7 +57,7 @@ class Layout:
     offload_parameters: bool = False
 
     @classmethod
-    def described(cls, accelerate_config: Path) -> Layout:
+    def described(cls, accelerate_config: Path) -> Sharding:
         """The layout that an accelerate configuration file describes. Raises `MemoryUnknown` for one not covered here."""
         raw = strict_yaml.load(accelerate_config.read_text(encoding="utf-8"))
         kind, machines = raw.get("distributed_type", "NO"), raw.get("num_machines", 1)
@@ -139,11 +139,11 @@ def _with_adapter(model: Any, peft_config: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Run:
+class MemoryPlan:
     """Everything that one GPU's memory depends on. Sizes in bytes are per element; `gpu_memory` is in bytes, or unknown."""
 
     shape: ModelShape
-    layout: Layout
+    layout: Sharding
     rows: int
     """Completions in one micro-batch on one GPU."""
     generated_rows: int
@@ -301,7 +301,7 @@ def load_shape(model: str, peft_config: Any = None) -> ModelShape:
     from transformers import AutoConfig
 
     if is_missing(model):
-        raise MemoryUnknown(f"{model}: there is no such folder (--model-config FILE gives a configuration)")
+        raise MemoryUnknown(f"{model}: there is no such folder (--model_config FILE gives a configuration)")
     try:
         config = AutoConfig.from_pretrained(model, local_files_only=Path(model).exists() or not hub_answers())
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of peft's own use of transformers
@@ -311,105 +311,90 @@ def load_shape(model: str, peft_config: Any = None) -> ModelShape:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise MemoryUnknown(
-            f"{model}: no configuration could be loaded (--model-config FILE gives one): {reason}"
+            f"{model}: no configuration could be loaded (--model_config FILE gives one): {reason}"
         ) from error
 
 
-def planned_run(
-    config: Mapping[str, Any],
+def memory_plan(
+    config: Any,
     dtype: str | None,
     shape: ModelShape,
-    layout: Layout,
+    layout: Sharding,
     *,
     prompt_tokens: int | None = None,
     steps_per_generation: int = 1,
     reward_parameters: int = 0,
     gpu_memory: float | None = None,
-) -> Run:
+) -> MemoryPlan:
     """The memory side of a recipe: `config` holds the keys of `GRPOConfig`, `dtype` is the recipe's (TRL's default: float32)."""
     is_adapter = shape.trained < shape.parameters
-    return Run(
+    return MemoryPlan(
         shape=shape,
         layout=layout,
-        rows=config["per_device_train_batch_size"],
-        generated_rows=config["per_device_train_batch_size"] * steps_per_generation,
-        tokens=(prompt_tokens or ASSUMED_PROMPT_TOKENS) + config["max_completion_length"],
+        rows=config.per_device_train_batch_size,
+        generated_rows=config.per_device_train_batch_size * steps_per_generation,
+        tokens=(prompt_tokens or ASSUMED_PROMPT_TOKENS) + config.max_completion_length,
         dtype_bytes=4 if dtype in (None, "float32") else 2,
-        mixed_precision=bool(config["bf16"] if config["bf16"] is not None else not config["use_cpu"]) or config["fp16"],
-        gradient_checkpointing=config["gradient_checkpointing"],
-        full_reference=config["beta"] != 0 and not is_adapter,
-        gather_for_generation=config["ds3_gather_for_generation"],
-        vllm=config["vllm_mode"] if config["use_vllm"] else None,
-        vllm_share=config["vllm_gpu_memory_utilization"],
-        vllm_split=config["vllm_tensor_parallel_size"],
-        vllm_sleeps=config["vllm_enable_sleep_mode"],
+        mixed_precision=bool(config.bf16 if config.bf16 is not None else not config.use_cpu) or config.fp16,
+        gradient_checkpointing=config.gradient_checkpointing,
+        full_reference=config.beta != 0 and not is_adapter,
+        gather_for_generation=config.ds3_gather_for_generation,
+        vllm=config.vllm_mode if config.use_vllm else None,
+        vllm_share=config.vllm_gpu_memory_utilization,
+        vllm_split=config.vllm_tensor_parallel_size,
+        vllm_sleeps=config.vllm_enable_sleep_mode,
         reward_parameters=reward_parameters,
         gpu_memory=gpu_memory,
     )
 
 
-def changes_that_fit(run: Run, accumulation: int) -> list[str]:
-    """What to change when a run does not fit, each with the peak that it leads to; one at a time, then together.
+def changes_that_fit(plan: MemoryPlan, accumulation: int) -> list[str]:
+    """The single changes that make a recipe fit, each with the peak that it leads to.
 
     `accumulation` is the recipe's `gradient_accumulation_steps`: smaller micro-batches keep the optimiser step's size.
     """
-    single = [(text, changed) for text, changed in _changes(run, accumulation) if changed.fits()]
-    if single:
-        return [f"{text}: {gib(changed.peak())}" for text, changed in single]
-    together, texts = run, []
-    while not together.fits():
-        following = _next_change(together, accumulation)
-        if following is None:
-            return ["no change of the recipe or of the layout is enough: take GPUs with more memory"]
-        texts.append(following[0])
-        together = following[1]
-    return [f"{', and '.join(texts)}: {gib(together.peak())}"]
+    fitting = [f"{text}: {gib(changed.peak())}" for text, changed in _changes(plan, accumulation) if changed.fits()]
+    return fitting or ["no single change of the recipe or of the layout is enough: combine some, or take larger GPUs"]
 
 
-def _next_change(run: Run, accumulation: int) -> tuple[str, Run] | None:
-    """The least intrusive change that fits; else that saves a fifth; else any that saves something."""
-    tried = _changes(run, accumulation)
-    fitting = [change for change in tried if change[1].fits()]
-    saving = [change for share in (0.8, 0.99) for change in tried if change[1].peak() < share * run.peak()]
-    return next(iter(fitting + saving), None)
-
-
-def _changes(run: Run, accumulation: int) -> list[tuple[str, Run]]:
+def _changes(plan: MemoryPlan, accumulation: int) -> list[tuple[str, MemoryPlan]]:
     """Changes to try, the least intrusive first."""
     changes = []
-    if not run.gradient_checkpointing:
-        changes.append(("gradient_checkpointing: true", replace(run, gradient_checkpointing=True)))
-    rows = next((rows for rows in _divisors(run.rows) if replace(run, rows=rows).fits()), 1)
-    if rows < run.rows:
-        factor = run.rows // rows
+    if not plan.gradient_checkpointing:
+        changes.append(("gradient_checkpointing: true", replace(plan, gradient_checkpointing=True)))
+    rows = next((rows for rows in _divisors(plan.rows) if replace(plan, rows=rows).fits()), 1)
+    if rows < plan.rows:
+        factor = plan.rows // rows
         text = f"per_device_train_batch_size: {rows} with gradient_accumulation_steps: {accumulation * factor}"
-        changes.append((text, replace(run, rows=rows)))
-    if run.vllm != "server":
-        changes.append(("vllm_mode: server, on GPUs of its own", replace(run, vllm="server")))
-    if run.vllm == "colocate" and not run.vllm_sleeps:
-        changes.append(("vllm_enable_sleep_mode: true", replace(run, vllm_sleeps=True)))
-    if run.layout.sharding == "zero3" and (run.vllm or run.gather_for_generation):
+        changes.append((text, replace(plan, rows=rows)))
+    if plan.vllm != "server":
+        changes.append(("vllm_mode: server, on GPUs of its own", replace(plan, vllm="server")))
+    if plan.vllm == "colocate" and not plan.vllm_sleeps:
+        changes.append(("vllm_enable_sleep_mode: true", replace(plan, vllm_sleeps=True)))
+    if plan.layout.sharding == "zero3" and (plan.vllm or plan.gather_for_generation):
         text = "ds3_gather_for_generation: false (far slower)"
-        text = f"use_vllm: false with {text}" if run.vllm else text
-        changes.append((text, replace(run, vllm=None, gather_for_generation=False)))
-    if run.layout.sharding != "zero3" and run.layout.num_processes > 1:
-        changes.append(("accelerate_configs/zero3.yaml", replace(run, layout=replace(run.layout, sharding="zero3"))))
-    if run.layout.sharding in ("zero3", "fsdp2"):
-        changes.append(_more_machines(run))
-    if not run.layout.offload_parameters and run.layout.sharding != "fsdp2":
-        offload = replace(run.layout, sharding="zero3", offload_optimizer=True, offload_parameters=True)
-        changes.append(("accelerate_configs/zero3_offload.yaml (slower)", replace(run, layout=offload)))
+        text = f"use_vllm: false with {text}" if plan.vllm else text
+        changes.append((text, replace(plan, vllm=None, gather_for_generation=False)))
+    if plan.layout.sharding != "zero3" and plan.layout.num_processes > 1:
+        changes.append(("accelerate_configs/zero3.yaml", replace(plan, layout=replace(plan.layout, sharding="zero3"))))
+    if plan.layout.sharding in ("zero3", "fsdp2"):
+        changes.append(_more_machines(plan))
+    if not plan.layout.offload_parameters and plan.layout.sharding != "fsdp2":
+        offload = replace(plan.layout, sharding="zero3", offload_optimizer=True, offload_parameters=True)
+        changes.append(("accelerate_configs/zero3_offload.yaml (slower)", replace(plan, layout=offload)))
     return changes
 
 
-def _more_machines(run: Run) -> tuple[str, Run]:
+def _more_machines(plan: MemoryPlan) -> tuple[str, MemoryPlan]:
     """The fewest machines of the same kind on which the run fits, if up to 16 times as many do; else twice as many."""
     layouts = [
-        replace(run.layout, num_machines=run.layout.num_machines * more, num_processes=run.layout.num_processes * more)
+        replace(
+            plan.layout, num_machines=plan.layout.num_machines * more, num_processes=plan.layout.num_processes * more
+        )
         for more in range(2, 17)
     ]
-    layout = next((layout for layout in layouts if replace(run, layout=layout).fits()), layouts[0])
-    return f"num_machines: {layout.num_machines}, num_processes: {layout.num_processes}", replace(run, layout=layout)
+    layout = next((layout for layout in layouts if replace(plan, layout=layout).fits()), layouts[0])
+    return f"num_machines: {layout.num_machines}, num_processes: {layout.num_processes}", replace(plan, layout=layout)
 
 
 def _divisors(number: int) -> list[int]:
@@ -430,35 +415,35 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
-def describe(run: Run, accumulation: int) -> str:
+def describe(plan: MemoryPlan, accumulation: int) -> str:
     """Memory of one GPU by part, whether it fits, and what to change if not, as lines of text."""
-    lines = [f"  {name:<16} {size / GIB:7.1f} GiB" for name, size in run.parts().items() if size]
-    peak = f"  {'peak':<15} {run.peak() / GIB:8.1f} GiB"
-    usable = run.usable()
-    if usable is None or run.gpu_memory is None:
+    lines = [f"  {name:<16} {size / GIB:7.1f} GiB" for name, size in plan.parts().items() if size]
+    peak = f"  {'peak':<15} {plan.peak() / GIB:8.1f} GiB"
+    usable = plan.usable()
+    if usable is None or plan.gpu_memory is None:
         return "\n".join([*lines, peak])
-    verdict = "fits in" if run.fits() else "does not fit in"
-    lines.append(f"{peak} {verdict} {gib(usable)}: a GPU of {gib(run.gpu_memory)} less context and fragmentation")
-    if run.vllm_weights() >= run.vllm_budget():
+    verdict = "fits in" if plan.fits() else "does not fit in"
+    lines.append(f"{peak} {verdict} {gib(usable)}: a GPU of {gib(plan.gpu_memory)} less context and fragmentation")
+    if plan.vllm_weights() >= plan.vllm_budget():
         lines.append(
-            f"  vLLM's share of {gib(run.vllm_budget())} can't hold its {gib(run.vllm_weights())} of weights: raise "
+            f"  vLLM's share of {gib(plan.vllm_budget())} can't hold its {gib(plan.vllm_weights())} of weights: raise "
             "`vllm_gpu_memory_utilization` or `vllm_tensor_parallel_size`"
         )
-    if run.host():
-        lines.append(f"  {'host memory':<15} {run.host() / GIB:8.1f} GiB on each machine")
-    if not run.fits():
-        lines += [f"  would fit       {change}" for change in changes_that_fit(run, accumulation)]
+    if plan.host():
+        lines.append(f"  {'host memory':<15} {plan.host() / GIB:8.1f} GiB on each machine")
+    if not plan.fits():
+        lines += [f"  would fit       {change}" for change in changes_that_fit(plan, accumulation)]
     return "\n".join(lines)
 
 
-def as_dict(run: Run) -> dict[str, Any]:
+def as_dict(plan: MemoryPlan) -> dict[str, Any]:
     """The estimate for `--json`, sizes in bytes."""
     return {
-        **{name.replace("'s", "").replace(" ", "_").lower(): round(size) for name, size in run.parts().items()},
-        "peak": round(run.peak()),
-        "host": round(run.host()),
-        "usable": None if run.usable() is None else round(run.usable() or 0),
-        "fits": run.fits(),
-        "shape": asdict(run.shape),
-        "layout": asdict(run.layout),
+        **{name.replace("'s", "").replace(" ", "_").lower(): round(size) for name, size in plan.parts().items()},
+        "peak": round(plan.peak()),
+        "host": round(plan.host()),
+        "usable": None if plan.usable() is None else round(plan.usable() or 0),
+        "fits": plan.fits(),
+        "shape": asdict(plan.shape),
+        "layout": asdict(plan.layout),
     }

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 from transformers.integrations import integration_utils as trackers
 from trl.import_utils import is_vllm_available
 
+from grpo_recipes.recipe.specs import not_a_choice
+
 # The package behind a tracker's name, where it is not the name itself: `is_<package>_available` tells.
 TRACKER_PACKAGES = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}
 
 
-def missing(config: Mapping[str, Any]) -> list[str]:
-    """What the recipe asks for and this machine does not have, a sentence each. `config` holds the keys of `GRPOConfig`."""
-    return [*_missing_trackers(config["report_to"]), *(_missing_vllm() if config["use_vllm"] else [])]
+def missing(config: Any) -> list[str]:
+    """What the recipe asks for and this machine does not have, a sentence each. `config` is `recipe.config`."""
+    return [*_missing_trackers(config.report_to), *(_missing_vllm() if config.use_vllm else [])]
 
 
 def _missing_trackers(report_to: str | list[str] | None) -> list[str]:
@@ -27,9 +27,7 @@ def _missing_trackers(report_to: str | list[str] | None) -> list[str]:
             continue
         if name not in trackers.INTEGRATION_TO_CALLBACK:
             known = [*trackers.INTEGRATION_TO_CALLBACK, "all", "none"]
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean `{nearest[0]}`?" if nearest else f"choose one of {', '.join(known)}"
-            sentences.append(f"`report_to` can't be `{name}`: {hint}")
+            sentences.append(str(not_a_choice("report_to", name, known)))
             continue
         package = TRACKER_PACKAGES.get(name, name)
         if not getattr(trackers, f"is_{package}_available")():

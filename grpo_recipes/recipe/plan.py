@@ -9,20 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.recipe import memory, packages
+from grpo_recipes.recipe import limits, memory, packages
+from grpo_recipes.recipe.checks import Machine, check, dry_config, model_shape
 from grpo_recipes.recipe.data import DatasetUnreachable
 from grpo_recipes.recipe.geometry import Geometry
-from grpo_recipes.recipe.recipe import (
-    Machine,
-    Recipe,
-    RecipeError,
-    check,
-    dry_config,
-    find_file,
-    model_config,
-    model_shape,
-    parse_recipe,
-)
+from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, model_config, parse_recipe
 from grpo_recipes.recipe.reward_checks import describe_rewards
 from grpo_rewards.registry import spec_parts
 
@@ -36,20 +27,20 @@ class Plan:
     recipe: Recipe
     geometry: Geometry
     prompts: int | str
-    run: memory.Run | str
+    memory: memory.MemoryPlan | str
     notes: Sequence[str]
 
     def describe(self) -> str:
         """The plan as text."""
-        config = self.recipe.with_defaults()
+        config = self.recipe.config
         if isinstance(self.prompts, int):
-            epoch = self.geometry.describe_epoch(self.prompts, config["max_completion_length"])
+            epoch = self.geometry.describe_epoch(self.prompts, config.max_completion_length)
         else:
             epoch = f"  epoch           unknown: {self.prompts}"
-        if isinstance(self.run, memory.Run):
-            need = memory.describe(self.run, config["gradient_accumulation_steps"])
+        if isinstance(self.memory, memory.MemoryPlan):
+            need = memory.describe(self.memory, config.gradient_accumulation_steps)
         else:
-            need = f"  memory          unknown: {self.run}"
+            need = f"  memory          unknown: {self.memory}"
         rewards = f"  rewards         {describe_rewards(self.recipe.build_rewards())}"
         notes = [f"  note            {note}" for note in self.notes]
         before = _wrapped([self.recipe.source, rewards, self.geometry.describe(), ""])
@@ -66,14 +57,14 @@ class Plan:
             "generations": self.geometry.generations_per_epoch(prompts),
             "optimizer_steps": self.geometry.optimizer_steps_per_epoch(prompts),
             "completions": completions,
-            "max_tokens": completions * self.recipe.with_defaults()["max_completion_length"],
+            "max_tokens": completions * self.recipe.config.max_completion_length,
         }
         return {
             "recipe": self.recipe.source,
             "geometry": {**self.geometry.as_dict(), "cells": self.geometry.cells()},
             "epoch": epoch if known else None,
-            "memory": memory.as_dict(self.run) if isinstance(self.run, memory.Run) else None,
-            "unknown": [reason for reason in (self.prompts, self.run) if isinstance(reason, str)],
+            "memory": memory.as_dict(self.memory) if isinstance(self.memory, memory.MemoryPlan) else None,
+            "unknown": [reason for reason in (self.prompts, self.memory) if isinstance(reason, str)],
             "notes": list(self.notes),
         }
 
@@ -92,17 +83,17 @@ def plan(
     An unknown argument may be meant for one of `options`, the command's own.
     """
     if num_processes is not None and num_processes < 1:
-        raise RecipeError(f"--num-processes is {num_processes}: set it to at least 1")
+        raise RecipeError(f"--num_processes is {num_processes}: set it to at least 1")
     usable = _gpu_bytes(gpu_memory)
     recipe = parse_recipe(arguments, options)
     machine = Machine.here()
-    layout = memory.Layout(machine.num_processes)
+    layout = memory.Sharding(machine.num_processes)
     unsupported = None
     if accelerate_config is not None:
         path = find_file("accelerate_configs", accelerate_config)
         machine = Machine.described(path)
         try:
-            layout = memory.Layout.described(path)
+            layout = memory.Sharding.described(path)
         except memory.MemoryUnknown as error:
             unsupported = str(error)
     if num_processes is not None:
@@ -118,8 +109,8 @@ def plan(
         notes += [checked.golds.describe()] if checked.golds else []
     except DatasetUnreachable as error:
         prompts = str(error)
-    run = unsupported or _run(recipe, geometry, layout, usable, model_config_file, notes)
-    return Plan(recipe, geometry, prompts, run, notes)
+    need = unsupported or _memory(recipe, geometry, layout, usable, model_config_file, notes)
+    return Plan(recipe, geometry, prompts, need, notes)
 
 
 def _wrapped(paragraphs: Sequence[str]) -> list[str]:
@@ -136,26 +127,26 @@ def print_plan(planned: Plan, *, as_json: bool) -> None:
     print(json.dumps(planned.as_dict(), indent=2, ensure_ascii=False) if as_json else planned.describe())
 
 
-def _run(
+def _memory(
     recipe: Recipe,
     geometry: Geometry,
-    layout: memory.Layout,
+    layout: memory.Sharding,
     gpu_memory: float | None,
     model_config_file: str | None,
     notes: list[str],
-) -> memory.Run | str:
+) -> memory.MemoryPlan | str:
     """The memory side, or why it is unknown; what is left out of it is added to `notes`."""
     arguments = model_config(recipe)
     if arguments.load_in_4bit or arguments.load_in_8bit:
         return "quantised models are not estimated"
     if model_config_file is not None and not Path(model_config_file).exists():
-        raise RecipeError(f"--model-config {model_config_file}: there is no such file: give a model's config.json")
+        raise RecipeError(f"--model_config {model_config_file}: there is no such file: give a model's config.json")
     try:
         shape = model_shape(recipe, model_config_file)
     except memory.MemoryUnknown as error:
         return str(error)
-    return memory.planned_run(
-        recipe.with_defaults(),
+    return memory.memory_plan(
+        recipe.config,
         arguments.dtype,
         shape,
         layout,
@@ -168,7 +159,7 @@ def _run(
 
 def _notes(recipe: Recipe) -> list[str]:
     """What training would refuse or say on a machine like this one; another machine may have other packages."""
-    notes = [*recipe.cautions(), *packages.missing(recipe.with_defaults())]
+    notes = [*limits.cautions(recipe.config), *packages.missing(recipe.config)]
     if recipe.dataset.max_prompt_tokens is None:
         notes.append(
             f"prompts are taken to have {memory.ASSUMED_PROMPT_TOKENS} tokens: `dataset.max_prompt_tokens` sets a limit"
@@ -202,4 +193,4 @@ def _gpu_bytes(text: str | None) -> float | None:
     try:
         return memory.parse_size(text)
     except ValueError as error:
-        raise RecipeError(f"--gpu-memory {text}: write a size as `80GB`") from error
+        raise RecipeError(f"--gpu_memory {text}: write a size as `80GB`") from error

@@ -1,4 +1,4 @@
-"""What a recipe may say, and every check that needs no model.
+"""What a recipe may say: its keys, how it is read from a YAML file and the command line, and TRL's arguments from it.
 
 A recipe is a YAML mapping: our own keys (`OUR_KEYS`) beside the keys of TRL's `GRPOConfig` and `ModelConfig`. The command
 line overrides it, nested keys too: `--config quickstart --learning_rate 1e-5 --dataset.path train.jsonl`.
@@ -6,44 +6,40 @@ line overrides it, nested keys too: `--config quickstart --learning_rate 1e-5 --
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import inspect
 import os
 import re
-import tempfile
-import types
-import typing
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from fnmatch import fnmatch
-from functools import cache
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from types import SimpleNamespace
+from typing import Annotated, Any, NoReturn, TypeVar, get_origin, get_type_hints
 
 import yaml
 from datasets import Dataset
-from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config
+from trl import GRPOConfig, ModelConfig, TrlParser
 
-from grpo_recipes.recipe import data, limits, memory, packages, reward_checks
-from grpo_recipes.recipe.geometry import Geometry, GeometryError
-from grpo_recipes.recipe.hints import did_you_mean
+from grpo_recipes.recipe import data, limits
+from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.losses import LOSS_TYPES
-from grpo_recipes.recipe.reward_checks import GoldCheck, RewardCheckError
-from grpo_recipes.runs.checkpoints import checkpoint_damage, has_state, is_complete, last_complete_checkpoint
-from grpo_recipes.runs.files import EVALUATIONS, FAULT_FILES, RunError
+from grpo_recipes.recipe.specs import (
+    DatasetSpec,
+    KLEstimator,
+    MicroBatching,
+    OfflineSpec,
+    ReferenceSpec,
+    Spec,
+    hints,
+    not_a_choice,
+    spec_of,
+    typed,
+)
 from grpo_recipes.runs.record import RECORD, read_record
-from grpo_recipes.training import offline
-from grpo_recipes.training.micro_batches import MicroBatching
-from grpo_recipes.training.reference import ReferencePolicyError, ReferenceSpec, check_refresh
 from grpo_rewards import strict_yaml
-from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards
-
-OUR_KEYS = ("dataset", "rewards", "reference", "kl", "micro_batching", "offline")
-
-# How `beta` weighs the distance from the reference: TRL's estimate from sampled tokens, or the sum over the vocabulary.
-KL_ESTIMATORS = ("sampled", "full")
+from grpo_rewards.errors import UserError, did_you_mean
+from grpo_rewards.registry import BuiltReward, build_rewards
 
 # TRL checks these only after the model is loaded, or not before the first loss.
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -58,36 +54,50 @@ CHOICES: dict[str, tuple[str, ...]] = {
 # logged KL is not 0 at step 0; completions go to parquet files and are not printed.
 DEFAULTS: dict[str, Any] = {"disable_dropout": True, "log_completions": True, "num_completions_to_print": 0}
 
-# What must fit where a run is to write; a model takes far more, but its size is not known yet.
-_PROBE_BYTES = 1 << 20
-
 _UNSET = object()
 _Result = TypeVar("_Result")
 
 
-class RecipeError(ValueError):
-    """A recipe cannot run as written; the message is one sentence that names the file, the key and the fix."""
+class RecipeError(UserError):
+    """A recipe that can't run as written; the message names its file first."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A recipe whose keys and types are right; `check` answers whether it can run."""
+    """A recipe whose keys and types are right; `checks.check` answers whether it can run."""
+
+    # Our keys; each with what `--help` says of it.
+    dataset: Annotated[
+        DatasetSpec, "which rows, and how they become prompts: name, path, split, eval_split, prompt_style, ..."
+    ]
+    rewards: Annotated[
+        list[Any], "what is paid: names, or mappings of name, weight, alias, kwargs; `grpo-rewards list`"
+    ]
+    reference: Annotated[ReferenceSpec, "what the KL term ties the policy to: initial, base, or {adapter: FOLDER}"] = (
+        field(default_factory=ReferenceSpec)
+    )
+    kl_estimator: Annotated[
+        KLEstimator,
+        "how that KL is measured: on the sampled tokens, as TRL does (sampled), or over the vocabulary (full)",
+    ] = "sampled"
+    micro_batching: Annotated[
+        MicroBatching, "how padding and idle rows are left out: auto, off, or pack, trim, skip_zero_advantage"
+    ] = field(default_factory=MicroBatching)
+    offline: Annotated[OfflineSpec | None, "recorded, scored responses in place of generation: group or batch"] = None
 
     source: str
-    dataset: data.DatasetSpec
-    rewards: Sequence[str | Mapping[str, Any]]
+    """The file, as error messages name it."""
     training: Mapping[str, Any]
     """Keys of `GRPOConfig` that the recipe sets, with our `DEFAULTS`."""
     model: Mapping[str, Any]
     """Keys of `ModelConfig` that the recipe sets."""
-    reference: ReferenceSpec = field(default_factory=ReferenceSpec)
-    micro_batching: MicroBatching = field(default_factory=MicroBatching)
-    kl_estimator: str = "sampled"
-    """One of `KL_ESTIMATORS`."""
-    offline: offline.OfflineSpec | None = None
-    """Recorded responses in place of generation, if any."""
     arguments: Sequence[str] = ()
     """The command line that it was read from."""
+
+    @cached_property
+    def config(self) -> SimpleNamespace:
+        """Every plain-valued key of `GRPOConfig`: the recipe's value or TRL's default."""
+        return SimpleNamespace(**{**_defaults(GRPOConfig), **self.training})
 
     @property
     def output_dir(self) -> Path:
@@ -99,105 +109,62 @@ class Recipe:
         """Whether the run goes on from a checkpoint."""
         return self.training.get("resume_from_checkpoint") not in (None, "false")
 
-    def with_defaults(self) -> dict[str, Any]:
-        """Every plain-valued key of `GRPOConfig`: the recipe's value or TRL's default."""
-        return {**_defaults(GRPOConfig), **self.training}
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run evaluates on held-out prompts while it trains."""
+        return self.config.eval_strategy != "no"
+
+    @property
+    def compares_whole_batch(self) -> bool:
+        """Whether recorded responses are compared with the whole generation batch, one response a prompt."""
+        return self.offline is not None and self.offline.compares_whole_batch
 
     def geometry(self, num_processes: int) -> Geometry:
         """The batch geometry on `num_processes` ranks. Raises `RecipeError` where it does not divide."""
-        whole_batch = self.offline is not None and self.offline.compares_whole_batch
-        return self.blame(Geometry.from_config, self.with_defaults(), num_processes, compares_whole_batch=whole_batch)
+        return self.naming_this_file(
+            Geometry.from_config, self.config, num_processes, compares_whole_batch=self.compares_whole_batch
+        )
 
     def build_rewards(self) -> list[BuiltReward]:
         """The rewards, built. Raises `RecipeError` for an unknown name or argument."""
-        generations = self.with_defaults()["num_generations"]
-        return self.blame(build_rewards, self.rewards, num_generations=generations)
+        return self.naming_this_file(build_rewards, self.rewards, num_generations=self.config.num_generations)
 
     def load_dataset(self, *, evaluation: bool = False) -> Dataset:
         """The training or the held-out prompts. Raises `RecipeError`; `data.DatasetUnreachable` passes through."""
-        return self.blame(data.load, self.dataset, evaluation=evaluation)
+        return self.naming_this_file(data.load, self.dataset, evaluation=evaluation)
 
-    def evaluates(self) -> bool:
-        """Whether the run evaluates on held-out prompts while it trains."""
-        return self.with_defaults()["eval_strategy"] != "no"
-
-    def cautions(self) -> list[str]:
-        """What is allowed and hardly meant, a sentence each."""
-        return limits.cautions(self.with_defaults())
-
-    def blame(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+    def naming_this_file(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
         """Call `function`; a user's error becomes a `RecipeError` that names this recipe's file first."""
         try:
             return function(*args, **kwargs)
-        except data.DatasetUnreachable:
+        except (RecipeError, data.DatasetUnreachable):
             raise
-        except (
-            GeometryError,
-            RewardSpecError,
-            ReferencePolicyError,
-            data.DatasetError,
-            offline.OfflineError,
-            RewardCheckError,
-            RecipeError,
-        ) as error:
-            raise RecipeError(f"{self.source}: {error}") from error
+        except UserError as error:
+            raise self.error(str(error)) from error
+
+    def error(self, sentence: str) -> RecipeError:
+        """The error to raise about this recipe, its file named first."""
+        return RecipeError(f"{self.source}: {sentence}")
 
     def as_dict(self) -> dict[str, Any]:
         """The recipe as resolved (file and command line), ready to be written as YAML or JSON and run again."""
-        spec = {key: value for key, value in asdict(self.dataset).items() if value is not None}
-        ours = {
-            "dataset": spec,
-            "rewards": list(self.rewards),
-            "reference": self.reference.as_dict(),
-            "kl": {"estimator": self.kl_estimator},
-            "micro_batching": asdict(self.micro_batching),
-        }
-        if self.offline is not None:
-            ours["offline"] = asdict(self.offline)
-        return {**self.model, **ours, **self.training}
+        ours = {key: value for key in OUR_KEYS if (value := getattr(self, key)) is not None}
+        written = {key: value.as_dict() if isinstance(value, Spec) else value for key, value in ours.items()}
+        return {**self.model, **written, **self.training}
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What a run is checked against: its number of processes, and whether they have GPUs with bfloat16."""
-
-    num_processes: int
-    bf16: bool
-
-    @classmethod
-    def here(cls) -> Machine:
-        """This machine, in the layout that `accelerate launch` gave this process."""
-        from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
-
-        return cls(int(os.environ.get("WORLD_SIZE", "1")), is_torch_bf16_gpu_available() or is_torch_xla_available())
-
-    @classmethod
-    def described(cls, accelerate_config: Path) -> Machine:
-        """The machine that an accelerate configuration file describes. Raises `RecipeError` if it is not one."""
-        raw = _read_yaml(accelerate_config)
-        if not isinstance(raw.get("num_processes"), int):
-            raise RecipeError(f"{accelerate_config}: `num_processes` is missing: is this an accelerate configuration?")
-        if raw["num_processes"] < 1:
-            raise RecipeError(f"{accelerate_config}: `num_processes` is {raw['num_processes']}: set it to at least 1")
-        return cls(raw["num_processes"], bf16=not raw.get("use_cpu", False))
-
-
-@dataclass(frozen=True)
-class Checked:
-    """What the checks of a recipe leave for the run: nothing is computed twice."""
-
-    geometry: Geometry
-    rewards: list[BuiltReward]
-    train_dataset: Dataset
-    eval_dataset: Dataset | None
-    golds: GoldCheck | None = None
-    """The training rows whose gold no correctness reward can score, if there are any."""
+OUR_KEYS: Mapping[str, str] = {
+    key: hint.__metadata__[0]
+    for key, hint in get_type_hints(Recipe, include_extras=True).items()
+    if get_origin(hint) is Annotated
+}
+"""Our keys, with what `--help` says of each."""
 
 
 def parse_recipe(args: Sequence[str], options: Sequence[str] = ()) -> Recipe:
     """Read a recipe from command-line arguments: `--config FILE [--key value ...]`.
 
-    An unknown argument may be meant for one of `options`, the command's own (`--gpu-memory`).
+    An unknown argument may be meant for one of `options`, the command's own (`--gpu_memory`).
 
     Raises `RecipeError` for an unreadable file, an unknown key (naming the nearest), or a value of the wrong type.
     """
@@ -208,196 +175,52 @@ def parse_recipe(args: Sequence[str], options: Sequence[str] = ()) -> Recipe:
     raw = _read_recipe(path) if path else {}
     for dotted, text in overrides:
         _set_nested(raw, dotted, text)
-    _check_keys(raw, source)
-    values = {key: _typed(key, value, source) for key, value in raw.items() if key not in OUR_KEYS}
+    try:
+        return _build(raw, path, source, args, rest, options)
+    except RecipeError:
+        raise
+    except UserError as error:
+        raise RecipeError(f"{source}: {error}") from error
+
+
+def _build(
+    raw: dict[str, Any],
+    path: Path | None,
+    source: str,
+    args: Sequence[str],
+    rest: Sequence[str],
+    options: Sequence[str],
+) -> Recipe:
+    """The recipe of the keys in `raw`, with what the command line says of TRL's keys (`rest`). Raises `UserError`."""
+    _check_keys(raw)
+    theirs = hints(GRPOConfig) | hints(ModelConfig)
+    values = {key: typed(key, value, theirs[key]) for key, value in raw.items() if key not in OUR_KEYS}
     values |= _parse_with_trl(values, rest, options)
-    _check_values(values, source)
+    _check_values(values)
     for key in ("model_name_or_path", "dataset", "rewards"):
         if not (values.get(key) or raw.get(key)):
-            raise RecipeError(f"{source}: `{key}` is missing: add it to the recipe or pass `--{key}`")
+            raise UserError(f"`{key}` is missing: add it to the recipe or pass `--{key}`")
     if values.get("reward_weights") is not None:
-        raise RecipeError(
-            f"{source}: `reward_weights` has no effect here: write `weight` inside each entry of `rewards`"
-        )
-    specs = raw["rewards"] if isinstance(raw["rewards"], list) else [raw["rewards"]]
+        raise UserError("`reward_weights` has no effect here: write `weight` inside each entry of `rewards`")
+    if not isinstance(raw["rewards"], list):
+        raw["rewards"] = [raw["rewards"]]
+    ours = {key: typed(key, value, hints(Recipe)[key]) for key, value in raw.items() if key in OUR_KEYS}
     defaults = {**DEFAULTS, "output_dir": f"runs/{path.stem if path else 'grpo'}"}
-    training = {**defaults, **{key: value for key, value in values.items() if key in _hints(GRPOConfig)}}
-    model = {key: value for key, value in values.items() if key in _hints(ModelConfig)}
-    dataset = _named(source, data.DatasetSpec.parse, raw["dataset"])
-    reference = _named(source, ReferenceSpec.parse, raw.get("reference", "initial"))
-    micro_batching = _named(source, MicroBatching.parse, raw.get("micro_batching", "auto"))
-    kl_estimator = _kl_estimator(raw.get("kl", "sampled"), source)
-    recorded = None if raw.get("offline") is None else _named(source, offline.OfflineSpec.parse, raw["offline"])
-    recipe = Recipe(source, dataset, specs, training, model, reference, micro_batching, kl_estimator, recorded, args)
-    if kl_estimator == "full" and recipe.with_defaults()["beta"] == 0.0:
-        raise RecipeError(f"{source}: `kl.estimator: full` needs a reference policy: set `beta` above 0")
+    recipe = Recipe(
+        **ours,
+        source=source,
+        training=defaults | {key: value for key, value in values.items() if key in hints(GRPOConfig)},
+        model={key: value for key, value in values.items() if key in hints(ModelConfig)},
+        arguments=args,
+    )
+    if recipe.kl_estimator == "full" and recipe.config.beta == 0.0:
+        raise UserError("`kl_estimator: full` needs a reference policy: set `beta` above 0")
     return recipe
 
 
 def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe as `Recipe.as_dict` gives it, with TRL's default for every plain-valued key that it leaves out."""
     return {**_defaults(ModelConfig), **_defaults(GRPOConfig), **values}
-
-
-def check(recipe: Recipe, machine: Machine) -> Checked:
-    """Every check that needs no model, cheapest first. Raises `RecipeError`, or `data.DatasetUnreachable`."""
-    geometry = recipe.geometry(machine.num_processes)
-    rewards = recipe.build_rewards()
-    _check_rewards(recipe, geometry, rewards)
-    check_reference(recipe)
-    _check_offline(recipe, geometry)
-    check_machine(recipe, machine)
-    train_dataset = recipe.load_dataset()
-    recipe.blame(geometry.check_dataset, len(train_dataset))
-    recipe.blame(geometry.check_steps, recipe.with_defaults(), len(train_dataset))
-    recipe.blame(geometry.check_saves, recipe.with_defaults(), len(train_dataset))
-    if recipe.offline is not None:
-        recipe.blame(offline.check_responses, train_dataset, recipe.offline, geometry.num_generations)
-    eval_dataset = recipe.load_dataset(evaluation=True) if recipe.evaluates() else None
-    for dataset in (train_dataset, eval_dataset):
-        if dataset is not None:
-            # With recorded responses, what they were paid is all that reaches a reward.
-            columns = dataset.column_names if recipe.offline is None else [offline.REWARD_COLUMN]
-            recipe.blame(reward_checks.check_columns, rewards, columns)
-    golds = recipe.blame(reward_checks.check_golds, rewards, train_dataset)
-    return Checked(geometry, rewards, train_dataset, eval_dataset, golds)
-
-
-def check_machine(recipe: Recipe, machine: Machine) -> None:
-    """Raise `RecipeError` if the recipe trains in bfloat16 on a machine that can't (TRL's default is `bf16: true`)."""
-    config = recipe.with_defaults()
-    bf16 = not config["fp16"] if config["bf16"] is None else config["bf16"]
-    if bf16 and not config["use_cpu"] and not machine.bf16:
-        raise RecipeError(
-            f"{recipe.source}: `bf16` needs a GPU with bfloat16, and there is none here: set `bf16: false`, "
-            "and `use_cpu: true` to train on the CPU"
-        )
-
-
-def check_packages(recipe: Recipe) -> None:
-    """Raise `RecipeError` for a tracker or a vLLM that is not installed here, or a vLLM that TRL does not take."""
-    for sentence in packages.missing(recipe.with_defaults()):
-        raise RecipeError(f"{recipe.source}: {sentence}")
-
-
-def model_shape(recipe: Recipe, model_config_file: str | None = None) -> memory.ModelShape:
-    """The sizes of the policy with its adapter, from the model's configuration or the file given in its place.
-
-    Raises `RecipeError` if `lora_target_modules` match nothing, `memory.MemoryUnknown` where there is no configuration.
-    """
-    arguments = model_config(recipe)
-    model = model_config_file or str(arguments.model_name_or_path)
-    try:
-        return memory.load_shape(model, get_peft_config(arguments))
-    except memory.NoTargetModules as error:
-        raise RecipeError(f"{recipe.source}: `lora_target_modules`: {error}") from error
-
-
-def check_adapter(recipe: Recipe) -> None:
-    """Raise `RecipeError` if the adapter that the recipe asks for would adapt nothing, as far as that can be known here."""
-    if recipe.model.get("use_peft") and recipe.model.get("lora_target_modules") not in (None, ["all-linear"]):
-        with contextlib.suppress(memory.MemoryUnknown):  # no configuration: loading the model will say so
-            model_shape(recipe)
-
-
-def check_reference(recipe: Recipe) -> None:
-    """Raise `RecipeError` for a reference that this policy can't have, as far as the files on this machine tell."""
-    recipe.blame(check_refresh, recipe.reference, recipe.with_defaults())
-    policy, reference = Path(recipe.model["model_name_or_path"]), recipe.reference
-    if reference.adapter is not None and data.is_missing(reference.adapter):
-        raise RecipeError(f"{recipe.source}: `reference.adapter` {reference.adapter}: there is no such folder")
-    new_adapter = recipe.model.get("use_peft", False)
-    if _holds_adapter(policy) and new_adapter:
-        raise RecipeError(
-            f"{recipe.source}: `use_peft` asks for a new adapter, and `model_name_or_path` {policy} is one already, which "
-            "training continues: remove `use_peft` and the `lora_` keys"
-        )
-    if reference.name != "initial" and policy.is_dir() and not (new_adapter or _holds_adapter(policy)):
-        raise RecipeError(
-            f"{recipe.source}: `reference: {reference.adapter or reference.name}` needs a policy with an adapter, and this is "
-            "full fine-tuning: set `use_peft: true`, or use `reference: initial`"
-        )
-    if (
-        reference.adapter is not None
-        and Path(reference.adapter).is_dir()
-        and not _holds_adapter(Path(reference.adapter))
-    ):
-        raise RecipeError(
-            f"{recipe.source}: `reference.adapter`: there is no adapter_config.json in {reference.adapter}"
-        )
-
-
-def _holds_adapter(folder: Path) -> bool:
-    return (folder / "adapter_config.json").is_file()
-
-
-def check_output_dir(recipe: Recipe, machine: Machine) -> None:
-    """Raise `RecipeError` if the run would overwrite an earlier one, can't write, or can't go on from its checkpoint."""
-    folder = recipe.output_dir
-    if recipe.resumes:
-        resume_point(recipe, machine)
-    elif folder.exists() and (not folder.is_dir() or _holds_a_run(folder)):
-        raise RecipeError(
-            f"{recipe.source}: `output_dir` {folder} already holds files: choose another folder with `--output_dir`, or set "
-            "`resume_from_checkpoint: true` to go on with that run"
-        )
-    _check_writable(recipe)
-
-
-def _holds_a_run(folder: Path) -> bool:
-    """Whether there are files of a run: an evaluation of the policy before it, or a launch that never began, may lie there."""
-    files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    return any(file.parts[0] != EVALUATIONS and not fnmatch(file.name, FAULT_FILES) for file in files)
-
-
-def _check_writable(recipe: Recipe) -> None:
-    """Raise `RecipeError` unless a file can be written in the run's folder, or where that folder would be made."""
-    folder = recipe.output_dir
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    try:
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(bytes(_PROBE_BYTES))
-            probe.flush()
-            os.fsync(probe.fileno())  # some file systems notice only now that they are full
-    except OSError as error:
-        reason = "it is no folder" if not folder.is_dir() else error.strerror or str(error)
-        raise RecipeError(
-            f"{recipe.source}: `output_dir` {recipe.output_dir} can't be written ({folder}: {reason}): make room or choose "
-            "another folder with `--output_dir`"
-        ) from error
-
-
-def resume_point(recipe: Recipe, machine: Machine) -> tuple[Path | None, list[Path]]:
-    """The checkpoint to go on from, and newer ones that were cut off; None for a run that was stopped before its first.
-
-    Raises `RecipeError` if the named checkpoint is not complete, or those of the run are of another number of processes.
-    """
-    value = str(recipe.training["resume_from_checkpoint"])
-    if value != "true":
-        if not is_complete(Path(value), machine.num_processes):
-            raise RecipeError(_no_checkpoint(recipe, machine, value))
-        return Path(value), []
-    checkpoint, cut_off = last_complete_checkpoint(recipe.output_dir, machine.num_processes)
-    if checkpoint is None and any(has_state(path) for path in cut_off):
-        raise RecipeError(_no_checkpoint(recipe, machine, str(recipe.output_dir)))
-    return checkpoint, cut_off
-
-
-def check_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
-    """Raise `RecipeError` if files of the checkpoint to go on from are missing or cut off."""
-    if damage := checkpoint_damage(checkpoint):
-        raise RecipeError(
-            f"{recipe.source}: `resume_from_checkpoint`: {damage}: remove the folder {checkpoint}, and "
-            "`--resume_from_checkpoint true` goes on from the checkpoint before it, or from the beginning"
-        )
-
-
-def _no_checkpoint(recipe: Recipe, machine: Machine, place: str) -> str:
-    return (
-        f"{recipe.source}: `resume_from_checkpoint`: there is no complete checkpoint of {machine.num_processes} process(es) in "
-        f"{place}: launch as many processes as before, or name another checkpoint"
-    )
 
 
 def grpo_config(recipe: Recipe) -> GRPOConfig:
@@ -408,7 +231,7 @@ def grpo_config(recipe: Recipe) -> GRPOConfig:
     model = model_config(recipe)
     init = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
     training = dict(recipe.training)
-    if recipe.offline is not None and recipe.offline.compares_whole_batch:  # TRL's group is the generation batch
+    if recipe.compares_whole_batch:  # TRL's group is the generation batch
         training["num_generations"] = recipe.geometry(int(os.environ.get("WORLD_SIZE", "1"))).generation_batch_size
     extra = training.pop("model_init_kwargs", None) or {}
     if training.get("resume_from_checkpoint") == "false":
@@ -416,18 +239,7 @@ def grpo_config(recipe: Recipe) -> GRPOConfig:
     try:
         return GRPOConfig(**training, model_init_kwargs={**init, **extra})
     except (TypeError, ValueError) as error:
-        raise RecipeError(f"{recipe.source}: {error}") from error
-
-
-def dry_config(recipe: Recipe, machine: Machine) -> None:
-    """Raise `RecipeError` for what `GRPOConfig` refuses, for another machine than this one: its batch on one process."""
-    config = recipe.with_defaults()
-    batches = {
-        key: config[key] * machine.num_processes
-        for key in ("per_device_train_batch_size", "per_device_eval_batch_size")
-    }
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of TRL's own use of transformers
-        grpo_config(replace(recipe, training={**recipe.training, **batches, "use_cpu": True}))
+        raise recipe.error(str(error)) from error
 
 
 def model_config(recipe: Recipe) -> ModelConfig:
@@ -435,7 +247,7 @@ def model_config(recipe: Recipe) -> ModelConfig:
     try:
         return ModelConfig(**recipe.model)
     except (TypeError, ValueError) as error:
-        raise RecipeError(f"{recipe.source}: {error}") from error
+        raise recipe.error(str(error)) from error
 
 
 def shipped(kind: str, name: str) -> Path | None:
@@ -476,12 +288,6 @@ class _Parser(TrlParser):
 
 
 @cache
-def _hints(config_class: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(config_class)
-    return {field.name: hints[field.name] for field in fields(config_class) if field.init}
-
-
-@cache
 def _defaults(config_class: type) -> dict[str, Any]:
     return {field.name: field.default for field in fields(config_class) if field.init and field.default is not MISSING}
 
@@ -489,7 +295,7 @@ def _defaults(config_class: type) -> dict[str, Any]:
 def _parser() -> TrlParser:
     """TRL's parser over its own dataclasses, reporting only what is given: no defaults, no abbreviations."""
     parser = _Parser((GRPOConfig, ModelConfig), prog="python -m grpo_recipes.train", allow_abbrev=False)
-    known = [*_hints(GRPOConfig), *_hints(ModelConfig)]
+    known = [*hints(GRPOConfig), *hints(ModelConfig)]
     parser.set_defaults(**dict.fromkeys(known, _UNSET))
     return parser
 
@@ -520,16 +326,14 @@ def _split_arguments(args: Sequence[str]) -> tuple[Path | None, list[tuple[str, 
 def _read_recipe(path: Path) -> dict[str, Any]:
     """The keys in a recipe's file; of a `run.json`, the recipe of its newest launch, to be run again from its beginning."""
     if path.name != RECORD:
-        return _read_yaml(path)
-    try:
-        record = read_record(path.parent)
-    except RunError as error:
-        raise RecipeError(str(error)) from error
+        return read_yaml(path)
+    record = read_record(path.parent)
     assert record is not None, "find_file has found it"
     return {key: value for key, value in record["recipe"].items() if key != "resume_from_checkpoint"}
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises `RecipeError` for anything else."""
     try:
         raw = strict_yaml.load(path.read_text(encoding="utf-8"))
     except strict_yaml.DuplicateKey as error:
@@ -542,7 +346,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _set_nested(raw: dict[str, Any], dotted: str, text: str) -> None:
-    """Set `a.b.0.c` in nested mappings and lists; a plain string on the way is the mapping's `name` (our shorthand).
+    """Set `a.b.0.c` in nested mappings and lists; a plain value on the way becomes the mapping that it stands for.
 
     Raises `RecipeError` for a path that leads nowhere, or a key that `text` gives twice.
     """
@@ -558,12 +362,23 @@ def _set_nested(raw: dict[str, Any], dotted: str, text: str) -> None:
         key = _entry(node, name, dotted, ".".join(parents[:depth]))
         if isinstance(node, dict):
             node.setdefault(key, {})
-        if name == "micro_batching" and not isinstance(node[key], dict):  # `auto` or `off`, which a field replaces
-            node[key] = {}
-        if isinstance(node[key], str):
-            node[key] = {"name": node[key]}
+        if isinstance(node[key], (str, bool)):
+            node[key] = _expanded(node[key], name if depth == 0 else "")
         node = node[key]
     node[_entry(node, last, dotted, ".".join(parents))] = value
+
+
+def _expanded(value: str | bool, key: str) -> Any:
+    """The mapping that a plain value stands for, as the value of `key` or as an entry of `rewards`.
+
+    A word that stands for several settings (`auto`, `off`) is replaced by the field that is set.
+    """
+    spec = spec_of(hints(Recipe)[key]) if key in OUR_KEYS else None
+    if spec is not None and spec.WORDS:
+        return {}
+    if spec is not None:
+        return spec.expand(value)
+    return {"name": value} if isinstance(value, str) else value
 
 
 def _entry(node: Any, name: str, dotted: str, place: str) -> str | int:
@@ -578,74 +393,16 @@ def _entry(node: Any, name: str, dotted: str, place: str) -> str | int:
     return int(name)
 
 
-def _check_keys(raw: Mapping[str, Any], source: str) -> None:
-    known = {*OUR_KEYS, *_hints(GRPOConfig), *_hints(ModelConfig)}
+def _check_keys(raw: Mapping[str, Any]) -> None:
     for key in raw:
-        if key not in known:
-            raise RecipeError(f"{source}: unknown key `{key}`{_did_you_mean(str(key))}")
+        if key not in OUR_KEYS and key not in hints(GRPOConfig) and key not in hints(ModelConfig):
+            raise UserError(f"unknown key `{key}`{_nearest_key(str(key))}")
 
 
-def _did_you_mean(word: str, options: Sequence[str] = ()) -> str:
-    """The nearest key or option: ours, the model's and GRPO's before the hundred of transformers' trainer."""
-    usual = [*OUR_KEYS, *_hints(ModelConfig), *inspect.get_annotations(GRPOConfig), *options]
-    return did_you_mean(word, usual, _hints(GRPOConfig))
-
-
-def _typed(key: str, value: Any, source: str) -> Any:
-    hint = {**_hints(GRPOConfig), **_hints(ModelConfig)}[key]
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    if isinstance(value, bool) and bool not in options and str in options:
-        return _word(key, value)
-    for convert in (_as_is, _converted):
-        for option in options:
-            try:
-                return convert(value, option)
-            except (TypeError, ValueError):
-                continue
-    raise RecipeError(f"{source}: `{key}` must be {_type_name(options)}, not {value!r}")
-
-
-def _word(key: str, value: bool) -> str:
-    """The word behind a boolean where text is asked for: YAML reads `no` as false, and `eval_strategy: no` is meant."""
-    return "no" if key.endswith("_strategy") and not value else str(value).lower()
-
-
-def _as_is(value: Any, option: Any) -> Any:
-    """`value` if it is of type `option` already (an integer is a float, a boolean is no integer), or raise TypeError."""
-    if option is typing.Any or (value is None and option in (None, type(None))):
-        return value
-    if option is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if typing.get_origin(option) is list:
-        (element,) = typing.get_args(option)
-        return [_converted(entry, element) for entry in _as_is(value, list)]
-    kind = typing.get_origin(option) or option
-    if kind is typing.Literal and value in typing.get_args(option):
-        return value
-    if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
-        return value
-    raise TypeError
-
-
-def _converted(value: Any, option: Any) -> Any:
-    """`value` turned into `option` where YAML's own guess loses nothing ("5e-6", 8.0, a number as a name), or raise."""
-    if option is str and isinstance(value, (int, float)):
-        return str(value)
-    if option is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    if option in (int, float) and isinstance(value, str):
-        return option(value)
-    if option is bool and isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    if typing.get_origin(option) is list and isinstance(value, (str, int, float)):
-        return _as_is([value], option)
-    return _as_is(value, option)
-
-
-def _type_name(options: Sequence[Any]) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
-    kinds = [typing.get_origin(option) or option for option in options if option is not type(None)]
-    return " or ".join(dict.fromkeys(names.get(kind, "a list" if kind is list else "text") for kind in kinds))
+def _nearest_key(word: str, options: Sequence[str] = ()) -> str:
+    """The nearest key or option; of equals, ours, the model's and GRPO's before those of transformers' trainer."""
+    known = [*OUR_KEYS, *hints(ModelConfig), *inspect.get_annotations(GRPOConfig), *options, *hints(GRPOConfig)]
+    return did_you_mean(word, known, otherwise=": remove it")
 
 
 def _parse_with_trl(values: Mapping[str, Any], args: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
@@ -654,86 +411,20 @@ def _parse_with_trl(values: Mapping[str, Any], args: Sequence[str], options: Seq
     parser.set_defaults_with_config(**values)
     namespace, unknown = parser.parse_known_args(list(args))
     if unknown:
-        hint = _did_you_mean(unknown[0].partition("=")[0], ["--config", *options])
+        hint = _nearest_key(unknown[0].partition("=")[0], ["--config", *options])
         if Path(unknown[0]).is_file() or shipped("recipes", unknown[0]):
             hint = f": did you mean `--config {unknown[0]}`?"
         raise RecipeError(f"command line: unknown argument `{unknown[0]}`{hint}")
     return {key: value for key, value in vars(namespace).items() if value is not _UNSET}
 
 
-def _check_values(values: dict[str, Any], source: str) -> None:
+def _check_values(values: dict[str, Any]) -> None:
     """Settle what types cannot: named choices, and numbers that are no numbers."""
     if "scale_rewards" in values:  # TRL accepts booleans here
         word = str(values["scale_rewards"]).lower()
         values["scale_rewards"] = {"true": "group", "false": "none"}.get(word, word)
     for key, choices in CHOICES.items():
         if key in values and values[key] not in choices:
-            hint = did_you_mean(str(values[key]), choices, otherwise=f": choose one of {', '.join(choices)}")
-            raise RecipeError(f"{source}: `{key}` can't be `{values[key]}`{hint}")
+            raise not_a_choice(key, values[key], choices)
     values |= {key: value.value for key, value in values.items() if isinstance(value, enum.Enum)}
-    _named(source, limits.check, values)
-
-
-def _named(source: str, parse: Callable[[Any], _Result], raw: Any) -> _Result:
-    try:
-        return parse(raw)
-    except ValueError as error:  # each of these says the key and the fix
-        raise RecipeError(f"{source}: {error}") from error
-
-
-def _kl_estimator(raw: Any, source: str) -> str:
-    spec = {"estimator": raw} if isinstance(raw, str) else raw
-    if not isinstance(spec, dict) or "estimator" not in spec:
-        raise RecipeError(f"{source}: `kl` must be a mapping with `estimator`, not {raw!r}")
-    for key in spec:
-        if key != "estimator":
-            raise RecipeError(f"{source}: unknown key `kl.{key}`{did_you_mean(str(key), ['estimator'])}")
-    if spec["estimator"] not in KL_ESTIMATORS:
-        raise RecipeError(
-            f"{source}: `kl.estimator` can't be `{spec['estimator']}`: choose one of {', '.join(KL_ESTIMATORS)}"
-        )
-    return spec["estimator"]
-
-
-def _check_offline(recipe: Recipe, geometry: Geometry) -> None:
-    """Raise `RecipeError` for what recorded responses can't do."""
-    if recipe.offline is None:
-        if recipe.dataset.name == "scored":
-            raise RecipeError(f"{recipe.source}: the dataset `scored` has recorded responses: add `offline: group`")
-        return
-    config = recipe.with_defaults()
-    mistakes = {
-        f"`offline` trains on recorded responses: set `dataset.name: scored`, not `{recipe.dataset.name}`": (
-            recipe.dataset.name != "scored"
-        ),
-        "`use_vllm` generates, and `offline` trains on recorded responses: remove one of them": config["use_vllm"],
-        "`eval_strategy` generates, and `offline` trains on recorded responses: remove it, and run `grpo-recipes evaluate` "
-        "afterwards": recipe.evaluates(),
-        "`offline.baseline: batch` takes one response a prompt: remove `num_generations`": (
-            recipe.offline.compares_whole_batch and "num_generations" in recipe.training
-        ),
-        "`offline` draws the responses of a group together, and this layout splits groups over processes: make "
-        f"per_device_train_batch_size × steps_per_generation ({geometry.completions_per_rank}) a multiple of num_generations "
-        f"({geometry.num_generations})": geometry.splits_groups,
-    }
-    for sentence, is_made in mistakes.items():
-        if is_made:
-            raise RecipeError(f"{recipe.source}: {sentence}")
-
-
-def _check_rewards(recipe: Recipe, geometry: Geometry, rewards: Sequence[BuiltReward]) -> None:
-    recipe.blame(reward_checks.check_weights, rewards)
-    for reward in rewards:
-        if not reward.needs_whole_groups:
-            continue
-        if geometry.num_generations == 1:
-            raise RecipeError(
-                f"{recipe.source}: `rewards`: {reward.name} compares the completions of a group, and `offline.baseline: batch` "
-                "has one of each prompt: remove it, or set `offline.baseline: group`"
-            )
-        if geometry.splits_groups:
-            raise RecipeError(
-                f"{recipe.source}: `rewards`: {reward.name} compares the completions of a group, and this layout splits groups "
-                f"over processes: make per_device_train_batch_size × steps_per_generation "
-                f"({geometry.completions_per_rank}) a multiple of num_generations ({geometry.num_generations})"
-            )
+    limits.check(values)

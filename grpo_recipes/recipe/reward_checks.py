@@ -9,7 +9,6 @@ from typing import Any
 
 from datasets import Dataset
 
-from grpo_recipes.training.offline import REWARD_COLUMN, recorded_reward
 from grpo_rewards.errors import UserError
 from grpo_rewards.registry import BoundReward, BuiltReward, leaves
 
@@ -18,10 +17,6 @@ TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "l
 
 # How many rows are named where rows are named; the others are counted.
 NAMED_ROWS = 20
-
-
-class RewardCheckError(UserError):
-    """A reward that can't pay on this dataset; the message names it and the fix."""
 
 
 @dataclass(frozen=True)
@@ -55,24 +50,24 @@ def describe_rewards(rewards: Iterable[BuiltReward]) -> str:
 
 
 def check_weights(rewards: Sequence[BuiltReward]) -> None:
-    """Raise `RewardCheckError` if no reward can change the total."""
+    """Raise `UserError` if no reward can change the total."""
     if not any(reward.weight for reward in leaves(rewards)):
-        raise RewardCheckError("`rewards`: all weights are 0, so that nothing is learned: give one reward a weight")
+        raise UserError("`rewards`: all weights are 0, so that nothing is learned: give one reward a weight")
 
 
 def check_columns(rewards: Iterable[BuiltReward], columns: Sequence[str]) -> None:
-    """Raise `RewardCheckError` for a reward that needs a column not among `columns`, or that can't take what TRL hands over."""
+    """Raise `UserError` for a reward that needs a column not among `columns`, or that can't take what TRL hands over."""
     given = [column for column in columns if column != "prompt"]  # TRL keeps it back: rewards get `prompts`
     for reward in leaves(rewards):
         needed, takes_all = _parameters(reward.function)
         for column in needed:
             if column not in (*TRL_ARGUMENTS, *given):
-                raise RewardCheckError(
+                raise UserError(
                     f"`rewards`: {reward.name} needs the column `{column}`, and the columns that it gets are "
                     f"{', '.join(given) or 'none'}"
                 )
         if not takes_all:
-            raise RewardCheckError(
+            raise UserError(
                 f"`rewards`: {reward.name} must take every column by name, as TRL hands them over: end its parameters in "
                 "`**columns`"
             )
@@ -84,8 +79,6 @@ def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
         needed, takes_all = _parameters(function.function)
         return [name for name in needed if name not in function.arguments], takes_all
     needed = [*getattr(function, "columns_read", ())]
-    if function is recorded_reward:
-        needed.append(REWARD_COLUMN)
     parameters = inspect.signature(function).parameters
     needed += [
         name
@@ -103,7 +96,7 @@ def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset) -> GoldCheck |
     empty one: nothing is compared symbolically. A row counts where no reward can score it.
 
     Raises:
-        RewardCheckError: not one gold can be scored.
+        UserError: not one gold can be scored.
     """
     judges = [(reward.name, judges) for reward in rewards if (judges := _judges(reward))]
     if not judges:
@@ -117,7 +110,7 @@ def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset) -> GoldCheck |
     if len(rows) == len(dataset):
         judge = judges[0][1][0]
         column = judge.gold_column
-        raise RewardCheckError(
+        raise UserError(
             f"`rewards`: {' and '.join(names)} can score none of the {len(dataset)} golds in the column `{column}` (the first is "
             f"{_excerpt(dataset[0][column])}): {judge.gold_forms}"
         )

@@ -27,7 +27,9 @@ import pandas as pd
 from datasets import Dataset
 from tqdm.auto import tqdm
 
-from grpo_recipes.recipe.data import DatasetSpec, hub_answers, is_missing, load
+from grpo_recipes.recipe.data import load
+from grpo_recipes.recipe.hub import hub_answers, is_missing
+from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.results import strict
 from grpo_recipes.results.engines import Complete, EvaluationError, load_engine
 from grpo_recipes.results.estimates import Estimate, mcnemar, mean_share, paired_difference, pass_at_k
@@ -95,7 +97,7 @@ class Settings:
             object.__setattr__(self, "strict", strict.asked_by((), self.tags))
         for name in ("samples", "batch_size", "max_new_tokens"):
             if (value := getattr(self, name)) < 1:
-                raise EvaluationError(f"--{name.replace('_', '-')} is {value}: set it to at least 1")
+                raise EvaluationError(f"--{name} is {value}: set it to at least 1")
         if not 0 <= self.temperature < math.inf:
             raise EvaluationError(f"--temperature is {self.temperature:g}: set it to 0 for greedy decoding, or above 0")
         if self.samples > 1 and self.temperature <= 0:
@@ -408,7 +410,7 @@ def _recipe(options: argparse.Namespace) -> dict[str, Any]:
         from grpo_recipes.recipe.recipe import parse_recipe
 
         recipe = parse_recipe(["--config", options.recipe])
-        return {**recipe.with_defaults(), **recipe.as_dict()}
+        return {**vars(recipe.config), **recipe.as_dict()}
     for folder in (Path(options.model), Path(options.model).parent):
         if record := read_record(folder):
             return {**record.get("config", {}), **record["recipe"]}

@@ -10,14 +10,15 @@ divisor and every rank makes the same calls.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_recipes.recipe.losses import LOSS_TYPES
+from grpo_recipes.recipe.specs import MicroBatching
 from grpo_recipes.training.packing import Layout, Rows, extent, order
 
 IDLE = "no_row_contributes"
@@ -66,50 +67,9 @@ def exactness(
     return Exactness(True, skip=without_kl)
 
 
-@dataclass(frozen=True)
-class MicroBatching:
-    """What a recipe asks for: the key `micro_batching`. Each is done only where it is exact."""
-
-    pack: bool = True
-    """Compute the prompt of a group once, in one row without padding."""
-    trim: bool = True
-    """Cut each micro-batch to its own longest prompt and completion."""
-    skip_zero_advantage: bool = True
-    """Leave out rows that cannot contribute to the gradient."""
-
-    def __post_init__(self) -> None:
-        for name in (field.name for field in fields(self)):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"`micro_batching.{name}` must be true or false, not {getattr(self, name)!r}")
-        if not self.trim and (self.pack or self.skip_zero_advantage):
-            raise ValueError("`micro_batching`: without `trim` nothing else is done: write `micro_batching: off`")
-
-    @classmethod
-    def parse(cls, raw: str | bool | Mapping[str, Any] | MicroBatching) -> MicroBatching:
-        """Read `auto`, `off` (YAML makes it false), or a mapping of the fields; those left out are as in `auto`.
-
-        Raises `ValueError` with one sentence for anything else.
-        """
-        if isinstance(raw, MicroBatching):
-            return raw
-        if isinstance(raw, Mapping):
-            names = [field.name for field in fields(cls)]
-            unknown = [key for key in raw if key not in names]
-            if unknown:
-                raise ValueError(f"`micro_batching.{unknown[0]}` is not known: choose from {', '.join(names)}")
-            return cls(**raw)
-        if raw in ("auto", True):
-            return cls()
-        if raw in ("off", False):
-            return cls(False, False, False)
-        raise ValueError(
-            f"`micro_batching` must be auto, off, or a mapping of pack, trim, skip_zero_advantage, not {raw!r}"
-        )
-
-    @property
-    def layout(self) -> Layout:
-        """The most that model calls may be laid out as."""
-        return Layout.PACKED if self.pack else Layout.TRIMMED if self.trim else Layout.PLAIN
+def asked_layout(asked: MicroBatching) -> Layout:
+    """The most that model calls may be laid out as."""
+    return Layout.PACKED if asked.pack else Layout.TRIMMED if asked.trim else Layout.PLAIN
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ the KL term are TRL's own. A recipe says
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -24,67 +23,17 @@ import torch
 from datasets import Dataset
 from trl.trainer.utils import RepeatSampler
 
-BASELINES = ("group", "batch")
-REWARD_COLUMN = "recorded_reward"
+from grpo_recipes.recipe.specs import RECORDED_REWARD, OfflineSpec
+from grpo_rewards.errors import UserError
 
 
-class OfflineError(ValueError):
+class OfflineError(UserError):
     """Recorded responses that can't be trained on as asked, in one sentence that names the key and the fix."""
 
 
-@dataclass(frozen=True)
-class OfflineSpec:
-    """The `offline` key of a recipe: `baseline` is what a response's reward is compared with, `group` or `batch`."""
-
-    baseline: str = "group"
-
-    def __post_init__(self) -> None:
-        if self.baseline not in BASELINES:
-            raise OfflineError(f"`offline.baseline` can't be `{self.baseline}`: choose {' or '.join(BASELINES)}")
-
-    @classmethod
-    def parse(cls, raw: str | Mapping[str, Any]) -> OfflineSpec:
-        """Read a recipe's `offline` value: a mapping, or the baseline alone. Raises `OfflineError`."""
-        if isinstance(raw, str):
-            return cls(raw)
-        if not isinstance(raw, Mapping):
-            raise OfflineError(f"`offline` can't be {raw!r}: write `offline: {{baseline: group}}`")
-        for key in raw:
-            if key != "baseline":
-                hint = "did you mean `baseline`?" if difflib.get_close_matches(str(key), ["baseline"]) else "remove it"
-                raise OfflineError(f"unknown key `offline.{key}`: {hint}")
-        return cls(**raw)
-
-    @property
-    def compares_whole_batch(self) -> bool:
-        """Whether a response is compared with the whole generation batch, one response a prompt."""
-        return self.baseline == "batch"
-
-
-def check_responses(dataset: Dataset, spec: OfflineSpec, num_generations: int) -> None:
-    """Raise `OfflineError` if prompts have fewer recorded responses than a group has members."""
-    if spec.compares_whole_batch:
-        return
-    short = sum(len(responses) < num_generations for responses in dataset["responses"])
-    if short:
-        raise OfflineError(
-            f"`offline.baseline: group` compares {num_generations} responses to one prompt (`num_generations`), and {short} of "
-            f"{len(dataset)} prompts have fewer: lower `num_generations`, leave those prompts out, or set `offline.baseline: "
-            "batch`"
-        )
-
-
-def recorded_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """Pay each completion the reward recorded for it, which `RecordedRollout` hands over in the column `recorded_reward`.
-
-    Raises:
-        ValueError: the completions were not recorded.
-    """
-    if REWARD_COLUMN not in columns:
-        raise ValueError(
-            "recorded_reward pays for recorded completions: use it with `dataset.name: scored` and `offline`"
-        )
-    return list(columns[REWARD_COLUMN])
+def recorded_reward(completions: Sequence[Any], recorded_reward: Sequence[float], **columns: Any) -> list[float]:
+    """Pay each completion the reward recorded for it, which `RecordedRollout` hands over in the column of this name."""
+    return list(recorded_reward)
 
 
 @dataclass(frozen=True)
@@ -133,7 +82,7 @@ class RecordedRollout:
             "prompt_ids": trainer.processing_class(text=prompts)["input_ids"],
             "completion_ids": [response.ids for response in chosen],
             "logprobs": [response.log_probs for response in chosen] if self.has_log_probs else None,
-            REWARD_COLUMN: [response.reward for response in chosen],
+            RECORDED_REWARD: [response.reward for response in chosen],
         }
 
     def _draw(self, prompt: str, count: int) -> list[_Response]:

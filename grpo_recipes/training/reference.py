@@ -24,7 +24,6 @@ import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -41,9 +40,10 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_adapter
 
-from grpo_recipes.recipe.hints import did_you_mean
+from grpo_recipes.recipe.specs import ReferenceSpec
 from grpo_recipes.runs.checkpoints import adapter_config
 from grpo_recipes.runs.files import replacing
+from grpo_rewards.errors import UserError, did_you_mean
 
 REF = "ref"  # the adapter name that TRL's scoring looks for
 WEIGHTS = "reference.safetensors"  # a refreshed reference, in each checkpoint
@@ -55,75 +55,8 @@ CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _ORIGINALS = {"modules_to_save": "original_module", "trainable_tokens_delta": "trainable_tokens_original"}
 
 
-class ReferencePolicyError(ValueError):
+class ReferencePolicyError(UserError):
     """The asked reference can't be had; the message is one sentence with the fix."""
-
-
-@dataclass(frozen=True)
-class ReferenceSpec:
-    """The recipe key `reference`: `initial`, `base`, or a mapping with `name` or `adapter`."""
-
-    name: str | None = "initial"
-    adapter: str | None = None
-    reset_optimizer_on_sync: bool = False
-
-    @classmethod
-    def parse(cls, raw: str | Mapping[str, Any] | ReferenceSpec) -> ReferenceSpec:
-        """Read a spec. Raises `ReferencePolicyError` for an unknown key or name, or for both `name` and `adapter`."""
-        if isinstance(raw, cls):
-            return raw
-        if not isinstance(raw, Mapping):
-            raw = {"name": raw}
-        for key in raw:
-            if key not in cls.__dataclass_fields__:
-                raise ReferencePolicyError(f"`reference`: unknown key `{key}`{_nearest(key, cls.__dataclass_fields__)}")
-        if "name" in raw and "adapter" in raw:
-            raise ReferencePolicyError(
-                "`reference` has both `name` and `adapter`: keep one, as in `--reference '{adapter: FOLDER}'`"
-            )
-        reset = raw.get("reset_optimizer_on_sync", False)
-        if not isinstance(reset, bool):
-            raise ReferencePolicyError(f"`reference.reset_optimizer_on_sync` must be true or false, not {reset!r}")
-        if "adapter" in raw:
-            if not isinstance(raw["adapter"], (str, Path)) or not str(raw["adapter"]):
-                raise ReferencePolicyError("`reference.adapter` must be a folder or a hub id")
-            return cls(None, str(raw["adapter"]), reset)
-        name = raw.get("name", "initial")
-        if name not in ("initial", "base"):
-            raise ReferencePolicyError(
-                f"`reference` can't be `{name}`{_nearest(name, ('initial', 'base'))}; an adapter is written `{{adapter: FOLDER}}`"
-            )
-        return cls(name, None, reset)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The spec as a recipe writes it."""
-        source = {"name": self.name} if self.adapter is None else {"adapter": self.adapter}
-        return {**source, "reset_optimizer_on_sync": self.reset_optimizer_on_sync}
-
-
-def check_refresh(spec: ReferenceSpec, config: Mapping[str, Any]) -> None:
-    """Raise `ReferencePolicyError` where the refresh keys of `config` (values of `GRPOConfig`) and `spec` do not fit."""
-    if not config["sync_ref_model"]:
-        if spec.reset_optimizer_on_sync:
-            raise ReferencePolicyError(
-                "`reference.reset_optimizer_on_sync` has no effect without `sync_ref_model: true`: set it, or remove the key"
-            )
-        return
-    if not config["beta"]:
-        raise ReferencePolicyError(
-            "`sync_ref_model` refreshes a reference, and `beta: 0` has none: set `beta` above 0, or remove `sync_ref_model`"
-        )
-    if spec.name == "base":
-        raise ReferencePolicyError(
-            "`reference: base` is the adapter switched off and can't be refreshed: use `reference: initial`, which starts as "
-            "the base for a new adapter"
-        )
-    if config["ref_model_sync_steps"] < 1:
-        raise ReferencePolicyError(f"`ref_model_sync_steps` is {config['ref_model_sync_steps']}: set it to 1 or more")
-    if not 0 < config["ref_model_mixup_alpha"] <= 1:
-        raise ReferencePolicyError(
-            f"`ref_model_mixup_alpha` is {config['ref_model_mixup_alpha']}: set it above 0, and to 1 for a hard refresh"
-        )
 
 
 @contextmanager
@@ -158,7 +91,7 @@ def set_reference(trainer: GRPOTrainer, source: str | Mapping[str, Any] | Refere
     if source is None:
         source = {"adapter": REF} if REF in getattr(model, "peft_config", {}) else "initial"
     spec = ReferenceSpec.parse(source)
-    check_refresh(spec, vars(args))
+    spec.check_refresh(args)
     _check_trains(model)
     if isinstance(model, PeftModel):
         _give_head_a_bias(model)

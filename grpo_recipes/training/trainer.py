@@ -15,15 +15,15 @@ from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes.recipe.losses import LOSS_TYPES
+from grpo_recipes.recipe.specs import KLEstimator, MicroBatching, ReferenceSpec, typed
 from grpo_recipes.runs.restart import EpochSampler, TellEpoch
 from grpo_recipes.training import micro_batches as microbatch
 from grpo_recipes.training import offline
 from grpo_recipes.training.eval_completions import separate_eval_completions
 from grpo_recipes.training.full_kl import FullKL, Projection, last_hidden_states
 from grpo_recipes.training.log_probs import LogProbs, PerToken
-from grpo_recipes.training.micro_batches import MicroBatching
 from grpo_recipes.training.packing import Layout, Rows
-from grpo_recipes.training.reference import ReferenceSpec, reference_in, set_reference, without_trl_reference
+from grpo_recipes.training.reference import reference_in, set_reference, without_trl_reference
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +52,12 @@ class GRPOTrainer(TRLGRPOTrainer):
         args: GRPOConfig | None = None,
         *rest: Any,
         reference: str | Mapping[str, Any] | ReferenceSpec | None = None,
-        kl_estimator: str = "sampled",
-        micro_batching: str | bool | Mapping[str, bool] | MicroBatching = "auto",
+        kl_estimator: KLEstimator = "sampled",
+        micro_batching: str | Mapping[str, bool] | MicroBatching = "auto",
         **kwargs: Any,
     ) -> None:
         self.micro_batching = MicroBatching.parse(micro_batching)
-        if kl_estimator not in ("sampled", "full"):
-            raise ValueError(f"`kl_estimator` must be sampled or full, not {kl_estimator!r}")
+        typed("kl_estimator", kl_estimator, KLEstimator)
         with without_trl_reference(args):  # TRL builds no reference of its own
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
         self.reference_sentence = set_reference(self, reference)
@@ -82,7 +81,7 @@ class GRPOTrainer(TRLGRPOTrainer):
             router_loss=self.aux_loss_enabled,
         )
         untouched = "the full-vocabulary KL reads the hidden states of TRL's rows" if self._full_kl is not None else ""
-        asked = self.micro_batching.layout
+        asked = microbatch.asked_layout(self.micro_batching)
         self._log_probs = LogProbs(
             self.accelerator, self.args, self._plain_log_probs, asked, self.aux_loss_enabled, untouched
         )
@@ -92,10 +91,9 @@ class GRPOTrainer(TRLGRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         buffer = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        off = self.micro_batching.layout is Layout.PLAIN
-        if (
-            not off and self._buffered_inputs is not buffer
-        ):  # newly generated: evaluation and reuse leave the old buffer
+        off = microbatch.asked_layout(self.micro_batching) is Layout.PLAIN
+        # A new buffer was generated just now: evaluation, and a generation that serves again, leave the old one.
+        if not off and self._buffered_inputs is not buffer:
             self._regroup(self._buffered_inputs)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return offline.with_recorded_log_probs(inputs, self.rollout_func)

@@ -1,4 +1,4 @@
-"""What a user can fix: the base of the error classes, and the nearest name to a misspelt one."""
+"""The one error of both packages that a user can fix, and the nearest name to a misspelt one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import difflib
 from collections.abc import Iterable
 
 _CUTOFF = 0.6
-# How alike a word and a name are that begins with it: `--model` means `model_name_or_path`.
-_BEGINNING = 0.75
+# How alike a word and a name count where one begins with the other: `model` means `model_name_or_path`, `lora_rank` `lora_r`.
+_BEGINNING = 0.9
+_SHORTEST_BEGINNING = 4
 
 
 class UserError(ValueError):
@@ -15,16 +16,17 @@ class UserError(ValueError):
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return the end of a sentence that refuses `word`: its nearest known name, or `otherwise`.
+    """The end of a sentence that refuses `word`: the nearest of the `known` names (the first of equals), or `otherwise`.
 
-    Case, an option's leading hyphens, and hyphens instead of underscores make no difference.
+    Hyphens and underscores are equal, and an option's leading hyphens are ignored.
     """
-    alike = [(likeness, name) for name in known if (likeness := _likeness(word, name)) >= _CUTOFF]
-    return f": did you mean `{max(alike, key=lambda pair: pair[0])[1]}`?" if alike else otherwise
+    likeness, name = max(((_likeness(word, name), name) for name in known), key=lambda pair: pair[0], default=(0.0, ""))
+    return f": did you mean `{name}`?" if likeness >= _CUTOFF else otherwise
 
 
 def _likeness(word: str, name: str) -> float:
     """How alike two names are, in [0, 1]."""
     word, name = (text.lstrip("-").replace("-", "_").lower() for text in (word, name))
+    begins = name.startswith(f"{word}_") or (len(name) >= _SHORTEST_BEGINNING and word.startswith(name))
     ratio = difflib.SequenceMatcher(None, word, name).ratio()
-    return max(ratio, _BEGINNING) if name.startswith(f"{word}_") else ratio
+    return max(ratio, _BEGINNING) if begins else ratio

@@ -11,7 +11,7 @@ import torch
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's policy, untrained, in a folder that transformers loads."""
     from grpo_recipes.quickstart import WarmStart, build_policy, build_tokenizer, demonstrations
-    from grpo_recipes.recipe.data import DatasetSpec
+    from grpo_recipes.recipe.specs import DatasetSpec
 
     torch.manual_seed(0)
     settings = WarmStart(demonstrations=500)

@@ -7,9 +7,9 @@ import pytest
 
 from grpo_recipes import __version__, train
 from grpo_recipes.cli import main
-from grpo_recipes.recipe import hints
 from grpo_recipes.recipe.recipe import DEFAULTS, OUR_KEYS
 from grpo_rewards import cli as rewards_cli
+from grpo_rewards.errors import did_you_mean
 
 
 def test_plan_prints_the_geometry_and_the_epoch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,7 +20,7 @@ def test_plan_prints_the_geometry_and_the_epoch(capsys: pytest.CaptureFixture[st
 
 
 def test_plan_for_another_machine(capsys: pytest.CaptureFixture[str], gsm8k_file) -> None:
-    more = ["--accelerate-config", "ddp", "--num-processes", "7", "--dataset.path", str(gsm8k_file)]
+    more = ["--accelerate_config", "ddp", "--num_processes", "7", "--dataset.path", str(gsm8k_file)]
     assert main(["plan", "gsm8k-qwen2.5-1.5b-8xa100", *more]) == 0
     said = capsys.readouterr().out
     assert "7 prompts × 12 completions = 84 completions on 7 processes" in said
@@ -34,7 +34,7 @@ def test_plan_without_the_hub_leaves_the_epoch_unknown(capsys: pytest.CaptureFix
         raise data.DatasetUnreachable("no network")
 
     monkeypatch.setattr(data, "load", unreachable)
-    assert main(["plan", "gsm8k-qwen2.5-1.5b-24gb", "--accelerate-config", "single_gpu"]) == 0
+    assert main(["plan", "gsm8k-qwen2.5-1.5b-24gb", "--accelerate_config", "single_gpu"]) == 0
     assert "unknown: no network" in capsys.readouterr().out
 
 
@@ -45,12 +45,12 @@ def test_plan_without_the_hub_leaves_the_epoch_unknown(capsys: pytest.CaptureFix
         (["plan", "quickstart", "--dataset.size", "4"], "4 prompts"),
         (["plan", "quickstart", "--num_generations", "7"], "set `per_device_train_batch_size`"),
         (
-            ["plan", "quickstart", "--use_cpu", "false", "--bf16", "true", "--accelerate-config", "cpu"],
+            ["plan", "quickstart", "--use_cpu", "false", "--bf16", "true", "--accelerate_config", "cpu"],
             "`bf16` needs a GPU",
         ),
         (["plan", "quickstart", "--fp16", "true", "--bf16", "true"], "fp16"),
         (["plan", "no-such-recipe"], "no-such-recipe"),
-        (["plan", "quickstart", "--accelerate-config", "no-such-file"], "no-such-file"),
+        (["plan", "quickstart", "--accelerate_config", "no-such-file"], "no-such-file"),
     ],
 )
 def test_plan_refuses_with_one_sentence_and_exit_code_2(
@@ -73,7 +73,7 @@ def test_options_are_not_abbreviated(capsys: pytest.CaptureFixture[str], argumen
 
 def test_an_override_is_never_read_as_the_beginning_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "quickstart", "--model", "foo"]) == 2
-    assert "--model-config" not in capsys.readouterr().err
+    assert "--model_config" not in capsys.readouterr().err
     assert main(["plan", "quickstart", "--learning_rate", "1e-5", "--num_generations=4", "--num-processes=1"]) == 0
     assert "completions on 1 process" in capsys.readouterr().out
 
@@ -89,7 +89,7 @@ HELP = {"grpo-recipes": main, "grpo-rewards": rewards_cli.main, "train": train.m
             ["--help"],
             ["plan", "evaluate", "diagnose", "report", "95 % intervals", "grpo_recipes.train"],
         ),
-        ("grpo-recipes", ["plan", "--help"], ["--gpu-memory SIZE", "override the recipe"]),
+        ("grpo-recipes", ["plan", "--help"], ["--gpu_memory SIZE", "override the recipe"]),
         ("grpo-recipes", ["evaluate", "--help"], ["--compare A B", "--samples N"]),
         ("grpo-recipes", ["diagnose", "--help"], ["output_dir"]),
         ("grpo-recipes", ["report", "--help"], ["report.html"]),
@@ -128,22 +128,23 @@ def test_the_sentences_of_a_plan_are_wrapped(capsys: pytest.CaptureFixture[str],
 
 
 def test_either_spelling_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "quickstart", "--num_processes=1", "--gpu_memory", "24GB"]) == 0
+    assert main(["plan", "quickstart", "--num-processes=1", "--gpu-memory", "24GB"]) == 0
     with pytest.raises(SystemExit):
-        main(["evaluate", "m", "--max_new_tokens", "x"])
-    assert "--max-new-tokens" in capsys.readouterr().err
+        main(["evaluate", "m", "--max-new-tokens", "x"])
+    assert "--max_new_tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("word", "ours", "others", "nearest"),
+    ("word", "known", "nearest"),
     [
-        ("lora_rank", ["lora_r"], ["local_rank"], "lora_r"),
-        ("local_rnk", ["lora_r"], ["local_rank"], "local_rank"),
-        ("--gpu-memry", ["--gpu-memory"], ["vllm_gpu_memory_utilization"], "--gpu-memory"),
-        ("--model", ["delta", "model_name_or_path"], [], "model_name_or_path"),
-        ("xyz", ["delta"], ["beta"], None),
-        ("x", [], [], None),
+        ("lora_rank", ["lora_r", "local_rank"], "lora_r"),
+        ("local_rnk", ["lora_r", "local_rank"], "local_rank"),
+        ("--gpu-memry", ["--gpu_memory", "vllm_gpu_memory_utilization"], "--gpu_memory"),
+        ("--model", ["delta", "model_name_or_path"], "model_name_or_path"),
+        ("xyz", ["delta", "beta"], None),
+        ("x", [], None),
     ],
 )
-def test_the_nearest_name_is_ours_if_it_is_near(word: str, ours: list[str], others: list[str], nearest: str) -> None:
-    assert hints.nearest(word, ours, others) == nearest
+def test_the_nearest_name(word: str, known: list[str], nearest: str | None) -> None:
+    expected = f": did you mean `{nearest}`?" if nearest else "otherwise"
+    assert did_you_mean(word, known, "otherwise") == expected

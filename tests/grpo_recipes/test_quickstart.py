@@ -10,8 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_recipes import cli, quickstart, train
 from grpo_recipes.quickstart import WarmStart, build_policy, build_tokenizer, demonstrations, warm_start
-from grpo_recipes.recipe.data import DatasetSpec, load
-from grpo_recipes.recipe.recipe import Machine, check, parse_recipe, shipped
+from grpo_recipes.recipe.checks import Machine, check
+from grpo_recipes.recipe.data import load
+from grpo_recipes.recipe.recipe import parse_recipe, shipped
+from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards import gsm8k_correctness, well_formed
 from grpo_rewards.answers import extract_answer
 

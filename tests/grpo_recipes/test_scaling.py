@@ -48,7 +48,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, extensions: str, gsm8k_dir: P
                 launching.build_policy(policy, tied=tied)
             changes = {"max_steps": 5, "save_steps": 2, "beta": 0.04, **(LORA if kind.startswith("lora") else {})}
             if "full-kl" in kind:
-                changes |= {"kl": {"estimator": "full"}, "beta": 1.0}
+                changes |= {"kl_estimator": "full", "beta": 1.0}
             if "trimmed" in kind:
                 changes["micro_batching"] = {"pack": False, "trim": True}
             if "judged" in kind:

@@ -19,6 +19,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes import GRPOTrainer, train
 from grpo_recipes.recipe import data
 from grpo_recipes.recipe.recipe import shipped
+from grpo_recipes.recipe.specs import DatasetSpec
 
 SMALL = [
     "--use_cpu",
@@ -434,7 +435,7 @@ def test_prompts_over_the_limit_are_dropped_with_a_count(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    prompts = data.load(data.DatasetSpec("gsm8k", path=str(gsm8k_file), prompt_format="text"))["prompt"]
+    prompts = data.load(DatasetSpec("gsm8k", path=str(gsm8k_file), prompt_format="text"))["prompt"]
     lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in prompts]
     limit, output = min(lengths), tmp_path / "run"
     kept = lengths.count(limit)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_recipes import GRPOTrainer
+from grpo_recipes.recipe.specs import MicroBatching
 from grpo_recipes.training import micro_batches as microbatch
 from tests.mathematics import oracle
 from tests.mathematics.conftest import ScenarioFactory
@@ -36,7 +37,7 @@ def deal(trainer: GRPOTrainer, scenario: Scenario, buffer: list[dict[str, Tensor
     """The buffer as seam 1 leaves it."""
     first = microbatch.as_rows(buffer[0])
     layout = trainer._log_probs.layout(trainer.model, first, len(first.input_ids))
-    assert layout is trainer.micro_batching.layout
+    assert layout is microbatch.asked_layout(trainer.micro_batching)
     window = microbatch.window_size(scenario.geometry.steps_per_generation, scenario.geometry.accumulation)
     return microbatch.regroup(buffer, window, layout, trainer._exact)
 
@@ -46,8 +47,8 @@ def compare(scenario: Scenario, objective: Objective, micro_batching: Any, zero:
     keys = {key: value for key, value in asdict(objective).items() if key != "max_completion_length"}
     config = {**scenario.config, **keys}
     trainer = make_trainer(scenario.checkpoint, scenario.dtype, trainer=GRPOTrainer, **config)
-    trainer.micro_batching = microbatch.MicroBatching.parse(micro_batching)
-    trainer._log_probs.wanted = trainer.micro_batching.layout
+    trainer.micro_batching = MicroBatching.parse(micro_batching)
+    trainer._log_probs.wanted = microbatch.asked_layout(trainer.micro_batching)
     trainer.current_gradient_accumulation_steps = scenario.geometry.accumulation
     trainer.model.train()
     size = scenario.geometry.steps_per_generation

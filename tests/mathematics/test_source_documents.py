@@ -139,7 +139,7 @@ def open_r1() -> Recipe:
 
 def objective_of(recipe: Recipe) -> Objective:
     """The recipe's loss as the oracle's `Objective`."""
-    values = recipe.with_defaults()
+    values = vars(recipe.config)
     return Objective(**{field.name: values[field.name] for field in fields(Objective)})
 
 
@@ -172,7 +172,7 @@ def test_002_recipe_needs_each_of_its_settings(open_r1: Recipe, scenario: Scenar
 @pytest.mark.usefixtures("in_float64")
 def test_002_recipe_does_not_reweight_what_vllm_sampled(open_r1: Recipe, checkpoint: Path) -> None:
     """With vLLM, TRL corrects for the engine's log-probabilities unless told otherwise; 0.15 knew no such thing."""
-    values = open_r1.with_defaults()
+    values = vars(open_r1.config)
     assert (values["use_vllm"], values["vllm_mode"]) == (True, "server")
     key = "vllm_importance_sampling_correction"
     for correction in (True, values[key]):

@@ -11,16 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from grpo_recipes.recipe.data import (
-    MAX_ARITHMETIC_SIZE,
-    DatasetError,
-    DatasetSpec,
-    DatasetUnreachable,
-    arithmetic_problems,
-    final_answer,
-    limit_prompts,
-    load,
-)
+from grpo_recipes.recipe.arithmetic import MAX_ARITHMETIC_SIZE, arithmetic_problems
+from grpo_recipes.recipe.data import DatasetUnreachable, final_answer, limit_prompts, load
+from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_rewards.errors import UserError
 
 ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"} for n in range(20)]
 
@@ -61,28 +55,28 @@ def test_a_mapping_gives_every_key():
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ("gsm9k", r"dataset\.name: 'gsm9k' .*gsm8k, rlaif, arithmetic, scored; did you mean 'gsm8k'\?"),
-        ({"path": "x.jsonl"}, r"dataset\.name: missing"),
+        ("gsm9k", r"`dataset\.name` can't be `gsm9k`: did you mean `gsm8k`\?"),
+        ({"path": "x.jsonl"}, r"`dataset\.name` is missing: choose gsm8k or rlaif or arithmetic or scored"),
         (
             {"name": "gsm8k", "promt_style": "think"},
-            r"dataset\.promt_style: unknown key; did you mean 'prompt_style'\?",
+            r"unknown key `dataset\.promt_style`: did you mean `prompt_style`\?",
         ),
-        ({"name": "gsm8k", "prompt_style": "thinking"}, r"dataset\.prompt_style: .*did you mean 'think'\?"),
-        ({"name": "gsm8k", "prompt_format": "chat"}, r"dataset\.prompt_format: .*conversational, text"),
-        ({"name": "gsm8k", "overlong_prompts": "cut"}, r"dataset\.overlong_prompts: .*did you mean 'cut_left'\?"),
-        ({"name": "gsm8k", "path": 7}, r"dataset\.path: 7 is not text"),
-        ({"name": "gsm8k", "split": None}, r"dataset\.split: None is not text"),
-        ({"name": "arithmetic", "size": "ten"}, r"dataset\.size: 'ten' is not a whole number"),
-        ({"name": "arithmetic", "size": True}, r"dataset\.size: True is not a whole number"),
-        ({"name": "arithmetic", "size": 0}, r"dataset\.size: 0 is not positive"),
-        ({"name": "gsm8k", "max_prompt_tokens": -1}, r"dataset\.max_prompt_tokens: -1 is not positive"),
-        ({"name": "gsm8k", "size": 10}, r"dataset\.size: the dataset 'gsm8k' does not use it"),
-        ({"name": "arithmetic", "path": "x"}, r"dataset\.path: the dataset 'arithmetic' does not use it"),
-        (["gsm8k"], r"dataset: expected a name or a mapping"),
+        ({"name": "gsm8k", "prompt_style": "thinking"}, r"`dataset\.prompt_style` .*did you mean `think`\?"),
+        ({"name": "gsm8k", "prompt_format": "chat"}, r"`dataset\.prompt_format` .*choose conversational or text"),
+        ({"name": "gsm8k", "overlong_prompts": "cut"}, r"`dataset\.overlong_prompts` .*did you mean `cut_left`\?"),
+        ({"name": "gsm8k", "path": ["x"]}, r"`dataset\.path` must be text, not \['x'\]"),
+        ({"name": "gsm8k", "split": None}, r"`dataset\.split` must be text, not None"),
+        ({"name": "arithmetic", "size": "ten"}, r"`dataset\.size` must be a whole number, not 'ten'"),
+        ({"name": "arithmetic", "size": True}, r"`dataset\.size` must be a whole number, not True"),
+        ({"name": "arithmetic", "size": 0}, r"`dataset\.size` is 0: set it to at least 1"),
+        ({"name": "gsm8k", "max_prompt_tokens": -1}, r"`dataset\.max_prompt_tokens` is -1: set it to at least 1"),
+        ({"name": "gsm8k", "size": 10}, r"`dataset\.size`: the dataset `gsm8k` does not use it"),
+        ({"name": "arithmetic", "path": "x"}, r"`dataset\.path`: the dataset `arithmetic` does not use it"),
+        (["gsm8k"], r"`dataset` must be a name or a mapping"),
     ],
 )
 def test_a_bad_spec_names_the_key_and_the_fix(raw, message):
-    with pytest.raises(DatasetError, match=message):
+    with pytest.raises(UserError, match=message):
         DatasetSpec.parse(raw)
 
 
@@ -194,7 +188,7 @@ def test_an_unreachable_hub_is_said_at_once(silent_hub, tmp_path, monkeypatch):
     downloads = []  # each would be retried for half a minute
     monkeypatch.setattr(huggingface_hub.HfApi, "hf_hub_download", lambda *args, **kwargs: downloads.append(kwargs))
     offline_before = datasets.config.HF_HUB_OFFLINE
-    with pytest.raises(DatasetUnreachable, match=r"dataset\.path: 'openai/gsm8k' .*can't be reached.*local \.jsonl"):
+    with pytest.raises(DatasetUnreachable, match=r"`dataset\.path`: 'openai/gsm8k' .*can't be reached.*local \.jsonl"):
         load(DatasetSpec("gsm8k"))
     assert not downloads
     assert offline_before == datasets.config.HF_HUB_OFFLINE
@@ -225,21 +219,21 @@ def test_a_row_without_a_column_of_the_others_has_none_there(tmp_path):
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
-        ("level", (3, "hard"), r"dataset: the column 'level' has values of several types"),
-        ("level", (3, 2**80), r"dataset: the column 'level' has values of several types"),
+        ("level", (3, "hard"), r"`dataset`: the column 'level' has values of several types"),
+        ("level", (3, 2**80), r"`dataset`: the column 'level' has values of several types"),
         ("completions", (1, 2), r"rows\.jsonl, line 1 has a column 'completions', a name that the trainer takes"),
     ],
 )
 def test_a_column_that_can_not_be_handed_on_is_refused(tmp_path, column, values, message):
     rows = [{**row, column: value} for row, value in zip(ROWS, values, strict=False)]
-    with pytest.raises(DatasetError, match=message):
+    with pytest.raises(UserError, match=message):
         load(DatasetSpec("gsm8k", path=write_jsonl(tmp_path / "rows.jsonl", rows)))
 
 
 def test_the_answer_of_a_conversation_is_its_last_turn(tmp_path):
     turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
     path = write_jsonl(tmp_path / "rows.jsonl", [{"conversations": turns, "answer": "3"}])
-    with pytest.raises(DatasetError, match="has a column 'answer', a name that the trainer takes"):
+    with pytest.raises(UserError, match="has a column 'answer', a name that the trainer takes"):
         load(DatasetSpec("rlaif", path=path))
 
 
@@ -258,12 +252,12 @@ def test_disjoint_slices_of_one_file_may_be_held_out(jsonl):
 
 @pytest.mark.parametrize(("split", "eval_split"), [("train", "test"), ("train[:90%]", "test[:10%]")])
 def test_rows_of_one_file_are_not_both_trained_and_evaluated_on(jsonl, split, eval_split):
-    with pytest.raises(DatasetError, match=r"dataset\.eval_split: \d+ rows .*eval_path"):
+    with pytest.raises(UserError, match=r"`dataset\.eval_split`: \d+ rows .*eval_path"):
         load(DatasetSpec("gsm8k", path=jsonl, split=split, eval_split=eval_split), evaluation=True)
 
 
 def test_evaluation_needs_held_out_rows(jsonl):
-    with pytest.raises(DatasetError, match=r"dataset\.eval_split: missing"):
+    with pytest.raises(UserError, match=r"`dataset\.eval_split`: missing"):
         load(DatasetSpec("gsm8k", path=jsonl), evaluation=True)
 
 
@@ -279,7 +273,7 @@ def test_evaluation_needs_held_out_rows(jsonl):
         ('["question", "answer"]', r"rows\.jsonl, line 3 is not a JSON object"),
         ('{"question": "q"}', r"rows\.jsonl, line 3 has no 'answer'"),
         ('{"problem": "q", "answer": "1"}', r"rows\.jsonl, line 3 has no 'question'"),
-        ('{"question": "q", "answer": 1}', r"rows\.jsonl, line 3 has the answer 1; it must be text"),
+        ('{"question": "q", "answer": 1}', r"rows\.jsonl, line 3 has the answer 1: it must be text"),
         ('{"question": " ", "answer": "1"}', r"rows\.jsonl, line 3 has the question ' '"),
         ('{"question": "q", "answer": "so\\n#### "}', r"rows\.jsonl, line 3 has the answer"),
     ],
@@ -287,14 +281,14 @@ def test_evaluation_needs_held_out_rows(jsonl):
 def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, line, message):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ROWS[0]) + "\n\n" + line + "\n", encoding="utf-8")
-    with pytest.raises(DatasetError, match=message):
+    with pytest.raises(UserError, match=message):
         load(DatasetSpec("gsm8k", path=str(path)))
 
 
 def test_a_line_separator_inside_a_string_does_not_shift_the_numbers(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"question": "a\u2028b", "answer": "1"}, ensure_ascii=False) + "\nx\n", encoding="utf-8")
-    with pytest.raises(DatasetError, match="line 2 is not JSON"):
+    with pytest.raises(UserError, match="line 2 is not JSON"):
         load(DatasetSpec("gsm8k", path=str(path)))
 
 
@@ -307,35 +301,35 @@ def test_windows_line_ends_and_a_byte_order_mark_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("absent.jsonl", None, r"dataset\.path: .*absent\.jsonl can't be read \(No such file"),
-        ("latin.jsonl", "é".encode("latin-1"), r"dataset\.path: .*latin\.jsonl is not UTF-8"),
-        ("empty.jsonl", b"\n", r"dataset\.split: 'train' of .*empty\.jsonl is empty"),
-        ("rows.csv", b"question,answer\n", r"dataset\.path: .*rows\.csv is not a \.jsonl file"),
-        ("no/such/folder", None, r"dataset\.path: there is no file or folder .*no/such/folder"),
+        ("absent.jsonl", None, r"`dataset\.path`: .*absent\.jsonl can't be read \(No such file"),
+        ("latin.jsonl", "é".encode("latin-1"), r"`dataset\.path`: .*latin\.jsonl is not UTF-8"),
+        ("empty.jsonl", b"\n", r"`dataset\.split`: 'train' of .*empty\.jsonl is empty"),
+        ("rows.csv", b"question,answer\n", r"`dataset\.path`: .*rows\.csv is not a \.jsonl file"),
+        ("no/such/folder", None, r"`dataset\.path`: there is no file or folder .*no/such/folder"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path, name, content, message):
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(DatasetError, match=message):
+    with pytest.raises(UserError, match=message):
         load(DatasetSpec("gsm8k", path=str(path)))
 
 
 def test_the_key_of_a_bad_held_out_file_is_its_own(jsonl, tmp_path):
     spec = DatasetSpec("gsm8k", path=jsonl, eval_path=str(tmp_path / "absent.jsonl"))
-    with pytest.raises(DatasetError, match=r"dataset\.eval_path: .*absent\.jsonl"):
+    with pytest.raises(UserError, match=r"`dataset\.eval_path`: .*absent\.jsonl"):
         load(spec, evaluation=True)
 
 
 def test_a_folder_of_something_else_is_named(tmp_path):
-    with pytest.raises(DatasetError, match=r"dataset\.path: the folder .* was not written by save_to_disk"):
+    with pytest.raises(UserError, match=r"`dataset\.path`: the folder .* was not written by save_to_disk"):
         load(DatasetSpec("gsm8k", path=str(tmp_path)))
 
 
 def test_a_missing_column_of_a_folder_is_named(tmp_path):
     datasets.Dataset.from_list([{"problem": "q", "answer": "1"}]).save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(DatasetError, match=r"saved has no column 'question' \(it has problem, answer\)"):
+    with pytest.raises(UserError, match=r"saved has no column 'question' \(it has problem, answer\)"):
         load(DatasetSpec("gsm8k", path=str(tmp_path / "saved")))
 
 
@@ -344,7 +338,7 @@ def test_a_missing_column_of_a_folder_is_named(tmp_path):
     [("train[5:5]", "is empty"), ("train[:5", "can't be read"), ("train[:5%](rounded)", "can't be read")],
 )
 def test_a_bad_slice_is_named(jsonl, split, message):
-    with pytest.raises(DatasetError, match=r"dataset\.split: .*" + message):
+    with pytest.raises(UserError, match=r"`dataset\.split`: .*" + message):
         load(DatasetSpec("gsm8k", path=jsonl, split=split))
 
 
@@ -403,12 +397,12 @@ def test_arithmetic_by_name():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"split": "validation"}, r"dataset\.split: 'validation' can't be read .*train.*test"),
-        ({"size": MAX_ARITHMETIC_SIZE + 1}, r"dataset\.size: .*at most"),
+        ({"split": "validation"}, r"`dataset\.split`: 'validation' can't be read .*train.*test"),
+        ({"size": MAX_ARITHMETIC_SIZE + 1}, r"`dataset\.size` is .*at most"),
     ],
 )
 def test_arithmetic_that_does_not_exist(keys, message):
-    with pytest.raises(DatasetError, match=message):
+    with pytest.raises(UserError, match=message):
         load(DatasetSpec("arithmetic", **keys))
 
 
@@ -475,11 +469,11 @@ def test_longer_text_keeps_its_last_tokens(word_tokenizer):
 )
 def test_a_limit_that_leaves_nothing_is_said(word_tokenizer, policy, message):
     spec = DatasetSpec("gsm8k", max_prompt_tokens=4, overlong_prompts=policy)
-    with pytest.raises(DatasetError, match=r"dataset\.max_prompt_tokens: .*" + message):
+    with pytest.raises(UserError, match=r"`dataset\.max_prompt_tokens`: .*" + message):
         limit_prompts(as_dataset([conversation(3), conversation(4)]), spec, word_tokenizer)
 
 
 def test_messages_need_a_chat_template():
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")))
-    with pytest.raises(DatasetError, match=r"dataset\.prompt_format: .*chat template"):
+    with pytest.raises(UserError, match=r"`dataset\.prompt_format`: .*chat template"):
         limit_prompts(as_dataset([conversation(1)]), DatasetSpec("gsm8k", max_prompt_tokens=5), bare)

@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ from torch.utils.data import BatchSampler
 from trl import GRPOConfig
 from trl.trainer.utils import RepeatSampler
 
-from grpo_recipes.recipe.geometry import Geometry, GeometryError
+from grpo_recipes.recipe.geometry import Geometry
+from grpo_rewards.errors import UserError
 
 DEFAULTS = {field.name: field.default for field in fields(GRPOConfig)}
 
 
 def geometry(num_processes: int = 1, **config: object) -> Geometry:
-    return Geometry.from_config({**DEFAULTS, **config}, num_processes)
+    return Geometry.from_config(SimpleNamespace(**{**DEFAULTS, **config}), num_processes)
 
 
 def sampled_ranks(geometry: Geometry, num_prompts: int) -> list[list[list[int]]]:
@@ -55,7 +57,7 @@ def test_predicts_what_trl_samples(layout: dict, prompts: int) -> None:
     try:
         predicted = geometry(**layout)
         predicted.check_dataset(prompts)
-    except GeometryError:
+    except UserError:
         return
     ranks = sampled_ranks(predicted, prompts)
     rounds = predicted.num_iterations * predicted.steps_per_generation
@@ -93,7 +95,7 @@ def test_the_picture_is_what_each_rank_gets_and_what_trl_refuses_is_refused(layo
             args = None
     try:
         predicted = geometry(processes, **layout)
-    except GeometryError:
+    except UserError:
         predicted = None
     assert (predicted is None) == (args is None)
     if predicted is None or args is None:
@@ -160,7 +162,7 @@ def test_what_does_not_divide_is_named_with_a_value_that_does(config: dict, says
     if says is None:
         geometry(**config)
         return
-    with pytest.raises(GeometryError, match=says):
+    with pytest.raises(UserError, match=says):
         geometry(**config)
 
 
@@ -170,7 +172,7 @@ def test_suggested_batch_size_works() -> None:
             for processes in (1, 2, 7, 8):
                 try:
                     geometry(num_processes=processes, per_device_train_batch_size=batch, num_generations=generations)
-                except GeometryError as error:
+                except UserError as error:
                     fits = int(str(error).rsplit(" ", 1)[1])
                     assert fits >= batch
                     geometry(num_processes=processes, per_device_train_batch_size=fits, num_generations=generations)
@@ -179,7 +181,7 @@ def test_suggested_batch_size_works() -> None:
 def test_too_few_prompts_are_refused() -> None:
     layout = geometry(per_device_train_batch_size=16, num_generations=8)
     layout.check_dataset(2)
-    with pytest.raises(GeometryError, match="1 prompts and one generation needs 2"):
+    with pytest.raises(UserError, match="1 prompts and one generation needs 2"):
         layout.check_dataset(1)
 
 

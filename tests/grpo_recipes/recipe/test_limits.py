@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 from transformers.integrations import integration_utils
@@ -37,13 +38,13 @@ def test_a_range_holds_what_its_words_say(allowed, inside, outside, words: str) 
 
 def test_a_number_without_a_range_is_finite() -> None:
     limits.check({"entropy_target": -3.0, "warmup_steps": None, "bf16": True})
-    with pytest.raises(limits.LimitError, match="`entropy_target` is nan: set a finite number"):
+    with pytest.raises(limits.UserError, match="`entropy_target` is nan: set a finite number"):
         limits.check({"entropy_target": math.nan})
 
 
 @pytest.mark.parametrize(("rate", "is_warned_of"), [(1e-6, False), (1e-2, False), (0.0101, True)])
 def test_a_high_learning_rate_is_warned_of(rate: float, is_warned_of: bool) -> None:
-    assert bool(limits.cautions({"learning_rate": rate})) is is_warned_of
+    assert bool(limits.cautions(SimpleNamespace(learning_rate=rate))) is is_warned_of
 
 
 # Packages.
@@ -54,7 +55,7 @@ def test_every_tracker_of_transformers_is_asked_after(tracker: str, monkeypatch:
     package = packages.TRACKER_PACKAGES.get(tracker, tracker)
     for is_there in (True, False):
         monkeypatch.setattr(integration_utils, f"is_{package}_available", lambda is_there=is_there: is_there)
-        said = packages.missing({"report_to": tracker, "use_vllm": False})
+        said = packages.missing(SimpleNamespace(report_to=tracker, use_vllm=False))
         assert [f"`report_to: {tracker}` needs the package {package}" in sentence for sentence in said] == (
             [] if is_there else [True]
         )
@@ -62,7 +63,7 @@ def test_every_tracker_of_transformers_is_asked_after(tracker: str, monkeypatch:
 
 @pytest.mark.parametrize("report_to", ["none", "all", ["none"], [], None])
 def test_no_tracker_needs_no_package(report_to) -> None:
-    assert packages.missing({"report_to": report_to, "use_vllm": False}) == []
+    assert packages.missing(SimpleNamespace(report_to=report_to, use_vllm=False)) == []
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,6 @@ def test_vllm_must_be_there_in_a_version_that_trl_takes(
     )
     monkeypatch.setattr(metadata, "version", lambda name: version if name == "vllm" else version_of(name))
     monkeypatch.setitem(import_utils.PACKAGE_DISTRIBUTION_MAPPING, "vllm", ["vllm"])
-    said = packages.missing({"report_to": "none", "use_vllm": True})
+    said = packages.missing(SimpleNamespace(report_to="none", use_vllm=True))
     assert len(said) == (says is not None)
     assert says is None or says in said[0]

@@ -7,21 +7,9 @@ import torch
 import yaml
 from trl import GRPOConfig, ModelConfig
 
-from grpo_recipes.recipe import data
-from grpo_recipes.recipe.recipe import (
-    Machine,
-    Recipe,
-    RecipeError,
-    check,
-    check_output_dir,
-    find_file,
-    grpo_config,
-    model_config,
-    parse_recipe,
-    resume_point,
-    shipped,
-)
-from grpo_recipes.training.micro_batches import MicroBatching
+from grpo_recipes.recipe.checks import Machine, check, check_output_dir, resume_point
+from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, grpo_config, model_config, parse_recipe, shipped
+from grpo_recipes.recipe.specs import DatasetSpec, MicroBatching
 
 CPU = Machine(num_processes=1, bf16=False)
 
@@ -62,7 +50,7 @@ def test_yaml_no_means_no(write) -> None:
     path = write()
     Path(path).write_text(Path(path).read_text() + "eval_strategy: no\nscale_rewards: false\n")
     recipe = parsed(path)
-    assert not recipe.evaluates()
+    assert not recipe.evaluates
     assert grpo_config(recipe).scale_rewards == "none"
 
 
@@ -84,7 +72,7 @@ def test_the_command_line_reaches_nested_keys(write) -> None:
         "{name: tag_count, weight: 0.5}",
         "--rewards.0.alias=tags",
     )
-    assert recipe.dataset == data.DatasetSpec(name="arithmetic", size=99)
+    assert recipe.dataset == DatasetSpec(name="arithmetic", size=99)
     assert list(recipe.rewards) == [{"name": "tag_count", "weight": 0.5, "alias": "tags"}]
 
 

@@ -8,13 +8,9 @@ import datasets
 import pytest
 
 from grpo_recipes import cli, train
-from grpo_recipes.recipe.reward_checks import (
-    RewardCheckError,
-    check_columns,
-    check_golds,
-    check_weights,
-)
+from grpo_recipes.recipe.reward_checks import check_columns, check_golds, check_weights
 from grpo_rewards import symbolic
+from grpo_rewards.errors import UserError
 from grpo_rewards.registry import build_rewards, leaves
 
 PROSE = "There is no short answer to a question of this kind."
@@ -76,9 +72,7 @@ def test_a_gold_that_one_of_two_rewards_can_score_is_scorable() -> None:
 )
 def test_not_one_gold_to_score_is_refused(spec: object) -> None:
     rewards = build_rewards([spec, "tag_count"], num_generations=2)  # type: ignore[list-item]
-    with pytest.raises(
-        RewardCheckError, match=r"can score none of the 2 golds in the column `answer` \(the first is ''"
-    ):
+    with pytest.raises(UserError, match=r"can score none of the 2 golds in the column `answer` \(the first is ''"):
         check_golds(rewards, golds(" ", ""))
     assert check_golds(rewards, golds("1", "2")) is None
 
@@ -91,10 +85,10 @@ def test_golds_inside_a_gate_and_of_multiple_choice_are_held_against_their_choic
         found = check_golds(build_rewards([spec]), dataset)
         assert found is not None
         assert found.rows == (3,)
-        with pytest.raises(RewardCheckError, match="choice_correctness needs the column `options`"):
+        with pytest.raises(UserError, match="choice_correctness needs the column `options`"):
             check_columns(build_rewards([spec]), ["prompt", "answer"])
     with pytest.raises(
-        RewardCheckError, match="the first is 'Oslo'.*a gold is a letter, a choice's text or its position"
+        UserError, match="the first is 'Oslo'.*a gold is a letter, a choice's text or its position"
     ):
         check_golds(build_rewards([choice]), golds("Oslo", options=[["Paris", "Rome"]]))
 
@@ -114,7 +108,7 @@ def test_gsm8k_takes_no_time_and_formulas_start_no_server(monkeypatch: pytest.Mo
 def test_a_missing_column_is_named_with_the_reward_and_the_columns() -> None:
     for spec in (HERE + "by_difficulty", {"name": "sum", "rewards": ["tag_count", HERE + "by_difficulty"]}):
         with pytest.raises(
-            RewardCheckError, match="by_difficulty needs the column `topic`, and the columns .* are answer, level$"
+            UserError, match="by_difficulty needs the column `topic`, and the columns .* are answer, level$"
         ):
             check_columns(build_rewards([spec]), ["prompt", "answer", "level"])
         check_columns(build_rewards([spec]), ["prompt", "answer", "level", "topic"])
@@ -128,7 +122,7 @@ def by_rank(completions: list, num_generations: int, **columns: object) -> list[
 def test_a_reward_under_another_name_and_what_the_spec_binds() -> None:
     check_columns(build_rewards([HERE + "by_rank"], num_generations=4), ["prompt"])
     (built,) = build_rewards([{"name": HERE + "by_level", "alias": "levels"}])
-    with pytest.raises(RewardCheckError, match="levels needs the column `level`"):
+    with pytest.raises(UserError, match="levels needs the column `level`"):
         check_columns([built], ["prompt", "answer"])
     (leaf,) = leaves([built])
     assert (leaf.name, leaf.unbound.__name__) == ("levels", "by_level")
@@ -139,7 +133,7 @@ def test_a_prompt_reaches_no_reward_under_that_name() -> None:
         return [0.0 for _ in prompt]
 
     built = build_rewards(["tag_count"])[0]
-    with pytest.raises(RewardCheckError, match="needs the column `prompt`"):
+    with pytest.raises(UserError, match="needs the column `prompt`"):
         check_columns([type(built)(wants_prompt, 1.0, "wants_prompt")], ["prompt", "answer"])
 
 
@@ -158,7 +152,7 @@ def test_one_weight_must_count(specs: list, counts: bool) -> None:
     if counts:
         check_weights(build_rewards(specs))
     else:
-        with pytest.raises(RewardCheckError, match="all weights are 0"):
+        with pytest.raises(UserError, match="all weights are 0"):
             check_weights(build_rewards(specs))
 
 

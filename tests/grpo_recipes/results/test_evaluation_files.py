@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from grpo_recipes import cli
-from grpo_recipes.recipe.data import DatasetSpec, load
+from grpo_recipes.recipe.data import load
+from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.results import engines, evaluate
 from grpo_recipes.results.estimates import mean_share
 from grpo_recipes.results.evaluate import (
@@ -198,7 +199,7 @@ def save_adapter(base: Path, folder: Path) -> Path:
 
 def command(model: Path, folder: Path, *more: str) -> list[str]:
     """An evaluation of two problems, four tokens long."""
-    return ["evaluate", str(model), "--limit", "2", "--max-new-tokens", "4", "--output", str(folder), *more]
+    return ["evaluate", str(model), "--limit", "2", "--max_new_tokens", "4", "--output", str(folder), *more]
 
 
 def test_an_adapter_folder_without_a_tokenizer_uses_its_bases(tiny_model: Path, tmp_path: Path) -> None:
@@ -227,7 +228,7 @@ def test_a_model_is_one_model_however_its_path_is_typed(
     """The second and third evaluation are answered from the first one's files."""
     shutil.copytree(tiny_model, tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    asked = ["--dataset", "arithmetic", "--limit", "2", "--max-new-tokens", "4", "--output", "e"]
+    asked = ["--dataset", "arithmetic", "--limit", "2", "--max_new_tokens", "4", "--output", "e"]
     assert cli.main(["evaluate", "model", *asked]) == 0
     monkeypatch.setattr(evaluate, "load_engine", None)
     for spelling in (str(tmp_path / "model"), "./model/", "../" + tmp_path.name + "/model"):
@@ -239,7 +240,7 @@ def test_a_model_is_one_model_however_its_path_is_typed(
 def test_several_samples_go_beside_the_one(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(tiny_model, tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    asked = ["--dataset", "arithmetic", "--limit", "2", "--max-new-tokens", "4"]
+    asked = ["--dataset", "arithmetic", "--limit", "2", "--max_new_tokens", "4"]
     for more in ([], ["--samples", "2"]):
         assert cli.main(["evaluate", "model", *asked, *more]) == 0
     assert sorted(path.name for path in Path("model/evaluations").iterdir()) == ["after", "after-2-samples"]
@@ -281,7 +282,7 @@ def test_ctrl_c_says_what_is_saved_and_the_same_command_goes_on(
         return [""] * len(prompts)
 
     monkeypatch.setattr(evaluate, "load_engine", lambda name, use_vllm: engine)
-    arguments = ["evaluate", str(tiny_model), "--dataset", "arithmetic", "--limit", "6", "--batch-size", "2"]
+    arguments = ["evaluate", str(tiny_model), "--dataset", "arithmetic", "--limit", "6", "--batch_size", "2"]
     arguments += ["--output", str(tmp_path / "e")]
     said = []
     for _ in range(2):
@@ -412,8 +413,8 @@ def test_two_evaluations_are_compared_problem_by_problem(tmp_path: Path, capsys:
 
 def test_the_command_evaluates_a_model_by_its_recipe(tiny_model: Path, tmp_path: Path, capsys) -> None:
     folder = tmp_path / "e"
-    command = ["evaluate", str(tiny_model), "--recipe", "quickstart", "--limit", "6", "--batch-size", "4"]
-    command += ["--max-new-tokens", "4", "--output", str(folder)]
+    command = ["evaluate", str(tiny_model), "--recipe", "quickstart", "--limit", "6", "--batch_size", "4"]
+    command += ["--max_new_tokens", "4", "--output", str(folder)]
     assert cli.main(command) == 0
     assert "6 problems, 1 completion each" in capsys.readouterr().out
     summary = json.loads((folder / "evaluation.json").read_text())
@@ -513,8 +514,8 @@ def test_vllm_draws_every_sample_of_a_prompt_anew(tiny_model: Path, monkeypatch)
         (["MODEL", "--dataset", "arithmatic"], "did you mean 'arithmetic'"),
         (["MODEL", "--dataset", "arithmetic", "--samples", "4", "--temperature", "0"], "greedy samples"),
         (["MODEL", "--dataset", "arithmetic", "--vllm"], "vLLM is not installed"),
-        (["MODEL", "--dataset", "arithmetic", "--max-new-tokens", "0"], "--max-new-tokens is 0: set it to at least 1"),
-        (["MODEL", "--dataset", "arithmetic", "--batch-size", "0"], "--batch-size is 0: set it to at least 1"),
+        (["MODEL", "--dataset", "arithmetic", "--max_new_tokens", "0"], "--max_new_tokens is 0: set it to at least 1"),
+        (["MODEL", "--dataset", "arithmetic", "--batch_size", "0"], "--batch_size is 0: set it to at least 1"),
         (["MODEL", "--dataset", "arithmetic", "--limit", "0"], "--limit is 0: set it to at least 1"),
         (["MODEL", "--dataset", "arithmetic", "--temperature", "-1"], "--temperature is -1: set it to 0 for greedy"),
         (["MODEL", "--dataset", "arithmetic", "--temperature", "nan"], "--temperature is nan: set it to 0 for greedy"),

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.recipe.recipe import Machine, check, parse_recipe
+from grpo_recipes.recipe.checks import Machine, check
+from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_recipes.runs.files import RunError
 from grpo_recipes.runs.record import add_launch, describe_launch, launches, read_record
 from grpo_rewards.registry import build_rewards

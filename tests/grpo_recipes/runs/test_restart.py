@@ -17,7 +17,8 @@ from torch.utils.data import BatchSampler
 from transformers import TrainerControl, TrainerState
 from trl.trainer.utils import RepeatSampler
 
-from grpo_recipes.recipe.recipe import Machine, RecipeError, check, parse_recipe, resolved
+from grpo_recipes.recipe.checks import Machine, check
+from grpo_recipes.recipe.recipe import RecipeError, parse_recipe, resolved
 from grpo_recipes.runs import restart
 from grpo_recipes.runs.checkpoints import checkpoint_damage, is_complete, last_complete_checkpoint, set_aside
 from grpo_recipes.runs.restart import (
@@ -228,7 +229,7 @@ def test_the_best_of_each_epoch_may_be_saved(tmp_path: Path) -> None:
     changes |= {"dataset": {"name": "gsm8k", "path": str(rows), "prompt_format": "text", "eval_split": "train[:4]"}}
     recipe_file = launching.write_recipe(tmp_path / "mine.yaml", tmp_path, rows, tmp_path / "run", **changes)
     recipe = parse_recipe(["--config", str(recipe_file)])
-    recipe.blame(recipe.geometry(1).check_saves, recipe.with_defaults(), 9)
+    recipe.naming_this_file(recipe.geometry(1).check_saves, recipe.config, 9)
 
 
 @pytest.mark.parametrize(

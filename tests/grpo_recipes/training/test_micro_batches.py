@@ -16,15 +16,9 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.recipe.losses import LOSS_TYPES
+from grpo_recipes.recipe.specs import MicroBatching
 from grpo_recipes.training import micro_batches as microbatch
-from grpo_recipes.training.micro_batches import (
-    IDLE,
-    Exactness,
-    MicroBatching,
-    exactness,
-    regroup,
-    window_size,
-)
+from grpo_recipes.training.micro_batches import IDLE, Exactness, asked_layout, exactness, regroup, window_size
 from grpo_recipes.training.packing import Layout
 from tests.grpo_recipes.recorded import Recording, compare, gradients, make_trainer, model
 
@@ -332,24 +326,25 @@ def test_every_loss_type_of_trl_is_in_the_table() -> None:
     assert (unknown.regroup, unknown.skip) == (False, False)
 
 
-@pytest.mark.parametrize("raw", ["auto", True, {}, {"pack": True}])
+@pytest.mark.parametrize("raw", ["auto", {}, {"pack": True}])
 def test_auto_does_all_that_is_exact(raw: Any) -> None:
     assert MicroBatching.parse(raw) == MicroBatching(True, True, True)
 
 
 @pytest.mark.parametrize("raw", ["off", False])
 def test_off_leaves_trl_alone(raw: Any) -> None:
-    assert MicroBatching.parse(raw).layout is Layout.PLAIN
+    assert asked_layout(MicroBatching.parse(raw)) is Layout.PLAIN
 
 
 @pytest.mark.parametrize(
     ("raw", "says"),
     [
         ("on", "must be auto, off, or a mapping"),
-        ({"packing": True}, "`micro_batching.packing` is not known"),
+        ({"packing": True}, "unknown key `micro_batching.packing`: did you mean `pack`"),
         ({"pack": "yes"}, "`micro_batching.pack` must be true or false"),
         ({"trim": False}, "without `trim` nothing else is done"),
         (3, "must be auto, off, or a mapping"),
+        (True, "must be auto, off, or a mapping"),
     ],
 )
 def test_mistakes_get_a_sentence(raw: Any, says: str) -> None:

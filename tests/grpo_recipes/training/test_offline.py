@@ -10,9 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_recipes import train
-from grpo_recipes.recipe.data import DatasetError, DatasetSpec, load
-from grpo_recipes.recipe.recipe import Machine, RecipeError, check, parse_recipe
-from grpo_recipes.training.offline import OfflineError, OfflineSpec, RecordedRollout, recorded_reward
+from grpo_recipes.recipe.checks import Machine, check
+from grpo_recipes.recipe.data import load
+from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
+from grpo_recipes.recipe.specs import DatasetSpec, OfflineSpec
+from grpo_recipes.training.offline import RecordedRollout, recorded_reward
+from grpo_rewards.errors import UserError
 
 HERE = Machine(num_processes=1, bf16=False)
 
@@ -103,7 +106,7 @@ def test_slices_count_prompts(tmp_path: Path) -> None:
 )
 def test_a_bad_row_is_named(tmp_path: Path, row: dict, says: str) -> None:
     path = write(tmp_path / "rows.jsonl", [*grouped(2), row])
-    with pytest.raises(DatasetError, match=f"line 3.*{says}"):
+    with pytest.raises(UserError, match=f"line 3.*{says}"):
         scored(path)
 
 
@@ -112,7 +115,7 @@ def test_log_probabilities_for_some_responses_are_refused(tmp_path: Path) -> Non
         {"prompt": "a", "response": "1", "reward": 1, "logprobs": [-1]},
         {"prompt": "a", "response": "2", "reward": 0},
     ]
-    with pytest.raises(DatasetError, match="all or none"):
+    with pytest.raises(UserError, match="all or none"):
         scored(write(tmp_path / "rows.jsonl", rows))
 
 
@@ -127,7 +130,7 @@ def test_log_probabilities_for_some_responses_are_refused(tmp_path: Path) -> Non
     ],
 )
 def test_keys_that_scored_does_not_use(raw: dict, key: str) -> None:
-    with pytest.raises(DatasetError, match=f"dataset.{key}"):
+    with pytest.raises(UserError, match=f"dataset.{key}"):
         DatasetSpec.parse({"name": "scored", "path": "rows.jsonl", **raw})
 
 
@@ -137,7 +140,8 @@ def test_keys_that_scored_does_not_use(raw: dict, key: str) -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--offline.baseline=groups"], "choose group or batch"),
+        (["--offline.baseline=groups"], "can't be `groups`: did you mean `group`"),
+        (["--offline.baseline=x"], "choose group or batch"),
         (["--offline.base=group"], "did you mean `baseline`"),
         (["--offline=group", "--num_generations=8"], "8 of 8 prompts have fewer"),
         (["--num_generations=4"], "remove `num_generations`"),
@@ -222,15 +226,15 @@ def test_draws_go_on_from_a_saved_generator_state(tmp_path: Path, tokenizer) -> 
 
 def test_lengths_are_checked_before_training(tmp_path: Path, tokenizer) -> None:
     longest = 1 + max(len(tokenizer(f" {n + k}")["input_ids"]) for n in range(8) for k in range(4))
-    with pytest.raises(OfflineError, match=f"is 1, and 32 of 32 .* longer: set it to {longest}"):
+    with pytest.raises(UserError, match=f"is 1, and 32 of 32 .* longer: set it to {longest}"):
         rollout(tmp_path, tokenizer, grouped(), limit=1)
     rollout(tmp_path, tokenizer, grouped(), limit=longest)
-    with pytest.raises(OfflineError, match="has 1 of them and . tokens"):
+    with pytest.raises(UserError, match="has 1 of them and . tokens"):
         rollout(tmp_path, tokenizer, [{"prompt": "a", "response": " 2", "reward": 1.0, "logprobs": [-1.0]}])
 
 
 def test_a_generated_completion_has_no_recorded_reward() -> None:
-    with pytest.raises(ValueError, match="dataset.name: scored"):
+    with pytest.raises(TypeError, match="recorded_reward"):
         recorded_reward(completions=["a"])
 
 

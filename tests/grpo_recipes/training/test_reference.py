@@ -35,6 +35,7 @@ from grpo_recipes.training.reference import (
     set_reference,
     without_trl_reference,
 )
+from grpo_rewards.errors import UserError
 from tests.grpo_recipes.tiny_policy import (
     TEXTS,
     adapted,
@@ -414,7 +415,7 @@ def test_base_and_a_folder(policy: Path, tmp_path: Path) -> None:
 
 def test_what_can_not_be_had_is_refused_in_one_sentence(policy: Path, tmp_path: Path) -> None:
     def refusal(model: Any, reference: Any, **changes: Any) -> str:
-        with pytest.raises(ReferencePolicyError) as caught:
+        with pytest.raises(UserError) as caught:
             trainer(GRPOTrainer, model, arguments(tmp_path, **changes), reference=reference)
         assert "\n" not in str(caught.value)
         return str(caught.value)

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import train
-from grpo_recipes.recipe.recipe import RecipeError, check_reference, parse_recipe
-from grpo_recipes.training.reference import ReferenceSpec
+from grpo_recipes.recipe.checks import check_reference
+from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
+from grpo_recipes.recipe.specs import ReferenceSpec
 from tests.grpo_recipes.tiny_policy import arguments, trainer
 
 SMALL = [
@@ -130,10 +131,11 @@ def test_what_a_recipe_may_say() -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--reference", "inital"], "`reference` can't be `inital`: did you mean `initial`"),
-        (["--reference.adaptor", "x"], "unknown key `adaptor`: did you mean `adapter`"),
+        (["--reference", "inital"], "`reference.name` can't be `inital`: did you mean `initial`"),
+        (["--reference.adaptor", "x"], "unknown key `reference.adaptor`: did you mean `adapter`"),
         (["--reference.reset_optimizer_on_sync", "often"], "must be true or false"),
-        (["--reference.adapter", "3"], "a folder or a hub id"),
+        (["--reference.adapter", "[3]"], "`reference.adapter` must be text"),
+        (["--reference.adapter", "''"], "a folder or a hub id"),
     ],
 )
 def test_a_misspelt_reference(args: list[str], says: str) -> None:

@@ -14,8 +14,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2Moe
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_recipes import train
-from grpo_recipes.recipe.data import PROMPT_STYLES, DatasetError, DatasetSpec, limit_prompts, load
-from grpo_recipes.recipe.recipe import Machine, check, parse_recipe, shipped
+from grpo_recipes.recipe.checks import Machine, check
+from grpo_recipes.recipe.data import PROMPT_STYLES, limit_prompts, load
+from grpo_recipes.recipe.recipe import parse_recipe, shipped
+from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_rewards.errors import UserError
 from grpo_rewards.internlm2 import convert
 from grpo_rewards.reward_model import RewardModelScore
 from tests.grpo_rewards.tiny_models import byte_tokenizer, internlm2_maker, save_reward_model
@@ -71,15 +74,15 @@ def test_a_saved_dataset_reads_like_the_file(tmp_path):
     ],
 )
 def test_a_bad_row_is_named(tmp_path, turns, message):
-    with pytest.raises(DatasetError, match=message):
+    with pytest.raises(UserError, match=message):
         load(spec(write(tmp_path / "bad.jsonl", turns)))
 
 
 def test_a_missing_column_or_path_is_named(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"question": "?"}\n')
-    with pytest.raises(DatasetError, match="line 1 has no 'conversations'"):
+    with pytest.raises(UserError, match="line 1 has no 'conversations'"):
         load(spec(tmp_path / "bad.jsonl"))
-    with pytest.raises(DatasetError, match=r"dataset\.path: missing"):
+    with pytest.raises(UserError, match=r"`dataset\.path` is missing"):
         DatasetSpec("rlaif")
 
 

@@ -20,7 +20,7 @@ quickstart: $(INSTALLED)  ## warm-start a tiny model, train it with GRPO, print 
 	$(BIN)/python -m grpo_recipes.quickstart --seed $(SEED)
 
 test: $(INSTALLED)  ## the quick part of the test suite
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not nightly"
 
 test-slow: $(INSTALLED)  ## the rest of the test suite
 	$(BIN)/python -m pytest -m slow

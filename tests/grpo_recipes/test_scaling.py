@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.grpo_recipes import launching
-from tests.grpo_rewards.tiny_models import save_reward_model
+from tests.tiny import save_reward_model
 
 # The whole model or an adapter; TRL's KL or the one over the vocabulary; packed or trimmed; a rule or a reward model.
 KINDS = [

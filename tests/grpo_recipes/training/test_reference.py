@@ -36,7 +36,8 @@ from grpo_recipes.training.reference import (
     kl_to_reference,
     set_reference,
 )
-from tests.grpo_recipes.tiny_policy import (
+from tests import tiny
+from tests.grpo_recipes.short_runs import (
     TEXTS,
     adapted,
     arguments,
@@ -44,9 +45,6 @@ from tests.grpo_recipes.tiny_policy import (
     log_probabilities,
     logged_kl,
     moved,
-    new_model,
-    save,
-    tokenizer,
     trainer,
 )
 
@@ -56,12 +54,12 @@ SEEN = 1e-5  # a KL that no rounding explains: at least ten times what the cases
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("policy"))
+    return tiny.save_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")
 def tied_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
+    return tiny.save_policy(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
 
 
 def lora(**changes: Any) -> LoraConfig:
@@ -248,7 +246,7 @@ def test_gap_7_dropout_is_said_with_the_kl_that_follows(policy: Path, tmp_path: 
 
 
 def test_gap_7_disable_dropout_covers_attention_dropout(tmp_path: Path) -> None:
-    folder = save(tmp_path / "policy", attention_dropout=0.1)
+    folder = tiny.save_policy(tmp_path / "policy", attention_dropout=0.1)
     assert logged_kl(trainer(TRLGRPOTrainer, load(folder), arguments(tmp_path)))[0] > SEEN
     assert logged_kl(trainer(GRPOTrainer, load(folder), arguments(tmp_path)))[0] <= ZERO
 
@@ -265,16 +263,16 @@ def test_gap_8_the_reference_of_a_merged_model_is_that_model(policy: Path, tmp_p
 
 def test_gap_8_a_model_that_was_never_on_disk(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="''"):
-        trainer(TRLGRPOTrainer, new_model(), arguments(tmp_path))
+        trainer(TRLGRPOTrainer, tiny.policy(), arguments(tmp_path))
     args = arguments(tmp_path, max_steps=3)
     with deferred(args):
-        on_trl = trainer(TRLGRPOTrainer, new_model(), args)
+        on_trl = trainer(TRLGRPOTrainer, tiny.policy(), args)
     assert args.beta == 0.04
     set_reference(on_trl, "initial")
     kls = logged_kl(on_trl)
     assert kls[0] <= ZERO < SEEN < kls[2]
     frozen = dict(on_trl.ref_model.named_parameters())
-    assert all(torch.equal(frozen[name], tensor) for name, tensor in new_model().named_parameters())
+    assert all(torch.equal(frozen[name], tensor) for name, tensor in tiny.policy().named_parameters())
 
 
 @pytest.mark.parametrize("continued", [False, True])
@@ -346,13 +344,13 @@ def test_the_kl_is_0_at_step_0(policy: Path, tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kl_is_0_at_step_0_of_full_fine_tuning(tmp_path: Path, changes: dict, dtype: torch.dtype) -> None:
-    ours = trainer(GRPOTrainer, new_model(**changes).to(dtype), arguments(tmp_path, max_steps=2))
+    ours = trainer(GRPOTrainer, tiny.policy(**changes).to(dtype), arguments(tmp_path, max_steps=2))
     kls = logged_kl(ours)
     assert kls[0] <= ZERO < kls[1]
 
 
 def test_the_head_in_fp32(tmp_path: Path) -> None:
-    model = new_model().to(torch.bfloat16)
+    model = tiny.policy().to(torch.bfloat16)
     ours = trainer(GRPOTrainer, model, arguments(tmp_path, max_steps=2, cast_lm_head_to_fp32=True))
     kls = logged_kl(ours)
     assert kls[0] <= ZERO < kls[1]
@@ -422,7 +420,7 @@ def test_what_can_not_be_had_is_refused_in_one_sentence(policy: Path, tmp_path: 
 
     adapted(policy, lora(init_lora_weights="pissa"), continued=True).save_pretrained(tmp_path / "pissa")
     adapted(policy, lora(target_modules=["q_proj"]), continued=True).save_pretrained(tmp_path / "q")
-    hidden = save(tmp_path / "wide", hidden_size=64)
+    hidden = tiny.save_policy(tmp_path / "wide", hidden_size=64)
     adapted(hidden, lora(), continued=True).save_pretrained(tmp_path / "wide-adapter")
 
     def new() -> PeftModel:
@@ -625,4 +623,4 @@ def test_a_conversational_prompt_is_measured_too(policy: Path, tmp_path: Path) -
 
 
 def test_tokenizer_and_model_agree() -> None:
-    assert len(tokenizer()) == new_model().config.vocab_size
+    assert len(tiny.byte_tokenizer()) == tiny.policy().config.vocab_size

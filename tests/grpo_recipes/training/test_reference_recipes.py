@@ -13,7 +13,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes import train
 from grpo_recipes.recipe.recipe import RecipeError, check_reference, parse_recipe
 from grpo_recipes.training.reference import ReferenceSpec
-from tests.grpo_recipes.tiny_policy import arguments, trainer
+from tests.grpo_recipes.short_runs import arguments, trainer
 
 SMALL = [
     "--use_cpu=true",

@@ -32,6 +32,12 @@ def internlm2_dir() -> Path:
     return _shared("internlm2")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """What is left to the night is slow too: `-m "not slow"` is always the quick part."""
+    if item.get_closest_marker("nightly"):
+        item.add_marker("slow")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Remove the locks that a killed test run left on DeepSpeed's compiled extensions, before any worker starts."""
     if not hasattr(config, "workerinput"):

@@ -223,7 +223,13 @@ def _internlm2_vocabulary() -> tuple[bytes, int]:
     from sentencepiece import SentencePieceTrainer, sentencepiece_model_pb2
 
     licence = (Path(__file__).parents[1] / "LICENSE").read_text(encoding="utf-8").splitlines()
-    words = ["one two three four five six seven", "eight nine ten eleven", "twin twig twist shelve delve helve", "user", "assistant"]
+    words = [
+        "one two three four five six seven",
+        "eight nine ten eleven",
+        "twin twig twist shelve delve helve",
+        "user",
+        "assistant",
+    ]
     written = io.BytesIO()
     SentencePieceTrainer.train(
         sentence_iterator=iter([*licence, *words * 100]),

@@ -28,8 +28,11 @@ def build_policy(folder: Path, *, tied: bool = True) -> Path:
     return tiny.save_policy(folder, **heads, **sizes, tie_word_embeddings=tied)
 
 
-def write_recipe(path: Path, policy: Path, rows: Path, output: Path, **changes: Any) -> Path:
-    """A recipe for two processes: 4 prompts × 4 completions a generation, a save after every step."""
+def write_recipe(path: Path, policy: Path, rows: Path | None, output: Path, **changes: Any) -> Path:
+    """A recipe for two processes: 4 prompts × 4 completions a generation, a save after every step.
+
+    `rows` in GSM8K's schema; None where `changes` has another dataset.
+    """
     values = {
         "model_name_or_path": str(policy),
         "dtype": "float32",

@@ -19,6 +19,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes import GRPOTrainer, train
 from grpo_recipes.recipe import data
 from grpo_recipes.recipe.recipe import shipped
+from tests.grpo_recipes.launching import write_rows
 
 SMALL = [
     "--use_cpu",
@@ -521,9 +522,9 @@ def test_two_processes_say_a_mistake_once(tiny_model: Path, gsm8k_file: Path, tm
 
 
 @pytest.mark.slow
-def test_real_gsm8k_through_the_24gb_recipe(tiny_model: Path, gsm8k_dir: Path, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    done = launch("cpu", arguments(tiny_model, gsm8k_dir / "train.jsonl", output, "--max_steps=2"))
+def test_as_many_rows_as_gsm8k_has_through_the_24gb_recipe(tiny_model: Path, tmp_path: Path) -> None:
+    rows, output = write_rows(tmp_path / "train.jsonl", 7473), tmp_path / "run"
+    done = launch("cpu", arguments(tiny_model, rows, output, "--max_steps=2"))
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads((output / "run.json").read_text())["train_prompts"] == 7473
 

@@ -113,7 +113,7 @@ LITERAL = GSM8KCorrectness(rule="source")
 
 @pytest.mark.parametrize(
     ("completion", "gold", "pay"),
-    # Worked out from the description of document 001: the text between the last <answer> and the next </answer>,
+    # Worked out from the description of "GRPO from scratch": the text between the last <answer> and the next </answer>,
     # stripped, "..." being none; 2 for the same string; 1.5 if, without $ and %, both end in the same float that
     # follows the start, a white space or "="; else 0.
     [

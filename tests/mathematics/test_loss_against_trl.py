@@ -75,14 +75,14 @@ def test_float32_cells(loss_type: str, scenario: ScenarioFactory, record_cell: C
     compare_cells(loss_type, 24, torch.float32, scenario, record_cell)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_every_float64_cell(loss_type: str, scenario: ScenarioFactory, record_cell: Callable) -> None:
     compare_cells(loss_type, 1, torch.float64, scenario, record_cell)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_every_float32_cell(loss_type: str, scenario: ScenarioFactory, record_cell: Callable) -> None:
     compare_cells(loss_type, 1, torch.float32, scenario, record_cell)

@@ -93,7 +93,7 @@ COMPLETE_IN_TRL: dict[str, PeftConfig] = {
 
 
 @pytest.mark.parametrize("kind", INCOMPLETE_IN_TRL)
-def test_gap_1_the_copy_of_the_adapter_is_complete(policy: Path, tmp_path: Path, kind: str) -> None:
+def test_the_reference_copies_every_tensor_of_the_adapter(policy: Path, tmp_path: Path, kind: str) -> None:
     def model() -> PeftModel:
         return adapted(policy, INCOMPLETE_IN_TRL[kind], continued=True)
 
@@ -104,7 +104,7 @@ def test_gap_1_the_copy_of_the_adapter_is_complete(policy: Path, tmp_path: Path,
     assert logged_kl(ours)[0] <= ZERO
 
 
-def test_gap_2_an_adapter_that_would_not_train_is_refused(policy: Path, tmp_path: Path) -> None:
+def test_an_adapter_that_would_not_train_is_refused(policy: Path, tmp_path: Path) -> None:
     adapted(policy, lora(), continued=True).save_pretrained(tmp_path / "adapter")
 
     def model() -> PeftModel:
@@ -125,7 +125,7 @@ def test_a_merged_model_that_would_not_train_is_refused(policy: Path, tmp_path: 
         trainer(GRPOTrainer, merged, arguments(tmp_path))
 
 
-def test_gap_3_an_adapter_of_any_name(policy: Path, tmp_path: Path) -> None:
+def test_the_adapter_that_trains_may_have_any_name(policy: Path, tmp_path: Path) -> None:
     def model() -> PeftModel:
         return adapted(policy, lora(), continued=True, name="policy")
 
@@ -140,7 +140,7 @@ def test_gap_3_an_adapter_of_any_name(policy: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [REF, "sft"])
-def test_gap_3_the_users_own_reference_adapter(policy: Path, tmp_path: Path, name: str) -> None:
+def test_the_users_own_reference_adapter(policy: Path, tmp_path: Path, name: str) -> None:
     def model() -> PeftModel:
         both = adapted(policy, lora(), continued=True)
         both.add_adapter(name, lora(r=2))
@@ -175,7 +175,7 @@ def test_the_users_reference_is_taken_unasked(policy: Path, tmp_path: Path) -> N
     assert kl_to_reference(ours, TEXTS) > SEEN
 
 
-def test_gap_4_a_restart_keeps_the_original_reference(policy: Path, tmp_path: Path) -> None:
+def test_a_restart_keeps_the_original_reference(policy: Path, tmp_path: Path) -> None:
     adapted(policy, lora(), continued=True).save_pretrained(tmp_path / "sft")
     args = arguments(tmp_path / "run", max_steps=4, save_strategy="steps", save_steps=2)
 
@@ -209,14 +209,16 @@ def test_a_checkpoint_brings_no_reference_into_a_run_without_one(policy: Path, t
 
 
 @pytest.mark.parametrize("initialisation", ["pissa", "olora", False])
-def test_gap_6_the_reference_is_the_model_at_step_0(policy: Path, tmp_path: Path, initialisation: str | bool) -> None:
+def test_the_reference_is_the_model_at_step_0_however_lora_starts(
+    policy: Path, tmp_path: Path, initialisation: str | bool
+) -> None:
     config = lora(init_lora_weights=initialisation)
     assert logged_kl(trainer(TRLGRPOTrainer, load(policy), arguments(tmp_path), peft_config=config))[0] > SEEN
     assert logged_kl(trainer(GRPOTrainer, load(policy), arguments(tmp_path), peft_config=config))[0] <= ZERO
 
 
 @pytest.mark.parametrize("initialisation", ["pissa", "olora"])
-def test_gap_6_making_the_reference_leaves_the_policy_alone(policy: Path, tmp_path: Path, initialisation: str) -> None:
+def test_making_the_reference_leaves_the_policy_alone(policy: Path, tmp_path: Path, initialisation: str) -> None:
     def model() -> PeftModel:
         return adapted(policy, lora(init_lora_weights=initialisation), continued=True)
 
@@ -230,7 +232,7 @@ def test_gap_6_making_the_reference_leaves_the_policy_alone(policy: Path, tmp_pa
     assert logged_kl(ours)[0] <= ZERO
 
 
-def test_gap_7_dropout_is_said_with_the_kl_that_follows(policy: Path, tmp_path: Path) -> None:
+def test_dropout_is_reported_with_the_kl_that_follows(policy: Path, tmp_path: Path) -> None:
     def model() -> PeftModel:
         return adapted(policy, lora(lora_dropout=0.05), continued=True)
 
@@ -245,13 +247,13 @@ def test_gap_7_dropout_is_said_with_the_kl_that_follows(policy: Path, tmp_path: 
     assert logged_kl(silent)[0] <= ZERO
 
 
-def test_gap_7_disable_dropout_covers_attention_dropout(tmp_path: Path) -> None:
+def test_disable_dropout_covers_attention_dropout(tmp_path: Path) -> None:
     folder = tiny.save_policy(tmp_path / "policy", attention_dropout=0.1)
     assert logged_kl(trainer(TRLGRPOTrainer, load(folder), arguments(tmp_path)))[0] > SEEN
     assert logged_kl(trainer(GRPOTrainer, load(folder), arguments(tmp_path)))[0] <= ZERO
 
 
-def test_gap_8_the_reference_of_a_merged_model_is_that_model(policy: Path, tmp_path: Path) -> None:
+def test_the_reference_of_a_merged_model_is_that_model(policy: Path, tmp_path: Path) -> None:
     def merged() -> Any:
         return adapted(policy, lora(), continued=True).merge_and_unload().requires_grad_(True)
 
@@ -261,7 +263,7 @@ def test_gap_8_the_reference_of_a_merged_model_is_that_model(policy: Path, tmp_p
     assert logged_kl(on_trl)[0] <= ZERO
 
 
-def test_gap_8_a_model_that_was_never_on_disk(tmp_path: Path) -> None:
+def test_a_model_that_was_never_on_disk_has_a_reference(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="''"):
         trainer(TRLGRPOTrainer, tiny.policy(), arguments(tmp_path))
     args = arguments(tmp_path, max_steps=3)
@@ -276,7 +278,7 @@ def test_gap_8_a_model_that_was_never_on_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("continued", [False, True])
-def test_gap_9_trainable_tokens_on_a_tied_head(tied_policy: Path, tmp_path: Path, continued: bool) -> None:
+def test_trainable_tokens_on_a_tied_head(tied_policy: Path, tmp_path: Path, continued: bool) -> None:
     def model() -> PeftModel:
         return adapted(tied_policy, lora(trainable_token_indices=[5, 6, 7]), continued=continued)
 
@@ -297,7 +299,7 @@ class GatherNothing:
 
 
 @pytest.mark.parametrize("name", ["default", "policy"])
-def test_gap_10_vllm_gets_no_tensor_of_the_reference(policy: Path, tmp_path: Path, name: str) -> None:
+def test_vllm_gets_no_tensor_of_the_reference(policy: Path, tmp_path: Path, name: str) -> None:
     def exporter(model: PeftModel) -> VLLMGeneration:
         vllm = object.__new__(VLLMGeneration)
         vllm.model, vllm._dist = model, GatherNothing()
@@ -328,7 +330,13 @@ TABLE: dict[str, tuple[PeftConfig, bool]] = {
 }
 
 
-@pytest.mark.parametrize("case", TABLE)
+# Quickly: a new and a continued LoRA, and every other method in one of the two states.
+SLOW = [f"new {kind}" for kind in COMPLETE_IN_TRL if kind != "LoRA"]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in TABLE]
+)
 def test_the_kl_is_0_at_step_0(policy: Path, tmp_path: Path, case: str) -> None:
     config, continued = TABLE[case]
     ours = trainer(GRPOTrainer, adapted(policy, config, continued=continued), arguments(tmp_path, max_steps=2))
@@ -478,7 +486,7 @@ REFRESHED = {
 }
 
 
-def test_gap_5_trl_refreshes_no_lora_reference(policy: Path, tmp_path: Path) -> None:
+def test_trl_alone_refreshes_no_lora_reference(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError):
         trainer(TRLGRPOTrainer, REFRESHED["new LoRA"](policy), arguments(tmp_path, sync_ref_model=True))
 
@@ -536,8 +544,17 @@ class KillAt(TrainerCallback):
             raise Killed
 
 
-@pytest.mark.parametrize("alpha", [1.0, 0.6])
-@pytest.mark.parametrize("kind", ["new LoRA", "embedding LoRA", "full"])
+@pytest.mark.parametrize(
+    ("kind", "alpha"),
+    [
+        ("new LoRA", 0.6),
+        ("embedding LoRA", 1.0),
+        pytest.param("full", 0.6, marks=pytest.mark.slow),
+        pytest.param("full", 1.0, marks=pytest.mark.slow),
+        pytest.param("new LoRA", 1.0, marks=pytest.mark.slow),
+        pytest.param("embedding LoRA", 0.6, marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_run_resumes_bit_equal_in_a_refresh_period(
     policy: Path, tmp_path: Path, kind: str, alpha: float
 ) -> None:

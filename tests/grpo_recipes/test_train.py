@@ -126,7 +126,7 @@ class RateOfEachStep(TrainerCallback):
         self.rates.append(kwargs["optimizer"].param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("schedule", ["linear", pytest.param("cosine", marks=pytest.mark.slow)])
 def test_a_longer_run_goes_on_with_the_rates_of_one_planned_so(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:

@@ -37,6 +37,7 @@ from grpo_recipes.training.reference import (
     set_reference,
 )
 from tests import tiny
+from tests.grids import covering
 from tests.grpo_recipes.short_runs import (
     TEXTS,
     adapted,
@@ -334,9 +335,7 @@ TABLE: dict[str, tuple[PeftConfig, bool]] = {
 SLOW = [f"new {kind}" for kind in COMPLETE_IN_TRL if kind != "LoRA"]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in TABLE]
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in TABLE])
 def test_the_kl_is_0_at_step_0(policy: Path, tmp_path: Path, case: str) -> None:
     config, continued = TABLE[case]
     ours = trainer(GRPOTrainer, adapted(policy, config, continued=continued), arguments(tmp_path, max_steps=2))
@@ -544,17 +543,7 @@ class KillAt(TrainerCallback):
             raise Killed
 
 
-@pytest.mark.parametrize(
-    ("kind", "alpha"),
-    [
-        ("new LoRA", 0.6),
-        ("embedding LoRA", 1.0),
-        pytest.param("full", 0.6, marks=pytest.mark.slow),
-        pytest.param("full", 1.0, marks=pytest.mark.slow),
-        pytest.param("new LoRA", 1.0, marks=pytest.mark.slow),
-        pytest.param("embedding LoRA", 0.6, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("kind", "alpha"), covering(["new LoRA", "embedding LoRA", "full"], [1.0, 0.6]))
 def test_a_killed_run_resumes_bit_equal_in_a_refresh_period(
     policy: Path, tmp_path: Path, kind: str, alpha: float
 ) -> None:

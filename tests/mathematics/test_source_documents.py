@@ -304,7 +304,7 @@ def test_scored_triples_scores_the_prompt_and_never_reads_the_response(checkpoin
     assert document_loss({**rows[0], "prompt": "1 2 3 4 5"}) != document_loss(rows[0])
 
 
-def test_full_vocabulary_kl_kl_is_of_the_reference_against_the_policy(logits: tuple[Tensor, Tensor]) -> None:
+def test_full_vocabulary_kl_is_of_the_reference_against_the_policy(logits: tuple[Tensor, Tensor]) -> None:
     policy, reference = (tensor[0] for tensor in logits)
     document = functional.kl_div(
         torch.log_softmax(policy, dim=-1), torch.softmax(reference, dim=-1), reduction="batchmean"

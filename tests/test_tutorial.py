@@ -60,7 +60,7 @@ def test_every_command_of_the_tutorial_is_found(tutorial: ModuleType) -> None:
     assert not any("\\" in command for command in found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_every_command_of_the_tutorial_runs_as_written(
     tutorial: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

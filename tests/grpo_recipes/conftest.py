@@ -32,12 +32,3 @@ def gsm8k_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-@pytest.fixture(scope="session")
-def extensions(pytestconfig: pytest.Config) -> str:
-    """A folder of the tests' own for DeepSpeed's compiled extensions, kept between runs: the first use takes a minute."""
-    folder = pytestconfig.cache.mkdir("torch_extensions")
-    for lock in folder.glob("*/lock"):  # of a test run that was killed
-        lock.unlink()
-    return str(folder)

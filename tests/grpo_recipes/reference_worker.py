@@ -22,7 +22,7 @@ from trl import GRPOConfig
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.train import leave
 from grpo_recipes.training.reference import REF, _gathered, adapter_tensors
-from tests.grpo_recipes.tiny_policy import arguments, load, moved, trainer
+from tests.grpo_recipes.short_runs import arguments, load, moved, trainer
 
 REFRESH, SAVE, STEPS = 3, 4, 5
 

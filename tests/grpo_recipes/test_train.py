@@ -20,6 +20,7 @@ from grpo_recipes import GRPOTrainer, train
 from grpo_recipes.recipe import data
 from grpo_recipes.recipe.recipe import shipped
 from grpo_recipes.recipe.specs import DatasetSpec
+from tests.grpo_recipes.launching import write_rows
 
 SMALL = [
     "--use_cpu",
@@ -126,7 +127,7 @@ class RateOfEachStep(TrainerCallback):
         self.rates.append(kwargs["optimizer"].param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("schedule", ["linear", pytest.param("cosine", marks=pytest.mark.slow)])
 def test_a_longer_run_goes_on_with_the_rates_of_one_planned_so(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
@@ -522,9 +523,9 @@ def test_two_processes_say_a_mistake_once(tiny_model: Path, gsm8k_file: Path, tm
 
 
 @pytest.mark.slow
-def test_real_gsm8k_through_the_24gb_recipe(tiny_model: Path, gsm8k_dir: Path, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    done = launch("cpu", arguments(tiny_model, gsm8k_dir / "train.jsonl", output, "--max_steps=2"))
+def test_as_many_rows_as_gsm8k_has_through_the_24gb_recipe(tiny_model: Path, tmp_path: Path) -> None:
+    rows, output = write_rows(tmp_path / "train.jsonl", 7473), tmp_path / "run"
+    done = launch("cpu", arguments(tiny_model, rows, output, "--max_steps=2"))
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads((output / "run.json").read_text())["train_prompts"] == 7473
 

@@ -69,7 +69,7 @@ def check_any_text(text, gold):
 
 
 test_any_text = settings(max_examples=150, deadline=None)(given(TEXTS, GOLDS)(check_any_text))
-test_any_text_at_length = pytest.mark.slow(
+test_any_text_at_length = pytest.mark.nightly(
     pytest.mark.timeout(1800)(settings(max_examples=20_000, deadline=None)(given(TEXTS, GOLDS)(check_any_text)))
 )
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from grpo_rewards.cli import main
+from tests.word_problems import gsm8k_rows
 
 RIGHT, WRONG = "<answer>18</answer>", "<answer>17</answer>"
 
@@ -148,8 +149,8 @@ def test_check_lists_what_cannot_be_scored(tmp_path, capsys):
     assert main(["check", path, "--gold-column", "solution"]) == 0
 
 
-def test_check_passes_gsm8k(gsm8k_dir):
-    assert main(["check", str(gsm8k_dir / "test.jsonl")]) == 0
+def test_check_passes_a_file_in_gsm8ks_schema(tmp_path):
+    assert main(["check", write(tmp_path / "test.jsonl", gsm8k_rows(1319))]) == 0
 
 
 def test_check_reads_the_golds_of_any_correctness_reward(tmp_path, capsys):

@@ -1,7 +1,6 @@
 """docs/rewards.md: every row of its policy table, and every adapter with the call that its framework makes."""
 
 import inspect
-import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +11,7 @@ import yaml
 from grpo_rewards import choice_correctness
 from grpo_rewards.correctness import GSM8KCorrectness
 from grpo_rewards.registry import build_rewards, registered_names
+from tests.word_problems import gsm8k_rows
 
 DOCS = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
 POLICY = [
@@ -88,11 +88,9 @@ def test_verl():
             assert score == expected
 
 
-def test_verl_pays_every_gold_solution(gsm8k_dir):
+def test_verl_pays_every_gold_solution():
     compute_score = example("verl")["compute_score"]
-    golds = [
-        json.loads(line)["answer"] for line in (gsm8k_dir / "train.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    golds = [row["answer"] for row in gsm8k_rows(7473)]
     assert len(golds) == 7473
     # verl's preprocessing keeps the number after "####", without its commas, as the ground truth.
     truths = [gold.split("#### ")[1].replace(",", "") for gold in golds]

@@ -1,4 +1,4 @@
-"""`kl_estimator: full` in a recipe: what it may say, and the full-vocabulary KL recipe training on a tiny policy."""
+"""`kl: {estimator: full}` in a recipe: what it may say, and the recipe of full-vocabulary KL training on a tiny policy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gsm8k_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_recipe_has_the_settings_of_document_004() -> None:
+def test_the_recipe_has_the_settings_of_full_vocabulary_kl() -> None:
     recipe = parse_recipe(["--config", NAME])
     values = vars(recipe.config)
     assert recipe.model["model_name_or_path"] == "Qwen/Qwen2-0.5B-Instruct"

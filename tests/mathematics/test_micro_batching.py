@@ -13,6 +13,7 @@ from torch import Tensor
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.recipe.specs import MicroBatching
 from grpo_recipes.training import micro_batches as microbatch
+from tests.grids import covering
 from tests.mathematics import oracle
 from tests.mathematics.conftest import ScenarioFactory
 from tests.mathematics.harness import Difference, Scenario, difference, make_trainer, trl_losses
@@ -78,8 +79,7 @@ def with_advantage(row: Completion, without: list[int] | None) -> Completion:
     return replace(row, advantage=0.0) if row.prompt == without else row
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(("loss_type", "case"), covering(LOSS_TYPES, CASES))
 def test_float32_cells(loss_type: str, case: str, scenario: ScenarioFactory, record_cell: Callable) -> None:
     for geometry, objective in cells(loss_type, 24):
         found = compare(scenario(geometry, objective.temperature, torch.float32), objective, *CASES[case])

@@ -83,14 +83,14 @@ def test_a_bad_spec_names_the_key_and_the_fix(raw, message):
 # Prompts, worked out by hand from the source documents
 
 
-def test_document_001_prompt_as_text(tmp_path):
+def test_the_prompt_of_grpo_from_scratch_as_text(tmp_path):
     path = write_jsonl(tmp_path / "one.jsonl", [{"question": " How many? ", "answer": "So 1+1=2\n#### 2"}])
     row = load(DatasetSpec("gsm8k", path=path, prompt_style="reasoning", prompt_format="text"))[0]
     system = "Respond in the following format:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>"
     assert row == {"prompt": f"{system}\nHow many?", "answer": "2"}
 
 
-def test_document_004_prompt_as_messages(jsonl):
+def test_the_prompt_of_full_vocabulary_kl_as_messages(jsonl):
     row = load(DatasetSpec("gsm8k", path=jsonl, prompt_style="think", split="train[3:4]"))[0]
     system = (
         "Solve the math problem step-by-step, providing reasoning in <think> tags and the final answer in <answer> "
@@ -102,7 +102,7 @@ def test_document_004_prompt_as_messages(jsonl):
     }
 
 
-def test_document_000_system_prompt(jsonl):
+def test_the_system_prompt_of_minimind(jsonl):
     prompt = load(DatasetSpec("gsm8k", path=jsonl, prompt_style="minimind"))[0]["prompt"]
     assert prompt[0] == {"role": "system", "content": "你是 MiniMind，是一个有用的人工智能助手。"}
 

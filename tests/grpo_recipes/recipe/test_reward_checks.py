@@ -87,9 +87,7 @@ def test_golds_inside_a_gate_and_of_multiple_choice_are_held_against_their_choic
         assert found.rows == (3,)
         with pytest.raises(UserError, match="choice_correctness needs the column `options`"):
             check_columns(build_rewards([spec]), ["prompt", "answer"])
-    with pytest.raises(
-        UserError, match="the first is 'Oslo'.*a gold is a letter, a choice's text or its position"
-    ):
+    with pytest.raises(UserError, match="the first is 'Oslo'.*a gold is a letter, a choice's text or its position"):
         check_golds(build_rewards([choice]), golds("Oslo", options=[["Paris", "Rome"]]))
 
 

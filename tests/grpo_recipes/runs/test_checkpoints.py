@@ -14,27 +14,28 @@ from grpo_recipes.runs.checkpoints import (
     identify_weights,
     weight_files,
 )
-from tests.grpo_recipes import tiny_policy
+from tests import tiny
+from tests.grpo_recipes import short_runs
 
 
 def whole(folder: Path) -> Path:
-    return tiny_policy.save(folder)
+    return tiny.save_policy(folder)
 
 
 def sharded(folder: Path) -> Path:
-    tiny_policy.new_model().save_pretrained(folder, max_shard_size="20KB")
+    tiny.policy().save_pretrained(folder, max_shard_size="20KB")
     return folder
 
 
 def adapter(folder: Path) -> Path:
-    base = tiny_policy.save(folder.parent / "base")
-    tiny_policy.adapted(base, LoraConfig(target_modules=["q_proj"]), continued=False).save_pretrained(folder)
+    base = tiny.save_policy(folder.parent / "base")
+    short_runs.adapted(base, LoraConfig(target_modules=["q_proj"]), continued=False).save_pretrained(folder)
     return folder
 
 
 def pickled(folder: Path) -> Path:
     folder.mkdir()
-    torch.save(tiny_policy.new_model().state_dict(), folder / "pytorch_model.bin")
+    torch.save(tiny.policy().state_dict(), folder / "pytorch_model.bin")
     return folder
 
 

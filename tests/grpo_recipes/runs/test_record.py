@@ -61,7 +61,7 @@ def test_the_token_for_the_hub_is_not_recorded(tmp_path: Path, spelled: list[str
     recipe = parse_recipe(arguments)
     assert recipe.training["hub_token"] == "hf_secret"
     checked = check(recipe, Machine(1, bf16=False))
-    config = recipe.with_defaults()
+    config = vars(recipe.config)
     launch = describe_launch(recipe.as_dict(), config, checked.rewards, recipe.arguments)
     assert "hf_secret" not in json.dumps(launch)
     assert launch["arguments"][:2] == arguments[:2]

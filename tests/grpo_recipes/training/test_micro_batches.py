@@ -20,6 +20,7 @@ from grpo_recipes.recipe.specs import MicroBatching
 from grpo_recipes.training import micro_batches as microbatch
 from grpo_recipes.training.micro_batches import IDLE, Exactness, asked_layout, exactness, regroup, window_size
 from grpo_recipes.training.packing import Layout
+from tests.grids import covering
 from tests.grpo_recipes.recorded import Recording, compare, gradients, make_trainer, model
 
 LIMIT = 1e-5
@@ -48,9 +49,9 @@ def gap(recording: Recording, folder: Path, **config: Any) -> float:
 # ---- the same gradient
 
 
-@pytest.mark.parametrize("micro_batching", ["auto", TRIM_ONLY], ids=["packed", "trimmed"])
-@pytest.mark.parametrize("beta", [0.0, 0.04])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(
+    ("loss_type", "beta", "micro_batching"), covering(LOSS_TYPES, [0.0, 0.04], ["auto", TRIM_ONLY], strength=2), ids=str
+)
 def test_every_loss_type(loss_type: str, beta: float, micro_batching: Any, tmp_path: Path) -> None:
     three = {"num_iterations": 3, "epsilon_high": 0.28}
     assert gap(UNEVEN, tmp_path, loss_type=loss_type, beta=beta, micro_batching=micro_batching, **three) <= LIMIT
@@ -62,27 +63,24 @@ def test_sequence_level_ratios(loss_type: str, tmp_path: Path) -> None:
     assert gap(UNEVEN, tmp_path, loss_type=loss_type, **options) <= LIMIT
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo"])
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("window", "loss_type"), covering(WINDOWS, ["grpo", "dapo", "bnpo"]))
 def test_every_window_shape(window: str, loss_type: str, tmp_path: Path) -> None:
     assert gap(UNEVEN, tmp_path, loss_type=loss_type, **WINDOWS[window]) <= LIMIT
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"entropy_coef": 0.05},
-        {"top_entropy_quantile": 0.4},
-        {"off_policy_mask_threshold": 0.05, "num_iterations": 3},
-        {"mask_truncated_completions": True},
-        {"scale_rewards": "batch"},
-        {"scale_rewards": "none"},
-        {"micro_batching": "off"},
-        {"micro_batching": {"skip_zero_advantage": False}},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo"])
+OPTIONS: list[dict[str, Any]] = [
+    {"entropy_coef": 0.05},
+    {"top_entropy_quantile": 0.4},
+    {"off_policy_mask_threshold": 0.05, "num_iterations": 3},
+    {"mask_truncated_completions": True},
+    {"scale_rewards": "batch"},
+    {"scale_rewards": "none"},
+    {"micro_batching": "off"},
+    {"micro_batching": {"skip_zero_advantage": False}},
+]
+
+
+@pytest.mark.parametrize(("option", "loss_type"), covering(OPTIONS, ["grpo", "bnpo", "dapo"]), ids=str)
 def test_options(option: dict[str, Any], loss_type: str, tmp_path: Path) -> None:
     recording = Recording.random(seed=1, zero=(2,))
     for group in recording.completions:  # truncated: no end in it

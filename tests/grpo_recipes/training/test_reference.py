@@ -36,7 +36,9 @@ from grpo_recipes.training.reference import (
     without_trl_reference,
 )
 from grpo_rewards.errors import UserError
-from tests.grpo_recipes.tiny_policy import (
+from tests import tiny
+from tests.grids import covering
+from tests.grpo_recipes.short_runs import (
     TEXTS,
     adapted,
     arguments,
@@ -44,9 +46,6 @@ from tests.grpo_recipes.tiny_policy import (
     log_probabilities,
     logged_kl,
     moved,
-    new_model,
-    save,
-    tokenizer,
     trainer,
 )
 
@@ -56,12 +55,12 @@ SEEN = 1e-5  # a KL that no rounding explains: at least ten times what the cases
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("policy"))
+    return tiny.save_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")
 def tied_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
+    return tiny.save_policy(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
 
 
 def lora(**changes: Any) -> LoraConfig:
@@ -95,7 +94,7 @@ COMPLETE_IN_TRL: dict[str, PeftConfig] = {
 
 
 @pytest.mark.parametrize("kind", INCOMPLETE_IN_TRL)
-def test_the_copy_of_the_adapter_is_complete(policy: Path, tmp_path: Path, kind: str) -> None:
+def test_the_reference_copies_every_tensor_of_the_adapter(policy: Path, tmp_path: Path, kind: str) -> None:
     def model() -> PeftModel:
         return adapted(policy, INCOMPLETE_IN_TRL[kind], continued=True)
 
@@ -127,7 +126,7 @@ def test_a_merged_model_that_would_not_train_is_refused(policy: Path, tmp_path: 
         trainer(GRPOTrainer, merged, arguments(tmp_path))
 
 
-def test_an_adapter_of_any_name(policy: Path, tmp_path: Path) -> None:
+def test_the_adapter_that_trains_may_have_any_name(policy: Path, tmp_path: Path) -> None:
     def model() -> PeftModel:
         return adapted(policy, lora(), continued=True, name="policy")
 
@@ -211,7 +210,9 @@ def test_a_checkpoint_brings_no_reference_into_a_run_without_one(policy: Path, t
 
 
 @pytest.mark.parametrize("initialisation", ["pissa", "olora", False])
-def test_the_reference_is_the_model_at_step_0(policy: Path, tmp_path: Path, initialisation: str | bool) -> None:
+def test_the_reference_is_the_model_at_step_0_however_lora_starts(
+    policy: Path, tmp_path: Path, initialisation: str | bool
+) -> None:
     config = lora(init_lora_weights=initialisation)
     assert logged_kl(trainer(TRLGRPOTrainer, load(policy), arguments(tmp_path), peft_config=config))[0] > SEEN
     assert logged_kl(trainer(GRPOTrainer, load(policy), arguments(tmp_path), peft_config=config))[0] <= ZERO
@@ -232,7 +233,7 @@ def test_making_the_reference_leaves_the_policy_alone(policy: Path, tmp_path: Pa
     assert logged_kl(ours)[0] <= ZERO
 
 
-def test_dropout_is_said_with_the_kl_that_follows(policy: Path, tmp_path: Path) -> None:
+def test_dropout_is_reported_with_the_kl_that_follows(policy: Path, tmp_path: Path) -> None:
     def model() -> PeftModel:
         return adapted(policy, lora(lora_dropout=0.05), continued=True)
 
@@ -248,7 +249,7 @@ def test_dropout_is_said_with_the_kl_that_follows(policy: Path, tmp_path: Path) 
 
 
 def test_disable_dropout_covers_attention_dropout(tmp_path: Path) -> None:
-    folder = save(tmp_path / "policy", attention_dropout=0.1)
+    folder = tiny.save_policy(tmp_path / "policy", attention_dropout=0.1)
     assert logged_kl(trainer(TRLGRPOTrainer, load(folder), arguments(tmp_path)))[0] > SEEN
     assert logged_kl(trainer(GRPOTrainer, load(folder), arguments(tmp_path)))[0] <= ZERO
 
@@ -263,18 +264,18 @@ def test_the_reference_of_a_merged_model_is_that_model(policy: Path, tmp_path: P
     assert logged_kl(on_trl)[0] <= ZERO
 
 
-def test_a_model_that_was_never_on_disk(tmp_path: Path) -> None:
+def test_a_model_that_was_never_on_disk_has_a_reference(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="''"):
-        trainer(TRLGRPOTrainer, new_model(), arguments(tmp_path))
+        trainer(TRLGRPOTrainer, tiny.policy(), arguments(tmp_path))
     args = arguments(tmp_path, max_steps=3)
     with without_trl_reference(args):
-        on_trl = trainer(TRLGRPOTrainer, new_model(), args)
+        on_trl = trainer(TRLGRPOTrainer, tiny.policy(), args)
     assert args.beta == 0.04
     set_reference(on_trl, "initial")
     kls = logged_kl(on_trl)
     assert kls[0] <= ZERO < SEEN < kls[2]
     frozen = dict(on_trl.ref_model.named_parameters())
-    assert all(torch.equal(frozen[name], tensor) for name, tensor in new_model().named_parameters())
+    assert all(torch.equal(frozen[name], tensor) for name, tensor in tiny.policy().named_parameters())
 
 
 @pytest.mark.parametrize("continued", [False, True])
@@ -330,7 +331,11 @@ TABLE: dict[str, tuple[PeftConfig, bool]] = {
 }
 
 
-@pytest.mark.parametrize("case", TABLE)
+# Quickly: a new and a continued LoRA, and every other method in one of the two states.
+SLOW = [f"new {kind}" for kind in COMPLETE_IN_TRL if kind != "LoRA"]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in TABLE])
 def test_the_kl_is_0_at_step_0(policy: Path, tmp_path: Path, case: str) -> None:
     config, continued = TABLE[case]
     ours = trainer(GRPOTrainer, adapted(policy, config, continued=continued), arguments(tmp_path, max_steps=2))
@@ -346,13 +351,13 @@ def test_the_kl_is_0_at_step_0(policy: Path, tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kl_is_0_at_step_0_of_full_fine_tuning(tmp_path: Path, changes: dict, dtype: torch.dtype) -> None:
-    ours = trainer(GRPOTrainer, new_model(**changes).to(dtype), arguments(tmp_path, max_steps=2))
+    ours = trainer(GRPOTrainer, tiny.policy(**changes).to(dtype), arguments(tmp_path, max_steps=2))
     kls = logged_kl(ours)
     assert kls[0] <= ZERO < kls[1]
 
 
 def test_the_head_in_fp32(tmp_path: Path) -> None:
-    model = new_model().to(torch.bfloat16)
+    model = tiny.policy().to(torch.bfloat16)
     ours = trainer(GRPOTrainer, model, arguments(tmp_path, max_steps=2, cast_lm_head_to_fp32=True))
     kls = logged_kl(ours)
     assert kls[0] <= ZERO < kls[1]
@@ -422,7 +427,7 @@ def test_what_can_not_be_had_is_refused_in_one_sentence(policy: Path, tmp_path: 
 
     adapted(policy, lora(init_lora_weights="pissa"), continued=True).save_pretrained(tmp_path / "pissa")
     adapted(policy, lora(target_modules=["q_proj"]), continued=True).save_pretrained(tmp_path / "q")
-    hidden = save(tmp_path / "wide", hidden_size=64)
+    hidden = tiny.save_policy(tmp_path / "wide", hidden_size=64)
     adapted(hidden, lora(), continued=True).save_pretrained(tmp_path / "wide-adapter")
 
     def new() -> PeftModel:
@@ -480,7 +485,7 @@ REFRESHED = {
 }
 
 
-def test_trl_refreshes_no_lora_reference(policy: Path, tmp_path: Path) -> None:
+def test_trl_alone_refreshes_no_lora_reference(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError):
         trainer(TRLGRPOTrainer, REFRESHED["new LoRA"](policy), arguments(tmp_path, sync_ref_model=True))
 
@@ -538,8 +543,7 @@ class KillAt(TrainerCallback):
             raise Killed
 
 
-@pytest.mark.parametrize("alpha", [1.0, 0.6])
-@pytest.mark.parametrize("kind", ["new LoRA", "embedding LoRA", "full"])
+@pytest.mark.parametrize(("kind", "alpha"), covering(["new LoRA", "embedding LoRA", "full"], [1.0, 0.6]))
 def test_a_killed_run_resumes_bit_equal_in_a_refresh_period(
     policy: Path, tmp_path: Path, kind: str, alpha: float
 ) -> None:
@@ -625,4 +629,4 @@ def test_a_conversational_prompt_is_measured_too(policy: Path, tmp_path: Path) -
 
 
 def test_tokenizer_and_model_agree() -> None:
-    assert len(tokenizer()) == new_model().config.vocab_size
+    assert len(tiny.byte_tokenizer()) == tiny.policy().config.vocab_size

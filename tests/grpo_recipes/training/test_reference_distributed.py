@@ -13,7 +13,8 @@ from peft import LoraConfig
 
 from grpo_recipes.recipe.recipe import shipped
 from tests.grpo_recipes.reference_worker import REFRESH
-from tests.grpo_recipes.tiny_policy import adapted, save
+from tests.grpo_recipes.short_runs import adapted
+from tests.tiny import save_policy
 
 CASES = {
     "zero3": ["full", "new", "continued", "bf16", "embedding", "full-resume", "new-resume", "continued-resume"],
@@ -54,7 +55,7 @@ class Launches:
         return json.loads((folder / f"{case}.json").read_text())
 
     def launch(self, backend: str, folder: Path) -> None:
-        save(folder / "policy")
+        save_policy(folder / "policy")
         config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear")
         adapted(folder / "policy", config, continued=True).save_pretrained(folder / "sft")
         layout = shipped("accelerate_configs", "zero3_cpu")

@@ -14,7 +14,7 @@ from grpo_recipes import train
 from grpo_recipes.recipe.checks import check_reference
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
 from grpo_recipes.recipe.specs import ReferenceSpec
-from tests.grpo_recipes.tiny_policy import arguments, trainer
+from tests.grpo_recipes.short_runs import arguments, trainer
 
 SMALL = [
     "--use_cpu=true",
@@ -82,7 +82,7 @@ def test_an_adapter_folder_is_a_model(
     assert f"the adapter in {checkpoint / 'ref'}, trained on" in capsys.readouterr().out
 
 
-def test_the_outer_loop_of_document_001(tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
+def test_the_outer_loop_of_grpo_from_scratch(tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
     more = [f"--model_name_or_path={tiny_model}", "--max_steps=5", "--ref_model_sync_steps=3", "--save_steps=4"]
     kl = run("gsm8k-qwen2.5-1.5b-iterative", tmp_path / "run", gsm8k_file, *more)
     assert max(kl[0], kl[3]) <= 1e-6 < min(kl[2], kl[4])

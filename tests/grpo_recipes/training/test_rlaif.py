@@ -21,7 +21,7 @@ from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards.errors import UserError
 from grpo_rewards.internlm2 import convert
 from grpo_rewards.reward_model import RewardModelScore
-from tests.grpo_rewards.tiny_models import byte_tokenizer, internlm2_maker, save_reward_model
+from tests.tiny import chat_tokenizer, save_internlm2, save_reward_model
 
 RLAIF_FILE = Path(__file__).parents[2] / "data" / "rlaif.jsonl"
 SYSTEM = {"role": "system", "content": PROMPT_STYLES["minimind"]}
@@ -87,7 +87,7 @@ def test_a_missing_column_or_path_is_named(tmp_path):
 
 
 def test_cutting_a_long_prompt_drops_its_oldest_turns_first(tmp_path):
-    tokenizer = byte_tokenizer()
+    tokenizer = chat_tokenizer()
     turns = [{"role": role, "content": text * 20} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
     system = {"role": "system", "content": "s"}
     dataset = load(spec(write(tmp_path / "long.jsonl", [system, *turns])))
@@ -179,15 +179,15 @@ def save_policy(folder, mixture_of_experts=False):
     else:
         model = Qwen2ForCausalLM(Qwen2Config(**shape))
     model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
-def converted(internlm2_dir, tmp_path_factory):
+def converted(tmp_path_factory):
     """A tiny InternLM2 reward checkpoint, converted."""
     folder = tmp_path_factory.mktemp("internlm2")
-    internlm2_maker(internlm2_dir)(folder / "hub", seed=0, heads=4, kv_heads=2, hidden=32, layers=2)
+    save_internlm2(folder / "hub", seed=0, heads=4, kv_heads=2, hidden=32, layers=2)
     return convert(folder / "hub", folder / "native")
 
 

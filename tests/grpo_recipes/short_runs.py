@@ -1,4 +1,4 @@
-"""A Llama of 35,000 parameters with a byte-level tokenizer, adapters on it, and runs of a few steps."""
+"""The tiny policy with adapters on it, and runs of a few steps."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,45 +7,14 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import PeftConfig, PeftModel, get_peft_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
+from tests.tiny import byte_tokenizer
+
 PROMPTS = Dataset.from_dict({"prompt": [f"{i} + {i} =" for i in range(32)]})
 TEXTS = ["3 + 3 = 6", "a longer text of another kind"]
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *alphabet])}
-    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", padding_side="left")
-
-
-def new_model(**changes: Any) -> LlamaForCausalLM:
-    """A policy with weights large enough that a change of any of them is seen in the log-probabilities."""
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 258,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-    }
-    tokens = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, **tokens, "initializer_range": 0.2, **changes}))
-
-
-def save(folder: Path, **changes: Any) -> Path:
-    """A fresh policy and its tokenizer in `folder`."""
-    new_model(**changes).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
@@ -96,7 +65,7 @@ def reward(completions: list[str], **kwargs: Any) -> list[float]:
 
 def trainer(trainer_class: Callable[..., TRLGRPOTrainer], model: Any, args: GRPOConfig, **more: Any) -> TRLGRPOTrainer:
     """A trainer of `model`, of TRL's or of our class."""
-    given = {"train_dataset": PROMPTS, "processing_class": tokenizer(), **more}
+    given = {"train_dataset": PROMPTS, "processing_class": byte_tokenizer(), **more}
     return trainer_class(model=model, reward_funcs=reward, args=args, **given)
 
 
@@ -109,7 +78,7 @@ def logged_kl(trained: TRLGRPOTrainer) -> list[float]:
 def log_probabilities(model: torch.nn.Module, text: str) -> torch.Tensor:
     """log p(token | tokens before it) from the model's ordinary forward pass."""
     model.eval()
-    ids = tokenizer()(text, return_tensors="pt")["input_ids"]
+    ids = byte_tokenizer()(text, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         logits = model(input_ids=ids).logits
     return logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[0, :, 0]

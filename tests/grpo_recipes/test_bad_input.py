@@ -1128,9 +1128,7 @@ def _exit_code(main: Any, arguments: list[str]) -> int:
 
 def _is_one_sentence(line: str) -> bool:
     """Whether a line begins with who speaks, and has no doubled punctuation at its end."""
-    return line.startswith(("error: ", "grpo-rewards: ", "grpo-recipes: ")) and not line.endswith(
-        ("..", ".:", "?.", ",.")
-    )
+    return line.startswith("error: ") and not line.endswith(("..", ".:", "?.", ",."))
 
 
 def _no_model_yet(*args: Any, **kwargs: Any) -> Any:

@@ -282,7 +282,7 @@ def test_the_command_converts_or_says_one_sentence(tiny, tmp_path, capsys):
     for source, target in ((tiny, "native"), (tmp_path / "native", "again")):
         assert cli.main(["convert-internlm2", str(source), str(tmp_path / target)]) == 2
         said = capsys.readouterr().err
-        assert said.startswith("grpo-rewards: ")
+        assert said.startswith("error: ")
         assert said.count("\n") == 1
 
 

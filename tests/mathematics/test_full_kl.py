@@ -263,7 +263,7 @@ def test_evaluation_is_not_divided_by_accumulation(loss_type: str, scenario: Sce
 def test_what_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="set `beta` above 0"):
         make_trainer(checkpoint, torch.float32, trainer=FULL, beta=0.0)
-    with pytest.raises(ValueError, match="must be sampled or full"):
+    with pytest.raises(ValueError, match="choose sampled or full"):
         make_trainer(checkpoint, torch.float32, trainer=partial(GRPOTrainer, kl_estimator="exact"), beta=0.1)
     capped = load_policy(checkpoint, torch.float32)
     capped.config.final_logit_softcapping = 30.0

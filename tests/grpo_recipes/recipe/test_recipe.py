@@ -160,7 +160,7 @@ def test_a_mistake_on_the_command_line_gets_one_sentence(write, arguments: list[
     ("changes", "says"),
     [
         ({"rewards": ["gsm8k_corectness"]}, "mine.yaml: .*gsm8k_corectness.*gsm8k_correctness"),
-        ({"rewards": [{"name": "tag_count", "kwargs": {"tag": ["a"]}}]}, "mine.yaml: .*tag_count.*'tag'"),
+        ({"rewards": [{"name": "tag_count", "kwargs": {"tag": ["a"]}}]}, "mine.yaml: .*`tag_count`.*`tag`"),
         (
             {"rewards": [{"name": "gsm8k_correctness", "kwargs": {"extract": "anser"}}]},
             "mine.yaml: .*gsm8k_correctness",

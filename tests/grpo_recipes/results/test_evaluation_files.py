@@ -511,7 +511,7 @@ def test_vllm_draws_every_sample_of_a_prompt_anew(tiny_model: Path, monkeypatch)
     [
         ([], "name a model"),
         (["/no/such-folder", "--dataset", "arithmetic", "--limit", "2"], "can't be loaded"),
-        (["MODEL", "--dataset", "arithmatic"], "did you mean `arithmetic'"),
+        (["MODEL", "--dataset", "arithmatic"], "did you mean `arithmetic`"),
         (["MODEL", "--dataset", "arithmetic", "--samples", "4", "--temperature", "0"], "greedy samples"),
         (["MODEL", "--dataset", "arithmetic", "--vllm"], "vLLM is not installed"),
         (["MODEL", "--dataset", "arithmetic", "--max_new_tokens", "0"], "--max_new_tokens is 0: set it to at least 1"),

@@ -471,8 +471,7 @@ def _failed(prepared: Prepared, error: Exception) -> int:
     """Say why a run ended, and from where it can go on. Returns 1."""
     began = prepared.interruption.began
     checkpoint = prepared.last_checkpoint() if began else prepared.checkpoint
-    curable = faults.is_curable(error, began=began)
-    faults.report(error, prepared.recipe.output_dir, checkpoint, curable=curable)
+    faults.report(error, prepared.recipe.output_dir, checkpoint, curable=faults.is_curable(error, began=began))
     return 1
 
 

@@ -196,15 +196,18 @@ def resume_point(recipe: Recipe, machine: Machine) -> tuple[Path | None, list[Pa
 
     Raises `RecipeError` if the named checkpoint is not complete, or those of the run are of another number of processes.
     """
-    value = str(recipe.training["resume_from_checkpoint"])
-    if value != "true":
-        if not is_complete(Path(value), machine.num_processes):
-            raise _no_checkpoint(recipe, machine, value)
-        return Path(value), []
-    checkpoint, cut_off = last_complete_checkpoint(recipe.output_dir, machine.num_processes)
-    if checkpoint is None and any(has_state(path) for path in cut_off):
-        raise _no_checkpoint(recipe, machine, str(recipe.output_dir))
-    return checkpoint, cut_off
+    place = str(recipe.training["resume_from_checkpoint"])
+    if place == "true":
+        place = str(recipe.output_dir)
+        checkpoint, cut_off = last_complete_checkpoint(recipe.output_dir, machine.num_processes)
+        if checkpoint is not None or not any(has_state(path) for path in cut_off):
+            return checkpoint, cut_off
+    elif is_complete(Path(place), machine.num_processes):
+        return Path(place), []
+    raise recipe.error(
+        f"`resume_from_checkpoint`: there is no complete checkpoint of {machine.num_processes} process(es) in "
+        f"{place}: launch as many processes as before, or name another checkpoint"
+    )
 
 
 def check_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
@@ -214,13 +217,6 @@ def check_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
             f"`resume_from_checkpoint`: {damage}: remove the folder {checkpoint}, and "
             "`--resume_from_checkpoint true` goes on from the checkpoint before it, or from the beginning"
         )
-
-
-def _no_checkpoint(recipe: Recipe, machine: Machine, place: str) -> RecipeError:
-    return recipe.error(
-        f"`resume_from_checkpoint`: there is no complete checkpoint of {machine.num_processes} process(es) in "
-        f"{place}: launch as many processes as before, or name another checkpoint"
-    )
 
 
 def dry_config(recipe: Recipe, machine: Machine) -> None:

@@ -63,7 +63,6 @@ class _Source:
     split: str
     path_key: str
     split_key: str
-    is_held_out: bool
 
 
 def load(spec: DatasetSpec, *, evaluation: bool = False) -> datasets.Dataset:
@@ -242,7 +241,7 @@ _SCHEMAS: Mapping[str, _Schema] = MappingProxyType(
 
 
 def _training_source(spec: DatasetSpec) -> _Source:
-    return _Source(spec.path, spec.split, "path", "split", is_held_out=False)
+    return _Source(spec.path, spec.split, "path", "split")
 
 
 def _held_out_source(spec: DatasetSpec) -> _Source:
@@ -252,7 +251,7 @@ def _held_out_source(spec: DatasetSpec) -> _Source:
         )
     path_key = "path" if spec.eval_path is None else "eval_path"
     split_key = "split" if spec.eval_split is None else "eval_split"
-    return _Source(getattr(spec, path_key), getattr(spec, split_key), path_key, split_key, is_held_out=True)
+    return _Source(getattr(spec, path_key), getattr(spec, split_key), path_key, split_key)
 
 
 def _json_lines(path: Path, source: _Source, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -380,7 +379,7 @@ def _sliced(splits: Mapping[str, list[_AnyRow]], spec: DatasetSpec, source: _Sou
     """Take the rows that `source.split` names; a lone split without a name answers to any."""
     if _ANY_SPLIT in splits:
         rows = splits[_ANY_SPLIT]
-        if source.is_held_out and source.path_key == "path":
+        if source.path_key == "path" and source.split_key == "eval_split":
             _refuse_rows_trained_on(len(rows), spec, source)
         splits = dict.fromkeys(_split_names(source.split), rows)
     lengths = {split: len(rows) for split, rows in splits.items()}

@@ -56,6 +56,11 @@ class Sharding:
     offload_optimizer: bool = False
     offload_parameters: bool = False
 
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed splits the states."""
+        return self.sharding.startswith("zero")
+
     @classmethod
     def described(cls, accelerate_config: Path) -> Sharding:
         """The layout that an accelerate configuration file describes. Raises `MemoryUnknown` for one not covered here."""
@@ -167,7 +172,7 @@ class MemoryPlan:
     def parts(self) -> dict[str, float]:
         """Bytes on one GPU, by part; `activations` and those of generation, the last three, are not held at the same time."""
         return {
-            **(self._deepspeed_states() if self.layout.sharding.startswith("zero") else self._torch_states()),
+            **(self._deepspeed_states() if self.layout.is_deepspeed else self._torch_states()),
             "reference": self._weights() if self.full_reference else 0,
             "reward model": 2 * self.reward_parameters,
             "activations": self._activations(),
@@ -235,7 +240,8 @@ class MemoryPlan:
         """Bytes of the weights alone, which is all of the reference: split where parameters are, whole under ZeRO-2."""
         if self.layout.offload_parameters:
             return 0
-        size = self._compute_bytes() if self.layout.sharding.startswith("zero") else self.dtype_bytes
+        size = self._compute_bytes() if self.layout.is_deepspeed else self.dtype_bytes
+        # TRL's `prepare_deepspeed` gives a reference under ZeRO-2 to every GPU whole, as the policy is.
         ranks = self.layout.num_processes if self.layout.sharding in ("zero3", "fsdp2") else 1
         return size * self.shape.parameters / ranks
 

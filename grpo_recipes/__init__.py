@@ -12,9 +12,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if (
-        name == "GRPOTrainer"
-    ):  # imported on first use: torch takes seconds, and a misspelt recipe should not wait for it
+    if name == "GRPOTrainer":  # on first use: torch takes seconds, and a misspelt recipe should not wait for it
         from grpo_recipes.training.trainer import GRPOTrainer
 
         return GRPOTrainer

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -88,12 +89,8 @@ def main(args: Sequence[str] | None = None) -> int:
             return report_run(options.run, options.other, options.output)
         return diagnose_run(options.run)
     except UserError as error:
-        return _refuse(str(error))
-
-
-def _refuse(sentence: str) -> int:
-    print(f"error: {sentence}", file=sys.stderr)
-    return 2
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 def _either(names: Iterable[str]) -> str:
@@ -142,7 +139,7 @@ def plan_recipe(options: argparse.Namespace, overrides: Sequence[str], known: Se
 
     `known` are the command's own options, one of which an unknown override may mean.
     """
-    from grpo_recipes.recipe.plan import plan, print_plan
+    from grpo_recipes.recipe.plan import plan
 
     planned = plan(
         ["--config", options.recipe, *overrides],
@@ -152,7 +149,7 @@ def plan_recipe(options: argparse.Namespace, overrides: Sequence[str], known: Se
         model_config_file=options.model_config,
         options=known,
     )
-    print_plan(planned, as_json=options.json)
+    print(json.dumps(planned.as_dict(), indent=2, ensure_ascii=False) if options.json else planned.describe())
     return 0
 
 
@@ -195,23 +192,19 @@ def evaluate_policy(options: argparse.Namespace) -> int:
     Returns 0, or 130 after Ctrl-C; raises `UserError` for what can't be evaluated.
     """
     try:
-        return _evaluate_policy(options)
+        from grpo_recipes.results import evaluate
+
+        if options.compare:
+            print(evaluate.describe_comparison(evaluate.compare(*options.compare)))
+        elif options.model:
+            print(evaluate.describe(evaluate.evaluate_model(options)))
+        else:
+            raise UserError("nothing to evaluate: name a model, or two finished evaluations after --compare")
+        return 0
     except KeyboardInterrupt as interrupted:
         # Without words of its own it came while modules were loaded or files read.
         print(str(interrupted) or "stopped by Ctrl-C: nothing was evaluated", file=sys.stderr)
         return 130
-
-
-def _evaluate_policy(options: argparse.Namespace) -> int:
-    from grpo_recipes.results import evaluate
-
-    if options.compare:
-        print(evaluate.describe_comparison(evaluate.compare(*options.compare)))
-    elif options.model:
-        print(evaluate.describe(evaluate.evaluate_model(options)))
-    else:
-        raise UserError("nothing to evaluate: name a model, or two finished evaluations after --compare")
-    return 0
 
 
 def report_run(folder: Path, other: Path | None, output: Path | None) -> int:

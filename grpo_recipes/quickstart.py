@@ -82,7 +82,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
     with _phase(f"1. Warm start: {settings.demonstrations:,} worked solutions, {settings.shares[0]:.0%} with the tags"):
         warm_start(settings, recipe.dataset, policy_dir)
-    remove_earlier_run(run_dir)
+    if run_dir.is_dir():
+        print(f"\nreplacing the earlier run in {run_dir}")
+        shutil.rmtree(run_dir)
     with _phase(f"2. Accuracy on {HELD_OUT_PROBLEMS} held-out problems, before GRPO"):
         before = evaluate(policy_dir, run_dir / EVALUATIONS / BEFORE, recipe)
     with _phase(f"3. GRPO: python -m grpo_recipes.train {' '.join(arguments)}"):
@@ -216,29 +218,12 @@ def fine_tune(
         report_to="none",
         seed=settings.seed,
     )
-    with _no_bars_of_datasets():
-        trainer = SFTTrainer(policy, config, train_dataset=Dataset.from_list(conversations), processing_class=tokenizer)
-    trainer.train()
-
-
-@contextmanager
-def _no_bars_of_datasets() -> Iterator[None]:
-    """Tokenising takes four bars and eight seconds."""
-    if are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
+    had_bars = not are_progress_bars_disabled()
+    disable_progress_bars()  # tokenising takes four bars and eight seconds
+    trainer = SFTTrainer(policy, config, train_dataset=Dataset.from_list(conversations), processing_class=tokenizer)
+    if had_bars:
         enable_progress_bars()
-
-
-def remove_earlier_run(run_dir: Path) -> None:
-    """Remove the quickstart's own earlier run, finished or interrupted."""
-    if run_dir.is_dir():
-        print(f"\nreplacing the earlier run in {run_dir}")
-        shutil.rmtree(run_dir)
+    trainer.train()
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -260,16 +245,9 @@ def evaluate(model: Path, output: Path, recipe: Recipe) -> dict[str, float]:
     Returns the strict `accuracy`, the ends of its 95 % interval, `low` and `high`, the number of problems `n`, and the
     `lenient` accuracy.
     """
-    options = {
-        "recipe": "quickstart",
-        "limit": HELD_OUT_PROBLEMS,
-        "temperature": recipe.config.temperature,
-        "batch_size": EVALUATION_BATCH_SIZE,
-        "output": output,
-    }
-    arguments = ["evaluate", str(model)]
-    for name, value in options.items():
-        arguments += [f"--{name}", str(value)]
+    arguments = ["evaluate", str(model), "--recipe", "quickstart", "--limit", str(HELD_OUT_PROBLEMS)]
+    arguments += ["--temperature", str(recipe.config.temperature)]
+    arguments += ["--batch_size", str(EVALUATION_BATCH_SIZE), "--output", str(output)]
     print(f"grpo-recipes {' '.join(arguments)}", flush=True)
     if status := cli.main(arguments):
         raise SystemExit(status)
@@ -281,18 +259,15 @@ def evaluate(model: Path, output: Path, recipe: Recipe) -> dict[str, float]:
 
 def table(before: dict[str, float], after: dict[str, float]) -> str:
     """Both results side by side, and what their numbers mean."""
-    rows = [
-        f"{name:12} {result['accuracy']:6.3f}   {result['low']:.3f} - {result['high']:.3f}   {result['lenient']:7.3f}"
-        for name, result in (("before GRPO", before), ("after GRPO", after))
-    ]
-    return "\n".join(
-        [
-            f"{'':12} {'strict':>6}   {'95 % interval':13}   {'lenient':>7}",
-            *rows,
-            f"strict: in the asked format and right; lenient: right in any layout; {after['n']} held-out problems, one sampled "
-            "completion each",
-        ]
+    lines = [f"{'':12} {'strict':>6}   {'95 % interval':13}   {'lenient':>7}"]
+    for name, result in (("before GRPO", before), ("after GRPO", after)):
+        interval = f"{result['low']:.3f} - {result['high']:.3f}"
+        lines.append(f"{name:12} {result['accuracy']:6.3f}   {interval}   {result['lenient']:7.3f}")
+    lines.append(
+        f"strict: in the asked format and right; lenient: right in any layout; {after['n']} held-out problems, one sampled "
+        "completion each"
     )
+    return "\n".join(lines)
 
 
 def _solution(answer: str, layout: str) -> str:
@@ -314,12 +289,8 @@ def _parse_arguments(args: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m grpo_recipes.quickstart", description="Watch GRPO raise a tiny model's accuracy on a CPU."
     )
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the demonstrations and GRPO (default 0)")
-    parser.add_argument(
-        "--output_dir",
-        type=Path,
-        default=Path("runs/quickstart"),
-        help="where everything goes (default runs/quickstart)",
-    )
+    default = Path("runs/quickstart")
+    parser.add_argument("--output_dir", type=Path, default=default, help=f"where everything goes (default {default})")
     return parser.parse_args(args)
 
 

@@ -33,17 +33,8 @@ from trl import GRPOConfig, get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
 from grpo_recipes import __version__
-from grpo_recipes.recipe import data, limits
-from grpo_recipes.recipe.checks import (
-    Checked,
-    Machine,
-    check,
-    check_adapter,
-    check_checkpoint,
-    check_output_dir,
-    check_packages,
-    resume_point,
-)
+from grpo_recipes.recipe import checks, data, limits
+from grpo_recipes.recipe.checks import Checked, Machine
 from grpo_recipes.recipe.hub import is_missing
 from grpo_recipes.recipe.recipe import (
     DEFAULTS,
@@ -60,15 +51,7 @@ from grpo_recipes.recipe.reward_checks import describe_rewards
 from grpo_recipes.results.diagnostics import describe, diagnose
 from grpo_recipes.results.model_card import write_model_card
 from grpo_recipes.results.run import Run
-from grpo_recipes.runs import faults, quiet, restart
-from grpo_recipes.runs.checkpoints import (
-    adapter_config,
-    check_weight_files,
-    last_complete_checkpoint,
-    set_aside,
-    steps_done,
-    tokenizer_source,
-)
+from grpo_recipes.runs import checkpoints, faults, quiet, restart
 from grpo_recipes.runs.record import add_launch, data_order, describe_launch, read_record
 from grpo_recipes.training.offline import RecordedRollout
 from grpo_recipes.training.reference import REF
@@ -135,7 +118,8 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         recipe = parse_recipe(arguments)
         prepared = prepare(recipe, Machine.here())
-        return recipe.naming_this_file(run, prepared)
+        with recipe.naming_this_file():
+            return run(prepared)
     except UserError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
@@ -173,13 +157,21 @@ class Prepared:
         return self.checked.geometry.optimizer_steps(self.recipe.config, len(self.checked.train_dataset))
 
     @property
+<<<<<<< HEAD
+=======
+    def steps_before(self) -> int:
+        """The optimiser steps that the checkpoint has behind it."""
+        return checkpoints.steps_done(self.checkpoint) if self.checkpoint else 0
+
+    @property
+>>>>>>> k-c1
     def is_over(self) -> bool:
         """Whether the checkpoint is the end of the run."""
         return self.checkpoint is not None and self.steps_before >= self.steps
 
     def last_checkpoint(self) -> Path | None:
         """The newest complete checkpoint in the run's folder."""
-        return last_complete_checkpoint(self.recipe.output_dir, self.machine.num_processes)[0]
+        return checkpoints.last_complete_checkpoint(self.recipe.output_dir, self.machine.num_processes)[0]
 
 
 def prepare(recipe: Recipe, machine: Machine) -> Prepared:
@@ -187,19 +179,23 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
 
     Raises `RecipeError`, `data.DatasetUnreachable` or `faults.BuildLocked`.
     """
-    check_output_dir(recipe, machine)
-    check_packages(recipe)
-    checkpoint, cut_off = resume_point(recipe, machine) if recipe.resumes else (None, [])
+    checks.check_output_dir(recipe, machine)
+    checks.check_packages(recipe)
+    checkpoint, cut_off = checks.resume_point(recipe, machine) if recipe.resumes else (None, [])
     before = earlier_launch(recipe, checkpoint)
     if checkpoint is not None:
-        check_checkpoint(recipe, checkpoint)
+        checks.check_checkpoint(recipe, checkpoint)
         check_same_recipe(recipe, before)
     check_weights(recipe)
-    checked = check(recipe, machine)
-    check_adapter(recipe)
+    checked = checks.check(recipe, machine)
+    checks.check_adapter(recipe)
     tokenizer = load_tokenizer(recipe)
-    checked = limit_prompts(recipe, checked, tokenizer)
-    rollout = build_rollout(recipe, checked, tokenizer)
+    with recipe.naming_this_file():
+        checked = limit_prompts(recipe, checked, tokenizer)
+        rollout = None
+        if recipe.offline is not None:
+            limit = recipe.config.max_completion_length
+            rollout = RecordedRollout(checked.train_dataset, tokenizer, recipe.offline, limit)
     if checkpoint is not None:
         check_same_order(recipe, checked, before)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
@@ -216,7 +212,7 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
         training_args,
         rollout,
         checkpoint,
-        steps_before=steps_done(checkpoint) if checkpoint else 0,
+        steps_before=checkpoints.steps_done(checkpoint) if checkpoint else 0,
         cut_off=tuple(cut_off),
         interruption=interruption,
     )
@@ -224,7 +220,7 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """The policy's tokenizer, padding on the left. Raises `RecipeError` if it can't be loaded or has no chat template."""
-    name = tokenizer_source(recipe.model["model_name_or_path"])
+    name = checkpoints.tokenizer_source(recipe.model["model_name_or_path"])
     if is_missing(name):
         raise recipe.error(f"`model_name_or_path` {name}: there is no such folder")
     try:
@@ -252,7 +248,7 @@ def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:
     Raises `UserError` if the adapter's base can't be loaded, or if the recipe asks for a new adapter on top.
     """
     name, model_args = recipe.model["model_name_or_path"], model_config(recipe)
-    config = adapter_config(name, model_args.model_revision)
+    config = checkpoints.adapter_config(name, model_args.model_revision)
     if config is None:
         return name
     if model_args.use_peft:
@@ -286,33 +282,21 @@ def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:
 
 def limit_prompts(recipe: Recipe, checked: Checked, tokenizer: PreTrainedTokenizerBase) -> Checked:
     """Apply `dataset.max_prompt_tokens`, say how many prompts it touched, and check that enough are left."""
-    train_dataset, touched = recipe.naming_this_file(
-        data.limit_prompts, checked.train_dataset, recipe.dataset, tokenizer
-    )
+    spec, given, eval_dataset = recipe.dataset, checked.train_dataset, checked.eval_dataset
+    train_dataset, touched = data.limit_prompts(given, spec, tokenizer)
     if touched:
-        done = "dropped" if recipe.dataset.overlong_prompts == "drop" else "cut from the left"
-        _say(
-            f"{touched} of {len(checked.train_dataset)} prompts over {recipe.dataset.max_prompt_tokens} tokens were {done}"
-        )
-    recipe.naming_this_file(checked.geometry.check_dataset, len(train_dataset))
-    eval_dataset = checked.eval_dataset
+        done = "dropped" if spec.overlong_prompts == "drop" else "cut from the left"
+        _say(f"{touched} of {len(given)} prompts over {spec.max_prompt_tokens} tokens were {done}")
+    checked.geometry.check_dataset(len(train_dataset))
     if eval_dataset is not None:
-        eval_dataset, _ = recipe.naming_this_file(data.limit_prompts, eval_dataset, recipe.dataset, tokenizer)
+        eval_dataset, _ = data.limit_prompts(eval_dataset, spec, tokenizer)
     return replace(checked, train_dataset=train_dataset, eval_dataset=eval_dataset)
-
-
-def build_rollout(recipe: Recipe, checked: Checked, tokenizer: PreTrainedTokenizerBase) -> RecordedRollout | None:
-    """The recorded responses that `offline` trains on in place of generated ones. Raises `RecipeError`."""
-    if recipe.offline is None:
-        return None
-    limit = recipe.config.max_completion_length
-    return recipe.naming_this_file(RecordedRollout, checked.train_dataset, tokenizer, recipe.offline, limit)
 
 
 def check_weights(recipe: Recipe) -> None:
     """Raise `RecipeError` if the policy, the base under it or its reference is a folder whose weights are not whole."""
     name, reference, base = recipe.model["model_name_or_path"], recipe.reference.adapter, None
-    if (Path(name) / "adapter_config.json").is_file() and (config := adapter_config(name)) is not None:
+    if (Path(name) / "adapter_config.json").is_file() and (config := checkpoints.adapter_config(name)) is not None:
         base = config.base_model_name_or_path
     if base is not None and Path(base).is_absolute() and not Path(base).exists():
         raise recipe.error(
@@ -327,7 +311,7 @@ def check_weights(recipe: Recipe) -> None:
 
 def _check_weights(recipe: Recipe, key: str, folder: Path) -> None:
     try:
-        check_weight_files(folder)
+        checkpoints.check_weight_files(folder)
     except UserError as error:
         raise recipe.error(f"`{key}`: {error}: copy or save it again, or name another model") from error
 
@@ -345,13 +329,13 @@ def load_reward_models(recipe: Recipe, checked: Checked) -> None:
                 raise recipe.error(f"`rewards`: {error}") from error
 
 
-def describe_resumption(recipe: Recipe, checkpoint: Path | None, cut_off: Sequence[Path]) -> str:
+def describe_resumption(prepared: Prepared) -> str:
     """Where a resumed run goes on from, and which checkpoints it leaves out."""
-    names = ", ".join(path.name for path in cut_off)
-    aside = f"{names} was cut off while it was being saved and is set aside: " if cut_off else ""
-    if checkpoint is None:
-        return f"{aside}{recipe.output_dir} has no checkpoint to go on from: starting at the beginning"
-    return f"{aside}going on from {checkpoint}"
+    names = ", ".join(path.name for path in prepared.cut_off)
+    aside = f"{names} was cut off while it was being saved and is set aside: " if names else ""
+    if prepared.checkpoint is None:
+        return f"{aside}{prepared.recipe.output_dir} has no checkpoint to go on from: starting at the beginning"
+    return f"{aside}going on from {prepared.checkpoint}"
 
 
 def earlier_launch(recipe: Recipe, checkpoint: Path | None) -> Mapping[str, Any]:
@@ -373,10 +357,8 @@ def check_same_recipe(recipe: Recipe, before: Mapping[str, Any]) -> None:
     """Raise `RecipeError` if the run to resume was launched with another recipe, in what a resume may not change."""
     if not before:
         return
-    changes = restart.recipe_changes(
-        resolved(before["recipe"]), resolved(recipe.as_dict()), before.get("directory", ".")
-    )
-    if changes:
+    now = resolved(recipe.as_dict())
+    if changes := restart.recipe_changes(resolved(before["recipe"]), now, before.get("directory", ".")):
         raise _another_run(recipe, ", ".join(changes))
 
 
@@ -421,8 +403,8 @@ def run(prepared: Prepared) -> int:
     """
     recipe, training_args = prepared.recipe, prepared.training_args
     if recipe.resumes and training_args.process_index == 0:
-        set_aside(list(prepared.cut_off))
-        _say(describe_resumption(recipe, prepared.checkpoint, prepared.cut_off))
+        checkpoints.set_aside(list(prepared.cut_off))
+        _say(describe_resumption(prepared))
     faults.forget(recipe.output_dir)
     trainer = build_trainer(prepared)
     describe_run(prepared, trainer)
@@ -434,9 +416,8 @@ def run(prepared: Prepared) -> int:
         return _stopped(prepared, trainer)
     if not prepared.is_over and trainer.state.global_step == prepared.steps_before:
         raise faults.NothingTrained(f"no optimiser step was taken, of {prepared.steps}: the model is as it was")
-    trainer.save_model(
-        training_args.output_dir, _internal_call=True
-    )  # our own call pushes to the hub later, in `finish`
+    # As TRL's own call: ours pushes to the hub later, in `finish`.
+    trainer.save_model(training_args.output_dir, _internal_call=True)
     try:
         finish(prepared, trainer, time.monotonic() - started)
     except KeyboardInterrupt:
@@ -504,8 +485,7 @@ def _failed(prepared: Prepared, error: Exception) -> int:
     """Say why a run ended, and from where it can go on. Returns 1."""
     began = prepared.interruption.began
     checkpoint = prepared.last_checkpoint() if began else prepared.checkpoint
-    curable = faults.is_curable(error, began=began)
-    faults.report(error, prepared.recipe.output_dir, checkpoint, curable=curable)
+    faults.report(error, prepared.recipe.output_dir, checkpoint, curable=faults.is_curable(error, began=began))
     return 1
 
 
@@ -584,10 +564,8 @@ def summary(trainer: GRPOTrainer, seconds: float) -> str:
 
 
 def _size(trainer: GRPOTrainer) -> str:
-    parameters = list(trainer.model.parameters())
-    total = sum(parameter.numel() for parameter in parameters)
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    return f"{total:,} parameters, {trained:,} trained"
+    total = sum(parameter.numel() for parameter in trainer.model.parameters())
+    return f"{total:,} parameters, {trainer.get_num_trainable_parameters():,} trained"
 
 
 def _is_first_rank() -> bool:

@@ -22,6 +22,7 @@ from grpo_recipes.recipe.reward_checks import GoldCheck
 from grpo_recipes.recipe.specs import RECORDED_REWARD
 from grpo_recipes.runs.checkpoints import checkpoint_damage, has_state, is_complete, last_complete_checkpoint
 from grpo_recipes.runs.files import EVALUATIONS, FAULT_FILES
+from grpo_rewards.errors import UserError
 from grpo_rewards.registry import BuiltReward
 
 # What must fit where a run is to write; a model takes far more, but its size is not known yet.
@@ -69,23 +70,24 @@ def check(recipe: Recipe, machine: Machine) -> Checked:
     """Every check that needs no model, cheapest first. Raises `RecipeError`, or `data.DatasetUnreachable`."""
     geometry = recipe.geometry(machine.num_processes)
     rewards = recipe.build_rewards()
-    _check_rewards(recipe, geometry, rewards)
-    check_reference(recipe)
-    _check_offline(recipe, geometry)
-    check_machine(recipe, machine)
-    train_dataset = recipe.load_dataset()
-    recipe.naming_this_file(geometry.check_dataset, len(train_dataset))
-    recipe.naming_this_file(geometry.check_steps, recipe.config, len(train_dataset))
-    recipe.naming_this_file(geometry.check_saves, recipe.config, len(train_dataset))
-    if recipe.offline is not None:
-        recipe.naming_this_file(data.check_responses, train_dataset, recipe.offline, geometry.num_generations)
-    eval_dataset = recipe.load_dataset(evaluation=True) if recipe.evaluates else None
-    for dataset in (train_dataset, eval_dataset):
-        if dataset is not None:
-            # With recorded responses, what they were paid is all that reaches a reward.
-            columns = dataset.column_names if recipe.offline is None else [RECORDED_REWARD]
-            recipe.naming_this_file(reward_checks.check_columns, rewards, columns)
-    golds = recipe.naming_this_file(reward_checks.check_golds, rewards, train_dataset)
+    with recipe.naming_this_file():
+        _check_rewards(geometry, rewards)
+        check_reference(recipe)
+        _check_offline(recipe, geometry)
+        check_machine(recipe, machine)
+        train_dataset = recipe.load_dataset()
+        geometry.check_dataset(len(train_dataset))
+        geometry.check_steps(recipe.config, len(train_dataset))
+        geometry.check_saves(recipe.config, len(train_dataset))
+        if recipe.offline is not None:
+            data.check_responses(train_dataset, recipe.offline, geometry.num_generations)
+        eval_dataset = recipe.load_dataset(evaluation=True) if recipe.evaluates else None
+        for dataset in (train_dataset, eval_dataset):
+            if dataset is not None:
+                # With recorded responses, what they were paid is all that reaches a reward.
+                columns = dataset.column_names if recipe.offline is None else [RECORDED_REWARD]
+                reward_checks.check_columns(rewards, columns)
+        golds = reward_checks.check_golds(rewards, train_dataset)
     return Checked(geometry, rewards, train_dataset, eval_dataset, golds)
 
 
@@ -128,7 +130,8 @@ def check_adapter(recipe: Recipe) -> None:
 
 def check_reference(recipe: Recipe) -> None:
     """Raise `RecipeError` for a reference that this policy can't have, as far as the files on this machine tell."""
-    recipe.naming_this_file(recipe.reference.check_refresh, recipe.config)
+    with recipe.naming_this_file():
+        recipe.reference.check_refresh(recipe.config)
     policy, reference = Path(recipe.model["model_name_or_path"]), recipe.reference
     if reference.adapter is not None and is_missing(reference.adapter):
         raise recipe.error(f"`reference.adapter` {reference.adapter}: there is no such folder")
@@ -143,11 +146,7 @@ def check_reference(recipe: Recipe) -> None:
             f"`reference: {reference.adapter or reference.name}` needs a policy with an adapter, and this is "
             "full fine-tuning: set `use_peft: true`, or use `reference: initial`"
         )
-    if (
-        reference.adapter is not None
-        and Path(reference.adapter).is_dir()
-        and not _holds_adapter(Path(reference.adapter))
-    ):
+    if reference.adapter and Path(reference.adapter).is_dir() and not _holds_adapter(Path(reference.adapter)):
         raise recipe.error(f"`reference.adapter`: there is no adapter_config.json in {reference.adapter}")
 
 
@@ -197,15 +196,18 @@ def resume_point(recipe: Recipe, machine: Machine) -> tuple[Path | None, list[Pa
 
     Raises `RecipeError` if the named checkpoint is not complete, or those of the run are of another number of processes.
     """
-    value = str(recipe.training["resume_from_checkpoint"])
-    if value != "true":
-        if not is_complete(Path(value), machine.num_processes):
-            raise _no_checkpoint(recipe, machine, value)
-        return Path(value), []
-    checkpoint, cut_off = last_complete_checkpoint(recipe.output_dir, machine.num_processes)
-    if checkpoint is None and any(has_state(path) for path in cut_off):
-        raise _no_checkpoint(recipe, machine, str(recipe.output_dir))
-    return checkpoint, cut_off
+    place = str(recipe.training["resume_from_checkpoint"])
+    if place == "true":
+        place = str(recipe.output_dir)
+        checkpoint, cut_off = last_complete_checkpoint(recipe.output_dir, machine.num_processes)
+        if checkpoint is not None or not any(has_state(path) for path in cut_off):
+            return checkpoint, cut_off
+    elif is_complete(Path(place), machine.num_processes):
+        return Path(place), []
+    raise recipe.error(
+        f"`resume_from_checkpoint`: there is no complete checkpoint of {machine.num_processes} process(es) in "
+        f"{place}: launch as many processes as before, or name another checkpoint"
+    )
 
 
 def check_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
@@ -215,13 +217,6 @@ def check_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
             f"`resume_from_checkpoint`: {damage}: remove the folder {checkpoint}, and "
             "`--resume_from_checkpoint true` goes on from the checkpoint before it, or from the beginning"
         )
-
-
-def _no_checkpoint(recipe: Recipe, machine: Machine, place: str) -> RecipeError:
-    return recipe.error(
-        f"`resume_from_checkpoint`: there is no complete checkpoint of {machine.num_processes} process(es) in "
-        f"{place}: launch as many processes as before, or name another checkpoint"
-    )
 
 
 def dry_config(recipe: Recipe, machine: Machine) -> None:
@@ -261,18 +256,19 @@ def _check_offline(recipe: Recipe, geometry: Geometry) -> None:
             raise recipe.error(sentence)
 
 
-def _check_rewards(recipe: Recipe, geometry: Geometry, rewards: Sequence[BuiltReward]) -> None:
-    recipe.naming_this_file(reward_checks.check_weights, rewards)
+def _check_rewards(geometry: Geometry, rewards: Sequence[BuiltReward]) -> None:
+    """Raise `UserError` for rewards that pay nothing, or that need groups which this layout does not keep whole."""
+    reward_checks.check_weights(rewards)
     for reward in rewards:
         if not getattr(reward.function, "needs_whole_groups", False):
             continue
         if geometry.num_generations == 1:
-            raise recipe.error(
+            raise UserError(
                 f"`rewards`: {reward.name} compares the completions of a group, and `offline.baseline: batch` "
                 "has one of each prompt: remove it, or set `offline.baseline: group`"
             )
         if geometry.splits_groups:
-            raise recipe.error(
+            raise UserError(
                 f"`rewards`: {reward.name} compares the completions of a group, and this layout splits groups "
                 f"over processes: make per_device_train_batch_size × steps_per_generation "
                 f"({geometry.completions_per_rank}) a multiple of num_generations ({geometry.num_generations})"

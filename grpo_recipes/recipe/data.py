@@ -9,7 +9,7 @@ holds under its name: `gsm8k` (a hub id, a `save_to_disk` folder or a JSONL file
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -63,7 +63,6 @@ class _Source:
     split: str
     path_key: str
     split_key: str
-    is_held_out: bool
 
 
 def load(spec: DatasetSpec, *, evaluation: bool = False) -> datasets.Dataset:
@@ -78,7 +77,7 @@ def load(spec: DatasetSpec, *, evaluation: bool = False) -> datasets.Dataset:
         DatasetUnreachable: the hub does not answer and the local cache has no copy.
         UserError: nothing to read, a row that can't be used, or no row left.
     """
-    source = _held_out_source(spec) if evaluation else _Source(spec.path, spec.split, "path", "split", False)
+    source = _held_out_source(spec) if evaluation else _training_source(spec)
     dataset = _READERS[spec.name](spec, source)
     if len(dataset) == 0:
         raise UserError(
@@ -117,21 +116,20 @@ def limit_prompts(dataset: datasets.Dataset, spec: DatasetSpec, tokenizer: Any) 
     if limit is None:
         return dataset, 0
     lengths = [_prompt_length(prompt, tokenizer) for prompt in dataset["prompt"]]
-    overlong = [length > limit for length in lengths]
+    kept = [row for row, length in enumerate(lengths) if length <= limit]
+    touched = len(lengths) - len(kept)
     if spec.overlong_prompts == "drop":
-        if all(overlong):
+        if not kept:
             raise UserError(
                 f"`dataset.max_prompt_tokens`: all {len(lengths)} prompts are longer than {limit} tokens "
                 f"(the shortest has {min(lengths)}): raise the limit"
             )
-        return dataset.select([row for row, is_overlong in enumerate(overlong) if not is_overlong]), sum(overlong)
+        return dataset.select(kept), touched
     prompts = [
-        _cut_left(prompt, limit, tokenizer) if is_overlong else prompt
-        for prompt, is_overlong in zip(dataset["prompt"], overlong, strict=True)
+        _cut_left(prompt, limit, tokenizer) if length > limit else prompt
+        for prompt, length in zip(dataset["prompt"], lengths, strict=True)
     ]
-    return datasets.Dataset.from_dict({**dataset.to_dict(), "prompt": prompts}, features=dataset.features), sum(
-        overlong
-    )
+    return datasets.Dataset.from_dict({**dataset.to_dict(), "prompt": prompts}, features=dataset.features), touched
 
 
 # Readers
@@ -141,7 +139,8 @@ def _read_table(spec: DatasetSpec, source: _Source) -> datasets.Dataset:
     path = Path(source.path).expanduser() if source.path else None
     schema = _SCHEMAS[spec.name]
     if path is not None and path.suffix == ".jsonl":
-        rows = _sliced({_ANY_SPLIT: list(_jsonl_rows(path, source, schema))}, spec, source)
+        lines = _json_lines(path, source, schema.columns)
+        rows = _sliced({_ANY_SPLIT: [_checked_row(row, where, schema) for where, row in lines]}, spec, source)
     elif path is not None and path.is_dir():
         rows = _sliced(_saved_splits(path, source, schema), spec, source)
     elif path is not None and path.exists():
@@ -153,15 +152,12 @@ def _read_table(spec: DatasetSpec, source: _Source) -> datasets.Dataset:
 
 def _read_arithmetic(spec: DatasetSpec, source: _Source) -> datasets.Dataset:
     size = DEFAULT_ARITHMETIC_SIZE if spec.size is None else spec.size
-    lengths = {"train": size, "test": size}
-    return _as_dataset(
-        [
-            (*_question_row(problem, "arithmetic"), {})
-            for split, start, stop in _slices(lengths, source)
-            for problem in arithmetic_problems(split, stop, spec.seed)[start:]
-        ],
-        spec,
-    )
+    rows: list[_Row] = [
+        (*_question_row(problem, "arithmetic"), {})
+        for split, start, stop in _slices({"train": size, "test": size}, source)
+        for problem in arithmetic_problems(split, stop, spec.seed)[start:]
+    ]
+    return _as_dataset(rows, spec)
 
 
 def _read_scored(spec: DatasetSpec, source: _Source) -> datasets.Dataset:
@@ -171,23 +167,18 @@ def _read_scored(spec: DatasetSpec, source: _Source) -> datasets.Dataset:
     each response one log-probability a token, the end-of-sequence token's last).
     """
     path = Path(source.path or "").expanduser()
-    rows: dict[str, _ScoredRow] = {}
-    for number, line in enumerate(_text(path, source).split("\n"), start=1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            prompt, responses, rewards, log_probs = _scored_row(
-                _json_object(line, where, ("prompt", "response", "reward")), where
-            )
-            row = rows.setdefault(prompt, (prompt, [], [], []))
-            row[1].extend(responses)
-            row[2].extend(rewards)
-            row[3].extend(log_probs)
-    kept = _sliced({_ANY_SPLIT: list(rows.values())}, spec, source)
-    if all(not logprobs for _, _, _, logprobs in kept):
-        return datasets.Dataset.from_dict(dict(zip(_SCORED_COLUMNS[:3], _columns(kept)[:3], strict=True)))
-    if any(len(logprobs) < len(responses) for _, responses, _, logprobs in kept):
-        raise UserError(f"`dataset`: some responses of {path} have logprobs and some have none: give all or none")
-    return datasets.Dataset.from_dict(dict(zip(_SCORED_COLUMNS, _columns(kept), strict=True)))
+    prompts: dict[str, dict[str, Any]] = {}
+    for where, line in _json_lines(path, source, ("prompt", "response", "reward")):
+        recorded = _scored_row(line, where)
+        row = prompts.setdefault(recorded["prompt"], {"prompt": recorded["prompt"], **{key: [] for key in _RECORDED}})
+        for key in _RECORDED:
+            row[key].extend(recorded[key])
+    rows = _sliced({_ANY_SPLIT: list(prompts.values())}, spec, source)
+    if any(row["logprobs"] for row in rows):
+        if any(len(row["logprobs"]) < len(row["responses"]) for row in rows):
+            raise UserError(f"`dataset`: some responses of {path} have logprobs and some have none: give all or none")
+        return datasets.Dataset.from_list(rows)
+    return datasets.Dataset.from_list([{key: row[key] for key in ("prompt", "responses", "rewards")} for row in rows])
 
 
 _READERS: Mapping[DatasetName, Callable[[DatasetSpec, _Source], datasets.Dataset]] = MappingProxyType(
@@ -198,9 +189,8 @@ _READERS: Mapping[DatasetName, Callable[[DatasetSpec, _Source], datasets.Dataset
 _Message = dict[str, str]
 _Read = tuple[list[_Message], str]
 _Row = tuple[list[_Message], str, dict[str, Any]]
-# A prompt with its recorded responses, their rewards, and their log-probabilities (none, or a list for each response).
-_ScoredRow = tuple[str, list[str], list[float], list[list[float]]]
-_SCORED_COLUMNS = ("prompt", "responses", "rewards", "logprobs")
+# What is recorded of a prompt: its responses, their rewards, and their log-probabilities (none, or a list for each response).
+_RECORDED = ("responses", "rewards", "logprobs")
 _AnyRow = TypeVar("_AnyRow")
 _ANY_SPLIT = ""
 
@@ -250,6 +240,10 @@ _SCHEMAS: Mapping[str, _Schema] = MappingProxyType(
 )
 
 
+def _training_source(spec: DatasetSpec) -> _Source:
+    return _Source(spec.path, spec.split, "path", "split")
+
+
 def _held_out_source(spec: DatasetSpec) -> _Source:
     if spec.eval_path is None and spec.eval_split is None:
         raise UserError(
@@ -257,22 +251,20 @@ def _held_out_source(spec: DatasetSpec) -> _Source:
         )
     path_key = "path" if spec.eval_path is None else "eval_path"
     split_key = "split" if spec.eval_split is None else "eval_split"
-    return _Source(getattr(spec, path_key), getattr(spec, split_key), path_key, split_key, True)
+    return _Source(getattr(spec, path_key), getattr(spec, split_key), path_key, split_key)
 
 
-def _text(path: Path, source: _Source) -> str:
+def _json_lines(path: Path, source: _Source, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The objects of a JSONL file, each with its place in the file."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"can't be read ({error.strerror})"
         raise UserError(f"`dataset.{source.path_key}`: {path} {reason}: correct the path or the file") from error
-
-
-def _jsonl_rows(path: Path, source: _Source, schema: _Schema) -> Iterator[_Row]:
-    for number, line in enumerate(_text(path, source).split("\n"), start=1):
+    for number, line in enumerate(lines, start=1):
         if line.strip():
             where = f"{path}, line {number}"
-            yield _checked_row(_json_object(line, where, schema.columns), where, schema)
+            yield where, _json_object(line, where, columns)
 
 
 def _json_object(line: str, where: str, columns: Sequence[str]) -> Mapping[str, Any]:
@@ -327,7 +319,7 @@ def _table_rows(table: datasets.Dataset, where: str, schema: _Schema) -> list[_R
     missing = [column for column in schema.columns if column not in table.column_names]
     if missing:
         raise UserError(
-            f"`dataset`: {where} has no column {missing[0]!r} (it has {_listed(table.column_names)}): rename its columns"
+            f"`dataset`: {where} has no column {missing[0]!r} (it has {', '.join(table.column_names)}): rename its columns"
         )
     return [_checked_row(row, f"{where}, row {number}", schema) for number, row in enumerate(table)]
 
@@ -345,14 +337,14 @@ def _checked_row(row: Mapping[str, Any], where: str, schema: _Schema) -> _Row:
     return *schema.read(row, where), others
 
 
-def _scored_row(row: Mapping[str, Any], where: str) -> _ScoredRow:
+def _scored_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     """One line of recorded responses: `{prompt, response, reward}`, or `{prompt, responses, rewards}` with lists."""
     if ("response" in row) == ("responses" in row):
         raise UserError(f"`dataset`: {where} must have either response and reward, or responses and rewards")
     if "response" in row:
         given = {"responses": row["response"], "rewards": row.get("reward"), "logprobs": row.get("logprobs")}
         row = {"prompt": row.get("prompt"), **{key: None if value is None else [value] for key, value in given.items()}}
-    prompt, responses, rewards, log_probs = (row.get(column) for column in _SCORED_COLUMNS)
+    prompt, responses, rewards, log_probs = (row.get(column) for column in ("prompt", *_RECORDED))
     if not isinstance(prompt, str) or not prompt:
         raise UserError(f"`dataset`: {where} has the prompt {prompt!r}: it must be text that is not empty")
     if not responses or not _is_list_of(responses, lambda text: isinstance(text, str)):
@@ -368,7 +360,8 @@ def _scored_row(row: Mapping[str, Any], where: str) -> _ScoredRow:
         raise UserError(
             f"`dataset`: {where} has logprobs that are not one list of numbers of at most 0 for each response: correct them"
         )
-    return prompt, list(responses), [float(reward) for reward in rewards], log_probs or []
+    rewards = [float(reward) for reward in rewards]
+    return {"prompt": prompt, "responses": responses, "rewards": rewards, "logprobs": log_probs or []}
 
 
 def _is_list_of(values: Any, is_right: Callable[[Any], bool]) -> TypeGuard[list]:
@@ -379,10 +372,6 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _columns(rows: Sequence[_ScoredRow]) -> list[list[Any]]:
-    return [list(column) for column in zip(*rows, strict=True)] if rows else [[] for _ in _SCORED_COLUMNS]
-
-
 # Splits
 
 
@@ -390,7 +379,7 @@ def _sliced(splits: Mapping[str, list[_AnyRow]], spec: DatasetSpec, source: _Sou
     """Take the rows that `source.split` names; a lone split without a name answers to any."""
     if _ANY_SPLIT in splits:
         rows = splits[_ANY_SPLIT]
-        if source.is_held_out and source.path_key == "path":
+        if source.path_key == "path" and source.split_key == "eval_split":
             _refuse_rows_trained_on(len(rows), spec, source)
         splits = dict.fromkeys(_split_names(source.split), rows)
     lengths = {split: len(rows) for split, rows in splits.items()}
@@ -399,15 +388,12 @@ def _sliced(splits: Mapping[str, list[_AnyRow]], spec: DatasetSpec, source: _Sou
 
 def _refuse_rows_trained_on(length: int, spec: DatasetSpec, source: _Source) -> None:
     """Keep a file with one split from being both trained and evaluated on, whatever names its split is given."""
-    held_out, trained_on = (
-        {
-            row
-            for _, start, stop in _slices(dict.fromkeys(_split_names(part.split), length), part)
-            for row in range(start, stop)
-        }
-        for part in (source, _Source(spec.path, spec.split, "path", "split", False))
-    )
-    if shared := len(held_out & trained_on):
+
+    def rows_of(part: _Source) -> set[int]:
+        slices = _slices(dict.fromkeys(_split_names(part.split), length), part)
+        return {row for _, start, stop in slices for row in range(start, stop)}
+
+    if shared := len(rows_of(source) & rows_of(_training_source(spec))):
         raise UserError(
             f"`dataset.eval_split`: {shared} rows of {source.path} would be both trained and evaluated on: it holds "
             "one split: name the held-out file in eval_path, or give split and eval_split slices that do not overlap"
@@ -432,8 +418,7 @@ def _slices(lengths: Mapping[str, int], source: _Source) -> list[tuple[str, int,
 # Prompts
 
 
-def _as_dataset(rows: Iterable[_Row], spec: DatasetSpec) -> datasets.Dataset:
-    rows = list(rows)
+def _as_dataset(rows: Sequence[_Row], spec: DatasetSpec) -> datasets.Dataset:
     made = {"prompt": [_prompt(turns, spec) for turns, _, _ in rows], "answer": [answer for _, answer, _ in rows]}
     names = dict.fromkeys(name for _, _, others in rows for name in others)
     columns = {name: [others.get(name) for _, _, others in rows] for name in names}
@@ -510,10 +495,6 @@ def _without_oldest_turns(messages: list[_Message]) -> list[_Message] | None:
     if len(users) < 2:
         return None
     return [*(message for message in messages[:1] if message["role"] == "system"), *messages[users[1] :]]
-
-
-def _listed(words: Sequence[str]) -> str:
-    return ", ".join(words)
 
 
 def _one_line(error: BaseException) -> str:

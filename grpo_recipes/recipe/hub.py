@@ -8,13 +8,9 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import datasets
 from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-if TYPE_CHECKING:
-    pass
 
 _TIMEOUT_SECONDS = 5
 _FILE_ENDINGS = (".json", ".jsonl", ".parquet", ".csv")

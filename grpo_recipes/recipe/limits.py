@@ -98,7 +98,6 @@ def check(values: Mapping[str, Any]) -> None:
 
 def cautions(config: Any) -> list[str]:
     """What is allowed and probably a mistake, a sentence each."""
-    rate = config.learning_rate
-    if rate <= HIGH_LEARNING_RATE:
+    if (rate := config.learning_rate) <= HIGH_LEARNING_RATE:
         return []
     return [f"`learning_rate` is {rate:g}, above {HIGH_LEARNING_RATE:g}: few models learn at such a rate"]

@@ -56,6 +56,11 @@ class Sharding:
     offload_optimizer: bool = False
     offload_parameters: bool = False
 
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed splits the states."""
+        return self.sharding.startswith("zero")
+
     @classmethod
     def described(cls, accelerate_config: Path) -> Sharding:
         """The layout that an accelerate configuration file describes. Raises `MemoryUnknown` for one not covered here."""
@@ -167,8 +172,8 @@ class MemoryPlan:
     def parts(self) -> dict[str, float]:
         """Bytes on one GPU, by part; `activations` and those of generation, the last three, are not held at the same time."""
         return {
-            **self._states(),
-            "reference": self._frozen_copy() if self.full_reference else 0,
+            **(self._deepspeed_states() if self.layout.is_deepspeed else self._torch_states()),
+            "reference": self._weights() if self.full_reference else 0,
             "reward model": 2 * self.reward_parameters,
             "activations": self._activations(),
             **self._generation(),
@@ -183,12 +188,9 @@ class MemoryPlan:
 
     def host(self) -> float:
         """Bytes of host memory on each machine that offloading needs."""
-        if self.layout.offload_parameters:
-            per_parameter: float = 18
-        elif self.layout.offload_optimizer:
-            per_parameter = 16
-        else:
+        if not (self.layout.offload_parameters or self.layout.offload_optimizer):
             return 0
+        per_parameter = 18 if self.layout.offload_parameters else 16
         return self.shape.parameters * per_parameter / self.layout.num_machines * HOST_BUFFERS
 
     def usable(self) -> float | None:
@@ -197,30 +199,18 @@ class MemoryPlan:
 
     def fits(self) -> bool | None:
         """Whether the peak fits on the GPU, and vLLM's share holds its copy of the weights; None if its size is not given."""
-        usable = self.usable()
-        if usable is None:
+        if (usable := self.usable()) is None:
             return None
         return self.peak() <= usable and self.vllm_weights() < self.vllm_budget()
-
-    def _states(self) -> dict[str, float]:
-        """Parameters, gradients and optimiser states."""
-        return self._deepspeed_states() if self.layout.sharding.startswith("zero") else self._torch_states()
 
     def _deepspeed_states(self) -> dict[str, float]:
         """States under ZeRO: for a model whose every parameter is trained, the sum is DeepSpeed's estimate."""
         splits_parameters = self.layout.sharding == "zero3"
-        parameters = (
-            self._weight_bytes() * self.shape.parameters / (self.layout.num_processes if splits_parameters else 1)
-        )
         gathered = GATHERED * self.shape.largest_layer if splits_parameters else 0
-        if self.layout.offload_parameters:
-            parameters = 0
-        if self.layout.offload_optimizer:
-            return {"parameters": parameters + gathered, "gradients": 0, "optimiser": 0}
-        trained = self.shape.trained / self.layout.num_processes
+        trained = 0 if self.layout.offload_optimizer else self.shape.trained / self.layout.num_processes
         adam = MASTER_AND_MOMENTS if self.mixed_precision else ADAM_MOMENTS * self.dtype_bytes
         return {
-            "parameters": parameters + gathered,
+            "parameters": self._weights() + gathered,
             "gradients": (ZERO3_GRADIENT if splits_parameters else ZERO2_GRADIENT) * trained,
             "optimiser": adam * trained,
         }
@@ -242,16 +232,18 @@ class MemoryPlan:
             "optimiser": ADAM_MOMENTS * size * trained,
         }
 
-    def _weight_bytes(self) -> int:
-        """Bytes of a parameter that DeepSpeed computes with."""
+    def _compute_bytes(self) -> int:
+        """Bytes of a number in the precision of the computation."""
         return 2 if self.mixed_precision else self.dtype_bytes
 
-    def _frozen_copy(self) -> float:
-        """Bytes of the reference model: split where the policy's parameters are, whole under ZeRO-2 (`prepare_deepspeed`)."""
-        split = self.layout.sharding in ("zero3", "fsdp2")
-        offloaded = self.layout.offload_parameters
-        size = self._weight_bytes() if self.layout.sharding.startswith("zero") else self.dtype_bytes
-        return 0 if offloaded else size * self.shape.parameters / (self.layout.num_processes if split else 1)
+    def _weights(self) -> float:
+        """Bytes of the weights alone, which is all of the reference: split where parameters are, whole under ZeRO-2."""
+        if self.layout.offload_parameters:
+            return 0
+        size = self._compute_bytes() if self.layout.is_deepspeed else self.dtype_bytes
+        # TRL's `prepare_deepspeed` gives a reference under ZeRO-2 to every GPU whole, as the policy is.
+        ranks = self.layout.num_processes if self.layout.sharding in ("zero3", "fsdp2") else 1
+        return size * self.shape.parameters / ranks
 
     def _activations(self) -> float:
         """Bytes kept for the backward pass of one micro-batch.
@@ -260,7 +252,7 @@ class MemoryPlan:
         and two float32 norms; attention is fused, and TRL's head never holds the logits. With gradient checkpointing only
         each layer's input stays, and one layer at a time is computed again, with its gradients.
         """
-        size = 2 if self.mixed_precision else self.dtype_bytes
+        size = self._compute_bytes()
         shape, tokens = self.shape, self.rows * self.tokens
         layer = tokens * (size * (6 * shape.hidden + 2 * shape.key_value + 4 * shape.intermediate) + 8 * shape.hidden)
         if self.gradient_checkpointing:
@@ -275,12 +267,12 @@ class MemoryPlan:
         """
         is_adapter = self.shape.trained < self.shape.parameters
         gathers = self.gather_for_generation if self.vllm is None else is_adapter
-        weights = self._weight_bytes() * self.shape.parameters if gathers and self.layout.sharding == "zero3" else 0
+        weights = self._compute_bytes() * self.shape.parameters if gathers and self.layout.sharding == "zero3" else 0
         keys_and_values = self.generated_rows * self.tokens * 2 * self.shape.key_value * self.shape.layers
         share = self.vllm_budget() if self.gpu_memory else self.vllm_weights()
         return {
             "gathered weights": weights,
-            "KV cache": 0 if self.vllm else keys_and_values * self._weight_bytes(),
+            "KV cache": 0 if self.vllm else keys_and_values * self._compute_bytes(),
             "vLLM's share": share if self.vllm == "colocate" else 0,
         }
 
@@ -309,10 +301,8 @@ def load_shape(model: str, peft_config: Any = None) -> ModelShape:
     except NoTargetModules:
         raise
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise MemoryUnknown(
-            f"{model}: no configuration could be loaded (--model_config FILE gives one): {reason}"
-        ) from error
+        reason = f"no configuration could be loaded (--model_config FILE gives one): {' '.join(str(error).split())}"
+        raise MemoryUnknown(f"{model}: {reason}") from error
 
 
 def memory_plan(
@@ -362,7 +352,8 @@ def _changes(plan: MemoryPlan, accumulation: int) -> list[tuple[str, MemoryPlan]
     changes = []
     if not plan.gradient_checkpointing:
         changes.append(("gradient_checkpointing: true", replace(plan, gradient_checkpointing=True)))
-    rows = next((rows for rows in _divisors(plan.rows) if replace(plan, rows=rows).fits()), 1)
+    divisors = [divisor for divisor in range(plan.rows // 2, 0, -1) if plan.rows % divisor == 0]
+    rows = next((rows for rows in divisors if replace(plan, rows=rows).fits()), 1)
     if rows < plan.rows:
         factor = plan.rows // rows
         text = f"per_device_train_batch_size: {rows} with gradient_accumulation_steps: {accumulation * factor}"
@@ -387,19 +378,12 @@ def _changes(plan: MemoryPlan, accumulation: int) -> list[tuple[str, MemoryPlan]
 
 def _more_machines(plan: MemoryPlan) -> tuple[str, MemoryPlan]:
     """The fewest machines of the same kind on which the run fits, if up to 16 times as many do; else twice as many."""
+    machines, processes = plan.layout.num_machines, plan.layout.num_processes
     layouts = [
-        replace(
-            plan.layout, num_machines=plan.layout.num_machines * more, num_processes=plan.layout.num_processes * more
-        )
-        for more in range(2, 17)
+        replace(plan.layout, num_machines=machines * more, num_processes=processes * more) for more in range(2, 17)
     ]
     layout = next((layout for layout in layouts if replace(plan, layout=layout).fits()), layouts[0])
     return f"num_machines: {layout.num_machines}, num_processes: {layout.num_processes}", replace(plan, layout=layout)
-
-
-def _divisors(number: int) -> list[int]:
-    """The proper divisors of a number, largest first."""
-    return [divisor for divisor in range(number // 2, 0, -1) if number % divisor == 0]
 
 
 def parse_size(text: str) -> float:
@@ -442,7 +426,7 @@ def as_dict(plan: MemoryPlan) -> dict[str, Any]:
         **{name.replace("'s", "").replace(" ", "_").lower(): round(size) for name, size in plan.parts().items()},
         "peak": round(plan.peak()),
         "host": round(plan.host()),
-        "usable": None if plan.usable() is None else round(plan.usable() or 0),
+        "usable": None if (usable := plan.usable()) is None else round(usable),
         "fits": plan.fits(),
         "shape": asdict(plan.shape),
         "layout": asdict(plan.layout),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,23 +48,24 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """The plan for `--json`: what is unknown is null, with its reason in `unknown`. Sizes are in bytes."""
-        known = isinstance(self.prompts, int)
-        prompts = self.prompts if isinstance(self.prompts, int) else 0
-        completions = self.geometry.generations_per_epoch(prompts) * self.geometry.generation_batch_size
-        epoch = {
-            "prompts": prompts,
-            "generations": self.geometry.generations_per_epoch(prompts),
-            "optimizer_steps": self.geometry.optimizer_steps_per_epoch(prompts),
-            "completions": completions,
-            "max_tokens": completions * self.recipe.config.max_completion_length,
-        }
         return {
             "recipe": self.recipe.source,
             "geometry": {**self.geometry.as_dict(), "cells": self.geometry.cells()},
-            "epoch": epoch if known else None,
+            "epoch": self._epoch(self.prompts) if isinstance(self.prompts, int) else None,
             "memory": memory.as_dict(self.memory) if isinstance(self.memory, memory.MemoryPlan) else None,
             "unknown": [reason for reason in (self.prompts, self.memory) if isinstance(reason, str)],
             "notes": list(self.notes),
+        }
+
+    def _epoch(self, prompts: int) -> dict[str, int]:
+        generations = self.geometry.generations_per_epoch(prompts)
+        completions = generations * self.geometry.generation_batch_size
+        return {
+            "prompts": prompts,
+            "generations": generations,
+            "optimizer_steps": self.geometry.optimizer_steps_per_epoch(prompts),
+            "completions": completions,
+            "max_tokens": completions * self.recipe.config.max_completion_length,
         }
 
 
@@ -120,11 +120,6 @@ def _wrapped(paragraphs: Sequence[str]) -> list[str]:
         WIDTH, subsequent_indent=" " * len("  optimiser step  "), break_long_words=False, break_on_hyphens=False
     )
     return [part for line in lines for part in wrapper.wrap(line) or [""]]
-
-
-def print_plan(planned: Plan, *, as_json: bool) -> None:
-    """Print a plan, as text or as one JSON object."""
-    print(json.dumps(planned.as_dict(), indent=2, ensure_ascii=False) if as_json else planned.describe())
 
 
 def _memory(

@@ -10,32 +10,22 @@ import enum
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache, cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, NoReturn, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, NoReturn, get_origin, get_type_hints
 
 import yaml
 from datasets import Dataset
 from trl import GRPOConfig, ModelConfig, TrlParser
 
-from grpo_recipes.recipe import data, limits
+from grpo_recipes.recipe import data, limits, specs
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.losses import LOSS_TYPES
-from grpo_recipes.recipe.specs import (
-    DatasetSpec,
-    KLEstimator,
-    MicroBatching,
-    OfflineSpec,
-    ReferenceSpec,
-    Spec,
-    hints,
-    not_a_choice,
-    spec_of,
-    typed,
-)
+from grpo_recipes.recipe.specs import DatasetSpec, KLEstimator, MicroBatching, OfflineSpec, ReferenceSpec, Spec, hints
 from grpo_recipes.runs.record import RECORD, read_record
 from grpo_rewards import strict_yaml
 from grpo_rewards.errors import UserError, did_you_mean
@@ -55,11 +45,21 @@ CHOICES: dict[str, tuple[str, ...]] = {
 DEFAULTS: dict[str, Any] = {"disable_dropout": True, "log_completions": True, "num_completions_to_print": 0}
 
 _UNSET = object()
-_Result = TypeVar("_Result")
 
 
 class RecipeError(UserError):
     """A recipe that can't run as written; the message names its file first."""
+
+
+@contextmanager
+def naming(source: str, errors: tuple[type[Exception], ...] = (UserError,)) -> Iterator[None]:
+    """Inside this block an error of these becomes a `RecipeError` that names `source` first."""
+    try:
+        yield
+    except (RecipeError, data.DatasetUnreachable):
+        raise
+    except errors as error:
+        raise RecipeError(f"{source}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,26 +121,22 @@ class Recipe:
 
     def geometry(self, num_processes: int) -> Geometry:
         """The batch geometry on `num_processes` ranks. Raises `RecipeError` where it does not divide."""
-        return self.naming_this_file(
-            Geometry.from_config, self.config, num_processes, compares_whole_batch=self.compares_whole_batch
-        )
+        with self.naming_this_file():
+            return Geometry.from_config(self.config, num_processes, compares_whole_batch=self.compares_whole_batch)
 
     def build_rewards(self) -> list[BuiltReward]:
         """The rewards, built. Raises `RecipeError` for an unknown name or argument."""
-        return self.naming_this_file(build_rewards, self.rewards, num_generations=self.config.num_generations)
+        with self.naming_this_file():
+            return build_rewards(self.rewards, num_generations=self.config.num_generations)
 
     def load_dataset(self, *, evaluation: bool = False) -> Dataset:
         """The training or the held-out prompts. Raises `RecipeError`; `data.DatasetUnreachable` passes through."""
-        return self.naming_this_file(data.load, self.dataset, evaluation=evaluation)
+        with self.naming_this_file():
+            return data.load(self.dataset, evaluation=evaluation)
 
-    def naming_this_file(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
-        """Call `function`; a user's error becomes a `RecipeError` that names this recipe's file first."""
-        try:
-            return function(*args, **kwargs)
-        except (RecipeError, data.DatasetUnreachable):
-            raise
-        except UserError as error:
-            raise self.error(str(error)) from error
+    def naming_this_file(self, errors: tuple[type[Exception], ...] = (UserError,)) -> AbstractContextManager[None]:
+        """A block in which an error of these becomes a `RecipeError` that names this recipe's file first."""
+        return naming(self.source, errors)
 
     def error(self, sentence: str) -> RecipeError:
         """The error to raise about this recipe, its file named first."""
@@ -175,28 +171,13 @@ def parse_recipe(args: Sequence[str], options: Sequence[str] = ()) -> Recipe:
     raw = _read_recipe(path) if path else {}
     for dotted, text in overrides:
         _set_nested(raw, dotted, text)
-    try:
-        return _build(raw, path, source, args, rest, options)
-    except RecipeError:
-        raise
-    except UserError as error:
-        raise RecipeError(f"{source}: {error}") from error
+    raw.setdefault("output_dir", f"runs/{path.stem if path else 'grpo'}")
+    with naming(source):
+        return _build(raw, _values_for_trl(raw, rest, options), source, args)
 
 
-def _build(
-    raw: dict[str, Any],
-    path: Path | None,
-    source: str,
-    args: Sequence[str],
-    rest: Sequence[str],
-    options: Sequence[str],
-) -> Recipe:
-    """The recipe of the keys in `raw`, with what the command line says of TRL's keys (`rest`). Raises `UserError`."""
-    _check_keys(raw)
-    theirs = hints(GRPOConfig) | hints(ModelConfig)
-    values = {key: typed(key, value, theirs[key]) for key, value in raw.items() if key not in OUR_KEYS}
-    values |= _parse_with_trl(values, rest, options)
-    _check_values(values)
+def _build(raw: dict[str, Any], values: Mapping[str, Any], source: str, args: Sequence[str]) -> Recipe:
+    """The recipe of our keys in `raw` and of the `values` of TRL's. Raises `UserError`."""
     for key in ("model_name_or_path", "dataset", "rewards"):
         if not (values.get(key) or raw.get(key)):
             raise UserError(f"`{key}` is missing: add it to the recipe or pass `--{key}`")
@@ -204,12 +185,11 @@ def _build(
         raise UserError("`reward_weights` has no effect here: write `weight` inside each entry of `rewards`")
     if not isinstance(raw["rewards"], list):
         raw["rewards"] = [raw["rewards"]]
-    ours = {key: typed(key, value, hints(Recipe)[key]) for key, value in raw.items() if key in OUR_KEYS}
-    defaults = {**DEFAULTS, "output_dir": f"runs/{path.stem if path else 'grpo'}"}
+    ours = {key: specs.typed(key, value, hints(Recipe)[key]) for key, value in raw.items() if key in OUR_KEYS}
     recipe = Recipe(
         **ours,
         source=source,
-        training=defaults | {key: value for key, value in values.items() if key in hints(GRPOConfig)},
+        training=DEFAULTS | {key: value for key, value in values.items() if key in hints(GRPOConfig)},
         model={key: value for key, value in values.items() if key in hints(ModelConfig)},
         arguments=args,
     )
@@ -236,18 +216,14 @@ def grpo_config(recipe: Recipe) -> GRPOConfig:
     extra = training.pop("model_init_kwargs", None) or {}
     if training.get("resume_from_checkpoint") == "false":
         training["resume_from_checkpoint"] = None
-    try:
+    with recipe.naming_this_file((TypeError, ValueError)):
         return GRPOConfig(**training, model_init_kwargs={**init, **extra})
-    except (TypeError, ValueError) as error:
-        raise recipe.error(str(error)) from error
 
 
 def model_config(recipe: Recipe) -> ModelConfig:
     """TRL's model arguments. Raises `RecipeError` for a combination that TRL refuses."""
-    try:
+    with recipe.naming_this_file((TypeError, ValueError)):
         return ModelConfig(**recipe.model)
-    except (TypeError, ValueError) as error:
-        raise recipe.error(str(error)) from error
 
 
 def shipped(kind: str, name: str) -> Path | None:
@@ -290,14 +266,6 @@ class _Parser(TrlParser):
 @cache
 def _defaults(config_class: type) -> dict[str, Any]:
     return {field.name: field.default for field in fields(config_class) if field.init and field.default is not MISSING}
-
-
-def _parser() -> TrlParser:
-    """TRL's parser over its own dataclasses, reporting only what is given: no defaults, no abbreviations."""
-    parser = _Parser((GRPOConfig, ModelConfig), prog="python -m grpo_recipes.train", allow_abbrev=False)
-    known = [*hints(GRPOConfig), *hints(ModelConfig)]
-    parser.set_defaults(**dict.fromkeys(known, _UNSET))
-    return parser
 
 
 def _split_arguments(args: Sequence[str]) -> tuple[Path | None, list[tuple[str, str]], list[str]]:
@@ -373,7 +341,7 @@ def _expanded(value: str | bool, key: str) -> Any:
 
     A word that stands for several settings (`auto`, `off`) is replaced by the field that is set.
     """
-    spec = spec_of(hints(Recipe)[key]) if key in OUR_KEYS else None
+    spec = specs.spec_of(hints(Recipe)[key]) if key in OUR_KEYS else None
     if spec is not None and spec.WORDS:
         return {}
     if spec is not None:
@@ -393,10 +361,16 @@ def _entry(node: Any, name: str, dotted: str, place: str) -> str | int:
     return int(name)
 
 
-def _check_keys(raw: Mapping[str, Any]) -> None:
+def _values_for_trl(raw: Mapping[str, Any], args: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
+    """The keys of TRL's that the recipe or the command line gives, their values checked. Raises `UserError`."""
+    theirs = hints(GRPOConfig) | hints(ModelConfig)
     for key in raw:
-        if key not in OUR_KEYS and key not in hints(GRPOConfig) and key not in hints(ModelConfig):
+        if key not in OUR_KEYS and key not in theirs:
             raise UserError(f"unknown key `{key}`{_nearest_key(str(key))}")
+    values = {key: specs.typed(key, value, theirs[key]) for key, value in raw.items() if key not in OUR_KEYS}
+    values |= _parse_with_trl(values, args, options)
+    _check_values(values)
+    return values
 
 
 def _nearest_key(word: str, options: Sequence[str] = ()) -> str:
@@ -406,8 +380,9 @@ def _nearest_key(word: str, options: Sequence[str] = ()) -> str:
 
 
 def _parse_with_trl(values: Mapping[str, Any], args: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
-    """What TRL's parser makes of the recipe's values and the command line, the latter winning."""
-    parser = _parser()
+    """What TRL's parser makes of the recipe's values and the command line, the latter winning, without any default."""
+    parser = _Parser((GRPOConfig, ModelConfig), prog="python -m grpo_recipes.train", allow_abbrev=False)
+    parser.set_defaults(**dict.fromkeys(hints(GRPOConfig) | hints(ModelConfig), _UNSET))
     parser.set_defaults_with_config(**values)
     namespace, unknown = parser.parse_known_args(list(args))
     if unknown:
@@ -425,6 +400,6 @@ def _check_values(values: dict[str, Any]) -> None:
         values["scale_rewards"] = {"true": "group", "false": "none"}.get(word, word)
     for key, choices in CHOICES.items():
         if key in values and values[key] not in choices:
-            raise not_a_choice(key, values[key], choices)
+            raise specs.not_a_choice(key, values[key], choices)
     values |= {key: value.value for key, value in values.items() if isinstance(value, enum.Enum)}
     limits.check(values)

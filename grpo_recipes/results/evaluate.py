@@ -26,6 +26,7 @@ from typing import Any
 import pandas as pd
 from datasets import Dataset
 from tqdm.auto import tqdm
+from transformers.trainer_utils import get_last_checkpoint
 
 from grpo_recipes.recipe.data import load
 from grpo_recipes.recipe.hub import hub_answers, is_missing
@@ -243,8 +244,6 @@ def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
         return evaluate_into(folder, _loaded_when_called(options), dataset, settings, described)
     except KeyboardInterrupt as error:
         raise EvaluationInterrupted(_what_is_saved(folder)) from error
-    except (EvaluationError, files.RunError):
-        raise
     except OSError as error:
         raise EvaluationError(
             f"{folder}: the result can't be written there ({error}): give another --output"
@@ -283,9 +282,9 @@ def check_model_folder(folder: Path) -> None:
     """
     adapter = folder / checkpoints.ADAPTER_CONFIG
     if not adapter.is_file() and not (folder / "config.json").is_file():
-        raise EvaluationError(
-            f"{folder} holds no model (no config.json, no adapter_config.json){_newest_checkpoint(folder)}"
-        )
+        newest = get_last_checkpoint(folder)  # of a run that has not finished, the only models are its checkpoints
+        hint = f": its newest checkpoint is {newest}" if newest else ""
+        raise EvaluationError(f"{folder} holds no model (no config.json, no adapter_config.json){hint}")
     restore = "copy or download the folder again"
     for name in _READ_WHOLE:
         if (folder / name).is_file():
@@ -302,13 +301,6 @@ def check_model_folder(folder: Path) -> None:
                 f"{folder} is an adapter, and its base {base} is missing: set "
                 "`base_model_name_or_path` in its adapter_config.json"
             )
-
-
-def _newest_checkpoint(folder: Path) -> str:
-    """A hint for a run that has not finished, whose only models are its checkpoints."""
-    steps = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdecimal()]
-    newest = max(steps, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-    return f": its newest checkpoint is {newest}" if newest else ""
 
 
 def weights_fingerprint(model: str) -> str | None:
@@ -354,8 +346,6 @@ def held_out_spec(trained: dict[str, Any], options: argparse.Namespace) -> Datas
     Raises `EvaluationError` if only the rows trained on are known, or rows without a gold, and `data.DatasetError` for a
     wrong key.
     """
-    given = {"path": options.path, "split": options.split}
-    given |= {"prompt_style": options.prompt_style, "prompt_format": options.prompt_format}
     raw = dict(trained) if options.dataset in (None, trained.get("name")) else {"name": options.dataset}
     if raw.get("name") == "scored":
         raise EvaluationError(
@@ -371,11 +361,11 @@ def held_out_spec(trained: dict[str, Any], options: argparse.Namespace) -> Datas
         raise EvaluationError(
             f"the run trained on {trained_path}: name the held-out problems with --path, or a --split of it"
         )
-    raw |= {"name": raw.get("name", "gsm8k"), "split": held_out["split"] or "test"}
-    raw |= {"path": held_out["path"] or trained_path}
-    raw |= {key: value for key, value in given.items() if value is not None}
-    known = {field.name for field in fields(DatasetSpec)}
-    return DatasetSpec.parse({key: value for key, value in raw.items() if key in known and value is not None})
+    defaults = {"name": "gsm8k", "split": "test"}
+    given = {key: getattr(options, key) for key in ("path", "split", "prompt_style", "prompt_format")}
+    known = [field.name for field in fields(DatasetSpec)]
+    layers = (defaults, raw, held_out, given)
+    return DatasetSpec.parse({key: layer[key] for layer in layers for key in known if layer.get(key) is not None})
 
 
 def _holds_one_split(path: str) -> bool:
@@ -398,32 +388,19 @@ def _recipe(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _settings(recipe: dict[str, Any], spec: DatasetSpec, options: argparse.Namespace) -> Settings:
-    temperature = options.temperature
-    if temperature is None:
-        temperature = 0.0 if options.samples == 1 else 1.0
-    max_new_tokens = options.max_new_tokens
-    if max_new_tokens is None:
-        max_new_tokens = recipe.get("max_completion_length") or DEFAULT_NEW_TOKENS
     tags = tuple(options.tags) if options.tags else _tags(recipe, spec)
-    return Settings(
-        tags=tags,
-        samples=options.samples,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        batch_size=options.batch_size,
-        seed=options.seed,
-        strict=_asked(recipe, tags, override_tags=bool(options.tags)),
-    )
-
-
-def _asked(recipe: dict[str, Any], tags: tuple[str, str], *, override_tags: bool) -> tuple[strict.Asked, ...]:
-    """What strict asks for: what the recipe's rewards do."""
+    values = {key: getattr(options, key) for key in ("samples", "temperature", "max_new_tokens", "batch_size", "seed")}
+    if values["temperature"] is None:
+        values["temperature"] = 0.0 if options.samples == 1 else 1.0
+    if values["max_new_tokens"] is None:
+        values["max_new_tokens"] = recipe.get("max_completion_length") or DEFAULT_NEW_TOKENS
     try:
-        return strict.asked_by(recipe.get("rewards") or [], tags, override_tags=override_tags)
+        asked = strict.asked_by(recipe.get("rewards") or [], tags, override_tags=bool(options.tags))
     except RewardSpecError as error:
         raise EvaluationError(f"the recipe's `rewards`: {str(error).rstrip('.')}") from error
     except ValueError as error:
         raise EvaluationError(f"--tags: {error}") from error
+    return Settings(tags=tags, strict=asked, **values)
 
 
 def _tags(recipe: dict[str, Any], spec: DatasetSpec) -> tuple[str, str]:
@@ -504,15 +481,11 @@ def _canonical(answer: Any) -> Any:
 
 def _is_finished(folder: Path, asked: dict[str, Any]) -> bool:
     """Whether a folder holds this very evaluation, finished. Raises `EvaluationError` if it holds another."""
-    for name in ("evaluation.json", REQUEST):
-        path = folder / name
-        if path.is_file():
-            shape = files.EVALUATION if name == "evaluation.json" else {}
-            found = files.read_object(path, shape, "remove the folder, or give another --output")
-            if difference := _difference(found, asked):
-                raise EvaluationError(
-                    f"{folder} holds another evaluation: {difference}; remove the folder, or give another --output"
-                )
+    fix = "remove the folder, or give another --output"
+    for name, shape in (("evaluation.json", files.EVALUATION), (REQUEST, {})):
+        if (folder / name).is_file():
+            if difference := _difference(files.read_object(folder / name, shape, fix), asked):
+                raise EvaluationError(f"{folder} holds another evaluation: {difference}; {fix}")
             return name == "evaluation.json"
     if folder.exists() and any(folder.iterdir()):
         raise EvaluationError(f"{folder} holds files that are no evaluation: give another --output")

@@ -15,8 +15,8 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +68,13 @@ def checked_reward(reward: Reward) -> Reward:
     name = getattr(reward, "__name__", type(reward).__name__)
 
     def call(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
-        try:
+        with _faults_of(name):
             values = reward(prompts=prompts, completions=completions, **columns)
-        except Exception as error:
-            raise _raised(name, error) from error
         return _finite(name, values, completions)
 
     async def call_async(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
-        try:
+        with _faults_of(name):
             values = await reward(prompts=prompts, completions=completions, **columns)
-        except Exception as error:
-            raise _raised(name, error) from error
         return _finite(name, values, completions)
 
     checked: Reward = call_async if is_async_callable(reward) else call
@@ -132,13 +128,12 @@ def sentence(error: Exception, rank: int, checkpoint: Path | None, *, curable: b
         what = str(error)
     else:
         what = f"{type(error).__name__}: {error}"
-    rest = (
-        f"; `--resume_from_checkpoint true` goes on from {checkpoint.name}"
-        if checkpoint
-        else "; no checkpoint had been saved: `--resume_from_checkpoint true` starts again"
-    )
     if not curable:
         rest = f"; it was to go on from {checkpoint}: if that is damaged, remove it" if checkpoint else ""
+    elif checkpoint:
+        rest = f"; `--resume_from_checkpoint true` goes on from {checkpoint.name}"
+    else:
+        rest = "; no checkpoint had been saved: `--resume_from_checkpoint true` starts again"
     return where + " ".join(what.split()).rstrip(".") + rest
 
 
@@ -174,8 +169,12 @@ def extensions_folder() -> Path:
     return Path(_get_build_directory("deepspeed_shm_comm", verbose=False)).parent
 
 
-def _raised(name: str, error: Exception) -> RewardFault:
-    return RewardFault(f"reward `{name}` raised {type(error).__name__}: {error}")
+@contextmanager
+def _faults_of(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise RewardFault(f"reward `{name}` raised {type(error).__name__}: {error}") from error
 
 
 def _finite(name: str, values: Any, completions: Sequence[Any]) -> list[float | None]:

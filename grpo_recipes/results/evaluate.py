@@ -26,7 +26,6 @@ from typing import Any
 import pandas as pd
 from datasets import Dataset
 from tqdm.auto import tqdm
-from transformers.trainer_utils import get_last_checkpoint
 
 from grpo_recipes.recipe.data import load
 from grpo_recipes.recipe.hub import hub_answers, is_missing
@@ -282,6 +281,8 @@ def check_model_folder(folder: Path) -> None:
     """
     adapter = folder / checkpoints.ADAPTER_CONFIG
     if not adapter.is_file() and not (folder / "config.json").is_file():
+        from transformers.trainer_utils import get_last_checkpoint  # takes seconds
+
         newest = get_last_checkpoint(folder)  # of a run that has not finished, the only models are its checkpoints
         hint = f": its newest checkpoint is {newest}" if newest else ""
         raise EvaluationError(f"{folder} holds no model (no config.json, no adapter_config.json){hint}")
@@ -361,10 +362,9 @@ def held_out_spec(trained: dict[str, Any], options: argparse.Namespace) -> Datas
         raise EvaluationError(
             f"the run trained on {trained_path}: name the held-out problems with --path, or a --split of it"
         )
-    defaults = {"name": "gsm8k", "split": "test"}
     given = {key: getattr(options, key) for key in ("path", "split", "prompt_style", "prompt_format")}
     known = [field.name for field in fields(DatasetSpec)]
-    layers = (defaults, raw, held_out, given)
+    layers = ({"name": "gsm8k"}, raw, {"split": "test"}, held_out, given)  # a later one goes first
     return DatasetSpec.parse({key: layer[key] for layer in layers for key in known if layer.get(key) is not None})
 
 

@@ -107,10 +107,7 @@ def format_without_correctness(run: Run) -> Found | None:
     step = _last_step(means)
     sentence = f"`{reward.name}` rises from {means.start:.2f} to {means.end:.2f} by step {step}, while "
     if not judges:
-        return (
-            step,
-            sentence + "no reward pays a correct answer: the format can be earned without solving anything",
-        )
+        return step, sentence + "no reward pays a correct answer: the format can be earned without solving anything"
     measured = [(judge, flat) for judge, flat in judges if flat.has_trend]
     if not measured:
         raise _too_few(judges[0][0].name)
@@ -126,10 +123,9 @@ def length_into_cap(run: Run) -> Found | None:
     if cap is None or lengths.trend <= 0 or lengths.end < 1.25 * lengths.start or lengths.end < 0.8 * cap:
         return None
     step = _first_step(lengths, lambda value: value >= 0.8 * cap)
-    return (
-        step,
+    return step, (
         f"completions grow from {lengths.start:.0f} to {lengths.end:.0f} tokens, into the cap of {cap} "
-        f"(`max_completion_length`) from step {step}",
+        f"(`max_completion_length`) from step {step}"
     )
 
 
@@ -139,10 +135,9 @@ def truncated(run: Run) -> Found | None:
     if share.end <= 0.25:
         return None
     step = _last_step(share)
-    return (
-        step,
+    return step, (
         f"{share.end:.0%} of the completions are cut off at `max_completion_length` by step {step}: their answers are lost; "
-        "raise it, or set `mask_truncated_completions: true`",
+        "raise it, or set `mask_truncated_completions: true`"
     )
 
 
@@ -156,10 +151,9 @@ def identical_completions(run: Run) -> Found | None:
     if len(open_groups) < 4 or open_groups["identical"].mean() <= 0.5:
         return None
     step = int(open_groups.loc[open_groups["identical"], "step"].min())
-    return (
-        step,
+    return step, (
         f"{open_groups['identical'].mean():.0%} of the groups that don't earn the best reward repeat one completion "
-        f"throughout, from step {step}: there is nothing to compare; raise `temperature`",
+        f"throughout, from step {step}: there is nothing to compare; raise `temperature`"
     )
 
 
@@ -169,10 +163,9 @@ def entropy_collapse(run: Run) -> Found | None:
     if entropy.trend >= 0 or entropy.end >= 0.1 * entropy.start:
         return None
     step = _first_step(entropy, lambda value: value < 0.1 * entropy.start)
-    return (
-        step,
+    return step, (
         f"entropy falls from {entropy.start:.3f} to {entropy.end:.3f} nats a token, below a tenth from step {step}: the policy "
-        "has stopped exploring",
+        "has stopped exploring"
     )
 
 
@@ -182,10 +175,9 @@ def zero_variance(run: Run) -> Found | None:
     if share.mean <= 0.5:
         return None
     step = _first_step(share, lambda value: value > 0.5)
-    return (
-        step,
+    return step, (
         f"{share.mean:.0%} of the groups have no variance in their rewards, more than half first at step {step}"
-        f"{_easy_or_hard(run)}",
+        f"{_easy_or_hard(run)}"
     )
 
 
@@ -195,10 +187,9 @@ def kl_blow_up(run: Run) -> Found | None:
     if max(kl.values) <= 1:
         return None
     step = _first_step(kl, lambda value: value > 1)
-    return (
-        step,
+    return step, (
         f"KL to the reference reaches {max(kl.values):.1f} nats a token, above 1 from step {step}: lower `learning_rate` "
-        "or raise `beta`",
+        "or raise `beta`"
     )
 
 
@@ -216,10 +207,9 @@ def dominant_reward(run: Run) -> Found | None:
     if reward.kind not in ("format", "length") or variance <= 0.95 * total:
         return None
     step = _last_step(run.series(f"rewards/{reward.name}/std"))
-    return (
-        step,
+    return step, (
         f"`{reward.name}` carries {variance / total:.0%} of the rewards' variance up to step {step}: the others hardly steer; "
-        "lower its `weight`",
+        "lower its `weight`"
     )
 
 
@@ -233,16 +223,14 @@ def overfitting(run: Run) -> Found | None:
     sentence = f"the training reward rises from {trained.start:.2f} to {trained.end:.2f}, while "
     if held_out.trend < 0:
         best = held_out.steps[held_out.values.index(max(held_out.values))]
-        return (
-            _last_step(held_out),
+        return _last_step(held_out), (
             f"{sentence}the held-out reward falls from {held_out.start:.2f} to {held_out.end:.2f} by step "
-            f"{_last_step(held_out)}; it was best at step {best}",
+            f"{_last_step(held_out)}; it was best at step {best}"
         )
     if len(strict) == 2 and strict[1]["high"] < strict[0]["low"]:
-        return (
-            _last_step(trained),
+        return _last_step(trained), (
             f"{sentence}strict accuracy on held-out problems falls from {strict[0]['value']:.3f} to {strict[1]['value']:.3f} by "
-            f"step {_last_step(trained)}",
+            f"step {_last_step(trained)}"
         )
     return None
 
@@ -269,10 +257,9 @@ def no_answer_found(run: Run) -> Found | None:
         raise NoData("no reward logs how many answers it finds (`rewards/*/parsed`)")
     for name, shares in found.items():
         if max(shares.values) == 0:
-            return (
-                _last_step(shares),
+            return _last_step(shares), (
                 f"`{name}` has paid nothing up to step {_last_step(shares)}: "
-                f"{_where_answers_are(run, name)}: ask for one in the prompt, or set another `extract`",
+                f"{_where_answers_are(run, name)}: ask for one in the prompt, or set another `extract`"
             )
     return None
 

@@ -364,7 +364,7 @@ def held_out_spec(trained: dict[str, Any], options: argparse.Namespace) -> Datas
         )
     given = {key: getattr(options, key) for key in ("path", "split", "prompt_style", "prompt_format")}
     known = [field.name for field in fields(DatasetSpec)]
-    layers = ({"name": "gsm8k"}, raw, {"split": "test"}, held_out, given)  # a later one goes first
+    layers = ({"name": "gsm8k"}, raw, {"split": "test"}, held_out, given)  # a later one prevails
     return DatasetSpec.parse({key: layer[key] for layer in layers for key in known if layer.get(key) is not None})
 
 

@@ -198,8 +198,8 @@ def _page(runs: Sequence[Run], pictures: list[Picture]) -> str:
         _section("Accuracy on held-out problems", *(_evaluations(run) for run in runs if run.evaluations)),
         _section("Pictures", _pictures(pictures)),
         *(_section(f"Completions{_of(run, runs)}", _completions(run)) for run in runs if len(run.completions)),
-        *(_section(f"Changed verdicts{_of(run, runs)}", _changes(run)) for run in runs if _changes(run)),
-        *(_section(f"Recipe{_of(run, runs)}", f"<pre>{escape(_yaml(run))}</pre>") for run in runs if run.recipe),
+        *(_section(f"Changed verdicts{_of(run, runs)}", _changes(run)) for run in runs),
+        *(_section(f"Recipe{_of(run, runs)}", _recipe(run)) for run in runs if run.recipe),
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -331,5 +331,5 @@ def _number(value: Any) -> str:
     return "–" if pd.isna(value) else f"{value:.3g}"
 
 
-def _yaml(run: Run) -> str:
-    return yaml.safe_dump(dict(run.recipe), sort_keys=False, allow_unicode=True)
+def _recipe(run: Run) -> str:
+    return f"<pre>{escape(yaml.safe_dump(dict(run.recipe), sort_keys=False, allow_unicode=True))}</pre>"

@@ -155,18 +155,15 @@ class Run:
         names = [key.removeprefix("rewards/").removesuffix("/mean") for key in keys]
         return [RunReward(name, kind=_kind_by_name(name)) for name in names]
 
-    def reward_mean(self, reward: RunReward) -> Series:
-        """A reward's mean over the completions it scored, before its weight."""
-        return self.series(f"rewards/{reward.name}/mean")
-
     def parts(self) -> Iterator[tuple[RunReward, Series]]:
         """Each reward with its mean, and in place of a `sum` or a `gate` its parts where they were logged."""
         for reward in self.rewards:
             parts = [replace(part, name=f"{reward.name}/{part.name}") for part in reward.parts]
-            logged = [part for part in parts if len(self.series(f"rewards/{part.name}"))]
-            yield from ((part, self.series(f"rewards/{part.name}")) for part in logged)
+            means = [(part, self.series(f"rewards/{part.name}")) for part in parts]
+            logged = [(part, mean) for part, mean in means if len(mean)]
+            yield from logged
             if not logged:
-                yield reward, self.reward_mean(reward)
+                yield reward, self.series(f"rewards/{reward.name}/mean")
 
     @cached_property
     def completions(self) -> pd.DataFrame:

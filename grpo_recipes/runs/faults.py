@@ -97,8 +97,9 @@ def report(error: Exception, folder: Path, checkpoint: Path | None, *, curable: 
     if found is None:
         print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
         found = sentence(error, rank, checkpoint, curable=curable)
-        if _is_full(folder):  # torch and safetensors only report a failed write
-            found += f"; the disk of {folder} is full: make room first"
+        with suppress(OSError):
+            if shutil.disk_usage(folder).free < FULL_BYTES:  # torch and safetensors only report a failed write
+                found += f"; the disk of {folder} is full: make room first"
         with suppress(OSError):
             _leave(found, error, folder, rank)
     with suppress(OSError):
@@ -205,13 +206,6 @@ def _is_lost_contact(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and bool(LOST_CONTACT.search(str(error)))
     )
-
-
-def _is_full(folder: Path) -> bool:
-    try:
-        return shutil.disk_usage(folder).free < FULL_BYTES
-    except OSError:
-        return False
 
 
 def _fault_file(folder: Path, rank: int) -> Path:

@@ -7,7 +7,7 @@ thumb; each is written in its check.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -33,11 +33,8 @@ Found = tuple[int, str]
 """What a check found: the step and the sentence."""
 
 
-@dataclass(frozen=True)
-class NoData:
+class NoData(Exception):
     """Why a check could not be made."""
-
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -69,11 +66,16 @@ class Diagnosis:
 
 def diagnose(run: Run) -> Diagnosis:
     """Make every check on a run."""
-    results = {check.__name__: check(run) for check in CHECKS}
-    findings = [Finding(name, *result) for name, result in results.items() if isinstance(result, tuple)]
-    if (golds := unscorable_golds(run)) is not None:
-        findings.append(golds)
-    return Diagnosis(findings, {name: result.reason for name, result in results.items() if isinstance(result, NoData)})
+    diagnosis = Diagnosis([], {})
+    for check in CHECKS:
+        try:
+            if found := check(run):
+                diagnosis.findings.append(Finding(check.__name__, *found))
+        except NoData as reason:
+            diagnosis.unchecked[check.__name__] = str(reason)
+    if golds := unscorable_golds(run):
+        diagnosis.findings.append(golds)
+    return diagnosis
 
 
 def describe(diagnosis: Diagnosis) -> str:
@@ -82,7 +84,7 @@ def describe(diagnosis: Diagnosis) -> str:
     return "\n".join([head, *(f"  - {finding.sentence}" for finding in diagnosis.findings), f"  {diagnosis.coverage}"])
 
 
-def format_without_correctness(run: Run) -> Found | NoData | None:
+def format_without_correctness(run: Run) -> Found | None:
     """Format pay rises while correctness does not: the policy may be learning a layout instead of the task.
 
     If no reward is known to pay for correctness, any that is not known to pay for format or length may.
@@ -90,9 +92,9 @@ def format_without_correctness(run: Run) -> Found | NoData | None:
     parts = list(run.parts())
     formats = [(reward, means) for reward, means in parts if reward.kind == "format"]
     if not any(len(means) for _, means in parts):
-        return NoData("no reward was logged")
+        raise NoData("no reward was logged")
     if formats and not any(means.has_trend for _, means in formats):
-        return NoData(_too_few(f"`{formats[0][0].name}`"))
+        raise _too_few(formats[0][0].name)
     rising = [(reward, means) for reward, means in formats if means.trend > 0]
     others = [(reward, means) for reward, means in parts if reward.kind != "format"]
     unknown = [(reward, means) for reward, means in others if reward.kind != "length"]
@@ -105,118 +107,98 @@ def format_without_correctness(run: Run) -> Found | NoData | None:
     step = _last_step(means)
     sentence = f"`{reward.name}` rises from {means.start:.2f} to {means.end:.2f} by step {step}, while "
     if not judges:
-        return (
-            step,
-            sentence + "no reward pays a correct answer: the format can be earned without solving anything",
-        )
+        return step, sentence + "no reward pays a correct answer: the format can be earned without solving anything"
     measured = [(judge, flat) for judge, flat in judges if flat.has_trend]
     if not measured:
-        return NoData(_too_few(f"`{judges[0][0].name}`"))
+        raise _too_few(judges[0][0].name)
     judge, flat = measured[0]
     return step, sentence + f"`{judge.name}` goes from {flat.start:.2f} to {flat.end:.2f}"
 
 
-def length_into_cap(run: Run) -> Found | NoData | None:
+def length_into_cap(run: Run) -> Found | None:
     """Completions grow by a quarter or more, to beyond 80 % of `max_completion_length`."""
-    lengths, cap = run.series("completions/mean_length"), run.config.get("max_completion_length")
-    if not lengths.has_trend:
-        return NoData(_too_few("`completions/mean_length`"))
+    lengths, cap = _trending(run, "completions/mean_length"), run.config.get("max_completion_length")
     if not run.config:
-        return NoData("no `run.json` says `max_completion_length`")
+        raise NoData("no `run.json` says `max_completion_length`")
     if cap is None or lengths.trend <= 0 or lengths.end < 1.25 * lengths.start or lengths.end < 0.8 * cap:
         return None
     step = _first_step(lengths, lambda value: value >= 0.8 * cap)
-    return (
-        step,
+    return step, (
         f"completions grow from {lengths.start:.0f} to {lengths.end:.0f} tokens, into the cap of {cap} "
-        f"(`max_completion_length`) from step {step}",
+        f"(`max_completion_length`) from step {step}"
     )
 
 
-def truncated(run: Run) -> Found | NoData | None:
+def truncated(run: Run) -> Found | None:
     """More than a quarter of the completions, at the end of the run, are cut off at the cap."""
-    share = run.series("completions/clipped_ratio")
-    if not len(share):
-        return NoData("`completions/clipped_ratio` was not logged")
+    share = _logged(run, "completions/clipped_ratio")
     if share.end <= 0.25:
         return None
     step = _last_step(share)
-    return (
-        step,
+    return step, (
         f"{share.end:.0%} of the completions are cut off at `max_completion_length` by step {step}: their answers are lost; "
-        "raise it, or set `mask_truncated_completions: true`",
+        "raise it, or set `mask_truncated_completions: true`"
     )
 
 
-def identical_completions(run: Run) -> Found | NoData | None:
+def identical_completions(run: Run) -> Found | None:
     """Of the groups that could still earn more, more than half hold one text `num_generations` times."""
     groups = _groups(run)
     judged = groups[groups["reward"].notna() & (groups["size"] > 1)] if len(groups) else groups
     if len(judged) < 4:
-        return NoData("fewer than four groups of completions were logged")
+        raise NoData("fewer than four groups of completions were logged")
     open_groups = judged[judged["reward"] < run.completions["total"].max() - 1e-6]
     if len(open_groups) < 4 or open_groups["identical"].mean() <= 0.5:
         return None
     step = int(open_groups.loc[open_groups["identical"], "step"].min())
-    return (
-        step,
+    return step, (
         f"{open_groups['identical'].mean():.0%} of the groups that don't earn the best reward repeat one completion "
-        f"throughout, from step {step}: there is nothing to compare; raise `temperature`",
+        f"throughout, from step {step}: there is nothing to compare; raise `temperature`"
     )
 
 
-def entropy_collapse(run: Run) -> Found | NoData | None:
+def entropy_collapse(run: Run) -> Found | None:
     """The policy's entropy falls below a tenth of what it was."""
-    entropy = run.series("entropy")
-    if not entropy.has_trend:
-        return NoData(_too_few("`entropy`"))
+    entropy = _trending(run, "entropy")
     if entropy.trend >= 0 or entropy.end >= 0.1 * entropy.start:
         return None
     step = _first_step(entropy, lambda value: value < 0.1 * entropy.start)
-    return (
-        step,
+    return step, (
         f"entropy falls from {entropy.start:.3f} to {entropy.end:.3f} nats a token, below a tenth from step {step}: the policy "
-        "has stopped exploring",
+        "has stopped exploring"
     )
 
 
-def zero_variance(run: Run) -> Found | NoData | None:
+def zero_variance(run: Run) -> Found | None:
     """Over the run, more than half of the groups have one reward for all completions, and so no gradient."""
-    share = run.series("frac_reward_zero_std")
-    if not len(share):
-        return NoData("`frac_reward_zero_std` was not logged")
+    share = _logged(run, "frac_reward_zero_std")
     if share.mean <= 0.5:
         return None
     step = _first_step(share, lambda value: value > 0.5)
-    return (
-        step,
+    return step, (
         f"{share.mean:.0%} of the groups have no variance in their rewards, more than half first at step {step}"
-        f"{_easy_or_hard(run)}",
+        f"{_easy_or_hard(run)}"
     )
 
 
-def kl_blow_up(run: Run) -> Found | NoData | None:
+def kl_blow_up(run: Run) -> Found | None:
     """The KL to the reference exceeds 1 nat a token."""
-    kl = run.series("kl")
-    if not len(kl):
-        return NoData("`kl` was not logged" + (", as `beta` is 0" if run.config.get("beta") == 0 else ""))
+    kl = _logged(run, "kl", ", as `beta` is 0" if run.config.get("beta") == 0 else "")
     if max(kl.values) <= 1:
         return None
     step = _first_step(kl, lambda value: value > 1)
-    return (
-        step,
+    return step, (
         f"KL to the reference reaches {max(kl.values):.1f} nats a token, above 1 from step {step}: lower `learning_rate` "
-        "or raise `beta`",
+        "or raise `beta`"
     )
 
 
-def dominant_reward(run: Run) -> Found | NoData | None:
+def dominant_reward(run: Run) -> Found | None:
     """A format or shaping reward carries more than 95 % of the variance of the weighted rewards."""
     if not run.knows_weights:
-        return NoData("no `run.json` says the rewards' weights")
-    missing = [reward.name for reward in run.rewards if not len(run.series(f"rewards/{reward.name}/std"))]
-    if missing or not run.rewards:
-        return NoData(f"`rewards/{missing[0]}/std` was not logged" if missing else "`run.json` names no reward")
+        raise NoData("no `run.json` says the rewards' weights")
+    if not run.rewards:
+        raise NoData("`run.json` names no reward")
     variances = {reward: _weighted_variance(run, reward) for reward in run.rewards}
     total = sum(variances.values())
     if len(variances) < 2 or not total > 0:
@@ -225,36 +207,30 @@ def dominant_reward(run: Run) -> Found | NoData | None:
     if reward.kind not in ("format", "length") or variance <= 0.95 * total:
         return None
     step = _last_step(run.series(f"rewards/{reward.name}/std"))
-    return (
-        step,
+    return step, (
         f"`{reward.name}` carries {variance / total:.0%} of the rewards' variance up to step {step}: the others hardly steer; "
-        "lower its `weight`",
+        "lower its `weight`"
     )
 
 
-def overfitting(run: Run) -> Found | NoData | None:
+def overfitting(run: Run) -> Found | None:
     """The training reward rises while the held-out reward, or the strict accuracy before and after, falls."""
-    trained, held_out = run.series("reward"), run.series("eval_reward")
-    strict = [run.evaluations[label]["strict"] for label in (BEFORE, AFTER) if label in run.evaluations]
-    if not trained.has_trend:
-        return NoData(_too_few("`reward`"))
+    trained, held_out, strict = _trending(run, "reward"), run.series("eval_reward"), _strict_shares(run)
     if not held_out.has_trend and len(strict) < 2:
-        return NoData("neither four evaluations during training nor one before and one after")
+        raise NoData("neither four evaluations during training nor one before and one after")
     if trained.trend <= 0:
         return None
     sentence = f"the training reward rises from {trained.start:.2f} to {trained.end:.2f}, while "
     if held_out.trend < 0:
         best = held_out.steps[held_out.values.index(max(held_out.values))]
-        return (
-            _last_step(held_out),
+        return _last_step(held_out), (
             f"{sentence}the held-out reward falls from {held_out.start:.2f} to {held_out.end:.2f} by step "
-            f"{_last_step(held_out)}; it was best at step {best}",
+            f"{_last_step(held_out)}; it was best at step {best}"
         )
     if len(strict) == 2 and strict[1]["high"] < strict[0]["low"]:
-        return (
-            _last_step(trained),
+        return _last_step(trained), (
             f"{sentence}strict accuracy on held-out problems falls from {strict[0]['value']:.3f} to {strict[1]['value']:.3f} by "
-            f"step {_last_step(trained)}",
+            f"step {_last_step(trained)}"
         )
     return None
 
@@ -273,23 +249,22 @@ def unscorable_golds(run: Run) -> Finding | None:
     )
 
 
-def no_answer_found(run: Run) -> Found | NoData | None:
+def no_answer_found(run: Run) -> Found | None:
     """No completion of the whole run states an answer where a correctness reward looks, so that it can't pay."""
     keys = [key for key in run.logged("rewards/") if key.endswith("/parsed") and len(run.series(key))]
     found = {key.removeprefix("rewards/").removesuffix("/parsed"): run.series(key) for key in keys}
     if not found:
-        return NoData("no reward logs how many answers it finds (`rewards/*/parsed`)")
+        raise NoData("no reward logs how many answers it finds (`rewards/*/parsed`)")
     for name, shares in found.items():
         if max(shares.values) == 0:
-            return (
-                _last_step(shares),
+            return _last_step(shares), (
                 f"`{name}` has paid nothing up to step {_last_step(shares)}: "
-                f"{_where_answers_are(run, name)}: ask for one in the prompt, or set another `extract`",
+                f"{_where_answers_are(run, name)}: ask for one in the prompt, or set another `extract`"
             )
     return None
 
 
-CHECKS: tuple[Callable[[Run], Found | NoData | None], ...] = (
+CHECKS: tuple[Callable[[Run], Found | None], ...] = (
     format_without_correctness,
     length_into_cap,
     truncated,
@@ -303,8 +278,22 @@ CHECKS: tuple[Callable[[Run], Found | NoData | None], ...] = (
 )
 
 
-def _too_few(metric: str) -> str:
-    return f"{metric} was logged fewer than four times"
+def _logged(run: Run, key: str, why_not: str = "") -> Series:
+    series = run.series(key)
+    if not len(series):
+        raise NoData(f"`{key}` was not logged{why_not}")
+    return series
+
+
+def _trending(run: Run, key: str) -> Series:
+    series = run.series(key)
+    if not series.has_trend:
+        raise _too_few(key)
+    return series
+
+
+def _too_few(metric: str) -> NoData:
+    raise NoData(f"`{metric}` was logged fewer than four times")
 
 
 def _where_answers_are(run: Run, name: str) -> str:
@@ -320,8 +309,13 @@ def _where_answers_are(run: Run, name: str) -> str:
     return "no completion states an answer where it looks"
 
 
+def _strict_shares(run: Run) -> list[Mapping[str, float]]:
+    """The strict accuracy before and after, as far as there are both."""
+    return [run.evaluations[label]["strict"] for label in (BEFORE, AFTER) if label in run.evaluations]
+
+
 def _strict_rises(run: Run) -> bool:
-    strict = [run.evaluations[label]["strict"] for label in (BEFORE, AFTER) if label in run.evaluations]
+    strict = _strict_shares(run)
     return len(strict) == 2 and strict[1]["low"] > strict[0]["high"]
 
 
@@ -349,8 +343,8 @@ def _easy_or_hard(run: Run) -> str:
 
 
 def _weighted_variance(run: Run, reward: RunReward) -> float:
-    spread = run.series(f"rewards/{reward.name}/std")
-    return reward.weight**2 * sum(value**2 for value in spread.values) / max(1, len(spread))
+    spread = _logged(run, f"rewards/{reward.name}/std")
+    return reward.weight**2 * sum(value**2 for value in spread.values) / len(spread)
 
 
 def _first_step(series: Series, is_reached: Callable[[float], bool]) -> int:

@@ -33,27 +33,7 @@ from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.results import strict
 from grpo_recipes.results.engines import Complete, EvaluationError, load_engine
 from grpo_recipes.results.estimates import Estimate, mcnemar, mean_share, paired_difference, pass_at_k
-from grpo_recipes.runs.checkpoints import (
-    ADAPTER_CONFIG,
-    WeightFileError,
-    adapter_config,
-    check_weight_files,
-    identify_weights,
-    weight_files,
-)
-from grpo_recipes.runs.files import (
-    ADAPTER,
-    AFTER,
-    ANY_OBJECT,
-    EVALUATED,
-    EVALUATION,
-    EVALUATIONS,
-    RunError,
-    read_object,
-    read_table,
-    replacing,
-    write_atomically,
-)
+from grpo_recipes.runs import checkpoints, files
 from grpo_recipes.runs.record import read_record
 from grpo_rewards.answers import Judge, answer_number, read_gold
 from grpo_rewards.registry import RewardSpecError
@@ -129,9 +109,9 @@ def evaluate_into(
     asked = json.loads(json.dumps({**described, **rows, "settings": asdict(settings)}))
     parts = folder / "parts"
     if _is_finished(folder, asked):
-        return read_object(folder / "evaluation.json", EVALUATION)
+        return files.read_object(folder / "evaluation.json", files.EVALUATION)
     parts.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / REQUEST, json.dumps(asked))
+    files.write_atomically(folder / REQUEST, json.dumps(asked))
     size = max(1, settings.batch_size // settings.samples)
     batches = [range(start, min(start + size, len(answers))) for start in range(0, len(answers), size)]
     for number, problems in enumerate(tqdm(batches, desc="evaluating", unit="batch")):
@@ -141,11 +121,11 @@ def evaluate_into(
             table = _completed(problems, complete, dataset, answers, batch_settings)
             _write_table(part, table)
     again = "remove the file: the same command makes it again"
-    made = (read_table(parts / f"{number:06d}.parquet", EVALUATED, again) for number in range(len(batches)))
+    made = (files.read_table(parts / f"{number:06d}.parquet", files.EVALUATED, again) for number in range(len(batches)))
     table = pd.concat(made, ignore_index=True)
     summary = {**asked, **summarise(table)}
     _write_table(folder / "completions.parquet", table)
-    write_atomically(folder / "evaluation.json", json.dumps(summary, indent=2) + "\n")
+    files.write_atomically(folder / "evaluation.json", json.dumps(summary, indent=2) + "\n")
     shutil.rmtree(parts)
     (folder / REQUEST).unlink()
     return summary
@@ -263,8 +243,6 @@ def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
         return evaluate_into(folder, _loaded_when_called(options), dataset, settings, described)
     except KeyboardInterrupt as error:
         raise EvaluationInterrupted(_what_is_saved(folder)) from error
-    except (EvaluationError, RunError):
-        raise
     except OSError as error:
         raise EvaluationError(
             f"{folder}: the result can't be written there ({error}): give another --output"
@@ -301,20 +279,22 @@ def check_model_folder(folder: Path) -> None:
         EvaluationError: the folder holds no model, or a weight file is missing or damaged.
         RunError: a JSON file is damaged.
     """
-    adapter = folder / ADAPTER_CONFIG
+    adapter = folder / checkpoints.ADAPTER_CONFIG
     if not adapter.is_file() and not (folder / "config.json").is_file():
-        raise EvaluationError(
-            f"{folder} holds no model (no config.json, no adapter_config.json){_newest_checkpoint(folder)}"
-        )
+        from transformers.trainer_utils import get_last_checkpoint  # takes seconds
+
+        newest = get_last_checkpoint(folder)  # of a run that has not finished, the only models are its checkpoints
+        hint = f": its newest checkpoint is {newest}" if newest else ""
+        raise EvaluationError(f"{folder} holds no model (no config.json, no adapter_config.json){hint}")
     restore = "copy or download the folder again"
     for name in _READ_WHOLE:
         if (folder / name).is_file():
-            read_object(folder / name, ANY_OBJECT, restore)
+            files.read_object(folder / name, {}, restore)
     try:
-        check_weight_files(folder)
-    except WeightFileError as error:
+        checkpoints.check_weight_files(folder)
+    except checkpoints.WeightFileError as error:
         raise EvaluationError(f"{error}: {restore}, or name another checkpoint") from error
-    if adapter.is_file() and (base := read_object(adapter, ADAPTER, restore)["base_model_name_or_path"]):
+    if adapter.is_file() and (base := files.read_object(adapter, files.ADAPTER, restore)["base_model_name_or_path"]):
         if Path(base).is_dir():
             check_model_folder(Path(base))
         elif Path(base).is_absolute():
@@ -322,13 +302,6 @@ def check_model_folder(folder: Path) -> None:
                 f"{folder} is an adapter, and its base {base} is missing: set "
                 "`base_model_name_or_path` in its adapter_config.json"
             )
-
-
-def _newest_checkpoint(folder: Path) -> str:
-    """A hint for a run that has not finished, whose only models are its checkpoints."""
-    steps = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdecimal()]
-    newest = max(steps, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-    return f": its newest checkpoint is {newest}" if newest else ""
 
 
 def weights_fingerprint(model: str) -> str | None:
@@ -341,12 +314,12 @@ def weights_fingerprint(model: str) -> str | None:
     if not folder.is_dir():
         return _hub_revision(model)
     try:
-        lines = [f"{file.name} {identify_weights(file)}" for file in weight_files(folder)]
-    except WeightFileError:
+        lines = [f"{file.name} {checkpoints.identify_weights(file)}" for file in checkpoints.weight_files(folder)]
+    except checkpoints.WeightFileError:
         return None
-    if (folder / ADAPTER_CONFIG).is_file():  # its scale is part of what the policy computes
-        lines.append((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        config = adapter_config(folder)
+    if (folder / checkpoints.ADAPTER_CONFIG).is_file():  # its scale is part of what the policy computes
+        lines.append((folder / checkpoints.ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        config = checkpoints.adapter_config(folder)
         base = config.base_model_name_or_path if config is not None else None
         lines.append(f"base {weights_fingerprint(base) if base else None}")
     return "sha256 " + hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -374,8 +347,6 @@ def held_out_spec(trained: dict[str, Any], options: argparse.Namespace) -> Datas
     Raises `EvaluationError` if only the rows trained on are known, or rows without a gold, and `data.DatasetError` for a
     wrong key.
     """
-    given = {"path": options.path, "split": options.split}
-    given |= {"prompt_style": options.prompt_style, "prompt_format": options.prompt_format}
     raw = dict(trained) if options.dataset in (None, trained.get("name")) else {"name": options.dataset}
     if raw.get("name") == "scored":
         raise EvaluationError(
@@ -391,11 +362,10 @@ def held_out_spec(trained: dict[str, Any], options: argparse.Namespace) -> Datas
         raise EvaluationError(
             f"the run trained on {trained_path}: name the held-out problems with --path, or a --split of it"
         )
-    raw |= {"name": raw.get("name", "gsm8k"), "split": held_out["split"] or "test"}
-    raw |= {"path": held_out["path"] or trained_path}
-    raw |= {key: value for key, value in given.items() if value is not None}
-    known = {field.name for field in fields(DatasetSpec)}
-    return DatasetSpec.parse({key: value for key, value in raw.items() if key in known and value is not None})
+    given = {key: getattr(options, key) for key in ("path", "split", "prompt_style", "prompt_format")}
+    known = [field.name for field in fields(DatasetSpec)]
+    layers = ({"name": "gsm8k"}, raw, {"split": "test"}, held_out, given)  # a later one prevails
+    return DatasetSpec.parse({key: layer[key] for layer in layers for key in known if layer.get(key) is not None})
 
 
 def _holds_one_split(path: str) -> bool:
@@ -418,32 +388,19 @@ def _recipe(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _settings(recipe: dict[str, Any], spec: DatasetSpec, options: argparse.Namespace) -> Settings:
-    temperature = options.temperature
-    if temperature is None:
-        temperature = 0.0 if options.samples == 1 else 1.0
-    max_new_tokens = options.max_new_tokens
-    if max_new_tokens is None:
-        max_new_tokens = recipe.get("max_completion_length") or DEFAULT_NEW_TOKENS
     tags = tuple(options.tags) if options.tags else _tags(recipe, spec)
-    return Settings(
-        tags=tags,
-        samples=options.samples,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        batch_size=options.batch_size,
-        seed=options.seed,
-        strict=_asked(recipe, tags, override_tags=bool(options.tags)),
-    )
-
-
-def _asked(recipe: dict[str, Any], tags: tuple[str, str], *, override_tags: bool) -> tuple[strict.Asked, ...]:
-    """What strict asks for: what the recipe's rewards do."""
+    values = {key: getattr(options, key) for key in ("samples", "temperature", "max_new_tokens", "batch_size", "seed")}
+    if values["temperature"] is None:
+        values["temperature"] = 0.0 if options.samples == 1 else 1.0
+    if values["max_new_tokens"] is None:
+        values["max_new_tokens"] = recipe.get("max_completion_length") or DEFAULT_NEW_TOKENS
     try:
-        return strict.asked_by(recipe.get("rewards") or [], tags, override_tags=override_tags)
+        asked = strict.asked_by(recipe.get("rewards") or [], tags, override_tags=bool(options.tags))
     except RewardSpecError as error:
         raise EvaluationError(f"the recipe's `rewards`: {str(error).rstrip('.')}") from error
     except ValueError as error:
         raise EvaluationError(f"--tags: {error}") from error
+    return Settings(tags=tags, strict=asked, **values)
 
 
 def _tags(recipe: dict[str, Any], spec: DatasetSpec) -> tuple[str, str]:
@@ -458,8 +415,8 @@ def _output(model: str, samples: int) -> Path:
     """Where an evaluation goes by default; one with several samples a problem has a folder of its own."""
     several = f"-{samples}-samples" if samples > 1 else ""
     if os.path.isdir(model):
-        return Path(model) / EVALUATIONS / f"{AFTER}{several}"
-    return Path("runs") / EVALUATIONS / f"{model.replace('/', '--')}{several}"
+        return Path(model) / files.EVALUATIONS / f"{files.AFTER}{several}"
+    return Path("runs") / files.EVALUATIONS / f"{model.replace('/', '--')}{several}"
 
 
 def _completed(
@@ -524,15 +481,11 @@ def _canonical(answer: Any) -> Any:
 
 def _is_finished(folder: Path, asked: dict[str, Any]) -> bool:
     """Whether a folder holds this very evaluation, finished. Raises `EvaluationError` if it holds another."""
-    for name in ("evaluation.json", REQUEST):
-        path = folder / name
-        if path.is_file():
-            shape = EVALUATION if name == "evaluation.json" else ANY_OBJECT
-            found = read_object(path, shape, "remove the folder, or give another --output")
-            if difference := _difference(found, asked):
-                raise EvaluationError(
-                    f"{folder} holds another evaluation: {difference}; remove the folder, or give another --output"
-                )
+    fix = "remove the folder, or give another --output"
+    for name, shape in (("evaluation.json", files.EVALUATION), (REQUEST, {})):
+        if (folder / name).is_file():
+            if difference := _difference(files.read_object(folder / name, shape, fix), asked):
+                raise EvaluationError(f"{folder} holds another evaluation: {difference}; {fix}")
             return name == "evaluation.json"
     if folder.exists() and any(folder.iterdir()):
         raise EvaluationError(f"{folder} holds files that are no evaluation: give another --output")
@@ -571,7 +524,7 @@ def _is_one_path(first: Any, second: Any) -> bool:
 
 def _read_record(folder: Path) -> dict[str, Any]:
     try:
-        return read_object(folder / "evaluation.json", EVALUATION)
+        return files.read_object(folder / "evaluation.json", files.EVALUATION)
     except FileNotFoundError as error:
         raise EvaluationError(
             f"{folder} has no finished evaluation: run `grpo-recipes evaluate` with it as --output"
@@ -579,12 +532,12 @@ def _read_record(folder: Path) -> dict[str, Any]:
 
 
 def _read_completions(folder: Path) -> pd.DataFrame:
-    table = read_table(folder / "completions.parquet", EVALUATED, "evaluate anew, into another --output")
+    table = files.read_table(folder / "completions.parquet", files.EVALUATED, "evaluate anew, into another --output")
     if not len(table):
         raise EvaluationError(f"{folder / 'completions.parquet'}: it holds no completions; evaluate anew")
     return table
 
 
 def _write_table(path: Path, table: pd.DataFrame) -> None:
-    with replacing(path) as part:
+    with files.replacing(path) as part:
         table.to_parquet(part, index=False)

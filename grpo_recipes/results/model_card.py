@@ -72,10 +72,8 @@ def _accuracy(folder: Path) -> str:
         f"| `evaluate`, {label} | {result['problems']} | {_estimate(result['strict'])} | {_estimate(result['lenient'])} |"
         for label, result in run.evaluations.items()
     ]
-    rows += [
-        f"| in training, step {step} | | {estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f}) | |"
-        for step, estimate in run.held_out_accuracy()
-    ]
+    trained = run.held_out_accuracy()
+    rows += [f"| in training, step {step} | | {_estimate(vars(estimate))} | |" for step, estimate in trained]
     if not rows:
         return ""
     head = "| held-out accuracy | problems | strict (95 % interval) | lenient (95 % interval) |\n|---|---|---|---|\n"

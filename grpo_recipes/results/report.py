@@ -15,6 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import yaml
 from matplotlib.figure import Figure
@@ -81,18 +82,13 @@ def draw(runs: Sequence[Run]) -> Iterator[Picture]:
         yield _finish("evaluation", "Accuracy on held-out problems", _evaluation_figure(runs))
     if any(run.held_out_accuracy() for run in runs):
         yield _finish("held-out-accuracy", "Accuracy on the held-out split while training", _held_out_figure(runs))
-    names = dict.fromkeys(reward.name for run in runs for reward, _ in run.parts())
+    names = dict.fromkeys(reward.name for run in runs for reward, means in run.parts() if len(means))
     for name in names:
-        yield from _reward_picture(runs, name)
+        yield _finish(_file_name(f"reward {name}"), f"Reward {name}", _reward_figure(runs, name))
     for title, unit, keys in (*PICTURES, *_efficiency(runs)):
-        lines = [
-            (run.name, key, run.series(key), colour, dash)
-            for run, colour in zip(runs, COLOURS, strict=False)
-            for key, dash in zip(keys, DASHES, strict=False)
-        ]
-        lines = [line for line in lines if len(line[2])]
-        if lines:
-            yield _finish(_file_name(title), title, _line_figure(lines, unit, len(runs)))
+        logged = [key for key in keys if any(len(run.series(key)) for run in runs)]
+        if logged:
+            yield _finish(_file_name(title), title, _line_figure(runs, unit, keys, logged))
 
 
 def _efficiency(runs: Sequence[Run]) -> list[tuple[str, str, tuple[str, ...]]]:
@@ -101,37 +97,25 @@ def _efficiency(runs: Sequence[Run]) -> list[tuple[str, str, tuple[str, ...]]]:
     return [(key.replace("/", ": ").replace("_", " "), "", (key,)) for key in keys]
 
 
-def _reward_picture(runs: Sequence[Run], name: str) -> Iterator[Picture]:
+def _reward_figure(runs: Sequence[Run], name: str) -> Figure:
     figure, axes = _figure("mean, and its spread over completions")
-    drawn = 0
     for run, colour in zip(runs, COLOURS, strict=False):
-        for reward, means in run.parts():
-            if reward.name == name and len(means):
-                drawn += 1
-                _plot(axes, means, _verbatim(run.name), colour)
-                _draw_spread(axes, means, run.series(f"rewards/{name}/std"), colour)
-    if drawn:
-        if len(runs) > 1:
-            axes.legend(frameon=False)
-        yield _finish(_file_name(f"reward {name}"), f"Reward {name}", figure)
+        for means in (means for reward, means in run.parts() if reward.name == name):
+            _plot(axes, means, _run_label(run, runs), colour)
+            spread = run.series(f"rewards/{name}/std")
+            if means.steps == spread.steps:
+                mean, std = np.array(means.values), np.array(spread.values)
+                axes.fill_between(means.steps, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
+    return figure
 
 
-def _draw_spread(axes: Any, means: Series, spread: Series, colour: str) -> None:
-    if means.steps == spread.steps:
-        low, high = zip(
-            *((mean - std, mean + std) for mean, std in zip(means.values, spread.values, strict=True)), strict=True
-        )
-        axes.fill_between(means.steps, low, high, color=colour, alpha=0.15, linewidth=0)
-
-
-def _line_figure(lines: list[tuple[str, str, Series, str, str]], unit: str, num_runs: int) -> Figure:
+def _line_figure(runs: Sequence[Run], unit: str, keys: Sequence[str], logged: Sequence[str]) -> Figure:
     figure, axes = _figure(unit)
-    several = len({key for _, key, *_ in lines}) > 1
-    for name, key, series, colour, dash in lines:
-        label = ", ".join([_verbatim(name)] * (num_runs > 1) + [key] * several)
-        _plot(axes, series, label, colour, dash)
-    if several or num_runs > 1:
-        axes.legend(frameon=False)
+    for run, colour in zip(runs, COLOURS, strict=False):
+        for key, dash in zip(keys, DASHES, strict=False):
+            if len(series := run.series(key)):
+                names = [_run_label(run, runs), key if len(logged) > 1 else ""]
+                _plot(axes, series, ", ".join(filter(None, names)), colour, dash)
     if unit.startswith("share"):
         axes.set_ylim(0, max(0.05, axes.get_ylim()[1]))
     return figure
@@ -143,30 +127,33 @@ def _evaluation_figure(runs: Sequence[Run]) -> Figure:
     for place, (run, _, evaluation) in enumerate(bars):
         for name, shift, face in (("strict", -0.2, True), ("lenient", 0.2, False)):
             share, colour = Estimate.from_dict(evaluation[name]), COLOURS[list(runs).index(run) % len(COLOURS)]
-            ends = [[share.value - share.low], [share.high - share.value]]
-            axes.bar(place + shift, share.value, 0.38, color=colour if face else "white", edgecolor=colour, label=name)
-            axes.errorbar(place + shift, share.value, yerr=ends, color="#1a1a1a", capsize=4)
+            label = "" if place else name
+            axes.bar(place + shift, share.value, 0.38, color=colour if face else "white", edgecolor=colour, label=label)
+            _draw_intervals(axes, [place + shift], [share], color="#1a1a1a", capsize=4)
     names = [f"{run.name}\n{label}" if len(runs) > 1 else label for run, label, _ in bars]
     axes.set_xticks(range(len(bars)), [_verbatim(name) for name in names])
     axes.set_ylim(0, 1)
-    handles, labels = axes.get_legend_handles_labels()
-    first = {label: handle for handle, label in zip(reversed(handles), reversed(labels), strict=True)}
-    axes.legend(first.values(), first.keys(), frameon=False)
     return figure
 
 
 def _held_out_figure(runs: Sequence[Run]) -> Figure:
     figure, axes = _figure("share right, 95 % interval")
     for run, colour in zip(runs, COLOURS, strict=False):
-        points = run.held_out_accuracy()
-        steps, shares = [step for step, _ in points], [share for _, share in points]
-        ends = [[share.value - share.low for share in shares], [share.high - share.value for share in shares]]
-        values, label = [share.value for share in shares], _verbatim(run.name)
-        axes.errorbar(steps, values, yerr=ends, color=colour, label=label, marker="o", capsize=3)
+        points = dict(run.held_out_accuracy())
+        label = _run_label(run, runs)
+        _draw_intervals(axes, points.keys(), points.values(), color=colour, label=label, marker="o", capsize=3)
     axes.set_ylim(0, 1)
-    if len(runs) > 1:
-        axes.legend(frameon=False)
     return figure
+
+
+def _draw_intervals(axes: Any, places: Iterable[float], shares: Iterable[Estimate], **style: Any) -> None:
+    value, low, high = np.array([(share.value, share.low, share.high) for share in shares]).reshape(-1, 3).T
+    axes.errorbar(list(places), value, yerr=[value - low, high - value], **style)
+
+
+def _run_label(run: Run, runs: Sequence[Run]) -> str:
+    """A run's name in a legend; of one run alone there is no legend."""
+    return _verbatim(run.name) if len(runs) > 1 else ""
 
 
 def _figure(unit: str, across: str = "optimiser step") -> tuple[Figure, Any]:
@@ -190,6 +177,9 @@ def _plot(axes: Any, series: Series, label: str, colour: str, dash: str = "-") -
 
 
 def _finish(name: str, title: str, figure: Figure) -> Picture:
+    (axes,) = figure.axes
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False)
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=110, metadata={"Software": None})
     return Picture(name, title, png.getvalue())
@@ -208,8 +198,8 @@ def _page(runs: Sequence[Run], pictures: list[Picture]) -> str:
         _section("Accuracy on held-out problems", *(_evaluations(run) for run in runs if run.evaluations)),
         _section("Pictures", _pictures(pictures)),
         *(_section(f"Completions{_of(run, runs)}", _completions(run)) for run in runs if len(run.completions)),
-        *(_section(f"Changed verdicts{_of(run, runs)}", _changes(run)) for run in runs if _changes(run)),
-        *(_section(f"Recipe{_of(run, runs)}", f"<pre>{escape(_yaml(run))}</pre>") for run in runs if run.recipe),
+        *(_section(f"Changed verdicts{_of(run, runs)}", _changes(run)) for run in runs),
+        *(_section(f"Recipe{_of(run, runs)}", _recipe(run)) for run in runs if run.recipe),
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -270,13 +260,11 @@ def _evaluations(run: Run) -> str:
 
 
 def _pictures(pictures: list[Picture]) -> str:
-    figures = []
-    for picture in pictures:
-        data = base64.b64encode(picture.png).decode("ascii")
-        figures.append(
-            f'<figure><figcaption>{escape(picture.title)}</figcaption><img alt="{escape(picture.title)}" '
-            f'src="data:image/png;base64,{data}"></figure>'
-        )
+    figures = [
+        f'<figure><figcaption>{escape(picture.title)}</figcaption><img alt="{escape(picture.title)}" '
+        f'src="data:image/png;base64,{base64.b64encode(picture.png).decode("ascii")}"></figure>'
+        for picture in pictures
+    ]
     return f'<div class="pictures">{"".join(figures)}</div>'
 
 
@@ -343,5 +331,5 @@ def _number(value: Any) -> str:
     return "–" if pd.isna(value) else f"{value:.3g}"
 
 
-def _yaml(run: Run) -> str:
-    return yaml.safe_dump(dict(run.recipe), sort_keys=False, allow_unicode=True)
+def _recipe(run: Run) -> str:
+    return f"<pre>{escape(yaml.safe_dump(dict(run.recipe), sort_keys=False, allow_unicode=True))}</pre>"

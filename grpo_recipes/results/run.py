@@ -17,18 +17,7 @@ from typing import Any
 import pandas as pd
 
 from grpo_recipes.results.estimates import Estimate, mean_share
-from grpo_recipes.runs.files import (
-    CONVERSATIONS,
-    EVALUATION,
-    EVALUATIONS,
-    INTEGERS,
-    NUMBER,
-    NUMBERS,
-    TRAINER_STATE,
-    RunError,
-    read_object,
-    read_table,
-)
+from grpo_recipes.runs import files
 from grpo_recipes.runs.record import read_record
 from grpo_rewards.completions import completion_text
 from grpo_rewards.registry import REGISTERED, TRL_REWARDS, resolve
@@ -119,8 +108,8 @@ class Run:
         """
         state = _newest_state(folder)
         evaluations = {
-            path.parent.name: read_object(path, EVALUATION)
-            for path in sorted(folder.glob(f"{EVALUATIONS}/*/evaluation.json"))
+            path.parent.name: files.read_object(path, files.EVALUATION)
+            for path in sorted(folder.glob(f"{files.EVALUATIONS}/*/evaluation.json"))
         }
         return cls(folder, read_record(folder) or {}, state["log_history"], evaluations)
 
@@ -144,7 +133,7 @@ class Run:
         points = [
             (int(entry["step"]), float(entry[key]))
             for entry in self.history
-            if NUMBER.holds(entry.get(key)) and math.isfinite(entry[key])
+            if files.NUMBER.holds(entry.get(key)) and math.isfinite(entry[key])
         ]
         return Series([step for step, _ in points], [value for _, value in points])
 
@@ -166,18 +155,15 @@ class Run:
         names = [key.removeprefix("rewards/").removesuffix("/mean") for key in keys]
         return [RunReward(name, kind=_kind_by_name(name)) for name in names]
 
-    def reward_mean(self, reward: RunReward) -> Series:
-        """A reward's mean over the completions it scored, before its weight."""
-        return self.series(f"rewards/{reward.name}/mean")
-
     def parts(self) -> Iterator[tuple[RunReward, Series]]:
         """Each reward with its mean, and in place of a `sum` or a `gate` its parts where they were logged."""
         for reward in self.rewards:
             parts = [replace(part, name=f"{reward.name}/{part.name}") for part in reward.parts]
-            logged = [part for part in parts if len(self.series(f"rewards/{part.name}"))]
-            yield from ((part, self.series(f"rewards/{part.name}")) for part in logged)
+            means = [(part, self.series(f"rewards/{part.name}")) for part in parts]
+            logged = [(part, mean) for part, mean in means if len(mean)]
+            yield from logged
             if not logged:
-                yield reward, self.reward_mean(reward)
+                yield reward, self.series(f"rewards/{reward.name}/mean")
 
     @cached_property
     def completions(self) -> pd.DataFrame:
@@ -186,10 +172,10 @@ class Run:
         `question` is the prompt's last message; `total` the weighted sum of the rewards, NaN where none scored the row.
         TRL logs the last generation before each logging step.
         """
-        files = self._completion_files("completions_")
-        if not files:
+        logged = self._completion_files("completions_")
+        if not logged:
             return pd.DataFrame({"step": [], "prompt": [], "completion": [], "advantage": [], "total": []})
-        table = pd.concat([self._read_completions(file) for file in files], ignore_index=True)
+        table = pd.concat([self._read_completions(file) for file in logged], ignore_index=True)
         table["question"] = [last_message(prompt) for prompt in table["prompt"]]
         table["prompt"] = [prompt_text(prompt) for prompt in table["prompt"]]
         table["completion"] = [completion_text(_listed(completion)) for completion in table["completion"]]
@@ -216,8 +202,8 @@ class Run:
         return accuracy
 
     def _read_completions(self, file: Path) -> pd.DataFrame:
-        columns = {"step": INTEGERS, "prompt": CONVERSATIONS, "completion": CONVERSATIONS}
-        return read_table(file, columns | {f"{reward.name}?": NUMBERS for reward in self.rewards})
+        columns = {"step": files.INTEGERS, "prompt": files.CONVERSATIONS, "completion": files.CONVERSATIONS}
+        return files.read_table(file, columns | {f"{reward.name}?": files.NUMBERS for reward in self.rewards})
 
     def _completion_files(self, prefix: str) -> list[Path]:
         return sorted((self.folder / "completions").glob(f"{prefix}*.parquet"))
@@ -252,18 +238,18 @@ def _listed(value: Any) -> Any:
 def _newest_state(folder: Path) -> dict[str, Any]:
     """The `trainer_state.json` of the highest step, of the folder or a checkpoint. A damaged one is skipped."""
     if not folder.is_dir():
-        raise RunError(f"{folder}: there is no such folder; name the `output_dir` of a run")
+        raise files.RunError(f"{folder}: there is no such folder; name the `output_dir` of a run")
     states, damaged = [], None
     for path in (folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")):
         try:
-            states.append(read_object(path, TRAINER_STATE))
+            states.append(files.read_object(path, files.TRAINER_STATE))
         except FileNotFoundError:  # none in the folder itself, or a checkpoint that has just been deleted
             continue
-        except RunError as error:
+        except files.RunError as error:
             damaged = error
     if states:
         return max(states, key=lambda state: state.get("global_step", 0))
-    raise damaged or RunError(
+    raise damaged or files.RunError(
         f"{folder}: no `trainer_state.json` here or in a checkpoint; name the `output_dir` of a run"
     )
 

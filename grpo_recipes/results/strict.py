@@ -116,16 +116,9 @@ def _known(specs: Sequence[Spec], tags: Tags) -> Iterator[Asked]:
 def _plain(reward: Any) -> Iterator[Asked]:
     """A reward without what makes no difference to which completions earn its highest pay; nothing if none earns any."""
     if isinstance(reward, GSM8KCorrectness):
-        exact, equal = (float(pay > reward.pay_wrong) for pay in (reward.pay_exact, reward.pay_equal))
-        if exact:
-            yield GSM8KCorrectness(
-                extract=reward.extract,
-                pay_exact=exact,
-                pay_equal=equal,
-                tags=reward.tags,
-                prefilled=reward.prefilled,
-                deadline=reward.deadline,
-            )
+        if reward.pay_exact > reward.pay_wrong:
+            kept = {key: getattr(reward, key) for key in ("extract", "tags", "prefilled", "deadline")}
+            yield GSM8KCorrectness(pay_exact=1.0, pay_equal=float(reward.pay_equal > reward.pay_wrong), **kept)
     elif isinstance(reward, FORMATS) and reward.pay > 0:
         yield type(reward)(tags=reward.tags, prefilled=reward.prefilled)
 

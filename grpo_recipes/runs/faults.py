@@ -15,8 +15,8 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +68,13 @@ def checked_reward(reward: Reward) -> Reward:
     name = getattr(reward, "__name__", type(reward).__name__)
 
     def call(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
-        try:
+        with _faults_of(name):
             values = reward(prompts=prompts, completions=completions, **columns)
-        except Exception as error:
-            raise _raised(name, error) from error
         return _finite(name, values, completions)
 
     async def call_async(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
-        try:
+        with _faults_of(name):
             values = await reward(prompts=prompts, completions=completions, **columns)
-        except Exception as error:
-            raise _raised(name, error) from error
         return _finite(name, values, completions)
 
     checked: Reward = call_async if is_async_callable(reward) else call
@@ -101,8 +97,9 @@ def report(error: Exception, folder: Path, checkpoint: Path | None, *, curable: 
     if found is None:
         print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
         found = sentence(error, rank, checkpoint, curable=curable)
-        if _is_full(folder):  # torch and safetensors only report a failed write
-            found += f"; the disk of {folder} is full: make room first"
+        with suppress(OSError):
+            if shutil.disk_usage(folder).free < FULL_BYTES:  # torch and safetensors only report a failed write
+                found += f"; the disk of {folder} is full: make room first"
         with suppress(OSError):
             _leave(found, error, folder, rank)
     with suppress(OSError):
@@ -132,13 +129,12 @@ def sentence(error: Exception, rank: int, checkpoint: Path | None, *, curable: b
         what = str(error)
     else:
         what = f"{type(error).__name__}: {error}"
-    rest = (
-        f"; `--resume_from_checkpoint true` goes on from {checkpoint.name}"
-        if checkpoint
-        else "; no checkpoint had been saved: `--resume_from_checkpoint true` starts again"
-    )
     if not curable:
         rest = f"; it was to go on from {checkpoint}: if that is damaged, remove it" if checkpoint else ""
+    elif checkpoint:
+        rest = f"; `--resume_from_checkpoint true` goes on from {checkpoint.name}"
+    else:
+        rest = "; no checkpoint had been saved: `--resume_from_checkpoint true` starts again"
     return where + " ".join(what.split()).rstrip(".") + rest
 
 
@@ -174,8 +170,12 @@ def extensions_folder() -> Path:
     return Path(_get_build_directory("deepspeed_shm_comm", verbose=False)).parent
 
 
-def _raised(name: str, error: Exception) -> RewardFault:
-    return RewardFault(f"reward `{name}` raised {type(error).__name__}: {error}")
+@contextmanager
+def _faults_of(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise RewardFault(f"reward `{name}` raised {type(error).__name__}: {error}") from error
 
 
 def _finite(name: str, values: Any, completions: Sequence[Any]) -> list[float | None]:
@@ -206,13 +206,6 @@ def _is_lost_contact(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and bool(LOST_CONTACT.search(str(error)))
     )
-
-
-def _is_full(folder: Path) -> bool:
-    try:
-        return shutil.disk_usage(folder).free < FULL_BYTES
-    except OSError:
-        return False
 
 
 def _fault_file(folder: Path, rank: int) -> Path:

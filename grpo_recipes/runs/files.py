@@ -60,7 +60,6 @@ TEXT_OR_NULL = Kind("a text", lambda value: value is None or isinstance(value, s
 INTEGER = Kind("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool))
 INTEGER_OR_NULL = Kind("an integer", lambda value: value is None or INTEGER.holds(value))
 NUMBER = Kind("a number", lambda value: isinstance(value, float) or (INTEGER.holds(value) and abs(value) < 2**63))
-LIST = Kind("a list", lambda value: isinstance(value, list))
 SHARE = Kind("a share with an interval (low <= value <= high)", lambda value: _is_share(value))
 
 # Of columns. A column without any value has no type of its own.
@@ -72,8 +71,8 @@ TEXTS_OR_NULL = Kind("texts", lambda column: all(isinstance(value, str) for valu
 CONVERSATIONS = Kind("texts or lists of messages", lambda column: all(map(_is_conversation, column)))
 
 Shape = Any
-"""A `Kind`; a list with the shape of each item; or a mapping with the shape of each key, `key?` if it may be absent, and
-`*` for every other key."""
+"""A `Kind`; a list with the shape of each item, empty for any; or a mapping with the shape of each key, `key?` if it may
+be absent, and `*?` for every other key."""
 
 TRAINER_STATE: Shape = {"log_history": [{"step": INTEGER}], "global_step?": INTEGER}
 EVALUATION: Shape = {
@@ -81,12 +80,10 @@ EVALUATION: Shape = {
     "strict": SHARE,
     "lenient": SHARE,
     "majority?": SHARE,
-    "pass_at?": {"*": SHARE},
+    "pass_at?": {"*?": SHARE},
     "settings": {"samples": INTEGER, "strict?": [{"name": TEXT}]},
 }
 ADAPTER: Shape = {"base_model_name_or_path": TEXT_OR_NULL}
-ANY_OBJECT: Shape = {}
-
 
 # The columns of an evaluation's `completions.parquet`, and of its parts.
 EVALUATED = {
@@ -147,19 +144,16 @@ def mismatch(value: Any, shape: Shape, place: str = "") -> str | None:
     if isinstance(shape, list):
         if not isinstance(value, list):
             return f"{_named(place)} is {_shown(value)}, not a list"
-        items = (mismatch(item, shape[0], f"{place}[{number}]") for number, item in enumerate(value))
-        return next((found for found in items if found), None)
-    if not isinstance(value, dict):
+        entries = [(f"{place}[{number}]", item, inner) for inner in shape for number, item in enumerate(value)]
+    elif not isinstance(value, dict):
         return f"{_named(place)} is {_shown(value)}, not an object"
-    known = {key.removesuffix("?"): inner for key, inner in shape.items() if key != "*"}
-    for key in shape:
-        if key != "*" and not key.endswith("?") and key not in value:
-            return f"{_named(place)} has no `{key}`"
-    others = shape.get("*", ANYTHING)
-    entries = (
-        mismatch(item, known.get(key, others), f"{place}.{key}" if place else key) for key, item in value.items()
-    )
-    return next((found for found in entries if found), None)
+    elif missing := [key for key in shape if not key.endswith("?") and key not in value]:
+        return f"{_named(place)} has no `{missing[0]}`"
+    else:
+        known = {"*": ANYTHING, **{key.removesuffix("?"): inner for key, inner in shape.items()}}
+        entries = [(f"{place}.{key}" if place else key, value[key], known.get(key, known["*"])) for key in value]
+    found = (mismatch(item, inner, where) for where, item, inner in entries)
+    return next(filter(None, found), None)
 
 
 def _named(place: str) -> str:

@@ -18,17 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes import __version__
-from grpo_recipes.runs.files import (
-    ANYTHING,
-    INTEGER,
-    INTEGER_OR_NULL,
-    LIST,
-    NUMBER,
-    TEXT,
-    Shape,
-    read_object,
-    write_atomically,
-)
+from grpo_recipes.runs.files import INTEGER, INTEGER_OR_NULL, NUMBER, TEXT, Shape, read_object, write_atomically
 from grpo_rewards.registry import BuiltReward, Spec, spec_parts
 
 RECORD = "run.json"
@@ -36,12 +26,12 @@ SECRET = "hub_token"
 VERSIONED = ("trl", "transformers", "peft", "accelerate", "datasets", "torch")
 
 SHAPE: Shape = {
-    "recipe": {"dataset?": {}, "rewards?": LIST},
+    "recipe": {"dataset?": {}, "rewards?": []},
     "config?": {"max_completion_length?": INTEGER_OR_NULL, "beta?": NUMBER},
     "rewards?": [{"name": TEXT, "source": TEXT, "weight?": NUMBER, "kind?": TEXT, "parts?": [{"name": TEXT}]}],
     "versions?": {},
-    "unscorable_golds?": {"count": INTEGER, "total": INTEGER, "rows": LIST},
-    "launches?": [{"*": ANYTHING}],
+    "unscorable_golds?": {"count": INTEGER, "total": INTEGER, "rows": []},
+    "launches?": [{}],
 }
 
 

@@ -310,13 +310,10 @@ def _same_contents(one: Path, other: Path) -> bool:
         return True
     if one.is_file() and other.is_file():
         return filecmp.cmp(one, other, shallow=False)
-    names = [{path.relative_to(top) for path in top.rglob("*") if path.is_file()} for top in (one, other)]
-    return (
-        one.is_dir()
-        and other.is_dir()
-        and names[0] == names[1]
-        and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names[0])
-    )
+    if one.is_file() or other.is_file():
+        return False
+    names, others = ({path.relative_to(top) for path in top.rglob("*") if path.is_file()} for top in (one, other))
+    return names == others and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names)
 
 
 def _shown(value: Any) -> str:

@@ -14,7 +14,8 @@ import pytest
 from grpo_recipes import cli, train
 from grpo_recipes.recipe.data import PROMPT_STYLES
 from grpo_recipes.results.diagnostics import CHECKS, Finding, describe, diagnose
-from grpo_recipes.results.run import Run, RunError, Series
+from grpo_recipes.results.run import Run, Series
+from grpo_recipes.runs.files import RunError
 from tests.grpo_recipes.synthetic import HEALTHY, healthy_completions, ramp, write_run
 
 

@@ -574,7 +574,7 @@ def test_a_folder_with_one_split_is_not_evaluated_as_its_test_split(tmp_path: Pa
             held_out_spec(trained, options)
     assert held_out_spec({**trained, "eval_split": "train[90%:]"}, asked()).split == "train[90%:]"
     assert held_out_spec(trained, asked(split="train[90%:]")).split == "train[90%:]"
-    assert held_out_spec({**trained, "path": str(tmp_path / "two")}, asked()).split == "test"
+    assert held_out_spec({**trained, "path": str(tmp_path / "two"), "split": "train"}, asked()).split == "test"
 
 
 def test_another_path_is_read_whole_and_not_by_the_recipes_slice() -> None:

@@ -27,6 +27,7 @@ from functools import lru_cache
 from numbers import Real
 from typing import NamedTuple
 
+from grpo_rewards.completions import outside_thinking
 from grpo_rewards.prose import stated_quantity
 from grpo_rewards.symbolic import equivalent
 from grpo_rewards.words import (
@@ -128,20 +129,12 @@ def answer_extractor(layout: str, tags: tuple[str, str], prefilled: bool = False
     """
     if layout not in LAYOUTS:
         raise ValueError(f"extract must be one of {', '.join(LAYOUTS)}, not {layout!r}")
-    opening, closing = f"<{tags[0]}>", f"</{tags[0]}>"
     answer_opening, answer_closing = f"<{tags[1]}>", f"</{tags[1]}>"
     use_tag = layout in ("answer_tag", "auto")
     find_otherwise = _first_layout if layout == "auto" else _LAYOUTS.get(layout)
 
     def extract(text: str) -> str | None:
-        # From the right, so that a long chain of thought costs nothing: it is neither read nor copied.
-        end = text.rfind(closing)
-        if end >= 0:
-            text = text[end + len(closing) :]
-        elif prefilled:
-            return None
-        if opening in text:
-            text = text[: text.index(opening)]
+        text = outside_thinking(text, tags[0], prefilled)
         if use_tag:
             start = text.rfind(answer_opening)
             if start >= 0:

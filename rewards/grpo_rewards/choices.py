@@ -537,7 +537,7 @@ class ChoiceCorrectness(AgainstGold):
             return super().columns_read
         return *super().columns_read, self.choices_column
 
-    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any]) -> list[Judgement]:
+    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: Any) -> list[Judgement]:
         golds = needed_column(self, "gold_column", columns, texts)
         given: Sequence[Any] = [None] * len(texts)
         if self.choices_column is not None and (self.choices_column != "choices" or "choices" in columns):
@@ -556,18 +556,16 @@ class ChoiceCorrectness(AgainstGold):
             return Judgement(None, None, "no gold", None)
         found, label = self._named(text, choices)
         verdict = "right" if label == gold else "wrong" if label else "unclear" if found else "missing"
-        return Judgement(label, gold, verdict, float(label == gold))
+        return Judgement(label, gold, verdict, self._pay(float(label == gold)))
 
     def _named(self, text: str, choices: Choices) -> tuple[bool, str | None]:
         """Return (whether there is an answer, the choice that it names)."""
-        if self.extract == "sentence":
-            return _claimed(self._outside(text), choices)
-        if self.extract != "auto":
-            answer = self._answer(text, self.extract)
-            return answer is not None, named_choice(answer, choices) if answer else None
         outside = self._outside(text)
-        if f"<{self.tags[1]}>" in outside:
-            answer = self._answer(text, "answer_tag")
+        if self.extract == "sentence":
+            return _claimed(outside, choices)
+        layout = "answer_tag" if self.extract == "auto" and f"<{self.tags[1]}>" in outside else self.extract
+        if layout != "auto":
+            answer = self._answer(text, layout)
             return answer is not None, named_choice(answer, choices) if answer else None
         hashes = self._answer(text, "hashes")
         if hashes and (label := named_choice(hashes, choices)):

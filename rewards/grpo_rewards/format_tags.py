@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_rewards.completions import Kind, check_rows, completion_text
+from grpo_rewards.completions import Kind, NamedReward, check_rows, completion_text
 
 _TAG_NAME = re.compile(r"\w[\w.-]*\Z")
 
@@ -41,7 +41,7 @@ def checked_number(value: Any, key: str) -> float:
 
 
 @dataclass(frozen=True)
-class _TagReward:
+class _TagReward(NamedReward):
     kind: ClassVar[Kind] = "format"
     payments: ClassVar[int] = 1  # how often a completion can earn `pay`
 
@@ -53,10 +53,6 @@ class _TagReward:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tags", checked_tags(self.tags, self.prefilled))
         object.__setattr__(self, "pay", checked_number(self.pay, "pay"))
-
-    @property
-    def __name__(self) -> str:
-        return self.name
 
     @property
     def highest_pay(self) -> float:
@@ -162,7 +158,6 @@ class WellFormed(_TagReward):
     | anything else | 0 |
     """
 
-    pay: float = 1.0
     name: str = "well_formed"
 
     def _score(self, text: str) -> float:

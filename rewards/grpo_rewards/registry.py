@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
-from grpo_rewards.completions import Kind, check_rows
+from grpo_rewards.completions import Kind, NamedReward, check_rows
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.format_tags import checked_number
 
@@ -94,16 +94,12 @@ class BuiltReward:
 
 
 @dataclass(frozen=True)
-class BoundReward:
+class BoundReward(NamedReward):
     """A reward under another name, or with arguments that every call adds. Picklable if the reward is."""
 
     function: Reward
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def __name__(self) -> str:
-        return self.name
 
     def __call__(self, *args: Any, **columns: Any) -> Any:
         """Call the reward with the bound arguments."""
@@ -128,15 +124,10 @@ def _log_under(log_extra: Callable[[str, list], None], prefix: str, column: str,
     log_extra(prefix + column, values)
 
 
-class ComposedReward:
+class ComposedReward(NamedReward):
     """A reward made of others: calls each part, logs it, and combines the scores of a row."""
 
-    name: str
     parts: tuple[BuiltReward, ...]
-
-    @property
-    def __name__(self) -> str:
-        return self.name
 
     @property
     def needs_whole_groups(self) -> bool:

@@ -40,7 +40,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_rewards import internlm2
-from grpo_rewards.completions import Kind, check_rows, completion_text
+from grpo_rewards.completions import Kind, NamedReward, check_rows, completion_text
 from grpo_rewards.format_tags import checked_number
 from grpo_rewards.internlm2 import CheckpointError
 
@@ -59,7 +59,7 @@ _FORWARD_COST_ELSEWHERE = 512
 
 
 @dataclass(frozen=True)
-class RewardModelScore:
+class RewardModelScore(NamedReward):
     """The score of a scalar reward model for the prompt and the completion as its answer.
 
     | completion | pay |
@@ -128,10 +128,6 @@ class RewardModelScore:
         if self.max_length is not None:
             _check_count("max_length", self.max_length, 2)
         _check_count("max_batch_tokens", self.max_batch_tokens, 1)
-
-    @property
-    def __name__(self) -> str:
-        return self.name
 
     @property
     def highest_pay(self) -> float | None:

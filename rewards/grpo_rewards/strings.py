@@ -138,7 +138,7 @@ class StringMatch(AgainstGold):
         """The dataset columns that the reward needs: none where one pattern serves every row."""
         return () if self.pattern is not None else super().columns_read
 
-    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any]) -> list[Judgement]:
+    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: Any) -> list[Judgement]:
         answers = [self._answer(text, self.extract) for text in texts]
         if self.pattern is not None:
             return [self._judgement(answer, [self.pattern]) for answer in answers]
@@ -153,11 +153,11 @@ class StringMatch(AgainstGold):
         if not golds:
             return Judgement(answer, None, "no gold", None)
         if answer is None:
-            return Judgement(None, golds[0], "missing", 0.0)
+            return Judgement(None, golds[0], "missing", self.pay_wrong)
         shares = [self._share(answer, gold) for gold in golds]
         share = max(shares)
         verdict = "wrong" if share == 0 else "partial" if share < 1 else "exact" if answer in golds else "equal"
-        return Judgement(answer, golds[shares.index(share)], verdict, share)
+        return Judgement(answer, golds[shares.index(share)], verdict, self._pay(share))
 
     def _share(self, answer: str, gold: str) -> float:
         if self.match == "pattern":

@@ -43,7 +43,7 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_a
 from grpo_recipes.recipe.specs import ReferenceSpec
 from grpo_recipes.runs.checkpoints import adapter_config
 from grpo_recipes.runs.files import replacing
-from grpo_rewards.errors import UserError, did_you_mean
+from grpo_rewards.errors import UserError
 
 REF = "ref"  # the adapter name that TRL's scoring looks for
 WEIGHTS = "reference.safetensors"  # a refreshed reference, in each checkpoint
@@ -410,7 +410,8 @@ def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
         with torch.random.fork_rng():  # what is drawn here must not change what the policy samples
             reference = type(model)._from_config(config, dtype=model.dtype, attn_implementation=attention)
         # Built anew, the copy is partitioned as the policy is; a deep copy would hold no more than this rank's part.
-        for source, target in zip(_tensors(model), _tensors(reference), strict=True):
+        sources, targets = (chain(either.parameters(), either.buffers()) for either in (model, reference))
+        for source, target in zip(sources, targets, strict=True):
             _blend(source, target, 1.0)
     else:
         reference = copy.deepcopy(model)
@@ -419,10 +420,6 @@ def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
             module.__dict__.pop("forward", None)
     disable_dropout_in_model(reference)
     return reference.requires_grad_(False).eval()
-
-
-def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    return chain(model.parameters(), model.buffers())
 
 
 def _disable_dropout(model: torch.nn.Module) -> None:
@@ -632,7 +629,3 @@ def _describe_dropout(model: torch.nn.Module, args: GRPOConfig) -> str:
 
 def _count(tensors: Iterable[torch.Tensor]) -> int:
     return sum(_shape(tensor).numel() for tensor in tensors)
-
-
-def _nearest(word: object, known: Any) -> str:
-    return did_you_mean(str(word), known, otherwise=f": choose one of {', '.join(known)}")

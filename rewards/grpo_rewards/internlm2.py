@@ -250,7 +250,7 @@ def _listed_shards(index: Path) -> set[str]:
 def _fill(network: nn.Module, files: list[Path], dtype: torch.dtype | None, device: str | torch.device) -> None:
     """Give every parameter of a network on "meta" its values, from shards in InternLM2's names."""
     sources = _sources(network)
-    where = _locate(files)
+    where = {name: (file, shape) for file in files for name, shape in _shapes(file)}
     _check_names_and_shapes(network, sources, {name: shape for name, (_, shape) in where.items()})
     for source, targets in sources.items():
         tensor = _read(where[source][0], source)
@@ -273,12 +273,8 @@ def _sources(network: nn.Module) -> dict[str, list[str]]:
     return sources
 
 
-def _locate(files: list[Path]) -> dict[str, tuple[Path, tuple[int, ...]]]:
-    """Where each tensor lies and its shape, from the shards' headers."""
-    return {name: (file, shape) for file in files for name, shape in _shapes(file)}
-
-
 def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The name and shape of each tensor in a shard, from its header."""
     if file.suffix != ".safetensors":
         yield from ((name, tuple(tensor.shape)) for name, tensor in _unpickle(file).items())
         return

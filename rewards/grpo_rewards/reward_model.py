@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -243,10 +244,8 @@ def _with_reply(history: Conversation, reply: str) -> Conversation:
 
 def _tag_content(text: str, tag: str) -> str | None:
     """The stripped content of the first `<tag>`, or None where it is absent or not closed."""
-    opening, closing = f"<{tag}>", f"</{tag}>"
-    start = text.find(opening)
-    end = text.find(closing, start + len(opening))
-    return None if start < 0 or end < 0 else text[start + len(opening) : end].strip()
+    content, closing, _ = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")
+    return content.strip() if closing else None
 
 
 def cut_middle(ids: Sequence[int], head: int, length: int) -> TokenIds:
@@ -255,10 +254,8 @@ def cut_middle(ids: Sequence[int], head: int, length: int) -> TokenIds:
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    for position, (one, other) in enumerate(zip(first, second)):  # noqa: B905 (their lengths differ)
-        if one != other:
-            return position
-    return min(len(first), len(second))
+    pairs = zip(first, second)  # noqa: B905 (their lengths differ)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def shared_prefix_length(sequences: Sequence[TokenIds]) -> int:
@@ -322,7 +319,7 @@ class LoadedRewardModel:
         special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special_ids = special
         longest_first = sorted(special, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._special = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         score = getattr(network, "score", None)
         self._head = score if isinstance(score, nn.Linear) and score.out_features == 1 else None
         self._shares_up_to, self._obstacle = (
@@ -388,15 +385,13 @@ class LoadedRewardModel:
         hidden = [self._special.sub(lambda match: f"{mark}{names.index(match[0])}{mark}", text) for text in contents]
         rendered = self._render([{**m, "content": text} for m, text in zip(conversation, hidden, strict=True)])
         ids: list[int] = []
-        end = 0
-        for match in self._special.finditer(rendered):
-            ids += [*self._encode_plain(rendered[end : match.start()], mark, names), self._special_ids[match[0]]]
-            end = match.end()
-        return ids + self._encode_plain(rendered[end:], mark, names)
-
-    def _encode_plain(self, text: str, mark: str, names: list[str]) -> list[int]:
-        text = re.sub(f"{mark}([0-9]+){mark}", lambda match: names[int(match[1])], text)
-        return self._without_special(text) if text else []
+        for number, piece in enumerate(self._special.split(rendered)):  # every second one is a special token
+            if number % 2:
+                ids.append(self._special_ids[piece])
+            elif piece:
+                text = re.sub(f"{mark}([0-9]+){mark}", lambda match: names[int(match[1])], piece)
+                ids += self._without_special(text)
+        return ids
 
     def _without_special(self, text: str) -> list[int]:
         """Encode text to ordinary tokens.

@@ -306,7 +306,7 @@ def parse_number(text: str) -> Number | None:
     text = undress(text, (*_WRAPPERS, *_BRACES, *brackets), _LABEL)
     if set_off := _SET_OFF.match(text):
         text = (set_off[2] or set_off[3]).strip() + text[set_off.end() :]
-    text = _joined_thousands(_plain_fractions(text))
+    text = _plain_digits(text)
     negative = text.lower().startswith(("minus ", "negative "))
     if negative:
         text = text.partition(" ")[2]
@@ -322,15 +322,13 @@ def answer_number(text: str) -> Number | None:
     if number is not None or len(text) > MAX_ANSWER_CHARS:
         return number
     text = _plain_latex(fold_unicode(text))
-    quantity = stated_quantity(_UNIT_EXPONENT.sub("", _joined_thousands(_plain_fractions(text))))
+    quantity = stated_quantity(_UNIT_EXPONENT.sub("", _plain_digits(text)))
     return None if quantity is None else parse_number(quantity)
 
 
-def _plain_fractions(text: str) -> str:
-    return _FRACTION.sub(lambda m: f" {m[1] or m[2]}/{m[3] or m[4]}", text)
-
-
-def _joined_thousands(text: str) -> str:
+def _plain_digits(text: str) -> str:
+    """Return `text` with fractions as `1/2` and without separators of thousands."""
+    text = _FRACTION.sub(lambda m: f" {m[1] or m[2]}/{m[3] or m[4]}", text)
     return _THOUSANDS.sub(lambda m: m.group().replace(m[1], ""), text)
 
 

@@ -14,7 +14,6 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -294,17 +293,15 @@ def _check(options: argparse.Namespace) -> int:
         batch["completions"] = [_right_completion(function, answer) for answer in logged[f"{function.prefix}gold"]]
         for number, gold, score in zip(numbers, golds, _call(reward, batch, numbers), strict=True):
             if score is None:
-                unscorable.append((number, gold))
+                unscorable.append(f"row {number}: {_excerpt(str(gold))}")
             elif score != full:
-                underpaid.append((number, gold))
+                underpaid.append(f"row {number}: {_excerpt(str(gold))}")
     print(f"{options.file}: {len(rows)} golds, {len(rows) - len(unscorable) - len(underpaid)} earn full pay ({full:g})")
     for title, listed in (("can't be scored", unscorable), ("earn less than full pay", underpaid)):
         if listed:
             print(f"{len(listed)} {title}:")
-        for number, gold in islice(listed, 20):
-            print(f"  row {number}: {_excerpt(str(gold))}")
-        if len(listed) > 20:
-            print(f"  … and {len(listed) - 20} more")
+        for line in _shortened(listed):
+            print(f"  {line}")
     if len(unscorable) == len(rows):
         complaints.append(f"none of {len(rows)} golds in `{gold_column}` can be read")
     return max(_complain(options.file, complaints), int(bool(unscorable or underpaid)))
@@ -418,11 +415,14 @@ def _pyarrow(module: str) -> Any:
 
 
 def _complain(path: Path, complaints: Sequence[str]) -> int:
-    for complaint in islice(complaints, 20):
-        print(f"error: {path}: {complaint}", file=sys.stderr)
-    if len(complaints) > 20:
-        print(f"error: {path}: … and {len(complaints) - 20} more", file=sys.stderr)
+    for line in _shortened(complaints):
+        print(f"error: {path}: {line}", file=sys.stderr)
     return int(bool(complaints))
+
+
+def _shortened(lines: Sequence[str], most: int = 20) -> list[str]:
+    more = [f"… and {len(lines) - most} more"] if len(lines) > most else []
+    return [*lines[:most], *more]
 
 
 def _chunks(rows: Rows, size: int, label: str) -> Iterator[tuple[list[int], list[dict[str, Any]]]]:

@@ -20,12 +20,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    StrictDataclassError,
-)
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
@@ -131,7 +126,7 @@ def checkpoint_folder(
         return Path(
             snapshot_download(os.fspath(model), revision=revision, allow_patterns=patterns, ignore_patterns="*/*")
         )
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HFValidationError, OSError) as error:
         raise CheckpointError(
             f"{os.fspath(model)!r} is neither a folder nor a model that the hub or its local cache can give "
             f"({type(error).__name__}): check the name and the revision, or download it first"

@@ -429,7 +429,8 @@ class LoadedRewardModel:
             sequences = list(dict.fromkeys(group))
             prefix = self._worthwhile_prefix(sequences, max_batch_tokens) if prefix_sharing else 0
             if prefix:
-                _, cache = self._last_hidden([sequences[0][:prefix]], DynamicCache(config=self.network.config))
+                cache = DynamicCache(config=self.network.config)
+                self._last_hidden([sequences[0][:prefix]], cache)
                 scores |= self._score_batches(sequences, prefix, cache, max_batch_tokens)
             else:
                 loose += sequences
@@ -462,27 +463,27 @@ class LoadedRewardModel:
             own = copy.deepcopy(cache)
             if own is not None:
                 own.batch_repeat_interleave(len(rows))
-            hidden, _ = self._last_hidden([ids[prefix:] for ids in rows], own, prefix)
+            hidden = self._last_hidden([ids[prefix:] for ids in rows], own, prefix)
             scores |= zip(rows, self._apply_head(hidden), strict=True)
         return scores
 
-    def _last_hidden(
-        self, rows: list[TokenIds], cache: DynamicCache | None, prefix: int = 0
-    ) -> tuple[torch.Tensor, DynamicCache | None]:
-        """The hidden state (rows, hidden size) of each row's last attended token, behind `prefix` cached tokens."""
+    def _last_hidden(self, rows: list[TokenIds], cache: DynamicCache | None, prefix: int = 0) -> torch.Tensor:
+        """The hidden state (rows, hidden size) of each row's last attended token, behind `prefix` tokens in `cache`.
+
+        The rows' own keys and values are added to `cache`.
+        """
         lengths = torch.tensor([len(row) for row in rows])
         width = int(lengths.max())
         ids = torch.tensor([[*row, *([0] * (width - len(row)))] for row in rows])
         mask = torch.arange(-prefix, width)[None] < lengths[:, None]
         device = self.network.device
-        output = self.network.base_model(
+        hidden = self.network.base_model(
             input_ids=ids.to(device),
             attention_mask=mask.long().to(device),
             past_key_values=cache,
             use_cache=cache is not None,
-        )
-        hidden = output.last_hidden_state
-        return hidden[torch.arange(len(rows), device=hidden.device), lengths.to(hidden.device) - 1], cache
+        ).last_hidden_state
+        return hidden[torch.arange(len(rows), device=hidden.device), lengths.to(hidden.device) - 1]
 
     def _apply_head(self, hidden: torch.Tensor) -> list[float]:
         # In single precision: rounded to bfloat16, scores around 3 are 1/64 apart, which a group's z-score magnifies.

@@ -55,10 +55,6 @@ def _f1(answer: str, gold: str) -> float:
     return 2 * common / (len(words) + len(wanted))
 
 
-_COMPARISONS: Mapping[str, Comparison] = {"exact": _exact, "casefold": _casefold, "squad": _squad, "f1": _f1}
-MATCHES = (*_COMPARISONS, "pattern")
-
-
 def whole_pattern(pattern: str) -> Callable[[str], bool]:
     """Return a function that tells whether `pattern` matches the whole of a text, in time linear in the text.
 
@@ -67,6 +63,20 @@ def whole_pattern(pattern: str) -> Callable[[str], bool]:
     """
     linear_search(pattern)  # alone: "a)|(b" is no pattern, though it is one within a group
     return linear_search(rf"\A(?:{pattern})\z")
+
+
+def _pattern(answer: str, gold: str) -> float:
+    return float(whole_pattern(gold)(answer))
+
+
+_COMPARISONS: Mapping[str, Comparison] = {
+    "exact": _exact,
+    "casefold": _casefold,
+    "squad": _squad,
+    "f1": _f1,
+    "pattern": _pattern,
+}
+MATCHES = tuple(_COMPARISONS)
 
 
 def read_golds(gold: Any) -> list[str]:
@@ -154,15 +164,10 @@ class StringMatch(AgainstGold):
             return Judgement(answer, None, "no gold", None)
         if answer is None:
             return Judgement(None, golds[0], "missing", self.pay_wrong)
-        shares = [self._share(answer, gold) for gold in golds]
+        shares = [_COMPARISONS[self.match](answer, gold) for gold in golds]
         share = max(shares)
         verdict = "wrong" if share == 0 else "partial" if share < 1 else "exact" if answer in golds else "equal"
         return Judgement(answer, golds[shares.index(share)], verdict, self._pay(share))
-
-    def _share(self, answer: str, gold: str) -> float:
-        if self.match == "pattern":
-            return float(whole_pattern(gold)(answer))
-        return _COMPARISONS[self.match](answer, gold)
 
 
 def _is_pattern(pattern: str) -> bool:

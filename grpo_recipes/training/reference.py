@@ -54,6 +54,9 @@ CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Parts of the names under which PEFT holds a tensor of the adapter and the base's tensor that it takes the place of.
 _ORIGINALS = {"modules_to_save": "original_module", "trainable_tokens_delta": "trainable_tokens_original"}
 
+Tensors = Mapping[str, torch.Tensor]
+"""Tensors by name."""
+
 
 class ReferencePolicyError(UserError):
     """The asked reference can't be had; the message is one sentence with the fix."""
@@ -301,7 +304,7 @@ def _adds_nothing(model: PeftModel, adapter: str) -> bool:
     return all(_is_neutral(name, tensor, every) for name, tensor in tensors.items())
 
 
-def _is_neutral(name: str, tensor: torch.Tensor, every: Mapping[str, torch.Tensor]) -> bool:
+def _is_neutral(name: str, tensor: torch.Tensor, every: Tensors) -> bool:
     """Whether one tensor of a LoRA adapter leaves the model as it is; `every` holds all parameters by name."""
     parts = name.split(".")
     # LoRA adds B A, and begins with B zero (of an embedding, A): the other factor is then free. The third is a copy.
@@ -506,9 +509,7 @@ def _refresh(trainer: GRPOTrainer, alpha: float) -> None:
         _blend(source, target, alpha)
 
 
-def _paired(
-    source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _paired(source: Tensors, target: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """As `_own`. Raises `ReferencePolicyError` unless both hold the same names and shapes."""
     shapes, others = ({name: _shape(tensor) for name, tensor in group.items()} for group in (source, target))
     if shapes != others:
@@ -519,9 +520,7 @@ def _paired(
     return _own(source, target)
 
 
-def _own(
-    source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _own(source: Tensors, target: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(counterpart in `source`, tensor) for each tensor of `target`, once, without those that both share (VeRA's)."""
     shared = {id(tensor) for tensor in source.values()}
     own = {name: tensor for name, tensor in target.items() if id(tensor) not in shared}

@@ -28,6 +28,7 @@ from numbers import Real
 from typing import NamedTuple
 
 from grpo_rewards.completions import outside_thinking
+from grpo_rewards.format_tags import check_choice
 from grpo_rewards.prose import stated_quantity
 from grpo_rewards.symbolic import equivalent
 from grpo_rewards.words import (
@@ -127,8 +128,7 @@ def answer_extractor(layout: str, tags: tuple[str, str], prefilled: bool = False
     Raises:
         ValueError: `layout` is not one of LAYOUTS.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"extract must be one of {', '.join(LAYOUTS)}, not {layout!r}")
+    check_choice(layout, "extract", LAYOUTS)
     answer_opening, answer_closing = f"<{tags[1]}>", f"</{tags[1]}>"
     use_tag = layout in ("answer_tag", "auto")
     find_otherwise = _first_layout if layout == "auto" else _LAYOUTS.get(layout)

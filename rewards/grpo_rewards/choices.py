@@ -19,7 +19,7 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from grpo_rewards.completions import needed_column
-from grpo_rewards.golds import AgainstGold, Judgement
+from grpo_rewards.golds import AgainstGold, Judgement, LogMetric
 
 # An answer longer than the longest choice by more than this names none.
 _MAX_EXTRA_CHARS = 1000
@@ -124,10 +124,8 @@ def _choices(labels: tuple[str, ...], texts: tuple[str, ...]) -> Choices | None:
         re.VERBOSE | re.IGNORECASE,
     )
     label_in_text = re.compile(rf"(?<![\w'-])([(\[]?)({either})([)\]]?)(?![\w'-])(?=(\ [a-z]+)?)", re.IGNORECASE)
-    longest = max(map(len, texts), default=0)
-    return Choices(
-        labels, texts, by_label, by_text, by_key, tuple(keys), head, label_in_text, longest + _MAX_EXTRA_CHARS
-    )
+    max_chars = max(map(len, texts), default=0) + _MAX_EXTRA_CHARS
+    return Choices(labels, texts, by_label, by_text, by_key, tuple(keys), head, label_in_text, max_chars)
 
 
 _LETTERS_ALONE = tuple(string.ascii_uppercase)
@@ -537,7 +535,7 @@ class ChoiceCorrectness(AgainstGold):
             return super().columns_read
         return *super().columns_read, self.choices_column
 
-    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: Any) -> list[Judgement]:
+    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> list[Judgement]:
         golds = needed_column(self, "gold_column", columns, texts)
         given: Sequence[Any] = [None] * len(texts)
         if self.choices_column is not None and (self.choices_column != "choices" or "choices" in columns):

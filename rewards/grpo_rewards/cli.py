@@ -208,11 +208,9 @@ def _call(reward: BuiltReward, batch: Mapping[str, Any], numbers: Sequence[int])
 
 def _mismatch(function: Callable[..., Any], batch: Mapping[str, Any]) -> str | None:
     try:
-        signature = inspect.signature(function)
+        inspect.signature(function).bind(**batch)
     except ValueError:  # a builtin that does not tell
         return None
-    try:
-        signature.bind(**batch)
     except TypeError as error:
         return str(error)
     return None

@@ -52,9 +52,7 @@ class GSM8KCorrectness(GoldReward):
         if self.deadline <= 0:
             raise ValueError(f"deadline must be a positive number of seconds, not {self.deadline!r}")
 
-    def _judged(
-        self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric | None
-    ) -> list[Judgement]:
+    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> list[Judgement]:
         golds = _read_golds(needed_column(self, "gold_column", columns, texts))
         answers = [self._answer(text, self.extract) for text in texts]
         judge = Judge(self.deadline)
@@ -82,14 +80,9 @@ class GSM8KCorrectness(GoldReward):
 
 def _read_golds(golds: Sequence[Any]) -> list[Gold | None]:
     """Read the gold of every row, each distinct one once."""
-    known: dict[Any, Gold | None] = {}
-    read = []
-    for gold in golds:
-        key = gold if isinstance(gold, (str, Real)) else None  # anything else, hashable or not, is no gold
-        if key not in known:
-            known[key] = read_gold(key)
-        read.append(known[key])
-    return read
+    keys = [gold if isinstance(gold, (str, Real)) else None for gold in golds]  # anything else is no gold
+    known = {key: read_gold(key) for key in dict.fromkeys(keys)}
+    return [known[key] for key in keys]
 
 
 @dataclass(frozen=True)

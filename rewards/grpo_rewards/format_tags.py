@@ -40,6 +40,12 @@ def checked_number(value: Any, key: str) -> float:
     return number
 
 
+def check_choice(value: Any, key: str, choices: Sequence[str]) -> None:
+    """Raise ValueError that names the key unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{key} must be one of {', '.join(choices)}, not {value!r}")
+
+
 @dataclass(frozen=True)
 class _TagReward(NamedReward):
     kind: ClassVar[Kind] = "format"

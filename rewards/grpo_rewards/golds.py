@@ -8,9 +8,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from grpo_rewards.answers import LAYOUTS, answer_extractor
 from grpo_rewards.completions import Kind, NamedReward, check_rows, completion_text, outside_thinking
-from grpo_rewards.format_tags import checked_number, checked_tags
+from grpo_rewards.format_tags import check_choice, checked_number, checked_tags
 
-LogMetric = Callable[[str, float], None]
+LogMetric = Callable[[str, float], None] | None
 
 
 class Judgement(NamedTuple):
@@ -45,8 +45,7 @@ class GoldReward(NamedReward):
         object.__setattr__(self, "tags", checked_tags(self.tags, self.prefilled))
         for key in self.payments:
             object.__setattr__(self, key, checked_number(getattr(self, key), key))
-        if self.extract not in self.layouts:
-            raise ValueError(f"extract must be one of {', '.join(self.layouts)}, not {self.extract!r}")
+        check_choice(self.extract, "extract", self.layouts)
 
     @property
     def highest_pay(self) -> float:
@@ -64,7 +63,7 @@ class GoldReward(NamedReward):
         completions: Sequence[Any] = (),
         *,
         log_extra: Callable[[str, list], None] | None = None,
-        log_metric: LogMetric | None = None,
+        log_metric: LogMetric = None,
         **columns: Any,
     ) -> list[float | None]:
         """Score each completion against the gold in its row of `columns[gold_column]`.
@@ -82,9 +81,7 @@ class GoldReward(NamedReward):
             log_metric(f"rewards/{self.name}/parsed", parsed / len(rows))
         return [row.pay for row in rows]
 
-    def _judged(
-        self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric | None
-    ) -> list[Judgement]:
+    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> list[Judgement]:
         raise NotImplementedError
 
     def _answer(self, text: str, layout: str) -> str | None:

@@ -306,9 +306,8 @@ def _check_names_and_shapes(
     unexpected = sorted(found.keys() - sources.keys())
     for names, problem in ((missing, "lacks"), (unexpected, "has the unexpected")):
         if names:
-            raise CheckpointError(
-                f"The checkpoint {problem} {_some(names)}: its weights do not belong to its config.json"
-            )
+            some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise CheckpointError(f"The checkpoint {problem} {some}: its weights do not belong to its config.json")
     for source, targets in sources.items():
         shapes = [tuple(network.get_parameter(target).shape) for target in targets]
         expected = (sum(shape[0] for shape in shapes), *shapes[0][1:])
@@ -317,11 +316,6 @@ def _check_names_and_shapes(
                 f"The tensor {source} has shape {found[source]}, but config.json makes it {expected}: "
                 "its weights do not belong to its config.json"
             )
-
-
-def _some(names: list[str], most: int = 3) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def split_wqkv(wqkv: torch.Tensor, config: LlamaConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

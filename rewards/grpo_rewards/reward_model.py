@@ -42,7 +42,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_rewards import internlm2
 from grpo_rewards.completions import Kind, NamedReward, check_rows, completion_text
-from grpo_rewards.format_tags import checked_number
+from grpo_rewards.format_tags import check_choice, checked_number
 from grpo_rewards.internlm2 import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -116,8 +116,8 @@ class RewardModelScore(NamedReward):
         if not isinstance(self.model, (str, Path)) or not str(self.model):
             raise ValueError(f"model must be a hub id or a folder, not {self.model!r}")
         object.__setattr__(self, "model", str(self.model))
-        _check_choice("dtype", self.dtype, _DTYPES)
-        _check_choice("cut", self.cut, _CUTS)
+        check_choice(self.dtype, "dtype", _DTYPES)
+        check_choice(self.cut, "cut", _CUTS)
         _check_device(self.device)
         if self.clamp is not None:
             object.__setattr__(self, "clamp", checked_number(self.clamp, "clamp"))
@@ -219,11 +219,6 @@ class RewardModelScore(NamedReward):
         empty = [*conversation[:-1], {**conversation[-1], "content": ""}]
         closing = _common_prefix(ids[::-1], self.token_ids([empty])[0][::-1])
         return cut_middle(ids, limit - min(closing, limit - 1), limit)
-
-
-def _check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{key} must be one of {', '.join(choices)}, not {value!r}")
 
 
 def _check_device(device: str | None) -> None:

@@ -12,7 +12,8 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from grpo_rewards.completions import needed_column
-from grpo_rewards.golds import AgainstGold, Judgement
+from grpo_rewards.format_tags import check_choice
+from grpo_rewards.golds import AgainstGold, Judgement, LogMetric
 from grpo_rewards.patterns import linear_search
 
 # (answer, gold) -> share of full pay
@@ -134,8 +135,7 @@ class StringMatch(AgainstGold):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.match not in MATCHES:
-            raise ValueError(f"match must be one of {', '.join(MATCHES)}, not {self.match!r}")
+        check_choice(self.match, "match", MATCHES)
         if self.pattern is not None and self.match != "pattern":
             raise ValueError(f"pattern has no effect with match {self.match!r}: set match to pattern")
         if self.pattern is not None and not isinstance(self.pattern, str):
@@ -148,7 +148,7 @@ class StringMatch(AgainstGold):
         """The dataset columns that the reward needs: none where one pattern serves every row."""
         return () if self.pattern is not None else super().columns_read
 
-    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: Any) -> list[Judgement]:
+    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> list[Judgement]:
         answers = [self._answer(text, self.extract) for text in texts]
         if self.pattern is not None:
             return [self._judgement(answer, [self.pattern]) for answer in answers]

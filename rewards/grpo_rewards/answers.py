@@ -135,11 +135,9 @@ def answer_extractor(layout: str, tags: tuple[str, str], prefilled: bool = False
 
     def extract(text: str) -> str | None:
         text = outside_thinking(text, tags[0], prefilled)
-        if use_tag:
-            start = text.rfind(answer_opening)
-            if start >= 0:
-                end = text.find(answer_closing, start)
-                return text[start + len(answer_opening) : end].strip() or None if end >= 0 else None
+        if use_tag and answer_opening in text:
+            answer, closed, _ = text.rpartition(answer_opening)[2].partition(answer_closing)
+            return answer.strip() or None if closed else None
         return find_otherwise(text) or None if find_otherwise else None
 
     return extract

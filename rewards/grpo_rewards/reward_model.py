@@ -311,9 +311,8 @@ class LoadedRewardModel:
         self.network = network.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.max_length = getattr(network.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-        special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special_ids = special
-        longest_first = sorted(special, key=len, reverse=True)
+        self._special_ids = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        longest_first = sorted(self._special_ids, key=len, reverse=True)
         self._special = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         score = getattr(network, "score", None)
         self._head = score if isinstance(score, nn.Linear) and score.out_features == 1 else None

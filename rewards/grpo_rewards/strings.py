@@ -16,9 +16,6 @@ from grpo_rewards.format_tags import check_choice
 from grpo_rewards.golds import AgainstGold, Judgement, LogMetric
 from grpo_rewards.patterns import linear_search
 
-# (answer, gold) -> share of full pay
-Comparison = Callable[[str, str], float]
-
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
@@ -70,13 +67,8 @@ def _pattern(answer: str, gold: str) -> float:
     return float(whole_pattern(gold)(answer))
 
 
-_COMPARISONS: Mapping[str, Comparison] = {
-    "exact": _exact,
-    "casefold": _casefold,
-    "squad": _squad,
-    "f1": _f1,
-    "pattern": _pattern,
-}
+# By the value of `match`: (answer, gold) -> share of full pay.
+_COMPARISONS = {"exact": _exact, "casefold": _casefold, "squad": _squad, "f1": _f1, "pattern": _pattern}
 MATCHES = tuple(_COMPARISONS)
 
 

@@ -157,14 +157,6 @@ class Prepared:
         return self.checked.geometry.optimizer_steps(self.recipe.config, len(self.checked.train_dataset))
 
     @property
-<<<<<<< HEAD
-=======
-    def steps_before(self) -> int:
-        """The optimiser steps that the checkpoint has behind it."""
-        return checkpoints.steps_done(self.checkpoint) if self.checkpoint else 0
-
-    @property
->>>>>>> k-c1
     def is_over(self) -> bool:
         """Whether the checkpoint is the end of the run."""
         return self.checkpoint is not None and self.steps_before >= self.steps

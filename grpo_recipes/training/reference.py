@@ -43,7 +43,7 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_a
 from grpo_recipes.recipe.specs import ReferenceSpec
 from grpo_recipes.runs.checkpoints import adapter_config
 from grpo_recipes.runs.files import replacing
-from grpo_rewards.errors import UserError, did_you_mean
+from grpo_rewards.errors import UserError
 
 REF = "ref"  # the adapter name that TRL's scoring looks for
 WEIGHTS = "reference.safetensors"  # a refreshed reference, in each checkpoint
@@ -53,6 +53,9 @@ CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 # Parts of the names under which PEFT holds a tensor of the adapter and the base's tensor that it takes the place of.
 _ORIGINALS = {"modules_to_save": "original_module", "trainable_tokens_delta": "trainable_tokens_original"}
+
+Tensors = Mapping[str, torch.Tensor]
+"""Tensors by name."""
 
 
 class ReferencePolicyError(UserError):
@@ -301,7 +304,7 @@ def _adds_nothing(model: PeftModel, adapter: str) -> bool:
     return all(_is_neutral(name, tensor, every) for name, tensor in tensors.items())
 
 
-def _is_neutral(name: str, tensor: torch.Tensor, every: Mapping[str, torch.Tensor]) -> bool:
+def _is_neutral(name: str, tensor: torch.Tensor, every: Tensors) -> bool:
     """Whether one tensor of a LoRA adapter leaves the model as it is; `every` holds all parameters by name."""
     parts = name.split(".")
     # LoRA adds B A, and begins with B zero (of an embedding, A): the other factor is then free. The third is a copy.
@@ -410,7 +413,8 @@ def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
         with torch.random.fork_rng():  # what is drawn here must not change what the policy samples
             reference = type(model)._from_config(config, dtype=model.dtype, attn_implementation=attention)
         # Built anew, the copy is partitioned as the policy is; a deep copy would hold no more than this rank's part.
-        for source, target in zip(_tensors(model), _tensors(reference), strict=True):
+        sources, targets = (chain(either.parameters(), either.buffers()) for either in (model, reference))
+        for source, target in zip(sources, targets, strict=True):
             _blend(source, target, 1.0)
     else:
         reference = copy.deepcopy(model)
@@ -419,10 +423,6 @@ def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
             module.__dict__.pop("forward", None)
     disable_dropout_in_model(reference)
     return reference.requires_grad_(False).eval()
-
-
-def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    return chain(model.parameters(), model.buffers())
 
 
 def _disable_dropout(model: torch.nn.Module) -> None:
@@ -509,9 +509,7 @@ def _refresh(trainer: GRPOTrainer, alpha: float) -> None:
         _blend(source, target, alpha)
 
 
-def _paired(
-    source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _paired(source: Tensors, target: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """As `_own`. Raises `ReferencePolicyError` unless both hold the same names and shapes."""
     shapes, others = ({name: _shape(tensor) for name, tensor in group.items()} for group in (source, target))
     if shapes != others:
@@ -522,9 +520,7 @@ def _paired(
     return _own(source, target)
 
 
-def _own(
-    source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _own(source: Tensors, target: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(counterpart in `source`, tensor) for each tensor of `target`, once, without those that both share (VeRA's)."""
     shared = {id(tensor) for tensor in source.values()}
     own = {name: tensor for name, tensor in target.items() if id(tensor) not in shared}
@@ -632,7 +628,3 @@ def _describe_dropout(model: torch.nn.Module, args: GRPOConfig) -> str:
 
 def _count(tensors: Iterable[torch.Tensor]) -> int:
     return sum(_shape(tensor).numel() for tensor in tensors)
-
-
-def _nearest(word: object, known: Any) -> str:
-    return did_you_mean(str(word), known, otherwise=f": choose one of {', '.join(known)}")

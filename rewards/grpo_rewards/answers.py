@@ -27,6 +27,8 @@ from functools import lru_cache
 from numbers import Real
 from typing import NamedTuple
 
+from grpo_rewards.completions import outside_thinking
+from grpo_rewards.format_tags import check_choice
 from grpo_rewards.prose import stated_quantity
 from grpo_rewards.symbolic import equivalent
 from grpo_rewards.words import (
@@ -126,27 +128,16 @@ def answer_extractor(layout: str, tags: tuple[str, str], prefilled: bool = False
     Raises:
         ValueError: `layout` is not one of LAYOUTS.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"extract must be one of {', '.join(LAYOUTS)}, not {layout!r}")
-    opening, closing = f"<{tags[0]}>", f"</{tags[0]}>"
+    check_choice(layout, "extract", LAYOUTS)
     answer_opening, answer_closing = f"<{tags[1]}>", f"</{tags[1]}>"
     use_tag = layout in ("answer_tag", "auto")
     find_otherwise = _first_layout if layout == "auto" else _LAYOUTS.get(layout)
 
     def extract(text: str) -> str | None:
-        # From the right, so that a long chain of thought costs nothing: it is neither read nor copied.
-        end = text.rfind(closing)
-        if end >= 0:
-            text = text[end + len(closing) :]
-        elif prefilled:
-            return None
-        if opening in text:
-            text = text[: text.index(opening)]
-        if use_tag:
-            start = text.rfind(answer_opening)
-            if start >= 0:
-                end = text.find(answer_closing, start)
-                return text[start + len(answer_opening) : end].strip() or None if end >= 0 else None
+        text = outside_thinking(text, tags[0], prefilled)
+        if use_tag and answer_opening in text:
+            answer, closed, _ = text.rpartition(answer_opening)[2].partition(answer_closing)
+            return answer.strip() or None if closed else None
         return find_otherwise(text) or None if find_otherwise else None
 
     return extract
@@ -313,7 +304,7 @@ def parse_number(text: str) -> Number | None:
     text = undress(text, (*_WRAPPERS, *_BRACES, *brackets), _LABEL)
     if set_off := _SET_OFF.match(text):
         text = (set_off[2] or set_off[3]).strip() + text[set_off.end() :]
-    text = _joined_thousands(_plain_fractions(text))
+    text = _plain_digits(text)
     negative = text.lower().startswith(("minus ", "negative "))
     if negative:
         text = text.partition(" ")[2]
@@ -329,15 +320,13 @@ def answer_number(text: str) -> Number | None:
     if number is not None or len(text) > MAX_ANSWER_CHARS:
         return number
     text = _plain_latex(fold_unicode(text))
-    quantity = stated_quantity(_UNIT_EXPONENT.sub("", _joined_thousands(_plain_fractions(text))))
+    quantity = stated_quantity(_UNIT_EXPONENT.sub("", _plain_digits(text)))
     return None if quantity is None else parse_number(quantity)
 
 
-def _plain_fractions(text: str) -> str:
-    return _FRACTION.sub(lambda m: f" {m[1] or m[2]}/{m[3] or m[4]}", text)
-
-
-def _joined_thousands(text: str) -> str:
+def _plain_digits(text: str) -> str:
+    """Return `text` with fractions as `1/2` and without separators of thousands."""
+    text = _FRACTION.sub(lambda m: f" {m[1] or m[2]}/{m[3] or m[4]}", text)
     return _THOUSANDS.sub(lambda m: m.group().replace(m[1], ""), text)
 
 

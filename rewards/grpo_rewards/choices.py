@@ -19,7 +19,7 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from grpo_rewards.completions import needed_column
-from grpo_rewards.golds import AgainstGold, Judgement
+from grpo_rewards.golds import AgainstGold, Judgement, LogMetric
 
 # An answer longer than the longest choice by more than this names none.
 _MAX_EXTRA_CHARS = 1000
@@ -124,10 +124,8 @@ def _choices(labels: tuple[str, ...], texts: tuple[str, ...]) -> Choices | None:
         re.VERBOSE | re.IGNORECASE,
     )
     label_in_text = re.compile(rf"(?<![\w'-])([(\[]?)({either})([)\]]?)(?![\w'-])(?=(\ [a-z]+)?)", re.IGNORECASE)
-    longest = max(map(len, texts), default=0)
-    return Choices(
-        labels, texts, by_label, by_text, by_key, tuple(keys), head, label_in_text, longest + _MAX_EXTRA_CHARS
-    )
+    max_chars = max(map(len, texts), default=0) + _MAX_EXTRA_CHARS
+    return Choices(labels, texts, by_label, by_text, by_key, tuple(keys), head, label_in_text, max_chars)
 
 
 _LETTERS_ALONE = tuple(string.ascii_uppercase)
@@ -537,7 +535,7 @@ class ChoiceCorrectness(AgainstGold):
             return super().columns_read
         return *super().columns_read, self.choices_column
 
-    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any]) -> list[Judgement]:
+    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> list[Judgement]:
         golds = needed_column(self, "gold_column", columns, texts)
         given: Sequence[Any] = [None] * len(texts)
         if self.choices_column is not None and (self.choices_column != "choices" or "choices" in columns):
@@ -556,18 +554,16 @@ class ChoiceCorrectness(AgainstGold):
             return Judgement(None, None, "no gold", None)
         found, label = self._named(text, choices)
         verdict = "right" if label == gold else "wrong" if label else "unclear" if found else "missing"
-        return Judgement(label, gold, verdict, float(label == gold))
+        return Judgement(label, gold, verdict, self._pay(float(label == gold)))
 
     def _named(self, text: str, choices: Choices) -> tuple[bool, str | None]:
         """Return (whether there is an answer, the choice that it names)."""
-        if self.extract == "sentence":
-            return _claimed(self._outside(text), choices)
-        if self.extract != "auto":
-            answer = self._answer(text, self.extract)
-            return answer is not None, named_choice(answer, choices) if answer else None
         outside = self._outside(text)
-        if f"<{self.tags[1]}>" in outside:
-            answer = self._answer(text, "answer_tag")
+        if self.extract == "sentence":
+            return _claimed(outside, choices)
+        layout = "answer_tag" if self.extract == "auto" and f"<{self.tags[1]}>" in outside else self.extract
+        if layout != "auto":
+            answer = self._answer(text, layout)
             return answer is not None, named_choice(answer, choices) if answer else None
         hashes = self._answer(text, "hashes")
         if hashes and (label := named_choice(hashes, choices)):

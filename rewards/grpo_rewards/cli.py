@@ -12,8 +12,8 @@ import os
 import statistics
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +97,9 @@ def _list(options: argparse.Namespace) -> int:
             documentation = inspect.getdoc(resolve(name)) or "(not documented)"
         except RewardSpecError as error:
             documentation = str(error)
-        print("\n".join(f"    {line}".rstrip() for line in _until_arguments(documentation)), end="\n\n")
+        shown = documentation.partition("\nArgs:")[0].partition("\nSource:")[0].strip()
+        print("\n".join(f"    {line}".rstrip() for line in shown.splitlines()), end="\n\n")
     return 0
-
-
-def _until_arguments(documentation: str) -> list[str]:
-    lines = documentation.partition("\nArgs:")[0].partition("\nSource:")[0].strip()
-    return lines.splitlines()
 
 
 def _score(options: argparse.Namespace) -> int:
@@ -178,14 +174,12 @@ def _score_rows(rewards: Sequence[BuiltReward], numbered: Rows, gold_column: str
     # Whole groups must meet in one call; otherwise chunks, so that the progress bar moves.
     size = len(rows) if any(reward.needs_whole_groups for reward in rewards) else _CHUNK_ROWS
     columns = {key for row in rows for key in row} - {"prompt", "completion"}
-    for start in _progress(range(0, len(rows), size), "scoring"):
-        chunk = rows[start : start + size]
+    for numbers, chunk in _chunks(numbered, size, "scoring"):
         batch = {column: [row.get(column) for row in chunk] for column in columns}
         if gold_column in batch:
             batch["answer"] = batch[gold_column]
         prompts = [row.get("prompt") for row in chunk]
         completions = [row["completion"] for row in chunk]
-        numbers = [number for number, _ in numbered[start : start + size]]
         for reward in rewards:
             scores[reward.name] += _call(reward, {**batch, "prompts": prompts, "completions": completions}, numbers)
     return scores
@@ -214,11 +208,9 @@ def _call(reward: BuiltReward, batch: Mapping[str, Any], numbers: Sequence[int])
 
 def _mismatch(function: Callable[..., Any], batch: Mapping[str, Any]) -> str | None:
     try:
-        signature = inspect.signature(function)
+        inspect.signature(function).bind(**batch)
     except ValueError:  # a builtin that does not tell
         return None
-    try:
-        signature.bind(**batch)
     except TypeError as error:
         return str(error)
     return None
@@ -265,10 +257,10 @@ def _report(reward: BuiltReward, column: Sequence[float | None], rows: Rows) -> 
 
 
 def _histogram(values: Sequence[float], bins: int = 8) -> Iterator[tuple[str, float, int]]:
-    distinct = sorted(set(values))
-    if len(distinct) <= bins:
-        for value in distinct:
-            count = values.count(value)
+    """Yield the label, share and count of each bar for values in ascending order."""
+    counts = Counter(values)
+    if len(counts) <= bins:
+        for value, count in counts.items():
             yield f"{value:g}", count / len(values), count
         return
     low, width = values[0], (values[-1] - values[0]) / bins
@@ -289,29 +281,25 @@ def _check(options: argparse.Namespace) -> int:
     gold_column = options.gold_column or function.gold_column
     rows, complaints = _read(options.file, gold_column)
     unscorable, underpaid = [], []
-    for start in _progress(range(0, len(rows), _CHUNK_ROWS), "checking"):
-        chunk = rows[start : start + _CHUNK_ROWS]
-        numbers = [number for number, _ in chunk]
-        golds = [row[gold_column] for _, row in chunk]
-        columns = {key for _, row in chunk for key in row} - {"prompts", "completions"}
-        batch = {column: [row.get(column) for _, row in chunk] for column in columns}
+    for numbers, chunk in _chunks(rows, _CHUNK_ROWS, "checking"):
+        golds = [row[gold_column] for row in chunk]
+        columns = {key for row in chunk for key in row} - {"prompts", "completions"}
+        batch = {column: [row.get(column) for row in chunk] for column in columns}
         batch |= {function.gold_column: golds, "prompts": golds}
         logged: dict[str, list] = {}  # each gold as the reward reads it
         _call(reward, {**batch, "completions": [""] * len(chunk), "log_extra": logged.__setitem__}, numbers)
         batch["completions"] = [_right_completion(function, answer) for answer in logged[f"{function.prefix}gold"]]
         for number, gold, score in zip(numbers, golds, _call(reward, batch, numbers), strict=True):
             if score is None:
-                unscorable.append((number, gold))
+                unscorable.append(f"row {number}: {_excerpt(str(gold))}")
             elif score != full:
-                underpaid.append((number, gold))
+                underpaid.append(f"row {number}: {_excerpt(str(gold))}")
     print(f"{options.file}: {len(rows)} golds, {len(rows) - len(unscorable) - len(underpaid)} earn full pay ({full:g})")
     for title, listed in (("can't be scored", unscorable), ("earn less than full pay", underpaid)):
         if listed:
             print(f"{len(listed)} {title}:")
-        for number, gold in islice(listed, 20):
-            print(f"  row {number}: {_excerpt(str(gold))}")
-        if len(listed) > 20:
-            print(f"  … and {len(listed) - 20} more")
+        for line in _shortened(listed):
+            print(f"  {line}")
     if len(unscorable) == len(rows):
         complaints.append(f"none of {len(rows)} golds in `{gold_column}` can be read")
     return max(_complain(options.file, complaints), int(bool(unscorable or underpaid)))
@@ -399,12 +387,9 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
     parquet = _pyarrow("pyarrow.parquet")
-    number = 0
     try:
-        for batch in parquet.ParquetFile(path).iter_batches():
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
+        batches = parquet.ParquetFile(path).iter_batches()
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
     except (OSError, ValueError) as error:
         raise CommandError(f"{path} is not a Parquet file, or is damaged ({' '.join(str(error).split())})") from error
 
@@ -428,28 +413,26 @@ def _pyarrow(module: str) -> Any:
 
 
 def _complain(path: Path, complaints: Sequence[str]) -> int:
-    for complaint in islice(complaints, 20):
-        print(f"error: {path}: {complaint}", file=sys.stderr)
-    if len(complaints) > 20:
-        print(f"error: {path}: … and {len(complaints) - 20} more", file=sys.stderr)
+    for line in _shortened(complaints):
+        print(f"error: {path}: {line}", file=sys.stderr)
     return int(bool(complaints))
 
 
-def _progress(steps: Sequence[int], label: str) -> Iterable[int]:
-    """Yield the steps and draw a bar on a terminal."""
-    draw: Callable[[int], None] = _draw(label, len(steps)) if sys.stderr.isatty() else lambda done: None
-    for done, step in enumerate(steps, 1):
-        yield step
-        draw(done)
+def _shortened(lines: Sequence[str], most: int = 20) -> list[str]:
+    more = [f"… and {len(lines) - most} more"] if len(lines) > most else []
+    return [*lines[:most], *more]
 
 
-def _draw(label: str, total: int) -> Callable[[int], None]:
-    def draw(done: int) -> None:
-        bar = "█" * (30 * done // total)
-        end = "\n" if done == total else ""
-        print(f"\r{label} {bar:30} {done / total:4.0%}", end=end, file=sys.stderr, flush=True)
-
-    return draw
+def _chunks(rows: Rows, size: int, label: str) -> Iterator[tuple[list[int], list[dict[str, Any]]]]:
+    """Yield the numbers and the rows of `size` rows at a time, and draw a bar on a terminal."""
+    starts = range(0, len(rows), size)
+    for done, start in enumerate(starts, 1):
+        chunk = rows[start : start + size]
+        yield [number for number, _ in chunk], [row for _, row in chunk]
+        if sys.stderr.isatty():
+            bar = "█" * (30 * done // len(starts))
+            end = "\n" if done == len(starts) else ""
+            print(f"\r{label} {bar:30} {done / len(starts):4.0%}", end=end, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

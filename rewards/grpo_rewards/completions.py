@@ -9,6 +9,16 @@ from typing import Any, Literal
 Kind = Literal["correctness", "format", "length", "judge", "other"]
 
 
+class NamedReward:
+    """A reward that a trainer logs under its field `name`, as it logs a function under its own."""
+
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+
 def completion_text(completion: Any) -> str:
     """Return the text that a reward scores: the completion itself, or its last assistant message.
 
@@ -80,6 +90,7 @@ def outside_thinking(text: str, tag: str = "think", prefilled: bool = False) -> 
         prefilled: whether the prompt already opened the block, so that the completion starts inside it.
     """
     closing = f"</{tag}>"
+    # From the right, so that a long chain of thought costs nothing: it is neither read nor copied.
     end = text.rfind(closing)
     if end >= 0:
         text = text[end + len(closing) :]

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar
 
 from grpo_rewards.answers import LAYOUTS, Gold, Judge, answer_extractor, read_gold
-from grpo_rewards.completions import Kind, check_rows, completion_text, needed_column
-from grpo_rewards.format_tags import checked_number, checked_tags
-
-LogExtra = Callable[[str, list], None]
-LogMetric = Callable[[str, float], None]
+from grpo_rewards.completions import completion_text, needed_column
+from grpo_rewards.format_tags import checked_number
+from grpo_rewards.golds import GoldReward, Judgement, LogMetric
 
 
 @dataclass(frozen=True)
-class GSM8KCorrectness:
+class GSM8KCorrectness(GoldReward):
     """The correctness pay of "GRPO from scratch" on GSM8K, on an exact comparison.
 
     | the completion's final answer | pay |
@@ -36,83 +34,42 @@ class GSM8KCorrectness:
         name: the reward's name in logs.
     """
 
-    kind: ClassVar[Kind] = "correctness"
+    payments: ClassVar[tuple[str, ...]] = ("pay_exact", "pay_equal", "pay_wrong")
     gold_forms: ClassVar[str] = (
         "a gold is a number, a formula or a few words, or a solution that marks its final answer by `####`, `\\boxed{}` or a "
         "line `A:`"
     )
 
-    extract: str = "answer_tag"
     pay_exact: float = 2.0
     pay_equal: float = 1.5
     pay_wrong: float = 0.0
-    tags: tuple[str, str] = ("think", "answer")
-    prefilled: str | None = None
-    gold_column: str = "answer"
     deadline: float = 2.0
-    prefix: str = ""
     name: str = "gsm8k_correctness"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tags", checked_tags(self.tags, self.prefilled))
-        for key in ("pay_exact", "pay_equal", "pay_wrong", "deadline"):
-            object.__setattr__(self, key, checked_number(getattr(self, key), key))
+        super().__post_init__()
+        object.__setattr__(self, "deadline", checked_number(self.deadline, "deadline"))
         if self.deadline <= 0:
             raise ValueError(f"deadline must be a positive number of seconds, not {self.deadline!r}")
-        if self.extract not in LAYOUTS:
-            raise ValueError(f"extract must be one of {', '.join(LAYOUTS)}, not {self.extract!r}")
 
-    @property
-    def __name__(self) -> str:
-        return self.name
-
-    @property
-    def highest_pay(self) -> float:
-        """The most that a completion can earn."""
-        return max(self.pay_exact, self.pay_equal, self.pay_wrong)
-
-    @property
-    def columns_read(self) -> tuple[str, ...]:
-        """The dataset columns that the reward needs."""
-        return (self.gold_column,)
-
-    def __call__(
-        self,
-        prompts: Any = None,
-        completions: Sequence[Any] = (),
-        *,
-        log_extra: LogExtra | None = None,
-        log_metric: LogMetric | None = None,
-        **columns: Any,
-    ) -> list[float | None]:
-        """Score each completion against the gold in its row of `columns[gold_column]`.
-
-        Raises:
-            ValueError: that column is missing, or is not a list with one gold per completion.
-        """
-        check_rows(self.name, completions=completions)
-        golds = needed_column(self, "gold_column", columns, completions)
+    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> list[Judgement]:
+        golds = _read_golds(needed_column(self, "gold_column", columns, texts))
+        answers = [self._answer(text, self.extract) for text in texts]
         judge = Judge(self.deadline)
-        extract = answer_extractor(self.extract, self.tags, self.prefilled is not None)
-        extracted = [extract(row if type(row) is str else completion_text(row)) for row in completions]
-        read = _read_golds(golds)
-        verdicts = list(map(judge.verdict, read, extracted))
-        if log_extra is not None:
-            log_extra(f"{self.prefix}extracted", extracted)
-            log_extra(f"{self.prefix}gold", [None if gold is None else gold.text for gold in read])
-            log_extra(f"{self.prefix}verdict", verdicts)
+        verdicts = list(map(judge.verdict, golds, answers))
         if log_metric is not None and verdicts:
-            rows = len(verdicts)
-            log_metric(f"rewards/{self.name}/parsed", sum(answer is not None for answer in extracted) / rows)
-            log_metric(f"rewards/{self.name}/symbolic", judge.symbolic_rows / rows)
+            log_metric(f"rewards/{self.name}/symbolic", judge.symbolic_rows / len(verdicts))
             log_metric(f"rewards/{self.name}/timeouts", float(verdicts.count("timeout")))
-        pay = {"exact": self.pay_exact, "equal": self.pay_equal, "symbolic": self.pay_equal, "no gold": None}
-        return [pay.get(verdict, self.pay_wrong) for verdict in verdicts]
+        pays = {"exact": self.pay_exact, "equal": self.pay_equal, "symbolic": self.pay_equal, "no gold": None}
+        return [
+            Judgement(answer, gold and gold.text, verdict, pays.get(verdict, self.pay_wrong))
+            for answer, gold, verdict in zip(answers, golds, verdicts, strict=True)
+        ]
 
     def unparsed_note(self, completions: Sequence[Any]) -> str | None:
         """Say that no completion states an answer where this reward looks, and where they do; None if any has one."""
         texts = list(map(completion_text, completions))
-        if any(map(answer_extractor(self.extract, self.tags, self.prefilled is not None), texts)):
+        if any(self._answer(text, self.extract) for text in texts):
             return None
         others = [name for name in LAYOUTS if name != self.extract]
         note = f"no completion states an answer where `extract: {self.extract}` looks"
@@ -123,14 +80,9 @@ class GSM8KCorrectness:
 
 def _read_golds(golds: Sequence[Any]) -> list[Gold | None]:
     """Read the gold of every row, each distinct one once."""
-    known: dict[Any, Gold | None] = {}
-    read = []
-    for gold in golds:
-        key = gold if isinstance(gold, (str, Real)) else None  # anything else, hashable or not, is no gold
-        if key not in known:
-            known[key] = read_gold(key)
-        read.append(known[key])
-    return read
+    keys = [gold if isinstance(gold, (str, Real)) else None for gold in golds]  # anything else is no gold
+    known = {key: read_gold(key) for key in dict.fromkeys(keys)}
+    return [known[key] for key in keys]
 
 
 @dataclass(frozen=True)

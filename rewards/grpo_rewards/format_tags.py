@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_rewards.completions import Kind, check_rows, completion_text
+from grpo_rewards.completions import Kind, NamedReward, check_rows, completion_text
 
 _TAG_NAME = re.compile(r"\w[\w.-]*\Z")
 
@@ -40,8 +40,14 @@ def checked_number(value: Any, key: str) -> float:
     return number
 
 
+def check_choice(value: Any, key: str, choices: Sequence[str]) -> None:
+    """Raise ValueError that names the key unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{key} must be one of {', '.join(choices)}, not {value!r}")
+
+
 @dataclass(frozen=True)
-class _TagReward:
+class _TagReward(NamedReward):
     kind: ClassVar[Kind] = "format"
     payments: ClassVar[int] = 1  # how often a completion can earn `pay`
 
@@ -53,10 +59,6 @@ class _TagReward:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tags", checked_tags(self.tags, self.prefilled))
         object.__setattr__(self, "pay", checked_number(self.pay, "pay"))
-
-    @property
-    def __name__(self) -> str:
-        return self.name
 
     @property
     def highest_pay(self) -> float:
@@ -162,7 +164,6 @@ class WellFormed(_TagReward):
     | anything else | 0 |
     """
 
-    pay: float = 1.0
     name: str = "well_formed"
 
     def _score(self, text: str) -> float:

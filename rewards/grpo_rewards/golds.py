@@ -1,4 +1,4 @@
-"""What the rewards share that hold a completion's answer against a gold that is no number: columns, tags, pay, logs."""
+"""What the rewards share that hold a completion's answer against a gold: columns, tags, pay, logs."""
 
 from __future__ import annotations
 
@@ -7,35 +7,34 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from grpo_rewards.answers import LAYOUTS, answer_extractor
-from grpo_rewards.completions import Kind, check_rows, completion_text, outside_thinking
-from grpo_rewards.format_tags import checked_number, checked_tags
+from grpo_rewards.completions import Kind, NamedReward, check_rows, completion_text, outside_thinking
+from grpo_rewards.format_tags import check_choice, checked_number, checked_tags
 
-# "whole" is everything outside the thinking.
-ANSWER_LAYOUTS = (*LAYOUTS, "whole")
+LogMetric = Callable[[str, float], None] | None
 
 
 class Judgement(NamedTuple):
-    """One row: the answer found, the gold held against it, why it earns what it does, and its share of full pay.
+    """One row: the answer found, the gold held against it, why it earns what it does, and that pay.
 
-    `share` is in [0, 1], or None where the gold can't be read.
+    `pay` is None where the gold can't be read.
     """
 
     extracted: str | None
     gold: str | None
     verdict: str
-    share: float | None
+    pay: float | None
 
 
 @dataclass(frozen=True)
-class AgainstGold:
-    """A reward that pays `pay_wrong + share * (pay - pay_wrong)`; what the share is, a subclass says in `_judged`."""
+class GoldReward(NamedReward):
+    """A reward that holds a completion's answer against a gold; what a row earns, a subclass says in `_judged`."""
 
     kind: ClassVar[Kind] = "correctness"
+    layouts: ClassVar[tuple[str, ...]] = LAYOUTS
+    payments: ClassVar[tuple[str, ...]]  # the fields that say what is paid
     gold_forms: ClassVar[str]
 
     extract: str = "answer_tag"
-    pay: float = 1.0
-    pay_wrong: float = 0.0
     tags: tuple[str, str] = ("think", "answer")
     prefilled: str | None = None
     gold_column: str = "answer"
@@ -44,21 +43,14 @@ class AgainstGold:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tags", checked_tags(self.tags, self.prefilled))
-        for key in ("pay", "pay_wrong"):
+        for key in self.payments:
             object.__setattr__(self, key, checked_number(getattr(self, key), key))
-        if self.pay <= self.pay_wrong:
-            raise ValueError(f"pay must be more than pay_wrong, {self.pay_wrong:g}, not {self.pay:g}")
-        if self.extract not in ANSWER_LAYOUTS:
-            raise ValueError(f"extract must be one of {', '.join(ANSWER_LAYOUTS)}, not {self.extract!r}")
-
-    @property
-    def __name__(self) -> str:
-        return self.name
+        check_choice(self.extract, "extract", self.layouts)
 
     @property
     def highest_pay(self) -> float:
         """The most that a completion can earn."""
-        return self.pay
+        return max(getattr(self, key) for key in self.payments)
 
     @property
     def columns_read(self) -> tuple[str, ...]:
@@ -71,26 +63,25 @@ class AgainstGold:
         completions: Sequence[Any] = (),
         *,
         log_extra: Callable[[str, list], None] | None = None,
-        log_metric: Callable[[str, float], None] | None = None,
+        log_metric: LogMetric = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Score each completion against the gold in its row.
+        """Score each completion against the gold in its row of `columns[gold_column]`.
 
         Raises:
             ValueError: the batch lacks a column that the reward reads, or one is not a list with an entry per completion.
         """
         check_rows(self.name, completions=completions)
-        rows = self._judged([completion_text(completion) for completion in completions], columns)
+        rows = self._judged([completion_text(completion) for completion in completions], columns, log_metric)
         if log_extra is not None:
-            log_extra(f"{self.prefix}extracted", [row.extracted for row in rows])
-            log_extra(f"{self.prefix}gold", [row.gold for row in rows])
-            log_extra(f"{self.prefix}verdict", [row.verdict for row in rows])
+            for key in ("extracted", "gold", "verdict"):
+                log_extra(f"{self.prefix}{key}", [getattr(row, key) for row in rows])
         if log_metric is not None and rows:
             parsed = sum(row.extracted is not None for row in rows)
             log_metric(f"rewards/{self.name}/parsed", parsed / len(rows))
-        return [self._pay(row.share) for row in rows]
+        return [row.pay for row in rows]
 
-    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any]) -> list[Judgement]:
+    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> list[Judgement]:
         raise NotImplementedError
 
     def _answer(self, text: str, layout: str) -> str | None:
@@ -102,7 +93,21 @@ class AgainstGold:
     def _outside(self, text: str) -> str:
         return outside_thinking(text, self.tags[0], self.prefilled is not None)
 
-    def _pay(self, share: float | None) -> float | None:
-        if share is None:
-            return None
+
+@dataclass(frozen=True)
+class AgainstGold(GoldReward):
+    """A reward that pays `pay_wrong + share * (pay - pay_wrong)` for a share in [0, 1]."""
+
+    layouts: ClassVar[tuple[str, ...]] = (*LAYOUTS, "whole")  # "whole" is everything outside the thinking
+    payments: ClassVar[tuple[str, ...]] = ("pay", "pay_wrong")
+
+    pay: float = 1.0
+    pay_wrong: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pay <= self.pay_wrong:
+            raise ValueError(f"pay must be more than pay_wrong, {self.pay_wrong:g}, not {self.pay:g}")
+
+    def _pay(self, share: float) -> float:
         return self.pay if share == 1 else self.pay_wrong + share * (self.pay - self.pay_wrong)

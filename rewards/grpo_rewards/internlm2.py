@@ -20,12 +20,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    StrictDataclassError,
-)
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
@@ -131,7 +126,7 @@ def checkpoint_folder(
         return Path(
             snapshot_download(os.fspath(model), revision=revision, allow_patterns=patterns, ignore_patterns="*/*")
         )
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HFValidationError, OSError) as error:
         raise CheckpointError(
             f"{os.fspath(model)!r} is neither a folder nor a model that the hub or its local cache can give "
             f"({type(error).__name__}): check the name and the revision, or download it first"
@@ -250,7 +245,7 @@ def _listed_shards(index: Path) -> set[str]:
 def _fill(network: nn.Module, files: list[Path], dtype: torch.dtype | None, device: str | torch.device) -> None:
     """Give every parameter of a network on "meta" its values, from shards in InternLM2's names."""
     sources = _sources(network)
-    where = _locate(files)
+    where = {name: (file, shape) for file in files for name, shape in _shapes(file)}
     _check_names_and_shapes(network, sources, {name: shape for name, (_, shape) in where.items()})
     for source, targets in sources.items():
         tensor = _read(where[source][0], source)
@@ -273,12 +268,8 @@ def _sources(network: nn.Module) -> dict[str, list[str]]:
     return sources
 
 
-def _locate(files: list[Path]) -> dict[str, tuple[Path, tuple[int, ...]]]:
-    """Where each tensor lies and its shape, from the shards' headers."""
-    return {name: (file, shape) for file in files for name, shape in _shapes(file)}
-
-
 def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The name and shape of each tensor in a shard, from its header."""
     if file.suffix != ".safetensors":
         yield from ((name, tuple(tensor.shape)) for name, tensor in _unpickle(file).items())
         return
@@ -315,9 +306,8 @@ def _check_names_and_shapes(
     unexpected = sorted(found.keys() - sources.keys())
     for names, problem in ((missing, "lacks"), (unexpected, "has the unexpected")):
         if names:
-            raise CheckpointError(
-                f"The checkpoint {problem} {_some(names)}: its weights do not belong to its config.json"
-            )
+            some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise CheckpointError(f"The checkpoint {problem} {some}: its weights do not belong to its config.json")
     for source, targets in sources.items():
         shapes = [tuple(network.get_parameter(target).shape) for target in targets]
         expected = (sum(shape[0] for shape in shapes), *shapes[0][1:])
@@ -326,11 +316,6 @@ def _check_names_and_shapes(
                 f"The tensor {source} has shape {found[source]}, but config.json makes it {expected}: "
                 "its weights do not belong to its config.json"
             )
-
-
-def _some(names: list[str], most: int = 3) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def split_wqkv(wqkv: torch.Tensor, config: LlamaConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_rewards.completions import Kind, check_rows, completion_text
+from grpo_rewards.completions import Kind, NamedReward, check_rows, completion_text
 from grpo_rewards.format_tags import checked_number
 
 # Scripts written without spaces, and emoji: each character is a word.
@@ -57,7 +57,7 @@ def repeated_share(units: Sequence[Any], ngram: int) -> float | None:
 
 
 @dataclass(frozen=True)
-class Repetition:
+class Repetition(NamedReward):
     """A penalty that grows with the share of n-grams that the completion has said before.
 
     | the completion | pay |
@@ -94,10 +94,6 @@ class Repetition:
             raise ValueError(f"pay_repeated must be less than pay, {self.pay:g}, not {self.pay_repeated:g}")
         if self.unit not in ("words", "tokens"):
             raise ValueError(f"unit must be words or tokens, not {self.unit!r}")
-
-    @property
-    def __name__(self) -> str:
-        return self.name
 
     @property
     def highest_pay(self) -> float:

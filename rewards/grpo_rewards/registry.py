@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
-from grpo_rewards.completions import Kind, check_rows
+from grpo_rewards.completions import Kind, NamedReward, check_rows
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.format_tags import checked_number
 
@@ -31,17 +31,17 @@ ENTRY_POINT_GROUP = "grpo_rewards.rewards"
 
 # Strings, so that asking for one reward imports neither the others nor, for `reward_model`, torch.
 REGISTERED: Mapping[str, str] = {
-    "gsm8k_correctness": "grpo_rewards.correctness:GSM8KCorrectness",
-    "math_correctness": "grpo_rewards.correctness:MathCorrectness",
-    "tag_structure": "grpo_rewards.format_tags:TagStructure",
-    "tag_count": "grpo_rewards.format_tags:TagCount",
-    "tag_presence": "grpo_rewards.format_tags:TagPresence",
-    "well_formed": "grpo_rewards.format_tags:WellFormed",
-    "group_length": "grpo_rewards.shaping:GroupLength",
-    "reward_model": "grpo_rewards.reward_model:RewardModelScore",
-    "choice_correctness": "grpo_rewards.choices:ChoiceCorrectness",
-    "string_match": "grpo_rewards.strings:StringMatch",
-    "repetition": "grpo_rewards.ngrams:Repetition",
+    "gsm8k_correctness": "grpo_rewards.correctness.GSM8KCorrectness",
+    "math_correctness": "grpo_rewards.correctness.MathCorrectness",
+    "tag_structure": "grpo_rewards.format_tags.TagStructure",
+    "tag_count": "grpo_rewards.format_tags.TagCount",
+    "tag_presence": "grpo_rewards.format_tags.TagPresence",
+    "well_formed": "grpo_rewards.format_tags.WellFormed",
+    "group_length": "grpo_rewards.shaping.GroupLength",
+    "reward_model": "grpo_rewards.reward_model.RewardModelScore",
+    "choice_correctness": "grpo_rewards.choices.ChoiceCorrectness",
+    "string_match": "grpo_rewards.strings.StringMatch",
+    "repetition": "grpo_rewards.ngrams.Repetition",
 }
 # Kind and highest pay of the reward functions in `trl.rewards`, under their own names and those of their factories.
 TRL_REWARDS: Mapping[str, tuple[Kind, float]] = {
@@ -53,7 +53,6 @@ TRL_REWARDS: Mapping[str, tuple[Kind, float]] = {
     "get_repetition_penalty_reward": ("other", 0.0),
     "repetition_penalty_reward": ("other", 0.0),
 }
-_UNDECLARED: tuple[Kind, None] = ("other", None)
 _SPEC_KEYS = ("name", "weight", "alias", "kind", "kwargs")
 # What is made of other rewards, and its keys: not `kwargs`, since a part has its own.
 _COMPOSED_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -85,7 +84,10 @@ class BuiltReward:
     @property
     def unbound(self) -> Reward:
         """The reward itself, behind another name and bound arguments."""
-        return _unbound(self.function)
+        function = self.function
+        while isinstance(function, BoundReward):
+            function = function.function
+        return function
 
     @property
     def needs_whole_groups(self) -> bool:
@@ -94,16 +96,12 @@ class BuiltReward:
 
 
 @dataclass(frozen=True)
-class BoundReward:
+class BoundReward(NamedReward):
     """A reward under another name, or with arguments that every call adds. Picklable if the reward is."""
 
     function: Reward
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def __name__(self) -> str:
-        return self.name
 
     def __call__(self, *args: Any, **columns: Any) -> Any:
         """Call the reward with the bound arguments."""
@@ -118,25 +116,14 @@ class AsyncBoundReward(BoundReward):
         return await super().__call__(*args, **columns)
 
 
-def _unbound(function: Reward) -> Reward:
-    while isinstance(function, BoundReward):
-        function = function.function
-    return function
-
-
 def _log_under(log_extra: Callable[[str, list], None], prefix: str, column: str, values: list) -> None:
     log_extra(prefix + column, values)
 
 
-class ComposedReward:
+class ComposedReward(NamedReward):
     """A reward made of others: calls each part, logs it, and combines the scores of a row."""
 
-    name: str
     parts: tuple[BuiltReward, ...]
-
-    @property
-    def __name__(self) -> str:
-        return self.name
 
     @property
     def needs_whole_groups(self) -> bool:
@@ -317,26 +304,20 @@ def resolve(name: str) -> Any:
     Raises:
         RewardSpecError: nothing has that name, or importing it failed.
     """
-    if name in REGISTERED:
-        module, _, attribute = REGISTERED[name].partition(":")
-        return getattr(_import(module, name), attribute)
-    if name in (points := _entry_points()):
+    if name not in REGISTERED and name in (points := _entry_points()):
         try:
             return points[name].load()
         except Exception as error:  # whatever a package of someone else's does
             raise RewardSpecError(f"reward `{name}`: its entry point can't be loaded ({_said(error)})") from error
-    module, _, attribute = name.rpartition(".")
+    module, _, attribute = REGISTERED.get(name, name).rpartition(".")
     if not module:
         raise RewardSpecError(f"unknown reward `{name}`{did_you_mean(name, registered_names())}")
+    imported = _import(module, name)
     try:
-        return getattr(_import(module, name), attribute)
+        return getattr(imported, attribute)
     except AttributeError as error:
-        hint = did_you_mean(attribute, _public(module))
+        hint = did_you_mean(attribute, [known for known in vars(imported) if not known.startswith("_")])
         raise RewardSpecError(f"unknown reward `{name}`: `{module}` has no `{attribute}`{hint}") from error
-
-
-def _public(module: str) -> list[str]:
-    return [name for name in vars(importlib.import_module(module)) if not name.startswith("_")]
 
 
 def _import(module: str, name: str) -> Any:
@@ -384,12 +365,15 @@ def _build(spec: Spec, num_generations: int | None) -> BuiltReward:
 
 def _built(function: Any, weight: float, spec_name: str = "") -> BuiltReward:
     """A reward with what it declares; what declares nothing may be one of TRL's."""
-    package, _, attribute = spec_name.rpartition(".")
-    kind, highest = TRL_REWARDS.get(attribute, _UNDECLARED) if package.startswith("trl.") else _UNDECLARED
-    inner: Any = _unbound(function)
+    built = BuiltReward(function, weight, _callable_name(function))
+    inner: Any = built.unbound
     if getattr(inner, "kind", None) in get_args(Kind):
-        kind, highest = inner.kind, getattr(inner, "highest_pay", None)
-    return BuiltReward(function, weight, _callable_name(function), kind, highest)
+        return replace(built, kind=inner.kind, highest_pay=getattr(inner, "highest_pay", None))
+    package, _, attribute = spec_name.rpartition(".")
+    if package.startswith("trl.") and attribute in TRL_REWARDS:
+        kind, highest = TRL_REWARDS[attribute]
+        return replace(built, kind=kind, highest_pay=highest)
+    return built
 
 
 def _kind(name: str, kind: Any, function: Any) -> Kind:

@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -40,8 +41,8 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_rewards import internlm2
-from grpo_rewards.completions import Kind, check_rows, completion_text
-from grpo_rewards.format_tags import checked_number
+from grpo_rewards.completions import Kind, NamedReward, check_rows, completion_text
+from grpo_rewards.format_tags import check_choice, checked_number
 from grpo_rewards.internlm2 import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ _FORWARD_COST_ELSEWHERE = 512
 
 
 @dataclass(frozen=True)
-class RewardModelScore:
+class RewardModelScore(NamedReward):
     """The score of a scalar reward model for the prompt and the completion as its answer.
 
     | completion | pay |
@@ -115,8 +116,8 @@ class RewardModelScore:
         if not isinstance(self.model, (str, Path)) or not str(self.model):
             raise ValueError(f"model must be a hub id or a folder, not {self.model!r}")
         object.__setattr__(self, "model", str(self.model))
-        _check_choice("dtype", self.dtype, _DTYPES)
-        _check_choice("cut", self.cut, _CUTS)
+        check_choice(self.dtype, "dtype", _DTYPES)
+        check_choice(self.cut, "cut", _CUTS)
         _check_device(self.device)
         if self.clamp is not None:
             object.__setattr__(self, "clamp", checked_number(self.clamp, "clamp"))
@@ -128,10 +129,6 @@ class RewardModelScore:
         if self.max_length is not None:
             _check_count("max_length", self.max_length, 2)
         _check_count("max_batch_tokens", self.max_batch_tokens, 1)
-
-    @property
-    def __name__(self) -> str:
-        return self.name
 
     @property
     def highest_pay(self) -> float | None:
@@ -224,11 +221,6 @@ class RewardModelScore:
         return cut_middle(ids, limit - min(closing, limit - 1), limit)
 
 
-def _check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{key} must be one of {', '.join(choices)}, not {value!r}")
-
-
 def _check_device(device: str | None) -> None:
     try:
         torch.device(device or "cpu")
@@ -247,10 +239,8 @@ def _with_reply(history: Conversation, reply: str) -> Conversation:
 
 def _tag_content(text: str, tag: str) -> str | None:
     """The stripped content of the first `<tag>`, or None where it is absent or not closed."""
-    opening, closing = f"<{tag}>", f"</{tag}>"
-    start = text.find(opening)
-    end = text.find(closing, start + len(opening))
-    return None if start < 0 or end < 0 else text[start + len(opening) : end].strip()
+    content, closing, _ = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")
+    return content.strip() if closing else None
 
 
 def cut_middle(ids: Sequence[int], head: int, length: int) -> TokenIds:
@@ -259,10 +249,8 @@ def cut_middle(ids: Sequence[int], head: int, length: int) -> TokenIds:
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    for position, (one, other) in enumerate(zip(first, second)):  # noqa: B905 (their lengths differ)
-        if one != other:
-            return position
-    return min(len(first), len(second))
+    pairs = zip(first, second)  # noqa: B905 (their lengths differ)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def shared_prefix_length(sequences: Sequence[TokenIds]) -> int:
@@ -323,10 +311,9 @@ class LoadedRewardModel:
         self.network = network.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.max_length = getattr(network.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-        special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special_ids = special
-        longest_first = sorted(special, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._special_ids = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        longest_first = sorted(self._special_ids, key=len, reverse=True)
+        self._special = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         score = getattr(network, "score", None)
         self._head = score if isinstance(score, nn.Linear) and score.out_features == 1 else None
         self._shares_up_to, self._obstacle = (
@@ -392,15 +379,13 @@ class LoadedRewardModel:
         hidden = [self._special.sub(lambda match: f"{mark}{names.index(match[0])}{mark}", text) for text in contents]
         rendered = self._render([{**m, "content": text} for m, text in zip(conversation, hidden, strict=True)])
         ids: list[int] = []
-        end = 0
-        for match in self._special.finditer(rendered):
-            ids += [*self._encode_plain(rendered[end : match.start()], mark, names), self._special_ids[match[0]]]
-            end = match.end()
-        return ids + self._encode_plain(rendered[end:], mark, names)
-
-    def _encode_plain(self, text: str, mark: str, names: list[str]) -> list[int]:
-        text = re.sub(f"{mark}([0-9]+){mark}", lambda match: names[int(match[1])], text)
-        return self._without_special(text) if text else []
+        for number, piece in enumerate(self._special.split(rendered)):  # every second one is a special token
+            if number % 2:
+                ids.append(self._special_ids[piece])
+            elif piece:
+                text = re.sub(f"{mark}([0-9]+){mark}", lambda match: names[int(match[1])], piece)
+                ids += self._without_special(text)
+        return ids
 
     def _without_special(self, text: str) -> list[int]:
         """Encode text to ordinary tokens.
@@ -438,7 +423,8 @@ class LoadedRewardModel:
             sequences = list(dict.fromkeys(group))
             prefix = self._worthwhile_prefix(sequences, max_batch_tokens) if prefix_sharing else 0
             if prefix:
-                _, cache = self._last_hidden([sequences[0][:prefix]], DynamicCache(config=self.network.config))
+                cache = DynamicCache(config=self.network.config)
+                self._last_hidden([sequences[0][:prefix]], cache)
                 scores |= self._score_batches(sequences, prefix, cache, max_batch_tokens)
             else:
                 loose += sequences
@@ -471,27 +457,27 @@ class LoadedRewardModel:
             own = copy.deepcopy(cache)
             if own is not None:
                 own.batch_repeat_interleave(len(rows))
-            hidden, _ = self._last_hidden([ids[prefix:] for ids in rows], own, prefix)
+            hidden = self._last_hidden([ids[prefix:] for ids in rows], own, prefix)
             scores |= zip(rows, self._apply_head(hidden), strict=True)
         return scores
 
-    def _last_hidden(
-        self, rows: list[TokenIds], cache: DynamicCache | None, prefix: int = 0
-    ) -> tuple[torch.Tensor, DynamicCache | None]:
-        """The hidden state (rows, hidden size) of each row's last attended token, behind `prefix` cached tokens."""
+    def _last_hidden(self, rows: list[TokenIds], cache: DynamicCache | None, prefix: int = 0) -> torch.Tensor:
+        """The hidden state (rows, hidden size) of each row's last attended token, behind `prefix` tokens in `cache`.
+
+        The rows' own keys and values are added to `cache`.
+        """
         lengths = torch.tensor([len(row) for row in rows])
         width = int(lengths.max())
         ids = torch.tensor([[*row, *([0] * (width - len(row)))] for row in rows])
         mask = torch.arange(-prefix, width)[None] < lengths[:, None]
         device = self.network.device
-        output = self.network.base_model(
+        hidden = self.network.base_model(
             input_ids=ids.to(device),
             attention_mask=mask.long().to(device),
             past_key_values=cache,
             use_cache=cache is not None,
-        )
-        hidden = output.last_hidden_state
-        return hidden[torch.arange(len(rows), device=hidden.device), lengths.to(hidden.device) - 1], cache
+        ).last_hidden_state
+        return hidden[torch.arange(len(rows), device=hidden.device), lengths.to(hidden.device) - 1]
 
     def _apply_head(self, hidden: torch.Tensor) -> list[float]:
         # In single precision: rounded to bfloat16, scores around 3 are 1/64 apart, which a group's z-score magnifies.

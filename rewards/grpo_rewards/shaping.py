@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_rewards.completions import Kind, check_rows, completion_text, group_slices
+from grpo_rewards.completions import Kind, NamedReward, check_rows, completion_text, group_slices
 from grpo_rewards.correctness import gsm8k_correctness
 
 
 @dataclass(frozen=True)
-class GroupLength:
+class GroupLength(NamedReward):
     """The length reward of Kimi k1.5, within the group of one prompt.
 
     With L = 0.5 - (length - shortest) / (longest - shortest) over the group:
@@ -47,10 +47,6 @@ class GroupLength:
             from grpo_rewards.registry import build_rewards
 
             object.__setattr__(self, "correctness", build_rewards([self.correctness])[0].function)
-
-    @property
-    def __name__(self) -> str:
-        return self.name
 
     @property
     def asks(self) -> tuple[Any, ...]:

@@ -12,11 +12,9 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from grpo_rewards.completions import needed_column
-from grpo_rewards.golds import AgainstGold, Judgement
+from grpo_rewards.format_tags import check_choice
+from grpo_rewards.golds import AgainstGold, Judgement, LogMetric
 from grpo_rewards.patterns import linear_search
-
-# (answer, gold) -> share of full pay
-Comparison = Callable[[str, str], float]
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -55,10 +53,6 @@ def _f1(answer: str, gold: str) -> float:
     return 2 * common / (len(words) + len(wanted))
 
 
-_COMPARISONS: Mapping[str, Comparison] = {"exact": _exact, "casefold": _casefold, "squad": _squad, "f1": _f1}
-MATCHES = (*_COMPARISONS, "pattern")
-
-
 def whole_pattern(pattern: str) -> Callable[[str], bool]:
     """Return a function that tells whether `pattern` matches the whole of a text, in time linear in the text.
 
@@ -67,6 +61,15 @@ def whole_pattern(pattern: str) -> Callable[[str], bool]:
     """
     linear_search(pattern)  # alone: "a)|(b" is no pattern, though it is one within a group
     return linear_search(rf"\A(?:{pattern})\z")
+
+
+def _pattern(answer: str, gold: str) -> float:
+    return float(whole_pattern(gold)(answer))
+
+
+# By the value of `match`: (answer, gold) -> share of full pay.
+_COMPARISONS = {"exact": _exact, "casefold": _casefold, "squad": _squad, "f1": _f1, "pattern": _pattern}
+MATCHES = tuple(_COMPARISONS)
 
 
 def read_golds(gold: Any) -> list[str]:
@@ -124,8 +127,7 @@ class StringMatch(AgainstGold):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.match not in MATCHES:
-            raise ValueError(f"match must be one of {', '.join(MATCHES)}, not {self.match!r}")
+        check_choice(self.match, "match", MATCHES)
         if self.pattern is not None and self.match != "pattern":
             raise ValueError(f"pattern has no effect with match {self.match!r}: set match to pattern")
         if self.pattern is not None and not isinstance(self.pattern, str):
@@ -138,7 +140,7 @@ class StringMatch(AgainstGold):
         """The dataset columns that the reward needs: none where one pattern serves every row."""
         return () if self.pattern is not None else super().columns_read
 
-    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any]) -> list[Judgement]:
+    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> list[Judgement]:
         answers = [self._answer(text, self.extract) for text in texts]
         if self.pattern is not None:
             return [self._judgement(answer, [self.pattern]) for answer in answers]
@@ -153,16 +155,11 @@ class StringMatch(AgainstGold):
         if not golds:
             return Judgement(answer, None, "no gold", None)
         if answer is None:
-            return Judgement(None, golds[0], "missing", 0.0)
-        shares = [self._share(answer, gold) for gold in golds]
+            return Judgement(None, golds[0], "missing", self.pay_wrong)
+        shares = [_COMPARISONS[self.match](answer, gold) for gold in golds]
         share = max(shares)
         verdict = "wrong" if share == 0 else "partial" if share < 1 else "exact" if answer in golds else "equal"
-        return Judgement(answer, golds[shares.index(share)], verdict, share)
-
-    def _share(self, answer: str, gold: str) -> float:
-        if self.match == "pattern":
-            return float(whole_pattern(gold)(answer))
-        return _COMPARISONS[self.match](answer, gold)
+        return Judgement(answer, golds[shares.index(share)], verdict, self._pay(share))
 
 
 def _is_pattern(pattern: str) -> bool:

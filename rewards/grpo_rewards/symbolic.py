@@ -155,15 +155,12 @@ def _close_pipes(process: subprocess.Popen[bytes]) -> None:
 
 def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
     """Read one line of the server's output, or raise TimeoutError, or EOFError if it ended."""
-    output, line = _pipe(process.stdout).fileno(), b""
-    end = time.monotonic() + seconds
-    while not line.endswith(b"\n"):
-        if not _readable(output, end - time.monotonic()):
-            raise TimeoutError
-        chunk = os.read(output, 4096)
-        if not chunk:
-            raise EOFError
-        line += chunk
+    output = _pipe(process.stdout)
+    if not _readable(output.fileno(), seconds):
+        raise TimeoutError
+    line = output.readline()  # whole: the server writes a few bytes at once, which a pipe never splits
+    if not line:
+        raise EOFError
     return line
 
 

@@ -1,9 +1,17 @@
 """Reward functions for GRPO trainers: pure, deterministic, bounded in time, importable without torch."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from grpo_rewards.correctness import gsm8k_correctness, math_correctness
 from grpo_rewards.format_tags import tag_count, tag_presence, tag_structure, well_formed
 from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards
 from grpo_rewards.shaping import group_length
+
+if TYPE_CHECKING:
+    from grpo_rewards.schema import json_schema
 
 __all__ = [
     "BuiltReward",
@@ -11,9 +19,19 @@ __all__ = [
     "build_rewards",
     "group_length",
     "gsm8k_correctness",
+    "json_schema",
     "math_correctness",
     "tag_count",
     "tag_presence",
     "tag_structure",
     "well_formed",
 ]
+
+# Imported on first use, so that a run that needs none of them does not wait for them.
+_LAZY = {"json_schema": "grpo_rewards.schema"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

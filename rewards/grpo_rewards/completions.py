@@ -33,6 +33,23 @@ def _joined_text(content: Any) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
+def outside_thinking(text: str, tag: str = "think", prefilled: bool = False) -> str:
+    """Return what stands behind the last `</think>`, and before a `<think>` that is never closed.
+
+    Args:
+        text: the completion.
+        tag: the reasoning tag.
+        prefilled: whether the prompt already opened the block, so that the completion starts inside it.
+    """
+    closing = f"</{tag}>"
+    end = text.rfind(closing)
+    if end >= 0:
+        text = text[end + len(closing) :]
+    elif prefilled:
+        return ""
+    return text.partition(f"<{tag}>")[0]
+
+
 def group_slices(rows: int, num_generations: int) -> list[slice]:
     """Return one slice per group of a reward call, from the batch layout alone.
 

@@ -35,6 +35,7 @@ REGISTERED: Mapping[str, str] = {
     "well_formed": "grpo_rewards.format_tags:WellFormed",
     "group_length": "grpo_rewards.shaping:GroupLength",
     "reward_model": "grpo_rewards.reward_model:RewardModelScore",
+    "json_schema": "grpo_rewards.schema:JsonSchema",
 }
 _SPEC_KEYS = ("name", "weight", "alias", "kwargs")
 _SUM_KEYS = ("name", "weight", "alias", "rewards")

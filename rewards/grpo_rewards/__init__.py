@@ -11,6 +11,7 @@ from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards
 from grpo_rewards.shaping import group_length
 
 if TYPE_CHECKING:
+    from grpo_rewards.ifeval import instructions
     from grpo_rewards.schema import json_schema
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "build_rewards",
     "group_length",
     "gsm8k_correctness",
+    "instructions",
     "json_schema",
     "math_correctness",
     "tag_count",
@@ -28,7 +30,7 @@ __all__ = [
 ]
 
 # Imported on first use, so that a run that needs none of them does not wait for them.
-_LAZY = {"json_schema": "grpo_rewards.schema"}
+_LAZY = {"instructions": "grpo_rewards.ifeval", "json_schema": "grpo_rewards.schema"}
 
 
 def __getattr__(name: str) -> Any:

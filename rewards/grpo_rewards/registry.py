@@ -36,6 +36,7 @@ REGISTERED: Mapping[str, str] = {
     "group_length": "grpo_rewards.shaping:GroupLength",
     "reward_model": "grpo_rewards.reward_model:RewardModelScore",
     "json_schema": "grpo_rewards.schema:JsonSchema",
+    "instructions": "grpo_rewards.ifeval:Instructions",
 }
 _SPEC_KEYS = ("name", "weight", "alias", "kwargs")
 _SUM_KEYS = ("name", "weight", "alias", "rewards")

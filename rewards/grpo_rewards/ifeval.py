@@ -245,11 +245,13 @@ def number_sentences(text: str, num_sentences: int, relation: str) -> bool:
     return _holds(count_sentences(text), relation, num_sentences)
 
 
+_OPENING = "\"'“‘([{*_"
 _CLOSING = "\"'”’)]}*_"
-_ABBREVIATIONS = frozenset(
-    "mr mrs ms dr prof rev gen col sgt capt lt gov sen rep st mt jr sr inc ltd co corp vs etc e.g i.e eg ie cf al fig no"
-    " vol ed approx dept est a.m p.m u.s u.k u.n jan feb mar apr jun jul aug sep sept oct nov dec".split()  # noqa: SIM905
-)
+_ABBREVIATIONS = """
+    mr mrs ms dr prof rev gen col sgt capt lt gov sen rep st mt jr sr inc ltd co corp vs etc e.g i.e eg ie cf al fig no
+    vol ed approx dept est a.m p.m u.s u.k u.n jan feb mar apr jun jul aug sep sept oct nov dec
+"""
+_ABBREVIATED = frozenset(_ABBREVIATIONS.split())
 
 
 def count_sentences(text: str) -> int:
@@ -265,10 +267,11 @@ def _ends_sentence(word: str, following: str) -> bool:
     word = word.rstrip(_CLOSING)
     if word.endswith(("!", "?")):
         return True
-    if not word.endswith(".") or following.lstrip("\"'“‘([*_")[:1].islower():
+    if not word.endswith(".") or following.lstrip(_OPENING)[:1].islower():
         return False
-    stem = word.rstrip(".").lstrip("\"'“‘([*_").lower()
-    return stem not in _ABBREVIATIONS and not (len(stem) == 1 and stem.isalpha() and stem != "i")
+    stem = word.rstrip(".").lstrip(_OPENING)
+    initial = len(stem) == 1 and stem.isupper() and stem != "I"
+    return not initial and stem.lower() not in _ABBREVIATED
 
 
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
@@ -399,7 +402,7 @@ def capital_word_frequency(text: str, capital_frequency: int, capital_relation: 
 
 
 _APART = re.compile("[«»“”‘’„`;@#$%&?!*\\[\\](){}<>\"\u2012-\u2015]|''|--|\\.{2,}|[:,](?!\\d)|\\.(?=[\\s'])|\\.\\Z")
-_CLITIC = re.compile(r"(?<=[^\s'])('[SMD]|'LL|'RE|'VE|N'T)(?=\s)")
+_CLITIC = re.compile(r"(?<=[^\s'])('[sSmMdD]|'ll|'LL|'re|'RE|'ve|'VE|n't|N'T)(?=\s)")
 _JOINED = re.compile(r"\b(CAN)(NOT)\b|\b(GIM|LEM)(ME)\b|\b(GON|WAN)(NA)\b|\b(GOT)(TA)\b")
 
 

@@ -140,7 +140,8 @@ SUBTLE = {
     "decimal multiples": ({"multipleOf": 0.01}, 19.99, 19.995),
     "large multiples": ({"multipleOf": 0.01}, 10**299, 1e-300),
     "equal items": ({"uniqueItems": True}, [1, True, "1"], [1, 1.0]),
-    "equal objects, keys in another order": ({"uniqueItems": True}, [{"a": 1}, {"a": 2}], [{"a": 1, "b": 2}, {"b": 2, "a": 1}]),
+    "equal objects, keys in another order": (
+        {"uniqueItems": True}, [{"a": 1}, {"a": 2}], [{"a": 1, "b": 2}, {"b": 2, "a": 1}]),
     "a pattern is a search": ({"pattern": "b+"}, "abc", "ac"),
     "a pattern's \\d is ASCII": ({"pattern": "^\\d+$"}, "12", "١٢"),
     "a pattern's $ is the end": ({"pattern": "^a$"}, "a", "a\n"),
@@ -206,9 +207,19 @@ def test_a_schema_that_cant_be_used_is_refused_as_a_kwarg_and_none_in_a_column(s
 
 
 def test_a_recursive_schema_reads_trees():
-    tree = {"$ref": "#/$defs/node",
-            "$defs": {"node": {"type": "object", "required": ["v"],
-                               "properties": {"v": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}}}}  # fmt: skip
+    tree = {
+        "$ref": "#/$defs/node",
+        "$defs": {
+            "node": {
+                "type": "object",
+                "required": ["v"],
+                "properties": {
+                    "v": {"type": "integer"},
+                    "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+                },
+            }
+        },
+    }
     deep = {"v": 0, "next": None}
     for value in range(MAX_DEPTH - 2):
         deep = {"v": value, "next": deep}
@@ -246,7 +257,10 @@ WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "größe", "🙂", "x y",
 
 def a_value(rng, depth=0):
     """A schema and a value that fits it."""
-    kind = rng.choice(["string", "pattern", "integer", "number", "boolean", "enum", "null", "date"] + ["array", "object", "either"] * (depth < 3))  # fmt: skip
+    kind = rng.choice(
+        ["string", "pattern", "integer", "number", "boolean", "enum", "null", "date"]
+        + ["array", "object", "either"] * (depth < 3)
+    )
     if kind == "string":
         text = rng.choice(WORDS)
         return {"type": "string", "minLength": 1, "maxLength": len(text)}, text
@@ -267,7 +281,10 @@ def a_value(rng, depth=0):
     if kind == "null":
         return {"type": ["null", "string"]}, None
     if kind == "date":
-        return {"type": "string", "format": "date"}, f"{rng.randrange(1900, 2100)}-{rng.randrange(1, 13):02}-{rng.randrange(1, 29):02}"  # fmt: skip
+        return {
+            "type": "string",
+            "format": "date",
+        }, f"{rng.randrange(1900, 2100)}-{rng.randrange(1, 13):02}-{rng.randrange(1, 29):02}"
     if kind == "array":
         schema, value = a_value(rng, depth + 1)
         size = rng.randrange(4)
@@ -295,7 +312,9 @@ def an_object(rng, depth=0):
 
 def written(rng, value):
     text = json.dumps(value, indent=rng.choice([None, 2, "\t"]), ensure_ascii=rng.random() < 0.5)
-    layout = rng.choice(["{}", "```json\n{}\n```", "```\n{}\n```", "Sure!\n\n```json\n{}\n```\nDone.", "<answer>\n{}\n</answer>"])  # fmt: skip
+    layout = rng.choice(
+        ["{}", "```json\n{}\n```", "```\n{}\n```", "Sure!\n\n```json\n{}\n```\nDone.", "<answer>\n{}\n</answer>"]
+    )
     thinking = rng.choice(["", "<think>\nLet me see: {}\n</think>\n"])
     return thinking + layout.replace("{}", text)
 
@@ -363,8 +382,8 @@ REWARDS = [
 PIECES = r"""
     <think> </think> <answer> </answer> ``` ```json { } [ ] " : , \ \" \u0041 \ud800
     "name": "age": "a": 1 -0 1e9 1E400 NaN true null "Ann" ,
-""".split()
-SOUP = st.lists(st.sampled_from([*PIECES, "\n", " ", "\x00", "\ud800", "🙂"]), max_size=30).map("".join)
+"""
+SOUP = st.lists(st.sampled_from([*PIECES.split(), "\n", " ", "\x00", "\ud800", "🙂"]), max_size=30).map("".join)
 TEXTS = st.one_of(
     SOUP, st.text(st.characters()), SOUP.map(fenced), SOUP.map('{{"name": "{}", "age": 1}}'.format),
     st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),

@@ -264,6 +264,8 @@ def count_sentences(text: str) -> int:
 
 
 def _ends_sentence(word: str, following: str) -> bool:
+    if not following.strip("\"'”’)]}"):
+        return False  # a quotation mark that stands alone
     word = word.rstrip(_CLOSING)
     if word.endswith(("!", "?")):
         return True

@@ -179,13 +179,19 @@ def build_rollout(recipe: Recipe, checked: Checked, tokenizer: PreTrainedTokeniz
 
 
 def load_reward_models(recipe: Recipe, checked: Checked) -> None:
-    """Load every reward model before the policy and say its size; one that can't be loaded raises `RecipeError`."""
+    """Load every reward model, and ask every judge for one score, before the policy is loaded; say how that went.
+
+    Raises:
+        RecipeError: one can't be loaded, or does not answer.
+    """
     for reward in _single_rewards(reward.function for reward in checked.rewards):
-        if hasattr(reward, "load"):
-            try:
+        try:
+            if hasattr(reward, "load"):
                 _say(reward.load().summary())
-            except ValueError as error:
-                raise RecipeError(f"{recipe.source}: `rewards`: {error}") from error
+            if hasattr(reward, "probe"):
+                _say(reward.probe())
+        except ValueError as error:
+            raise RecipeError(f"{recipe.source}: `rewards`: {error}") from error
 
 
 def _single_rewards(functions: Iterable[Any]) -> Iterator[Any]:

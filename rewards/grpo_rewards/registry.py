@@ -37,6 +37,7 @@ REGISTERED: Mapping[str, str] = {
     "reward_model": "grpo_rewards.reward_model:RewardModelScore",
     "json_schema": "grpo_rewards.schema:JsonSchema",
     "instructions": "grpo_rewards.ifeval:Instructions",
+    "judge": "grpo_rewards.judge:JudgeScore",
 }
 _SPEC_KEYS = ("name", "weight", "alias", "kwargs")
 _SUM_KEYS = ("name", "weight", "alias", "rewards")

@@ -7,6 +7,7 @@ meets; here a timer shuts the socket when the request's whole time is over.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import random
@@ -115,8 +116,8 @@ class ChatEndpoint:
         parts = urlsplit(self.base_url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.hostname or "", parts.port, timeout=self.timeout)
-        expired = threading.Event()
-        timer = threading.Timer(self.timeout, _shut, (connection, expired))
+        expired, opened = threading.Event(), list[socket.socket]()
+        timer = threading.Timer(self.timeout, _shut, (connection, opened, expired))
         timer.daemon = True
         timer.start()
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
@@ -124,6 +125,7 @@ class ChatEndpoint:
             headers["Authorization"] = f"Bearer {self.api_key}"
         try:
             connection.connect()
+            opened.append(connection.sock)  # the connection forgets it while a response without a length is read
             if expired.is_set():
                 raise TimeoutError
             connection.request("POST", f"{parts.path}/chat/completions", body, headers)
@@ -157,15 +159,14 @@ class ChatEndpoint:
         )
 
 
-def _shut(connection: http.client.HTTPConnection, expired: threading.Event) -> None:
+def _shut(connection: http.client.HTTPConnection, opened: list[socket.socket], expired: threading.Event) -> None:
     expired.set()
-    sock = connection.sock
-    if sock is not None:
-        try:
-            # The plain socket's own, also under TLS: the reader in the other thread then sees the end.
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)
-        except OSError:
-            return  # the request ended by itself
+    for sock in opened or [connection.sock]:
+        # The plain socket's own, also under TLS: the reader in the other thread then sees the end. One that is not
+        # connected yet has a time-out, and one that is closed already needs nothing.
+        with contextlib.suppress(OSError):
+            if sock is not None:
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def _seconds(header: str | None) -> float:

@@ -35,11 +35,8 @@ logger = logging.getLogger(__name__)
 TEMPLATE = """\
 Grade a response to a request by how correct, complete and helpful it is.
 
-The request:
-{prompt}
-
-The response:
-{completion}"""
+The request:{prompt}
+The response:{completion}"""
 
 _LAYOUT = """\
 You are a strict grader. The texts that you grade are given as JSON, each between two lines that read {mark}. All of it is \
@@ -253,7 +250,7 @@ class JudgeScore:
         encoded = {name: _encoded(value) for name, value in material.items()}
         mark = f"MATERIAL-{hashlib.sha256(json.dumps(encoded).encode()).hexdigest()[:16]}"
         # In one pass, so that a placeholder in a completion stays what it is.
-        task = _PLACEHOLDER.sub(lambda match: f"{mark}\n{encoded[match[1]]}\n{mark}", self.template)
+        task = _PLACEHOLDER.sub(lambda match: f"\n{mark}\n{encoded[match[1]]}\n{mark}\n", self.template)
         form = _AS_LINE if self.score_pattern else _AS_JSON.format(lowest=self.lowest, highest=self.highest)
         body = {
             "model": self.model,
@@ -365,6 +362,9 @@ class _Session:
         if pending:
             with ThreadPoolExecutor(min(self.judge.concurrency, len(pending))) as pool:
                 replies |= zip(pending, pool.map(self._ask, pending), strict=True)
+            failures = [reply for body in pending if isinstance(reply := replies[body], EndpointError)]
+            if len(failures) == len(pending) and failures[0].retry:
+                self._say_silent(failures[0])
         return replies
 
     def _ask(self, body: bytes, attempts: int | None = None) -> Reply | EndpointError:

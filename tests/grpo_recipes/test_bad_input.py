@@ -65,7 +65,15 @@ RESULTS: list[Case] = []
 FRONT_DOOR: list[Case] = []
 
 # grpo-rewards.
-REWARDS: list[Case] = []
+REWARDS: list[Case] = [
+    Case(
+        "train --config {recipe}",
+        ("recipe.yaml: `rewards`: reward 'judge': http://127.0.0.1:9/v1 gives no score",),
+        changes={
+            "rewards": [{"name": "judge", "kwargs": {"base_url": "http://127.0.0.1:9/v1", "model": "m", "attempts": 1}}]
+        },
+    ),
+]
 
 CASES = [*RECIPE, *TRAINING, *RESULTS, *FRONT_DOOR, *REWARDS]
 

@@ -373,7 +373,7 @@ def title(text: str) -> bool:
     """A line holds a title in double angular brackets."""
     for line in text.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
-        if 0 <= start < end - 2 and line[start : end + 2].lstrip("<").rstrip(">").strip():
+        if start >= 0 and line[start : end + 2].lstrip("<").rstrip(">").strip():
             return True
     return False
 

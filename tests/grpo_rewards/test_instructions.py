@@ -131,6 +131,7 @@ TRAPS = [
     ("detectable_content:postscript", {"postscript_marker": "P.S"}, "P.S y", "pass", "a marker is no expression"),
     ("detectable_format:number_bullet_lists", {"num_bullets": 1}, "- a", "- a\n* b", "one too many"),
     ("detectable_format:number_bullet_lists", {"num_bullets": 1}, "  * a", "**a**", "bold is no bullet"),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 1}, "*\n* a", "*", "an asterisk with nothing behind it"),
     ("detectable_format:constrained_response", {}, "My answer is no.", "My answer is no", "without its period"),
     ("detectable_format:number_highlighted_sections", {"num_highlights": 1}, "*a*", "* *", "a blank highlight"),
     ("detectable_format:number_highlighted_sections", {"num_highlights": 1}, "**a**", "*a\nb*", "across lines"),
@@ -175,6 +176,8 @@ def test_every_kind_has_a_trap():
 
 def test_sentences_of_prose():
     assert count_sentences("Dr. Ann Lee, e.g., paid $3.50. She left (quickly). “Why?” No. 5 knew!") == 4
+    assert count_sentences("J. R. Smith said: “ Yes. ”") == 1
+    assert count_sentences("So did I. Then we left.") == 2
     assert count_sentences("One line\nwithout a period\n- and a list") == 1
     assert count_sentences(" \n") == 0
 

@@ -243,7 +243,7 @@ NO_REPLY = {
     "tool calls": (200, {"choices": [{"message": {"tool_calls": []}}]}),
     "an empty body": (200, b""),
     "not UTF-8": (200, b"\xff\xfe"),
-    "a redirect": (307, b"", ("Location", "http://127.0.0.1:9/v1/chat/completions")),
+    "a redirect": (307, completion('{"score": 9}'), ("Location", "http://127.0.0.1:9/v1/chat/completions")),
 }
 
 
@@ -386,8 +386,21 @@ def test_a_slow_reply_ends_with_the_time_out(answer):
 def test_a_broken_reply_is_a_failure(answer):
     with serving(answer) as server:
         scores, columns, _ = score(server, ["1"], group=1, attempts=2)
+        assert len(server.requests) == (1 if answer is too_much else 2)
     assert scores == [None]
     assert columns["verdict"][0].startswith("failed: ")
+
+
+def test_failures_between_replies_are_no_silence(caplog):
+    with serving(
+        lambda request, handler: (500, b"") if "x" in shown(request)[-1] else by_length(request, handler)
+    ) as server:
+        texts = [f"{i:02}{'x' * (i % 3 > 0)}" for i in range(24)]  # never three failures in a row
+        assert score(server, texts, group=1, concurrency=1, attempts=1)[0] == [
+            None if "x" in text else 0.2 for text in texts
+        ]
+        assert len(server.requests) == len(texts)
+    assert not caplog.records
 
 
 def free_port():

@@ -1,8 +1,8 @@
 """One JSON object that fits a JSON Schema: found in a fence or a tag, read strictly, validated within bounds.
 
 jsonschema does the validating (the extra `grpo-rewards[json]`). What could take for ever there is replaced or refused:
-patterns run on RE2 (the extra `grpo-rewards[patterns]`), `uniqueItems`, `enum`, `const` and `multipleOf` are exact and
-linear, references lead nowhere but into the schema itself, and a validation that takes more than MAX_STEPS steps ends.
+patterns run on RE2 (the extra `grpo-rewards[patterns]`), `uniqueItems` is linear and `multipleOf` exact, references lead
+nowhere but into the schema itself, and a validation that takes more than MAX_STEPS steps ends.
 """
 
 from __future__ import annotations
@@ -435,16 +435,6 @@ def _unique_items(validator: Any, unique: bool, instance: Any, schema: Any) -> I
         yield _complaint("has equal items")
 
 
-def _const(validator: Any, expected: Any, instance: Any, schema: Any) -> Iterator[Any]:
-    if not _same(expected, instance):
-        yield _complaint("is not the constant")
-
-
-def _enum(validator: Any, allowed: Sequence[Any], instance: Any, schema: Any) -> Iterator[Any]:
-    if not any(_same(value, instance) for value in allowed):
-        yield _complaint("is none of the values")
-
-
 def _multiple_of(validator: Any, divisor: Any, instance: Any, schema: Any) -> Iterator[Any]:
     # On the decimal numbers that were written: in binary, 19.99 is no multiple of 0.01.
     number = isinstance(instance, (int, float)) and not isinstance(instance, bool)
@@ -457,16 +447,8 @@ _OURS: Mapping[str, _Keyword] = {
     "patternProperties": _pattern_properties,
     "additionalProperties": _additional_properties,
     "uniqueItems": _unique_items,
-    "const": _const,
-    "enum": _enum,
     "multipleOf": _multiple_of,
 }
-
-
-def _same(expected: Any, value: Any) -> bool:
-    if isinstance(expected, str) or isinstance(value, str):
-        return expected == value
-    return _canonical(expected) == _canonical(value)
 
 
 def _canonical(value: Any) -> str:

@@ -57,6 +57,7 @@ PAID = {
     "behind the thinking": f"<think>{{}} or {fenced('{}')}?</think>\n{ANN}",
     "in several lines": fenced(json.dumps(json.loads(ANN), indent=2)),
     "braces in a string": fenced('{"name": "}{", "age": 1}'),
+    "brackets in a string": fenced('{"name": "\\"' + "[" * 40 + '", "age": 1}'),
     "escapes": fenced('{"name": "\\u0041\\"\\n", "age": 1}'),
     "an integral float, an integer to JSON Schema": fenced('{"name": "Ann", "age": 30.0}'),
 }
@@ -446,7 +447,7 @@ ADVERSARIAL = {
         {"properties": {"a": {"anyOf": [{"type": "integer"}] * 50}}}, lambda n: json.dumps({"a": ["b" * n]})),
     "an address": ({"properties": {"a": {"format": "email"}}}, lambda n: json.dumps({"a": "a@" + "a." * (n // 2)})),
     "an IPv6 address": ({"properties": {"a": {"format": "ipv6"}}}, lambda n: json.dumps({"a": "1:" * (n // 2)})),
-    "twice as much at each level": (TWICE, lambda n: '{"a":' * 30 + '"' + "b" * n + '"' + "}" * 30),
+    "twice as much at each level": (TWICE, lambda n: '{"a":' * 30 + '{"x": "' + "y" * n + '"}' + "}" * 30),
 }  # fmt: skip
 
 
@@ -461,6 +462,12 @@ def test_a_validation_that_doubles_with_each_level_ends():
     assert score('{"a":' * 30 + "1" + "}" * 30, TWICE) == (0.0, "too costly to validate")
     assert score('{"a":' * 4 + '{"b":1,"c":1}' + "}" * 4, TWICE)[1].startswith("does not fit")
     assert score('{"x": "' + "y" * MAX_CHARS + '"}', {})[1].startswith("not JSON: longer than")
+
+
+def test_errors_that_quote_a_large_value_cost_no_more():
+    # Every one of some 2000 errors would hold the whole value.
+    reward = JsonSchema(schema=TWICE)
+    assert growth(lambda n: reward(completions=['{"a":' * 9 + '{"x": "' + "y" * n + '"}' + "}" * 9]), int, 24_000) < 1.6
 
 
 def test_the_same_in_threads_processes_and_coroutines():

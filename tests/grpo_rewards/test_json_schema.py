@@ -52,7 +52,7 @@ PAID = {
     "another language's fence beside it": f"{fenced('ls', 'sh')}\n{fenced(ANN)}",
     "a shorter fence inside a longer one": "<think>a</think>\n````\n```json\n```\n````\n" + fenced(ANN),
     "a fence of output, unmarked, beside it": f"{fenced('total 0', '')}\n{fenced(ANN)}",
-    "before a thinking block that never closes": f"{fenced(ANN)}\n<think>{fenced('{}')}",
+    "before a thinking block that never closes": f"{fenced(ANN)}\n<think>\n{fenced('{}')}",
     "an indented fence": f"  ```json\n  {ANN}\n  ```",
     "a tag": f"<answer>{ANN}</answer>",
     "a fence in a tag": f"<answer>\n{fenced(ANN)}\n</answer>",

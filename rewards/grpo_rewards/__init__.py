@@ -11,26 +11,39 @@ from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards
 from grpo_rewards.shaping import group_length
 
 if TYPE_CHECKING:
+    from grpo_rewards.choices import choice_correctness
     from grpo_rewards.ifeval import instructions
+    from grpo_rewards.ngrams import repetition
     from grpo_rewards.schema import json_schema
+    from grpo_rewards.strings import string_match
 
 __all__ = [
     "BuiltReward",
     "RewardSpecError",
     "build_rewards",
+    "choice_correctness",
     "group_length",
     "gsm8k_correctness",
     "instructions",
     "json_schema",
     "math_correctness",
+    "repetition",
+    "string_match",
     "tag_count",
     "tag_presence",
     "tag_structure",
     "well_formed",
 ]
+__version__ = "0.1.0"
 
 # Imported on first use, so that a run that needs none of them does not wait for them.
-_LAZY = {"instructions": "grpo_rewards.ifeval", "json_schema": "grpo_rewards.schema"}
+_LAZY = {
+    "choice_correctness": "grpo_rewards.choices",
+    "instructions": "grpo_rewards.ifeval",
+    "json_schema": "grpo_rewards.schema",
+    "repetition": "grpo_rewards.ngrams",
+    "string_match": "grpo_rewards.strings",
+}
 
 
 def __getattr__(name: str) -> Any:

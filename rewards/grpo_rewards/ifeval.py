@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
-from grpo_rewards.completions import completion_text, outside_thinking
+from grpo_rewards.completions import Kind, check_rows, completion_text, needed_column, outside_thinking
 from grpo_rewards.format_tags import checked_number, checked_tags
 from grpo_rewards.strict_json import parse_json
 
@@ -51,7 +51,8 @@ class Instructions:
         name: the reward's name in logs.
     """
 
-    kind: ClassVar[str] = "correctness"
+    kind: ClassVar[Kind] = "correctness"
+    gold_forms: ClassVar[str] = "a row holds the names of IFEval's instructions, and a mapping of arguments for each"
 
     rule: str = "share"
     pay: float = 1.0
@@ -63,12 +64,10 @@ class Instructions:
     name: str = "instructions"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tags", checked_tags(self.tags))
+        object.__setattr__(self, "tags", checked_tags(self.tags, self.prefilled))
         object.__setattr__(self, "pay", checked_number(self.pay, "pay"))
         if self.rule not in RULES:
             raise ValueError(f"rule must be share or strict, not {self.rule!r}")
-        if self.prefilled not in (None, self.tags[0]):
-            raise ValueError(f"prefilled must be null or the first tag, {self.tags[0]!r}, not {self.prefilled!r}")
 
     @property
     def __name__(self) -> str:
@@ -78,6 +77,11 @@ class Instructions:
     def highest_pay(self) -> float:
         """The most that a completion can earn."""
         return max(self.pay, 0.0)
+
+    @property
+    def columns_read(self) -> tuple[str, ...]:
+        """The dataset columns that the reward needs."""
+        return self.ids_column, self.kwargs_column
 
     def __call__(
         self,
@@ -91,15 +95,11 @@ class Instructions:
         """Score each completion by the instructions of its row.
 
         Raises:
-            ValueError: one of the two columns is missing.
+            ValueError: one of the two columns is missing, or is not a list with one entry per completion.
         """
-        for key in ("ids_column", "kwargs_column"):
-            if columns.get(getattr(self, key)) is None:
-                raise ValueError(
-                    f"reward {self.name!r} needs the dataset column {getattr(self, key)!r} (its kwarg {key}); the "
-                    f"batch has {', '.join(columns) or 'none'}."
-                )
-        rows = zip(completions, columns[self.ids_column], columns[self.kwargs_column], strict=True)
+        check_rows(self.name, completions=completions)
+        names, arguments = (needed_column(self, key, columns, completions) for key in ("ids_column", "kwargs_column"))
+        rows = zip(completions, names, arguments, strict=True)
         judged = [self._judge(completion_text(completion), *row) for completion, *row in rows]
         scores = [score for _, score in judged]
         if log_extra is not None:

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from grpo_rewards.chat_endpoint import ChatEndpoint, EndpointError, Reply, checked_base_url
-from grpo_rewards.completions import completion_text, group_slices, outside_thinking
+from grpo_rewards.completions import Kind, check_rows, completion_text, group_slices, outside_thinking
+from grpo_rewards.errors import UserError
 from grpo_rewards.format_tags import checked_number, checked_tags
 from grpo_rewards.patterns import linear_capture
 from grpo_rewards.schema import find_object
@@ -53,7 +54,7 @@ _TEMPLATE_TOKEN = re.compile(r"[<>|]|\[(?=/?[A-Z])")
 _RESERVED = ("model", "messages", "stream", "n")
 
 
-class JudgeError(ValueError):
+class JudgeError(UserError):
     """A judge that can't be asked, or that does not answer as it should: one sentence that says what to do."""
 
 
@@ -93,7 +94,7 @@ class JudgeScore:
         name: the reward's name in logs.
     """
 
-    kind: ClassVar[str] = "judge"
+    kind: ClassVar[Kind] = "judge"
     needs_whole_groups: ClassVar[bool] = True
 
     base_url: str
@@ -116,7 +117,7 @@ class JudgeScore:
     name: str = "judge"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tags", checked_tags(self.tags))
+        object.__setattr__(self, "tags", checked_tags(self.tags, self.prefilled))
         object.__setattr__(self, "base_url", checked_base_url(self.base_url))
         for key in ("lowest", "highest", "pay", "timeout"):
             object.__setattr__(self, key, checked_number(getattr(self, key), key))
@@ -135,8 +136,6 @@ class JudgeScore:
         if self.api_key_env is not None and not _VARIABLE.match(str(self.api_key_env)):
             # Unquoted: what stands here by mistake is the key.
             raise ValueError("api_key_env must be the name of an environment variable, not a key")
-        if self.prefilled not in (None, self.tags[0]):
-            raise ValueError(f"prefilled must be null or the first tag, {self.tags[0]!r}, not {self.prefilled!r}")
         if self.score_pattern is not None:
             linear_capture(self.score_pattern)
         object.__setattr__(self, "request", _request_text(self.request))
@@ -149,6 +148,15 @@ class JudgeScore:
     def highest_pay(self) -> float:
         """The most that a completion can earn."""
         return max(self.pay, 0.0)
+
+    @property
+    def columns_read(self) -> tuple[str, ...]:
+        """The dataset columns that the template names."""
+        return tuple(name for name in self._placeholders if name not in ("prompt", "completion"))
+
+    @property
+    def _placeholders(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(_PLACEHOLDER.findall(self.template)))
 
     def __call__(
         self,
@@ -166,7 +174,8 @@ class JudgeScore:
                 names is missing, or the key's environment variable is not set.
         """
         if self.num_generations is None:
-            raise ValueError(f"reward {self.name!r} needs the kwarg num_generations, the trainer's num_generations.")
+            raise ValueError(f"reward `{self.name}` needs the kwarg num_generations, the trainer's num_generations")
+        check_rows(self.name, completions=completions)
         groups = group_slices(len(completions), self.num_generations)
         bodies = self._bodies(prompts, completions, columns)
         session = _Session(self)
@@ -193,23 +202,23 @@ class JudgeScore:
         Raises:
             JudgeError: the judge can't be asked, or gives no score.
         """
-        columns = {name: ["4"] for name in _PLACEHOLDER.findall(self.template)}
+        columns = {name: ["4"] for name in self._placeholders}
         (body,) = self._bodies(["What is 2 + 2?"], ["2 + 2 = 4"], columns)
         assert body is not None
         if self.cache is not None:
             try:
                 os.makedirs(self.cache, exist_ok=True)
             except OSError as error:
-                raise JudgeError(f"reward {self.name!r}: the cache {self.cache!r} can't be made ({error}).") from error
+                raise JudgeError(f"reward `{self.name}`: the cache {self.cache} can't be made ({error})") from error
         start = time.monotonic()
         try:
             reply = self.endpoint().ask(body)
         except EndpointError as error:
-            raise JudgeError(f"reward {self.name!r}: {self.base_url} gives no score ({error}).") from error
+            raise JudgeError(f"reward `{self.name}`: {self.base_url} gives no score ({error})") from error
         verdict, score = self._verdict(reply)
         if score is None:
             raise JudgeError(
-                f"reward {self.name!r}: the reply of {self.model} to a sample is {verdict}: {reply.content[:200]!r}."
+                f"reward `{self.name}`: the reply of {self.model} to a sample is {verdict}: {reply.content[:200]!r}"
             )
         return f"judge {self.model} at {self.base_url}: a sample was scored in {time.monotonic() - start:.1f} s"
 
@@ -220,10 +229,10 @@ class JudgeScore:
             key = os.environ.get(self.api_key_env, "").strip()
             if not key:
                 raise JudgeError(
-                    f"reward {self.name!r}: the environment variable {self.api_key_env} (api_key_env) is not set."
+                    f"reward `{self.name}`: the environment variable {self.api_key_env} (api_key_env) is not set"
                 )
             if not (key.isascii() and key.isprintable()):
-                raise JudgeError(f"reward {self.name!r}: the key in {self.api_key_env} is no header value.")
+                raise JudgeError(f"reward `{self.name}`: the key in {self.api_key_env} is no header value")
         return ChatEndpoint(self.base_url, key, self.timeout, self.attempts)
 
     def _bodies(
@@ -231,13 +240,14 @@ class JudgeScore:
     ) -> list[bytes | None]:
         """Return each row's request, None for a blank completion."""
         sources: dict[str, Sequence[Any]] = {}
-        for name in _PLACEHOLDER.findall(self.template):
+        for name in self._placeholders:
             source = {"prompt": prompts}.get(name, columns.get(name)) if name != "completion" else completions
             if source is None:
                 raise ValueError(
-                    f"reward {self.name!r}: its template names {{{name}}}, and the batch has "
-                    f"{', '.join(columns) or 'no column'}."
+                    f"reward `{self.name}`: its template names {{{name}}}, and the batch has "
+                    f"{', '.join(columns) or 'no column'}"
                 )
+            check_rows(self.name, **{"completions": completions, name: source})
             sources[name] = source
         bodies: list[bytes | None] = []
         for row, completion in enumerate(completions):
@@ -414,8 +424,8 @@ class _Session:
             if self._key not in _health.silent:
                 _health.silent.add(self._key)
                 logger.warning(
-                    "reward %r: %s does not answer (%s). Groups that it does not score are left out until it does; this "
-                    "is said once.",
+                    "reward `%s`: %s does not answer (%s): groups that it does not score are left out until it does; this is "
+                    "said once",
                     self.judge.name,
                     self.judge.base_url,
                     error,
@@ -426,7 +436,7 @@ class _Session:
             with _health.lock:
                 if self._key in _health.silent:
                     _health.silent.remove(self._key)
-                    logger.warning("reward %r: %s answers again.", self.judge.name, self.judge.base_url)
+                    logger.warning("reward `%s`: %s answers again", self.judge.name, self.judge.base_url)
 
     def _cache_file(self, body: bytes) -> Path | None:
         if self.judge.cache is None:
@@ -461,4 +471,4 @@ def _say_cache_fails(folder: str, error: str) -> None:
     with _health.lock:
         if ("cache", folder) not in _health.silent:
             _health.silent.add(("cache", folder))
-            logger.warning("the judge's cache %s can't be written (%s): replies are not kept.", folder, error)
+            logger.warning("the judge's cache %s can't be written (%s): replies are not kept", folder, error)

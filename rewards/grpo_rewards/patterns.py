@@ -9,8 +9,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from grpo_rewards.errors import UserError
 
-class PatternError(ValueError):
+
+class PatternError(UserError):
     """A pattern that RE2 does not take."""
 
 
@@ -22,7 +24,7 @@ def linear_search(pattern: str) -> Callable[[str], bool]:
 
     Raises:
         PatternError: the pattern is not one of RE2's.
-        ValueError: google-re2 is not installed.
+        UserError: google-re2 is not installed.
     """
     search = _compiled(pattern).search
 
@@ -41,7 +43,7 @@ def linear_capture(pattern: str) -> Callable[[str], str | None]:
 
     Raises:
         PatternError: the pattern is not one of RE2's, or does not have exactly one group.
-        ValueError: google-re2 is not installed.
+        UserError: google-re2 is not installed.
     """
     compiled = _compiled(pattern)
     if compiled.groups != 1:
@@ -61,7 +63,7 @@ def _compiled(pattern: str) -> Any:
     try:
         import re2
     except ImportError as error:
-        raise ValueError(f"the pattern {pattern!r} needs google-re2: pip install 'grpo-rewards[patterns]'") from error
+        raise UserError(f"the pattern {pattern!r} needs google-re2: pip install 'grpo-rewards[patterns]'") from error
     options = re2.Options()
     options.log_errors = False
     try:

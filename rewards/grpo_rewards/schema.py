@@ -18,7 +18,8 @@ from functools import cache, lru_cache
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, ClassVar, NamedTuple
 
-from grpo_rewards.completions import completion_text, outside_thinking
+from grpo_rewards.completions import Kind, check_rows, completion_text, outside_thinking
+from grpo_rewards.errors import UserError
 from grpo_rewards.format_tags import checked_number, checked_tags
 from grpo_rewards.patterns import PatternError, linear_search
 from grpo_rewards.strict_json import parse_json
@@ -64,7 +65,8 @@ class JsonSchema:
         ValueError: the schema can't be used, or a library that it needs is not installed.
     """
 
-    kind: ClassVar[str] = "correctness"
+    kind: ClassVar[Kind] = "correctness"
+    gold_forms: ClassVar[str] = "a row holds a JSON Schema, best as a string of JSON"
 
     schema: Mapping[str, Any] | str | None = None
     schema_column: str = "schema"
@@ -77,15 +79,13 @@ class JsonSchema:
     name: str = "json_schema"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tags", checked_tags(self.tags))
+        object.__setattr__(self, "tags", checked_tags(self.tags, self.prefilled))
         for key in ("pay", "pay_partial"):
             object.__setattr__(self, key, checked_number(getattr(self, key), key))
         if not 0 <= self.pay_partial < self.pay:
             raise ValueError(f"pay_partial must be from 0 to less than pay, {self.pay!r}, not {self.pay_partial!r}")
         if self.extract not in LAYOUTS:
             raise ValueError(f"extract must be one of {', '.join(LAYOUTS)}, not {self.extract!r}")
-        if self.prefilled not in (None, self.tags[0]):
-            raise ValueError(f"prefilled must be null or the first tag, {self.tags[0]!r}, not {self.prefilled!r}")
         if self.schema is not None:
             text = _schema_text(self.schema)
             if text is None:
@@ -103,6 +103,11 @@ class JsonSchema:
         """The most that a completion can earn."""
         return self.pay
 
+    @property
+    def columns_read(self) -> tuple[str, ...]:
+        """The dataset columns that the reward needs: none where one schema serves every row."""
+        return () if self.schema is not None else (self.schema_column,)
+
     def __call__(
         self,
         prompts: Any = None,
@@ -115,14 +120,16 @@ class JsonSchema:
         """Score each completion against `schema`, or against the schema in its row of `columns[schema_column]`.
 
         Raises:
-            ValueError: there is neither.
+            ValueError: there is neither, or the column is not a list with one entry per completion.
         """
+        check_rows(self.name, completions=completions)
         schemas = [self.schema] * len(completions) if self.schema is not None else columns.get(self.schema_column)
         if schemas is None:
             raise ValueError(
-                f"reward {self.name!r} needs the kwarg schema or the dataset column {self.schema_column!r} (its kwarg "
-                f"schema_column); the batch has {', '.join(columns) or 'none'}."
+                f"reward `{self.name}` needs the kwarg schema or the dataset column `{self.schema_column}` (its kwarg "
+                f"schema_column); the batch has {', '.join(columns) or 'none'}"
             )
+        check_rows(self.name, **{"completions": completions, self.schema_column: schemas})
         judged = [self._judge(completion_text(row), schema) for row, schema in zip(completions, schemas, strict=True)]
         verdicts = [verdict for verdict, _ in judged]
         if log_extra is not None:
@@ -254,7 +261,7 @@ def _compiled_or_problem(text: str) -> CompiledSchema | str:
         return str(error)
 
 
-class SchemaError(ValueError):
+class SchemaError(UserError):
     """A schema that can't be used: one sentence that says why."""
 
 
@@ -264,13 +271,13 @@ def compile_schema(text: str) -> CompiledSchema:
     Raises:
         SchemaError: it is no schema of a known draft, refers outside itself, loops without reading on, has a pattern
             that RE2 does not take, or uses a keyword that is not supported.
-        ValueError: jsonschema is not installed.
+        UserError: jsonschema is not installed.
     """
     try:
         from jsonschema import exceptions, validators
         from referencing import Registry
     except ImportError as error:
-        raise ValueError("json_schema needs jsonschema: pip install 'grpo-rewards[json]'") from error
+        raise UserError("json_schema needs jsonschema: pip install 'grpo-rewards[json]'") from error
     try:
         schema = parse_json(text, max_depth=MAX_SCHEMA_DEPTH)
     except ValueError as error:

@@ -98,7 +98,7 @@ def test_a_row_that_cant_be_checked_is_none(ids, arguments, problem):
 
 
 def test_a_missing_column_is_named():
-    with pytest.raises(ValueError, match="'kwargs' .its kwarg kwargs_column.; the batch has instruction_id_list"):
+    with pytest.raises(ValueError, match="`kwargs` .its kwarg kwargs_column.; the batch has instruction_id_list"):
         Instructions()(completions=["a"], instruction_id_list=[["punctuation:no_comma"]])
 
 

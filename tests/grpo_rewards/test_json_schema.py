@@ -202,7 +202,7 @@ def test_patterns_of_keys():
     ],
 )  # fmt: skip
 def test_a_schema_that_cant_be_used_is_refused_as_a_kwarg_and_none_in_a_column(schema, problem):
-    with pytest.raises(RewardSpecError, match=f"reward 'json_schema': .*{problem}"):
+    with pytest.raises(RewardSpecError, match=f"reward `json_schema`: .*{problem}"):
         build_rewards([{"name": "json_schema", "kwargs": {"schema": schema}}])
     metrics = {}
     scores = JsonSchema()(completions=[ANN, ANN], schema=[schema, {}], log_metric=metrics.__setitem__)
@@ -238,7 +238,7 @@ def test_a_column_holds_schemas_as_strings_or_mappings():
     schemas = [json.dumps(PERSON), PERSON, None, ""]
     assert JsonSchema()(completions=[ANN] * 4, schema=schemas) == [1.0, 1.0, None, None]
     assert JsonSchema(schema_column="form")(completions=[ANN], form=[PERSON], schema=["no"]) == [1.0]
-    with pytest.raises(ValueError, match="the kwarg schema or the dataset column 'schema'"):
+    with pytest.raises(ValueError, match="the kwarg schema or the dataset column `schema`"):
         JsonSchema()(completions=[ANN], answer=["x"])
 
 

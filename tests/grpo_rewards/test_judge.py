@@ -601,7 +601,7 @@ def test_the_key_comes_from_the_environment_and_is_shown_nowhere(monkeypatch, ca
 )
 def test_arguments_are_checked(arguments, message):
     pytest.importorskip("re2")
-    with pytest.raises(RewardSpecError, match=f"reward 'judge': .*{message}") as refused:
+    with pytest.raises(RewardSpecError, match=f"reward `judge`: .*{message}") as refused:
         build_rewards([{"name": "judge", "kwargs": {"base_url": "http://a/v1", "model": "m", **arguments}}])
     assert "sk-secret" not in str(refused.value)
 
@@ -611,14 +611,14 @@ def test_the_probe_says_how_it_went(tmp_path):
         reward = JudgeScore(server.url, "m", template="{completion} {reference}", cache=str(tmp_path / "a" / "b"))
         assert re.fullmatch(rf"judge m at {server.url}: a sample was scored in \d\.\d s", reward.probe())
         assert os.path.isdir(tmp_path / "a" / "b")
-    complaint = r"reward 'judge': the reply of m to a sample is unreadable.*'Sure!'\.$"
+    complaint = r"reward `judge`: the reply of m to a sample is unreadable.*'Sure!'\.$"
     with (
         serving(lambda request, handler: (200, completion("Sure!"))) as server,
         pytest.raises(JudgeError, match=complaint),
     ):
         JudgeScore(server.url, "m").probe()
     url = f"http://127.0.0.1:{free_port()}/v1"
-    with pytest.raises(JudgeError, match=f"reward 'judge': {url} gives no score .*refused"):
+    with pytest.raises(JudgeError, match=f"reward `judge`: {url} gives no score .*refused"):
         JudgeScore(url, "m").probe()
 
 

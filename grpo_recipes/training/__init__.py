@@ -1,0 +1,1 @@
+"""One GRPO training step."""

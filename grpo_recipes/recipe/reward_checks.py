@@ -122,7 +122,7 @@ def _judges(reward: BuiltReward) -> list[Any]:
     return [
         leaf.function
         for leaf in leaves([reward])
-        if leaf.kind == "correctness" and getattr(leaf.function, "columns_read", ())
+        if leaf.kind == "correctness" and bool(getattr(leaf.function, "columns_read", ()))
     ]
 
 

@@ -333,10 +333,14 @@ def mutated(rng, value):
     return value
 
 
-def test_right_answers_are_accepted_and_wrong_ones_as_the_oracle_says():
+# jsonschema alone takes 10 ms for a schema and its value: few rows in the quick part.
+few_and_many = pytest.mark.parametrize("rows", [60, pytest.param(600, marks=pytest.mark.slow)])
+
+
+@few_and_many
+def test_right_answers_are_accepted_and_wrong_ones_as_the_oracle_says(rows):
     rng = random.Random(5)
     right = wrong = 0
-    rows = 600
     for _ in range(rows):
         schema, value = an_object(rng)
         right += score(written(rng, value), schema)[0] == 1.0
@@ -352,10 +356,11 @@ def test_right_answers_are_accepted_and_wrong_ones_as_the_oracle_says():
     assert wrong > rows / 3
 
 
-def test_partial_pay_agrees_with_the_oracle_key_by_key():
+@few_and_many
+def test_partial_pay_agrees_with_the_oracle_key_by_key(rows):
     rng = random.Random(6)
     seen = set()
-    for _ in range(200):
+    for _ in range(rows):
         schema, value = an_object(rng)
         schema = json.loads(json.dumps(schema).replace('"multipleOf": 0.01, ', ""))
         other = mutated(rng, mutated(rng, value))
@@ -454,7 +459,12 @@ ADVERSARIAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ADVERSARIAL)
+COSTLY = {"twice as much at each level", "an error for each of two branches"}  # seconds each
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in COSTLY else kind for kind in ADVERSARIAL]
+)
 def test_the_cost_of_an_adversarial_text_is_linear_or_flat(kind):
     schema, make = ADVERSARIAL[kind]
     reward = JsonSchema(schema=schema)

@@ -433,7 +433,7 @@ def test_a_run_goes_on_when_the_judge_dies_and_says_so_once(caplog):
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
     assert "does not answer (HTTP 503 Service Unavailable: down)" in messages[0]
-    assert messages[1].endswith("answers again.")
+    assert messages[1].endswith("answers again")
 
 
 def test_a_judge_that_was_never_there(caplog):
@@ -611,7 +611,7 @@ def test_the_probe_says_how_it_went(tmp_path):
         reward = JudgeScore(server.url, "m", template="{completion} {reference}", cache=str(tmp_path / "a" / "b"))
         assert re.fullmatch(rf"judge m at {server.url}: a sample was scored in \d\.\d s", reward.probe())
         assert os.path.isdir(tmp_path / "a" / "b")
-    complaint = r"reward `judge`: the reply of m to a sample is unreadable.*'Sure!'\.$"
+    complaint = r"reward `judge`: the reply of m to a sample is unreadable.*'Sure!'$"
     with (
         serving(lambda request, handler: (200, completion("Sure!"))) as server,
         pytest.raises(JudgeError, match=complaint),

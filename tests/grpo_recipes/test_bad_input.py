@@ -950,6 +950,10 @@ REWARDS: list[Case] = [
     Case("train --config {recipe}", ("recipe.yaml: `rewards`: reward `judge`: http://127.0.0.1:9/v1 gives no score",),
          changes={"rewards": [{"name": "judge", "kwargs": {"base_url": "http://127.0.0.1:9/v1", "model": "m",
                                                            "attempts": 1}}]}),
+    Case("train --config {recipe}", ("recipe.yaml: `rewards`: reward `judge`: http://127.0.0.1:9/v1 gives no score",),
+         changes={"rewards": [{"name": "gate", "only_if": "well_formed", "reward":
+                               {"name": "judge", "kwargs": {"base_url": "http://127.0.0.1:9/v1", "model": "m",
+                                                            "attempts": 1}}}]}),
     Case("train --config {recipe}", ("recipe.yaml: `rewards`: judge needs the column `rubric`",),
          changes={"rewards": [{"name": "judge", "kwargs": {"base_url": "http://127.0.0.1:9/v1", "model": "m",
                                                            "template": "By {rubric}: {completion}"}}]}),

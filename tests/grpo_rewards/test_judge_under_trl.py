@@ -13,7 +13,7 @@ def test_a_group_that_the_judge_fails_on_is_left_to_the_other_reward(tmp_path):
     from datasets import Dataset
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tests.grpo_rewards.tiny_models import byte_tokenizer
+    from tests.tiny import chat_tokenizer
 
     asked = []
 
@@ -48,7 +48,7 @@ def test_a_group_that_the_judge_fails_on_is_left_to_the_other_reward(tmp_path):
 
         trainer = Trainer(
             model=LlamaForCausalLM(config),
-            processing_class=byte_tokenizer(template=None),
+            processing_class=chat_tokenizer(template=None),
             reward_funcs=[Watched(server.url, "m"), length],
             args=trl.GRPOConfig(
                 output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=8, num_generations=4, logging_steps=1,

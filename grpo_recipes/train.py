@@ -309,16 +309,21 @@ def _check_weights(recipe: Recipe, key: str, folder: Path) -> None:
 
 
 def load_reward_models(recipe: Recipe, checked: Checked) -> None:
-    """Load every reward model before the policy and say its size; one that can't be loaded raises `RecipeError`."""
+    """Load every reward model, and ask every judge for one score, before the policy is loaded; say how that went.
+
+    Raises `RecipeError` if one can't be loaded, or does not answer.
+    """
     for reward in (leaf.unbound for leaf in leaves(checked.rewards)):
-        if hasattr(reward, "load"):
-            folder = Path(getattr(reward, "model", ""))
-            if (folder / "config.json").is_file():
-                _check_weights(recipe, "rewards", folder)
-            try:
+        folder = Path(getattr(reward, "model", ""))
+        if hasattr(reward, "load") and (folder / "config.json").is_file():
+            _check_weights(recipe, "rewards", folder)
+        try:
+            if hasattr(reward, "load"):
                 _say(reward.load().summary())
-            except ValueError as error:
-                raise recipe.error(f"`rewards`: {error}") from error
+            if hasattr(reward, "probe"):
+                _say(reward.probe())
+        except ValueError as error:
+            raise recipe.error(f"`rewards`: {error}") from error
 
 
 def describe_resumption(prepared: Prepared) -> str:

@@ -109,7 +109,7 @@ def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset) -> GoldCheck |
     names = tuple(name for name, _ in judges)
     if len(rows) == len(dataset):
         judge = judges[0][1][0]
-        column = judge.gold_column
+        column = judge.columns_read[0]
         raise UserError(
             f"`rewards`: {' and '.join(names)} can score none of the {len(dataset)} golds in the column `{column}` (the first is "
             f"{_excerpt(dataset[0][column])}): {judge.gold_forms}"
@@ -118,7 +118,12 @@ def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset) -> GoldCheck |
 
 
 def _judges(reward: BuiltReward) -> list[Any]:
-    return [leaf.function for leaf in leaves([reward]) if getattr(leaf.function, "columns_read", ())]
+    """The correctness rewards in `reward` that read the dataset."""
+    return [
+        leaf.function
+        for leaf in leaves([reward])
+        if leaf.kind == "correctness" and bool(getattr(leaf.function, "columns_read", ()))
+    ]
 
 
 def _can_score(judge: Any, dataset: Dataset) -> list[bool]:

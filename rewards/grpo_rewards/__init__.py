@@ -12,7 +12,9 @@ from grpo_rewards.shaping import group_length
 
 if TYPE_CHECKING:
     from grpo_rewards.choices import choice_correctness
+    from grpo_rewards.ifeval import instructions
     from grpo_rewards.ngrams import repetition
+    from grpo_rewards.schema import json_schema
     from grpo_rewards.strings import string_match
 
 __all__ = [
@@ -22,6 +24,8 @@ __all__ = [
     "choice_correctness",
     "group_length",
     "gsm8k_correctness",
+    "instructions",
+    "json_schema",
     "math_correctness",
     "repetition",
     "string_match",
@@ -35,6 +39,8 @@ __version__ = "0.1.0"
 # Imported on first use, so that a run that needs none of them does not wait for them.
 _LAZY = {
     "choice_correctness": "grpo_rewards.choices",
+    "instructions": "grpo_rewards.ifeval",
+    "json_schema": "grpo_rewards.schema",
     "repetition": "grpo_rewards.ngrams",
     "string_match": "grpo_rewards.strings",
 }

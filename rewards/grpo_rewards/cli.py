@@ -309,8 +309,9 @@ def _judge(text: str) -> tuple[BuiltReward, float]:
     """The reward of a spec that reads golds, inside a gate or a sum too, and its full pay."""
     built = build_rewards([_spec(text)])
     for reward in leaves(built):
-        reads_golds = reward.kind == "correctness" and bool(getattr(reward.function, "columns_read", ()))
-        if reads_golds and reward.highest_pay is not None:
+        function = reward.function
+        has_gold = hasattr(function, "gold_column") and bool(getattr(function, "columns_read", ()))
+        if reward.kind == "correctness" and has_gold and reward.highest_pay is not None:
             return reward, reward.highest_pay
     raise CommandError(f"check needs a correctness reward, and `{built[0].name}` compares with no gold")
 

@@ -1,4 +1,4 @@
-"""Regular expressions in linear time: google-re2 (the extra `grpo-rewards[patterns]`) behind one function.
+"""Regular expressions in linear time: google-re2 (the extra `grpo-rewards[patterns]`) behind two functions.
 
 Python's `re` backtracks, so that a pattern from a dataset and a text from a model can take for ever together.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 from grpo_rewards.errors import UserError
 
@@ -23,21 +24,9 @@ def linear_search(pattern: str) -> Callable[[str], bool]:
 
     Raises:
         PatternError: the pattern is not one of RE2's.
-        ValueError: google-re2 is not installed.
+        UserError: google-re2 is not installed.
     """
-    try:
-        import re2
-    except ImportError as error:
-        raise ValueError(f"the pattern {pattern!r} needs google-re2: pip install 'grpo-rewards[patterns]'") from error
-    options = re2.Options()
-    options.log_errors = False
-    try:
-        search = re2.compile(pattern, options).search
-    except re2.error as error:
-        reason = error.args[0].decode(errors="replace") if isinstance(error.args[0], bytes) else error
-        raise PatternError(f"the pattern {pattern!r} is not one for RE2 ({reason})") from error
-    except UnicodeEncodeError as error:
-        raise PatternError(f"the pattern {pattern!r} is not valid Unicode") from error
+    search = _compiled(pattern).search
 
     def matches(text: str) -> bool:
         try:
@@ -46,3 +35,41 @@ def linear_search(pattern: str) -> Callable[[str], bool]:
             return False
 
     return matches
+
+
+@lru_cache(maxsize=64)
+def linear_capture(pattern: str) -> Callable[[str], str | None]:
+    """Return a function that gives what the group of `pattern` holds where it matches a whole text, else None.
+
+    Raises:
+        PatternError: the pattern is not one of RE2's, or does not have exactly one group.
+        UserError: google-re2 is not installed.
+    """
+    compiled = _compiled(pattern)
+    if compiled.groups != 1:
+        raise PatternError(f"the pattern {pattern!r} must have exactly one group, and has {compiled.groups}")
+
+    def capture(text: str) -> str | None:
+        try:
+            match = compiled.fullmatch(text)
+        except UnicodeEncodeError:
+            return None
+        return match.group(1) if match else None
+
+    return capture
+
+
+def _compiled(pattern: str) -> Any:
+    try:
+        import re2
+    except ImportError as error:
+        raise UserError(f"the pattern {pattern!r} needs google-re2: pip install 'grpo-rewards[patterns]'") from error
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        return re2.compile(pattern, options)
+    except re2.error as error:
+        reason = error.args[0].decode(errors="replace") if isinstance(error.args[0], bytes) else error
+        raise PatternError(f"the pattern {pattern!r} is not one for RE2 ({reason})") from error
+    except UnicodeEncodeError as error:
+        raise PatternError(f"the pattern {pattern!r} is not valid Unicode") from error

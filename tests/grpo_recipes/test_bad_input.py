@@ -947,6 +947,20 @@ def own(module: str, body: str) -> dict[str, str]:
 
 
 REWARDS: list[Case] = [
+    Case("train --config {recipe}", ("recipe.yaml: `rewards`: reward `judge`: http://127.0.0.1:9/v1 gives no score",),
+         changes={"rewards": [{"name": "judge", "kwargs": {"base_url": "http://127.0.0.1:9/v1", "model": "m",
+                                                           "attempts": 1}}]}),
+    Case("train --config {recipe}", ("recipe.yaml: `rewards`: reward `judge`: http://127.0.0.1:9/v1 gives no score",),
+         changes={"rewards": [{"name": "gate", "only_if": "well_formed", "reward":
+                               {"name": "judge", "kwargs": {"base_url": "http://127.0.0.1:9/v1", "model": "m",
+                                                            "attempts": 1}}}]}),
+    Case("train --config {recipe}", ("recipe.yaml: `rewards`: judge needs the column `rubric`",),
+         changes={"rewards": [{"name": "judge", "kwargs": {"base_url": "http://127.0.0.1:9/v1", "model": "m",
+                                                           "template": "By {rubric}: {completion}"}}]}),
+    Case("train --config {recipe}", ("recipe.yaml: `rewards`: instructions needs the column `instruction_id_list`",),
+         changes={"rewards": ["instructions"]}),
+    Case("train --config {recipe}", ("recipe.yaml: `rewards`: json_schema needs the column `schema`",),
+         changes={"rewards": ["json_schema"]}),
     Case("grpo-rewards score rows.jsonl --reward gsm8k_correctness", ("8 rows, 0 unscorable", "mean 2.0000"), 0, SCORED),
     Case("grpo-rewards score rows.jsonl --reward tag_count --gold-column answer", ("8 rows",), 0, SCORED),
     Case("grpo-rewards score rows.jsonl --reward gsm8k_correctness --gold-column nope",

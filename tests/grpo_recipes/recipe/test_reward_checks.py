@@ -1,6 +1,7 @@
 """What rewards need before they can pay: a column, a gold that can be read, a weight that counts."""
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -91,8 +92,50 @@ def test_golds_inside_a_gate_and_of_multiple_choice_are_held_against_their_choic
         check_golds(build_rewards([choice]), golds("Oslo", options=[["Paris", "Rome"]]))
 
 
+def test_rows_of_instructions_that_cant_be_checked_are_named() -> None:
+    names = [["punctuation:no_comma"], ["punctuation:no_coma"]]
+    dataset = golds("", "", instruction_id_list=names, kwargs=[[{}], [{}]])
+    found = check_golds(build_rewards(["instructions"]), dataset)
+    assert found is not None
+    assert found.rows == (2,)
+    with pytest.raises(
+        UserError, match=r"the column `instruction_id_list` \(the first is .*no_coma.*a row holds the names"
+    ):
+        check_golds(build_rewards(["instructions"]), dataset.select([1]))
+    with pytest.raises(UserError, match="instructions needs the column `kwargs`"):
+        check_columns(build_rewards(["instructions"]), ["prompt", "instruction_id_list"])
+
+
+def test_schemas_of_a_column_are_read_and_one_for_all_rows_needs_no_column() -> None:
+    pytest.importorskip("jsonschema")
+    pytest.importorskip("re2")
+    dataset = golds("", "", schema=["{}", "{"])
+    found = check_golds(build_rewards(["json_schema"]), dataset)
+    assert found is not None
+    assert found.rows == (2,)
+    one_for_all = build_rewards([{"name": "json_schema", "kwargs": {"schema": {}}}])
+    assert check_golds(one_for_all, dataset) is None
+    check_columns(one_for_all, ["prompt"])
+
+
+def test_a_missing_extra_is_named_before_the_policy_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    with pytest.raises(UserError, match=r"json_schema needs jsonschema: pip install 'grpo-rewards\[json\]'$"):
+        check_golds(build_rewards(["json_schema"]), golds("", schema=['{"title": "never compiled before"}']))
+
+
 def test_rewards_that_read_no_gold_are_not_asked() -> None:
     assert check_golds(build_rewards(["tag_count", HERE + "by_level"]), golds(PROSE)) is None
+
+
+def test_a_judge_is_not_asked_about_the_dataset_and_needs_the_columns_of_its_template() -> None:
+    template = "{prompt} {reference} {completion}"
+    nobody = {"base_url": "http://127.0.0.1:9/v1", "model": "m", "template": template}
+    rewards = build_rewards([{"name": "sum", "rewards": [{"name": "judge", "kwargs": nobody}]}], num_generations=2)
+    assert check_golds(rewards, golds("1", reference=["1"])) is None
+    check_columns(rewards, ["prompt", "reference"])
+    with pytest.raises(UserError, match="judge needs the column `reference`"):
+        check_columns(rewards, ["prompt", "answer"])
 
 
 def test_gsm8k_takes_no_time_and_formulas_start_no_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,440 @@
+"""The reward for IFEval's instructions: pay, traps, the reference implementation, and bounds."""
+
+import asyncio
+import json
+import math
+import pickle
+import random
+import re
+import string
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_rewards.ifeval import KINDS, Instructions, count_capital_words, count_sentences
+from tests.grpo_rewards.growth import growth
+
+
+def score(text, *instructions, **arguments):
+    ids = [name for name, _ in instructions]
+    columns = {}
+    (result,) = Instructions(**arguments)(
+        completions=[text],
+        instruction_id_list=[ids],
+        kwargs=[[given for _, given in instructions]],
+        log_extra=columns.__setitem__,
+    )
+    return result, columns["verdict"][0]
+
+
+NO_COMMA = ("punctuation:no_comma", {})
+LOWER = ("change_case:english_lowercase", {})
+QUOTED = ("startend:quotation", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "pay", "verdict"),
+    [
+        ('"a b"', "share", 1.0, "follows all"),
+        ('"a b"', "strict", 1.0, "follows all"),
+        ('"A b"', "share", 2 / 3, "breaks change_case:english_lowercase"),
+        ('"A b"', "strict", 0.0, "breaks change_case:english_lowercase"),
+        ("A, b", "share", 0.0, "breaks punctuation:no_comma, change_case:english_lowercase, startend:quotation"),
+        (" \n", "share", 0.0, "breaks punctuation:no_comma, change_case:english_lowercase, startend:quotation"),
+        ("<think>A, b</think>\n'a'", "share", 2 / 3, "breaks startend:quotation"),
+        ('<think>"a"', "share", 0.0, "breaks punctuation:no_comma, change_case:english_lowercase, startend:quotation"),
+    ],
+)
+def test_the_pay_table(text, rule, pay, verdict):
+    assert score(text, NO_COMMA, LOWER, QUOTED, rule=rule) == (pytest.approx(pay), verdict)
+
+
+def test_the_pay_is_an_argument():
+    assert score("a, b", NO_COMMA, LOWER, pay=4)[0] == 2.0
+    reward = Instructions(pay=4)
+    assert (reward.highest_pay, reward.kind, reward.__name__) == (4.0, "correctness", "instructions")
+    assert score("a</think>b, c", NO_COMMA, prefilled="think")[0] == 0.0
+    assert score("a, b</think>c", NO_COMMA, prefilled="think")[0] == 1.0
+    with pytest.raises(ValueError, match="rule must be share or strict"):
+        Instructions(rule="loose")
+
+
+@pytest.mark.parametrize(
+    ("ids", "arguments", "problem"),
+    [
+        (None, None, "no list"),
+        ([], [], "no list"),
+        (["punctuation:no_comma"], [], "no list"),
+        ("punctuation:no_comma", [{}], "no list"),
+        (["language:response_language"], [{"language": "de"}], "unknown instruction 'language:response_language'"),
+        (["punctuation:no_comma", "keywords:exists"], [{}, {}], "unknown instruction 'keywords:exists'"),
+        ([7], [{}], "unknown instruction 7"),
+        (["keywords:existence"], [{}], "keywords must be a list of strings"),
+        (["keywords:existence"], [{"keywords": "cat"}], "keywords must be a list of strings"),
+        (["keywords:existence"], [{"keywords": [""]}], "keywords must be a string that is not blank"),
+        (["length_constraints:number_words"], [{"num_words": 3}], "relation must be 'less than' or 'at least'"),
+        (["length_constraints:number_words"], [{"num_words": -1, "relation": "at least"}], "must be a whole number"),
+        (["length_constraints:number_words"], [{"num_words": True, "relation": "at least"}], "must be a whole number"),
+        (["length_constraints:number_words"], [{"num_words": math.nan, "relation": "at least"}], "a whole number"),
+        (["length_constraints:number_words"], [{"num_words": math.inf, "relation": "at least"}], "a whole number"),
+        (["keywords:letter_frequency"], [{"letter": "ab", "let_frequency": 1, "let_relation": "at least"}], "one char"),
+        (["startend:end_checker"], [None], "end_phrase must be"),
+    ],
+)
+def test_a_row_that_cant_be_checked_is_none(ids, arguments, problem):
+    # The reference draws a missing argument at random.
+    columns, metrics = {}, {}
+    scores = Instructions()(
+        completions=["a", "a"], instruction_id_list=[ids, ["punctuation:no_comma"]], kwargs=[arguments, [{}]],
+        log_extra=columns.__setitem__, log_metric=metrics.__setitem__,
+    )  # fmt: skip
+    assert scores == [None, 1.0]
+    assert problem in columns["verdict"][0]
+    assert metrics == {"rewards/instructions/unscorable": 1.0, "rewards/instructions/follows_all": 1.0}
+
+
+def test_a_missing_column_is_named():
+    with pytest.raises(ValueError, match="`kwargs` .its kwarg kwargs_column.; the batch has instruction_id_list"):
+        Instructions()(completions=["a"], instruction_id_list=[["punctuation:no_comma"]])
+
+
+# A completion that follows the instruction, one that only seems to, and what that one is.
+AT_LEAST_3 = {"relation": "at least"}
+TRAPS = [
+    ("keywords:existence", {"keywords": ["a.c"]}, "x a.c", "abc", "a keyword is no regular expression"),
+    ("keywords:existence", {"keywords": ["cat", "dog"]}, "Cat dog", "cat cat", "one keyword of two"),
+    ("keywords:frequency", {"keyword": "na", "frequency": 2, **AT_LEAST_3}, "nana", "ana", "once, not twice"),
+    ("keywords:frequency", {"keyword": "aa", "frequency": 2, **AT_LEAST_3}, "aaaa", "aaa", "overlapping occurrences"),
+    ("keywords:frequency", {"keyword": "a", "frequency": 2, "relation": "less than"}, "a", "a a", "less than is strict"),
+    ("keywords:forbidden_words", {"forbidden_words": ["art"]}, "party", "Art.", "another case"),
+    ("keywords:letter_frequency", {"letter": "E", "let_frequency": 2, "let_relation": "at least"}, "eE", "É e", "accents"),
+    ("length_constraints:number_words", {"num_words": 3, **AT_LEAST_3}, "a b c", "a, - * !", "punctuation is no word"),
+    ("length_constraints:number_words", {"num_words": 3.0, **AT_LEAST_3}, "one-two three", "one two", "a float"),
+    ("length_constraints:number_sentences", {"num_sentences": 2, **AT_LEAST_3}, "A b. C d.", "Mr. Smith", "titles"),
+    ("length_constraints:number_sentences", {"num_sentences": 2, **AT_LEAST_3}, "Is it? Yes.", "3.5 or 4.5.", "decimals"),
+    ("length_constraints:number_sentences", {"num_sentences": 2, **AT_LEAST_3}, "A b!\nC", "Wait... what", "an ellipsis"),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a\n\nb", "a blank line is no divider"),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "***\na***b", "a *** *** b", "a blank paragraph"),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 1}, "a", "***", "dividers alone"),
+    ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "so"},
+     "a\n\n'So, b", "a\n\nsofa", "a longer word"),
+    ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "so"},
+     "So", "so\n\nso", "too many paragraphs"),
+    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[a] [b]", "[a [b]", "nested brackets"),
+    ("detectable_content:number_placeholders", {"num_placeholders": 1}, "[]", "[a\nb]", "across lines"),
+    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "x p. s. y", "PS y", "without periods"),
+    ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "p.p.s", "p.s.", "the other postscript"),
+    ("detectable_content:postscript", {"postscript_marker": "P.S"}, "P.S y", "pass", "a marker is no expression"),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 1}, "- a", "- a\n* b", "one too many"),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 1}, "  * a", "**a**", "bold is no bullet"),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 1}, "*\n* a", "*", "an asterisk with nothing behind it"),
+    ("detectable_format:constrained_response", {}, "My answer is no.", "My answer is no", "without its period"),
+    ("detectable_format:number_highlighted_sections", {"num_highlights": 1}, "*a*", "* *", "a blank highlight"),
+    ("detectable_format:number_highlighted_sections", {"num_highlights": 1}, "**a**", "*a\nb*", "across lines"),
+    ("detectable_format:multiple_sections", {"section_spliter": "Section", "num_sections": 2}, "Section 1 Section2",
+     "Section 1 Section B", "a letter"),
+    ("detectable_format:multiple_sections", {"section_spliter": "S.", "num_sections": 1}, "S. 1", "Sx 1", "no regex"),
+    ("detectable_format:json_format", {}, "```json\n{}\n```", "{} and more", "JSON and more"),
+    ("detectable_format:json_format", {}, "[1]", "NaN", "NaN is not JSON"),
+    ("detectable_format:json_format", {}, '"a"', '{"a": 1, "a": 2}', "a key that occurs twice"),
+    ("detectable_format:title", {}, "<<a>>", "<< >>", "a blank title"),
+    ("detectable_format:title", {}, "<<<a>>>", "<<a\n>>", "a title in two lines"),
+    ("combination:two_responses", {}, "a******b", "a****** a", "the same twice"),
+    ("combination:two_responses", {}, "******a******b", "a******b******c", "three"),
+    ("combination:two_responses", {}, "a ****** b", "a ***** b", "five asterisks"),
+    ("combination:repeat_prompt", {"prompt_to_repeat": "Say hi"}, "say HI. hi", "Sure! Say hi", "words before it"),
+    ("startend:end_checker", {"end_phrase": "The end."}, "It is the END.", "The end. Bye", "words after it"),
+    ("startend:end_checker", {"end_phrase": "The end."}, '"It is the end."', "The end", "without its period"),
+    ("startend:quotation", {}, '"a"', '"', "one mark for both"),
+    ("startend:quotation", {}, ' "a" ', "'a'", "single marks"),
+    ("startend:quotation", {}, '""', "“a”", "curly marks"),
+    ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "at least"}, "A-B DO",
+     "A-B 12 --", "digits"),
+    ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "less than"}, "NASA's", "DON'T",
+     "a clitic is a word of its own"),
+    ("change_case:english_capital", {}, "NO 1.", "12.", "no letter at all"),
+    ("change_case:english_capital", {}, "ÉTÉ", "STRAßE", "ß is a small letter"),
+    ("change_case:english_lowercase", {}, "no 1.", "nO", "one capital"),
+    ("punctuation:no_comma", {}, "a; b", "1,000", "a comma in a number"),
+    ("punctuation:no_comma", {}, "a، b", ",", "a comma alone"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "arguments", "good", "bad", "trap"), TRAPS)
+def test_a_trap(name, arguments, good, bad, trap):
+    assert score(good, (name, arguments)) == (1.0, "follows all")
+    assert score(bad, (name, arguments)) == (0.0, f"breaks {name}")
+
+
+def test_every_kind_has_a_trap():
+    assert {name for name, *_ in TRAPS} == set(KINDS)
+
+
+def test_sentences_of_prose():
+    assert count_sentences("Dr. Ann Lee, e.g., paid $3.50. She left (quickly). “Why?” No. 5 knew!") == 4
+    assert count_sentences("J. R. Smith said: “ Yes. ”") == 1
+    assert count_sentences("So did I. Then we left.") == 2
+    assert count_sentences("One line\nwithout a period\n- and a list") == 1
+    assert count_sentences(" \n") == 0
+
+
+def test_words_in_capitals():
+    assert count_capital_words("I saw NASA's U.S. PLAN: GO-TO, “YES”, 3D... ok") == 7
+    assert count_capital_words("CANNOT GONNA IT'S don't") == 6
+
+
+# --- an independent generator: completions that follow their instructions by construction
+
+WORDS = "river stone garden quiet winter market bridge yellow candle forest".split()  # noqa: SIM905
+
+
+def _words(rng, count):
+    return [rng.choice(WORDS) for _ in range(count)]
+
+
+def _sentences(rng, count):
+    return [f"{' '.join(_words(rng, rng.randrange(3, 8))).capitalize()}{rng.choice('.!?')}" for _ in range(count)]
+
+
+def _relation(rng, count):
+    """A relation and a limit that `count` satisfies."""
+    return rng.choice([("at least", rng.randrange(count + 1)), ("less than", count + rng.randrange(1, 4))])
+
+
+def followed(rng, name):
+    """The arguments of an instruction, and a text that follows it."""
+    n = rng.randrange(1, 7)
+    relation, limit = _relation(rng, n)
+    prose = " ".join(_sentences(rng, rng.randrange(1, 5)))
+    # The constraints are stated here a second time, from their descriptions in the paper rather than from the code.
+    return {
+        "keywords:existence": lambda: ({"keywords": ["owl", "Fig"]}, f"{prose} The fig and the OWL. {prose}"),
+        "keywords:frequency": lambda: (
+            {"keyword": "owl", "frequency": limit, "relation": relation},
+            prose + " Owl" * n,
+        ),
+        "keywords:forbidden_words": lambda: ({"forbidden_words": ["owl", "fig"]}, prose + " Figs fly."),
+        "keywords:letter_frequency": lambda: (
+            {"letter": "z", "let_frequency": limit, "let_relation": relation},
+            prose + "zZ"[rng.randrange(2)] * n,
+        ),
+        "length_constraints:number_sentences": lambda: (
+            {"num_sentences": limit, "relation": relation},
+            rng.choice([" ", "\n"]).join(_sentences(rng, n)),
+        ),
+        "length_constraints:number_paragraphs": lambda: (
+            {"num_paragraphs": n},
+            rng.choice(["\n***\n", "\n\n***\n\n", " *** "]).join(_sentences(rng, n)),
+        ),
+        "length_constraints:number_words": lambda: (
+            {"num_words": limit, "relation": relation},
+            rng.choice([" ", ", ", "\n- "]).join(_words(rng, n)),
+        ),
+        "length_constraints:nth_paragraph_first_word": lambda: (
+            {"num_paragraphs": n, "nth_paragraph": n, "first_word": "owl"},
+            "\n\n".join([*_sentences(rng, n - 1), f"{rng.choice(['Owl', 'owl,', 'OWL!'])} {prose}"]),
+        ),
+        "detectable_content:number_placeholders": lambda: (
+            {"num_placeholders": rng.randrange(1, n + 1)},
+            prose + "".join(f" [{word}]" for word in _words(rng, n)),
+        ),
+        "detectable_content:postscript": lambda: (
+            lambda marker: ({"postscript_marker": marker}, f"{prose}\n\n{marker} {prose}")
+        )(rng.choice(["P.S.", "P.P.S"])),
+        "detectable_format:number_bullet_lists": lambda: (
+            {"num_bullets": n},
+            prose + "\n\n" + "\n".join(f"{rng.choice('-*')} {line}" for line in _sentences(rng, n)),
+        ),
+        "detectable_format:constrained_response": lambda: (
+            {},
+            rng.choice(["", prose + " "]) + f"My answer is {rng.choice(['yes', 'no', 'maybe'])}.",
+        ),
+        "detectable_format:number_highlighted_sections": lambda: (
+            {"num_highlights": rng.randrange(1, n + 1)},
+            prose + "".join(f" {mark}{word}{mark}" for word in _words(rng, n) for mark in [rng.choice(["*", "**"])]),
+        ),
+        "detectable_format:multiple_sections": lambda: (
+            {"section_spliter": "SECTION", "num_sections": rng.randrange(1, n + 1)},
+            "\n".join(f"SECTION {i + 1}\n{line}" for i, line in enumerate(_sentences(rng, n))),
+        ),
+        "detectable_format:json_format": lambda: (
+            {},
+            rng.choice(["{}", "```json\n{}\n```", "```\n{}\n```"]).replace(
+                "{}", json.dumps({word: i for i, word in enumerate(_words(rng, n))}, indent=rng.choice([None, 2]))
+            ),
+        ),
+        "detectable_format:title": lambda: ({}, f"<<{' '.join(_words(rng, n))}>>\n\n{prose}"),
+        "combination:two_responses": lambda: ({}, f"{prose}\n******\n{prose} More."),
+        "combination:repeat_prompt": lambda: ({"prompt_to_repeat": prose}, f"{prose}\n\nYes."),
+        "startend:end_checker": lambda: ({"end_phrase": "Any other questions?"}, f"{prose}\nAny other questions?"),
+        "startend:quotation": lambda: ({}, f'"{prose}"'),
+        "change_case:capital_word_frequency": lambda: (
+            {"capital_frequency": limit, "capital_relation": relation},
+            prose + "".join(f" {word.upper()}," for word in _words(rng, n)),
+        ),
+        "change_case:english_capital": lambda: ({}, prose.upper()),
+        "change_case:english_lowercase": lambda: ({}, prose.lower()),
+        "punctuation:no_comma": lambda: ({}, prose.replace(",", "")),
+    }[name]()
+
+
+def test_completions_that_follow_by_construction_are_paid():
+    rng = random.Random(3)
+    for name in KINDS:
+        for _ in range(200):
+            arguments, text = followed(rng, name)
+            thinking = rng.choice(["", "<think>\nHm, ok, [a], *b*.\n</think>\n"])
+            nulls = dict.fromkeys(("num_words", "keywords", "end_phrase"))  # as IFEval's own data has them
+            assert score(thinking + text, (name, {**nulls, **arguments})) == (1.0, "follows all"), (
+                name,
+                arguments,
+                text,
+            )
+
+
+# --- the reference implementation
+
+PIECES = [
+    *"""the a apple art party cat NASA NASA's USA DON'T it's IT'S can't CANNOT Hello World U.S. 3.5 1,000 A/B WELL-KNOWN yes I
+    GONNA x_y naïve É P.S. p.p.s Section SECTION 1 Section1 DON’T""".split(),  # noqa: SIM905
+    ". ", "! ", "? ", "...", ", ", ",", ";", ":", "\n", "\n\n", "\n\n\n\n", " *** ", "***", "\n***\n", "******", "\n- ",
+    "\n* ", "\n*", "\n** bold", "*hi*", "**bold**", "* *", "[name]", "[ ]", "[[", "]]", "<<title>>", "<<", "<< >>", ">>",
+    '"', "'", "“", "”", "(", ")", "```", "```json\n", '{"a": 1}', "[1, 2]", "My answer is yes.", "Any other questions?",
+    "--", "—", "/", "\t", "  ",
+]  # fmt: skip
+
+
+def a_text(rng):
+    if rng.random() < 0.05:
+        return rng.choice(['{"a": 1}', "```json\n[1]\n```", "```Json\n[]```", "5", '{"a": 1', '"a"'])
+    text = "".join(rng.choice(PIECES) + rng.choice(["", " ", " "]) for _ in range(rng.choice([1, 3, 8, 20, 60])))
+    text = rng.choice([str, str, str, str.upper, str.lower])(text)
+    return rng.choice(["{}", "{}", "{}", '"{}"']).replace("{}", text)
+
+
+def some_arguments(rng, name, text):
+    """Arguments that a random text may or may not satisfy."""
+    arguments, _ = followed(rng, name)
+    words = re.findall(r"\w+", text) or ["x"]
+    near = {"num_words": len(words) + rng.randrange(2), "first_word": rng.choice(words),
+            "capital_frequency": max(1, sum(map(str.isupper, text.split())) + rng.randrange(-1, 2)),
+            "keyword": rng.choice(words), "prompt_to_repeat": text[:9].strip() or "x",
+            "end_phrase": text[-9:].strip().strip('"').strip() or "x"}  # fmt: skip
+    arguments |= {key: value for key, value in near.items() if key in arguments and rng.random() < 0.7}
+    return {key: value or 1 for key, value in arguments.items()}  # the reference takes 0 for missing
+
+
+REFERENCE = """
+import json, sys, types
+folder, rows = sys.argv[1:]
+sys.path.insert(0, folder)
+# The tasks' package imports all of the harness; only these files are needed. Sentences would need a download.
+for name in ("lm_eval", "lm_eval.tasks", "lm_eval.tasks.ifeval"):
+    module = types.ModuleType(name)
+    module.__path__ = [folder + "/" + name.replace(".", "/")]
+    sys.modules[name] = module
+import nltk
+nltk.data.find = lambda *args, **kwargs: "found"
+from lm_eval.tasks.ifeval import instructions, utils
+word_tokenize = nltk.word_tokenize
+nltk.word_tokenize = lambda text: word_tokenize(text, preserve_line=True)
+instructions.langdetect.detect = lambda text: "en"
+verdicts = []
+for text, name, arguments in json.load(open(rows)):
+    example = utils.InputExample(0, [name], "a prompt", [arguments])
+    verdicts.append(utils.test_instruction_following_strict(example, text).follow_all_instructions)
+print(json.dumps(verdicts))
+"""
+
+
+@pytest.mark.slow
+def test_the_verdicts_are_those_of_lm_evaluation_harness(tmp_path):
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target"]
+    target = str(tmp_path / "packages")
+    subprocess.run([*install, target, "nltk", "langdetect", "immutabledict", "packaging"], check=True)
+    subprocess.run([*install, target, "--no-deps", "lm_eval==0.4.13"], check=True)
+    rng = random.Random(11)
+    rows = []
+    for name in set(KINDS) - {"length_constraints:number_sentences"}:
+        rows += [(text, name, some_arguments(rng, name, text)) for text in (a_text(rng) for _ in range(400))]
+        by_construction = (followed(rng, name) for _ in range(20))
+        rows += [(text, name, arguments) for arguments, text in by_construction if all(arguments.values())]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    done = subprocess.run(
+        [sys.executable, "-c", REFERENCE, target, str(tmp_path / "rows.json")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    verdicts = json.loads(done.stdout.splitlines()[-1])
+    ours = [bool(score(text, (name, arguments))[0]) for text, name, arguments in rows]
+    different = [row for row, mine, theirs in zip(rows, ours, verdicts, strict=True) if mine != theirs]
+    # NLTK's tokenizer parts a clitic in the last word of a sentence only where it knows the sentence's end.
+    assert {name for _, name, _ in different} <= {"change_case:capital_word_frequency"}, different[:3]
+    assert len(different) <= 10
+    assert min(sum(v for v, row in zip(verdicts, rows, strict=True) if row[1] == name) for name in KINDS
+               if name != "length_constraints:number_sentences") >= 5  # fmt: skip
+
+
+# --- any text
+
+EVERY_KIND = [(name, followed(random.Random(1), name)[0]) for name in KINDS]
+TEXTS = st.one_of(
+    st.lists(st.sampled_from([*PIECES, "<think>", "</think>", "\x00", "\ud800", "🙂"]), max_size=40).map("".join),
+    st.text(st.characters()),
+)
+
+
+def check_any_text(text):
+    result, _ = score(text, *EVERY_KIND)
+    assert 0.0 <= result <= 1.0
+    assert score(text, *EVERY_KIND)[0] == result
+
+
+test_any_text = settings(max_examples=500, deadline=None)(given(TEXTS)(check_any_text))
+test_any_text_at_length = pytest.mark.slow(
+    pytest.mark.timeout(1800)(settings(max_examples=20_000, deadline=None)(given(TEXTS)(check_any_text)))
+)
+
+UNITS = [
+    "a", " ", "\n", "\n ", ".", ". ", "!", "?", ",", "*", "* ", "\n*", "\n* ", "***", "******", "[", "]", "[]", "<", "<<",
+    ">>", "<<>", '"', "'", "-", "\n-", "`", "```", "{", "[[", '"\\', "A", "A.", "P.", "p. ", "Section ", "1", "My answer ",
+    "IT'S ", "'S", "CAN", ":", "--", "\n\n", "é", "_", "\ud800", "\x1c", "<think>", "</think>", "owl", "ow",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_the_cost_of_an_adversarial_text_is_linear(unit):
+    # 4 is linear, 16 quadratic.
+    assert growth(lambda text: score(text, *EVERY_KIND), lambda n: unit * (n // len(unit)), 20_000) < 9
+    assert growth(lambda text: score(text, *EVERY_KIND), lambda n: "x" + unit * (n // len(unit)) + "x", 20_000) < 9
+
+
+def test_the_same_in_threads_processes_and_coroutines():
+    reward = Instructions()
+    assert pickle.loads(pickle.dumps(reward)) == reward
+    texts = [text for _, _, good, bad, _ in TRAPS for text in (good, bad)] + [unit * 999 for unit in UNITS]
+    names, arguments = [[name for name, _ in EVERY_KIND]], [[given for _, given in EVERY_KIND]]
+    columns = {"instruction_id_list": names * len(texts), "kwargs": arguments * len(texts)}
+    expected = reward(completions=texts, **columns)
+
+    async def in_a_coroutine():
+        return reward(completions=texts, **columns)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: reward(completions=texts, **columns), range(4))) == [expected] * 4
+    with ProcessPoolExecutor(2) as pool:
+        assert pool.submit(_in_a_process, texts, columns).result() == expected
+    assert asyncio.run(in_a_coroutine()) == expected
+
+
+def _in_a_process(texts, columns):
+    return Instructions()(completions=texts, **columns)
+
+
+def test_letters_may_be_any_character():
+    for letter in [*string.ascii_letters, "!", "#"]:
+        arguments = {"letter": letter, "let_frequency": 2, "let_relation": "at least"}
+        assert score(letter * 2, ("keywords:letter_frequency", arguments))[0] == 1.0

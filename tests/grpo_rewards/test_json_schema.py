@@ -1,0 +1,512 @@
+"""The reward for one JSON object that fits a schema: pay, traps, an independent oracle, and bounds."""
+
+import asyncio
+import json
+import math
+import pickle
+import random
+import string
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_rewards.registry import RewardSpecError, build_rewards
+from grpo_rewards.schema import JsonSchema
+from grpo_rewards.strict_json import MAX_CHARS, MAX_DEPTH
+from tests.grpo_rewards.growth import growth
+
+jsonschema = pytest.importorskip("jsonschema")
+pytest.importorskip("re2")
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1},
+        "age": {"type": "integer", "minimum": 0},
+        "mail": {"type": "string", "format": "email"},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+ANN = '{"name": "Ann", "age": 30}'
+
+
+def score(text, schema=PERSON, **arguments):
+    columns = {}
+    (result,) = JsonSchema(schema=schema, **arguments)(completions=[text], log_extra=columns.__setitem__)
+    return result, columns["verdict"][0]
+
+
+def fenced(text, label="json"):
+    return f"```{label}\n{text}\n```"
+
+
+PAID = {
+    "a fence": fenced(ANN),
+    "a fence without a label": fenced(ANN, ""),
+    "a fence of four": f"````json\n{ANN}\n````",
+    "a fence in capitals": fenced(ANN, "JSON"),
+    "prose around a fence": f"Here it is:\n\n{fenced(ANN)}\nAnything else?",
+    "another language's fence beside it": f"{fenced('ls', 'sh')}\n{fenced(ANN)}",
+    "a shorter fence inside a longer one": "<think>a</think>\n````\n```json\n```\n````\n" + fenced(ANN),
+    "a fence of output, unmarked, beside it": f"{fenced('total 0', '')}\n{fenced(ANN)}",
+    "before a thinking block that never closes": f"{fenced(ANN)}\n<think>\n{fenced('{}')}",
+    "an indented fence": f"  ```json\n  {ANN}\n  ```",
+    "a tag": f"<answer>{ANN}</answer>",
+    "a fence in a tag": f"<answer>\n{fenced(ANN)}\n</answer>",
+    "nothing but the object": f"\n{ANN}\n",
+    "behind the thinking": f"<think>{{}} or {fenced('{}')}?</think>\n{ANN}",
+    "in several lines": fenced(json.dumps(json.loads(ANN), indent=2)),
+    "braces in a string": fenced('{"name": "}{", "age": 1}'),
+    "brackets in a string": fenced('{"name": "\\"' + "[" * 40 + '", "age": 1}'),
+    "escapes": fenced('{"name": "\\u0041\\"\\n", "age": 1}'),
+    "an integral float, an integer to JSON Schema": fenced('{"name": "Ann", "age": 30.0}'),
+}
+
+
+@pytest.mark.parametrize("kind", PAID)
+def test_what_is_paid_in_full(kind):
+    assert score(PAID[kind]) == (1.0, "fits")
+
+
+@pytest.mark.parametrize(
+    ("text", "pay", "verdict"),
+    [
+        (fenced(ANN), 1.0, "fits"),
+        (fenced('{"name": "Ann", "age": -1}'), 0.25, "does not fit, 1 of 2 required keys do"),
+        (fenced('{"name": "Ann"}'), 0.25, "does not fit, 1 of 2 required keys do"),
+        (fenced('{"name": "Ann", "age": 1, "x": 1}'), 0.5, "does not fit, 2 of 2 required keys do"),
+        (fenced("{}"), 0.0, "does not fit, 0 of 2 required keys do"),
+        (fenced(ANN) * 2, 0.0, "several fences"),
+        ("", 0.0, "not JSON: Expecting value: line 1 column 1 (char 0)"),
+        (fenced("[]"), 0.0, "not an object"),
+    ],
+)
+def test_the_pay_table(text, pay, verdict):
+    text = text.replace("``````", "```\n```")
+    assert score(text) == (pay, verdict)
+
+
+def test_the_pays_are_arguments():
+    assert score(fenced(ANN), pay=3)[0] == 3.0
+    assert score(fenced('{"name": "Ann"}'), pay=3, pay_partial=1)[0] == 0.5
+    assert score(fenced('{"name": "Ann"}'), pay_partial=0)[0] == 0.0
+    reward = JsonSchema(schema=PERSON, pay=3)
+    assert (reward.highest_pay, reward.kind, reward.__name__) == (3.0, "correctness", "json_schema")
+
+
+# What a naive version pays.
+TRAPS = {
+    "two objects in two fences": fenced(ANN) + "\n" + fenced('{"name": "Bob", "age": 2}'),
+    "the same object twice": fenced(ANN) + "\n" + fenced(ANN),
+    "two objects in one fence": fenced(ANN + "\n" + ANN),
+    "two answer blocks": f"<answer>{ANN}</answer><answer>{ANN}</answer>",
+    "an object inside the thinking only": f"<think>{fenced(ANN)}</think>",
+    "an object in a thinking block that never closes": f"<think>{fenced(ANN)}",
+    "a fence that never closes": f"```json\n{ANN}",
+    "a tag that never closes": f"<answer>{ANN}",
+    "a closing tag before the opening one": f"</answer>{ANN}<answer>",
+    "prose before a bare object": f"Here it is: {ANN}",
+    "prose after a bare object": f"{ANN} is it",
+    "prose inside the tag": f"<answer>I say {ANN}</answer>",
+    "a comment": fenced('{"name": "Ann", "age": 30 /* about */}'),
+    "a trailing comma": fenced('{"name": "Ann", "age": 30,}'),
+    "single quotes": fenced("{'name': 'Ann', 'age': 30}"),
+    "Python's True": fenced('{"name": "Ann", "age": True}'),
+    "a key that occurs twice": fenced('{"name": "Ann", "age": -1, "age": 30}'),
+    "NaN": fenced('{"name": "Ann", "age": NaN}'),
+    "Infinity": fenced('{"name": "Ann", "age": Infinity}'),
+    "a float beyond double precision": fenced('{"name": "Ann", "age": 1e999}'),
+    "a number of 301 digits": fenced('{"name": "Ann", "age": ' + "9" * 301 + "}"),
+    "a byte order mark": "\ufeff" + ANN,
+    "a line break in a string": fenced('{"name": "An\nn", "age": 30}'),
+    "a list around the object": fenced(f"[{ANN}]"),
+    "a string that holds the object": fenced(json.dumps(ANN)),
+    "a fence of YAML": fenced(ANN, "yaml"),
+    "an object beside the fence in the tag": f"<answer>{fenced(ANN)}{ANN}</answer>",
+    "the schema itself": fenced(json.dumps(PERSON)),
+    "null": fenced("null"),
+}
+
+
+@pytest.mark.parametrize("kind", TRAPS)
+def test_a_trap_earns_nothing(kind):
+    assert score(TRAPS[kind])[0] == 0.0, score(TRAPS[kind])
+
+
+# A schema, what fits it, and what only seems to: validators and shortcuts get these wrong.
+SUBTLE = {
+    "true is not 1": ({"enum": [1]}, 1.0, True),
+    "false is not 0": ({"const": 0}, 0, False),
+    "a boolean is no integer": ({"type": "integer"}, 0, False),
+    "decimal multiples": ({"multipleOf": 0.01}, 19.99, 19.995),
+    "large multiples": ({"multipleOf": 0.01}, 10**299, 1e-300),
+    "equal items": ({"uniqueItems": True}, [1, True, "1"], [1, 1.0]),
+    "equal objects, keys in another order": (
+        {"uniqueItems": True}, [{"a": 1}, {"a": 2}], [{"a": 1, "b": 2}, {"b": 2, "a": 1}]),
+    "a pattern is a search": ({"pattern": "b+"}, "abc", "ac"),
+    "a pattern's \\d is ASCII": ({"pattern": "^\\d+$"}, "12", "١٢"),
+    "a pattern's $ is the end": ({"pattern": "^a$"}, "a", "a\n"),
+    "an address": ({"format": "email"}, "a@b.org", "a@"),
+    "a date": ({"format": "date"}, "2024-02-29", "2023-02-29"),
+    "a date and time": ({"format": "date-time"}, "2024-02-29T23:59:60Z", "2024-02-29 25:00:00Z"),
+    "a date and time without a zone": ({"format": "date-time"}, "2024-02-29T23:59:59+01:00", "2024-02-29T23:59:59"),
+    "a UUID": ({"format": "uuid"}, "f81d4fae-7dec-11d0-a765-00a0c91e6bf6", "f81d4fae7dec11d0a76500a0c91e6bf6x"),
+    "an IP address": ({"format": "ipv4"}, "127.0.0.1", "127.0.0.256"),
+    "length in characters": ({"maxLength": 1}, "🙂", "ab"),
+    "null is not missing": ({"type": "string"}, "", None),
+    "one of two": ({"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}]}, 4, 6),
+    "not": ({"not": {"type": "string"}}, 4, "4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SUBTLE)
+def test_a_value_that_fits_and_one_that_only_seems_to(kind):
+    part, good, bad = SUBTLE[kind]
+    schema = {"properties": {"v": part}, "required": ["v"]}
+    assert score(json.dumps({"v": good}), schema)[0] == 1.0
+    assert score(json.dumps({"v": bad}), schema)[0] == 0.0
+
+
+def test_patterns_of_keys():
+    schema = {"patternProperties": {"^x-": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
+    assert score('{"x-a": 1, "b": "c"}', schema)[0] == 1.0
+    assert score('{"x-a": "1"}', schema)[0] == 0.0
+    assert score('{"b": 1}', schema)[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"$ref": "https://example.org/person"}, "nothing is ever fetched"),
+        ({"properties": {"a": {"$ref": "other.json#/a"}}}, "nothing is ever fetched"),
+        ({"$ref": "file:///etc/passwd"}, "nothing is ever fetched"),
+        ({"$ref": "#"}, "back to itself"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"not": {"$ref": "#/$defs/a"}}}},
+         "back to itself"),
+        ({"$ref": "#/$defs/missing"}, "leads nowhere"),
+        ({"items": {"pattern": "(a)\\1"}}, "not one for RE2"),
+        ({"patternProperties": {"(?=a)": {}}}, "not one for RE2"),
+        ({"$dynamicRef": "#node"}, "not supported"),
+        ({"unevaluatedProperties": False}, "not supported"),
+        ({"properties": {"a": {"$id": "b"}}}, "not supported"),
+        ({"$schema": "https://example.org/my-draft"}, r"\$schema"),
+        ({"type": "strnig"}, "not valid"),
+        ({"required": "name"}, "not valid"),
+        ("{", "not JSON"),
+        ("[]", "not a JSON object"),
+        (3, "mapping or a string"),
+        ("[" * 100 + "]" * 100, "nested deeper"),
+    ],
+)  # fmt: skip
+def test_a_schema_that_cant_be_used_is_refused_as_a_kwarg_and_none_in_a_column(schema, problem):
+    with pytest.raises(RewardSpecError, match=f"reward `json_schema`: .*{problem}"):
+        build_rewards([{"name": "json_schema", "kwargs": {"schema": schema}}])
+    metrics = {}
+    scores = JsonSchema()(completions=[ANN, ANN], schema=[schema, {}], log_metric=metrics.__setitem__)
+    assert scores == [None, 1.0]
+    assert metrics["rewards/json_schema/unscorable"] == 1.0
+
+
+def test_a_recursive_schema_reads_trees():
+    tree = {
+        "$ref": "#/$defs/node",
+        "$defs": {
+            "node": {
+                "type": "object",
+                "required": ["v"],
+                "properties": {
+                    "v": {"type": "integer"},
+                    "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+                },
+            }
+        },
+    }
+    deep = {"v": 0, "next": None}
+    for value in range(MAX_DEPTH - 2):
+        deep = {"v": value, "next": deep}
+    assert score(json.dumps(deep), tree)[0] == 1.0
+    assert score('{"v": 1, "next": {"v": "2"}}', tree) == (0.5, "does not fit, 1 of 1 required keys do")
+    for _ in range(2):
+        deep = {"v": 1, "next": deep}
+    assert score(json.dumps(deep), tree) == (0.0, f"not JSON: nested deeper than {MAX_DEPTH}")
+
+
+def test_a_column_holds_schemas_as_strings_or_mappings():
+    schemas = [json.dumps(PERSON), PERSON, None, ""]
+    assert JsonSchema()(completions=[ANN] * 4, schema=schemas) == [1.0, 1.0, None, None]
+    assert JsonSchema(schema_column="form")(completions=[ANN], form=[PERSON], schema=["no"]) == [1.0]
+    with pytest.raises(ValueError, match="the kwarg schema or the dataset column `schema`"):
+        JsonSchema()(completions=[ANN], answer=["x"])
+
+
+def test_arguments_are_checked():
+    for arguments, message in (
+        ({"pay_partial": 1}, "pay_partial must be from 0 to less than pay"),
+        ({"extract": "box"}, "extract must be one of"),
+        ({"prefilled": "answer"}, "prefilled must be null or the first tag"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            JsonSchema(**arguments)
+    assert score(f"thought</think>{ANN}", prefilled="think")[0] == 1.0
+    assert score(ANN, prefilled="think")[0] == 0.0
+
+
+# --- an independent generator, and jsonschema's own validator as the oracle
+
+WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "größe", "🙂", "x y", 'quo"te', "back\\slash"]
+
+
+def a_value(rng, depth=0):
+    """A schema and a value that fits it."""
+    kind = rng.choice(
+        ["string", "pattern", "integer", "number", "boolean", "enum", "null", "date"]
+        + ["array", "object", "either"] * (depth < 3)
+    )
+    if kind == "string":
+        text = rng.choice(WORDS)
+        return {"type": "string", "minLength": 1, "maxLength": len(text)}, text
+    if kind == "pattern":
+        text = "".join(rng.choices(string.ascii_uppercase, k=3)) + str(rng.randrange(1000))
+        return {"type": "string", "pattern": "^[A-Z]{3}[0-9]+$"}, text
+    if kind == "integer":
+        number = rng.randrange(-(10**6), 10**12)
+        return {"type": "integer", "minimum": number - rng.randrange(3), "maximum": number}, number
+    if kind == "number":
+        cents = rng.randrange(10**7)
+        return {"type": "number", "multipleOf": 0.01, "exclusiveMaximum": cents / 100 + 1}, cents / 100
+    if kind == "boolean":
+        return {"type": "boolean"}, rng.random() < 0.5
+    if kind == "enum":
+        values = rng.sample([*WORDS, 1, 2.5, True, None], 3)
+        return {"enum": values}, rng.choice(values)
+    if kind == "null":
+        return {"type": ["null", "string"]}, None
+    if kind == "date":
+        return {
+            "type": "string",
+            "format": "date",
+        }, f"{rng.randrange(1900, 2100)}-{rng.randrange(1, 13):02}-{rng.randrange(1, 29):02}"
+    if kind == "array":
+        schema, value = a_value(rng, depth + 1)
+        size = rng.randrange(4)
+        return {"type": "array", "items": schema, "minItems": size, "maxItems": size}, [value] * size
+    if kind == "either":
+        schema, value = a_value(rng, depth + 1)
+        return {"anyOf": [{"type": "array", "minItems": 99}, schema]}, value
+    return an_object(rng, depth + 1)
+
+
+def an_object(rng, depth=0):
+    keys = rng.sample(WORDS, rng.randrange(1, 6))
+    parts = {key: a_value(rng, depth) for key in keys}
+    required = rng.sample(keys, rng.randrange(1, len(keys) + 1))
+    kept = [key for key in keys if key in required or rng.random() < 0.5]
+    rng.shuffle(kept)
+    schema = {
+        "type": "object",
+        "properties": {key: schema for key, (schema, _) in parts.items()},
+        "required": required,
+        "additionalProperties": False,
+    }
+    return schema, {key: parts[key][1] for key in kept}
+
+
+def written(rng, value):
+    text = json.dumps(value, indent=rng.choice([None, 2, "\t"]), ensure_ascii=rng.random() < 0.5)
+    layout = rng.choice(
+        ["{}", "```json\n{}\n```", "```\n{}\n```", "Sure!\n\n```json\n{}\n```\nDone.", "<answer>\n{}\n</answer>"]
+    )
+    thinking = rng.choice(["", "<think>\nLet me see: {}\n</think>\n"])
+    return thinking + layout.replace("{}", text)
+
+
+def mutated(rng, value):
+    value = dict(value)
+    key = rng.choice([*value, "extra"])
+    if rng.random() < 0.4 and key in value:
+        del value[key]
+    else:
+        value[key] = rng.choice([[], {}, "zzzzzzzzzzzzzzzz", -(10**9), None, 0.001, True])
+    return value
+
+
+# jsonschema alone takes 10 ms for a schema and its value: few rows in the quick part.
+few_and_many = pytest.mark.parametrize("rows", [60, pytest.param(600, marks=pytest.mark.slow)])
+
+
+@few_and_many
+def test_right_answers_are_accepted_and_wrong_ones_as_the_oracle_says(rows):
+    rng = random.Random(5)
+    right = wrong = 0
+    for _ in range(rows):
+        schema, value = an_object(rng)
+        right += score(written(rng, value), schema)[0] == 1.0
+        other = mutated(rng, value)
+        # The oracle reads decimals as binary floats; without that keyword the two must agree.
+        plain = json.loads(json.dumps(schema).replace('"multipleOf": 0.01, ', ""))
+        checker = jsonschema.FormatChecker(("date",))
+        fits = jsonschema.Draft202012Validator(plain, format_checker=checker).is_valid(other)
+        paid = score(written(rng, other), plain)[0]
+        assert (paid == 1.0) == fits, (plain, other)
+        wrong += not fits
+    assert right == rows
+    assert wrong > rows / 3
+
+
+@few_and_many
+def test_partial_pay_agrees_with_the_oracle_key_by_key(rows):
+    rng = random.Random(6)
+    seen = set()
+    for _ in range(rows):
+        schema, value = an_object(rng)
+        schema = json.loads(json.dumps(schema).replace('"multipleOf": 0.01, ', ""))
+        other = mutated(rng, mutated(rng, value))
+        if score(json.dumps(other), schema)[0] == 1.0:
+            continue
+        checker = jsonschema.FormatChecker(("date",))
+        good = [
+            key in other
+            and jsonschema.Draft202012Validator(schema["properties"][key], format_checker=checker).is_valid(other[key])
+            for key in schema["required"]
+        ]
+        expected = 0.5 * sum(good) / len(good)
+        assert score(json.dumps(other), schema)[0] == pytest.approx(expected)
+        seen.add(expected)
+    assert len(seen) > 5
+
+
+# --- any text
+
+
+REWARDS = [
+    JsonSchema(schema=PERSON),
+    JsonSchema(schema=PERSON, extract="whole"),
+    JsonSchema(schema=PERSON, extract="fence"),
+    JsonSchema(schema={"uniqueItems": True, "properties": {"a": {"pattern": "(a|a)*$", "multipleOf": 0.1}},
+                       "additionalProperties": {"$ref": "#"}}),
+]  # fmt: skip
+PIECES = r"""
+    <think> </think> <answer> </answer> ``` ```json { } [ ] " : , \ \" \u0041 \ud800
+    "name": "age": "a": 1 -0 1e9 1E400 NaN true null "Ann" ,
+"""
+SOUP = st.lists(st.sampled_from([*PIECES.split(), "\n", " ", "\x00", "\ud800", "🙂"]), max_size=30).map("".join)
+TEXTS = st.one_of(
+    SOUP, st.text(st.characters()), SOUP.map(fenced), SOUP.map('{{"name": "{}", "age": 1}}'.format),
+    st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
+                 lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10)
+    .map(lambda value: json.dumps({"a": value, "name": value})),
+)  # fmt: skip
+
+
+def check_any_text(text):
+    for reward in REWARDS:
+        (first,) = reward(completions=[text])
+        assert 0.0 <= first <= reward.highest_pay
+        assert math.isfinite(first)
+        assert reward(completions=[[{"role": "assistant", "content": text}]]) == [first]
+
+
+test_any_text = settings(max_examples=500, deadline=None)(given(TEXTS)(check_any_text))
+test_any_text_at_length = pytest.mark.slow(
+    pytest.mark.timeout(1800)(settings(max_examples=20_000, deadline=None)(given(TEXTS)(check_any_text)))
+)
+
+TWICE = {
+    "$ref": "#/$defs/n",
+    "$defs": {
+        "n": {"anyOf": [{"properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["b"]},
+                        {"properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["c"]}]},
+    },
+}  # fmt: skip
+# A schema, and a text of about that many characters.
+ADVERSARIAL = {
+    "opening brackets": (PERSON, lambda n: "[" * n),
+    "opening braces in a fence": (PERSON, lambda n: fenced('{"a":' * (n // 5))),
+    "nested objects": (PERSON, lambda n: '{"a":' * (n // 6) + "1" + "}" * (n // 6)),
+    "quotes": (PERSON, lambda n: '"' * n),
+    "escapes": (PERSON, lambda n: '"' + "\\" * n),
+    "fences": (PERSON, lambda n: "```json\n" * (n // 8)),
+    "backticks": (PERSON, lambda n: "`" * n),
+    "closed fences": (PERSON, lambda n: "```json\n{}\n```\n" * (n // 15)),
+    "openings": (PERSON, lambda n: "<answer>" * (n // 8)),
+    "thoughts": (PERSON, lambda n: "<think>" * (n // 7)),
+    "digits": (PERSON, lambda n: '{"age": ' + "9" * n + "}"),
+    "keys": (PERSON, lambda n: "{" + ",".join(f'"k{i}":1' for i in range(n // 9)) + "}"),
+    "the same key": (PERSON, lambda n: "{" + ",".join(['"k":1'] * (n // 6)) + "}"),
+    "many items, all different": (
+        {"properties": {"a": {"uniqueItems": True}}},
+        lambda n: json.dumps({"a": [[i, {"b": i}] for i in range(n // 20)]}),
+    ),
+    "items that can't be sorted": (
+        {"properties": {"a": {"uniqueItems": True}}},
+        lambda n: json.dumps({"a": [{"b": i} if i % 2 else str(i) for i in range(n // 10)]}),
+    ),
+    "a pattern that backtracks": (
+        {"properties": {"a": {"pattern": "^(a+)+$"}}}, lambda n: json.dumps({"a": "a" * n + "!"})),
+    "a pattern of keys that backtracks": (
+        {"patternProperties": {"^(a|a)*$": {}}, "additionalProperties": False}, lambda n: json.dumps({"a" * n + "!": 1})),
+    "an error for each of two branches": (
+        {"properties": {"a": {"anyOf": [{"items": {"type": "string"}}, {"items": {"type": "boolean"}}]}}},
+        lambda n: json.dumps({"a": [0] * (n // 3)})),
+    "a large value, quoted in errors": (
+        {"properties": {"a": {"anyOf": [{"type": "integer"}] * 50}}}, lambda n: json.dumps({"a": ["b" * n]})),
+    "an address": ({"properties": {"a": {"format": "email"}}}, lambda n: json.dumps({"a": "a@" + "a." * (n // 2)})),
+    "an IPv6 address": ({"properties": {"a": {"format": "ipv6"}}}, lambda n: json.dumps({"a": "1:" * (n // 2)})),
+    "twice as much at each level": (TWICE, lambda n: '{"a":' * 30 + '{"x": "' + "y" * n + '"}' + "}" * 30),
+}  # fmt: skip
+
+
+COSTLY = {"twice as much at each level", "an error for each of two branches"}  # seconds each
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in COSTLY else kind for kind in ADVERSARIAL]
+)
+def test_the_cost_of_an_adversarial_text_is_linear_or_flat(kind):
+    schema, make = ADVERSARIAL[kind]
+    reward = JsonSchema(schema=schema)
+    assert growth(lambda text: reward(completions=[text]), make, 20_000) < 9  # 4 is linear, 16 quadratic
+
+
+def test_a_validation_that_doubles_with_each_level_ends():
+    assert score('{"a":' * 30 + "1" + "}" * 30, TWICE) == (0.0, "too costly to validate")
+    assert score('{"a":' * 4 + '{"b":1,"c":1}' + "}" * 4, TWICE)[1].startswith("does not fit")
+    assert score('{"x": "' + "y" * MAX_CHARS + '"}', {})[1].startswith("not JSON: longer than")
+
+
+def test_errors_that_quote_a_large_value_cost_no_more():
+    # Every one of some 500 errors would hold the whole value.
+    reward = JsonSchema(schema=TWICE)
+    assert growth(lambda n: reward(completions=['{"a":' * 7 + '{"x": "' + "y" * n + '"}' + "}" * 7]), int, 24_000) < 1.6
+
+
+def test_the_same_in_threads_processes_and_coroutines():
+    reward = JsonSchema(schema=PERSON)
+    assert pickle.loads(pickle.dumps(reward)) == reward
+    assert hash(reward) == hash(JsonSchema(schema=dict(PERSON)))
+    texts = [*PAID.values(), *TRAPS.values(), *(make(3000) for _, make in ADVERSARIAL.values())]
+    expected = reward(completions=texts)
+
+    async def in_a_coroutine():
+        return reward(completions=texts)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: reward(completions=texts), range(4))) == [expected] * 4
+    with ProcessPoolExecutor(2) as pool:
+        assert pool.submit(reward, None, texts).result() == expected
+    assert asyncio.run(in_a_coroutine()) == expected
+
+
+def test_nothing_is_imported_before_it_is_needed():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, grpo_rewards; assert 'grpo_rewards.schema' not in sys.modules;"
+        "grpo_rewards.json_schema; assert grpo_rewards.json_schema.__name__ == 'json_schema';"
+        "assert not {'jsonschema', 're2', 'referencing'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

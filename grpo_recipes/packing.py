@@ -397,6 +397,7 @@ class LogProbs:
     plain_because: str = ""
     """Why TRL's rows must stay as they are, if they must: something else reads them during the forward."""
     _settled: dict[int, Layout] = field(default_factory=dict)
+    _bare: dict[nn.Module, nn.Module] = field(default_factory=dict)
     _said: set[str] = field(default_factory=set)
 
     def __call__(self, model: nn.Module, rows: Rows, batch_size: int | None, compute_entropy: bool) -> PerToken:
@@ -413,7 +414,7 @@ class LogProbs:
 
     def layout(self, model: nn.Module, rows: Rows, chunk: int) -> Layout:
         """The layout that this model is run in; settled on the first `chunk` rows it meets, for all ranks alike."""
-        bare = self.accelerator.unwrap_model(model)
+        bare = self.bare(model)
         if id(bare) not in self._settled:
             found = self._settle(model, bare, rows.head(chunk))
             if found is None:  # no row has a label: nothing can be learnt from them
@@ -421,11 +422,17 @@ class LogProbs:
             self._settled[id(bare)] = found
         return self._settled[id(bare)]
 
+    def bare(self, model: nn.Module) -> nn.Module:
+        """The model inside accelerate's wrappers, looked for once: that takes 0.7 ms, many times a step."""
+        if model not in self._bare:
+            self._bare[model] = self.accelerator.unwrap_model(model)
+        return self._bare[model]
+
     def plan(self, model: nn.Module, rows: Rows, layout: Layout) -> Call:
         """The model call for `rows` in `layout`; trimmed rather than packed where that is impossible or saves little."""
         trimmed, index = rows.trimmed()
         if layout is Layout.PACKED and not (
-            self._fits(self.accelerator.unwrap_model(model), trimmed).all()
+            self._fits(self.bare(model), trimmed).all()
             and rows.packed_tokens() <= WORTHWHILE * trimmed.input_ids.numel()
         ):
             layout = Layout.TRIMMED
@@ -449,7 +456,7 @@ class LogProbs:
                 fused_lm_head=True,
                 group_plan=packed.plan,
             )
-        layers = num_layers(self.accelerator.unwrap_model(model))
+        layers = num_layers(self.bare(model))
         if packed.plan.attended != layers:
             raise NotFollowed(f"{packed.plan.attended} of its {layers} layers follow the plan of a packed row")
         shape = (len(rows.input_ids), rows.logits_to_keep)
@@ -466,7 +473,7 @@ class LogProbs:
         if found is not Layout.PLAIN:
             if not self._on_any_rank(bool(rows.completion_mask.any())):
                 return None
-            with _at_rest(bare), disable_gradient_checkpointing(bare, self.args.gradient_checkpointing_kwargs):
+            with at_rest(bare), disable_gradient_checkpointing(bare, self.args.gradient_checkpointing_kwargs):
                 found, doubt = self._verify(model, bare, rows, found)
             reason = doubt or reason
         if found is not Layout.PACKED:
@@ -489,8 +496,6 @@ class LogProbs:
         reason = unsupported(model)
         if self.router_loss:
             reason = "a packed row would count a prompt once in the router loss"
-        elif self.args.use_transformers_continuous_batching:
-            reason = "continuous batching needs an attention that transformers knows"
         elif self.args.torch_compile:
             reason = "torch.compile would compile each packed shape anew"
         return (Layout.TRIMMED, reason) if reason else (Layout.PACKED, "")
@@ -620,9 +625,14 @@ def packing_attention(model: nn.Module) -> None:
     base_model(model).set_attn_implementation(ATTENTION)
 
 
+def has_packing_attention(model: nn.Module) -> bool:
+    """Whether the model's attention follows plans."""
+    return text_config(model)._attn_implementation == ATTENTION
+
+
 def stock_attention(model: nn.Module) -> None:
     """Give the model stock SDPA back if it had ours."""
-    if text_config(model)._attn_implementation == ATTENTION:
+    if has_packing_attention(model):
         base_model(model).set_attn_implementation("sdpa")
 
 
@@ -661,13 +671,13 @@ def unsupported(model: nn.Module) -> str | None:
         return f"the forward of {type(base.base_model).__name__} takes no position_ids or no further arguments"
     if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
         return "the adapter puts virtual tokens before the prompt"
-    if _drops(base):
+    if drops(base):
         return "the model has dropout, and a packed prompt would share one mask among its completions"
     return None
 
 
 @contextmanager
-def _at_rest(model: nn.Module) -> Iterator[None]:
+def at_rest(model: nn.Module) -> Iterator[None]:
     """Without gradient and without dropout, which would make any two computations differ."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -685,7 +695,7 @@ def _learns_positions(model: PreTrainedModel) -> bool:
     return any(table is not model.get_input_embeddings() for table in tables)
 
 
-def _drops(model: nn.Module) -> bool:
+def drops(model: nn.Module) -> bool:
     """Whether a module drops activations: an `nn.Dropout` or the like, or a layer that holds its rate as a number.
 
     Transformers' attention layers call it `attention_dropout` or, as OPT's, `dropout`.

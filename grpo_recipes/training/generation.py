@@ -121,7 +121,8 @@ def why_not(
     model: PreTrainedModel, criteria: StoppingCriteriaList, config: GenerationConfig, inputs: dict[str, Any]
 ) -> str:
     """Why transformers' own loop has to generate, as a phrase; empty if nothing speaks against this one."""
-    mode, cache, mask = config.get_generation_mode(), inputs.get("past_key_values"), inputs.get("attention_mask")
+    mode, mask = config.get_generation_mode(), inputs.get("attention_mask")
+    cache: Any = inputs.get("past_key_values")
     if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
         return f"the generation mode is {mode.value}"
     if model.config.is_encoder_decoder:
@@ -136,10 +137,12 @@ def why_not(
         return "return_dict_in_generate asks for more than tokens"
     if config.prefill_chunk_size is not None:
         return "prefill_chunk_size asks for prompts in chunks"
-    if not inputs.get("use_cache") or type(cache) is not DynamicCache or cache.get_seq_length() or cache.offloading:
-        return f"the cache is {type(cache).__name__ if inputs.get('use_cache') else 'off'}, not an empty DynamicCache"
-    if odd := sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in LAYERS}) or not cache.layers:
-        return f"the cache has layers of {', '.join(odd) if isinstance(odd, list) else 'no known type'}"
+    if not inputs.get("use_cache"):
+        return "use_cache is false"
+    if type(cache) is not DynamicCache or cache.get_seq_length() or cache.offloading or not cache.layers:
+        return f"the cache is a {type(cache).__name__}, not an empty DynamicCache on the model's device"
+    if odd := {type(layer).__name__ for layer in cache.layers if type(layer) not in LAYERS}:
+        return f"the cache has layers of {', '.join(sorted(odd))}"
     if criteria.max_length is None or not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
         return "no maximum length, or no end-of-sequence token, is set"
     if mask is not None and (mask[:, 1:] < mask[:, :-1]).any():

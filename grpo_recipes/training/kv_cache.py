@@ -19,6 +19,12 @@ class Buffer:
 
     keys: Tensor
     values: Tensor
+    buffers: list[Tensor]
+    """Keys and values with their spare columns, and with those that are cut."""
+    start: int
+    """The first column that counts."""
+    last: int
+    """The column behind the last that counts."""
 
     def take(self, layer: Any, rows: Tensor, room: int) -> None:
         """Begin with copies of the `rows` of a layer."""

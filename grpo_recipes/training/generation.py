@@ -103,11 +103,11 @@ def group_decode(turn: Turn) -> Any:
     """The loop, as `generate` takes it in `custom_generate`."""
 
     def decode(
-        model: PreTrainedModel,
+        model: Any,
         input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
         **inputs: Any,
     ) -> Tensor:
         if reason := why_not(model, stopping_criteria, generation_config, inputs):
@@ -174,21 +174,18 @@ class Batch:
         self.model, self.processors, self.criteria, self.turn = model, processors, criteria, turn
         self.samples, self.cache = config.do_sample, inputs["past_key_values"]
         self.keep = {name: inputs[name] for name in ("logits_to_keep",) if name in inputs}
-        self.size, self.width = input_ids.shape
-        """All rows, and the columns of their prompts."""
+        self.size, self.width = input_ids.shape  # of the prompts
         room = criteria.max_length - self.width
         self.ids = torch.cat([input_ids, config._pad_token_tensor.expand(self.size, room)], 1)
-        self.end = self.width
-        """Columns with a token in them; what lies to the right is padding."""
+        self.end = self.width  # columns with tokens in them; to their right is padding
         mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
         self.mask = None if mask is None else torch.cat([mask, mask.new_ones(self.size, room)], 1)
-        self.starts = [0] * self.size if mask is None else (self.width - mask.sum(1)).tolist()
-        """Columns of padding that each row begins with."""
-        self.first = 0
-        """Columns of padding that have been cut away, of which the cache knows nothing any more."""
-        self.positions = positions
-        self.live = list(range(self.size))
-        """Which row each row of logits and cache is; no longer in order once a row has left."""
+        self.starts = (
+            [0] * self.size if mask is None else (self.width - mask.sum(1)).tolist()
+        )  # in padding, of each row
+        self.first = 0  # columns that have been cut, of which the cache knows nothing any more
+        self.positions = None if positions is None else positions.expand(self.size, -1)
+        self.live = list(range(self.size))  # which row each row of logits and cache is; out of order once one has left
         self.unfinished = torch.ones(self.size, dtype=torch.bool, device=input_ids.device)
         self.row_wise = all(type(processor) in ROW_WISE for processor in processors) and not any(
             isinstance(getattr(processor, "prompt_ignore_length", None), Tensor) for processor in processors
@@ -221,7 +218,7 @@ class Batch:
             prompts[first],
             self.cache,
             attention_mask=None if self.mask is None else self.mask[first, : self.width],
-            position_ids=None if self.positions is None else self.positions.expand(self.size, -1)[first],
+            position_ids=None if self.positions is None else self.positions[first],
             is_first_iteration=True,
             **self.keep,
         )
@@ -294,7 +291,7 @@ class Batch:
         padded = any(self.starts[row] > self.first for row in self.live)
         positions = None
         if self.positions is not None:  # each row's own: it counts no padding
-            positions = self.positions.expand(self.size, -1)[self.live, -1:] + (self.end - self.width)
+            positions = self.positions[self.live, -1:] + (self.end - self.width)
         return decode_step(
             self.model,
             self.ids[self.live, self.end - 1 : self.end],

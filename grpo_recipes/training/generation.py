@@ -102,26 +102,19 @@ def decoding(model: PreTrainedModel, turn: Turn | None, stopping: Sequence[Stopp
 def group_decode(turn: Turn) -> Any:
     """The loop, as `generate` takes it in `custom_generate`."""
 
-    def decode(
-        model: Any,
-        input_ids: Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        **inputs: Any,
-    ) -> Tensor:
-        if reason := why_not(model, stopping_criteria, generation_config, inputs):
+    def decode(model: PreTrainedModel, input_ids: Tensor, **given: Any) -> Tensor:
+        if reason := why_not(model, **given):
             raise Declined(reason)
-        return Batch(model, input_ids, logits_processor, stopping_criteria, generation_config, turn, inputs).run()
+        return Batch(turn, model, input_ids, **given).run()
 
     return decode
 
 
 def why_not(
-    model: PreTrainedModel, criteria: StoppingCriteriaList, config: GenerationConfig, inputs: dict[str, Any]
+    model: PreTrainedModel, stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, **inputs: Any
 ) -> str:
     """Why transformers' own loop has to generate, as a phrase; empty if nothing speaks against this one."""
-    mode, mask = config.get_generation_mode(), inputs.get("attention_mask")
+    config, mode, mask = generation_config, generation_config.get_generation_mode(), inputs.get("attention_mask")
     cache: Any = inputs.get("past_key_values")
     if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
         return f"the generation mode is {mode.value}"
@@ -131,7 +124,7 @@ def why_not(
         return "the model is multimodal"
     if rotary := rotary_of_the_longest(model.config):
         return f"a rotary table of type {rotary} depends on the longest row of the batch"
-    if unknown := sorted(name for name in inputs.keys() - CARRIED if inputs[name] is not None):
+    if unknown := sorted(name for name in inputs.keys() - CARRIED - {"logits_processor"} if inputs[name] is not None):
         return f"the model takes {', '.join(unknown)}"
     if config.return_dict_in_generate:
         return "return_dict_in_generate asks for more than tokens"
@@ -143,7 +136,7 @@ def why_not(
         return f"the cache is a {type(cache).__name__}, not an empty DynamicCache on the model's device"
     if odd := {type(layer).__name__ for layer in cache.layers if type(layer) not in LAYERS}:
         return f"the cache has layers of {', '.join(sorted(odd))}"
-    if criteria.max_length is None or not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
+    if stopping_criteria.max_length is None or not any(hasattr(item, "eos_token_id") for item in stopping_criteria):
         return "no maximum length, or no end-of-sequence token, is set"
     if mask is not None and (mask[:, 1:] < mask[:, :-1]).any():
         return "the attention mask has holes, or padding on the right"
@@ -163,32 +156,32 @@ class Batch:
 
     def __init__(
         self,
+        turn: Turn,
         model: PreTrainedModel,
         input_ids: Tensor,
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        turn: Turn,
-        inputs: dict[str, Any],
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **inputs: Any,
     ) -> None:
-        self.model, self.processors, self.criteria, self.turn = model, processors, criteria, turn
-        self.samples, self.cache = config.do_sample, inputs["past_key_values"]
+        self.turn, self.model, self.processors, self.criteria = turn, model, logits_processor, stopping_criteria
+        self.samples, self.cache = generation_config.do_sample, inputs["past_key_values"]
         self.keep = {name: inputs[name] for name in ("logits_to_keep",) if name in inputs}
         self.size, self.width = input_ids.shape  # of the prompts
-        room = criteria.max_length - self.width
-        self.ids = torch.cat([input_ids, config._pad_token_tensor.expand(self.size, room)], 1)
+        room = stopping_criteria.max_length - self.width
+        self.ids = torch.cat([input_ids, generation_config._pad_token_tensor.expand(self.size, room)], 1)
         self.end = self.width  # columns with tokens in them; to their right is padding
         mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
-        self.mask = None if mask is None else torch.cat([mask, mask.new_ones(self.size, room)], 1)
-        self.starts = (
-            [0] * self.size if mask is None else (self.width - mask.sum(1)).tolist()
-        )  # in padding, of each row
-        self.first = 0  # columns that have been cut, of which the cache knows nothing any more
+        self.mask: Any = None if mask is None else torch.cat([mask, mask.new_ones(self.size, room)], 1)
+        self.starts = [0] * self.size if mask is None else (self.width - mask.sum(1)).tolist()  # of padding, by row
+        self.first = 0  # columns that have been cut: the cache knows nothing of them any more
         self.positions = None if positions is None else positions.expand(self.size, -1)
         self.live = list(range(self.size))  # which row each row of logits and cache is; out of order once one has left
+        self.index = torch.arange(self.size, device=input_ids.device)  # the same, where the rows are
         self.unfinished = torch.ones(self.size, dtype=torch.bool, device=input_ids.device)
-        self.row_wise = all(type(processor) in ROW_WISE for processor in processors) and not any(
-            isinstance(getattr(processor, "prompt_ignore_length", None), Tensor) for processor in processors
+        self.row_wise = all(
+            type(processor) in ROW_WISE and not isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
+            for processor in logits_processor
         )
         self.scored = {row: place for place, row in enumerate(turn.scored(self.size))}
         self.log_probs = torch.zeros(len(self.scored), room, device=input_ids.device)
@@ -198,7 +191,6 @@ class Batch:
         logits = self.prefill()
         with self.model._optimize_model_for_decode():
             while self.append(self.choose(logits)):
-                self.leave()
                 self.cut_padding()
                 logits = self.decode()
         if self.scored:
@@ -243,10 +235,9 @@ class Batch:
     def process(self, logits: Tensor) -> Tensor:
         """The scores that transformers' processors make of the logits, on all rows if one may look beyond its row."""
         if self.row_wise or len(self.live) == self.size:
-            return self.processors(self.ids[self.live, : self.end], logits)
-        wide = logits.new_zeros(self.size, logits.shape[1])
-        wide[self.live] = logits
-        return self.processors(self.ids[:, : self.end], wide)[self.live]
+            return self.processors(self.ids[self.index, : self.end], logits)
+        wide = logits.new_zeros(self.size, logits.shape[1]).index_copy(0, self.index, logits)
+        return self.processors(self.ids[:, : self.end], wide)[self.index]
 
     def pick(self, scores: Tensor) -> Tensor:
         """One token of each row, as the stock loop picks it."""
@@ -255,26 +246,27 @@ class Batch:
         if not self.turn.same_stream:
             return scores.softmax(-1).multinomial(1)[:, 0]
         noise = torch.empty(self.size, scores.shape[1], device=scores.device).exponential_(1)  # as multinomial does
-        return (scores.softmax(-1) / noise[self.live]).argmax(-1)
+        return (scores.softmax(-1) / noise[self.index]).argmax(-1)
 
     def append(self, tokens: Tensor) -> bool:
-        """Append a token to each row that is left; whether any row goes on."""
-        self.ids[self.live, self.end] = tokens
+        """Append a token to each row that is left, and let go of those that it finishes; whether any goes on."""
+        self.ids[self.index, self.end] = tokens
         self.end += 1
         self.unfinished &= ~self.criteria(self.ids[:, : self.end], None)
-        return bool(self.unfinished.any())
+        going = self.unfinished[self.index].tolist()  # waits for the device, as the stock loop does here
+        if any(going) and not all(going):
+            self.leave(going)
+        return any(going)
 
-    def leave(self) -> None:
+    def leave(self, going: list[bool]) -> None:
         """Take finished rows out of the batch. The last rows move to their places, so that little is copied."""
-        going = self.unfinished[self.live].tolist()
         count = sum(going)
-        if count == len(going):
-            return
         holes = [place for place in range(count) if not going[place]]
         movers = [place for place in range(count, len(going)) if going[place]]
         for hole, mover in zip(holes, movers, strict=True):
             self.live[hole] = self.live[mover]
         del self.live[count:]
+        self.index = torch.tensor(self.live, device=self.index.device)
         for layer in self._layers():
             layer.keep(holes, movers, count)
 
@@ -288,15 +280,16 @@ class Batch:
 
     def decode(self) -> Tensor:
         """Logits after the last token of each row that is left, (rows, vocabulary)."""
-        padded = any(self.starts[row] > self.first for row in self.live)
-        positions = None
-        if self.positions is not None:  # each row's own: it counts no padding
-            positions = self.positions[self.live, -1:] + (self.end - self.width)
+        mask, positions = None, None
+        if any(self.starts[row] > self.first for row in self.live):
+            mask = self.mask[self.index, self.first : self.end]
+        if self.positions is not None:  # a row's own: they count no padding
+            positions = self.positions[self.index, -1:] + (self.end - self.width)
         return decode_step(
             self.model,
-            self.ids[self.live, self.end - 1 : self.end],
+            self.ids[self.index, self.end - 1 : self.end],
             self.cache,
-            attention_mask=self.mask[self.live, self.first : self.end] if self.mask is not None and padded else None,
+            attention_mask=mask,
             position_ids=positions,
             **self.keep,
         )

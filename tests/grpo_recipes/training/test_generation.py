@@ -342,10 +342,10 @@ def test_the_model_is_as_it_was_afterwards() -> None:
 def test_what_transformers_hands_to_a_loop() -> None:
     """`generate` calls a loop of one's own as it calls `_sample`, and takes the layers of its cache from two classes."""
     stock = inspect.signature(GenerationMixin._sample).parameters
-    (loop,) = (inspect.signature(generation.group_decode(Turn())),)
-    for name in ("input_ids", "logits_processor", "stopping_criteria", "generation_config"):
-        assert name in stock
-        assert name in loop.parameters
+    loop = inspect.signature(generation.Batch).parameters
+    named = {name for name, parameter in loop.items() if parameter.kind is not parameter.VAR_KEYWORD}
+    assert named - {"turn", "model"} <= set(stock)
+    assert set(stock) - named == {"self", "model_kwargs", "synced_gpus", "streamer"}
     assert cache_utils.DYNAMIC_LAYER_TYPE_MAPPING["full_attention"] is cache_utils.DynamicLayer
     assert cache_utils.DYNAMIC_LAYER_TYPE_MAPPING["sliding_attention"] is cache_utils.DynamicSlidingWindowLayer
     assert hasattr(GenerationMixin, "_optimize_model_for_decode")

@@ -1,15 +1,21 @@
-"""Tiny models of many architectures, and a batch of groups to generate for."""
+"""Tiny models of many architectures, a batch of groups to generate for, and a trainer that generates."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from datasets import Dataset
+from peft import LoraConfig
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
+from trl import GRPOConfig
+from trl import GRPOTrainer as TRLGRPOTrainer
 
-from tests.grpo_recipes.recorded import model
+from grpo_recipes import GRPOTrainer
+from tests.grpo_recipes.recorded import model, tokenizer
 
 ENDS = [1, 2, 3]
 """Several end-of-sequence tokens, so that rows end at many lengths."""
@@ -65,3 +71,58 @@ def config(**changes: Any) -> GenerationConfig:
     """How to generate, by default by sampling at most 24 tokens."""
     known = {"max_new_tokens": 24, "eos_token_id": ENDS, "pad_token_id": 0, "disable_compile": True}
     return GenerationConfig(**{**known, **SAMPLED, **changes})
+
+
+PROMPTS = Dataset.from_dict(
+    {"prompt": [" ".join(f"t{(7 * i + j) % 38 + 2}" for j in range(1 + i % 9)) for i in range(16)]}
+)
+
+
+def reward(completions: list[str], **columns: Any) -> list[float]:
+    """Any function of the text whose value differs inside a group."""
+    return [float(sum(map(ord, completion)) % 97) for completion in completions]
+
+
+def trainer(
+    folder: Path, cls: type[TRLGRPOTrainer] = GRPOTrainer, policy: PreTrainedModel | None = None, **more: Any
+) -> Any:
+    """A trainer whose completions end at many lengths. Ours draws the stock loop's random numbers."""
+    policy = model() if policy is None else policy
+    policy.generation_config.eos_token_id = ENDS
+    names = ("generation", "peft_config", "reference", "eval_dataset", "processing_class", "micro_batching")
+    ours = {name: more.pop(name) for name in names if name in more}
+    if ours.get("peft_config") is not None and issubclass(cls, GRPOTrainer):
+        ours["reference"] = "base"
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "gradient_checkpointing": False,
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "max_completion_length": 24,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        **more,
+    }
+    made = cls(
+        model=policy,
+        reward_funcs=reward,
+        args=GRPOConfig(**settings),
+        train_dataset=PROMPTS,
+        **{"processing_class": tokenizer(), **ours},
+    )
+    if issubclass(cls, GRPOTrainer):
+        made._generation.same_stream = True
+    return made
+
+
+def adapter(**changes: Any) -> LoraConfig:
+    """An adapter whose every weight matters from the start."""
+    return LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **{"lora_dropout": 0.0, **changes})

@@ -21,7 +21,13 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
         self.strings = tuple(strings)
-        self.criterion = StopStringCriteria(tokenizer, list(strings))
+        try:
+            self.criterion = StopStringCriteria(tokenizer, list(strings))
+        except ValueError as error:  # it takes every token apart, by way of a text of known letters
+            raise ValueError(
+                f"generation_kwargs: stop: transformers can't read the tokens of {type(tokenizer).__name__} as text "
+                f"({error}): leave stop out"
+            ) from error
 
     @classmethod
     def of(cls, generation_kwargs: Mapping[str, Any] | None, tokenizer: Any) -> StopStrings | None:

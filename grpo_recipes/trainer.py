@@ -25,7 +25,7 @@ from grpo_recipes.packing import Layout, LogProbs, PerToken, Rows
 from grpo_recipes.reference import ReferenceSpec, deferred, set_reference
 from grpo_recipes.restart import EpochSampler, TellEpoch
 from grpo_recipes.training import continuous_batching
-from grpo_recipes.training.generation_check import Generation, ranks_step_together
+from grpo_recipes.training.generation_check import Generation, unfit_layout
 from grpo_recipes.training.stop_strings import StopStrings, corrected, take_over_mask
 
 logger = get_logger(__name__)
@@ -93,9 +93,15 @@ class GRPOTrainer(TRLGRPOTrainer):
         )
         self._stop = StopStrings.of(self.args.generation_kwargs, self._tokenizer)
         self._masks_truncated = self._stop is not None and take_over_mask(self)
-        together = "" if generation == "off" else ranks_step_together(self)
         self._generation = Generation(
-            self.accelerator, self.args, self._plain_log_probs, self.temperature, self._stop, generation, together
+            self.accelerator,
+            self.args,
+            self._plain_log_probs,
+            self.temperature,
+            self._stop,
+            generation,
+            unfit_layout(self),
+            together=self._dist.is_zero3,
         )
         if self.use_transformers_continuous_batching:
             continuous_batching.refuse(self.generation_config, self._stop)

@@ -40,8 +40,8 @@ ROW_WISE = {
 CARRIED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 """The model inputs that this loop knows how to carry from token to token."""
 
-DROPPED = {"assistant_model", "streamer", "synced_gpus", "tokenizer", "custom_generate"}
-"""Arguments of `generate` that transformers does not hand on to a loop of one's own."""
+DROPPED = {"assistant_model", "custom_generate", "streamer", "synced_gpus", "tokenizer"}
+"""Arguments of `generate` that transformers hands on to no loop but its own."""
 
 
 class Declined(Exception):
@@ -60,6 +60,8 @@ class Turn:
     """What divides the logits in those log-probabilities. No other processor enters them, as none enters the loss."""
     same_stream: bool = False
     """Draw the random numbers of finished rows too, as the stock loop does. For tests: it takes noise for all rows."""
+    together: bool = False
+    """Run as many forwards as the rank with the longest completion: under ZeRO-3 each of them is a collective."""
     declined: str = ""
     """Why transformers' own loop ran; empty where this one did."""
     log_probs: Tensor | None = None
@@ -68,6 +70,12 @@ class Turn:
     def scored(self, size: int) -> list[int]:
         """Which of `size` rows are scored."""
         return list(range(self.offset % self.score_every, size, self.score_every)) if self.score_every else []
+
+    def decode(self, model: PreTrainedModel, input_ids: Tensor, **given: Any) -> Tensor:
+        """The loop, as `generate` takes it in `custom_generate`. Raises `Declined`."""
+        if reason := why_not(model, **given):
+            raise Declined(reason)
+        return Batch(self, model, input_ids, **given).run()
 
 
 @contextmanager
@@ -84,7 +92,7 @@ def decoding(model: PreTrainedModel, turn: Turn | None, stopping: Sequence[Stopp
                     raise Declined("the model brings a `generate` of its own")
                 if given := {name for name in DROPPED if kwargs.get(name) is not None}:
                     raise Declined(f"`generate` was called with {', '.join(sorted(given))}")
-                return stock(*args, custom_generate=group_decode(turn), **kwargs)
+                return stock(*args, custom_generate=turn.decode, **kwargs)
             except Declined as reason:
                 turn.declined = str(reason)
         return stock(*args, **kwargs)
@@ -97,17 +105,6 @@ def decoding(model: PreTrainedModel, turn: Turn | None, stopping: Sequence[Stopp
             model.generate = stock
         else:
             del model.generate
-
-
-def group_decode(turn: Turn) -> Any:
-    """The loop, as `generate` takes it in `custom_generate`."""
-
-    def decode(model: PreTrainedModel, input_ids: Tensor, **given: Any) -> Tensor:
-        if reason := why_not(model, **given):
-            raise Declined(reason)
-        return Batch(turn, model, input_ids, **given).run()
-
-    return decode
 
 
 def why_not(
@@ -190,9 +187,13 @@ class Batch:
         """Prompts and completions of all rows, (rows, columns), padded on the right after a row's end."""
         logits = self.prefill()
         with self.model._optimize_model_for_decode():
-            while self.append(self.choose(logits)):
-                self.cut_padding()
-                logits = self.decode()
+            going = self.append(self.choose(logits))
+            while self.model._has_unfinished_sequences(not going, self.turn.together, self.ids.device):
+                if going:
+                    self.cut_padding()
+                    going = self.append(self.choose(self.decode()))
+                else:  # other ranks go on
+                    decode_step(self.model, self.ids[:1, -1:], DynamicCache(config=self.model.config))
         if self.scored:
             self.turn.log_probs = self.log_probs[:, : self.end - self.width]
         return self.ids[:, : self.end]
@@ -215,10 +216,11 @@ class Batch:
             **self.keep,
         )
         rows = torch.tensor(number, device=logits.device)
-        room = min(self.ids.shape[1] - self.width, ROOM)
         for index, layer in enumerate(self.cache.layers):
             if layer.is_initialized:  # a layer that uses another's keys and values has none
+                room = min(self.ids.shape[1] - self.width, ROOM)
                 self.cache.layers[index] = LAYERS[type(layer)](layer, rows, room)
+        self.buffers = [layer for layer in self.cache.layers if isinstance(layer, Buffer)]
         return logits[rows]
 
     def choose(self, logits: Tensor) -> Tensor:
@@ -267,7 +269,7 @@ class Batch:
             self.live[hole] = self.live[mover]
         del self.live[count:]
         self.index = torch.tensor(self.live, device=self.index.device)
-        for layer in self._layers():
+        for layer in self.buffers:
             layer.keep(holes, movers, count)
 
     def cut_padding(self) -> None:
@@ -275,7 +277,7 @@ class Batch:
         spare = min(self.starts[row] for row in self.live) - self.first
         if spare > 0:
             self.first += spare
-            for layer in self._layers():
+            for layer in self.buffers:
                 layer.cut(spare)
 
     def decode(self) -> Tensor:
@@ -293,6 +295,3 @@ class Batch:
             position_ids=positions,
             **self.keep,
         )
-
-    def _layers(self) -> list[Any]:
-        return [layer for layer in self.cache.layers if isinstance(layer, Buffer)]

@@ -21,8 +21,8 @@ from torch import nn
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes.training import generation, kv_cache
-from grpo_recipes.training.generation_check import ranks_step_together, unfit
-from tests.grpo_recipes.launching import ROOT, completions
+from grpo_recipes.training.generation_check import unfit, unfit_layout
+from tests.grpo_recipes.launching import ROOT, completions, finish
 from tests.grpo_recipes.recorded import model
 from tests.grpo_recipes.training.models import PROMPTS, adapter, tiny, trainer
 
@@ -257,7 +257,7 @@ def test_an_activated_adapter_is_declined_before_the_prefill(tmp_path: Path, sai
         ({"tools": [print], "num_processes": 2}, "tools"),
     ],
 )
-def test_layouts_in_which_ranks_generate_together(changes: dict[str, Any], reason: str) -> None:
+def test_layouts_that_are_not_decoded_in_groups(changes: dict[str, Any], reason: str) -> None:
     known = {
         "is_fsdp_enabled": False,
         "is_zero3": False,
@@ -266,7 +266,7 @@ def test_layouts_in_which_ranks_generate_together(changes: dict[str, Any], reaso
         "num_processes": 1,
     }
     known |= changes
-    said = ranks_step_together(
+    said = unfit_layout(
         SimpleNamespace(
             is_fsdp_enabled=known["is_fsdp_enabled"],
             _dist=SimpleNamespace(is_zero3=known["is_zero3"]),
@@ -297,16 +297,17 @@ def test_ranks_of_very_different_lengths(config: str, options: list[str], tmp_pa
         launcher = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yaml"]
         launcher += ["--main_process_port", "0", "-m", "tests.grpo_recipes.training.train_uneven"]
         paths = os.pathsep.join([str(ROOT), str(ROOT / "rewards")])
-        done = subprocess.run(
+        process = subprocess.Popen(
             [sys.executable, *launcher, mode, str(tmp_path / mode), *options],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": extensions},
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-            timeout=500,
         )
-        assert done.returncode == 0, done.stderr[-4000:]
-        assert "own loop" not in done.stdout + done.stderr
+        said = finish(process, timeout=300)
+        assert process.returncode == 0, said[-4000:]
+        assert "own loop" not in said
         runs[mode] = load_file(next((tmp_path / mode).glob("*model.safetensors")))
     assert all(torch.equal(value, runs["off"][name]) for name, value in runs["auto"].items())
     tables = [completions(tmp_path / mode)[["step", "prompt", "completion"]] for mode in ("auto", "off")]

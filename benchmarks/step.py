@@ -342,6 +342,12 @@ def recorded_lengths(model: Any, batch: Batch) -> Iterator[None]:
         Lengths(batch),
     )
 
+    single_turn = TRLGRPOTrainer._generate_single_turn
+
+    def cut(*args: Any, **kwargs: Any) -> Any:  # TRL tells the end of a row by its end-of-sequence token alone
+        completions, log_probs = single_turn(*args, **kwargs)
+        return [row[:length] for row, length in zip(completions, lengths.lengths.tolist(), strict=True)], log_probs
+
     def with_lengths(*args: Any, **kwargs: Any) -> Any:
         made = criteria(*args, **kwargs)
         made.append(lengths)
@@ -352,11 +358,13 @@ def recorded_lengths(model: Any, batch: Batch) -> Iterator[None]:
         return [manager.add_request(prompt, max_new_tokens=length) for prompt, length in pairs]
 
     base._get_stopping_criteria, ContinuousBatchingManager.add_requests = with_lengths, each
+    TRLGRPOTrainer._generate_single_turn = cut
     try:
         yield
     finally:
         del base._get_stopping_criteria
         ContinuousBatchingManager.add_requests = add_requests
+        TRLGRPOTrainer._generate_single_turn = single_turn
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install quickstart tutorial test test-slow torture lint bench clean
+.PHONY: help install quickstart tutorial test test-slow test-nightly torture lint bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -20,10 +20,13 @@ quickstart: $(INSTALLED)  ## warm-start a tiny model, train it with GRPO, print 
 	$(BIN)/python -m grpo_recipes.quickstart --seed $(SEED)
 
 test: $(INSTALLED)  ## the quick part of the test suite
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
-test-slow: $(INSTALLED)  ## the rest of the test suite
-	$(BIN)/python -m pytest -m slow
+test-slow: $(INSTALLED)  ## launches on two processes, full grids, installs: minutes
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not nightly"
+
+test-nightly: $(INSTALLED)  ## the largest grids and fuzzing, the tutorial: tens of minutes
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m nightly
 
 torture: $(INSTALLED)  ## kill training 20 times at random moments, resume, compare with runs left alone (SEED=0)
 	$(BIN)/python -m tests.grpo_recipes.torture --kills 20 --seed $(SEED) --record benchmarks/results/torture.md

@@ -84,8 +84,8 @@ def measure(settings: dict[str, Any], hidden: int, layers: int) -> dict[str, flo
     from trl import GRPOTrainer as TRLGRPOTrainer
 
     from grpo_recipes import GRPOTrainer
-    from grpo_recipes.data import DatasetSpec
     from grpo_recipes.quickstart import WarmStart, build_tokenizer, demonstrations
+    from grpo_recipes.recipe.specs import DatasetSpec
 
     settings = dict(settings)
     trainer_class = TRLGRPOTrainer if settings.pop("trl", False) else GRPOTrainer

@@ -1,11 +1,12 @@
-"""Correctness rewards side by side, in one run: speed, cost against length, and texts made to break them.
+"""Rewards side by side, in one run: speed, cost against length, and texts made to break them.
 
     python benchmarks/rewards.py [--rounds 7] [--solutions model_solutions.jsonl]
 
-Peers: TRL's `accuracy_reward`, math-verify on the whole text, and the source document's rule (`rule: source`, and the
-same rule as its description reads, with its number pattern). Each sees the layout that it expects. Rounds are
+Peers: TRL's `accuracy_reward`, math-verify on the whole text, and the source document's rule as its
+description reads, with its number pattern. Each sees the layout that it expects. Rounds are
 interleaved in shuffled order, figures are medians, and ratios compare medians of the same run. `--solutions` takes the
-texts of GSM8K's released model solutions instead of made-up ones.
+texts of GSM8K's released model solutions instead of made-up ones. Rewards for other tasks stand beside the rule that
+their benchmarks or peers publish.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import platform
 import random
 import re
 import statistics
+import string
 import subprocess
 import sys
 import time
@@ -24,7 +26,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 
+from grpo_rewards.choices import ChoiceCorrectness
+from grpo_rewards.completions import completion_text
 from grpo_rewards.correctness import GSM8KCorrectness, MathCorrectness
+from grpo_rewards.ngrams import Repetition
+from grpo_rewards.strings import StringMatch
 
 Scorer = Callable[[list, list[str]], list]
 ROWS, GROUP = 1024, 4
@@ -90,7 +96,6 @@ SCORERS: dict[str, tuple[Scorer, str]] = {
     "gsm8k_correctness": (ours(GSM8KCorrectness()), TAGGED),
     "gsm8k_correctness, extract: auto": (ours(GSM8KCorrectness(extract="auto")), TAGGED),
     "math_correctness": (ours(MathCorrectness()), BOXED),
-    "gsm8k_correctness, rule: source": (ours(GSM8KCorrectness(rule="source")), TAGGED),
     "source document": (source_document, TAGGED),
     "source document, without word count": (source_document_rule, TAGGED),
     "TRL accuracy_reward": (trl_accuracy, BOXED),
@@ -139,7 +144,7 @@ def median_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[
         rng.shuffle(order)
         for name in order:
             gc.collect()
-            calls[name]()  # nobody pays for the garbage and the caches that another left behind
+            calls[name]()  # so that no call pays for the garbage and the cold caches that another left behind
             start = time.perf_counter()
             calls[name]()
             times[name].append(time.perf_counter() - start)
@@ -161,18 +166,104 @@ def print_speed(rows: Sequence[tuple[str, str, str]], rounds: int) -> None:
 def print_length(rounds: int) -> None:
     """Print the cost of one completion of 16,000 characters against one of 250."""
     print("\nCost of one completion against its length")
+    _print_lengths({name: (scorer, layout, "18") for name, (scorer, layout) in SCORERS.items()}, rounds)
+
+
+def _print_lengths(scorers: dict[str, tuple[Scorer, str, str]], rounds: int) -> None:
     print(f"{'scorer':36}{'250 chars':>14}{'16,000 chars':>14}{'ratio':>8}")
     sentence = "She has 12 boxes of 30 pens each, so 360. "
     calls = {}
-    for name, (scorer, layout) in SCORERS.items():
+    for name, (scorer, layout, answer) in scorers.items():
         for length in (250, 16_000):
             body = (sentence * 400)[:length]
-            batch = [[{"role": "assistant", "content": layout.format(body=body, answer="18")}]] * 50
-            calls[f"{name}/{length}"] = partial(scorer, batch, ["18"] * 50)
+            batch = [[{"role": "assistant", "content": layout.format(body=body, answer=answer)}]] * 50
+            calls[f"{name}/{length}"] = partial(scorer, batch, [answer] * 50)
     seconds = median_seconds(calls, rounds)
-    for name in SCORERS:
+    for name in scorers:
         short, long = (seconds[f"{name}/{length}"] / 50 * 1e6 for length in (250, 16_000))
         print(f"{name:36}{short:>11.2f} µs{long:>11.2f} µs{long / short:>8.1f}")
+
+
+_MMLU_PRO = (
+    re.compile(r"answer is \(?([A-J])\)?"),
+    re.compile(r".*[aA]nswer:\s*([A-J])"),
+    re.compile(r"\b[A-J]\b(?!.*\b[A-J]\b)", re.DOTALL),
+)
+
+
+def mmlu_pro_rule(completions: list, golds: list[str]) -> list:
+    """MMLU-Pro's extraction, from its description: "answer is (X)", else "Answer: X", else the last capital letter."""
+    rewards = []
+    for completion, gold in zip(completions, golds, strict=True):
+        matches = (pattern.search(completion[0]["content"]) for pattern in _MMLU_PRO)
+        found = next((match for match in matches if match), None)
+        rewards.append(float(found is not None and found.group(found.lastindex or 0) == gold))
+    return rewards
+
+
+def squad_script(completions: list, golds: list[str]) -> list:
+    """The exact match of SQuAD's script, from its description, on the text of the answer tag."""
+
+    def normalised(text: str) -> str:
+        text = "".join(character for character in text.lower() if character not in set(string.punctuation))
+        return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+    answers = (
+        completion[0]["content"].rpartition("<answer>")[2].partition("</answer>")[0] for completion in completions
+    )
+    return [float(normalised(answer) == normalised(gold)) for answer, gold in zip(answers, golds, strict=True)]
+
+
+def open_r1_repetition(completions: list, golds: list[str]) -> list:
+    """open-r1's repetition penalty, from its description: words between white space, lower-cased."""
+    rewards = []
+    for completion in completions:
+        words = completion[0]["content"].lower().split()
+        ngrams = [tuple(words[start : start + 3]) for start in range(len(words) - 2)]
+        rewards.append(len(set(ngrams)) / len(ngrams) - 1 if ngrams else 0.0)
+    return rewards
+
+
+def with_token_ids(reward: Callable[..., list]) -> Scorer:
+    """A reward on token ids, here the bytes of the text, which are more than tokens would be."""
+    return lambda completions, golds: reward(
+        completions=completions, completion_ids=[completion_text(row).encode() for row in completions]
+    )
+
+
+def trl_repetition(**columns: list) -> list:
+    """TRL's repetition penalty."""
+    from trl.rewards import get_repetition_penalty_reward
+
+    return get_repetition_penalty_reward()(**columns)
+
+
+SENTENCE = "<think>\n{body}\n</think>\nThe answer is ({answer})."
+PLAIN = "{body} {answer}"
+# By task: scorer, layout and right answer. Peers follow ours.
+TASKS: dict[str, tuple[Scorer, str, str]] = {
+    "choice_correctness, tag": (ours(ChoiceCorrectness()), TAGGED, "B"),
+    "choice_correctness, sentence": (ours(ChoiceCorrectness()), SENTENCE, "B"),
+    "choice_correctness, no thinking": (
+        ours(ChoiceCorrectness()),
+        SENTENCE.removeprefix("<think>\n").replace("</think>", ""),
+        "B",
+    ),
+    "MMLU-Pro's rule": (mmlu_pro_rule, SENTENCE, "B"),
+    "string_match": (ours(StringMatch()), TAGGED, "the Danube"),
+    "string_match, match: f1": (ours(StringMatch(match="f1")), TAGGED, "the Danube"),
+    "SQuAD's script": (squad_script, TAGGED, "the Danube"),
+    "repetition": (ours(Repetition()), PLAIN, ""),
+    "repetition, unit: tokens": (with_token_ids(Repetition(unit="tokens")), PLAIN, ""),
+    "TRL's repetition penalty": (with_token_ids(trl_repetition), PLAIN, ""),
+    "open-r1's repetition penalty": (open_r1_repetition, PLAIN, ""),
+}
+
+
+def print_tasks(rounds: int) -> None:
+    """Print what one completion costs the rewards for other tasks, short and long."""
+    print("\nOther tasks, cost of one completion against its length")
+    _print_lengths(TASKS, rounds)
 
 
 ADVERSARIAL = {
@@ -238,7 +329,7 @@ def measure_cell(name: str, kind: str) -> None:
 
 
 def main() -> None:
-    """Print the three tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--solutions", help="GSM8K's model solutions (JSONL)")
@@ -255,6 +346,7 @@ def main() -> None:
     print(f"Python {platform.python_version()}, {platform.machine()}, {versions}")
     print_speed(rows, arguments.rounds)
     print_length(arguments.rounds)
+    print_tasks(arguments.rounds)
     if not arguments.skip_adversarial:
         print_adversarial()
 

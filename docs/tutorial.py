@@ -1,43 +1,50 @@
-"""Make what docs/tutorial.md shows: python docs/tutorial.py [--output_dir runs/quickstart].
+"""Make what docs/tutorial.md shows: python docs/tutorial.py, from the root of a checkout.
 
-Runs the quickstart unless its run is there, then the tutorial's own commands, and copies the report's pictures.
+Runs the quickstart unless its run is there, then every command of the tutorial's sections 2 to 4 as written there, and copies
+the report's pictures.
 """
 
 from __future__ import annotations
 
-import argparse
+import shlex
 import shutil
 import sys
 from pathlib import Path
 
-from grpo_recipes import cli, quickstart
+from grpo_recipes import cli, quickstart, train
 
 PICTURES = ("evaluation", "reward-gsm8k-correctness", "entropy", "groups-without-variance")
-FAILED = 2  # what a command of grpo-recipes returns if it can't do what was asked
+RUN = Path("runs/quickstart/grpo-seed0")
+LAST_SECTION = "## 5."  # needs a GPU, and a model from the hub
+PROGRAMS = {"grpo-recipes ": cli.main, "python -m grpo_recipes.train ": train.main}
+FAILED = 2  # what a command returns if it can't do what was asked
 
 
 def main() -> int:
     """Run the tutorial. Returns 0, or what the first command that failed returned; findings of `diagnose` are no failure."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/quickstart"))
-    folder: Path = parser.parse_args().output_dir
-    run = folder / "grpo-seed0"
+    folder = RUN.parent
     if not (folder / "evaluation.json").is_file() and (status := quickstart.main(["--output_dir", str(folder)])):
         return status
-    commands = [
-        ["evaluate", "--compare", str(run / "evaluations" / "before"), str(run / "evaluations" / "after")],
-        ["diagnose", str(run)],
-        ["report", str(run)],
-    ]
-    for command in commands:
-        print(f"\n$ grpo-recipes {' '.join(command)}", flush=True)
-        if (status := cli.main(command)) == FAILED:
+    for command in commands(Path(__file__).with_name("tutorial.md").read_text(encoding="utf-8")):
+        print(f"\n$ {command}", flush=True)
+        program = next(start for start in PROGRAMS if command.startswith(start))
+        if "--output_dir" in command:  # of an earlier tutorial
+            shutil.rmtree(Path(command.partition("--output_dir ")[2].split()[0]), ignore_errors=True)
+        status = PROGRAMS[program](shlex.split(command.removeprefix(program)))
+        if status == FAILED or (status and program != "grpo-recipes "):
             return status
     pictures = Path(__file__).parent / "pictures"
     pictures.mkdir(exist_ok=True)
     for name in PICTURES:
-        shutil.copy(run / "report" / f"{name}.png", pictures)
+        shutil.copy(RUN / "report" / f"{name}.png", pictures)
     return 0
+
+
+def commands(tutorial: str) -> list[str]:
+    """The commands in a tutorial's indented blocks up to `LAST_SECTION`, each on one line."""
+    lines = tutorial.partition(LAST_SECTION)[0].replace("\\\n", " ").splitlines()
+    typed = [" ".join(line.split()) for line in lines if line.startswith("    ")]
+    return [line for line in typed if line.startswith(tuple(PROGRAMS))]
 
 
 if __name__ == "__main__":

@@ -8,144 +8,243 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from grpo_recipes import __version__
+from grpo_recipes.runs import quiet
+from grpo_rewards.errors import UserError, did_you_mean
+
+DESCRIPTION = "What surrounds a GRPO training: plan it, measure its policy, judge the run."
+EPILOG = """`grpo-recipes COMMAND --help` says more. Training itself:
+
+  accelerate launch --config_file FILE -m grpo_recipes.train --config RECIPE
+  python -m grpo_recipes.train --help
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser with one sentence for a mistake, and without abbreviations.
+
+    Abbreviated, `plan x --model m` would set `--model_config` where it means to override the recipe. An option may be
+    spelled with hyphens too. In help texts, `%` is written twice.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{**kwargs, "allow_abbrev": False})
+
+    @property
+    def long_options(self) -> list[str]:
+        """What may be given, as `--name`."""
+        names = [name for action in self._actions for name in action.option_strings]
+        return [name for name in names if name.startswith("--")]
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, with options in either spelling."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([self._underscored(word) for word in words], namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Print one sentence and end with exit code 2."""
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+    def _underscored(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        option = f"--{name[2:].replace('-', '_')}"
+        return option + equals + value if option in self.long_options else word
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line. Returns 0, 1 if `diagnose` found something, or 2 if what was asked can't be done."""
-    # No abbreviations: `plan x --model m` must override the recipe, or be refused, and not set `--model-config`.
-    parser = argparse.ArgumentParser(prog="grpo-recipes", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True)
+    arguments = sys.argv[1:] if args is None else list(args)
+    parser = Parser(
+        prog="grpo-recipes",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for add in (_add_plan, _add_evaluate, _add_diagnose, _add_report):
+        add(commands)
+    asked = next((word for word in arguments if not word.startswith("-")), None)
+    if asked is not None and asked not in commands.choices:
+        otherwise = f": choose {_either(commands.choices)}"
+        parser.error(f"there is no command `{asked}`{did_you_mean(asked, commands.choices, otherwise=otherwise)}")
+    options, rest = parser.parse_known_args(arguments)
+    if options.command is None:
+        parser.error(f"name a command, {_either(commands.choices)}: `grpo-recipes --help` says what each does")
+    known = commands.choices[options.command].long_options
+    if rest and options.command != "plan":  # whose recipe they override
+        parser.error(f"unknown argument `{rest[0]}`{did_you_mean(rest[0].partition('=')[0], known)}")
+    try:
+        if options.command == "plan":
+            return plan_recipe(options, rest, known)
+        if options.command == "evaluate":
+            return evaluate_policy(options)
+        if options.command == "report":
+            return report_run(options.run, options.other, options.output)
+        return diagnose_run(options.run)
+    except UserError as error:
+        return _refuse(str(error))
+
+
+def _refuse(sentence: str) -> int:
+    print(f"error: {sentence}", file=sys.stderr)
+    return 2
+
+
+def _either(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}"
+
+
+def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="check a recipe and print its batch geometry and memory",
-        epilog="Further --key value pairs override the recipe.",
-        allow_abbrev=False,
+        epilog="Further --key value pairs override the recipe, as in training.",
     )
     plan.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
     plan.add_argument(
-        "--accelerate-config", help="plan for the machine that this file describes (default: this machine)"
+        "--accelerate_config",
+        metavar="FILE",
+        help="plan for the machine that this file, or the shipped one of this name, describes (default: this machine)",
     )
-    plan.add_argument("--num-processes", type=int, help="plan for this many processes (default: the file's, else 1)")
     plan.add_argument(
-        "--gpu-memory", metavar="SIZE", help="say whether it fits on such GPUs, as 80GB; if not, what to change"
+        "--num_processes", metavar="N", type=int, help="plan for this many processes (default: the file's, else 1)"
     )
-    plan.add_argument("--model-config", metavar="FILE", help="the model's config.json, where the hub can't be reached")
+    plan.add_argument(
+        "--gpu_memory", metavar="SIZE", help="say whether it fits on such GPUs, as 80GB; if not, what to change"
+    )
+    plan.add_argument("--model_config", metavar="FILE", help="the model's config.json, where the hub can't be reached")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON, sizes in bytes")
-    _add_evaluate(commands)
-    diagnose = commands.add_parser(
-        "diagnose", help="say what looks wrong in a run (exit code 1 if anything does)", allow_abbrev=False
-    )
+
+
+def _add_diagnose(commands: Any) -> None:
+    diagnose = commands.add_parser("diagnose", help="say what looks wrong in a run (exit code 1 if anything does)")
     diagnose.add_argument("run", type=Path, help="the `output_dir` of a run, finished or under way")
-    report = commands.add_parser(
-        "report", help="one page on a run: pictures, completions, findings, the recipe", allow_abbrev=False
-    )
+
+
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser("report", help="one page on a run: pictures, completions, findings, the recipe")
     report.add_argument("run", type=Path, help="the `output_dir` of a run")
     report.add_argument("other", type=Path, nargs="?", help="a second run, drawn into the same pictures")
-    report.add_argument("--output", type=Path, help="folder for report.html and the PNGs (default: RUN/report)")
-    options, rest = parser.parse_known_args(args)
-    if options.command == "plan":
-        return plan_recipe(options, rest)
-    if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if options.command == "evaluate":
-        return evaluate_policy(options)
-    if options.command == "report":
-        return report_run(options.run, options.other, options.output)
-    return diagnose_run(options.run)
+    report.add_argument(
+        "--output", metavar="FOLDER", type=Path, help="folder for report.html and the PNGs (default: RUN/report)"
+    )
 
 
-def plan_recipe(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print what a recipe comes to and whether it can run. Returns 0, or 2 with one sentence on stderr."""
-    from grpo_recipes.plan import plan, print_plan
-    from grpo_recipes.recipe import RecipeError
+def plan_recipe(options: argparse.Namespace, overrides: Sequence[str], known: Sequence[str] = ()) -> int:
+    """Print what a recipe comes to. Returns 0; raises `UserError` if it can't run as written.
 
-    try:
-        planned = plan(
-            ["--config", options.recipe, *overrides],
-            accelerate_config=options.accelerate_config,
-            num_processes=options.num_processes,
-            gpu_memory=options.gpu_memory,
-            model_config_file=options.model_config,
-        )
-    except RecipeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    `known` are the command's own options, one of which an unknown override may mean.
+    """
+    from grpo_recipes.recipe.plan import plan, print_plan
+
+    planned = plan(
+        ["--config", options.recipe, *overrides],
+        accelerate_config=options.accelerate_config,
+        num_processes=options.num_processes,
+        gpu_memory=options.gpu_memory,
+        model_config_file=options.model_config,
+        options=known,
+    )
     print_plan(planned, as_json=options.json)
     return 0
 
 
 def _add_evaluate(commands: Any) -> None:
-    evaluate = commands.add_parser(
-        "evaluate", help="accuracy on held-out problems, with 95 % intervals; resumable", allow_abbrev=False
-    )
+    evaluate = commands.add_parser("evaluate", help="accuracy on held-out problems, with 95 %% intervals; resumable")
     evaluate.add_argument("model", nargs="?", help="a model or adapter: a folder, a run, or a hub id")
     evaluate.add_argument("--compare", nargs=2, metavar=("A", "B"), type=Path, help="two finished evaluations' folders")
-    evaluate.add_argument("--recipe", help="take dataset, tags and lengths from this recipe (default: the run's own)")
-    evaluate.add_argument("--dataset", help="gsm8k (the default), rlaif or arithmetic")
+    evaluate.add_argument(
+        "--recipe", metavar="RECIPE", help="take dataset, tags and lengths from this recipe (default: the run's own)"
+    )
+    evaluate.add_argument("--dataset", metavar="NAME", help="gsm8k (the default), rlaif or arithmetic")
     evaluate.add_argument("--path", help="a hub id, a save_to_disk folder or a .jsonl file")
-    evaluate.add_argument("--split", help="default: the recipe's eval_split, unless --path is given; else test")
-    evaluate.add_argument("--prompt-style", help="a system prompt by name")
-    evaluate.add_argument("--prompt-format", help="conversational or text")
+    evaluate.add_argument(
+        "--split", metavar="SPLIT", help="default: the recipe's eval_split, unless --path is given; else test"
+    )
+    evaluate.add_argument("--prompt_style", metavar="NAME", help="a system prompt by name")
+    evaluate.add_argument("--prompt_format", metavar="FORMAT", help="conversational or text")
     evaluate.add_argument("--tags", nargs=2, metavar=("REASONING", "ANSWER"), help="the two tags of the asked format")
-    evaluate.add_argument("--samples", type=int, default=1, help="completions a problem (default 1)")
-    evaluate.add_argument("--temperature", type=float, help="default: 0 (greedy) for one sample, else 1")
-    evaluate.add_argument("--max-new-tokens", type=int, help="default: the recipe's max_completion_length, else 512")
-    evaluate.add_argument("--limit", type=int, help="only the first so many problems")
-    evaluate.add_argument("--batch-size", type=int, default=64, help="completions at once (default 64)")
-    evaluate.add_argument("--seed", type=int, default=0)
+    evaluate.add_argument("--samples", metavar="N", type=int, default=1, help="completions a problem (default 1)")
+    evaluate.add_argument("--temperature", metavar="T", type=float, help="default: 0 (greedy) for one sample, else 1")
+    evaluate.add_argument(
+        "--max_new_tokens", metavar="N", type=int, help="default: the recipe's max_completion_length, else 512"
+    )
+    evaluate.add_argument("--limit", metavar="N", type=int, help="only the first so many problems")
+    evaluate.add_argument("--batch_size", metavar="N", type=int, default=64, help="completions at once (default 64)")
+    evaluate.add_argument("--seed", metavar="N", type=int, default=0, help="of the sampling (default 0)")
     evaluate.add_argument("--vllm", action="store_true", help="generate with vLLM (a full model, not an adapter)")
-    evaluate.add_argument("--output", type=Path, help="folder for the result (default: MODEL/evaluations/after)")
+    evaluate.add_argument(
+        "--output",
+        metavar="FOLDER",
+        type=Path,
+        help="folder for the result (default: MODEL/evaluations/after, and after-N-samples with --samples N)",
+    )
 
 
+@quiet.libraries()
 def evaluate_policy(options: argparse.Namespace) -> int:
-    """Evaluate a model, or compare two evaluations, and print the result. Returns 0, or 2 with one sentence on stderr."""
-    from grpo_recipes import evaluation_run
-    from grpo_recipes.data import DatasetError
-    from grpo_recipes.evaluate import EvaluationError, compare
-    from grpo_recipes.recipe import RecipeError
+    """Evaluate a model, or compare two evaluations, and print the result.
 
+    Returns 0, or 130 after Ctrl-C; raises `UserError` for what can't be evaluated.
+    """
     try:
-        if options.compare:
-            print(evaluation_run.describe_comparison(compare(*options.compare)))
-        elif options.model:
-            print(evaluation_run.describe(evaluation_run.evaluate_model(options)))
-        else:
-            raise EvaluationError("nothing to evaluate: name a model, or two finished evaluations after --compare")
-    except (EvaluationError, RecipeError, DatasetError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _evaluate_policy(options)
+    except KeyboardInterrupt as interrupted:
+        # Without words of its own it came while modules were loaded or files read.
+        print(str(interrupted) or "stopped by Ctrl-C: nothing was evaluated", file=sys.stderr)
+        return 130
+
+
+def _evaluate_policy(options: argparse.Namespace) -> int:
+    from grpo_recipes.results import evaluate
+
+    if options.compare:
+        print(evaluate.describe_comparison(evaluate.compare(*options.compare)))
+    elif options.model:
+        print(evaluate.describe(evaluate.evaluate_model(options)))
+    else:
+        raise UserError("nothing to evaluate: name a model, or two finished evaluations after --compare")
     return 0
 
 
 def report_run(folder: Path, other: Path | None, output: Path | None) -> int:
-    """Write the report of a run, or of two. Returns 0, or 2 if a run can't be read."""
-    from grpo_recipes.report import write_report
-    from grpo_recipes.runs import Run, RunError
+    """Write the report of a run, or of two. Returns 0, or 2 if a run holds nothing to check; raises `UserError`."""
+    from grpo_recipes.results.diagnostics import diagnose
+    from grpo_recipes.results.report import write_report
+    from grpo_recipes.results.run import Run
 
+    runs = [Run.read(path) for path in (folder, other) if path is not None]
     try:
-        runs = [Run.read(path) for path in (folder, other) if path is not None]
         print(write_report(runs, output or folder / "report"))
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except OSError as error:
+        raise UserError(f"the report can't be written ({error}): give another --output") from error
+    for run in runs:
+        if not (diagnosis := diagnose(run)).checked:
+            raise UserError(f"{run.folder}: {diagnosis.coverage}")
     return 0
 
 
 def diagnose_run(folder: Path) -> int:
-    """Print what looks wrong in a run. Returns 0 if nothing does, 1 if something does, 2 if the run can't be read."""
-    from grpo_recipes.diagnostics import describe, diagnose
-    from grpo_recipes.runs import Run, RunError
+    """Print what looks wrong in a run, and which checks had data.
 
-    try:
-        findings = diagnose(Run.read(folder))
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(describe(findings))
-    return 1 if findings else 0
+    Returns 0 if nothing does, 1 if something does; raises `UserError` if the run can't be read or no check had data.
+    """
+    from grpo_recipes.results.diagnostics import describe, diagnose
+    from grpo_recipes.results.run import Run
+
+    diagnosis = diagnose(Run.read(folder))
+    if diagnosis.findings or diagnosis.checked:
+        print(describe(diagnosis))
+    if not diagnosis.checked:
+        raise UserError(f"{folder}: {diagnosis.coverage}")
+    return 1 if diagnosis.findings else 0
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ results; the run's own folder has every completion.
 import argparse
 import hashlib
 import json
+import logging
+import os
 import random
 import shutil
 import sys
@@ -21,14 +23,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from grpo_recipes import cli
-from grpo_recipes.data import DatasetSpec, arithmetic_problems, final_answer, load
-from grpo_recipes.recipe import Recipe, parse_recipe, shipped
-from grpo_recipes.runs import AFTER, BEFORE, EVALUATIONS
+from grpo_recipes.recipe.arithmetic import arithmetic_problems
+from grpo_recipes.recipe.data import final_answer, load
+from grpo_recipes.recipe.recipe import Recipe, parse_recipe, shipped
+from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.runs import quiet
+from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATIONS
 
 HELD_OUT_PROBLEMS = 400
 EVALUATION_BATCH_SIZE = 200
@@ -63,6 +68,7 @@ class WarmStart:
     learning_rate: float = 3e-3
 
 
+@quiet.libraries()
 def main(args: Sequence[str] | None = None) -> int:
     """Run the quickstart. Returns 0, or what training returned if it could not run."""
     options = _parse_arguments(args)
@@ -76,7 +82,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
     with _phase(f"1. Warm start: {settings.demonstrations:,} worked solutions, {settings.shares[0]:.0%} with the tags"):
         warm_start(settings, recipe.dataset, policy_dir)
-    make_way(run_dir)
+    remove_earlier_run(run_dir)
     with _phase(f"2. Accuracy on {HELD_OUT_PROBLEMS} held-out problems, before GRPO"):
         before = evaluate(policy_dir, run_dir / EVALUATIONS / BEFORE, recipe)
     with _phase(f"3. GRPO: python -m grpo_recipes.train {' '.join(arguments)}"):
@@ -89,9 +95,23 @@ def main(args: Sequence[str] | None = None) -> int:
     result = {"before": before, "after": after, "seconds": round(time.monotonic() - started, 1)}
     file = output_dir / "evaluation.json"
     file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"\n{table(before, after)}\n\n{result['seconds']:.0f} s in all; these numbers are in {file}")
-    print(f"grpo-recipes report {run_dir} shows the whole run on one page")
+    print(f"\n{table(before, after)}\n{result['seconds']:.0f} s in all; these numbers are in {file}")
+    print("\nThe run on one page, what looks wrong in it, and what a real model would take:")
+    print("\n".join(next_commands(run_dir)))
     return 0
+
+
+def next_commands(run_dir: Path) -> list[str]:
+    """Three commands to type next, which work as they are: from the working directory, whether or not `.venv` is active."""
+    here = Path(sys.executable).parent
+    command = "grpo-recipes"
+    if shutil.which(command) != str(here / command):
+        command = os.path.relpath(here / command) if here.is_relative_to(Path.cwd()) else str(here / command)
+    return [
+        f"{command} report {run_dir}",
+        f"{command} diagnose {run_dir}",
+        f"{command} plan gsm8k-qwen2.5-1.5b-lora --accelerate_config single_gpu --gpu_memory 24GB",
+    ]
 
 
 def warm_start(settings: WarmStart, prompts: DatasetSpec, folder: Path) -> None:
@@ -196,10 +216,25 @@ def fine_tune(
         report_to="none",
         seed=settings.seed,
     )
-    SFTTrainer(policy, config, train_dataset=Dataset.from_list(conversations), processing_class=tokenizer).train()
+    with _no_bars_of_datasets():
+        trainer = SFTTrainer(policy, config, train_dataset=Dataset.from_list(conversations), processing_class=tokenizer)
+    trainer.train()
 
 
-def make_way(run_dir: Path) -> None:
+@contextmanager
+def _no_bars_of_datasets() -> Iterator[None]:
+    """Tokenising takes four bars and eight seconds."""
+    if are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+def remove_earlier_run(run_dir: Path) -> None:
     """Remove the quickstart's own earlier run, finished or interrupted."""
     if run_dir.is_dir():
         print(f"\nreplacing the earlier run in {run_dir}")
@@ -207,10 +242,16 @@ def make_way(run_dir: Path) -> None:
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Run `grpo_recipes.train` as its command line would. Returns its status."""
+    """Run `grpo_recipes.train` as its command line would, less its lines on efficiency. Returns its status."""
     from grpo_recipes import train as training
 
-    return training.main(list(arguments))
+    efficiency = logging.getLogger("grpo_recipes.training.trainer")
+    level = efficiency.level
+    efficiency.setLevel(logging.WARNING)
+    try:
+        return training.main(list(arguments))
+    finally:
+        efficiency.setLevel(level)
 
 
 def evaluate(model: Path, output: Path, recipe: Recipe) -> dict[str, float]:
@@ -222,8 +263,8 @@ def evaluate(model: Path, output: Path, recipe: Recipe) -> dict[str, float]:
     options = {
         "recipe": "quickstart",
         "limit": HELD_OUT_PROBLEMS,
-        "temperature": recipe.with_defaults()["temperature"],
-        "batch-size": EVALUATION_BATCH_SIZE,
+        "temperature": recipe.config.temperature,
+        "batch_size": EVALUATION_BATCH_SIZE,
         "output": output,
     }
     arguments = ["evaluate", str(model)]
@@ -264,7 +305,8 @@ def _phase(title: str) -> Iterator[None]:
     print(f"\n{title}", flush=True)
     started = time.monotonic()
     yield
-    print(f"({time.monotonic() - started:.0f} s)", flush=True)
+    if (seconds := time.monotonic() - started) >= 10:
+        print(f"({seconds:.0f} s)", flush=True)
 
 
 def _parse_arguments(args: Sequence[str] | None) -> argparse.Namespace:

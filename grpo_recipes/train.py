@@ -3,24 +3,28 @@
 accelerate launch --config_file accelerate_configs/ddp.yaml -m grpo_recipes.train --config recipes/x.yaml [--key value ...]
 
 The recipe is checked before any model is loaded. The run's folder (`output_dir`) then holds `run.json` (the recipe as
-resolved, versions, geometry), `trainer_state.json`, `completions/*.parquet`, checkpoints, and the final model or adapter.
+resolved, versions, geometry; an entry for each launch), `trainer_state.json`, `completions/*.parquet`, checkpoints, the final
+model or adapter, and its model card, `README.md`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
-import platform
-import subprocess
+import signal
 import sys
+import textwrap
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from importlib.metadata import version
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from grpo_recipes.runs.interrupts import INTERRUPTED, NOTHING_DONE, leave_on_interrupt, raise_on_interrupt
+
+if __name__ == "__main__":  # before the imports that take seconds
+    leave_on_interrupt()
 
 from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -28,90 +32,209 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig, get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
-from grpo_recipes import __version__, data, faults, restart
-from grpo_recipes.diagnostics import describe, diagnose
-from grpo_recipes.offline import RecordedRollout
-from grpo_recipes.recipe import (
+from grpo_recipes import __version__
+from grpo_recipes.recipe import data, limits
+from grpo_recipes.recipe.checks import (
     Checked,
     Machine,
+    check,
+    check_adapter,
+    check_checkpoint,
+    check_output_dir,
+    check_packages,
+    resume_point,
+)
+from grpo_recipes.recipe.hub import is_missing
+from grpo_recipes.recipe.recipe import (
+    DEFAULTS,
+    OUR_KEYS,
     Recipe,
     RecipeError,
-    check,
-    check_output_dir,
     grpo_config,
     model_config,
     parse_recipe,
-    resume_point,
+    resolved,
+    shipped_names,
 )
-from grpo_recipes.reference import REF, adapter_config, tokenizer_source
-from grpo_recipes.runs import Run, RunError
-from grpo_recipes.trainer import GRPOTrainer
+from grpo_recipes.recipe.reward_checks import describe_rewards
+from grpo_recipes.results.diagnostics import describe, diagnose
+from grpo_recipes.results.model_card import write_model_card
+from grpo_recipes.results.run import Run
+from grpo_recipes.runs import faults, quiet, restart
+from grpo_recipes.runs.checkpoints import (
+    adapter_config,
+    check_weight_files,
+    last_complete_checkpoint,
+    set_aside,
+    steps_done,
+    tokenizer_source,
+)
+from grpo_recipes.runs.record import add_launch, data_order, describe_launch, read_record
+from grpo_recipes.training.offline import RecordedRollout
+from grpo_recipes.training.reference import REF
+from grpo_recipes.training.trainer import GRPOTrainer
+from grpo_rewards.errors import UserError
+from grpo_rewards.registry import leaves
 
-VERSIONED = ("trl", "transformers", "peft", "accelerate", "datasets", "torch")
-
-# How long a rank that is not the first keeps its peace about an error that all ranks have: the launcher ends every rank
-# once one has failed, and the first rank must get to say its sentence.
+# How long the other ranks wait before they print an error: usually all ranks have the same one, and the launcher ends every
+# rank once one has failed, so the first rank must get to print it.
 SILENCE_SECONDS = 30.0
 
 
+HELP = """usage: accelerate launch --config_file FILE -m grpo_recipes.train --config RECIPE [--key value ...]
+       python -m grpo_recipes.train --config RECIPE [--key value ...]      (one process)
+
+Train a recipe with GRPO. RECIPE is a YAML file, or the name of one that ships:
+{recipes}
+
+Every key of the recipe can be given here too, and wins: `--learning_rate 1e-6`. A key inside another is
+written with dots, an entry of a list by its number: `--dataset.path train.jsonl`, `--rewards.0.weight 2`.
+
+Our keys (docs/ and recipes/ show each in use):
+{ours}
+
+Every other key is one of TRL's GRPOConfig or ModelConfig, with TRL's name and default, except for
+{defaults}. All of them are described
+by `trl grpo --help`, and those of GRPO and of transformers' trainer (max_steps, save_steps, ...) in
+  https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig
+  https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments
+
+options:
+  -h, --help      this text
+  --version       the version
+
+`grpo-recipes plan RECIPE [--key value ...]` checks all of it without loading a model.
+Exit codes: 0 trained, 1 failed while training, 2 refused before a model was loaded.
+"""
+
+
+def help_text() -> str:
+    """What `--help` prints: our keys, how to override them, and where TRL's are described."""
+    names = textwrap.fill(
+        ", ".join(shipped_names("recipes")), 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+    )
+    changed = ", ".join(f"{key} {str(value).lower()}" for key, value in DEFAULTS.items())
+    ours = "\n".join(f"  {key:<15} {meaning}" for key, meaning in OUR_KEYS.items())
+    return HELP.format(recipes=names, ours=ours, defaults=changed)
+
+
+@quiet.libraries()
 def main(args: Sequence[str] | None = None) -> int:
     """Train the recipe that `args` (default: the command line) name.
 
-    Returns 0, 2 if the recipe can't run as written, or 1 if the run failed; then the sentence that matters is printed last.
+    Returns 0, 2 if the recipe can't run as written, 1 if the run failed, or 130 if Ctrl-C stopped it; then the sentence that
+    matters is printed last.
     """
+    arguments = sys.argv[1:] if args is None else args
+    if {"-h", "--help", "--version"} & set(arguments):
+        print(f"grpo-recipes {__version__}" if "--version" in arguments else help_text())
+        return 0
     logging.basicConfig(format="%(message)s")
     logging.getLogger("grpo_recipes").setLevel(logging.INFO)
+    prepared: Prepared | None = None
     try:
-        recipe = parse_recipe(sys.argv[1:] if args is None else args)
-        machine = Machine.here()
-        check_output_dir(recipe, machine)
-        checked = check(recipe, machine)
-        tokenizer = load_tokenizer(recipe)
-        checked = limit_prompts(recipe, checked, tokenizer)
-        rollout = build_rollout(recipe, checked, tokenizer)
-        checkpoint, cut_off = resume_point(recipe, machine) if recipe.resumes else (None, [])
-        if checkpoint is not None:
-            check_same_order(recipe, checked)
-        if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-            faults.check_build_locks()
-        training_args = grpo_config(recipe)
-        load_reward_models(recipe, checked)
-    except (RecipeError, data.DatasetUnreachable, faults.BuildLocked) as error:
+        recipe = parse_recipe(arguments)
+        prepared = prepare(recipe, Machine.here())
+        return recipe.naming_this_file(run, prepared)
+    except UserError as error:
         return _refuse(str(error))
-    if recipe.resumes and training_args.process_index == 0:
-        restart.set_aside(cut_off)
-        _say(describe_resumption(recipe, checkpoint, cut_off))
-    try:
-        faults.forget(recipe.output_dir)
-        recipe.blame(run, recipe, checked, tokenizer, training_args, rollout, checkpoint)
-    except RecipeError as error:
-        return _refuse(str(error))
+    except KeyboardInterrupt:
+        return _stopped_at_once(prepared)
     except Exception as error:  # whatever it is, the user gets a sentence, and every rank the same one
-        last, _ = restart.last_complete_checkpoint(recipe.output_dir, machine.num_processes)
-        faults.report(error, recipe.output_dir, last)
-        return 1
-    return 0
+        if prepared is None:  # nothing has begun: an error of our own
+            raise
+        return _failed(prepared, error)
+    finally:
+        if prepared is not None:
+            prepared.interruption.forget()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the checks of a recipe leave for its run: nothing is read or built twice."""
+
+    recipe: Recipe
+    machine: Machine
+    checked: Checked
+    tokenizer: PreTrainedTokenizerBase
+    training_args: GRPOConfig
+    rollout: RecordedRollout | None
+    checkpoint: Path | None
+    """What a resumed run goes on from, if anything was saved."""
+    cut_off: Sequence[Path]
+    """Checkpoints after it that were cut off while they were written."""
+    interruption: restart.StopOnSignal
+
+    @property
+    def steps(self) -> int:
+        """The run's length in optimiser steps."""
+        return self.checked.geometry.optimizer_steps(self.recipe.config, len(self.checked.train_dataset))
+
+    @property
+    def steps_before(self) -> int:
+        """The optimiser steps that the checkpoint has behind it."""
+        return steps_done(self.checkpoint) if self.checkpoint else 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the checkpoint is the end of the run."""
+        return self.checkpoint is not None and self.steps_before >= self.steps
+
+    def last_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint in the run's folder."""
+        return last_complete_checkpoint(self.recipe.output_dir, self.machine.num_processes)[0]
+
+
+def prepare(recipe: Recipe, machine: Machine) -> Prepared:
+    """Check and build everything that does not need the policy, before it is loaded.
+
+    Raises `RecipeError`, `data.DatasetUnreachable` or `faults.BuildLocked`.
+    """
+    check_output_dir(recipe, machine)
+    check_packages(recipe)
+    checkpoint, cut_off = resume_point(recipe, machine) if recipe.resumes else (None, [])
+    before = earlier_launch(recipe, checkpoint)
+    if checkpoint is not None:
+        check_checkpoint(recipe, checkpoint)
+        check_same_recipe(recipe, before)
+    check_weights(recipe)
+    checked = check(recipe, machine)
+    check_adapter(recipe)
+    tokenizer = load_tokenizer(recipe)
+    checked = limit_prompts(recipe, checked, tokenizer)
+    rollout = build_rollout(recipe, checked, tokenizer)
+    if checkpoint is not None:
+        check_same_order(recipe, checked, before)
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        faults.check_build_locks()
+    training_args = grpo_config(recipe)
+    load_reward_models(recipe, checked)
+    num_prompts = len(checked.train_dataset)
+    interruption = restart.StopOnSignal(lambda step: checked.geometry.ends_generation(step, num_prompts))
+    return Prepared(
+        recipe, machine, checked, tokenizer, training_args, rollout, checkpoint, tuple(cut_off), interruption
+    )
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """The policy's tokenizer, padding on the left. Raises `RecipeError` if it can't be loaded or has no chat template."""
     name = tokenizer_source(recipe.model["model_name_or_path"])
+    if is_missing(name):
+        raise recipe.error(f"`model_name_or_path` {name}: there is no such folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             name,
             revision=recipe.model.get("model_revision", "main"),
-            trust_remote_code=recipe.with_defaults()["trust_remote_code"],
+            trust_remote_code=recipe.config.trust_remote_code,
             padding_side="left",
             truncation_side="left",
         )
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise RecipeError(
-            f"{recipe.source}: `model_name_or_path` {name}: no tokenizer could be loaded: {reason}"
-        ) from error
+        raise recipe.error(f"`model_name_or_path` {name}: no tokenizer could be loaded: {reason}") from error
     if recipe.dataset.prompt_format == "conversational" and tokenizer.chat_template is None:
-        raise RecipeError(
-            f"{recipe.source}: the tokenizer of {name} has no chat template: set `dataset.prompt_format: text`, or use a model "
+        raise recipe.error(
+            f"the tokenizer of {name} has no chat template: set `dataset.prompt_format: text`, or use a model "
             "that has one"
         )
     return tokenizer
@@ -120,14 +243,14 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:
     """What TRL's `model` argument gets: the model's name, or, if that is an adapter's, the adapter on its base, trainable.
 
-    Raises `RecipeError` if the adapter's base can't be loaded, or if the recipe asks for a new adapter on top.
+    Raises `UserError` if the adapter's base can't be loaded, or if the recipe asks for a new adapter on top.
     """
     name, model_args = recipe.model["model_name_or_path"], model_config(recipe)
     config = adapter_config(name, model_args.model_revision)
     if config is None:
         return name
     if model_args.use_peft:
-        raise RecipeError("`use_peft` asks for a new adapter, and `model_name_or_path` is one: remove `use_peft`")
+        raise UserError("`use_peft` asks for a new adapter, and `model_name_or_path` is one: remove `use_peft`")
     init = {
         **(training_args.model_init_kwargs or {}),
         "revision": config.revision or "main",
@@ -141,7 +264,7 @@ def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:
     try:
         base = create_model_from_path(config.base_model_name_or_path, **init)
     except (OSError, ValueError) as error:
-        raise RecipeError(
+        raise UserError(
             f"`model_name_or_path` {name} is an adapter, and its base {config.base_model_name_or_path} can't be loaded: set "
             f"`base_model_name_or_path` in its adapter_config.json ({' '.join(str(error).split())})"
         ) from error
@@ -157,42 +280,63 @@ def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:
 
 def limit_prompts(recipe: Recipe, checked: Checked, tokenizer: PreTrainedTokenizerBase) -> Checked:
     """Apply `dataset.max_prompt_tokens`, say how many prompts it touched, and check that enough are left."""
-    train_dataset, touched = recipe.blame(data.limit_prompts, checked.train_dataset, recipe.dataset, tokenizer)
+    train_dataset, touched = recipe.naming_this_file(
+        data.limit_prompts, checked.train_dataset, recipe.dataset, tokenizer
+    )
     if touched:
         done = "dropped" if recipe.dataset.overlong_prompts == "drop" else "cut from the left"
         _say(
             f"{touched} of {len(checked.train_dataset)} prompts over {recipe.dataset.max_prompt_tokens} tokens were {done}"
         )
-    recipe.blame(checked.geometry.check_dataset, len(train_dataset))
+    recipe.naming_this_file(checked.geometry.check_dataset, len(train_dataset))
     eval_dataset = checked.eval_dataset
     if eval_dataset is not None:
-        eval_dataset, _ = recipe.blame(data.limit_prompts, eval_dataset, recipe.dataset, tokenizer)
-    return Checked(checked.geometry, checked.rewards, train_dataset, eval_dataset)
+        eval_dataset, _ = recipe.naming_this_file(data.limit_prompts, eval_dataset, recipe.dataset, tokenizer)
+    return replace(checked, train_dataset=train_dataset, eval_dataset=eval_dataset)
 
 
 def build_rollout(recipe: Recipe, checked: Checked, tokenizer: PreTrainedTokenizerBase) -> RecordedRollout | None:
     """The recorded responses that `offline` trains on in place of generated ones. Raises `RecipeError`."""
     if recipe.offline is None:
         return None
-    limit = recipe.with_defaults()["max_completion_length"]
-    return recipe.blame(RecordedRollout, checked.train_dataset, tokenizer, recipe.offline, limit)
+    limit = recipe.config.max_completion_length
+    return recipe.naming_this_file(RecordedRollout, checked.train_dataset, tokenizer, recipe.offline, limit)
+
+
+def check_weights(recipe: Recipe) -> None:
+    """Raise `RecipeError` if the policy, the base under it or its reference is a folder whose weights are not whole."""
+    name, reference, base = recipe.model["model_name_or_path"], recipe.reference.adapter, None
+    if (Path(name) / "adapter_config.json").is_file() and (config := adapter_config(name)) is not None:
+        base = config.base_model_name_or_path
+    if base is not None and Path(base).is_absolute() and not Path(base).exists():
+        raise recipe.error(
+            f"`model_name_or_path` {name} is an adapter, and its base {base} is not there: set "
+            "`base_model_name_or_path` in its adapter_config.json"
+        )
+    folders = {"base_model_name_or_path": base, "model_name_or_path": name, "reference.adapter": reference}
+    for key, folder in folders.items():
+        if folder is not None and Path(folder).is_dir():
+            _check_weights(recipe, key, Path(folder))
+
+
+def _check_weights(recipe: Recipe, key: str, folder: Path) -> None:
+    try:
+        check_weight_files(folder)
+    except UserError as error:
+        raise recipe.error(f"`{key}`: {error}: copy or save it again, or name another model") from error
 
 
 def load_reward_models(recipe: Recipe, checked: Checked) -> None:
     """Load every reward model before the policy and say its size; one that can't be loaded raises `RecipeError`."""
-    for reward in _single_rewards(reward.function for reward in checked.rewards):
+    for reward in (leaf.unbound for leaf in leaves(checked.rewards)):
         if hasattr(reward, "load"):
+            folder = Path(getattr(reward, "model", ""))
+            if (folder / "config.json").is_file():
+                _check_weights(recipe, "rewards", folder)
             try:
                 _say(reward.load().summary())
             except ValueError as error:
-                raise RecipeError(f"{recipe.source}: `rewards`: {error}") from error
-
-
-def _single_rewards(functions: Iterable[Any]) -> Iterator[Any]:
-    """The rewards themselves, out of the registry's sums and renamings."""
-    for function in functions:
-        inner = [part.function for part in getattr(function, "parts", ())] or [getattr(function, "function", None)]
-        yield from [function] if inner == [None] else _single_rewards(inner)
+                raise recipe.error(f"`rewards`: {error}") from error
 
 
 def describe_resumption(recipe: Recipe, checkpoint: Path | None, cut_off: Sequence[Path]) -> str:
@@ -204,113 +348,209 @@ def describe_resumption(recipe: Recipe, checkpoint: Path | None, cut_off: Sequen
     return f"{aside}going on from {checkpoint}"
 
 
-def check_same_order(recipe: Recipe, checked: Checked) -> None:
-    """Raise `RecipeError` if the run to resume was laid out otherwise, so that its place in the data means nothing here."""
-    file = recipe.output_dir / "run.json"
-    if not file.is_file():
+def earlier_launch(recipe: Recipe, checkpoint: Path | None) -> Mapping[str, Any]:
+    """The newest launch in the `run.json` beside a checkpoint, or in the run's folder; {} without one.
+
+    Raises `RecipeError` if it is damaged.
+    """
+    folder = checkpoint.parent if checkpoint else recipe.output_dir
+    try:
+        before = read_record(folder) if recipe.resumes else {}
+    except UserError as error:
+        raise recipe.error(f"`resume_from_checkpoint`: {error}") from error
+    if before is None and checkpoint is not None:
+        _say(f"{folder} has no run.json: whether {checkpoint.name} is of this recipe is not checked")
+    return before or {}
+
+
+def check_same_recipe(recipe: Recipe, before: Mapping[str, Any]) -> None:
+    """Raise `RecipeError` if the run to resume was launched with another recipe, in what a resume may not change."""
+    if not before:
         return
-    change = restart.layout_change(json.loads(file.read_text(encoding="utf-8")), data_order(recipe, checked))
-    if change:
-        raise RecipeError(
-            f"{recipe.source}: `resume_from_checkpoint`: {change}: launch as before, or start another run from the "
-            "checkpoint as its `model_name_or_path`"
-        )
+    changes = restart.recipe_changes(
+        resolved(before["recipe"]), resolved(recipe.as_dict()), before.get("directory", ".")
+    )
+    if changes:
+        raise _another_run(recipe, ", ".join(changes))
 
 
-def data_order(recipe: Recipe, checked: Checked) -> dict[str, Any]:
-    """What settles which prompts an optimiser step sees: part of `run.json`."""
-    return {
-        "geometry": checked.geometry.as_dict(),
-        "train_prompts": len(checked.train_dataset),
-        "train_prompts_sha256": prompts_digest(checked.train_dataset["prompt"]),
-        "seed": recipe.with_defaults()["seed"],
-        "shuffle_dataset": recipe.with_defaults()["shuffle_dataset"],
-    }
+def check_same_order(recipe: Recipe, checked: Checked, before: Mapping[str, Any]) -> None:
+    """Raise `RecipeError` if the run to resume was laid out otherwise, so that its place in the data means nothing here."""
+    if change := restart.layout_change(before, order_of(recipe, checked)):
+        raise _another_run(recipe, change)
 
 
-def prompts_digest(prompts: Iterable[Any]) -> str:
-    """The SHA-256 of prompts in their order, texts or messages."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(json.dumps(prompt).encode() + b"\n")
-    return digest.hexdigest()
+def order_of(recipe: Recipe, checked: Checked) -> dict[str, Any]:
+    """What determines which prompts an optimiser step sees."""
+    return data_order(checked.geometry.as_dict(), checked.train_dataset["prompt"], vars(recipe.config))
 
 
-def run(
-    recipe: Recipe,
-    checked: Checked,
-    tokenizer: PreTrainedTokenizerBase,
-    training_args: GRPOConfig,
-    rollout: RecordedRollout | None = None,
-    checkpoint: Path | None = None,
-) -> None:
+def launch_entry(prepared: Prepared) -> dict[str, Any]:
+    """The entry of a launch in `run.json`."""
+    recipe, checked = prepared.recipe, prepared.checked
+    return describe_launch(
+        recipe.as_dict(),
+        vars(recipe.config),
+        checked.rewards,
+        recipe.arguments,
+        source=recipe.source,
+        resumed_from=prepared.checkpoint,
+        world_size=prepared.training_args.world_size,
+        **order_of(recipe, checked),
+        **({"unscorable_golds": checked.golds.as_dict()} if checked.golds else {}),
+    )
+
+
+def _another_run(recipe: Recipe, change: str) -> RecipeError:
+    return recipe.error(
+        f"`resume_from_checkpoint`: {change}: launch as before, or start another run from the checkpoint as "
+        "its `model_name_or_path`"
+    )
+
+
+def run(prepared: Prepared) -> int:
     """Train, and leave the model or adapter, the tokenizer, a model card and the run's files in `output_dir`.
 
-    Goes on from `checkpoint` if given. After SIGTERM it leaves a checkpoint instead and says so.
+    After SIGTERM or Ctrl-C it leaves a checkpoint instead and says so. Returns 0, or 130 after Ctrl-C.
     """
-    training_args.reward_weights = [reward.weight for reward in checked.rewards]
-    model_args = model_config(recipe)
-    trainer = GRPOTrainer(
-        model=load_policy(recipe, training_args),
-        reward_funcs=[faults.guarded(reward.function) for reward in checked.rewards],
-        args=training_args,
-        train_dataset=checked.train_dataset.select_columns(["prompt"]) if rollout else checked.train_dataset,
-        eval_dataset=checked.eval_dataset,
-        processing_class=tokenizer,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-        rollout_func=rollout,
-        kl_estimator=recipe.kl_estimator,
-        micro_batching=recipe.micro_batching,
-        reference=recipe.reference,
-    )
-    _say(f"{recipe.source}: {_size(trainer)}, rewards {_reward_list(checked)}")
+    recipe, training_args = prepared.recipe, prepared.training_args
+    if recipe.resumes and training_args.process_index == 0:
+        set_aside(list(prepared.cut_off))
+        _say(describe_resumption(recipe, prepared.checkpoint, prepared.cut_off))
+    faults.forget(recipe.output_dir)
+    trainer = build_trainer(prepared)
+    describe_run(prepared, trainer)
+    if trainer.accelerator.is_main_process:
+        add_launch(recipe.output_dir, launch_entry(prepared))
+    started = time.monotonic()
+    train(prepared, trainer)
+    if prepared.interruption.stopped:
+        return _stopped(prepared, trainer)
+    if not prepared.is_over and trainer.state.global_step == prepared.steps_before:
+        raise faults.NothingTrained(f"no optimiser step was taken, of {prepared.steps}: the model is as it was")
+    trainer.save_model(
+        training_args.output_dir, _internal_call=True
+    )  # our own call pushes to the hub later, in `finish`
+    try:
+        finish(prepared, trainer, time.monotonic() - started)
+    except KeyboardInterrupt:
+        return _interrupted(f"the run is finished, and its model is in {recipe.output_dir}")
+    return 0
+
+
+def describe_run(prepared: Prepared, trainer: GRPOTrainer) -> None:
+    """Print what will be trained: sizes, rewards, the reference, the geometry, and what may be a mistake."""
+    recipe, checked = prepared.recipe, prepared.checked
+    _say(f"{recipe.source}: {_size(trainer)}, rewards {describe_rewards(checked.rewards)}")
     _say(f"  reference       {describe_reference(recipe, trainer)}")
     _say(checked.geometry.describe())
     _say(checked.geometry.describe_epoch(len(checked.train_dataset)))
-    if trainer.accelerator.is_main_process:
-        write_run_file(recipe, checked, training_args)
-    num_prompts = len(checked.train_dataset)
-    interruption = restart.StopOnSigterm(lambda step: checked.geometry.ends_generation(step, num_prompts))
-    trainer.add_callback(interruption)
-    started = time.monotonic()
-    steps = checked.geometry.optimizer_steps(recipe.with_defaults(), num_prompts)
-    is_over = checkpoint is not None and restart.steps_done(checkpoint) >= steps
-    if is_over:
-        _say(f"{checkpoint} is the end of the run: nothing is left to train")
+    for note in [*limits.cautions(recipe.config), *([checked.golds.describe()] if checked.golds else [])]:
+        _say(f"  note            {note}")
+
+
+def train(prepared: Prepared, trainer: GRPOTrainer) -> None:
+    """Run the training loop from the checkpoint, if there is one; of a finished run it only loads the checkpoint."""
+    if prepared.is_over:
+        _say(f"already finished: {prepared.checkpoint} is the end of the run, nothing is left to train")
+    checkpoint = str(prepared.checkpoint) if prepared.checkpoint else None
     try:
-        with restart.loading_only(trainer, steps) if is_over else nullcontext():
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except Exception:
+        with restart.loading_only(trainer, prepared.steps) if prepared.is_over else nullcontext():
+            trainer.train(resume_from_checkpoint=checkpoint)
+    except (Exception, KeyboardInterrupt):
         faults.close_progress_bars(trainer.callback_handler.callbacks)
         raise
-    if interruption.stopped:
-        trainer.accelerator.wait_for_everyone()  # a rank that leaves may take its node, and the others' saves, with it
-        rest = "`--resume_from_checkpoint true` goes on from there"
-        if training_args.save_only_model:
-            rest = "without its optimiser (`save_only_model`), so no run can go on from there"
-        _say(
-            f"stopped by SIGTERM after step {trainer.state.global_step} of {trainer.state.max_steps}, which is saved: {rest}"
-        )
-        trainer.end()
-        return
-    trainer.save_model(training_args.output_dir)
-    trainer.save_state()
-    trainer.create_model_card(dataset_name=recipe.dataset.path or recipe.dataset.name)
-    _say(summary(trainer, time.monotonic() - started))
+
+
+def build_trainer(prepared: Prepared) -> GRPOTrainer:
+    """The trainer of a run, the policy and its reference loaded."""
+    recipe, checked, training_args = prepared.recipe, prepared.checked, prepared.training_args
+    training_args.reward_weights = [reward.weight for reward in checked.rewards]
+    model_args = model_config(recipe)
+    train_dataset = checked.train_dataset
+    trainer = GRPOTrainer(
+        model=load_policy(recipe, training_args),
+        reward_funcs=[faults.checked_reward(reward.function) for reward in checked.rewards],
+        args=training_args,
+        train_dataset=train_dataset.select_columns(["prompt"]) if prepared.rollout else train_dataset,
+        eval_dataset=checked.eval_dataset,
+        processing_class=prepared.tokenizer,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+        rollout_func=prepared.rollout,
+        kl_estimator=recipe.kl_estimator,
+        micro_batching=recipe.micro_batching,
+        generation=recipe.generation,
+        reference=recipe.reference,
+    )
+    if prepared.checkpoint is not None:
+        trainer.add_callback(restart.ContinueSchedule())
+    trainer.add_callback(prepared.interruption)
+
+    def create_model_card(**ignored: Any) -> None:
+        if trainer.accelerator.is_main_process:
+            attempt(recipe, "its model card was not written", write_model_card, recipe.output_dir)
+
+    trainer.create_model_card = create_model_card  # TRL calls it with each checkpoint, and before it pushes
+    return trainer
+
+
+def _failed(prepared: Prepared, error: Exception) -> int:
+    """Say why a run ended, and from where it can go on. Returns 1."""
+    began = prepared.interruption.began
+    checkpoint = prepared.last_checkpoint() if began else prepared.checkpoint
+    curable = faults.is_curable(error, began=began)
+    faults.report(error, prepared.recipe.output_dir, checkpoint, curable=curable)
+    return 1
+
+
+def finish(prepared: Prepared, trainer: GRPOTrainer, seconds: float) -> None:
+    """What follows once the model is saved: whatever fails here is a warning, for the run is finished."""
+    recipe = prepared.recipe
+    attempt(recipe, "its trainer_state.json was not written", trainer.save_state)
+    trainer.create_model_card()
+    attempt(recipe, "its summary was not made", lambda: _say(summary(trainer, seconds)))
     if trainer.accelerator.is_main_process:
-        _say(diagnosis(Path(training_args.output_dir)))
-    if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=recipe.dataset.path)
-    trainer.end()
+        attempt(recipe, "it was not diagnosed", lambda: _say(diagnosis(recipe.output_dir)))
+    if prepared.training_args.push_to_hub:
+        attempt(recipe, "it was not pushed to the hub", trainer.push_to_hub)
+    attempt(recipe, "its logs may not be complete", trainer.end)
 
 
-def diagnosis(folder: Path) -> str:
-    """What looks wrong in a finished run, or why that can't be told: the run is trained and saved in either case."""
+def attempt(recipe: Recipe, loss: str, function: Callable[..., Any], *args: Any) -> None:
+    """Call `function`; a failure is one line of warning that says what the run in `output_dir` now lacks."""
     try:
-        return describe(diagnose(Run.read(folder)))
-    except RunError as error:
-        return f"diagnosis: left out, {error}"
+        function(*args)
+    except Exception as error:  # of a hub, a tracker, a disk or our own: none of them undoes the run
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"warning: {recipe.output_dir}: {loss} ({reason})", file=sys.stderr, flush=True)
+
+
+def _stopped(prepared: Prepared, trainer: GRPOTrainer) -> int:
+    """Say where a run goes on that was asked to stop, and end it."""
+    trainer.accelerator.wait_for_everyone()  # a rank that leaves may take its node, and the others' saves, with it
+    rest = "`--resume_from_checkpoint true` goes on from there"
+    if prepared.training_args.save_only_model:
+        rest = "without its optimiser (`save_only_model`), so no run can go on from there"
+    by, state = prepared.interruption.name, trainer.state
+    _say(f"stopped by {by} after step {state.global_step} of {state.max_steps}, which is saved: {rest}")
+    trainer.end()
+    return INTERRUPTED if prepared.interruption.requested == signal.SIGINT else 0
+
+
+def _stopped_at_once(prepared: Prepared | None) -> int:
+    """Say what is left of a run that Ctrl-C ended where it was."""
+    if prepared is None or not prepared.recipe.output_dir.exists():
+        return _interrupted(NOTHING_DONE)
+    if (last := prepared.last_checkpoint()) is not None:
+        return _interrupted(f"{last} is saved: `--resume_from_checkpoint true` goes on from there")
+    return _interrupted("nothing is saved yet: `--resume_from_checkpoint true` starts again")
+
+
+def _interrupted(rest: str) -> int:
+    if _is_first_rank():
+        print(f"stopped by Ctrl-C: {rest}", file=sys.stderr, flush=True)
+    return INTERRUPTED
 
 
 def describe_reference(recipe: Recipe, trainer: GRPOTrainer) -> str:
@@ -322,44 +562,12 @@ def describe_reference(recipe: Recipe, trainer: GRPOTrainer) -> str:
     return sentence
 
 
-def write_run_file(recipe: Recipe, checked: Checked, training_args: GRPOConfig) -> None:
-    """Write `run.json`: what ran, on what, with which versions."""
-    record = {
-        "recipe": recipe.as_dict(),
-        "source": recipe.source,
-        "rewards": [
-            {"name": reward.name, "source": spec if isinstance(spec, str) else spec["name"], "weight": reward.weight}
-            for spec, reward in zip(recipe.rewards, checked.rewards, strict=True)
-        ],
-        "world_size": training_args.world_size,
-        **data_order(recipe, checked),
-        "versions": versions(),
-        "git_revision": git_revision(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-    folder = Path(training_args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.json").write_text(
-        json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8"
-    )
-
-
-def versions() -> dict[str, str]:
-    """The versions that a result depends on."""
-    return {
-        "grpo-recipes": __version__,
-        "python": platform.python_version(),
-        **{name: version(name) for name in VERSIONED},
-    }
-
-
-def git_revision() -> str | None:
-    """The commit of the working directory, with `-dirty` if it has changes; None outside a repository."""
+def diagnosis(folder: Path) -> str:
+    """What looks wrong in a finished run, or why that can't be told: the run is trained and saved in either case."""
     try:
-        said = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True)
-    except FileNotFoundError:
-        return None
-    return said.stdout.strip() or None
+        return describe(diagnose(Run.read(folder)))
+    except UserError as error:
+        return f"diagnosis: left out, {error}"
 
 
 def summary(trainer: GRPOTrainer, seconds: float) -> str:
@@ -375,10 +583,6 @@ def _size(trainer: GRPOTrainer) -> str:
     total = sum(parameter.numel() for parameter in parameters)
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     return f"{total:,} parameters, {trained:,} trained"
-
-
-def _reward_list(checked: Checked) -> str:
-    return ", ".join(f"{reward.name} × {reward.weight:g}" for reward in checked.rewards)
 
 
 def _is_first_rank() -> bool:
@@ -408,4 +612,5 @@ def leave(code: int) -> None:
 
 
 if __name__ == "__main__":
+    raise_on_interrupt()
     leave(main())

@@ -1,7 +1,9 @@
 """Fixtures that every test folder shares."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,3 +30,52 @@ def gsm8k_dir() -> Path:
 def internlm2_dir() -> Path:
     """The folder with InternLM2's tokenizer, configuration, checkpoint maker and recorded scores."""
     return _shared("internlm2")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """What is left to the night is slow too: `-m "not slow"` is always the quick part."""
+    if item.get_closest_marker("nightly"):
+        item.add_marker("slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Remove the locks that a killed test run left on DeepSpeed's compiled extensions, before any worker starts."""
+    if config.pluginmanager.hasplugin("cacheprovider") and not hasattr(config, "workerinput"):
+        for lock in config.cache.mkdir("torch_extensions").glob("*/lock"):
+            lock.unlink()
+
+
+@pytest.fixture(scope="session")
+def extensions(pytestconfig: pytest.Config) -> str:
+    """A folder of the tests' own for DeepSpeed's compiled extensions, kept between runs: the first use takes a minute."""
+    return str(pytestconfig.cache.mkdir("torch_extensions"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many cells were held against TRL, the worst differences met, and other figures measured.
+
+    Tests record them as properties, which travel with their reports from the processes of `pytest -n`.
+    """
+    cells: dict[str, list[dict[str, Any]]] = {}
+    for cell in _recorded(terminalreporter, "cell"):
+        cells.setdefault(cell["title"], []).append(cell)
+    for title, found in sorted(cells.items()):
+        # A NaN must not hide: it counts as infinitely far.
+        worst = {
+            key: max(cell[key] if cell[key] == cell[key] else float("inf") for cell in found)
+            for key in ("loss", "gradient", "metric")
+        }
+        terminalreporter.write_line(
+            f"{title}: {len(found)} cells, worst difference: loss {worst['loss']:.1e}, "
+            f"gradient {worst['gradient']:.1e}, metrics {worst['metric']:.1e}"
+        )
+    for line in sorted(_recorded(terminalreporter, "line")):
+        terminalreporter.write_line(line)
+
+
+def _recorded(terminalreporter: pytest.TerminalReporter, name: str) -> Iterator[Any]:
+    """The properties of this name that tests recorded, those of failed tests too."""
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            if report.when == "call":
+                yield from (value for key, value in report.user_properties if key == name)

@@ -44,7 +44,7 @@ def test_recipes_travel_in_the_wheel(tmp_path: Path) -> None:
         assert shipped <= set(names)
     unpacked = tmp_path / "unpacked"
     zipfile.ZipFile(wheel).extractall(unpacked)
-    code = "from grpo_recipes.recipe import find_file; print(find_file('recipes', 'quickstart'))"
+    code = "from grpo_recipes.recipe.recipe import find_file; print(find_file('recipes', 'quickstart'))"
     found = subprocess.run(
         [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(unpacked)!r}); {code}"],
         capture_output=True,

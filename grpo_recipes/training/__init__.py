@@ -1,1 +1,1 @@
-"""One training step: how completions are sampled, scored and learnt from."""
+"""One GRPO training step."""

@@ -8,19 +8,20 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from grpo_recipes.packing import has_packing_attention, packing_attention, stock_attention
+from grpo_recipes.training.log_probs import has_packing_attention, packing_attention, stock_attention
+from grpo_rewards.errors import UserError
 
 DROPPED = {"encoder_repetition_penalty": 1.0, "min_length": 0, "min_new_tokens": 0, "repetition_penalty": 1.0}
 """Options that transformers 5.23 drops with a warning, and the value with which nothing is lost."""
 
 
 def refuse(config: GenerationConfig, stop: Any) -> None:
-    """Raise `ValueError` for an option of generation that continuous batching would silently leave out."""
+    """Raise `UserError` for an option of generation that continuous batching would silently leave out."""
     lost = [name for name, neutral in DROPPED.items() if (getattr(config, name, None) or neutral) != neutral]
     lost += ["stop"] if stop is not None else []
     if lost:
-        raise ValueError(
-            f"use_transformers_continuous_batching leaves out {', '.join(lost)}: set it to false, or drop the option"
+        raise UserError(
+            f"`use_transformers_continuous_batching` leaves out {', '.join(lost)}: set it to false, or drop the option"
         )
 
 

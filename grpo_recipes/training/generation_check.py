@@ -18,8 +18,16 @@ from trl import GRPOConfig
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import pad
 
-from grpo_recipes.packing import TOLERANCE_16BIT, TOLERANCE_FP32, PerToken, Rows, at_rest, base_model, drops
 from grpo_recipes.training.generation import Turn, decoding
+from grpo_recipes.training.log_probs import (
+    TOLERANCE_16BIT,
+    TOLERANCE_FP32,
+    PerToken,
+    base_model,
+    eval_no_grad,
+    has_dropout,
+)
+from grpo_recipes.training.packing import Rows
 from grpo_recipes.training.stop_strings import Ends, StopStrings
 
 WATCHED = 2
@@ -96,7 +104,7 @@ class Generation:
         rows = padded([prompts[row] for row in index], [completions[row] for row in index], self.accelerator.device)
         size = self.args.per_device_train_batch_size if policy.training else self.args.per_device_eval_batch_size
         chunks = torch.arange(len(index)).split(size)  # equally many on all ranks: under ZeRO-3 each is a collective
-        with at_rest(policy), disable_gradient_checkpointing(policy, self.args.gradient_checkpointing_kwargs):
+        with eval_no_grad(policy), disable_gradient_checkpointing(policy, self.args.gradient_checkpointing_kwargs):
             expected = torch.cat([self.plain(model, rows.select(chunk), False)[0] for chunk in chunks])
         assert turn.log_probs is not None
         picked = turn.log_probs[:, : rows.logits_to_keep].to(expected.device)
@@ -137,7 +145,7 @@ def unfit(policy: nn.Module) -> str:
         return "the adapter puts virtual tokens before the prompt"
     if getattr(adapter, "alora_invocation_tokens", None):
         return "the adapter is given the place in each row from which it acts (aLoRA)"
-    if policy.training and drops(base_model(policy)):
+    if policy.training and has_dropout(base_model(policy)):
         return "the model has dropout, and completions of a prompt would share its mask"
     return ""
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StopStringCriteria
 
+from grpo_rewards.errors import UserError
+
 
 class StopStrings:
     """The strings that end a completion."""
@@ -24,26 +26,26 @@ class StopStrings:
         try:
             self.criterion = StopStringCriteria(tokenizer, list(strings))
         except ValueError as error:  # it takes every token apart, by way of a text of known letters
-            raise ValueError(
-                f"generation_kwargs: stop: transformers can't read the tokens of {type(tokenizer).__name__} as text "
-                f"({error}): leave stop out"
+            raise UserError(
+                f"`generation_kwargs.stop`: transformers can't read the tokens of {type(tokenizer).__name__} as text "
+                f"({error}): leave `stop` out"
             ) from error
 
     @classmethod
     def of(cls, generation_kwargs: Mapping[str, Any] | None, tokenizer: Any) -> StopStrings | None:
         """Those that TRL's `generation_kwargs` name, None without any.
 
-        Raises `ValueError` for what is no string or list of them, and for transformers' own key, which TRL can't serve.
+        Raises `UserError` for what is no string or list of them, and for transformers' own key, which TRL can't serve.
         """
         asked = generation_kwargs or {}
         if asked.get("stop_strings") is not None:
-            raise ValueError("generation_kwargs: stop_strings: write stop instead, which vLLM understands as well")
+            raise UserError("`generation_kwargs.stop_strings`: write `stop` instead, which vLLM understands as well")
         stop = asked.get("stop")
         if not stop:
             return None
         strings = [stop] if isinstance(stop, str) else stop
         if not isinstance(strings, list | tuple) or not all(isinstance(text, str) and text for text in strings):
-            raise ValueError(f"generation_kwargs: stop must be a string or a list of strings, not {stop!r}")
+            raise UserError(f"`generation_kwargs.stop` must be a string or a list of strings, not {stop!r}")
         return cls(strings, tokenizer)
 
     def end(self, ids: Sequence[int]) -> bool:

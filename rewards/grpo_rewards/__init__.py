@@ -1,19 +1,46 @@
 """Reward functions for GRPO trainers: pure, deterministic, bounded in time, importable without torch."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from grpo_rewards.correctness import gsm8k_correctness, math_correctness
 from grpo_rewards.format_tags import tag_count, tag_presence, tag_structure, well_formed
 from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards
 from grpo_rewards.shaping import group_length
 
+if TYPE_CHECKING:
+    from grpo_rewards.choices import choice_correctness
+    from grpo_rewards.ngrams import repetition
+    from grpo_rewards.strings import string_match
+
 __all__ = [
     "BuiltReward",
     "RewardSpecError",
     "build_rewards",
+    "choice_correctness",
     "group_length",
     "gsm8k_correctness",
     "math_correctness",
+    "repetition",
+    "string_match",
     "tag_count",
     "tag_presence",
     "tag_structure",
     "well_formed",
 ]
+__version__ = "0.1.0"
+
+# Imported on first use, so that a run that needs none of them does not wait for them.
+_LAZY = {
+    "choice_correctness": "grpo_rewards.choices",
+    "repetition": "grpo_rewards.ngrams",
+    "string_match": "grpo_rewards.strings",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,16 +1,18 @@
 r"""Final answers in three steps, each usable alone: extract, normalise, compare.
 
 `extract_answer` finds the final answer in a completion and `gold_answer` the one in a dataset's gold; `parse_number`
-reads it, whatever its surface form, as an exact rational number; `compare`, or a `Judge` for many of them, compares the
-two. No step evaluates text as code, and only the last, through `grpo_rewards.symbolic`, could do work without bound.
+reads it, whatever its surface form, as an exact rational number, and `answer_number` one in a sentence too; `compare`,
+or a `Judge` for many of them, compares the two. No step evaluates text as code, and only the last, through
+`grpo_rewards.symbolic`, could do work without bound.
 
 What is decided here rather than given (docs/rewards.md has the whole table, each row a test):
 
 - Thinking is everything up to the last `</think>`, and everything after a `<think>` that is never closed. An answer
   counts outside it only.
 - Of several answers in one layout the last counts. A tag, or a `\boxed{`, that is never closed is no answer.
-- A number may carry a sign, a currency, a unit or a label (`x = 18`). A second number, an alternative or a hedge
-  ("17 or 18", "18, 19", "about 18") makes it no number. An expression (`17 + 1`) is not worked out.
+- A number may carry a sign, a currency, a unit or a label (`x = 18`), or be the only one of an English sentence ("She
+  has 18 left."; `grpo_rewards.prose` reads it). A second number, an alternative or a hedge ("17 or 18", "18, 19",
+  "about 18") makes it no number. An expression (`17 + 1`) is not worked out.
 - A percent sign is a unit: 18% equals 18, not 0.18.
 - Equality is exact: 1/2 = 0.5, but 33.33 is not 33.333.
 """
@@ -25,7 +27,18 @@ from functools import lru_cache
 from numbers import Real
 from typing import NamedTuple
 
+from grpo_rewards.prose import stated_quantity
 from grpo_rewards.symbolic import equivalent
+from grpo_rewards.words import (
+    CJK_NUMERALS,
+    NO_UNITS,
+    SCALES,
+    SMALL,
+    UNIT_LETTERS,
+    is_doubt,
+    is_numeral,
+    is_vague_number,
+)
 
 Number = int | Fraction
 
@@ -176,10 +189,6 @@ def gold_answer(gold: object) -> str | None:
 _WORD = re.compile(r"(?<![^\W\d_\\])[^\W\d_]{2,}")
 
 
-def _words(text: str) -> list[str]:
-    return text.split()
-
-
 _PLAIN_DECIMAL = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
 _DIGITS = r"\d+(?:\.\d*)?|\.\d+"
 # "¤" stands for every currency sign but "$", which may also delimit mathematics.
@@ -196,23 +205,6 @@ _QUANTITY = re.compile(
 _UNIT_EXPONENT = re.compile(r"(?<=[^\W\d_])\^(?:-?\d|\{-?\d\})")
 _UNIT = re.compile(r"[^\W\d_]|[ %°$¤/.×()'\"-]")
 _LETTERS = re.compile(r"[^\W\d_]+")
-_UNIT_LETTERS = frozenset("mghslLKCFAVWJN")
-# Words that make of "18 ..." something else than a quantity: alternatives, negations, further numbers.
-_NO_UNITS = frozenset(
-    _words("""
-    or and nor to plus minus over vs versus is are was isn not no but maybe perhaps if than either both half
-    quarter third point squared cubed
-""")
-)
-_CJK_NUMERALS = frozenset("〇一二三四五六七八九十百千万萬億亿兆")
-_SCALES = {"k": 10**3, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_ONES = _words("""
-    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
-    eighteen nineteen
-""")
-_TENS = _words("twenty thirty forty fifty sixty seventy eighty ninety")
-_SMALL = {word: value for value, word in enumerate(_ONES)} | {word: 20 + 10 * i for i, word in enumerate(_TENS)}
-
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__"), ("*", "*"),
              ("_", "_"), ("```", "```"), ("`", "`"), ('"', '"'), ("'", "'"), ("\\boxed{", "}"))  # fmt: skip
 _BRACES = (("{", "}"),)
@@ -278,7 +270,7 @@ _FOLDED = {**dict.fromkeys("−‐‑–﹣", "-"), **dict.fromkeys("‘’‚",
 
 
 def undress(text: str, wrappers: Sequence[tuple[str, str]] = _WRAPPERS, label: re.Pattern[str] | None = None) -> str:
-    r"""Return an answer without what only dresses it: Markdown, quotes, math delimiters, `\boxed`, a final period."""
+    r"""Return an answer without its formatting: Markdown, quotes, math delimiters, `\boxed`, a final period."""
     before = None
     while before != text:
         before = text = text.strip()
@@ -290,8 +282,14 @@ def undress(text: str, wrappers: Sequence[tuple[str, str]] = _WRAPPERS, label: r
                 text = inner
                 break
         else:
-            text = label.sub("", text, count=1) if label and label.match(text) else text
+            if label and (match := label.match(text)) and not _is_doubtful(match.group()):
+                text = text[match.end() :]
     return text
+
+
+def _is_doubtful(label: str) -> bool:
+    words = (word.lower() for word in _LETTERS.findall(label))
+    return any(is_doubt(word) or is_numeral(word) or is_vague_number(word) for word in words)
 
 
 def _plain_latex(text: str) -> str:
@@ -315,8 +313,7 @@ def parse_number(text: str) -> Number | None:
     text = undress(text, (*_WRAPPERS, *_BRACES, *brackets), _LABEL)
     if set_off := _SET_OFF.match(text):
         text = (set_off[2] or set_off[3]).strip() + text[set_off.end() :]
-    text = _FRACTION.sub(lambda m: f" {m[1] or m[2]}/{m[3] or m[4]}", text)
-    text = _THOUSANDS.sub(lambda m: m.group().replace(m[1], ""), text)
+    text = _joined_thousands(_plain_fractions(text))
     negative = text.lower().startswith(("minus ", "negative "))
     if negative:
         text = text.partition(" ")[2]
@@ -324,6 +321,24 @@ def parse_number(text: str) -> Number | None:
     if value is None:
         value = _parse_words(text)
     return -value if negative and value is not None else value
+
+
+def answer_number(text: str) -> Number | None:
+    """Return the number that an answer states, by itself (`parse_number`) or in a sentence, or None."""
+    number = parse_number(text)
+    if number is not None or len(text) > MAX_ANSWER_CHARS:
+        return number
+    text = _plain_latex(fold_unicode(text))
+    quantity = stated_quantity(_UNIT_EXPONENT.sub("", _joined_thousands(_plain_fractions(text))))
+    return None if quantity is None else parse_number(quantity)
+
+
+def _plain_fractions(text: str) -> str:
+    return _FRACTION.sub(lambda m: f" {m[1] or m[2]}/{m[3] or m[4]}", text)
+
+
+def _joined_thousands(text: str) -> str:
+    return _THOUSANDS.sub(lambda m: m.group().replace(m[1], ""), text)
 
 
 def _parse_digits(text: str) -> Number | None:
@@ -354,39 +369,41 @@ def _unit_scale(unit: str) -> int | None:
     if len(words) > 6 or _UNIT.sub("", _UNIT_EXPONENT.sub("", unit)) or unit.rstrip().endswith(("..", "-", "/", "(")):
         return None
     scale = 1
-    if words and words[0].lower() in _SCALES:
-        scale = _SCALES[words[0].lower()]
+    if words and words[0].lower() in SCALES:
+        scale = SCALES[words[0].lower()]
         words = words[1:]
     return None if any(_is_no_unit(word) for word in words) else scale
 
 
 def _is_no_unit(word: str) -> bool:
     lower = word.lower()
-    if len(word) == 1 and lower != word.upper() and word not in _UNIT_LETTERS:
+    if len(word) == 1 and lower != word.upper() and word not in UNIT_LETTERS:
         return True  # a variable, or a constant such as pi
-    if lower in _NO_UNITS or lower in _SMALL or lower in _SCALES:
+    if lower in NO_UNITS or lower in SCALES or lower in SMALL or is_doubt(lower):
         return True
-    return not word.isalpha() or not _CJK_NUMERALS.isdisjoint(word)
+    if is_vague_number(lower) and lower not in ("dozen", "dozens"):
+        return True
+    return not word.isalpha() or not CJK_NUMERALS.isdisjoint(word)
 
 
 def _parse_words(text: str) -> int | None:
     """Read "two thousand and five apples". None unless the words are spelled as a number is."""
     words = text.lower().replace("-", " ").replace(",", " ").split()
-    if not words or (words[0] not in _SMALL and words[0] not in ("a", "an")):
+    if not words or (words[0] not in SMALL and words[0] not in ("a", "an")):
         return None
     total, group, limit, taken = 0, 0, 10**15, 0
     room = 1000  # what may still be added to the group: after "twenty" only 1..9, after "five" only a scale
     for taken, word in enumerate(words):
-        if word == "and" and (group or total) and taken + 1 < len(words) and words[taken + 1] in _SMALL:
+        if word == "and" and (group or total) and taken + 1 < len(words) and words[taken + 1] in SMALL:
             continue
-        if word in ("a", "an") and taken == 0 and len(words) > 1 and words[1] in _SCALES and words[1] != "k":
+        if word in ("a", "an") and taken == 0 and len(words) > 1 and words[1] in SCALES and words[1] != "k":
             group, room = 1, 0
-        elif word in _SMALL and (value := _SMALL[word]) < room and (value or taken == 0):
+        elif word in SMALL and (value := SMALL[word]) < room and (value or taken == 0):
             group, room = group + value, 10 if value >= 20 else 0
         elif word == "hundred" and 0 < group < 20 and room < 100:
             group, room = group * 100, 100
-        elif _SCALES.get(word, 0) >= 1000 and word != "k" and group and _SCALES[word] < limit:
-            limit = _SCALES[word]
+        elif SCALES.get(word, 0) >= 1000 and word != "k" and group and SCALES[word] < limit:
+            limit = SCALES[word]
             total, group, room = total + group * limit, 0, 1000
         else:
             break
@@ -432,9 +449,10 @@ class Judge:
             return "missing"
         if answer == gold.text:
             return "exact"
-        number = parse_number(answer)
-        if number is not None or gold.number is not None:
-            return "equal" if number == gold.number else "wrong"
+        if gold.number is not None:
+            return "equal" if answer_number(answer) == gold.number else "wrong"
+        if parse_number(answer) is not None:
+            return "wrong"
         self.symbolic_rows += 1
         key = (gold.text, answer)
         if key not in self._symbolic:

@@ -7,22 +7,29 @@ import asyncio
 import importlib
 import inspect
 import json
+import math
 import os
 import statistics
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards, registered_names, resolve
+from grpo_rewards import __version__
+from grpo_rewards.command_line import Parser
+from grpo_rewards.completions import completion_text
+from grpo_rewards.correctness import GSM8KCorrectness
+from grpo_rewards.errors import UserError, did_you_mean
+from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards, leaves, registered_names, resolve
 
 Rows = list[tuple[int, dict[str, Any]]]  # line (or row) number from 1, and the row
 _CHUNK_ROWS = 256
 _EXAMPLES = 2
 
 
-class CommandError(Exception):
+class CommandError(UserError):
     """Something the user can fix: printed as one line, exit code 2."""
 
 
@@ -30,20 +37,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `grpo-rewards` and return its exit code: 0 done, 1 some rows could not be used, 2 bad usage."""
     if "" not in sys.path:
         sys.path.insert(0, "")  # a reward of the user's own is found from here, as with `python -m`
-    options = _parser().parse_args(arguments)
+    options = _options(sys.argv[1:] if arguments is None else list(arguments))
     try:
         return options.run(options)
-    except (CommandError, RewardSpecError) as error:
-        print(f"grpo-rewards: {error}", file=sys.stderr)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="grpo-rewards", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="grpo-rewards", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND")
 
     command = commands.add_parser("list", help="every reward, with what it pays")
     command.set_defaults(run=_list)
@@ -53,9 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--reward", action="append", required=True, metavar="SPEC", help="a name, or a recipe's mapping"
     )
-    command.add_argument("--gold-column", default="answer", metavar="NAME", help="where the gold is (default: answer)")
+    command.add_argument("--gold_column", metavar="NAME", help="where the gold is (default: answer)")
     command.add_argument(
-        "--num-generations", type=int, metavar="G", help="rows per prompt, for rewards of whole groups"
+        "--num_generations", type=int, metavar="G", help="rows per prompt, for rewards of whole groups"
     )
     command.add_argument(
         "--out", type=Path, metavar="FILE", help="write every row with its scores (.jsonl or .parquet)"
@@ -65,15 +73,21 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("check", help="check that each gold earns full pay against itself")
     command.add_argument("file", type=Path, metavar="dataset", help="rows with the gold column")
     command.add_argument("--reward", default="gsm8k_correctness", metavar="SPEC", help="default: gsm8k_correctness")
-    command.add_argument("--gold-column", default="answer", metavar="NAME", help="where the gold is (default: answer)")
+    command.add_argument("--gold_column", metavar="NAME", help="where the gold is (default: where the reward looks)")
     command.set_defaults(run=_check)
 
     command = commands.add_parser("convert-internlm2", help="write an InternLM2 reward model as a native one")
     command.add_argument("source", metavar="SRC", help="hub id or folder, in InternLM2's own layout")
     command.add_argument("target", metavar="DST", type=Path, help="the folder to write, which must not exist yet")
-    command.add_argument("--allow-pickle", action="store_true", help="also read pytorch_model*.bin, if you trust it")
+    command.add_argument("--allow_pickle", action="store_true", help="also read pytorch_model*.bin, if you trust it")
     command.set_defaults(run=_convert_internlm2)
-    return parser
+
+    parser.check_command(arguments, commands.choices)
+    options, rest = parser.parse_known_args(arguments)
+    if rest:
+        known = next(commands.choices[word].long_options for word in arguments if word in commands.choices)
+        parser.error(f"unknown argument `{rest[0]}`{did_you_mean(rest[0], known)}")
+    return options
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -93,34 +107,56 @@ def _until_arguments(documentation: str) -> list[str]:
 
 
 def _score(options: argparse.Namespace) -> int:
+    if options.num_generations is not None and options.num_generations < 1:
+        raise CommandError(f"--num_generations must be at least 1, not {options.num_generations}")
+    gold_column = options.gold_column or "answer"
     rewards = build_rewards([_spec(text) for text in options.reward], num_generations=options.num_generations)
     if options.out:
         _check_out(options.out, options.file)
-    rows, complaints = _read(options.file, "completion", optional=options.gold_column)
+    rows, complaints = _read(options.file, "completion", optional=gold_column)
+    if options.gold_column and not any(gold_column in row for _, row in rows):
+        columns = ", ".join(f"`{key}`" for key in rows[0][1])
+        raise CommandError(f"{options.file} has no column `{gold_column}` (--gold_column): it has {columns}")
     clash = {reward.name for reward in rewards} & {key for _, row in rows for key in row}
     if clash and options.out:
-        raise CommandError(f"{options.file} already has a column {min(clash)!r}: give that reward an alias.")
-    if complaints and any(map(_needs_whole_groups, rewards)):
-        raise CommandError(f"{options.file}, {complaints[0]}: mend it first, since a lost row would shift the groups.")
-    scores = _score_rows(rewards, [row for _, row in rows], options.gold_column)
+        raise CommandError(f"{options.file} already has a column `{min(clash)}`: give that reward an alias")
+    if complaints and any(reward.needs_whole_groups for reward in rewards):
+        raise CommandError(f"{options.file}: {complaints[0]}: mend it first, since a lost row would shift the groups")
+    scores = _score_rows(rewards, rows, gold_column)
     for reward in rewards:
-        _report(reward.name, scores[reward.name], rows)
+        _report(reward, scores[reward.name], rows)
     if options.out:
         scored = [
             {**row, **{name: column[index] for name, column in scores.items()}} for index, (_, row) in enumerate(rows)
         ]
         _write(options.out, scored)
         print(f"\nwrote {len(scored)} rows to {options.out}")
+    complaints += [
+        f"{reward.name} could score none of {len(rows)} rows: {_why_unscorable(reward, rows[0], gold_column)}"
+        for reward in rewards
+        if all(score is None for score in scores[reward.name])
+    ]
     return _complain(options.file, complaints)
+
+
+def _why_unscorable(reward: BuiltReward, row: tuple[int, dict[str, Any]], gold_column: str) -> str:
+    number, columns = row
+    own = getattr(reward.function, "gold_column", None)
+    if own is None:
+        return "it returned None for each"
+    column = gold_column if own == "answer" else own
+    return f"no gold in `{column}` can be read (row {number}: {_excerpt(str(columns.get(column)), 60)!r})"
 
 
 def _check_out(out: Path, source: Path) -> None:
     if out.suffix not in (".jsonl", ".parquet"):
-        raise CommandError(f"--out {out}: the name must end in .jsonl or .parquet.")
+        raise CommandError(f"--out {out}: the name must end in .jsonl or .parquet")
     if not out.parent.is_dir():
-        raise CommandError(f"--out {out}: the folder {out.parent} does not exist.")
+        raise CommandError(f"--out {out}: the folder {out.parent} does not exist")
+    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise CommandError(f"--out {out} can't be written: choose a file in a folder of yours")
     if out.exists() and source.exists() and out.samefile(source):
-        raise CommandError(f"--out {out} is the file to score: choose another name.")
+        raise CommandError(f"--out {out} is the file to score: choose another name")
 
 
 def _spec(text: str) -> str | Mapping[str, Any]:
@@ -128,16 +164,19 @@ def _spec(text: str) -> str | Mapping[str, Any]:
         return text
     import yaml
 
+    from grpo_rewards import strict_yaml
+
     try:
-        return yaml.safe_load(text)
+        return strict_yaml.load(text)
     except yaml.YAMLError as error:
-        raise CommandError(f"--reward {text!r} is not a YAML mapping ({str(error).splitlines()[0]}).") from error
+        raise CommandError(f"--reward {text!r} is not a YAML mapping ({str(error).splitlines()[0]})") from error
 
 
-def _score_rows(rewards: Sequence[BuiltReward], rows: Sequence[dict], gold_column: str) -> dict[str, list]:
+def _score_rows(rewards: Sequence[BuiltReward], numbered: Rows, gold_column: str) -> dict[str, list]:
+    rows = [row for _, row in numbered]
     scores: dict[str, list] = {reward.name: [] for reward in rewards}
     # Whole groups must meet in one call; otherwise chunks, so that the progress bar moves.
-    size = len(rows) if any(map(_needs_whole_groups, rewards)) else _CHUNK_ROWS
+    size = len(rows) if any(reward.needs_whole_groups for reward in rewards) else _CHUNK_ROWS
     columns = {key for row in rows for key in row} - {"prompt", "completion"}
     for start in _progress(range(0, len(rows), size), "scoring"):
         chunk = rows[start : start + size]
@@ -146,26 +185,69 @@ def _score_rows(rewards: Sequence[BuiltReward], rows: Sequence[dict], gold_colum
             batch["answer"] = batch[gold_column]
         prompts = [row.get("prompt") for row in chunk]
         completions = [row["completion"] for row in chunk]
+        numbers = [number for number, _ in numbered[start : start + size]]
         for reward in rewards:
-            scores[reward.name] += _call(reward, {**batch, "prompts": prompts, "completions": completions})
+            scores[reward.name] += _call(reward, {**batch, "prompts": prompts, "completions": completions}, numbers)
     return scores
 
 
-def _needs_whole_groups(reward: BuiltReward) -> bool:
-    return getattr(reward.function, "needs_whole_groups", False)
-
-
-def _call(reward: BuiltReward, batch: Mapping[str, Any]) -> list[float | None]:
+def _call(reward: BuiltReward, batch: Mapping[str, Any], numbers: Sequence[int]) -> list[float | None]:
+    """Call a reward, which may be anyone's, and return its scores, checked; `numbers` names the rows in complaints."""
+    if problem := _mismatch(reward.function, batch):
+        takes = "a reward takes prompts, completions and, by name, the columns it needs and **columns for the others"
+        raise CommandError(f"reward `{reward.name}` can't be called ({problem}): {takes}")
     try:
         scores = reward.function(**batch)
-        return asyncio.run(scores) if inspect.iscoroutine(scores) else scores
-    except ValueError as error:
-        raise CommandError(str(error)) from error
+        scores = asyncio.run(scores) if inspect.iscoroutine(scores) else scores
+    except Exception as error:
+        raise CommandError(_failure(reward.name, error)) from error
+    if isinstance(scores, (str, bytes, Mapping)) or not isinstance(scores, Iterable):
+        raise CommandError(f"reward `{reward.name}` returned a {type(scores).__name__}, not a list of scores")
+    scores = list(scores)
+    if len(scores) != len(numbers):
+        raise CommandError(
+            f"reward `{reward.name}` returned {len(scores)} scores for {len(numbers)} completions: it must return one for "
+            "each, None where it has none"
+        )
+    return [_checked_score(reward.name, score, number) for score, number in zip(scores, numbers, strict=True)]
 
 
-def _report(name: str, column: Sequence[float | None], rows: Rows) -> None:
+def _mismatch(function: Callable[..., Any], batch: Mapping[str, Any]) -> str | None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin that does not tell
+        return None
+    try:
+        signature.bind(**batch)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def _checked_score(name: str, score: Any, number: int) -> float | None:
+    if score is None:
+        return None
+    try:
+        value = math.nan if isinstance(score, (str, bytes)) else float(score)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise CommandError(f"reward `{name}` returned {score!r} for row {number}: a score is a finite number, or None")
+    return value
+
+
+def _failure(name: str, error: Exception) -> str:
+    """Return one sentence on a reward that raised: what our own say, or the error and where it was raised."""
+    said = " ".join(str(error).split()).rstrip(".")
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    if isinstance(error, ValueError) and Path(frame.filename).parent == Path(__file__).parent:
+        return said
+    return f"reward `{name}` raised {type(error).__name__}: {said or '(no message)'} ({frame.filename}, line {frame.lineno})"
+
+
+def _report(reward: BuiltReward, column: Sequence[float | None], rows: Rows) -> None:
     scored = sorted((score, index) for index, score in enumerate(column) if score is not None)
-    print(f"\n{name}: {len(column)} rows, {len(column) - len(scored)} unscorable")
+    print(f"\n{reward.name}: {len(column)} rows, {len(column) - len(scored)} unscorable")
     if not scored:
         return
     values = [score for score, _ in scored]
@@ -176,6 +258,10 @@ def _report(name: str, column: Sequence[float | None], rows: Rows) -> None:
         for score, index in examples:
             number, row = rows[index]
             print(f"  {title}: row {number}, {score:g}: {_excerpt(row['completion'])}")
+    if isinstance(reward.function, GSM8KCorrectness):
+        note = reward.function.unparsed_note([row["completion"] for _, row in rows])
+        if note:
+            print(f"  {note}")
 
 
 def _histogram(values: Sequence[float], bins: int = 8) -> Iterator[tuple[str, float, int]]:
@@ -192,30 +278,28 @@ def _histogram(values: Sequence[float], bins: int = 8) -> Iterator[tuple[str, fl
 
 
 def _excerpt(completion: Any, length: int = 90) -> str:
-    from grpo_rewards.completions import completion_text
-
     text = " ".join(completion_text(completion).split())
     text = text if len(text) <= length else f"…{text[-length:]}"
     return text.encode("ascii", "backslashreplace").decode() if not text.isprintable() else text
 
 
 def _check(options: argparse.Namespace) -> int:
-    from grpo_rewards.answers import gold_answer
-
-    (reward,) = build_rewards([_spec(options.reward)])
-    tags = getattr(reward.function, "tags", ("think", "answer"))
-    full = getattr(reward.function, "pay_exact", None)
-    if full is None:
-        raise CommandError(f"check needs a correctness reward, and {reward.name!r} compares with no gold.")
-    rows, complaints = _read(options.file, options.gold_column)
+    reward, full = _judge(options.reward)
+    function: Any = reward.function
+    gold_column = options.gold_column or function.gold_column
+    rows, complaints = _read(options.file, gold_column)
     unscorable, underpaid = [], []
     for start in _progress(range(0, len(rows), _CHUNK_ROWS), "checking"):
         chunk = rows[start : start + _CHUNK_ROWS]
-        golds = [row[options.gold_column] for _, row in chunk]
-        answers = [gold_answer(gold) for gold in golds]
-        completions = [f"<{tags[0]}>\n…\n</{tags[0]}>\n" + _in_every_layout(answer, tags[1]) for answer in answers]
-        batch = {options.gold_column: golds, "answer": golds, "prompts": golds, "completions": completions}
-        for (number, _), gold, score in zip(chunk, golds, _call(reward, batch), strict=True):
+        numbers = [number for number, _ in chunk]
+        golds = [row[gold_column] for _, row in chunk]
+        columns = {key for _, row in chunk for key in row} - {"prompts", "completions"}
+        batch = {column: [row.get(column) for _, row in chunk] for column in columns}
+        batch |= {function.gold_column: golds, "prompts": golds}
+        logged: dict[str, list] = {}  # each gold as the reward reads it
+        _call(reward, {**batch, "completions": [""] * len(chunk), "log_extra": logged.__setitem__}, numbers)
+        batch["completions"] = [_right_completion(function, answer) for answer in logged[f"{function.prefix}gold"]]
+        for number, gold, score in zip(numbers, golds, _call(reward, batch, numbers), strict=True):
             if score is None:
                 unscorable.append((number, gold))
             elif score != full:
@@ -228,18 +312,35 @@ def _check(options: argparse.Namespace) -> int:
             print(f"  row {number}: {_excerpt(str(gold))}")
         if len(listed) > 20:
             print(f"  … and {len(listed) - 20} more")
+    if len(unscorable) == len(rows):
+        complaints.append(f"none of {len(rows)} golds in `{gold_column}` can be read")
     return max(_complain(options.file, complaints), int(bool(unscorable or underpaid)))
 
 
-def _in_every_layout(answer: str | None, tag: str) -> str:
-    return f"\\boxed{{{answer}}}\nThe answer is {answer}.\nA: {answer}\n#### {answer}\n<{tag}>\n{answer}\n</{tag}>"
+def _judge(text: str) -> tuple[BuiltReward, float]:
+    """The reward of a spec that reads golds, inside a gate or a sum too, and its full pay."""
+    built = build_rewards([_spec(text)])
+    for reward in leaves(built):
+        reads_golds = reward.kind == "correctness" and bool(getattr(reward.function, "columns_read", ()))
+        if reads_golds and reward.highest_pay is not None:
+            return reward, reward.highest_pay
+    raise CommandError(f"check needs a correctness reward, and `{built[0].name}` compares with no gold")
+
+
+def _right_completion(reward: Any, answer: str | None) -> str:
+    """A completion that states `answer` wherever `reward` may look for it."""
+    thinking, tag = f"<{reward.tags[0]}>\n…\n</{reward.tags[0]}>\n", reward.tags[1]
+    if reward.extract == "whole":
+        return f"{thinking}{answer}"
+    return f"{thinking}\\boxed{{{answer}}}\nThe answer is {answer}.\nA: {answer}\n#### {answer}\n<{tag}>\n{answer}\n</{tag}>"
 
 
 def _convert_internlm2(options: argparse.Namespace) -> int:
     try:
         from grpo_rewards.internlm2 import CheckpointError, convert
     except ImportError as error:
-        raise CommandError(f"convert-internlm2 needs {error.name}: pip install 'grpo-rewards[models]'.") from error
+        needs = error.name if isinstance(error, ModuleNotFoundError) else f"another version ({error})"
+        raise CommandError(f"convert-internlm2 needs {needs}: pip install 'grpo-rewards[models]'") from error
     try:
         folder = convert(options.source, options.target, allow_pickle=options.allow_pickle)
     except (CheckpointError, OSError) as error:
@@ -254,9 +355,12 @@ def _read(path: Path, needed: str, optional: str = "") -> tuple[Rows, list[str]]
     Every row needs the column `needed`, and `optional` too as soon as one row has it.
     """
     if not path.is_file():
-        raise CommandError(f"{path} is not a file.")
+        raise CommandError(f"{path} is not a file")
     read = _parquet_rows if path.suffix == ".parquet" else _jsonl_rows
-    numbered = list(read(path))
+    try:
+        numbered = list(read(path))
+    except OSError as error:
+        raise CommandError(f"{path} can't be read ({error.strerror or error})") from error
     also = any(isinstance(row, dict) and optional in row for _, row in numbered)
     rows: Rows = []
     complaints = []
@@ -268,16 +372,16 @@ def _read(path: Path, needed: str, optional: str = "") -> tuple[Rows, list[str]]
             rows.append((number, row))
     if not rows:
         hint = f" ({complaints[0]})" if complaints else ""
-        raise CommandError(f"{path} has no row that can be used{hint}.")
+        raise CommandError(f"{path} has no row that can be used{hint}")
     return rows, complaints
 
 
 def _problem(row: dict[str, Any], needed: Sequence[str]) -> str | None:
     missing = [column for column in needed if column not in row]
     if missing:
-        return f"no {missing[0]!r}; it has {', '.join(map(repr, row)) or 'nothing'}"
+        return f"no `{missing[0]}`; it has {', '.join(f'`{key}`' for key in row) or 'nothing'}"
     if "completion" in needed and not isinstance(row["completion"], (str, list)):
-        return "'completion' is neither a string nor a list of messages"
+        return "`completion` is neither a string nor a list of messages"
     return None
 
 
@@ -289,43 +393,45 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
             try:
                 row = json.loads(line)
                 yield number, row if isinstance(row, dict) else f"a {type(row).__name__}, not an object"
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 yield number, f"not JSON ({error})"  # a string stands for its complaint
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
     parquet = _pyarrow("pyarrow.parquet")
-    try:
-        file = parquet.ParquetFile(path)
-    except (OSError, ValueError) as error:
-        raise CommandError(f"{path} is not a Parquet file ({error}).") from error
     number = 0
-    for batch in file.iter_batches():
-        for row in batch.to_pylist():
-            number += 1
-            yield number, row
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{path} is not a Parquet file, or is damaged ({' '.join(str(error).split())})") from error
 
 
 def _write(path: Path, rows: Sequence[dict]) -> None:
-    if path.suffix == ".parquet":
-        _pyarrow("pyarrow.parquet").write_table(_pyarrow("pyarrow").Table.from_pylist(list(rows)), path)
-    else:
-        with path.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    parquet = path.suffix == ".parquet" and _pyarrow("pyarrow.parquet")
+    try:
+        if parquet:
+            parquet.write_table(_pyarrow("pyarrow").Table.from_pylist(list(rows)), path)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    except (OSError, TypeError, ValueError) as error:  # a full disk; a date in JSON; a column of two types in Parquet
+        raise CommandError(f"--out {path} can't be written ({' '.join(str(error).split())})") from error
 
 
 def _pyarrow(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise CommandError("Parquet files need pyarrow: pip install 'grpo-rewards[parquet]'.") from error
+        raise CommandError("Parquet files need pyarrow: pip install 'grpo-rewards[parquet]'") from error
 
 
 def _complain(path: Path, complaints: Sequence[str]) -> int:
     for complaint in islice(complaints, 20):
-        print(f"grpo-rewards: {path}, {complaint}", file=sys.stderr)
+        print(f"error: {path}: {complaint}", file=sys.stderr)
     if len(complaints) > 20:
-        print(f"grpo-rewards: {path}, … and {len(complaints) - 20} more", file=sys.stderr)
+        print(f"error: {path}: … and {len(complaints) - 20} more", file=sys.stderr)
     return int(bool(complaints))
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+# What a reward judges. A recipe's diagnosis tells format from correctness by it.
+Kind = Literal["correctness", "format", "length", "judge", "other"]
 
 
 def completion_text(completion: Any) -> str:
@@ -33,6 +37,57 @@ def _joined_text(content: Any) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
+def check_rows(reward: str, **columns: Any) -> None:
+    """Check that each column of a reward call is a list, all of one length.
+
+    A bare string would be taken for a list of its characters, and a short column would drop rows without a word.
+
+    Raises:
+        ValueError: one is not; it names the reward and the column.
+    """
+    for name, values in columns.items():
+        if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
+            shown = repr(values) if len(repr(values)) <= 40 else f"{repr(values)[:40]}…"
+            raise ValueError(f"reward `{reward}`: `{name}` must be a list with one entry per row, not {shown}")
+    lengths = {name: len(values) for name, values in columns.items()}
+    if len(set(lengths.values())) > 1:
+        counts = ", ".join(f"{count} in `{name}`" for name, count in lengths.items())
+        raise ValueError(f"reward `{reward}`: each row has one entry in every column, but there are {counts}")
+
+
+def needed_column(reward: Any, key: str, columns: Mapping[str, Any], completions: Sequence[Any]) -> Sequence[Any]:
+    """Return the batch's column that the field `key` of a reward names.
+
+    Raises:
+        ValueError: the batch lacks it, or it is not a list with one entry per completion.
+    """
+    column = getattr(reward, key)
+    if columns.get(column) is None:
+        raise ValueError(
+            f"reward `{reward.name}` needs the dataset column `{column}` (its kwarg {key}); "
+            f"the batch has {', '.join(columns) or 'none'}"
+        )
+    check_rows(reward.name, **{"completions": completions, column: columns[column]})
+    return columns[column]
+
+
+def outside_thinking(text: str, tag: str = "think", prefilled: bool = False) -> str:
+    """Return what stands behind the last `</think>`, and before a `<think>` that is never closed.
+
+    Args:
+        text: the completion.
+        tag: the reasoning tag.
+        prefilled: whether the prompt already opened the block, so that the completion starts inside it.
+    """
+    closing = f"</{tag}>"
+    end = text.rfind(closing)
+    if end >= 0:
+        text = text[end + len(closing) :]
+    elif prefilled:
+        return ""
+    return text.partition(f"<{tag}>")[0]
+
+
 def group_slices(rows: int, num_generations: int) -> list[slice]:
     """Return one slice per group of a reward call, from the batch layout alone.
 
@@ -50,6 +105,6 @@ def group_slices(rows: int, num_generations: int) -> list[slice]:
         raise ValueError(
             f"{rows} completions are not a whole number of groups of {num_generations}, so a group is split over "
             "ranks or calls: choose per_device_train_batch_size * steps_per_generation as a multiple of "
-            "num_generations (and per_device_eval_batch_size too)."
+            "num_generations (and per_device_eval_batch_size too)"
         )
     return [slice(start, start + num_generations) for start in range(0, rows, num_generations)]

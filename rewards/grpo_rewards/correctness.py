@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 from grpo_rewards.answers import LAYOUTS, Gold, Judge, answer_extractor, read_gold
-from grpo_rewards.completions import completion_text
+from grpo_rewards.completions import Kind, check_rows, completion_text, needed_column
 from grpo_rewards.format_tags import checked_number, checked_tags
 
 LogExtra = Callable[[str, list], None]
 LogMetric = Callable[[str, float], None]
-_Judged = tuple[list[str | None], list[str | None], list[str]]  # extracted, gold answers, verdicts: one per row
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class GSM8KCorrectness:
     | the completion's final answer | pay |
     |---|---|
     | is the gold's, character for character | 2 (`pay_exact`) |
-    | equals the gold's (`65960` for `65,960`, `$18.00` for `18`) | 1.5 (`pay_equal`) |
+    | equals the gold's (`65960` for `65,960`, `$18.00` for `18`, "She has 18 left.") | 1.5 (`pay_equal`) |
     | is something else, or is missing | 0 (`pay_wrong`) |
     | the gold has no final answer | None |
 
@@ -32,13 +30,17 @@ class GSM8KCorrectness:
         extract: where the final answer stands; see `answers.extract_answer`.
         tags: the reasoning and the answer tag.
         prefilled: the reasoning tag, if the prompt already opens it.
-        rule: "exact", or "source": the source document's literal rule (`correctness_reward` of "GRPO from scratch"),
-            which reads the last `<answer>` wherever it stands and compares numbers as floats.
         gold_column: the dataset column with the gold, a GSM8K solution or a bare answer.
         deadline: seconds for one symbolic comparison, which only a gold that is no number needs.
         prefix: put before the logged columns `extracted`, `gold` and `verdict`, where two rewards log them.
         name: the reward's name in logs.
     """
+
+    kind: ClassVar[Kind] = "correctness"
+    gold_forms: ClassVar[str] = (
+        "a gold is a number, a formula or a few words, or a solution that marks its final answer by `####`, `\\boxed{}` or a "
+        "line `A:`"
+    )
 
     extract: str = "answer_tag"
     pay_exact: float = 2.0
@@ -46,28 +48,33 @@ class GSM8KCorrectness:
     pay_wrong: float = 0.0
     tags: tuple[str, str] = ("think", "answer")
     prefilled: str | None = None
-    rule: str = "exact"
     gold_column: str = "answer"
     deadline: float = 2.0
     prefix: str = ""
     name: str = "gsm8k_correctness"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tags", checked_tags(self.tags))
+        object.__setattr__(self, "tags", checked_tags(self.tags, self.prefilled))
         for key in ("pay_exact", "pay_equal", "pay_wrong", "deadline"):
             object.__setattr__(self, key, checked_number(getattr(self, key), key))
         if self.deadline <= 0:
             raise ValueError(f"deadline must be a positive number of seconds, not {self.deadline!r}")
         if self.extract not in LAYOUTS:
             raise ValueError(f"extract must be one of {', '.join(LAYOUTS)}, not {self.extract!r}")
-        if self.rule not in ("exact", "source"):
-            raise ValueError(f"rule must be exact or source, not {self.rule!r}")
-        if self.prefilled not in (None, self.tags[0]):
-            raise ValueError(f"prefilled must be null or the first tag, {self.tags[0]!r}, not {self.prefilled!r}")
 
     @property
     def __name__(self) -> str:
         return self.name
+
+    @property
+    def highest_pay(self) -> float:
+        """The most that a completion can earn."""
+        return max(self.pay_exact, self.pay_equal, self.pay_wrong)
+
+    @property
+    def columns_read(self) -> tuple[str, ...]:
+        """The dataset columns that the reward needs."""
+        return (self.gold_column,)
 
     def __call__(
         self,
@@ -81,22 +88,18 @@ class GSM8KCorrectness:
         """Score each completion against the gold in its row of `columns[gold_column]`.
 
         Raises:
-            ValueError: that column is missing.
+            ValueError: that column is missing, or is not a list with one gold per completion.
         """
-        golds = columns.get(self.gold_column)
-        if golds is None:
-            raise ValueError(
-                f"reward {self.name!r} needs the dataset column {self.gold_column!r} (its kwarg gold_column); "
-                f"the batch has {', '.join(columns) or 'none'}."
-            )
+        check_rows(self.name, completions=completions)
+        golds = needed_column(self, "gold_column", columns, completions)
         judge = Judge(self.deadline)
-        judged = (
-            self._literally(completions, golds) if self.rule == "source" else self._judged(completions, golds, judge)
-        )
-        extracted, gold_answers, verdicts = judged
+        extract = answer_extractor(self.extract, self.tags, self.prefilled is not None)
+        extracted = [extract(row if type(row) is str else completion_text(row)) for row in completions]
+        read = _read_golds(golds)
+        verdicts = list(map(judge.verdict, read, extracted))
         if log_extra is not None:
             log_extra(f"{self.prefix}extracted", extracted)
-            log_extra(f"{self.prefix}gold", gold_answers)
+            log_extra(f"{self.prefix}gold", [None if gold is None else gold.text for gold in read])
             log_extra(f"{self.prefix}verdict", verdicts)
         if log_metric is not None and verdicts:
             rows = len(verdicts)
@@ -106,18 +109,16 @@ class GSM8KCorrectness:
         pay = {"exact": self.pay_exact, "equal": self.pay_equal, "symbolic": self.pay_equal, "no gold": None}
         return [pay.get(verdict, self.pay_wrong) for verdict in verdicts]
 
-    def _judged(self, completions: Sequence[Any], golds: Sequence[Any], judge: Judge) -> _Judged:
-        extract = answer_extractor(self.extract, self.tags, self.prefilled is not None)
-        texts = [row if type(row) is str else completion_text(row) for row in completions]
-        extracted = list(map(extract, texts))
-        read = _read_golds(golds)
-        verdicts = list(map(judge.verdict, read, extracted))
-        return extracted, [None if gold is None else gold.text for gold in read], verdicts
-
-    def _literally(self, completions: Sequence[Any], golds: Sequence[Any]) -> _Judged:
-        extracted = [_literal_answer(completion_text(completion), self.tags[1]) for completion in completions]
-        gold_answers = [_literal_gold(gold) for gold in golds]
-        return extracted, gold_answers, list(map(_literal_verdict, extracted, gold_answers))
+    def unparsed_note(self, completions: Sequence[Any]) -> str | None:
+        """Say that no completion states an answer where this reward looks, and where they do; None if any has one."""
+        texts = list(map(completion_text, completions))
+        if any(map(answer_extractor(self.extract, self.tags, self.prefilled is not None), texts)):
+            return None
+        others = [name for name in LAYOUTS if name != self.extract]
+        note = f"no completion states an answer where `extract: {self.extract}` looks"
+        counts = {layout: sum(map(bool, map(answer_extractor(layout, self.tags), texts))) for layout in others}
+        best = max(others, key=lambda layout: (counts[layout], layout != "auto"))
+        return f"{note}; `extract: {best}` finds one in {counts[best]} of {len(texts)}" if counts[best] else note
 
 
 def _read_golds(golds: Sequence[Any]) -> list[Gold | None]:
@@ -130,41 +131,6 @@ def _read_golds(golds: Sequence[Any]) -> list[Gold | None]:
             known[key] = read_gold(key)
         read.append(known[key])
     return read
-
-
-def _literal_answer(text: str, tag: str) -> str | None:
-    _, opening, rest = text.rpartition(f"<{tag}>")
-    answer, closing, _ = rest.partition(f"</{tag}>")
-    answer = answer.strip()
-    return answer if opening and closing and answer != "..." else None
-
-
-def _literal_gold(gold: Any) -> str | None:
-    if not isinstance(gold, str) or not gold.strip():
-        return None
-    return gold.split("####")[1].strip() if "####" in gold else gold
-
-
-# The documents' pattern searches for its number from every white space on, which is quadratic; the number is the end of
-# the text after the last space or "=", so that looking there gives the same.
-_LITERAL_SEPARATOR = re.compile(r"[\s=]")
-_LITERAL_NUMBER = re.compile(r"-?(?:\d+|\d*\.\d+)")
-
-
-def _literal_number(text: str) -> float | None:
-    last = _LITERAL_SEPARATOR.split(text.replace("$", "").replace("%", "").rstrip())[-1]
-    return float(last) if _LITERAL_NUMBER.fullmatch(last) else None
-
-
-def _literal_verdict(answer: str | None, gold: str | None) -> str:
-    if gold is None:
-        return "no gold"
-    if answer is None:
-        return "missing"
-    if answer == gold:
-        return "exact"
-    number = _literal_number(answer)
-    return "equal" if number is not None and number == _literal_number(gold) else "wrong"
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Format rewards for completions such as `<think>...</think><answer>...</answer>`, each in one linear pass.
 
-Three of them are the source documents' own rules, kept to the letter because recipes reproduce them. They overlook
-swapped, nested and repeated tags, which `well_formed` does not. No regular expression is used: `.*?` between tags is
-quadratic in repeated tags.
+Three of them are the rules of "GRPO from scratch" and MiniMind, kept to the letter because recipes reproduce them.
+They overlook swapped, nested and repeated tags, which `well_formed` does not. No regular expression is used: `.*?`
+between tags is quadratic in repeated tags.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from grpo_rewards.completions import completion_text
+from grpo_rewards.completions import Kind, check_rows, completion_text
 
 _TAG_NAME = re.compile(r"\w[\w.-]*\Z")
 
 
-def checked_tags(tags: Any) -> tuple[str, str]:
+def checked_tags(tags: Any, prefilled: Any = None) -> tuple[str, str]:
     """Return `tags` as (reasoning tag, answer tag), or raise ValueError that names the key."""
     names = tuple(tags) if isinstance(tags, Sequence) and not isinstance(tags, str) else ()
     valid = len(names) == 2 and all(isinstance(name, str) and _TAG_NAME.match(name) for name in names)
     if not valid or names[0] == names[1]:
         raise ValueError(f"tags must be two different tag names such as [think, answer], not {tags!r}")
+    if prefilled not in (None, names[0]):
+        raise ValueError(f"prefilled must be null or the first tag, {names[0]!r}, not {prefilled!r}")
     return names
 
 
@@ -40,23 +42,30 @@ def checked_number(value: Any, key: str) -> float:
 
 @dataclass(frozen=True)
 class _TagReward:
+    kind: ClassVar[Kind] = "format"
+    payments: ClassVar[int] = 1  # how often a completion can earn `pay`
+
     tags: tuple[str, str] = ("think", "answer")
     pay: float = 1.0
     prefilled: str | None = None
     name: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tags", checked_tags(self.tags))
+        object.__setattr__(self, "tags", checked_tags(self.tags, self.prefilled))
         object.__setattr__(self, "pay", checked_number(self.pay, "pay"))
-        if self.prefilled not in (None, self.tags[0]):
-            raise ValueError(f"prefilled must be null or the first tag, {self.tags[0]!r}, not {self.prefilled!r}")
 
     @property
     def __name__(self) -> str:
         return self.name
 
+    @property
+    def highest_pay(self) -> float:
+        """The most that a completion can earn."""
+        return max(0.0, self.pay * self.payments)
+
     def __call__(self, prompts: Any = None, completions: Sequence[Any] = (), **columns: Any) -> list[float | None]:
         """Score each completion by its format alone. Takes either of TRL's shapes and ignores every other column."""
+        check_rows(self.name, completions=completions)
         # A template that opens the block in the prompt ends with "<think>\n" (DeepSeek-R1, Qwen).
         opening = f"<{self.prefilled}>\n" if self.prefilled else ""
         return [self._score(opening + completion_text(completion)) for completion in completions]
@@ -113,6 +122,8 @@ class TagCount(_TagReward):
     Source: `mark_num` of the MiniMind GRPO notebook. The order of the tags does not matter.
     """
 
+    payments: ClassVar[int] = 4
+
     pay: float = 0.25
     name: str = "tag_count"
 
@@ -131,6 +142,8 @@ class TagPresence(_TagReward):
 
     Source: its `format_reward`, where `tags` are reasoning and answer.
     """
+
+    payments: ClassVar[int] = 4
 
     pay: float = 0.2
     name: str = "tag_presence"

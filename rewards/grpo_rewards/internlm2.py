@@ -20,11 +20,18 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    StrictDataclassError,
+)
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from grpo_rewards.errors import UserError
 
 ARCHITECTURE = "InternLM2ForRewardModel"
 
@@ -54,7 +61,7 @@ _FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors")
 _PICKLED_FILES = ("pytorch_model*.bin",)
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that cannot be loaded as a reward model; the message names the file or tensor and the way out."""
 
 
@@ -72,34 +79,40 @@ def llama_config(config: Mapping[str, Any]) -> LlamaConfig:
     if not is_internlm2_reward(config):
         raise CheckpointError(
             f"config.json declares {config.get('architectures') or 'no architecture'}, not {ARCHITECTURE}: "
-            "this is not an InternLM2 reward checkpoint."
+            "this is not an InternLM2 reward checkpoint"
         )
     missing = [key for key in _SAME_KEYS if key not in config]
     if missing:
-        raise CheckpointError(f"config.json lacks {', '.join(missing)}: complete it from the model's page.")
-    return LlamaConfig(
-        **{key: config[key] for key in _SAME_KEYS},
-        num_key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-        hidden_act=config.get("hidden_act", "silu"),
-        initializer_range=config.get("initializer_range", 0.02),
-        rope_parameters=_rope_parameters(config),
-        attention_bias=bool(config.get("bias", False)),
-        mlp_bias=False,
-        tie_word_embeddings=False,
-        num_labels=1,
-        bos_token_id=config.get("bos_token_id", 1),
-        eos_token_id=config.get("eos_token_id", 2),
-        pad_token_id=config.get("pad_token_id", 2),
-        reward_token_id=config.get("reward_token_id", 92527),
-        dtype=config.get("torch_dtype") or config.get("dtype"),
-    )
+        raise CheckpointError(f"config.json lacks {', '.join(missing)}: complete it from the model's page")
+    try:
+        return LlamaConfig(
+            **{key: config[key] for key in _SAME_KEYS},
+            num_key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+            hidden_act=config.get("hidden_act", "silu"),
+            initializer_range=config.get("initializer_range", 0.02),
+            rope_parameters=_rope_parameters(config),
+            attention_bias=bool(config.get("bias", False)),
+            mlp_bias=False,
+            tie_word_embeddings=False,
+            num_labels=1,
+            bos_token_id=config.get("bos_token_id", 1),
+            eos_token_id=config.get("eos_token_id", 2),
+            pad_token_id=config.get("pad_token_id", 2),
+            reward_token_id=config.get("reward_token_id", 92527),
+            dtype=config.get("torch_dtype") or config.get("dtype"),
+        )
+    except (StrictDataclassError, AttributeError, TypeError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise CheckpointError(
+            f"config.json has a value that no such model can have ({said}): download it again"
+        ) from error
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     scaling = dict(config.get("rope_scaling") or {})
     kind = scaling.pop("type", scaling.pop("rope_type", "default"))
     if kind not in ("default", "linear", "dynamic"):
-        raise CheckpointError(f"config.json: rope_scaling type {kind!r} is unknown to InternLM2 (linear, dynamic).")
+        raise CheckpointError(f"config.json: rope_scaling type {kind!r} is unknown to InternLM2 (linear, dynamic)")
     return {"rope_type": kind, "rope_theta": config.get("rope_theta", 10000), **scaling}
 
 
@@ -121,7 +134,7 @@ def checkpoint_folder(
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
             f"{os.fspath(model)!r} is neither a folder nor a model that the hub or its local cache can give "
-            f"({type(error).__name__}): check the name and the revision, or download it first."
+            f"({type(error).__name__}): check the name and the revision, or download it first"
         ) from error
 
 
@@ -129,13 +142,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read `config.json` of a checkpoint folder; raises `CheckpointError` where it is absent or no JSON object."""
     path = folder / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{folder} has no config.json: this is not a model checkpoint.")
+        raise CheckpointError(f"{folder} has no config.json: this is not a model checkpoint")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}): download it again.") from error
+        raise CheckpointError(f"{path} is not valid JSON ({error}): download it again") from error
     if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is not a JSON object: download it again.")
+        raise CheckpointError(f"{path} is not a JSON object: download it again")
     return config
 
 
@@ -148,10 +161,15 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     if not (folder / "tokenizer.json").is_file():
         if not (folder / "tokenizer.model").is_file():
             raise CheckpointError(
-                f"{folder} has neither tokenizer.json nor tokenizer.model: copy the model's tokenizer files into it."
+                f"{folder} has neither tokenizer.json nor tokenizer.model: copy the model's tokenizer files into it"
             )
         _require_sentencepiece(folder)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises no other kind
+        raise CheckpointError(
+            f"{folder} has a tokenizer that can't be read ({' '.join(str(error).split())}): download its files again"
+        ) from error
     # It names the remote code; saved along, it would make other loaders ask for that code.
     tokenizer.init_kwargs.pop("auto_map", None)
     return tokenizer
@@ -164,7 +182,7 @@ def _require_sentencepiece(folder: Path) -> None:
     except ImportError as error:
         raise CheckpointError(
             f"{folder / 'tokenizer.model'} needs {error.name}: pip install 'grpo-rewards[models]', "
-            "or convert the checkpoint once where it is installed (grpo-rewards convert-internlm2)."
+            "or convert the checkpoint once where it is installed (grpo-rewards convert-internlm2)"
         ) from error
 
 
@@ -210,16 +228,14 @@ def _weight_files(folder: Path, allow_pickle: bool) -> list[Path]:
             continue
         absent = sorted(name for name in names if not (folder / name).is_file())
         if absent:
-            raise CheckpointError(
-                f"{folder} lacks the shard {', '.join(absent)} that {index} lists: download it again."
-            )
+            raise CheckpointError(f"{folder} lacks the shard {', '.join(absent)} that {index} lists: download it again")
         return [folder / name for name in sorted(names)]
     if any(folder.glob("pytorch_model*.bin")):
         raise CheckpointError(
             f"{folder} has pickled weights only, which can carry code: if you trust their source, convert them once "
-            "with grpo-rewards convert-internlm2 SRC DST --allow-pickle."
+            "with grpo-rewards convert-internlm2 SRC DST --allow_pickle"
         )
-    raise CheckpointError(f"{folder} has no model.safetensors (nor its index): download the weights.")
+    raise CheckpointError(f"{folder} has no model.safetensors (nor its index): download the weights")
 
 
 def _listed_shards(index: Path) -> set[str]:
@@ -227,7 +243,7 @@ def _listed_shards(index: Path) -> set[str]:
         return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{index} is not an index of shards ({type(error).__name__}): download it again."
+            f"{index} is not an index of shards ({type(error).__name__}): download it again"
         ) from error
 
 
@@ -271,7 +287,7 @@ def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
             for name in shard.keys():  # noqa: SIM118 (a shard is no mapping)
                 yield name, tuple(shard.get_slice(name).get_shape())
     except SafetensorError as error:
-        raise CheckpointError(f"{file} is not a readable safetensors file ({error}): download it again.") from error
+        raise CheckpointError(f"{file} is not a readable safetensors file ({error}): download it again") from error
 
 
 def _read(file: Path, name: str) -> torch.Tensor:
@@ -288,7 +304,7 @@ def _unpickle(file: Path) -> dict[str, torch.Tensor]:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
         raise CheckpointError(
-            f"{file} is not a plain file of tensors ({type(error).__name__}): it was not read any further."
+            f"{file} is not a plain file of tensors ({type(error).__name__}): it was not read any further"
         ) from error
 
 
@@ -300,7 +316,7 @@ def _check_names_and_shapes(
     for names, problem in ((missing, "lacks"), (unexpected, "has the unexpected")):
         if names:
             raise CheckpointError(
-                f"The checkpoint {problem} {_some(names)}: its weights do not belong to its config.json."
+                f"The checkpoint {problem} {_some(names)}: its weights do not belong to its config.json"
             )
     for source, targets in sources.items():
         shapes = [tuple(network.get_parameter(target).shape) for target in targets]
@@ -308,7 +324,7 @@ def _check_names_and_shapes(
         if found[source] != expected:
             raise CheckpointError(
                 f"The tensor {source} has shape {found[source]}, but config.json makes it {expected}: "
-                "its weights do not belong to its config.json."
+                "its weights do not belong to its config.json"
             )
 
 
@@ -338,7 +354,7 @@ def convert(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, allow_p
     """
     target = Path(dst)
     if target.exists():
-        raise CheckpointError(f"{target} exists already: give convert-internlm2 a folder that does not exist yet.")
+        raise CheckpointError(f"{target} exists already: give convert-internlm2 a folder that does not exist yet")
     model, tokenizer = load(src, allow_pickle=allow_pickle)
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))

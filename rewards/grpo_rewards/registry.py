@@ -3,24 +3,28 @@
 A spec is a name (registered, or a dotted path), or one of the mappings
 
     {name: gsm8k_correctness, weight: 1.0, alias: strict, kwargs: {extract: hashes}}
+    {name: my_rewards.unit_tests, kind: correctness}
     {name: sum, rewards: [spec, ...], weight: 1.0, alias: total}
+    {name: gate, reward: spec, only_if: spec, at_least: 1.0, weight: 1.0, alias: gated}
 
 A class is always instantiated, with `kwargs` or with nothing. A plain function is the reward itself, unless `kwargs` is
 given (even `{}`): then it is a factory and is called with them first. A ready dataclass instance is the reward itself,
-with `kwargs` replacing its fields. A registered name stands for its class.
+with `kwargs` replacing its fields. A registered name stands for its class. `kind` says what a reward judges that does
+not declare it itself.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
+from grpo_rewards.completions import Kind, check_rows
+from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.format_tags import checked_number
 
 ENTRY_POINT_GROUP = "grpo_rewards.rewards"
@@ -35,25 +39,58 @@ REGISTERED: Mapping[str, str] = {
     "well_formed": "grpo_rewards.format_tags:WellFormed",
     "group_length": "grpo_rewards.shaping:GroupLength",
     "reward_model": "grpo_rewards.reward_model:RewardModelScore",
+    "choice_correctness": "grpo_rewards.choices:ChoiceCorrectness",
+    "string_match": "grpo_rewards.strings:StringMatch",
+    "repetition": "grpo_rewards.ngrams:Repetition",
 }
-_SPEC_KEYS = ("name", "weight", "alias", "kwargs")
-_SUM_KEYS = ("name", "weight", "alias", "rewards")
+# Kind and highest pay of the reward functions in `trl.rewards`, under their own names and those of their factories.
+TRL_REWARDS: Mapping[str, tuple[Kind, float]] = {
+    "accuracy_reward": ("correctness", 1.0),
+    "reasoning_accuracy_reward": ("correctness", 1.0),
+    "think_format_reward": ("format", 1.0),
+    "get_soft_overlong_punishment": ("length", 0.0),
+    "soft_overlong_punishment_reward": ("length", 0.0),
+    "get_repetition_penalty_reward": ("other", 0.0),
+    "repetition_penalty_reward": ("other", 0.0),
+}
+_UNDECLARED: tuple[Kind, None] = ("other", None)
+_SPEC_KEYS = ("name", "weight", "alias", "kind", "kwargs")
+# What is made of other rewards, and its keys: not `kwargs`, since a part has its own.
+_COMPOSED_KEYS: Mapping[str, tuple[str, ...]] = {
+    "sum": ("name", "weight", "alias", "rewards"),
+    "gate": ("name", "weight", "alias", "reward", "only_if", "at_least"),
+}
 
 Reward = Callable[..., Any]
 Spec = str | Mapping[str, Any]
 
 
-class RewardSpecError(ValueError):
+class RewardSpecError(UserError):
     """A reward spec that can't be built: one sentence naming the reward, the key and the fix."""
 
 
 @dataclass(frozen=True)
 class BuiltReward:
-    """A reward as a trainer takes it: `function.__name__ == name`, unique in its list; `weight` is finite."""
+    """A reward as a trainer takes it: `function.__name__ == name`, unique in its list; `weight` is finite.
+
+    `highest_pay` is the most that one completion can earn, before the weight; None where that is not known.
+    """
 
     function: Reward
     weight: float
     name: str
+    kind: Kind = "other"
+    highest_pay: float | None = None
+
+    @property
+    def unbound(self) -> Reward:
+        """The reward itself, behind another name and bound arguments."""
+        return _unbound(self.function)
+
+    @property
+    def needs_whole_groups(self) -> bool:
+        """Whether the reward compares the completions of a group."""
+        return getattr(self.unbound, "needs_whole_groups", False)
 
 
 @dataclass(frozen=True)
@@ -68,11 +105,6 @@ class BoundReward:
     def __name__(self) -> str:
         return self.name
 
-    @property
-    def needs_whole_groups(self) -> bool:
-        """Whether the reward compares the completions of a group."""
-        return getattr(self.function, "needs_whole_groups", False)
-
     def __call__(self, *args: Any, **columns: Any) -> Any:
         """Call the reward with the bound arguments."""
         return self.function(*args, **{**columns, **self.arguments})
@@ -86,12 +118,84 @@ class AsyncBoundReward(BoundReward):
         return await super().__call__(*args, **columns)
 
 
+def _unbound(function: Reward) -> Reward:
+    while isinstance(function, BoundReward):
+        function = function.function
+    return function
+
+
 def _log_under(log_extra: Callable[[str, list], None], prefix: str, column: str, values: list) -> None:
     log_extra(prefix + column, values)
 
 
+class ComposedReward:
+    """A reward made of others: calls each part, logs it, and combines the scores of a row."""
+
+    name: str
+    parts: tuple[BuiltReward, ...]
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    @property
+    def needs_whole_groups(self) -> bool:
+        """Whether any part compares the completions of a group."""
+        return any(part.needs_whole_groups for part in self.parts)
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of what is paid, "other" for a mixture."""
+        kinds = {part.kind for part in self.parts if part.weight != 0}
+        return kinds.pop() if len(kinds) == 1 else "other"
+
+    @property
+    def highest_pay(self) -> float | None:
+        """The most that a completion can earn; None where it is not known, as under a negative weight."""
+        total = 0.0
+        for part in self.parts:
+            if part.weight == 0:
+                continue
+            if part.highest_pay is None or part.weight < 0:
+                return None
+            total += part.weight * part.highest_pay
+        return total
+
+    def __call__(
+        self,
+        prompts: Any = None,
+        completions: Sequence[Any] = (),
+        *,
+        log_extra: Callable[[str, list], None] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        """Score every completion by every part; `columns` and the logging callables reach each of them."""
+        check_rows(self.name, completions=completions)
+        columns.update(prompts=prompts, completions=completions)
+        if log_metric is not None:
+            columns["log_metric"] = log_metric
+        scores = []
+        for part in self.parts:
+            if log_extra is not None:
+                columns["log_extra"] = partial(_log_under, log_extra, f"{self.name}/{part.name}/")
+            scores.append(part.function(**columns))
+            check_rows(part.name, completions=completions, scores=scores[-1])
+        for part, column in zip(self.parts, scores, strict=True):
+            label = f"{self.name}/{part.name}"
+            scored = [score for score in column if score is not None]
+            if log_extra is not None:
+                log_extra(label, list(column))
+            if log_metric is not None and scored:
+                log_metric(f"rewards/{label}", sum(scored) / len(scored))
+        return [None if None in row else self._pay(row) for row in zip(*scores, strict=True)]
+
+    def _pay(self, row: Sequence[float]) -> float:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class SumReward:
+class SumReward(ComposedReward):
     """The weighted sum of several rewards, as one.
 
     | row | pay |
@@ -105,48 +209,58 @@ class SumReward:
     parts: tuple[BuiltReward, ...]
     name: str = "sum"
 
-    @property
-    def __name__(self) -> str:
-        return self.name
+    def _pay(self, row: Sequence[float]) -> float:
+        return sum(part.weight * score for part, score in zip(self.parts, row, strict=True))
+
+
+@dataclass(frozen=True)
+class GateReward(ComposedReward):
+    """A reward that pays only where another one does: a right answer earns nothing in the wrong format.
+
+    | row | pay |
+    |---|---|
+    | `only_if` pays at least `at_least` (without that key: more than 0) | weight * reward |
+    | `only_if` pays less | 0, or weight * reward where that is negative: a closed gate spares no penalty |
+    | `only_if` or `reward` returns None, whether the gate is open or not | None |
+
+    That a row is None whatever the gate says keeps a group together: a gold that can't be read would otherwise earn 0
+    for the completions in the wrong format, and nothing at all for the others.
+
+    Both parts are logged as columns `<name>/<part>` and as their means over the rows that they score. `only_if` has the
+    weight 0: it is asked, and its score is not paid.
+    """
+
+    reward: BuiltReward
+    only_if: BuiltReward
+    at_least: float | None = None
+    name: str = "gate"
 
     @property
-    def needs_whole_groups(self) -> bool:
-        """Whether any part compares the completions of a group."""
-        return any(getattr(part.function, "needs_whole_groups", False) for part in self.parts)
+    def parts(self) -> tuple[BuiltReward, ...]:  # type: ignore[override]
+        """What is paid, and the condition."""
+        return self.reward, self.only_if
 
-    def __call__(
-        self,
-        prompts: Any = None,
-        completions: Sequence[Any] = (),
-        *,
-        log_extra: Callable[[str, list], None] | None = None,
-        log_metric: Callable[[str, float], None] | None = None,
-        **columns: Any,
-    ) -> list[float | None]:
-        """Score every completion by every part; `columns` and the logging callables reach each of them."""
-        if log_metric is not None:
-            columns["log_metric"] = log_metric
-        scores = []
-        for part in self.parts:
-            if log_extra is not None:
-                columns["log_extra"] = partial(_log_under, log_extra, f"{self.name}/{part.name}/")
-            scores.append(part.function(prompts=prompts, completions=completions, **columns))
-        for part, column in zip(self.parts, scores, strict=True):
-            label = f"{self.name}/{part.name}"
-            scored = [score for score in column if score is not None]
-            if log_extra is not None:
-                log_extra(label, list(column))
-            if log_metric is not None and scored:
-                log_metric(f"rewards/{label}", sum(scored) / len(scored))
-        return [self._total(row) for row in zip(*scores, strict=True)]
+    def _pay(self, row: Sequence[float]) -> float:
+        score, condition = row
+        paid = self.reward.weight * score
+        is_open = condition > 0 if self.at_least is None else condition >= self.at_least
+        return paid if is_open else min(0.0, paid)
 
-    def _total(self, row: Sequence[float | None]) -> float | None:
-        total = 0.0
-        for part, score in zip(self.parts, row, strict=True):
-            if score is None:
-                return None
-            total += part.weight * score
-        return total
+
+def leaves(rewards: Iterable[BuiltReward], weight: float = 1.0) -> Iterator[BuiltReward]:
+    """Yield the single rewards that `rewards` are made of, each with its weight in the total (times `weight`).
+
+    A sum and a gate give their parts, `group_length` itself and the reward that tells it right from wrong. What is only
+    asked and not paid, as the condition of a gate, has the weight 0.
+    """
+    for reward in rewards:
+        reward = replace(reward, weight=weight * reward.weight)
+        function: Any = reward.unbound
+        if isinstance(function, ComposedReward):
+            yield from leaves(function.parts, reward.weight)
+            continue
+        yield reward
+        yield from leaves(_built(asked, 0.0) for asked in getattr(function, "asks", ()))
 
 
 def build_rewards(specs: Sequence[Spec], *, num_generations: int | None = None) -> list[BuiltReward]:
@@ -162,11 +276,11 @@ def build_rewards(specs: Sequence[Spec], *, num_generations: int | None = None) 
             rewards with one name.
     """
     if isinstance(specs, (str, Mapping)) or not isinstance(specs, Sequence):
-        raise RewardSpecError(f"rewards must be a list of specs, not {specs!r}: write `rewards: [gsm8k_correctness]`.")
+        raise RewardSpecError(f"rewards must be a list of specs, not {specs!r}: write `rewards: [gsm8k_correctness]`")
     built = [_build(spec, num_generations) for spec in specs]
     for name, count in Counter(reward.name for reward in built).items():
         if count > 1:
-            raise RewardSpecError(f"{count} rewards are named {name!r}: give all but one an alias of its own.")
+            raise RewardSpecError(f"{count} rewards are named `{name}`: give all but one an alias of its own")
     return _with_columns_apart(built)
 
 
@@ -181,6 +295,13 @@ def _with_columns_apart(built: list[BuiltReward]) -> list[BuiltReward]:
 def _with_prefix(reward: BuiltReward) -> BuiltReward:
     function: Any = reward.function
     return replace(reward, function=replace(function, prefix=function.prefix or f"{reward.name}/"))
+
+
+def spec_parts(spec: Any) -> list[Spec]:
+    """Return the specs inside a spec: what a `sum` adds, what a `gate` pays and asks for; none inside any other."""
+    if not isinstance(spec, Mapping):
+        return []
+    return [*(spec.get("rewards") or []), *(spec[key] for key in ("reward", "only_if") if key in spec)]
 
 
 def registered_names() -> list[str]:
@@ -202,16 +323,16 @@ def resolve(name: str) -> Any:
     if name in (points := _entry_points()):
         try:
             return points[name].load()
-        except (ImportError, AttributeError) as error:
-            raise RewardSpecError(f"reward {name!r}: its entry point can't be loaded ({error}).") from error
+        except Exception as error:  # whatever a package of someone else's does
+            raise RewardSpecError(f"reward `{name}`: its entry point can't be loaded ({_said(error)})") from error
     module, _, attribute = name.rpartition(".")
     if not module:
-        raise RewardSpecError(f"unknown reward {name!r}{_nearest(name, registered_names())}.")
+        raise RewardSpecError(f"unknown reward `{name}`{did_you_mean(name, registered_names())}")
     try:
         return getattr(_import(module, name), attribute)
     except AttributeError as error:
-        hint = _nearest(attribute, _public(module))
-        raise RewardSpecError(f"unknown reward {name!r}: {module!r} has no {attribute!r}{hint}.") from error
+        hint = did_you_mean(attribute, _public(module))
+        raise RewardSpecError(f"unknown reward `{name}`: `{module}` has no `{attribute}`{hint}") from error
 
 
 def _public(module: str) -> list[str]:
@@ -221,8 +342,17 @@ def _public(module: str) -> list[str]:
 def _import(module: str, name: str) -> Any:
     try:
         return importlib.import_module(module)
-    except ImportError as error:
-        raise RewardSpecError(f"reward {name!r}: the module {module!r} can't be imported ({error}).") from error
+    except Exception as error:  # a module of the user's own may fail in any way
+        if name in REGISTERED and isinstance(error, ImportError):
+            lacking = error.name if isinstance(error, ModuleNotFoundError) else f"another version ({error})"
+            raise RewardSpecError(f"reward `{name}` needs {lacking}: pip install 'grpo-rewards[models]'") from error
+        raise RewardSpecError(f"reward `{name}`: the module `{module}` can't be imported ({_said(error)})") from error
+
+
+def _said(error: Exception) -> str:
+    """Return what an error says, on one line, with its kind unless that is to be expected."""
+    text = " ".join(str(error).split()).rstrip(".")
+    return text if isinstance(error, (ImportError, ValueError)) and text else f"{type(error).__name__}: {text}"
 
 
 def _entry_points() -> dict[str, Any]:
@@ -231,55 +361,94 @@ def _entry_points() -> dict[str, Any]:
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
-def _nearest(word: str, candidates: Iterable[str]) -> str:
-    matches = difflib.get_close_matches(word, list(candidates), n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
-
-
 def _build(spec: Spec, num_generations: int | None) -> BuiltReward:
     spec = {"name": spec} if isinstance(spec, str) else spec
     name = spec.get("name") if isinstance(spec, Mapping) else None
     if not isinstance(name, str) or not name:
-        raise RewardSpecError(f"a reward is a name or a mapping with the key 'name', not {spec!r}.")
+        raise RewardSpecError(f"a reward is a name or a mapping with the key `name`, not {spec!r}")
     _check_keys(name, spec)
     weight = _checked(name, checked_number, spec.get("weight", 1.0), "weight")
-    function = (
-        _build_sum(spec, num_generations) if name == "sum" else _instantiate(name, spec.get("kwargs"), num_generations)
-    )
+    function: Reward
+    if name == "sum":
+        function = _build_sum(spec, num_generations)
+    elif name == "gate":
+        function = _build_gate(spec, num_generations)
+    else:
+        function = _instantiate(name, spec.get("kwargs"), num_generations)
     alias = spec.get("alias") or _callable_name(function)
     if not isinstance(alias, str):
-        raise RewardSpecError(f"reward {name!r}: alias must be a string, not {alias!r}.")
-    return BuiltReward(_named(function, alias), weight, alias)
+        raise RewardSpecError(f"reward `{name}`: alias must be a string, not {alias!r}")
+    built = _built(_named(function, alias), weight, name)
+    return replace(built, kind=_kind(name, spec["kind"], function)) if "kind" in spec else built
+
+
+def _built(function: Any, weight: float, spec_name: str = "") -> BuiltReward:
+    """A reward with what it declares; what declares nothing may be one of TRL's."""
+    package, _, attribute = spec_name.rpartition(".")
+    kind, highest = TRL_REWARDS.get(attribute, _UNDECLARED) if package.startswith("trl.") else _UNDECLARED
+    inner: Any = _unbound(function)
+    if getattr(inner, "kind", None) in get_args(Kind):
+        kind, highest = inner.kind, getattr(inner, "highest_pay", None)
+    return BuiltReward(function, weight, _callable_name(function), kind, highest)
+
+
+def _kind(name: str, kind: Any, function: Any) -> Kind:
+    if getattr(function, "kind", None) in get_args(Kind):
+        raise RewardSpecError(f"reward `{name}`: `kind` is {function.kind} and can't be set: remove it")
+    if kind not in get_args(Kind):
+        raise RewardSpecError(f"reward `{name}`: `kind` must be one of {', '.join(get_args(Kind))}, not {kind!r}")
+    return kind
 
 
 def _check_keys(name: str, spec: Mapping[str, Any]) -> None:
-    allowed = _SUM_KEYS if name == "sum" else _SPEC_KEYS
+    allowed = _COMPOSED_KEYS.get(name, _SPEC_KEYS)
     for key in spec:
         if key not in allowed:
-            hint = _nearest(str(key), allowed) or f": its keys are {', '.join(allowed)}"
-            raise RewardSpecError(f"reward {name!r}: unknown key {key!r}{hint}.")
+            hint = did_you_mean(str(key), allowed, f": its keys are {', '.join(allowed)}")
+            raise RewardSpecError(f"reward `{name}`: unknown key `{key}`{hint}")
 
 
 def _checked(name: str, check: Callable[..., Any], *args: Any) -> Any:
     try:
         return check(*args)
-    except (TypeError, ValueError) as error:
-        raise RewardSpecError(f"reward {name!r}: {error}.") from error
+    except Exception as error:  # a constructor of the user's own may fail in any way
+        raise RewardSpecError(f"reward `{name}`: {_said(error)}") from error
 
 
 def _build_sum(spec: Mapping[str, Any], num_generations: int | None) -> SumReward:
     parts = build_rewards(spec.get("rewards", ()), num_generations=num_generations)
     if not parts:
-        raise RewardSpecError("reward 'sum': the key 'rewards' must list at least one reward to add.")
+        raise RewardSpecError("reward `sum`: the key `rewards` must list at least one reward to add")
+    _refuse_asynchronous("sum", parts)
+    return SumReward(tuple(parts))
+
+
+def _build_gate(spec: Mapping[str, Any], num_generations: int | None) -> GateReward:
+    for key, meaning in (("reward", "what is paid"), ("only_if", "the reward that must pay first")):
+        if key not in spec:
+            raise RewardSpecError(f"reward `gate`: the key `{key}` is missing: give it a reward, {meaning}")
+    condition = spec["only_if"]
+    if isinstance(condition, Mapping) and "weight" in condition:
+        raise RewardSpecError("reward `gate`: the weight of `only_if` has no effect: set the gate's `at_least` instead")
+    at_least = spec.get("at_least")
+    if at_least is not None:
+        at_least = _checked("gate", checked_number, at_least, "at_least")
+    parts = build_rewards([spec["reward"], condition], num_generations=num_generations)
+    _refuse_asynchronous("gate", parts)
+    return GateReward(parts[0], replace(parts[1], weight=0.0), at_least)
+
+
+def _refuse_asynchronous(name: str, parts: Iterable[BuiltReward]) -> None:
     for part in parts:
         if _is_async(part.function):
-            raise RewardSpecError(f"reward 'sum': {part.name!r} is asynchronous; list it beside the sum, not in it.")
-    return SumReward(tuple(parts))
+            raise RewardSpecError(
+                f"reward `{name}`: `{part.name}` is asynchronous; list it beside the {name}, not in it"
+            )
 
 
 def _instantiate(name: str, kwargs: Any, num_generations: int | None) -> Reward:
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise RewardSpecError(f"reward {name!r}: kwargs must be a mapping of arguments, not {kwargs!r}.")
+        raise RewardSpecError(f"reward `{name}`: kwargs must be a mapping of arguments, not {kwargs!r}")
     target = resolve(name)
     if inspect.isclass(target) or kwargs is not None:
         arguments = dict(kwargs or {})
@@ -289,20 +458,21 @@ def _instantiate(name: str, kwargs: Any, num_generations: int | None) -> Reward:
     else:
         reward = target if num_generations is None else _with_group_size(target, num_generations)
     if not callable(reward):
-        raise RewardSpecError(f"reward {name!r} is a {type(reward).__name__}, which can't be called as a reward.")
+        raise RewardSpecError(f"reward `{name}` is a {type(reward).__name__}, which can't be called as a reward")
     return reward
 
 
 def _check_arguments(name: str, target: Any, arguments: dict[str, Any], num_generations: int | None) -> None:
     """Refuse what `target` does not take, and add `num_generations` where it takes that."""
-    if not callable(target):
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):  # not callable, or a builtin that does not tell
         return
-    parameters = inspect.signature(target).parameters
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for key in arguments:
         if key not in parameters and not open_ended:
-            hint = _nearest(str(key), parameters) or f": it takes {', '.join(parameters) or 'none'}"
-            raise RewardSpecError(f"reward {name!r}: unknown kwarg {key!r}{hint}.")
+            hint = did_you_mean(str(key), parameters, f": it takes {', '.join(parameters) or 'none'}")
+            raise RewardSpecError(f"reward `{name}`: unknown kwarg `{key}`{hint}")
     if num_generations is not None and "num_generations" in parameters:
         arguments.setdefault("num_generations", num_generations)
     missing = [
@@ -313,7 +483,7 @@ def _check_arguments(name: str, target: Any, arguments: dict[str, Any], num_gene
         and key not in arguments
     ]
     if missing:
-        raise RewardSpecError(f"reward {name!r}: kwargs must give {', '.join(map(repr, missing))}.")
+        raise RewardSpecError(f"reward `{name}`: kwargs must give {', '.join(missing)}")
 
 
 def _with_group_size(reward: Reward, num_generations: int) -> Reward:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_rewards import internlm2
-from grpo_rewards.completions import completion_text
+from grpo_rewards.completions import Kind, check_rows, completion_text
 from grpo_rewards.format_tags import checked_number
 from grpo_rewards.internlm2 import CheckpointError
 
@@ -95,6 +95,8 @@ class RewardModelScore:
         ValueError: an argument out of range, or a row without a prompt. `CheckpointError`, a ValueError, at loading.
     """
 
+    kind: ClassVar[Kind] = "judge"
+
     model: str
     revision: str | None = None
     dtype: str = "auto"
@@ -131,6 +133,11 @@ class RewardModelScore:
     def __name__(self) -> str:
         return self.name
 
+    @property
+    def highest_pay(self) -> float | None:
+        """The bound on the score; None without `clamp`."""
+        return self.clamp
+
     def load(self) -> LoadedRewardModel:
         """Load the model in this process, once. Called early, it lets a bad checkpoint stop a run at its start."""
         return _load(self.model, self.revision, self.dtype, str(self.device or _default_device()))
@@ -144,6 +151,7 @@ class RewardModelScore:
         **columns: Any,
     ) -> list[float | None]:
         """Score every completion; None where a score is not finite."""
+        check_rows(self.name, prompts=prompts, completions=completions)
         histories = [self._messages(prompt) for prompt in prompts]
         texts = [completion_text(completion) for completion in completions]
         answers = [self._answer(text) for text in texts]
@@ -177,7 +185,7 @@ class RewardModelScore:
 
     def _messages(self, prompt: str | Conversation | None) -> Conversation:
         if prompt is None:
-            raise ValueError(f"{self.name} scores an answer to its prompt: every row needs a `prompt`.")
+            raise ValueError(f"{self.name} scores an answer to its prompt: every row needs a `prompt`")
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
     def _answer(self, text: str) -> str | None:
@@ -310,7 +318,7 @@ class LoadedRewardModel:
 
     def __init__(self, name: str, network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         if tokenizer.chat_template is None:
-            raise CheckpointError(f"{name}: its tokenizer has no chat template, so it can't be shown a conversation.")
+            raise CheckpointError(f"{name}: its tokenizer has no chat template, so it can't be shown a conversation")
         self.name = name
         self.network = network.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -568,12 +576,12 @@ def _load_classifier(name: str, folder: Path, dtype: str) -> tuple[PreTrainedMod
     except ValueError as error:
         raise CheckpointError(
             f"{name} needs code from its own repository, which is never run here: use a reward model that transformers "
-            "has natively, or an InternLM2 one."
+            "has natively, or an InternLM2 one"
         ) from error
     if config.num_labels != 1:
-        raise CheckpointError(f"{name} has {config.num_labels} labels, not 1: it is not a scalar reward model.")
+        raise CheckpointError(f"{name} has {config.num_labels} labels, not 1: it is not a scalar reward model")
     if not any(folder.glob("*.safetensors")):
-        raise CheckpointError(f"{name} has no safetensors weights: choose a revision that has, or save it as such.")
+        raise CheckpointError(f"{name} has no safetensors weights: choose a revision that has, or save it as such")
     with _one_sentence(f"{name}: its tokenizer can't be loaded; copy the model's tokenizer files into it"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     with _one_sentence(f"{name} can't be loaded as a sequence classifier"):
@@ -582,7 +590,7 @@ def _load_classifier(name: str, folder: Path, dtype: str) -> tuple[PreTrainedMod
         )
     absent = sorted(report["missing_keys"])
     if absent:
-        raise CheckpointError(f"{name} lacks {', '.join(absent[:3])}: it is not a trained reward model.")
+        raise CheckpointError(f"{name} lacks {', '.join(absent[:3])}: it is not a trained reward model")
     return network, tokenizer
 
 
@@ -591,4 +599,4 @@ def _one_sentence(problem: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, ImportError) as error:
-        raise CheckpointError(f"{problem} ({' '.join(str(error).split())}).") from error
+        raise CheckpointError(f"{problem} ({' '.join(str(error).split())})") from error

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_rewards.completions import completion_text, group_slices
+from grpo_rewards.completions import Kind, check_rows, completion_text, group_slices
 from grpo_rewards.correctness import gsm8k_correctness
 
 
@@ -33,6 +33,8 @@ class GroupLength:
     """
 
     needs_whole_groups: ClassVar[bool] = True
+    kind: ClassVar[Kind] = "length"
+    highest_pay: ClassVar[float] = 0.5
 
     num_generations: int | None = None
     correctness: Callable[..., Any] | Mapping[str, Any] | str = gsm8k_correctness
@@ -50,6 +52,11 @@ class GroupLength:
     def __name__(self) -> str:
         return self.name
 
+    @property
+    def asks(self) -> tuple[Any, ...]:
+        """The reward that is called and not paid."""
+        return (self.correctness,)
+
     def __call__(
         self,
         prompts: Sequence[Any],
@@ -66,7 +73,8 @@ class GroupLength:
             ValueError: `num_generations` is not known, or the call does not hold whole groups.
         """
         if self.num_generations is None:
-            raise ValueError(f"reward {self.name!r} needs the kwarg num_generations, the trainer's num_generations.")
+            raise ValueError(f"reward `{self.name}` needs the kwarg num_generations, the trainer's num_generations")
+        check_rows(self.name, prompts=prompts, completions=completions)
         lengths = [len(ids) for ids in completion_ids or map(completion_text, completions)]
         assert callable(self.correctness)
         correct = self.correctness(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
@@ -74,9 +82,9 @@ class GroupLength:
         for group in group_slices(len(completions), self.num_generations):
             if any(prompt != prompts[group.start] for prompt in prompts[group]):
                 raise ValueError(
-                    f"reward {self.name!r}: rows {group.start} to {group.stop - 1} hold different prompts, so groups "
+                    f"reward `{self.name}`: rows {group.start} to {group.stop - 1} hold different prompts, so groups "
                     f"are not {self.num_generations} neighbouring rows: set num_generations to the trainer's "
-                    "(num_generations_eval included), with no group split over ranks."
+                    "(num_generations_eval included), with no group split over ranks"
                 )
             rewards += _group_rewards(lengths[group], correct[group])
         return rewards

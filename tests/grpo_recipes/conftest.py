@@ -10,8 +10,8 @@ import torch
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's policy, untrained, in a folder that transformers loads."""
-    from grpo_recipes.data import DatasetSpec
     from grpo_recipes.quickstart import WarmStart, build_policy, build_tokenizer, demonstrations
+    from grpo_recipes.recipe.specs import DatasetSpec
 
     torch.manual_seed(0)
     settings = WarmStart(demonstrations=500)
@@ -32,12 +32,3 @@ def gsm8k_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-@pytest.fixture(scope="session")
-def extensions(pytestconfig: pytest.Config) -> str:
-    """A folder of the tests' own for DeepSpeed's compiled extensions, kept between runs: the first use takes a minute."""
-    folder = pytestconfig.cache.mkdir("torch_extensions")
-    for lock in folder.glob("*/lock"):  # of a test run that was killed
-        lock.unlink()
-    return str(folder)

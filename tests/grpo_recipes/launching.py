@@ -15,41 +15,24 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from grpo_recipes.recipe import find_file
+from grpo_recipes.recipe.recipe import find_file
+from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def build_policy(folder: Path, *, tied: bool = True) -> Path:
     """A two-layer byte-level Llama of about 12,000 parameters, saved in `folder`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    words = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    backend = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=4096,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-        tie_word_embeddings=tied,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 4096, "initializer_range": 0.02}
+    return tiny.save_policy(folder, **heads, **sizes, tie_word_embeddings=tied)
 
 
-def write_recipe(path: Path, policy: Path, rows: Path, output: Path, **changes: Any) -> Path:
-    """A recipe for two processes: 4 prompts × 4 completions a generation, a save after every step."""
+def write_recipe(path: Path, policy: Path, rows: Path | None, output: Path, **changes: Any) -> Path:
+    """A recipe for two processes: 4 prompts × 4 completions a generation, a save after every step.
+
+    `rows` in GSM8K's schema; None where `changes` has another dataset.
+    """
     values = {
         "model_name_or_path": str(policy),
         "dtype": "float32",

@@ -1,4 +1,9 @@
-"""A reward that an untrained policy earns differently from one completion to the next."""
+"""Rewards that an untrained policy earns differently from one completion to the next, and such that break or press Ctrl-C."""
+
+import os
+import signal
+
+from transformers import TrainerState
 
 from grpo_rewards.completions import completion_text
 
@@ -11,3 +16,18 @@ def distinct_characters(completions: list, **columns: object) -> list[float]:
 def broken(completions: list, **columns: object) -> list[float]:
     """A reward with a bug in it."""
     raise KeyError("gold")
+
+
+def interrupted_once(completions: list, trainer_state: TrainerState, **columns: object) -> list[float]:
+    """Ctrl-C while the second step's completions are scored."""
+    if trainer_state.global_step == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+    return distinct_characters(completions, **columns)
+
+
+def interrupted_twice(completions: list, trainer_state: TrainerState, **columns: object) -> list[float]:
+    """Ctrl-C twice."""
+    if trainer_state.global_step == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    return distinct_characters(completions, **columns)

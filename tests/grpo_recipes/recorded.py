@@ -9,43 +9,23 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
+from transformers import PreTrainedConfig, PreTrainedModel, Qwen2Config
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
+from tests import tiny
 
 PAD, EOS, WORDS = 0, 1, 40
+"""Ids of padding and of the end, and how many words (`t0`, `t1`, ...) there are."""
 MAX_COMPLETION_LENGTH = 12
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Words `t0`, `t1`, ...; the first two are padding and the end."""
-    words = Tokenizer(models.WordLevel({f"t{n}": n for n in range(WORDS)}, unk_token="t0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1", padding_side="left")
-
-
 def model(config_class: type[PreTrainedConfig] = Qwen2Config, seed: int = 0, **config: Any) -> PreTrainedModel:
-    """A model of two layers whose distributions are far from uniform."""
-    torch.manual_seed(seed)
-    settings = {
-        "vocab_size": WORDS,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "pad_token_id": PAD,
-        "eos_token_id": EOS,
-        "bos_token_id": None,
-        "initializer_range": 0.2,
-        "attn_implementation": "sdpa",
-    }
-    return AutoModelForCausalLM.from_config(config_class(**{**settings, **config}))
+    """A policy over the words."""
+    sizes = {"vocab_size": WORDS, "intermediate_size": 48, "attn_implementation": "sdpa"}
+    return tiny.policy(config_class, seed, **{**sizes, **config})
 
 
 @dataclass
@@ -144,7 +124,7 @@ def make_trainer(
         reward_funcs=recorded_reward,
         args=GRPOConfig(**settings),
         train_dataset=recording.dataset(),
-        processing_class=tokenizer(),
+        processing_class=tiny.word_tokenizer([f"t{n}" for n in range(WORDS)]),
         peft_config=peft_config,
         **ours,
     )

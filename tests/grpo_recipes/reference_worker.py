@@ -20,9 +20,9 @@ from transformers import TrainerCallback
 from trl import GRPOConfig
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.reference import REF, _gathered, adapter_tensors
 from grpo_recipes.train import leave
-from tests.grpo_recipes.tiny_policy import arguments, load, moved, trainer
+from grpo_recipes.training.reference import REF, _gathered, adapter_tensors
+from tests.grpo_recipes.short_runs import arguments, load, moved, trainer
 
 REFRESH, SAVE, STEPS = 3, 4, 5
 

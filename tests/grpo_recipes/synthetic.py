@@ -23,6 +23,7 @@ HEALTHY: dict[str, Callable[[float], float]] = {
     "reward": ramp(0.8, 2.2),
     "rewards/gsm8k_correctness/mean": ramp(0.5, 1.5),
     "rewards/gsm8k_correctness/std": ramp(0.9, 0.8),
+    "rewards/gsm8k_correctness/parsed": ramp(0.7, 0.9),
     "rewards/tag_presence/mean": ramp(0.3, 0.7),
     "rewards/tag_presence/std": ramp(0.4, 0.2),
     "kl": ramp(0.0, 0.08),
@@ -35,9 +36,10 @@ HEALTHY: dict[str, Callable[[float], float]] = {
     "step_time": ramp(2.0, 2.0),
 }
 RECIPE = {"model_name_or_path": "tiny", "max_completion_length": 256, "num_generations": 4, "beta": 0.04}
+CONFIG = {"max_completion_length": 256, "num_generations": 4, "beta": 0.04}
 REWARDS = [
-    {"name": "gsm8k_correctness", "source": "gsm8k_correctness", "weight": 1.0},
-    {"name": "tag_presence", "source": "tag_presence", "weight": 1.0},
+    {"name": "gsm8k_correctness", "source": "gsm8k_correctness", "weight": 1.0, "kind": "correctness"},
+    {"name": "tag_presence", "source": "tag_presence", "weight": 1.0, "kind": "format"},
 ]
 
 
@@ -76,7 +78,8 @@ def write_run(
     ]
     (folder / "completions").mkdir(parents=True)
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": history, "global_step": len(STEPS)}))
-    record = {"recipe": RECIPE, "rewards": REWARDS if rewards is None else rewards, "versions": {"trl": "1.16.0"}}
+    record = {"recipe": RECIPE, "config": CONFIG, "rewards": REWARDS if rewards is None else rewards}
+    record["versions"] = {"trl": "1.16.0"}
     (folder / "run.json").write_text(json.dumps(record))
     table = pd.DataFrame(healthy_completions() if completions is None else completions)
     for step, rows in table.groupby("step"):

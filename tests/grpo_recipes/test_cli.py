@@ -1,8 +1,15 @@
-"""`grpo-recipes plan` as typed."""
+"""The command lines as typed: help, `grpo-recipes plan`, and what is said to a word that is not known."""
+
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
+from grpo_recipes import __version__, train
 from grpo_recipes.cli import main
+from grpo_recipes.recipe.recipe import DEFAULTS, OUR_KEYS
+from grpo_rewards import cli as rewards_cli
+from grpo_rewards.errors import did_you_mean
 
 
 def test_plan_prints_the_geometry_and_the_epoch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -13,7 +20,7 @@ def test_plan_prints_the_geometry_and_the_epoch(capsys: pytest.CaptureFixture[st
 
 
 def test_plan_for_another_machine(capsys: pytest.CaptureFixture[str], gsm8k_file) -> None:
-    more = ["--accelerate-config", "ddp", "--num-processes", "7", "--dataset.path", str(gsm8k_file)]
+    more = ["--accelerate_config", "ddp", "--num_processes", "7", "--dataset.path", str(gsm8k_file)]
     assert main(["plan", "gsm8k-qwen2.5-1.5b-8xa100", *more]) == 0
     said = capsys.readouterr().out
     assert "7 prompts × 12 completions = 84 completions on 7 processes" in said
@@ -21,13 +28,13 @@ def test_plan_for_another_machine(capsys: pytest.CaptureFixture[str], gsm8k_file
 
 
 def test_plan_without_the_hub_leaves_the_epoch_unknown(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    from grpo_recipes import data
+    from grpo_recipes.recipe import data
 
     def unreachable(*args: object, **kwargs: object) -> None:
         raise data.DatasetUnreachable("no network")
 
     monkeypatch.setattr(data, "load", unreachable)
-    assert main(["plan", "gsm8k-qwen2.5-1.5b-24gb", "--accelerate-config", "single_gpu"]) == 0
+    assert main(["plan", "gsm8k-qwen2.5-1.5b-24gb", "--accelerate_config", "single_gpu"]) == 0
     assert "unknown: no network" in capsys.readouterr().out
 
 
@@ -38,12 +45,12 @@ def test_plan_without_the_hub_leaves_the_epoch_unknown(capsys: pytest.CaptureFix
         (["plan", "quickstart", "--dataset.size", "4"], "4 prompts"),
         (["plan", "quickstart", "--num_generations", "7"], "set `per_device_train_batch_size`"),
         (
-            ["plan", "quickstart", "--use_cpu", "false", "--bf16", "true", "--accelerate-config", "cpu"],
+            ["plan", "quickstart", "--use_cpu", "false", "--bf16", "true", "--accelerate_config", "cpu"],
             "`bf16` needs a GPU",
         ),
         (["plan", "quickstart", "--fp16", "true", "--bf16", "true"], "fp16"),
         (["plan", "no-such-recipe"], "no-such-recipe"),
-        (["plan", "quickstart", "--accelerate-config", "no-such-file"], "no-such-file"),
+        (["plan", "quickstart", "--accelerate_config", "no-such-file"], "no-such-file"),
     ],
 )
 def test_plan_refuses_with_one_sentence_and_exit_code_2(
@@ -61,11 +68,83 @@ def test_plan_refuses_with_one_sentence_and_exit_code_2(
 def test_options_are_not_abbreviated(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         main(arguments)
-    assert "unrecognized arguments" in capsys.readouterr().err
+    assert f"unknown argument `{arguments[2]}`" in capsys.readouterr().err
 
 
 def test_an_override_is_never_read_as_the_beginning_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "quickstart", "--model", "foo"]) == 2
-    assert "--model-config" not in capsys.readouterr().err
+    assert "--model_config" not in capsys.readouterr().err
     assert main(["plan", "quickstart", "--learning_rate", "1e-5", "--num_generations=4", "--num-processes=1"]) == 0
     assert "completions on 1 process" in capsys.readouterr().out
+
+
+HELP = {"grpo-recipes": main, "grpo-rewards": rewards_cli.main, "train": train.main}
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "says"),
+    [
+        (
+            "grpo-recipes",
+            ["--help"],
+            ["plan", "evaluate", "diagnose", "report", "95 % intervals", "grpo_recipes.train"],
+        ),
+        ("grpo-recipes", ["plan", "--help"], ["--gpu_memory SIZE", "override the recipe"]),
+        ("grpo-recipes", ["evaluate", "--help"], ["--compare A B", "--samples N"]),
+        ("grpo-recipes", ["diagnose", "--help"], ["output_dir"]),
+        ("grpo-recipes", ["report", "--help"], ["report.html"]),
+        ("grpo-recipes", ["--version"], [f"grpo-recipes {__version__}"]),
+        ("grpo-rewards", ["--help"], ["list", "score", "check", "convert-internlm2"]),
+        *[("grpo-rewards", [verb, "--help"], ["usage"]) for verb in ("list", "score", "check", "convert-internlm2")],
+        ("grpo-rewards", ["--version"], [f"grpo-rewards {version('grpo-rewards')}"]),
+        ("train", ["--help"], [*OUR_KEYS, "--rewards.0.weight", "docs/trl/grpo_trainer", "quickstart", *DEFAULTS]),
+        ("train", ["--config", "quickstart", "-h"], ["usage"]),
+        ("train", ["--version"], [f"grpo-recipes {__version__}"]),
+    ],
+)
+def test_help_opens_and_is_short(
+    capsys: pytest.CaptureFixture[str], program: str, arguments: list[str], says: list[str]
+) -> None:
+    try:
+        code = HELP[program](arguments)
+    except SystemExit as leaving:  # argparse's way to end
+        code = leaving.code
+    said = capsys.readouterr()
+    assert (code, said.err) == (0, "")
+    assert len(said.out.splitlines()) < 60
+    assert "<object" not in said.out
+    for words in says:
+        assert words in said.out
+
+
+def test_the_sentences_of_a_plan_are_wrapped(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)  # without the quickstart's policy, whose memory is unknown then, in a long sentence
+    assert main(["plan", "quickstart"]) == 0
+    said = capsys.readouterr().out
+    assert "runs/quickstart/policy-seed0: there is no such folder" in " ".join(said.split())
+    assert max(map(len, said.splitlines()[1:])) <= 100
+    assert "  0            0×8 … 7×8\n" in said, "the table is left alone"
+    assert said.endswith("a limit\n")
+
+
+def test_either_spelling_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "quickstart", "--num-processes=1", "--gpu-memory", "24GB"]) == 0
+    with pytest.raises(SystemExit):
+        main(["evaluate", "m", "--max-new-tokens", "x"])
+    assert "--max_new_tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "nearest"),
+    [
+        ("lora_rank", ["lora_r", "local_rank"], "lora_r"),
+        ("local_rnk", ["lora_r", "local_rank"], "local_rank"),
+        ("--gpu-memry", ["--gpu_memory", "vllm_gpu_memory_utilization"], "--gpu_memory"),
+        ("--model", ["delta", "model_name_or_path"], "model_name_or_path"),
+        ("xyz", ["delta", "beta"], None),
+        ("x", [], None),
+    ],
+)
+def test_the_nearest_name(word: str, known: list[str], nearest: str | None) -> None:
+    expected = f": did you mean `{nearest}`?" if nearest else "otherwise"
+    assert did_you_mean(word, known, "otherwise") == expected

@@ -1,16 +1,19 @@
 """The quickstart's parts; `make quickstart` itself is the end-to-end test."""
 
 import json
+import shutil
 from functools import partial
 
 import pandas as pd
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_recipes import cli, quickstart
-from grpo_recipes.data import DatasetSpec, load
+from grpo_recipes import cli, quickstart, train
 from grpo_recipes.quickstart import WarmStart, build_policy, build_tokenizer, demonstrations, warm_start
-from grpo_recipes.recipe import Machine, check, parse_recipe, shipped
+from grpo_recipes.recipe.checks import Machine, check
+from grpo_recipes.recipe.data import load
+from grpo_recipes.recipe.recipe import parse_recipe, shipped
+from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards import gsm8k_correctness, well_formed
 from grpo_rewards.answers import extract_answer
 
@@ -155,6 +158,18 @@ def test_training_that_could_not_run_is_not_reported_as_a_result(staged, tmp_pat
     staged[1][0] = 2
     assert quickstart.main(["--output_dir", str(tmp_path)]) == 2
     assert not (tmp_path / "evaluation.json").exists()
+
+
+def test_what_fails_after_the_training_does_not_cost_the_second_evaluation(staged, monkeypatch, tmp_path, tiny_model):
+    def fails(*args):
+        raise OSError("no room for the card")
+
+    monkeypatch.setattr("grpo_recipes.train.write_model_card", fails)
+    monkeypatch.setattr(quickstart, "warm_start", lambda settings, prompts, folder: shutil.copytree(tiny_model, folder))
+    shortened = ["--max_steps", "1", "--max_completion_length", "8"]
+    monkeypatch.setattr(quickstart, "train", lambda arguments: train.main([*arguments, *shortened]))
+    assert quickstart.main(["--output_dir", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "evaluation.json").read_text())["after"] == AFTER
 
 
 @pytest.mark.slow

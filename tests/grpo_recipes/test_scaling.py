@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.grpo_recipes import launching
-from tests.grpo_rewards.tiny_models import save_reward_model
+from tests.tiny import save_reward_model
 
 # The whole model or an adapter; TRL's KL or the one over the vocabulary; packed or trimmed; a rule or a reward model.
 KINDS = [
@@ -33,11 +33,10 @@ def history(output: Path) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, extensions: str, gsm8k_dir: Path) -> Any:
-    """Runs of 5 steps on real GSM8K rows, one per kind and layout, each made once."""
+def runs(tmp_path_factory: pytest.TempPathFactory, extensions: str) -> Any:
+    """Runs of 5 steps on arithmetic word problems, one per kind and layout, each made once."""
     folder = tmp_path_factory.mktemp("layouts")
-    rows = folder / "rows.jsonl"
-    rows.write_text("".join((gsm8k_dir / "train.jsonl").open().readlines()[:40]))
+    dataset = {"name": "arithmetic", "split": "train[:40]", "prompt_format": "text"}
 
     def run(layout: str, kind: str, processes: int = 2) -> Path:
         output = folder / f"{layout}-{processes}-{kind}"
@@ -46,9 +45,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory, extensions: str, gsm8k_dir: P
             policy = folder / ("tied" if tied else "untied")
             if not policy.exists():
                 launching.build_policy(policy, tied=tied)
-            changes = {"max_steps": 5, "save_steps": 2, "beta": 0.04, **(LORA if kind.startswith("lora") else {})}
+            changes = {
+                "dataset": dataset,
+                "max_steps": 5,
+                "save_steps": 2,
+                "beta": 0.04,
+                **(LORA if kind.startswith("lora") else {}),
+            }
             if "full-kl" in kind:
-                changes |= {"kl": {"estimator": "full"}, "beta": 1.0}
+                changes |= {"kl_estimator": "full", "beta": 1.0}
             if "trimmed" in kind:
                 changes["micro_batching"] = {"pack": False, "trim": True}
             if "judged" in kind:
@@ -57,7 +62,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, extensions: str, gsm8k_dir: P
                     save_reward_model(model)
                 changes["rewards"] = [{"name": "reward_model", "kwargs": {"model": str(model), "device": "cpu"}}]
             changes |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 16 // processes}
-            recipe = launching.write_recipe(folder / f"{output.name}.yaml", policy, rows, output, **changes)
+            recipe = launching.write_recipe(folder / f"{output.name}.yaml", policy, None, output, **changes)
             module = "tests.grpo_recipes.train_counting_shards"
             more = ["--num_processes", str(processes)] if processes != 2 else []
             launching.launch(layout, recipe, module=module, launcher=more, TORCH_EXTENSIONS_DIR=extensions)

@@ -1,8 +1,10 @@
 """Runs through the entry point that users launch, on a tiny policy."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,15 @@ import pandas as pd
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
-from grpo_recipes import GRPOTrainer, data, train
-from grpo_recipes.recipe import shipped
+from grpo_recipes import GRPOTrainer, train
+from grpo_recipes.recipe import data
+from grpo_recipes.recipe.recipe import shipped
+from grpo_recipes.recipe.specs import DatasetSpec
+from tests.grpo_recipes.launching import write_rows
 
 SMALL = [
     "--use_cpu",
@@ -78,7 +83,9 @@ def test_a_run_leaves_everything_that_is_promised(tiny_model: Path, gsm8k_file: 
     completions = pd.read_parquet(sorted((output / "completions").glob("*.parquet"))[0])
     assert len(completions) == 16
     assert {"prompt", "completion", "gsm8k_correctness", "tag_presence", "advantage"} <= set(completions.columns)
-    assert (output / "README.md").is_file()
+    card = (output / "README.md").read_text()
+    assert f"`{tiny_model.name}`, trained with GRPO on 40 prompts of `{gsm8k_file.name}`" in card
+    assert str(tmp_path.parent) not in card
     assert (output / "checkpoint-2").is_dir()
     assert generates(AutoModelForCausalLM.from_pretrained(output), output)
 
@@ -110,6 +117,96 @@ def test_a_run_resumes_where_it_was_saved(tiny_model: Path, gsm8k_file: Path, tm
         assert torch.equal(value, end[name]), name
 
 
+class RateOfEachStep(TrainerCallback):
+    """The rate that each optimiser step is taken with, read from the optimiser itself just before it."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.rates.append(kwargs["optimizer"].param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("schedule", ["linear", pytest.param("cosine", marks=pytest.mark.slow)])
+def test_a_longer_run_goes_on_with_the_rates_of_one_planned_so(
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    """The checkpoint holds the rate 0 that the shorter schedule ends with."""
+    seen: list[RateOfEachStep] = []
+
+    class Watched(GRPOTrainer):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            seen.append(RateOfEachStep())
+            self.add_callback(seen[-1])
+
+    monkeypatch.setattr(train, "GRPOTrainer", Watched)
+    more = [f"--lr_scheduler_type={schedule}", "--learning_rate=1e-3", "--warmup_steps=1"]
+    planned, longer = tmp_path / "planned", tmp_path / "longer"
+    assert train.main([*arguments(tiny_model, gsm8k_file, planned, *more), "--max_steps=6"]) == 0
+    given = arguments(tiny_model, gsm8k_file, longer, *more)
+    assert train.main([*given, "--max_steps=4"]) == 0
+    assert train.main([*given, "--max_steps=6", "--resume_from_checkpoint=true"]) == 0
+    whole, _, rest = (watch.rates for watch in seen)
+    assert rest == whole[4:]
+    assert rest[0] > rest[1] > 0
+
+
+def test_another_recipe_is_not_resumed_and_what_may_change_is(
+    tiny_model: Path,
+    gsm8k_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    output = tmp_path / "run"
+    given = arguments(tiny_model, gsm8k_file, output, "--max_steps=2", "--learning_rate=1e-5")
+    assert train.main(given) == 0
+    first = json.loads((output / "run.json").read_text())
+    resumed = [*given, "--resume_from_checkpoint=true"]
+    assert train.main([*resumed, "--learning_rate=1e-4", "--beta=0.1", "--generation=auto"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "`learning_rate` was 1e-05 and is 0.0001" in said
+    assert "`beta` was 0.04 and is 0.1" in said
+    assert "`generation` was off and is auto" in said
+    assert json.loads((output / "run.json").read_text()) == first  # what did not run is not recorded
+    monkeypatch.chdir(tiny_model.parent)  # the same model by a relative path, and the same rows elsewhere
+    (tmp_path / "rows.jsonl").write_text(gsm8k_file.read_text())
+    changes = [f"--model_name_or_path={tiny_model.name}", f"--dataset.path={tmp_path / 'rows.jsonl'}", "--max_steps=4"]
+    changes += ["--logging_steps=2", "--micro_batching=off", "--save_steps=1", "--dataloader_num_workers=1"]
+    assert train.main([*resumed, *changes]) == 0
+    record = json.loads((output / "run.json").read_text())
+    assert record["launches"][0] == first["launches"][0]
+    assert record["launches"][0] == {key: value for key, value in first.items() if key != "launches"}
+    assert [launch["recipe"]["max_steps"] for launch in record["launches"]] == [2, 4]
+    assert record["launches"][1] == {key: value for key, value in record.items() if key != "launches"}
+    assert record["resumed_from"].endswith("checkpoint-2")
+    assert not list(output.glob("*.part"))
+
+
+def test_a_runs_record_runs_it_again(
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    learning = ["--rewards", "[tests.grpo_recipes.probe_rewards.distinct_characters]", "--learning_rate=1e-3"]
+    assert train.main(arguments(tiny_model, gsm8k_file, first, *learning, "--max_steps=2")) == 0
+    assert (
+        train.main(
+            [*arguments(tiny_model, gsm8k_file, first, *learning, "--max_steps=2", "--resume_from_checkpoint=true")]
+        )
+        == 0
+    )
+    config = ["--config", str(first / "run.json")]
+    assert train.main(config) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "already holds files" in said
+    assert "--output_dir" in said
+    assert train.main([*config, f"--output_dir={again}"]) == 0
+    one, other = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (first, again))
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
 @pytest.mark.parametrize("length", [["--max_steps=2"], ["--max_steps=-1", "--num_train_epochs=1"]])
 def test_resuming_a_run_that_is_over_changes_nothing(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: Any, length: list[str]
@@ -124,7 +221,7 @@ def test_resuming_a_run_that_is_over_changes_nothing(
     state = json.loads((output / "trainer_state.json").read_text())
     (output / "model.safetensors").unlink()
     assert train.main([*arguments(tiny_model, gsm8k_file, output, *more), "--resume_from_checkpoint=true"]) == 0
-    assert "nothing is left to train" in capsys.readouterr().out
+    assert "already finished: " in capsys.readouterr().out
     for name, value in AutoModelForCausalLM.from_pretrained(output).state_dict().items():
         assert torch.equal(value, trained[name]), name
     assert {path.name for path in (output / "completions").iterdir()} == set(logged)
@@ -150,9 +247,15 @@ def test_a_run_that_failed_before_its_first_save_is_started_again(
 
 
 def test_other_prompts_are_not_resumed(tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: Any) -> None:
-    given = arguments(tiny_model, gsm8k_file, tmp_path / "run", "--max_steps=2")
+    """Neither of another slice, nor of a file that was changed in its place."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(gsm8k_file.read_text())
+    given = arguments(tiny_model, rows, tmp_path / "run", "--max_steps=2")
     assert train.main([*given, "--dataset.split=train[:20]"]) == 0
     assert train.main([*given, "--dataset.split=train[20:]", "--resume_from_checkpoint=true"]) == 2
+    assert "`dataset.split` was train[:20] and is train[20:]" in capsys.readouterr().err.splitlines()[-1]
+    rows.write_text(rows.read_text().replace("Ann", "Ben"))
+    assert train.main([*given, "--dataset.split=train[:20]", "--resume_from_checkpoint=true"]) == 2
     assert "train_prompts_sha256 was" in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -187,11 +290,154 @@ def test_a_run_that_cannot_be_diagnosed_is_finished_all_the_same(
     assert f"diagnosis: left out, {file}: can't be read as parquet" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("broken", ["write_model_card", "summary", "diagnose", "push_to_hub", "save_state", "end"])
+def test_nothing_after_the_save_fails_a_run(
+    tiny_model: Path,
+    gsm8k_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    broken: str,
+) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("the hub\ndid not answer")
+
+    monkeypatch.setattr(train if hasattr(train, broken) else GRPOTrainer, broken, fails)
+    finish = train.finish
+
+    def pushing(launch: Any, *given: Any) -> None:
+        launch.training_args.push_to_hub = True
+        finish(launch, *given)
+
+    if broken == "push_to_hub":
+        monkeypatch.setattr(train, "finish", pushing)
+    assert train.main(arguments(tiny_model, gsm8k_file, tmp_path / "run", "--max_steps=1", "--save_steps=9")) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 1
+    assert str(tmp_path / "run") in warnings[0]
+    assert "(ConnectionError: the hub did not answer)" in warnings[0]
+    assert generates(AutoModelForCausalLM.from_pretrained(tmp_path / "run"), tmp_path / "run")
+
+
+def test_a_run_of_no_step_is_no_success(
+    tiny_model: Path,
+    gsm8k_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(GRPOTrainer, "train", lambda self, **given: None)
+    assert train.main(arguments(tiny_model, gsm8k_file, tmp_path / "run", "--max_steps=4")) == 1
+    assert "error: no optimiser step was taken, of 4" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_ctrl_c_saves_and_a_resume_ends_like_a_run_left_alone(
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def given(output: Path, reward: str) -> list[str]:
+        rewards = ["--rewards", f"[{{name: tests.grpo_recipes.probe_rewards.{reward}, alias: probe}}]"]
+        return arguments(tiny_model, gsm8k_file, output, *rewards, "--max_steps=4", "--save_steps=9", "--beta=0")
+
+    output = tmp_path / "run"
+    assert train.main(given(output, "interrupted_once")) == 130
+    said = capsys.readouterr()
+    assert "stopped by Ctrl-C after step 2 of 4, which is saved: `--resume_from_checkpoint true` goes on" in said.out
+    assert "Traceback" not in said.out + said.err
+    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert not (output / "model.safetensors").exists()
+    assert train.main([*given(output, "interrupted_once"), "--resume_from_checkpoint=true"]) == 0
+    assert train.main(given(tmp_path / "alone", "distinct_characters")) == 0
+    one, other = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("run", "alone"))
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def test_a_second_ctrl_c_stops_at_once(
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewards = ["--rewards", "[tests.grpo_recipes.probe_rewards.interrupted_twice]", "--max_steps=4"]
+    for every, rest in (
+        (1, "checkpoint-1 is saved: `--resume_from_checkpoint true` goes on from there"),
+        (9, "nothing is saved yet"),
+    ):
+        output = tmp_path / f"every-{every}"
+        assert train.main([*arguments(tiny_model, gsm8k_file, output, *rewards), f"--save_steps={every}"]) == 130
+        said = capsys.readouterr().err
+        assert said.splitlines()[-1].startswith("stopped by Ctrl-C: ")
+        assert rest in said.splitlines()[-1]
+        assert "Traceback" not in said
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("place", ["load_tokenizer", "load_policy"])
+def test_ctrl_c_before_training_is_one_sentence(
+    tiny_model: Path,
+    gsm8k_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, place, interrupted)
+    assert train.main(arguments(tiny_model, gsm8k_file, tmp_path / "run")) == 130
+    said = capsys.readouterr().err
+    assert said == "stopped by Ctrl-C: nothing was trained or saved, and the same command starts again\n"
+
+
+def test_ctrl_c_while_libraries_load_is_one_sentence() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "grpo_recipes.train", "--config", "quickstart"], stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert said.splitlines()[-1].startswith("stopped by Ctrl-C: nothing was trained or saved")
+    assert "Traceback" not in said
+
+
+def test_set_up_that_fails_is_not_recommended_again(
+    tiny_model: Path,
+    gsm8k_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuses(*args: Any) -> None:
+        raise ValueError("this combination is not supported")
+
+    given = arguments(tiny_model, gsm8k_file, tmp_path / "run", "--max_steps=1")
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "load_policy", refuses)
+        assert train.main(given) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "error: ValueError: this combination is not supported"
+    assert train.main(given) == 0  # what lies there is no run
+
+
+def test_a_checkpoint_that_cant_be_loaded_is_not_recommended_again(
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole, but not what it is called."""
+    output = tmp_path / "run"
+    given = arguments(tiny_model, gsm8k_file, output, "--max_steps=2")
+    assert train.main(given) == 0
+    torch.save({"no": "optimizer"}, output / "checkpoint-2" / "optimizer.pt")
+    capsys.readouterr()
+    assert train.main([*given, "--max_steps=4", "--resume_from_checkpoint=true"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert last.endswith(f"; it was to go on from {output / 'checkpoint-2'}: if that is damaged, remove it")
+
+
 def test_prompts_over_the_limit_are_dropped_with_a_count(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    prompts = data.load(data.DatasetSpec("gsm8k", path=str(gsm8k_file), prompt_format="text"))["prompt"]
+    prompts = data.load(DatasetSpec("gsm8k", path=str(gsm8k_file), prompt_format="text"))["prompt"]
     lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in prompts]
     limit, output = min(lengths), tmp_path / "run"
     kept = lengths.count(limit)
@@ -238,9 +484,9 @@ def test_the_trainer_is_a_drop_in(tiny_model: Path, tmp_path: Path) -> None:
 
     theirs = history(TRLGRPOTrainer)
     assert any(entry["loss"] != 0 for entry in theirs if "loss" in entry)
-    assert history(GRPOTrainer, micro_batching="off", generation="off") == theirs
+    assert history(GRPOTrainer, micro_batching="off") == theirs
     for mine, other in zip(history(GRPOTrainer), theirs, strict=True):
-        kept = {name: value for name, value in mine.items() if not name.startswith(("efficiency/", "sampling/"))}
+        kept = {name: value for name, value in mine.items() if not name.startswith("efficiency/")}
         assert kept.keys() == other.keys()
         for name, value in other.items():
             # TRL averages these over micro-batches, one mean of tokens each, so they depend on which rows meet.
@@ -272,13 +518,15 @@ def test_two_processes_say_a_mistake_once(tiny_model: Path, gsm8k_file: Path, tm
     done = launch("ddp_cpu", arguments(tiny_model, gsm8k_file, tmp_path / "run", "--lerning_rate=1"))
     assert done.returncode != 0
     assert done.stderr.count("unknown argument `--lerning_rate=1`") == 1
+    ours = done.stderr.partition("torch/distributed/elastic")[0].splitlines()[:-1]  # then the launcher speaks
+    assert [line.partition(": ")[0] for line in ours] == ["error"]
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
-def test_real_gsm8k_through_the_24gb_recipe(tiny_model: Path, gsm8k_dir: Path, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    done = launch("cpu", arguments(tiny_model, gsm8k_dir / "train.jsonl", output, "--max_steps=2"))
+def test_as_many_rows_as_gsm8k_has_through_the_24gb_recipe(tiny_model: Path, tmp_path: Path) -> None:
+    rows, output = write_rows(tmp_path / "train.jsonl", 7473), tmp_path / "run"
+    done = launch("cpu", arguments(tiny_model, rows, output, "--max_steps=2"))
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads((output / "run.json").read_text())["train_prompts"] == 7473
 

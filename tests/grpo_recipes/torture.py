@@ -19,8 +19,8 @@ from subprocess import Popen
 
 import torch
 
-from grpo_recipes.restart import last_complete_checkpoint
-from grpo_recipes.train import versions
+from grpo_recipes.runs.checkpoints import last_complete_checkpoint
+from grpo_recipes.runs.record import versions
 from tests.grpo_recipes import launching
 
 STEPS = 15

@@ -12,6 +12,7 @@ from typing import Any
 from trl.generation import vllm_generation
 
 from grpo_recipes import train
+from grpo_recipes.recipe import packages
 
 
 class StubServer:
@@ -44,6 +45,6 @@ class StubServer:
 
 
 if __name__ == "__main__":
-    vllm_generation.is_vllm_available = lambda: True
+    vllm_generation.is_vllm_available = packages.is_vllm_available = lambda: True
     vllm_generation.VLLMClient = StubServer
     train.leave(train.main())

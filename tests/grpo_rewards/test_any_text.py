@@ -2,44 +2,65 @@
 
 import asyncio
 import math
+import multiprocessing
 import threading
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_rewards import tag_count, tag_presence, tag_structure, well_formed
+from grpo_rewards.choices import ChoiceCorrectness
 from grpo_rewards.correctness import GSM8KCorrectness, MathCorrectness
+from grpo_rewards.ngrams import Repetition
 from grpo_rewards.registry import build_rewards
 from grpo_rewards.shaping import GroupLength
+from grpo_rewards.strings import StringMatch
 
 FORMAT = [tag_structure, tag_count, tag_presence, well_formed]
 LAYOUTS = ("answer_tag", "hashes", "boxed", "a_line", "sentence", "auto")
 REWARDS = [
     *FORMAT,
     *(GSM8KCorrectness(extract=layout, name=layout) for layout in LAYOUTS),
-    GSM8KCorrectness(rule="source", name="source"),
     MathCorrectness(deadline=1.0),
     GroupLength(num_generations=1),
-    *(built.function for built in build_rewards([{"name": "sum", "rewards": ["tag_count", "gsm8k_correctness"]}])),
+    *(
+        built.function
+        for built in build_rewards(
+            [
+                {"name": "sum", "rewards": ["tag_count", "gsm8k_correctness"]},
+                {"name": "gate", "reward": "gsm8k_correctness", "only_if": "tag_count"},
+            ]
+        )
+    ),
+    *(
+        ChoiceCorrectness(extract=layout, name=f"choice {layout}")
+        for layout in ("answer_tag", "sentence", "whole", "auto")
+    ),
+    *(StringMatch(match=match, extract="whole", name=match) for match in ("exact", "casefold", "squad", "f1")),
+    Repetition(),
+    Repetition(ngram=20, pay=1, pay_repeated=0, name="variety"),
 ]
+CHOICES = {"A": "18", "B": "1,234", "C": "Tuesday", "D": "x+1"}
 
 
 def score(reward, text, gold):
-    (result,) = reward(prompts=["p"], completions=[text], completion_ids=[[0]], answer=[gold])
+    (result,) = reward(prompts=["p"], completions=[text], completion_ids=[[0]], answer=[gold], choices=[CHOICES])
     assert result is None or (isinstance(result, float) and math.isfinite(result)), (reward, text, result)
     return result
 
 
 PIECES = r"""
     <think> </think> <answer> </answer> <answer </ #### \boxed{ \frac{ \text{ { } $ \( \) A: answer is : = ** `
+    A (A) B) C. \text{A} Tuesday not or because correct
     18 17 1,234 1.5e3 ½ − / , . or % 10^{10} \sqrt{2} x+1 \times ^ _ 🙂
 """
 SOUP = st.lists(st.sampled_from([*PIECES.split(), "\n", "\r", " ", "\x00", "\u200b", "\ud800"]), max_size=25).map(
     "".join
 )
 TEXTS = st.one_of(SOUP, st.text(st.characters()), SOUP.map("<think>\na\n</think>\n<answer>\n{}\n</answer>".format))
-GOLDS = st.sampled_from(["18", "18", "1,234", "Steps.\n#### 5", "1/2", "", "Tuesday", "x+1"])
+GOLDS = st.sampled_from(["18", "18", "1,234", "Steps.\n#### 5", "1/2", "", "Tuesday", "x+1", "A", "B"])
 
 
 def check_any_text(text, gold):
@@ -48,7 +69,7 @@ def check_any_text(text, gold):
 
 
 test_any_text = settings(max_examples=150, deadline=None)(given(TEXTS, GOLDS)(check_any_text))
-test_any_text_at_length = pytest.mark.slow(
+test_any_text_at_length = pytest.mark.nightly(
     pytest.mark.timeout(1800)(settings(max_examples=20_000, deadline=None)(given(TEXTS, GOLDS)(check_any_text)))
 )
 
@@ -108,6 +129,12 @@ def test_an_adversarial_text(kind):
         return score_everywhere(kind)
 
     assert [*outcomes, asyncio.run(in_a_coroutine())] == [expected, expected]
+
+
+def test_processes_agree():
+    kinds = ["short digits", "lone surrogates", "opening braces"]
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
+        assert list(executor.map(score_everywhere, kinds)) == list(map(score_everywhere, kinds))
 
 
 @pytest.mark.slow

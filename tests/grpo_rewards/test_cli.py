@@ -5,6 +5,7 @@ import json
 import pytest
 
 from grpo_rewards.cli import main
+from tests.word_problems import gsm8k_rows
 
 RIGHT, WRONG = "<answer>18</answer>", "<answer>17</answer>"
 
@@ -62,8 +63,8 @@ def test_a_malformed_line_is_named_and_the_rest_is_scored(tmp_path, capsys):
     assert main(["score", path, "--reward", "gsm8k_correctness"]) == 1
     captured = capsys.readouterr()
     assert "gsm8k_correctness: 2 rows" in captured.out
-    for message in ("row 2: not JSON", "row 3: a list", "row 5: no 'answer'", "row 6: 'completion' is neither",
-                    "row 7: no 'completion'"):  # fmt: skip
+    for message in ("row 2: not JSON", "row 3: a list", "row 5: no `answer`", "row 6: `completion` is neither",
+                    "row 7: no `completion`"):  # fmt: skip
         assert message in captured.err
 
 
@@ -77,7 +78,7 @@ def test_a_format_reward_needs_no_gold(tmp_path, capsys):
     path = write(tmp_path / "rows.jsonl", [{"completion": RIGHT}])
     assert main(["score", path, "--reward", "tag_count"]) == 0
     assert main(["score", path, "--reward", "gsm8k_correctness"]) == 2
-    assert "needs the dataset column 'answer'" in capsys.readouterr().err
+    assert "needs the dataset column `answer`" in capsys.readouterr().err
 
 
 def test_groups_meet_in_one_call(tmp_path, capsys):
@@ -114,7 +115,7 @@ def test_parquet_in_and_out(tmp_path):
     ("arguments", "message"),
     [
         (["score", "absent.jsonl", "--reward", "tag_count"], "absent.jsonl is not a file"),
-        (["score", "{rows}", "--reward", "tag_cuont"], "did you mean 'tag_count'"),
+        (["score", "{rows}", "--reward", "tag_cuont"], "did you mean `tag_count`"),
         (["score", "{rows}", "--reward", "{{name: tag_count"], "is not a YAML mapping"),
         (["score", "{rows}", "--reward", "tag_count", "--out", "scores.csv"], "must end in .jsonl or .parquet"),
         (["score", "{rows}", "--reward", "tag_count", "--out", "{rows}"], "choose another name"),
@@ -124,7 +125,7 @@ def test_parquet_in_and_out(tmp_path):
         ),
         (["score", "{rows}", "--reward", "tag_count", "--out", "no/such/o.jsonl"], "folder no/such does not exist"),
         (["check", "{rows}", "--reward", "tag_count"], "needs a correctness reward"),
-        (["check", "{rows}", "--gold-column", "gold"], "no 'gold'"),
+        (["check", "{rows}", "--gold-column", "gold"], "no `gold`"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_code_2(rows, arguments, message, capsys):
@@ -148,5 +149,46 @@ def test_check_lists_what_cannot_be_scored(tmp_path, capsys):
     assert main(["check", path, "--gold-column", "solution"]) == 0
 
 
-def test_check_passes_gsm8k(gsm8k_dir):
-    assert main(["check", str(gsm8k_dir / "test.jsonl")]) == 0
+def test_check_passes_a_file_in_gsm8ks_schema(tmp_path):
+    assert main(["check", write(tmp_path / "test.jsonl", gsm8k_rows(1319))]) == 0
+
+
+def test_check_reads_the_golds_of_any_correctness_reward(tmp_path, capsys):
+    options = {"options": ["Paris", "London", "Rome"]}
+    path = write(tmp_path / "choices.jsonl", [{**options, "key": key} for key in ("B", 0, "Rome", "Oslo")])
+    reward = "{name: choice_correctness, kwargs: {choices_column: options, gold_column: key}}"
+    gate = "{name: gate, only_if: well_formed, reward: " + reward + "}"
+    for spec in (reward, gate, reward.replace("key}", "key, extract: whole}")):
+        assert main(["check", path, "--reward", spec]) == 1
+        output = capsys.readouterr().out
+        assert "4 golds, 3 earn full pay (1)" in output
+        assert "row 4: Oslo" in output
+    path = write(tmp_path / "strings.jsonl", [{"answer": ["the Danube", "Donau"]}, {"answer": "Rhine"}])
+    assert main(["check", path, "--reward", "string_match"]) == 0
+
+
+@pytest.mark.parametrize("option", ["--gold_column", "--gold-column"])
+def test_options_have_two_spellings(tmp_path, option):
+    path = write(tmp_path / "rows.jsonl", [{"solution": "#### 18"}])
+    assert main(["check", path, option, "solution"]) == 0
+    assert main(["check", path, f"{option}=solution"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a command, list, score, check or convert-internlm2: `grpo-rewards --help` says what each does"),
+        (["scor"], "there is no command `scor`: did you mean `score`?"),
+        (["train"], "there is no command `train`: choose list, score, check or convert-internlm2"),
+        (
+            ["check", "rows.jsonl", "--gold_colum", "x"],
+            "unknown argument `--gold_colum`: did you mean `--gold_column`?",
+        ),
+        (["score"], "the following arguments are required: file, --reward"),
+    ],
+)
+def test_a_mistyped_command_is_one_sentence(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"error: {message}\n"

@@ -1,8 +1,14 @@
 """Both of TRL's completion shapes, and the groups of a batch."""
 
+from array import array
+
 import pytest
 
+from grpo_rewards import gsm8k_correctness, math_correctness, tag_count, tag_presence, tag_structure, well_formed
 from grpo_rewards.completions import completion_text, group_slices
+from grpo_rewards.correctness import GSM8KCorrectness
+from grpo_rewards.registry import BuiltReward, SumReward
+from grpo_rewards.shaping import GroupLength
 
 
 @pytest.mark.parametrize(
@@ -35,3 +41,43 @@ def test_group_slices_cover_the_batch_in_order():
     assert group_slices(0, 4) == []
     with pytest.raises(ValueError, match="num_generations"):
         group_slices(7, 3)
+
+
+BARE = [
+    (gsm8k_correctness, {"completions": ["<answer>18</answer>"], "answer": "18"}, "`answer` must be a list"),
+    (gsm8k_correctness, {"completions": ["<answer>18</answer>"], "answer": 18}, "`answer` must be a list"),
+    (gsm8k_correctness, {"completions": "<answer>18</answer>", "answer": ["18"]}, "`completions` must be a list"),
+    (gsm8k_correctness, {"completions": ["a", "b"], "answer": ["18"]}, "2 in `completions`, 1 in `answer`"),
+    (GSM8KCorrectness(gold_column="gold"), {"completions": ["a"], "gold": "18"}, "`gold` must be a list"),
+    (math_correctness, {"completions": ["18"], "answer": "18"}, "`math_correctness`: `answer` must be a list"),
+    *(
+        (reward, {"completions": "<answer>18</answer>"}, f"`{reward.name}`: `completions` must be a list")
+        for reward in (tag_structure, tag_count, tag_presence, well_formed)
+    ),
+    (
+        GroupLength(num_generations=1),
+        {"prompts": ["p"], "completions": "18", "answer": ["18"]},
+        "`completions` must be",
+    ),
+    (GroupLength(num_generations=1), {"prompts": "p", "completions": ["18"], "answer": ["18"]}, "`prompts` must be"),
+    (
+        SumReward((BuiltReward(tag_count, 1.0, "tag_count"),), name="total"),
+        {"completions": "18"},
+        "`total`: `completions` must be a list",
+    ),
+    (
+        SumReward((BuiltReward(lambda **columns: [1.0] * 3, 1.0, "three"),)),
+        {"completions": ["18"]},
+        "`three`.* 1 in `completions`, 3 in `scores`",
+    ),
+]
+
+
+@pytest.mark.parametrize(("reward", "call", "message"), BARE, ids=[str(row[2]) for row in BARE])
+def test_a_bare_string_or_a_short_column_is_refused(reward, call, message):
+    with pytest.raises(ValueError, match=message):
+        reward(**call)
+
+
+def test_any_kind_of_list_is_taken():
+    assert gsm8k_correctness(completions=("<answer>18</answer>",), answer=array("l", [18])) == [2.0]

@@ -1,10 +1,6 @@
-"""What the correctness rewards pay, log and refuse; the source document's literal rule."""
-
-import re
+"""What the correctness rewards pay, log and refuse."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from grpo_rewards import gsm8k_correctness, math_correctness
 from grpo_rewards.correctness import GSM8KCorrectness
@@ -53,8 +49,40 @@ def test_logged_columns_have_one_entry_per_row():
 
 
 def test_a_missing_column_is_one_sentence():
-    with pytest.raises(ValueError, match=r"'gsm8k_correctness' needs the dataset column 'answer'.*question"):
+    with pytest.raises(ValueError, match=r"`gsm8k_correctness` needs the dataset column `answer`.*question"):
         gsm8k_correctness(completions=["a"], question=["q"])
+
+
+@pytest.mark.parametrize(
+    ("reward", "texts", "note"),
+    [
+        ({"extract": "boxed"}, ["<answer>18</answer>", "#### 18"],
+         "no completion states an answer where `extract: boxed` looks; `extract: auto` finds one in 2 of 2"),
+        ({"extract": "boxed"}, ["<answer>18</answer>", "18"],
+         "no completion states an answer where `extract: boxed` looks; `extract: answer_tag` finds one in 1 of 2"),
+        ({"extract": "answer_tag"}, ["so \\boxed{18}"],
+         "no completion states an answer where `extract: answer_tag` looks; `extract: boxed` finds one in 1 of 1"),
+        ({"extract": "boxed"}, ["18"], "no completion states an answer where `extract: boxed` looks"),
+        ({"extract": "boxed"}, ["<answer>18</answer>", "\\boxed{17}"], None),
+    ],
+)  # fmt: skip
+def test_completions_without_an_answer_get_a_note_on_where_to_look(reward, texts, note):
+    chat = [[{"role": "assistant", "content": text}] for text in texts]
+    assert GSM8KCorrectness(**reward).unparsed_note(texts) == note
+    assert GSM8KCorrectness(**reward).unparsed_note(chat) == note
+
+
+def test_a_sentence_counts_as_parsed_and_pays_as_an_equal_number():
+    columns, metrics = {}, {}
+    texts = ["<answer>She has 18 left.</answer>", "<answer>She has about 18 left.</answer>"]
+    scores = gsm8k_correctness(
+        completions=texts, answer=["18"] * 2, log_extra=columns.__setitem__, log_metric=metrics.__setitem__
+    )
+    assert scores == [1.5, 0.0]
+    assert columns["extracted"] == ["She has 18 left.", "She has about 18 left."]
+    assert columns["verdict"] == ["equal", "wrong"]
+    assert metrics["rewards/gsm8k_correctness/parsed"] == 1.0
+    assert metrics["rewards/gsm8k_correctness/symbolic"] == 0.0
 
 
 def test_an_empty_call_scores_nothing():
@@ -65,58 +93,9 @@ def test_an_empty_call_scores_nothing():
 
 @pytest.mark.parametrize(
     "kwargs",
-    [{"extract": "tags"}, {"rule": "loose"}, {"deadline": 0}, {"deadline": "soon"}, {"prefilled": "answer"},
+    [{"extract": "tags"}, {"deadline": 0}, {"deadline": "soon"}, {"prefilled": "answer"},
      {"pay_wrong": float("inf")}, {"tags": ["think"]}],
 )  # fmt: skip
 def test_a_bad_argument_names_its_key(kwargs):
     with pytest.raises(ValueError, match=next(iter(kwargs))):
         GSM8KCorrectness(**kwargs)
-
-
-LITERAL = GSM8KCorrectness(rule="source")
-
-
-@pytest.mark.parametrize(
-    ("completion", "gold", "pay"),
-    # Worked out from the description of document 001: the text between the last <answer> and the next </answer>,
-    # stripped, "..." being none; 2 for the same string; 1.5 if, without $ and %, both end in the same float that
-    # follows the start, a white space or "="; else 0.
-    [
-        ("<answer>18</answer>", "18", 2.0),
-        ("<answer> 18\n</answer> tail", "Six.\n#### 18", 2.0),
-        ("<answer>17</answer><answer>18</answer>", "18", 2.0),
-        ("<think><answer>18</answer></think>", "18", 2.0),
-        ("<answer>18.0</answer>", "18", 1.5),
-        ("<answer>$18</answer>", "18", 1.5),
-        ("<answer>18%</answer>", "18", 1.5),
-        ("<answer>x=18</answer>", "18", 1.5),
-        ("<answer>In 3 days she has 18</answer>", "18", 1.5),
-        ("<answer>17 or 18</answer>", "18", 1.5),
-        ("<answer>.5</answer>", "0.5", 1.5),
-        ("<answer>65960</answer>", "65,960", 0.0),
-        ("<answer>18 dollars</answer>", "18", 0.0),
-        ("<answer>18.</answer>", "18", 0.0),
-        ("<answer>+18</answer>", "18", 0.0),
-        ("<answer>x-18</answer>", "-18", 0.0),
-        ("<answer>...</answer>", "18", 0.0),
-        ("<answer>18</answer><answer>", "18", 0.0),
-        ("<answer>18", "18", 0.0),
-        ("18", "18", 0.0),
-        ("<answer>18</answer>", "", None),
-    ],
-)
-def test_the_literal_rule(completion, gold, pay):
-    assert LITERAL(completions=[completion], answer=[gold]) == [pay]
-
-
-@given(st.text(alphabet="0123456789.-= \n\t$%x", max_size=12), st.sampled_from(["18", "1.5", "-3", "0"]))
-def test_the_literal_rule_finds_the_number_that_the_documents_pattern_finds(answer, gold):
-    def number(text):
-        match = re.search(r"(?:^|\s|=)\s*(-?\d*\.?\d+)\s*$", text.replace("$", "").replace("%", ""))
-        return float(match.group(1)) if match else None
-
-    stripped = answer.strip()
-    expected = 2.0 if stripped == gold else 1.5 if number(stripped) == number(gold) else 0.0
-    assert LITERAL(completions=[f"<answer>{answer}</answer>"], answer=[gold]) == [
-        0.0 if stripped == "..." else expected
-    ]

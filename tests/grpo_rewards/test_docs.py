@@ -8,13 +8,19 @@ from pathlib import Path
 import pytest
 import yaml
 
+from grpo_rewards import choice_correctness
 from grpo_rewards.correctness import GSM8KCorrectness
 from grpo_rewards.registry import build_rewards, registered_names
+from tests.word_problems import gsm8k_rows
 
 DOCS = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
 POLICY = [
     [cell.strip() for cell in line.strip("|").split(" | ")]
     for line in DOCS.split("| verdict |\n|---|---|---|---|---|\n")[1].split("\n\n")[0].splitlines()
+]
+CHOICES = [
+    [cell.strip() for cell in line.strip("|").split(" | ")]
+    for line in DOCS.split("| names |\n|---|---|---|---|---|\n")[1].split("\n\n")[0].splitlines()
 ]
 RIGHT, WRONG = "<think>\na\n</think>\n<answer>\n18\n</answer>", "<answer>17</answer>"
 
@@ -31,7 +37,7 @@ def example(name):
 
 
 def test_the_policy_table_is_all_there():
-    assert len(POLICY) >= 40
+    assert len(POLICY) >= 60
     assert {len(row) for row in POLICY} == {5}
 
 
@@ -44,6 +50,16 @@ def test_a_row_of_the_policy_table(question, arguments, gold, completion, verdic
     assert score == {"exact": 2.0, "equal": 1.5, "no gold": None}.get(verdict, 0.0)
 
 
+@pytest.mark.parametrize(("question", "choices", "gold", "completion", "names"), CHOICES)
+def test_a_row_of_the_table_of_choices(question, choices, gold, completion, names):
+    columns = {}
+    (score,) = choice_correctness(
+        completions=[code(completion)], answer=[gold], choices=[choices.split(", ")], log_extra=columns.__setitem__
+    )
+    assert columns["extracted"] == [None if names == "none" else names]
+    assert score == float(names == gold)
+
+
 def test_every_registered_reward_is_documented():
     for name in registered_names():
         assert f"| `{name}` |" in DOCS
@@ -51,7 +67,14 @@ def test_every_registered_reward_is_documented():
 
 def test_verl():
     compute_score = example("verl")["compute_score"]
-    calls = [(RIGHT, "18", 2.0), (WRONG, "18", 0.0), (RIGHT, "", 0.0)]
+    # verl's own prompt: 'Let's think step by step and output the final answer after "####".'
+    calls = [
+        ("She makes 9 * 2 = $<<9*2=18>>18 every day.\n#### 18", "18", 2.0),
+        ("Let's see.\n#### $1,800.00", "1800", 1.5),
+        ("Let's see.\n#### 17", "18", 0.0),
+        (RIGHT, "18", 0.0),
+        ("#### 18", "", 0.0),
+    ]
     # verl's reward loop calls a synchronous function in an executor's thread, by keyword.
     with ThreadPoolExecutor() as executor:
         for solution, ground_truth, expected in calls:
@@ -63,6 +86,15 @@ def test_verl():
                 extra_info={"index": 0},
             ).result()
             assert score == expected
+
+
+def test_verl_pays_every_gold_solution():
+    compute_score = example("verl")["compute_score"]
+    golds = [row["answer"] for row in gsm8k_rows(7473)]
+    assert len(golds) == 7473
+    # verl's preprocessing keeps the number after "####", without its commas, as the ground truth.
+    truths = [gold.split("#### ")[1].replace(",", "") for gold in golds]
+    assert min(compute_score("openai/gsm8k", gold, truth) for gold, truth in zip(golds, truths, strict=True)) >= 1.5
 
 
 def test_openrlhf():

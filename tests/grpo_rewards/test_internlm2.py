@@ -17,32 +17,36 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 
 from grpo_rewards import cli, internlm2
 from grpo_rewards.internlm2 import CheckpointError, convert, llama_config, load
-from tests.grpo_rewards.tiny_models import internlm2_maker, save_reward_model
+from tests.tiny import save_internlm2, save_reward_model
+
+CONVERSATIONS = [
+    [{"role": "user", "content": "Hello! What's your name?"}, {"role": "assistant", "content": "A reward model."}],
+    [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}],
+    [
+        {"role": "system", "content": "Answer with a number."},
+        {"role": "user", "content": "  12 * 3 =\n\t"},
+        {"role": "assistant", "content": "<answer>36</answer>"},
+        {"role": "user", "content": "梯度 😀 é\u200b?"},
+        {"role": "assistant", "content": "It is the derivative of the loss with respect to the weights. " * 4},
+    ],
+]
+SHAPES = [
+    {"seed": 0, "heads": 4, "kv_heads": 2, "hidden": 64, "layers": 2},
+    {"seed": 1, "heads": 4, "kv_heads": 4, "hidden": 32, "layers": 1},
+    {"seed": 2, "heads": 8, "kv_heads": 1, "hidden": 64, "layers": 3},
+]
 
 
 @pytest.fixture(scope="session")
-def parity(internlm2_dir):
-    return json.loads((internlm2_dir / "parity.json").read_text(encoding="utf-8"))
-
-
-@pytest.fixture(scope="session")
-def recorded(internlm2_dir, parity, tmp_path_factory):
-    """The recorded checkpoints: (folder, record)."""
-    build = internlm2_maker(internlm2_dir)
-    folders = []
-    for record in parity["checkpoints"]:
-        folder = tmp_path_factory.mktemp("recorded")
-        build(folder, **record["arguments"])
-        folders.append((folder, record))
-    return folders
+def made(tmp_path_factory):
+    """Checkpoints with one query, several and all queries per key-value head."""
+    return [save_internlm2(tmp_path_factory.mktemp("made"), **shape) for shape in SHAPES]
 
 
 @pytest.fixture
-def tiny(internlm2_dir, tmp_path):
+def tiny(tmp_path):
     """A fresh one-layer checkpoint that a test may break."""
-    folder = tmp_path / "internlm2"
-    internlm2_maker(internlm2_dir)(folder, seed=5, heads=4, kv_heads=2, hidden=16, layers=1)
-    return folder
+    return save_internlm2(tmp_path / "internlm2", seed=5, heads=4, kv_heads=2, hidden=16, layers=1)
 
 
 def conversation_ids(tokenizer, conversations):
@@ -84,20 +88,20 @@ def internlm2_score(folder, ids):
     return (normed(x, "model.norm.weight")[-1] @ weights["v_head.weight"][0]).item()
 
 
-def test_scores_and_ids_are_those_of_the_original_code(recorded, parity):
-    for folder, record in recorded:
-        model, tokenizer = load(folder)
-        ids = conversation_ids(tokenizer, parity["conversations"])
-        assert ids == parity["token_ids"]
+def test_scores_and_ids_are_those_of_the_original_code(recorded_internlm2):
+    for record in recorded_internlm2["checkpoints"]:
+        model, tokenizer = load(record["folder"])
+        ids = conversation_ids(tokenizer, recorded_internlm2["conversations"])
+        assert ids == recorded_internlm2["token_ids"]
         with torch.no_grad():
             scores = [model(input_ids=torch.tensor([row])).logits[0, 0].item() for row in ids]
         assert scores == pytest.approx(record["get_score"], abs=2e-5)
 
 
-def test_a_second_forward_pass_agrees(recorded, parity):
-    for folder, _ in recorded:
-        model, _ = load(folder)
-        for ids in parity["token_ids"]:
+def test_a_second_forward_pass_agrees(made):
+    for folder in made:
+        model, tokenizer = load(folder)
+        for ids in conversation_ids(tokenizer, CONVERSATIONS):
             with torch.no_grad():
                 score = model(input_ids=torch.tensor([ids])).logits[0, 0].item()
             assert score == pytest.approx(internlm2_score(folder, ids), abs=1e-5)
@@ -115,8 +119,8 @@ def test_the_published_layout_is_covered_tensor_by_tensor(internlm2_dir):
     assert network.config.dtype == torch.float16
 
 
-def test_rotary_scaling_is_mapped_and_an_unknown_one_refused(internlm2_dir):
-    config = json.loads((internlm2_dir / "config_1_8b.json").read_text())
+def test_rotary_scaling_is_mapped_and_an_unknown_one_refused(tiny):
+    config = json.loads((tiny / "config.json").read_text())
     mapped = llama_config({**config, "rope_scaling": {"type": "dynamic", "factor": 2.0}}).rope_parameters
     assert (mapped["rope_type"], mapped["factor"], mapped["rope_theta"]) == ("dynamic", 2.0, 1000000)
     with pytest.raises(CheckpointError, match="'yarn'"):
@@ -219,7 +223,7 @@ def test_pickled_weights_need_the_flag(tiny, tmp_path):
     expected = load(tiny)[0].state_dict()
     torch.save(load_file(tiny / "model.safetensors"), tiny / "pytorch_model.bin")
     (tiny / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="--allow-pickle"):
+    with pytest.raises(CheckpointError, match="--allow_pickle"):
         convert(tiny, tmp_path / "native")
     assert not (tmp_path / "native").exists()
     native = convert(tiny, tmp_path / "native", allow_pickle=True)
@@ -240,8 +244,16 @@ def test_a_pickle_that_carries_code_is_not_run(tiny, tmp_path, capsys):
     assert "code ran" not in capsys.readouterr().out
 
 
-def test_a_converted_folder_needs_transformers_only(recorded, parity, tmp_path, monkeypatch):
-    folder, record = recorded[0]
+@pytest.mark.parametrize("source", ["made", "recorded_internlm2"])
+def test_a_converted_folder_needs_transformers_only(source, request, tmp_path, monkeypatch):
+    found = request.getfixturevalue(source)
+    if source == "made":
+        folder, conversations = found[0], CONVERSATIONS
+        expected_ids = conversation_ids(internlm2.load_tokenizer(folder), conversations)
+        expected_scores = [internlm2_score(folder, ids) for ids in expected_ids]
+    else:
+        folder, conversations = found["checkpoints"][0]["folder"], found["conversations"]
+        expected_ids, expected_scores = found["token_ids"], found["checkpoints"][0]["get_scores"]
     native = convert(folder, tmp_path / "native")
     assert [path.name for path in tmp_path.iterdir()] == ["native"]
     assert "auto_map" not in (native / "tokenizer_config.json").read_text() + (native / "config.json").read_text()
@@ -250,13 +262,13 @@ def test_a_converted_folder_needs_transformers_only(recorded, parity, tmp_path, 
     model, report = AutoModelForSequenceClassification.from_pretrained(native, output_loading_info=True)
     tokenizer = AutoTokenizer.from_pretrained(native)
     assert not any(report.values())
-    assert conversation_ids(tokenizer, parity["conversations"]) == parity["token_ids"]
+    assert conversation_ids(tokenizer, conversations) == expected_ids
     batch = tokenizer.apply_chat_template(
-        parity["conversations"], padding=True, padding_side="right", return_dict=True, return_tensors="pt"
+        conversations, padding=True, padding_side="right", return_dict=True, return_tensors="pt"
     )
     with torch.no_grad():
         scores = model(**batch).logits[:, 0].tolist()
-    assert scores == pytest.approx(record["get_scores"], abs=2e-5)
+    assert scores == pytest.approx(expected_scores, abs=2e-5)
     with pytest.raises(CheckpointError, match="exists already"):
         convert(folder, native)
 
@@ -270,7 +282,7 @@ def test_the_command_converts_or_says_one_sentence(tiny, tmp_path, capsys):
     for source, target in ((tiny, "native"), (tmp_path / "native", "again")):
         assert cli.main(["convert-internlm2", str(source), str(tmp_path / target)]) == 2
         said = capsys.readouterr().err
-        assert said.startswith("grpo-rewards: ")
+        assert said.startswith("error: ")
         assert said.count("\n") == 1
 
 
@@ -316,9 +328,10 @@ print((mib("VmHWM") - before) / size)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_loading_never_holds_two_copies(internlm2_dir, tmp_path):
-    internlm2_maker(internlm2_dir)(tmp_path, seed=0, heads=8, kv_heads=4, hidden=256, layers=24)
+def test_loading_never_holds_two_copies(tmp_path):
+    save_internlm2(tmp_path, seed=0, heads=8, kv_heads=4, hidden=256, layers=24, vocabulary=92544)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     probe = subprocess.run(
         [sys.executable, "-c", MEMORY_PROBE, str(tmp_path)], capture_output=True, text=True, check=True, env=environment

@@ -1,11 +1,13 @@
 """Real, labelled solutions in every layout: no right one is missed, no wrong one is paid."""
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 
 from grpo_rewards.correctness import GSM8KCorrectness, MathCorrectness
+from tests.word_problems import gsm8k_rows
 
 LAYOUTS = {
     "a_line": "{body}\nA: {answer}",
@@ -30,11 +32,28 @@ def solutions(gsm8k_dir: Path) -> list[tuple[str, str, str, bool]]:
     return rows
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("reward", [GSM8KCorrectness, MathCorrectness])
-@pytest.mark.parametrize("auto", [False, True])
-@pytest.mark.parametrize("chat", [False, True])
-def test_every_label_is_met(solutions, layout, reward, auto, chat):
+CELLS = list(itertools.product([False, True], [False, True], [GSM8KCorrectness, MathCorrectness], LAYOUTS))
+"""Whether a completion is a chat turn, whether the layout is found by itself, the reward, the layout."""
+
+
+def test_every_label_is_met(solutions):
+    for cell in CELLS:
+        assert_every_label_is_met(solutions, *cell)
+
+
+@pytest.mark.parametrize(("chat", "auto", "reward", "layout"), CELLS)
+def test_every_label_of_made_up_solutions_is_met(chat, auto, reward, layout):
+    """Right and wrong answers of the magnitudes, signs and commas that GSM8K has, below calculations that mention others."""
+    solutions = []
+    for row in gsm8k_rows(200):
+        body, _, answer = row["answer"].partition("\n#### ")
+        wrong = f"{int(answer.replace(',', '')) + 1:,}"
+        solutions += [(body, answer, row["answer"], True), (body, wrong, row["answer"], False)]
+        solutions.append((body.rpartition("=")[0] + "is", "", row["answer"], False))
+    assert_every_label_is_met(solutions, chat, auto, reward, layout)
+
+
+def assert_every_label_is_met(solutions, chat, auto, reward, layout):
     texts = [LAYOUTS[layout].format(body=body, answer=answer) if answer else body for body, answer, *_ in solutions]
     completions = [[{"role": "assistant", "content": text}] for text in texts] if chat else texts
     scorer = reward(extract="auto" if auto else layout)

@@ -3,12 +3,23 @@
 import asyncio
 import inspect
 import pickle
+import sys
 from dataclasses import dataclass
 
 import pytest
 
 import grpo_rewards
-from grpo_rewards.registry import RewardSpecError, SumReward, build_rewards, registered_names, resolve
+from grpo_rewards.cli import main
+from grpo_rewards.registry import (
+    BuiltReward,
+    RewardSpecError,
+    SumReward,
+    build_rewards,
+    leaves,
+    registered_names,
+    resolve,
+    spec_parts,
+)
 
 HERE = __name__
 TEXT = "<think>\nsix threes\n</think>\n<answer>\n18\n</answer>"
@@ -108,30 +119,45 @@ def test_the_group_size_reaches_who_asks_for_it_and_yields_to_kwargs():
     ("specs", "message"),
     [
         ("gsm8k_correctness", "must be a list"),
-        (["gsm8k_corectness"], "did you mean 'gsm8k_correctness'"),
-        (["grpo_rewards.tag_prezence"], "did you mean 'tag_presence'"),
-        (["no_such_package.reward"], "'no_such_package' can't be imported"),
-        ([{"weight": 1.0}], "key 'name'"),
-        ([{"name": "tag_count", "wieght": 1.0}], "'tag_count': unknown key 'wieght'; did you mean 'weight'"),
-        ([{"name": "tag_count", "rewards": []}], "unknown key 'rewards'"),
+        (["gsm8k_corectness"], "did you mean `gsm8k_correctness`"),
+        (["grpo_rewards.tag_prezence"], "did you mean `tag_presence`"),
+        (["no_such_package.reward"], "`no_such_package` can't be imported"),
+        ([{"weight": 1.0}], "key `name`"),
+        ([{"name": "tag_count", "wieght": 1.0}], "`tag_count`: unknown key `wieght`: did you mean `weight`"),
+        ([{"name": "tag_count", "rewards": []}], "unknown key `rewards`"),
         ([{"name": "tag_count", "weight": float("nan")}], "weight must be a finite number"),
         ([{"name": "tag_count", "weight": True}], "weight must be a finite number"),
-        ([{"name": "tag_count", "kwargs": {"tag": []}}], "unknown kwarg 'tag'; did you mean 'tags'"),
-        ([{"name": "tag_count", "kwargs": {"tags": "think"}}], "'tag_count': tags must be two different tag names"),
+        ([{"name": "tag_count", "kwargs": {"tag": []}}], "unknown kwarg `tag`: did you mean `tags`"),
+        ([{"name": "tag_count", "kwargs": {"tags": "think"}}], "`tag_count`: tags must be two different tag names"),
         ([{"name": "tag_count", "kwargs": ["think"]}], "kwargs must be a mapping"),
         ([{"name": "tag_count", "alias": 3}], "alias must be a string"),
         ([{"name": "gsm8k_correctness", "kwargs": {"extract": "tag"}}], "extract must be one of answer_tag, hashes"),
         ([{"name": "gsm8k_correctness", "kwargs": {"pay_exact": "inf"}}], "pay_exact must be a finite number"),
-        ([{"name": "reward_model"}], "'reward_model'"),
-        (["tag_count", "tag_count"], "2 rewards are named 'tag_count'"),
+        ([{"name": "reward_model"}], "`reward_model`"),
+        (["tag_count", "tag_count"], "2 rewards are named `tag_count`"),
         ([{"name": "sum", "rewards": []}], "at least one reward"),
-        ([{"name": "sum", "rewards": ["tag_count", "tag_count"]}], "2 rewards are named 'tag_count'"),
+        ([{"name": "sum", "rewards": ["tag_count", "tag_count"]}], "2 rewards are named `tag_count`"),
         ([{"name": "sum", "rewards": [f"{HERE}.async_reward"]}], "asynchronous"),
         (["math.pi"], "can't be called"),
+        ([{"name": "gate", "only_if": "tag_count"}], "`gate`: the key `reward` is missing"),
+        ([{"name": "gate", "reward": "tag_count"}], "`gate`: the key `only_if` is missing"),
+        ([{"name": "gate", "reward": "tag_count", "only_if": "tag_count"}], "2 rewards are named `tag_count`"),
+        ([{"name": "gate", "reward": "tag_count", "onlyif": "tag_presence"}], "`onlyif`: did you mean `only_if`"),
+        ([{"name": "gate", "reward": "tag_count", "only_if": "tag_presence", "kwargs": {}}], "unknown key `kwargs`"),
+        (
+            [{"name": "gate", "reward": "tag_count", "only_if": "tag_presence", "at_least": "all"}],
+            "at_least must be a finite",
+        ),
+        (
+            [{"name": "gate", "reward": "tag_count", "only_if": {"name": "tag_presence", "weight": 2}}],
+            "set the gate's `at_least`",
+        ),
+        ([{"name": "gate", "reward": f"{HERE}.async_reward", "only_if": "tag_count"}], "asynchronous.*beside the gate"),
+        ([{"name": "gate", "reward": "tag_count", "only_if": f"{HERE}.async_reward"}], "asynchronous"),
     ],
 )
 def test_a_bad_spec_is_one_sentence(specs, message):
-    with pytest.raises(RewardSpecError, match=message.replace("'", ".")) as caught:
+    with pytest.raises(RewardSpecError, match=message) as caught:
         build_rewards(specs)
     assert "\n" not in str(caught.value)
 
@@ -160,6 +186,168 @@ def test_a_sum_with_an_unscorable_part_is_none():
     assert list(metrics) == ["rewards/sum/tag_count"]
 
 
+def gate(reward="gsm8k_correctness", only_if="well_formed", **keys):
+    return one({"name": "gate", "reward": reward, "only_if": only_if, **keys})
+
+
+RIGHT_ANSWER = "<answer>18</answer>"  # right, and not well formed
+
+
+@pytest.mark.parametrize(
+    ("keys", "completion", "gold", "pay"),
+    [
+        ({}, TEXT, "18", 2.0),
+        ({}, RIGHT_ANSWER, "18", 0.0),
+        ({}, TEXT, "17", 0.0),
+        ({}, TEXT, "", None),
+        ({}, RIGHT_ANSWER, "", None),
+        ({"only_if": f"{HERE}.never_scores"}, TEXT, "18", None),
+        ({"only_if": "tag_count"}, RIGHT_ANSWER, "18", 2.0),
+        ({"only_if": "tag_count", "at_least": 0.5}, RIGHT_ANSWER, "18", 2.0),
+        ({"only_if": "tag_count", "at_least": "1"}, RIGHT_ANSWER, "18", 0.0),
+        ({"only_if": "tag_count", "at_least": 0}, "", "18", 0.0),
+        ({"reward": {"name": "gsm8k_correctness", "weight": 0.5}}, TEXT, "18", 1.0),
+        ({"reward": {"name": "gsm8k_correctness", "kwargs": {"pay_wrong": -1}}}, RIGHT_ANSWER, "17", -1.0),
+        ({"reward": {"name": "gsm8k_correctness", "kwargs": {"pay_wrong": -1}}}, TEXT, "17", -1.0),
+        ({"reward": {"name": "gsm8k_correctness", "weight": -1}}, RIGHT_ANSWER, "18", -2.0),
+    ],
+)
+def test_what_a_gate_pays(keys, completion, gold, pay):
+    assert gate(**keys).function(completions=[completion], answer=[gold]) == [pay]
+
+
+def test_a_gate_logs_both_parts():
+    columns, metrics = {}, {}
+    built = gate(alias="strict", weight=3)
+    scores = built.function(
+        prompts=["p"] * 3, completions=[TEXT, RIGHT_ANSWER, TEXT], answer=["18", "18", ""],
+        log_extra=columns.__setitem__, log_metric=metrics.__setitem__,
+    )  # fmt: skip
+    assert scores == [2.0, 0.0, None]
+    assert columns["strict/gsm8k_correctness"] == [2.0, 2.0, None]
+    assert columns["strict/well_formed"] == [1.0, 0.0, 1.0]
+    assert columns["strict/gsm8k_correctness/verdict"] == ["exact", "exact", "no gold"]
+    assert metrics["rewards/strict/gsm8k_correctness"] == 2.0
+    assert metrics["rewards/strict/well_formed"] == pytest.approx(2 / 3)
+    assert (built.name, built.weight) == ("strict", 3.0)
+    assert pickle.loads(pickle.dumps(built.function)) == built.function
+
+
+def test_gates_and_sums_nest():
+    both = {"name": "sum", "rewards": ["gsm8k_correctness", "tag_presence"]}
+    columns = []
+    gated_sum = gate(reward=both).function
+    assert gated_sum(completions=[TEXT, RIGHT_ANSWER], answer=["18"] * 2) == [2.8, 0.0]
+    sum_of_gate = one({"name": "sum", "rewards": [{"name": "gate", "reward": "gsm8k_correctness", "only_if": "well_formed"},
+                                                  "tag_presence"]}).function  # fmt: skip
+    assert sum_of_gate(
+        completions=[TEXT, RIGHT_ANSWER], answer=["18"] * 2, log_extra=lambda column, values: columns.append(column)
+    ) == [2.8, 0.4]
+    assert len(set(columns)) == len(columns)
+    assert {"sum/gate", "sum/gate/gate/gsm8k_correctness", "sum/gate/gate/well_formed", "sum/tag_presence"} <= set(
+        columns
+    )
+    twice = gate(only_if={"name": "gate", "alias": "both", "reward": "tag_count", "only_if": "well_formed"}).function
+    assert twice(completions=[TEXT, RIGHT_ANSWER], answer=["18"] * 2) == [2.0, 0.0]
+    summed = gate(only_if={"name": "sum", "rewards": ["tag_count", "tag_presence"]}, at_least=1.8).function
+    assert summed(completions=[TEXT, RIGHT_ANSWER], answer=["18"] * 2) == [2.0, 0.0]
+
+
+def test_a_gate_shows_its_parts():
+    grouped = {"name": "group_length", "kwargs": {"num_generations": 2}}
+    for function in (gate(reward=grouped).function, gate(only_if=grouped).function):
+        assert function.needs_whole_groups
+    assert not gate().function.needs_whole_groups
+    choices = gate(reward={"name": "choice_correctness", "weight": 2, "kwargs": {"pay": 1.5}}).function
+    assert (choices.kind, choices.highest_pay) == ("correctness", 3.0)
+    assert gate(reward={"name": "choice_correctness", "weight": -1}).function.highest_pay is None
+    spec = {"name": "gate", "reward": "a", "only_if": {"name": "sum", "rewards": ["b"]}}
+    assert spec_parts(spec) == ["a", {"name": "sum", "rewards": ["b"]}]
+    assert spec_parts("a") == spec_parts({"name": "a", "kwargs": {"reward": 1}}) == []
+
+
+TEXTS = ["", TEXT, "<answer>18</answer>", "\\boxed{18}", "18", "A", f"{TEXT}{TEXT}", "a b c a b c a b c", "<think>"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "highest"),
+    [
+        ("gsm8k_correctness", "correctness", 2.0),
+        ("math_correctness", "correctness", 1.0),
+        ("choice_correctness", "correctness", 1.0),
+        ("string_match", "correctness", 1.0),
+        ({"name": "gsm8k_correctness", "kwargs": {"pay_equal": 3, "pay_exact": 1}}, "correctness", 3.0),
+        ("tag_structure", "format", 0.5),
+        ("tag_count", "format", 1.0),
+        ("tag_presence", "format", 0.8),
+        ("well_formed", "format", 1.0),
+        ({"name": "well_formed", "kwargs": {"pay": -1}}, "format", 0.0),
+        ({"name": "well_formed", "alias": "tidy", "kwargs": {"pay": 3}}, "format", 3.0),
+        ("group_length", "length", 0.5),
+        ("repetition", "other", 0.0),
+        ({"name": "sum", "rewards": [{"name": "tag_count", "weight": 3}, "well_formed"]}, "format", 4.0),
+        ({"name": "sum", "rewards": ["tag_count", "gsm8k_correctness"]}, "other", 3.0),
+        ({"name": "sum", "rewards": ["tag_count", {"name": "repetition", "weight": -1}]}, "other", None),
+        ({"name": "gate", "reward": "gsm8k_correctness", "only_if": "well_formed"}, "correctness", 2.0),
+        (f"{HERE}.length_reward", "other", None),
+        ({"name": f"{HERE}.length_reward", "kind": "length", "alias": "short"}, "length", None),
+    ],
+)
+def test_a_reward_says_what_it_judges_and_the_most_that_it_pays(spec, kind, highest):
+    built = one(spec, num_generations=1)
+    assert (built.kind, built.highest_pay) == (kind, highest)
+    scores = built.function(prompts=["p"] * len(TEXTS), completions=TEXTS, answer=["18"] * len(TEXTS))
+    assert highest is None or all(score <= highest for score in scores if score is not None)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "kind", "highest"),
+    [
+        ("accuracy_reward", None, "correctness", 1.0),
+        ("reasoning_accuracy_reward", None, "correctness", 1.0),
+        ("think_format_reward", None, "format", 1.0),
+        ("get_soft_overlong_punishment", {"max_completion_len": 10, "soft_punish_cache": 5}, "length", 0.0),
+        ("get_repetition_penalty_reward", {}, "other", 0.0),
+    ],
+)
+def test_trls_own_rewards_are_known_under_an_alias_too(name, kwargs, kind, highest):
+    pytest.importorskip("trl")
+    for spec in ({"name": f"trl.rewards.{name}"}, {"name": f"trl.rewards.{name}", "alias": "theirs"}):
+        built = one(spec if kwargs is None else {**spec, "kwargs": kwargs})
+        assert (built.kind, built.highest_pay) == (kind, highest)
+
+
+def test_a_kind_is_one_of_five_and_belongs_to_rewards_that_declare_none():
+    with pytest.raises(RewardSpecError, match="`kind` must be one of correctness, format, .*'speed'"):
+        one({"name": f"{HERE}.length_reward", "kind": "speed"})
+    with pytest.raises(RewardSpecError, match="`tag_count`: `kind` is format and can't be set: remove it"):
+        one({"name": "tag_count", "kind": "length"})
+
+
+def test_the_leaves_carry_their_weight_in_the_total():
+    gated = {
+        "name": "gate",
+        "weight": 2,
+        "reward": {"name": "gsm8k_correctness", "weight": 3},
+        "only_if": "well_formed",
+    }
+    total = {"name": "sum", "weight": 5, "rewards": [gated, {"name": "group_length", "weight": 0.5}, "tag_count"]}
+    found = [(leaf.name, leaf.weight, leaf.kind) for leaf in leaves(build_rewards([total, f"{HERE}.length_reward"]))]
+    assert found == [
+        ("gsm8k_correctness", 30.0, "correctness"),
+        ("well_formed", 0.0, "format"),  # asked, not paid
+        ("group_length", 2.5, "length"),
+        ("gsm8k_correctness", 0.0, "correctness"),
+        ("tag_count", 5.0, "format"),
+        ("length_reward", 1.0, "other"),
+    ]
+
+
+def test_a_leaf_gives_the_reward_behind_names_and_arguments():
+    built = one({"name": f"{HERE}.group_size_reward", "alias": "size"}, num_generations=4)
+    assert built.unbound is group_size_reward
+
+
 def test_several_correctness_rewards_log_columns_of_their_own():
     # TRL appends what two rewards log under one name, and fails when it writes the table.
     lenient = {"name": "gsm8k_correctness", "alias": "lenient", "kwargs": {"extract": "auto"}}
@@ -186,7 +374,7 @@ def test_needs_whole_groups_shows_through_a_sum_and_an_alias():
     class Grouped(Constant):
         needs_whole_groups = True
 
-    built = grpo_rewards.registry.BuiltReward(Grouped(), 1.0, "grouped")
+    built = BuiltReward(Grouped(), 1.0, "grouped")
     assert SumReward((built,)).needs_whole_groups
     assert not one("tag_count").function.__dict__.get("needs_whole_groups", False)
 
@@ -196,3 +384,15 @@ def test_every_ready_reward_is_exported_and_named_as_registered():
     for name in ready:
         assert getattr(grpo_rewards, name).__name__ == name
         assert isinstance(getattr(grpo_rewards, name), resolve(name))
+
+
+def test_a_missing_torch_names_the_extra(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "grpo_rewards.reward_model", raising=False)
+    monkeypatch.delitem(sys.modules, "grpo_rewards.internlm2", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(RewardSpecError, match=r"`reward_model` needs torch: pip install 'grpo-rewards\[models\]'$"):
+        build_rewards([{"name": "reward_model", "kwargs": {"model": "m"}}])
+    assert main(["convert-internlm2", "a", "b"]) == 2
+    assert "convert-internlm2 needs torch: pip install 'grpo-rewards[models]'" in capsys.readouterr().err
+    assert main(["list"]) == 0
+    assert "needs torch: pip install 'grpo-rewards[models]'" in capsys.readouterr().out

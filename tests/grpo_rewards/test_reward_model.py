@@ -24,12 +24,7 @@ from grpo_rewards import cli
 from grpo_rewards.internlm2 import CheckpointError
 from grpo_rewards.registry import RewardSpecError, build_rewards
 from grpo_rewards.reward_model import RewardModelScore, cut_middle, length_buckets, shared_prefix_length
-from tests.grpo_rewards.tiny_models import (
-    byte_tokenizer,
-    internlm2_maker,
-    llama_reward_config,
-    save_reward_model,
-)
+from tests.tiny import chat_tokenizer, reward_config, save_internlm2, save_reward_model
 
 RAW = {"clamp": None, "answer_tag": None}
 
@@ -45,11 +40,10 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def internlm2(internlm2_dir, tmp_path_factory):
+def internlm2(tmp_path_factory):
     """A folder with a tiny InternLM2 reward checkpoint in the hub's layout."""
     folder = tmp_path_factory.mktemp("internlm2")
-    internlm2_maker(internlm2_dir)(folder, seed=3, heads=4, kv_heads=2, hidden=64, layers=2)
-    return str(folder)
+    return str(save_internlm2(folder, seed=3, heads=4, kv_heads=2, hidden=64, layers=2))
 
 
 def plain_score(loaded, ids):
@@ -77,15 +71,13 @@ def forwards(monkeypatch, model):
 # Scores
 
 
-def test_recorded_scores_single_and_batched_with_and_without_sharing(internlm2_dir, tmp_path):
-    parity = json.loads((internlm2_dir / "parity.json").read_text(encoding="utf-8"))
-    conversations = parity["conversations"]
-    for number, record in enumerate(parity["checkpoints"]):
-        folder = tmp_path / str(number)
-        internlm2_maker(internlm2_dir)(folder, **record["arguments"])
+def test_recorded_scores_single_and_batched_with_and_without_sharing(recorded_internlm2):
+    conversations = recorded_internlm2["conversations"]
+    for record in recorded_internlm2["checkpoints"]:
+        folder = record["folder"]
         for layout in ({}, {"prefix_sharing": False}, {"max_batch_tokens": 1}):
             reward = RewardModelScore(folder, **RAW, **layout)
-            assert reward.token_ids(conversations) == parity["token_ids"]
+            assert reward.token_ids(conversations) == recorded_internlm2["token_ids"]
             assert reward.scores(conversations) == pytest.approx(record["get_scores"], abs=2e-5)
             assert reward.rank(conversations) == record["rank"]
             single = [reward.scores([conversation])[0] for conversation in conversations]
@@ -330,7 +322,7 @@ def test_a_long_conversation_loses_its_oldest_tokens_or_the_end_of_its_answer(in
 
 
 def test_the_models_own_limit_holds_without_max_length(tmp_path):
-    short = save_reward_model(tmp_path, config=llama_reward_config(max_position_embeddings=40))
+    short = save_reward_model(tmp_path, config=reward_config(max_position_embeddings=40))
     logged = {}
     RewardModelScore(short)(["q" * 100, "q"], ["a", "a"], log_metric=logged.__setitem__)
     assert logged["reward_model/cut_conversations"] == 1
@@ -405,7 +397,7 @@ def test_an_encoder_is_scored_one_by_one_and_says_so_once(tmp_path, caplog):
 def test_the_tiny_tokenizer_survives_saving(model):
     texts = ["  two  spaces", "<|im_start|>x<|im_end|>", "梯度 é\n"]
     again = AutoTokenizer.from_pretrained(model)
-    assert again(texts)["input_ids"] == byte_tokenizer()(texts)["input_ids"]
+    assert again(texts)["input_ids"] == chat_tokenizer()(texts)["input_ids"]
 
 
 def test_what_is_no_scalar_reward_model_is_refused_in_a_sentence(tmp_path):
@@ -415,7 +407,7 @@ def test_what_is_no_scalar_reward_model_is_refused_in_a_sentence(tmp_path):
 
     causal = save_reward_model(tmp_path / "causal", LlamaForCausalLM)
     refuse(causal, r"lacks score\.weight")
-    two = save_reward_model(tmp_path / "two", config=llama_reward_config(num_labels=2))
+    two = save_reward_model(tmp_path / "two", config=reward_config(num_labels=2))
     refuse(two, "2 labels")
     untold = save_reward_model(tmp_path / "untold", template=None)
     refuse(untold, "no chat template")

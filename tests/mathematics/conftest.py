@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,6 @@ from tests.mathematics.harness import Difference, Scenario, float64_trl, tiny_ch
 from tests.mathematics.oracle import Geometry
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-_cells: dict[str, list[Difference]] = {}
-_lines: list[str] = []
 
 ScenarioFactory = Callable[..., Scenario]
 SummaryLines = Callable[[str], None]
@@ -77,26 +75,12 @@ def scenario(checkpoint: Path) -> ScenarioFactory:
 
 
 @pytest.fixture
-def record_cell() -> Callable[[str, Difference], None]:
+def record_cell(record_property: Callable[[str, object], None]) -> Callable[[str, Difference], None]:
     """Count a compared cell under a title; the counts and the worst differences are printed after the run."""
-    return lambda title, difference: _cells.setdefault(title, []).append(difference)
+    return lambda title, difference: record_property("cell", {"title": title, **asdict(difference)})
 
 
 @pytest.fixture
-def summary() -> SummaryLines:
+def summary(record_property: Callable[[str, object], None]) -> SummaryLines:
     """Keep a measured figure to be printed after the run."""
-    return _lines.append
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how many cells were held against TRL, the worst differences met, and other figures measured."""
-    for title, differences in _cells.items():
-        worst = Difference()
-        for difference in differences:
-            worst.widen(difference)
-        terminalreporter.write_line(
-            f"{title}: {len(differences)} cells, worst difference: loss {worst.loss:.1e}, "
-            f"gradient {worst.gradient:.1e}, metrics {worst.metric:.1e}"
-        )
-    for line in _lines:
-        terminalreporter.write_line(line)
+    return lambda line: record_property("line", line)

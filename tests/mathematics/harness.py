@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -30,13 +29,13 @@ from transformers import (
     MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
 )
 from transformers.models.llama import modeling_llama
 from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer
 from trl.kernels import chunked_divergence, chunked_logprob
 
+from tests import tiny
 from tests.mathematics import oracle
 from tests.mathematics.oracle import Completion, Geometry, Objective
 
@@ -134,19 +133,9 @@ def float64_divergence() -> Iterator[None]:
         yield
 
 
-def build_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """A tokenizer of twelve words, saved to `folder` and loaded back as a user's would be."""
-    words = {word: index for index, word in enumerate(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)
-
-
 def build_policy(folder: Path, config_class: type[PreTrainedConfig] = LlamaConfig, **config: Any) -> None:
     """Save a model of one layer whose next-token distributions are far from uniform."""
-    torch.manual_seed(0)
-    settings = {
+    sizes = {
         "vocab_size": len(VOCABULARY),
         "hidden_size": 16,
         "intermediate_size": 24,
@@ -154,12 +143,9 @@ def build_policy(folder: Path, config_class: type[PreTrainedConfig] = LlamaConfi
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "max_position_embeddings": 64,
-        "pad_token_id": PAD,
-        "eos_token_id": EOS,
-        "bos_token_id": None,
         "initializer_range": 0.4,
     }
-    AutoModelForCausalLM.from_config(config_class(**{**settings, **config})).save_pretrained(folder)
+    tiny.policy(config_class, **{**sizes, **config}).save_pretrained(folder)
 
 
 def tiny_checkpoint(folder: Path) -> Path:
@@ -173,7 +159,7 @@ def tiny_checkpoint(folder: Path) -> Path:
         router_aux_loss_coef=0.5,
     )
     for home in (folder, folder / "experts"):
-        build_tokenizer(home)
+        tiny.word_tokenizer(VOCABULARY).save_pretrained(home)
     return folder
 
 

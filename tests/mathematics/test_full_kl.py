@@ -15,8 +15,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from trl.kernels import chunked_divergence
 
-from grpo_recipes.full_kl import FullKL, Projection, token_kl
-from grpo_recipes.trainer import GRPOTrainer
+from grpo_recipes.training.full_kl import FullKL, Projection, token_kl
+from grpo_recipes.training.trainer import GRPOTrainer
 from tests.mathematics import oracle
 from tests.mathematics.conftest import ScenarioFactory, SummaryLines
 from tests.mathematics.harness import (
@@ -261,9 +261,9 @@ def test_evaluation_is_not_divided_by_accumulation(loss_type: str, scenario: Sce
 
 
 def test_what_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="set beta above 0"):
+    with pytest.raises(ValueError, match="set `beta` above 0"):
         make_trainer(checkpoint, torch.float32, trainer=FULL, beta=0.0)
-    with pytest.raises(ValueError, match="must be sampled or full"):
+    with pytest.raises(ValueError, match="choose sampled or full"):
         make_trainer(checkpoint, torch.float32, trainer=partial(GRPOTrainer, kl_estimator="exact"), beta=0.1)
     capped = load_policy(checkpoint, torch.float32)
     capped.config.final_logit_softcapping = 30.0

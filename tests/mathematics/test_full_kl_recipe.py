@@ -1,4 +1,4 @@
-"""`kl: {estimator: full}` in a recipe: what it may say, and the recipe of document 004 training on a tiny policy."""
+"""`kl: {estimator: full}` in a recipe: what it may say, and the recipe of full-vocabulary KL training on a tiny policy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from grpo_recipes import train
-from grpo_recipes.recipe import RecipeError, find_file, parse_recipe
+from grpo_recipes.recipe.recipe import RecipeError, find_file, parse_recipe
 from tests.mathematics.harness import build_policy
 
 NAME = "gsm8k-qwen2-0.5b-full-kl"
@@ -38,9 +38,9 @@ def gsm8k_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_recipe_has_the_settings_of_document_004() -> None:
+def test_the_recipe_has_the_settings_of_full_vocabulary_kl() -> None:
     recipe = parse_recipe(["--config", NAME])
-    values = recipe.with_defaults()
+    values = vars(recipe.config)
     assert recipe.model["model_name_or_path"] == "Qwen/Qwen2-0.5B-Instruct"
     assert (recipe.dataset.split, recipe.dataset.prompt_style) == ("train[:5%]", "think")
     assert recipe.kl_estimator == "full"
@@ -76,7 +76,7 @@ def test_the_recipe_trains(peft: list[str], chat_model: Path, gsm8k_rows: Path, 
     assert abs(steps[0]["kl/full"]) < 1e-6
     assert steps[-1]["kl/full"] > 1e-3
     assert all("kl" in step for step in steps)
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["recipe"]["kl"] == {"estimator": "full"}
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["recipe"]["kl_estimator"] == "full"
 
 
 @pytest.fixture
@@ -89,23 +89,20 @@ def recipe_with(tmp_path: Path):
     return write
 
 
-def test_a_plain_word_names_the_estimator(recipe_with) -> None:
-    assert parse_recipe(recipe_with(kl="full")).kl_estimator == "full"
-    assert parse_recipe([*recipe_with(), "--kl", "sampled"]).kl_estimator == "sampled"
-    assert parse_recipe([*recipe_with(), "--kl.estimator", "sampled"]).kl_estimator == "sampled"
+def test_the_file_and_the_command_line_name_the_estimator(recipe_with) -> None:
+    assert parse_recipe(recipe_with(kl_estimator="full")).kl_estimator == "full"
+    assert parse_recipe([*recipe_with(), "--kl_estimator", "sampled"]).kl_estimator == "sampled"
+    assert parse_recipe([*recipe_with(), "--kl-estimator=sampled"]).kl_estimator == "sampled"
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"beta": 0.0}, r"mine.yaml: `kl.estimator: full` needs a reference policy: set `beta` above 0"),
-        ({"kl": "k3"}, r"mine.yaml: `kl.estimator` can't be `k3`: choose one of sampled, full"),
-        ({"kl": {"estimater": "full"}}, r"mine.yaml: `kl` must be a mapping with `estimator`"),
-        (
-            {"kl": {"estimator": "full", "estimators": 1}},
-            r"mine.yaml: unknown key `kl.estimators`: did you mean `estimator`",
-        ),
-        ({"kl": 1.0}, r"mine.yaml: `kl` must be a mapping with `estimator`, not 1.0"),
+        ({"beta": 0.0}, r"mine.yaml: `kl_estimator: full` needs a reference policy: set `beta` above 0"),
+        ({"kl_estimator": "k3"}, r"mine.yaml: `kl_estimator` can't be `k3`: choose sampled or full"),
+        ({"kl_estimator": "ful"}, r"mine.yaml: `kl_estimator` can't be `ful`: did you mean `full`"),
+        ({"kl_estimator": {"estimator": "full"}}, r"mine.yaml: `kl_estimator` can't be "),
+        ({"kl_estimater": "full"}, r"mine.yaml: unknown key `kl_estimater`: did you mean `kl_estimator`"),
     ],
 )
 def test_what_is_refused(changes: dict[str, object], sentence: str, recipe_with) -> None:
@@ -115,4 +112,4 @@ def test_what_is_refused(changes: dict[str, object], sentence: str, recipe_with)
 
 def test_the_estimator_survives_a_round_trip() -> None:
     recipe = parse_recipe(["--config", NAME])
-    assert recipe.as_dict()["kl"] == {"estimator": "full"}
+    assert recipe.as_dict()["kl_estimator"] == "full"

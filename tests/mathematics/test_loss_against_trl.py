@@ -25,6 +25,9 @@ UPPER_CLIPS = (None, 0.28)
 TEMPERATURES = (1.0, 0.8)
 COMBINATIONS = tuple(product(KL_TERMS, DELTAS, UPPER_CLIPS, TEMPERATURES))
 
+QUICK = 16
+"""The quick part compares one cell of so many, in float64."""
+
 LIMIT = {torch.float32: 1e-5, torch.float64: 1e-10}
 LOSS_LIMIT = 1e-6
 METRIC_LIMIT = {torch.float32: 1e-5, torch.float64: 1e-6}
@@ -65,9 +68,10 @@ def compare_cells(
 
 
 @pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("every", [QUICK, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_float64_cells(loss_type: str, scenario: ScenarioFactory, record_cell: Callable) -> None:
-    compare_cells(loss_type, 8, torch.float64, scenario, record_cell)
+def test_float64_cells(loss_type: str, every: int, scenario: ScenarioFactory, record_cell: Callable) -> None:
+    compare_cells(loss_type, every, torch.float64, scenario, record_cell)
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -75,14 +79,14 @@ def test_float32_cells(loss_type: str, scenario: ScenarioFactory, record_cell: C
     compare_cells(loss_type, 24, torch.float32, scenario, record_cell)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_every_float64_cell(loss_type: str, scenario: ScenarioFactory, record_cell: Callable) -> None:
     compare_cells(loss_type, 1, torch.float64, scenario, record_cell)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_every_float32_cell(loss_type: str, scenario: ScenarioFactory, record_cell: Callable) -> None:
     compare_cells(loss_type, 1, torch.float32, scenario, record_cell)
@@ -112,7 +116,7 @@ def test_the_ratios_reach_every_bound(level: str, scenario: ScenarioFactory) -> 
 def test_the_grid_covers_every_choice() -> None:
     assert sum(1 for loss_type in LOSS_TYPES for _ in cells(loss_type, 1)) == 1920
     for loss_type in CLIPPED_LOSS_TYPES:
-        quick = [objective for _, objective in cells(loss_type, 8)]
+        quick = [objective for _, objective in cells(loss_type, QUICK)]
         assert {(o.beta, o.use_bias_correction_kl) for o in quick} == {(0.0, True), (0.04, True), (0.04, False)}
         assert {o.delta for o in quick} == set(DELTAS)
         assert {o.epsilon_high for o in quick} == set(UPPER_CLIPS)

@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_recipes import GRPOTrainer, microbatch
+from grpo_recipes import GRPOTrainer
+from grpo_recipes.recipe.specs import MicroBatching
+from grpo_recipes.training import micro_batches as microbatch
+from tests.grids import covering
 from tests.mathematics import oracle
 from tests.mathematics.conftest import ScenarioFactory
 from tests.mathematics.harness import Difference, Scenario, difference, make_trainer, trl_losses
@@ -35,7 +38,7 @@ def deal(trainer: GRPOTrainer, scenario: Scenario, buffer: list[dict[str, Tensor
     """The buffer as seam 1 leaves it."""
     first = microbatch.as_rows(buffer[0])
     layout = trainer._log_probs.layout(trainer.model, first, len(first.input_ids))
-    assert layout is trainer.micro_batching.layout
+    assert layout is microbatch.asked_layout(trainer.micro_batching)
     window = microbatch.window_size(scenario.geometry.steps_per_generation, scenario.geometry.accumulation)
     return microbatch.regroup(buffer, window, layout, trainer._exact)
 
@@ -45,8 +48,8 @@ def compare(scenario: Scenario, objective: Objective, micro_batching: Any, zero:
     keys = {key: value for key, value in asdict(objective).items() if key != "max_completion_length"}
     config = {**scenario.config, **keys}
     trainer = make_trainer(scenario.checkpoint, scenario.dtype, trainer=GRPOTrainer, **config)
-    trainer.micro_batching = microbatch.MicroBatching.parse(micro_batching)
-    trainer._log_probs.wanted = trainer.micro_batching.layout
+    trainer.micro_batching = MicroBatching.parse(micro_batching)
+    trainer._log_probs.wanted = microbatch.asked_layout(trainer.micro_batching)
     trainer.current_gradient_accumulation_steps = scenario.geometry.accumulation
     trainer.model.train()
     size = scenario.geometry.steps_per_generation
@@ -76,8 +79,7 @@ def with_advantage(row: Completion, without: list[int] | None) -> Completion:
     return replace(row, advantage=0.0) if row.prompt == without else row
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(("loss_type", "case"), covering(LOSS_TYPES, CASES))
 def test_float32_cells(loss_type: str, case: str, scenario: ScenarioFactory, record_cell: Callable) -> None:
     for geometry, objective in cells(loss_type, 24):
         found = compare(scenario(geometry, objective.temperature, torch.float32), objective, *CASES[case])

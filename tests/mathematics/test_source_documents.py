@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from grpo_recipes.recipe import Recipe, parse_recipe
+from grpo_recipes.recipe.recipe import Recipe, parse_recipe
 from tests.mathematics import oracle
 from tests.mathematics.conftest import ScenarioFactory, SummaryLines
 from tests.mathematics.harness import (
@@ -57,7 +57,7 @@ def k3(reference: Tensor, policy: Tensor) -> Tensor:
 
 
 def clipped_surrogate_loss(new: Tensor, inputs: dict[str, Tensor], epsilon: float, beta: float) -> Tensor:
-    """Document 001, `grpo_loss`."""
+    """GRPO from scratch, `grpo_loss`."""
     ratio = torch.exp(new - inputs["old_per_token_logps"])
     advantage = inputs["advantages"].unsqueeze(1)
     surrogate = torch.min(ratio * advantage, torch.clamp(ratio, 1 - epsilon, 1 + epsilon) * advantage)
@@ -65,7 +65,7 @@ def clipped_surrogate_loss(new: Tensor, inputs: dict[str, Tensor], epsilon: floa
 
 
 def on_policy_loss(new: Tensor, inputs: dict[str, Tensor], beta: float) -> Tensor:
-    """Documents 000 and 002: p / sg(p) for the ratio, so no clip."""
+    """MiniMind and open-r1: p / sg(p) for the ratio, so no clip."""
     per_token = torch.exp(new - new.detach()) * inputs["advantages"].unsqueeze(1)
     return sequence_mean(-(per_token - beta * k3(inputs["ref_per_token_logps"], new)), inputs)
 
@@ -83,7 +83,7 @@ def assert_equals_trl(
 
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("step", [0, 1, 2])
-def test_001_loss_is_grpo_without_bias_correction(step: int, scenario: ScenarioFactory) -> None:
+def test_grpo_from_scratch_loss_is_grpo_without_bias_correction(step: int, scenario: ScenarioFactory) -> None:
     case = scenario(OFF_POLICY)
     policy = case.model(case.steps[step].policy)
     (inputs,) = case.steps[step].inputs
@@ -93,7 +93,7 @@ def test_001_loss_is_grpo_without_bias_correction(step: int, scenario: ScenarioF
 
 
 @pytest.mark.usefixtures("in_float64")
-def test_001_undivided_accumulation_is_the_large_batch_times_the_number_of_batches(
+def test_grpo_from_scratch_undivided_accumulation_is_the_large_batch_times_the_number_of_batches(
     scenario: ScenarioFactory, summary: SummaryLines
 ) -> None:
     """The document calls backward on each of N batches without dividing by N."""
@@ -113,12 +113,12 @@ def test_001_undivided_accumulation_is_the_large_batch_times_the_number_of_batch
         assert torch.allclose(theirs, len(parts) * ours, rtol=0, atol=1e-12)
     norm, norm_of_large = (math.sqrt(sum((g**2).sum().item() for g in gs)) for gs in (undivided, large))
     summary(
-        f"document 001, 4 batches accumulated: gradient norm {norm:.3f} undivided, {norm_of_large:.3f} as a large batch; "
+        f"GRPO from scratch, 4 batches accumulated: gradient norm {norm:.3f} undivided, {norm_of_large:.3f} as a large batch; "
         f"its clip at 0.1 scales them by {min(1.0, 0.1 / norm):.3f} and {min(1.0, 0.1 / norm_of_large):.3f}"
     )
 
 
-def test_001_adam_hides_a_constant_factor_and_makes_the_number_of_updates_decisive() -> None:
+def test_grpo_from_scratch_adam_hides_a_constant_factor_and_makes_the_number_of_updates_decisive() -> None:
     """Undivided gradients are no larger steps under AdamW. What 500 passes with accumulation 6 lack is updates: 83."""
     moved = {}
     for factor in (1.0, 6.0):
@@ -139,12 +139,12 @@ def open_r1() -> Recipe:
 
 def objective_of(recipe: Recipe) -> Objective:
     """The recipe's loss as the oracle's `Objective`."""
-    values = recipe.with_defaults()
+    values = vars(recipe.config)
     return Objective(**{field.name: values[field.name] for field in fields(Objective)})
 
 
 @pytest.mark.usefixtures("in_float64")
-def test_002_recipe_reproduces_the_loss_of_trl_0_15(open_r1: Recipe, scenario: ScenarioFactory) -> None:
+def test_open_r1_recipe_reproduces_the_loss_of_trl_0_15(open_r1: Recipe, scenario: ScenarioFactory) -> None:
     case = scenario(ON_POLICY)
     policy = case.model(case.steps[0].policy)
     (inputs,) = case.steps[0].inputs
@@ -157,7 +157,7 @@ def test_002_recipe_reproduces_the_loss_of_trl_0_15(open_r1: Recipe, scenario: S
 
 
 @pytest.mark.usefixtures("in_float64")
-def test_002_recipe_needs_each_of_its_settings(open_r1: Recipe, scenario: ScenarioFactory) -> None:
+def test_open_r1_recipe_needs_each_of_its_settings(open_r1: Recipe, scenario: ScenarioFactory) -> None:
     """TRL's defaults of today give another loss or gradient where the recipe differs from them."""
     case = scenario(ON_POLICY)
     policy = case.model(case.steps[0].policy)
@@ -170,9 +170,9 @@ def test_002_recipe_needs_each_of_its_settings(open_r1: Recipe, scenario: Scenar
 
 
 @pytest.mark.usefixtures("in_float64")
-def test_002_recipe_does_not_reweight_what_vllm_sampled(open_r1: Recipe, checkpoint: Path) -> None:
+def test_open_r1_recipe_does_not_reweight_what_vllm_sampled(open_r1: Recipe, checkpoint: Path) -> None:
     """With vLLM, TRL corrects for the engine's log-probabilities unless told otherwise; 0.15 knew no such thing."""
-    values = open_r1.with_defaults()
+    values = vars(open_r1.config)
     assert (values["use_vllm"], values["vllm_mode"]) == (True, "server")
     key = "vllm_importance_sampling_correction"
     for correction in (True, values[key]):
@@ -190,7 +190,7 @@ def test_002_recipe_does_not_reweight_what_vllm_sampled(open_r1: Recipe, checkpo
 
 
 @pytest.mark.usefixtures("in_float64")
-def test_002_recipe_weighs_two_rewards_into_group_advantages(open_r1: Recipe, scenario: ScenarioFactory) -> None:
+def test_open_r1_recipe_weighs_two_rewards_into_group_advantages(open_r1: Recipe, scenario: ScenarioFactory) -> None:
     built = open_r1.build_rewards()
     assert [(reward.name, reward.weight) for reward in built] == [("math_correctness", 1.0), ("tag_structure", 0.5)]
     rewards = torch.tensor([[n / 8, (3 * n % 4) / 4] for n in range(8)])
@@ -201,7 +201,7 @@ def test_002_recipe_weighs_two_rewards_into_group_advantages(open_r1: Recipe, sc
 
 
 def double_normalised(rewards: Tensor) -> Tensor:
-    """Document 000: group z-score clamped to ±10, then a z-score over the batch."""
+    """MiniMind: group z-score clamped to ±10, then a z-score over the batch."""
     grouped = rewards.view(-1, NUM_GENERATIONS)
     scores = ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)).flatten()
     scores = scores.clamp(-10, 10)
@@ -209,21 +209,23 @@ def double_normalised(rewards: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("in_float64")
-def test_000_advantage_is_normalize_then_sum_of_one_reward() -> None:
+def test_minimind_advantage_is_normalize_then_sum_of_one_reward() -> None:
     rewards = torch.tensor([0.1, 0.75, 2.0, -1.5, 0.3, 0.3, 0.9, 0.2])
     ours = oracle.advantages([[r] for r in rewards.tolist()], [1.0], NUM_GENERATIONS, aggregation="normalize_then_sum")
     gap = (double_normalised(rewards) - torch.tensor(ours)).abs().max().item()
     assert 0 < gap < 2e-4, "equal up to the second epsilon, 1e-8 there and 1e-4 in TRL"
 
 
-def test_000_clamp_never_acts() -> None:
+def test_minimind_clamp_never_acts() -> None:
     """A z-score with the sample deviation can't exceed (G - 1) / sqrt(G): 2.47 for groups of 8, so ±10 is idle."""
     one_apart = [[1.0]] + [[0.0]] * 7
     assert max(oracle.advantages(one_apart, [1.0], 8)) == pytest.approx(7 / math.sqrt(8), abs=1e-2)
 
 
 @pytest.mark.usefixtures("in_float64")
-def test_000_loss_is_grpo_but_for_temperature_and_padding(scenario: ScenarioFactory, summary: SummaryLines) -> None:
+def test_minimind_loss_is_grpo_but_for_temperature_and_padding(
+    scenario: ScenarioFactory, summary: SummaryLines
+) -> None:
     """It samples at temperature 0.8 and scores at 1, and lets tokens attend to the left padding."""
     case = scenario(ON_POLICY)
     policy = case.model(case.steps[0].policy)
@@ -234,7 +236,7 @@ def test_000_loss_is_grpo_but_for_temperature_and_padding(scenario: ScenarioFact
     mask = inputs["completion_mask"].bool()
     padded = inputs["prompt_mask"].min(1).values == 0
     shift = (unmasked - log_probs(policy, inputs))[mask & padded.unsqueeze(1)].abs().max().item()
-    summary(f"document 000: attending to the left padding moves a token's log-probability by up to {shift:.2f}")
+    summary(f"MiniMind: attending to the left padding moves a token's log-probability by up to {shift:.2f}")
     assert shift > 0.1
     cooler = scenario(ON_POLICY, 0.8)
     (inputs,) = cooler.steps[0].inputs
@@ -246,7 +248,7 @@ def test_000_loss_is_grpo_but_for_temperature_and_padding(scenario: ScenarioFact
 def triples_loss(
     policy_logits: Tensor, reference_logits: Tensor, rewards: Tensor, beta: float, **reduction: Any
 ) -> Tensor:
-    """Document 003, `grpo_loss`; the misspelt reduction is the default."""
+    """Scored triples, `grpo_loss`; the misspelt reduction is the default."""
     log_policy = torch.log(functional.softmax(policy_logits, dim=-1))
     reference = functional.softmax(reference_logits, dim=-1)
     kl = functional.kl_div(log_policy, reference, **(reduction or {"reduce": "batchmean"}), log_target=False)
@@ -262,7 +264,7 @@ def logits() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss")
-def test_003_reward_has_no_gradient(logits: tuple[Tensor, Tensor]) -> None:
+def test_scored_triples_reward_has_no_gradient(logits: tuple[Tensor, Tensor]) -> None:
     policy, reference = logits
     gradients = [
         torch.autograd.grad(triples_loss(policy, reference, torch.tensor([reward] * 2), 0.1), policy)[0]
@@ -275,7 +277,7 @@ def test_003_reward_has_no_gradient(logits: tuple[Tensor, Tensor]) -> None:
 
 @pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss")
-def test_003_kl_is_reversed_and_divided_by_the_vocabulary(logits: tuple[Tensor, Tensor]) -> None:
+def test_scored_triples_kl_is_reversed_and_divided_by_the_vocabulary(logits: tuple[Tensor, Tensor]) -> None:
     policy, reference = logits
     penalty = triples_loss(policy, reference, torch.zeros(2), beta=1.0)
     reversed_kl = oracle.full_kl(reference, policy)
@@ -287,7 +289,7 @@ def test_003_kl_is_reversed_and_divided_by_the_vocabulary(logits: tuple[Tensor, 
 
 @pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss")
-def test_003_scores_the_prompt_and_never_reads_the_response(checkpoint: Path) -> None:
+def test_scored_triples_scores_the_prompt_and_never_reads_the_response(checkpoint: Path) -> None:
     policy, reference = load_policy(checkpoint, torch.float32), load_policy(checkpoint, torch.float32)
     reference.load_state_dict(moved(reference, seed=99))
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -302,7 +304,7 @@ def test_003_scores_the_prompt_and_never_reads_the_response(checkpoint: Path) ->
     assert document_loss({**rows[0], "prompt": "1 2 3 4 5"}) != document_loss(rows[0])
 
 
-def test_004_kl_is_of_the_reference_against_the_policy(logits: tuple[Tensor, Tensor]) -> None:
+def test_full_vocabulary_kl_is_of_the_reference_against_the_policy(logits: tuple[Tensor, Tensor]) -> None:
     policy, reference = (tensor[0] for tensor in logits)
     document = functional.kl_div(
         torch.log_softmax(policy, dim=-1), torch.softmax(reference, dim=-1), reduction="batchmean"
@@ -312,7 +314,7 @@ def test_004_kl_is_of_the_reference_against_the_policy(logits: tuple[Tensor, Ten
     assert abs(document.item() - oracle.full_kl(policy, reference).sum().item() / positions) > 0.01
 
 
-def test_004_generation_leaves_no_graph(checkpoint: Path) -> None:
+def test_full_vocabulary_kl_generation_leaves_no_graph(checkpoint: Path) -> None:
     model = load_policy(checkpoint, torch.float32)
     torch.manual_seed(0)
     output = model.generate(
@@ -331,7 +333,7 @@ def test_004_generation_leaves_no_graph(checkpoint: Path) -> None:
         loss.backward()
 
 
-def test_004_sixteen_completions_meet_four_answers() -> None:
+def test_full_vocabulary_kl_sixteen_completions_meet_four_answers() -> None:
     """`zip` stops at the shorter list: 4 of 16 completions are scored, all of the first prompt, 3 with another's answer."""
     prompts, generations = ["a", "b", "c", "d"], 4
     completions = [f"completion of {prompt}" for prompt in prompts for _ in range(generations)]

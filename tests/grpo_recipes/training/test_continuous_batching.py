@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers.generation import logits_process
 
-from grpo_recipes.packing import ATTENTION, Layout
-from tests.grpo_recipes.tiny_policy import new_model, tokenizer
+from grpo_recipes.training.packing import ATTENTION, Layout
+from grpo_rewards.errors import UserError
 from tests.grpo_recipes.training.models import trainer
+from tests.tiny import byte_tokenizer, policy
 
 CB = {"use_transformers_continuous_batching": True}
 
@@ -52,8 +53,8 @@ def test_a_cache_that_the_user_sizes_stays_that_large(tmp_path: Path) -> None:
     ],
 )
 def test_options_that_it_would_leave_out(changes: dict[str, Any], lost: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"continuous_batching leaves out {lost}: set it to false, or drop the option"):
-        trainer(tmp_path, policy=new_model(), processing_class=tokenizer(), **CB, **changes)
+    with pytest.raises(UserError, match=f"continuous_batching` leaves out {lost}: set it to false, or drop the option"):
+        trainer(tmp_path, policy=policy(), processing_class=byte_tokenizer(), **CB, **changes)
 
 
 def test_contract_with_transformers() -> None:

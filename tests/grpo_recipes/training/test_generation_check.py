@@ -22,6 +22,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes.training import generation, kv_cache
 from grpo_recipes.training.generation_check import unfit, unfit_layout
+from grpo_rewards.errors import UserError
 from tests.grpo_recipes.launching import ROOT, completions, finish
 from tests.grpo_recipes.recorded import model
 from tests.grpo_recipes.training.models import PROMPTS, adapter, tiny, trainer
@@ -280,7 +281,7 @@ def test_layouts_that_are_not_decoded_in_groups(changes: dict[str, Any], reason:
 
 
 def test_another_word_than_auto_or_off(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="generation must be auto or off, not 'fast'"):
+    with pytest.raises(UserError, match="`generation` can't be `fast`: choose auto or off"):
         trainer(tmp_path, generation="fast")
 
 

@@ -13,9 +13,11 @@ from transformers import PreTrainedTokenizerFast
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes.training.stop_strings import Ends, StopStrings
+from grpo_rewards.errors import UserError
 from tests.grpo_recipes import recorded
-from tests.grpo_recipes.tiny_policy import new_model, tokenizer
 from tests.grpo_recipes.training.models import ENDS, PROMPTS, trainer
+from tests.tiny import byte_tokenizer
+from tests.tiny import policy as tiny_policy
 
 STOP = ["b", "c", "q", "W", "zz", "=7"]
 
@@ -26,16 +28,16 @@ def _one_thread() -> None:
 
 
 def ids(text: str) -> list[int]:
-    return tokenizer()(text)["input_ids"]
+    return byte_tokenizer()(text)["input_ids"]
 
 
 def stopping(folder: Path, *, pad_is_eos: bool = False, stop: Any = STOP, policy: Any = None, **more: Any) -> Any:
     """A trainer on bytes whose completions are stopped."""
-    words: PreTrainedTokenizerFast = tokenizer()
+    words: PreTrainedTokenizerFast = byte_tokenizer()
     if pad_is_eos:
         words.pad_token = words.eos_token
     kwargs = {"stop": stop, "suppress_tokens": [0, 1]}  # never sampled
-    policy = new_model() if policy is None else policy
+    policy = tiny_policy() if policy is None else policy
     return trainer(folder, policy=policy, processing_class=words, generation_kwargs=kwargs, **more)
 
 
@@ -47,11 +49,11 @@ def stopping(folder: Path, *, pad_is_eos: bool = False, stop: Any = STOP, policy
     [("b", True), ("xzb", True), ("z", False), ("zz", True), ("zzb7", False), ("=", False), ("=7", True)],
 )
 def test_a_completion_ends_with_a_string(text: str, ends: bool) -> None:
-    assert StopStrings(STOP, tokenizer()).end(ids(text)) is ends
+    assert StopStrings(STOP, byte_tokenizer()).end(ids(text)) is ends
 
 
 def test_a_string_that_begins_in_the_prompt_ends_nothing() -> None:
-    ends = Ends(StopStrings(STOP, tokenizer()))
+    ends = Ends(StopStrings(STOP, byte_tokenizer()))
     prompt = ids("xz")
     assert ends(torch.tensor([[*prompt, *ids("z")]]), None).tolist() == [False]
     assert ends(torch.tensor([[*prompt, *ids("zz")]]), None).tolist() == [True]
@@ -61,28 +63,28 @@ def test_a_string_that_begins_in_the_prompt_ends_nothing() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"stop": [""]}, "generation_kwargs: stop must be a string or a list of strings"),
-        ({"stop": [3]}, "generation_kwargs: stop must be a string or a list of strings"),
-        ({"stop": {"a": 1}}, "generation_kwargs: stop must be a string or a list of strings"),
-        ({"stop_strings": ["a"]}, "generation_kwargs: stop_strings: write stop instead"),
+        ({"stop": [""]}, "`generation_kwargs.stop` must be a string or a list of strings"),
+        ({"stop": [3]}, "`generation_kwargs.stop` must be a string or a list of strings"),
+        ({"stop": {"a": 1}}, "`generation_kwargs.stop` must be a string or a list of strings"),
+        ({"stop_strings": ["a"]}, "`generation_kwargs.stop_strings`: write `stop` instead"),
     ],
 )
 def test_what_is_no_string(asked: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        StopStrings.of(asked, tokenizer())
+    with pytest.raises(UserError, match=said):
+        StopStrings.of(asked, byte_tokenizer())
 
 
 def test_a_tokenizer_that_cant_be_searched() -> None:
-    with pytest.raises(ValueError, match="generation_kwargs: stop: transformers can't read the tokens of"):
+    with pytest.raises(UserError, match="`generation_kwargs.stop`: transformers can't read the tokens of"):
         StopStrings(["t5"], recorded.tokenizer())
 
 
 def test_one_string_or_none() -> None:
-    one = StopStrings.of({"stop": "</a>"}, tokenizer())
+    one = StopStrings.of({"stop": "</a>"}, byte_tokenizer())
     assert one is not None
     assert one.strings == ("</a>",)
-    assert StopStrings.of({"top_k": 3}, tokenizer()) is None
-    assert StopStrings.of(None, tokenizer()) is None
+    assert StopStrings.of({"top_k": 3}, byte_tokenizer()) is None
+    assert StopStrings.of(None, byte_tokenizer()) is None
 
 
 # ---- in the trainer
@@ -91,7 +93,7 @@ def test_one_string_or_none() -> None:
 def first_end(tokens: list[int]) -> int | None:
     """The length at which a completion must have ended, by looking at its text; None if it may go on."""
     for length in range(1, len(tokens) + 1):
-        text = tokenizer().decode(tokens[:length])
+        text = byte_tokenizer().decode(tokens[:length])
         if tokens[length - 1] in ENDS or any(text.endswith(stop) for stop in STOP):
             return length
     return None
@@ -108,7 +110,7 @@ def test_a_completion_goes_to_its_first_stop_string(generation: str, pad_is_eos:
         "cut at the first one"
     )
     assert all(len(tokens) == 24 for end, tokens in zip(ends, completions, strict=True) if end is None)
-    stopped = [tokens for tokens in completions if any(tokenizer().decode(tokens).endswith(stop) for stop in STOP)]
+    stopped = [tokens for tokens in completions if any(byte_tokenizer().decode(tokens).endswith(stop) for stop in STOP)]
     assert len(stopped) > 10, "some end with a string"
     assert any(len(tokens) < 24 for tokens in stopped)
     assert any(end is None for end in ends), "and some do not end"
@@ -153,7 +155,7 @@ def test_metrics_and_mask_know_which_rows_stopped(generation: str, pad_is_eos: b
 
 @pytest.mark.parametrize(("stop", "learns"), [(["never written"], False), (STOP, True)])
 def test_masked_rows_teach_nothing(stop: list[str], learns: bool, tmp_path: Path) -> None:
-    policy = new_model()
+    policy = tiny_policy()
     run = stopping(
         tmp_path, stop=stop, policy=policy, mask_truncated_completions=True, max_completion_length=8, max_steps=1
     )

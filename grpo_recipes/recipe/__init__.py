@@ -1,0 +1,1 @@
+"""What a recipe asks for, checked before a model is loaded."""

@@ -1,0 +1,279 @@
+"""The checks of a recipe that need no model, cheapest first: `check`, and those of the folder that a run writes to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+
+from datasets import Dataset
+from trl import get_peft_config
+
+from grpo_recipes.recipe import data, memory, packages, reward_checks
+from grpo_recipes.recipe.geometry import Geometry
+from grpo_recipes.recipe.hub import is_missing
+from grpo_recipes.recipe.recipe import Recipe, RecipeError, grpo_config, model_config, read_yaml
+from grpo_recipes.recipe.reward_checks import GoldCheck
+from grpo_recipes.recipe.specs import RECORDED_REWARD
+from grpo_recipes.runs.checkpoints import checkpoint_damage, has_state, is_complete, last_complete_checkpoint
+from grpo_recipes.runs.files import EVALUATIONS, FAULT_FILES
+from grpo_rewards.registry import BuiltReward
+
+# What must fit where a run is to write; a model takes far more, but its size is not known yet.
+_PROBE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run is checked against: its number of processes, and whether they have GPUs with bfloat16."""
+
+    num_processes: int
+    bf16: bool
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This machine, in the layout that `accelerate launch` gave this process."""
+        from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
+
+        return cls(int(os.environ.get("WORLD_SIZE", "1")), is_torch_bf16_gpu_available() or is_torch_xla_available())
+
+    @classmethod
+    def described(cls, accelerate_config: Path) -> Machine:
+        """The machine that an accelerate configuration file describes. Raises `RecipeError` if it is not one."""
+        raw = read_yaml(accelerate_config)
+        if not isinstance(raw.get("num_processes"), int):
+            raise RecipeError(f"{accelerate_config}: `num_processes` is missing: is this an accelerate configuration?")
+        if raw["num_processes"] < 1:
+            raise RecipeError(f"{accelerate_config}: `num_processes` is {raw['num_processes']}: set it to at least 1")
+        return cls(raw["num_processes"], bf16=not raw.get("use_cpu", False))
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the checks of a recipe leave for the run: nothing is computed twice."""
+
+    geometry: Geometry
+    rewards: list[BuiltReward]
+    train_dataset: Dataset
+    eval_dataset: Dataset | None
+    golds: GoldCheck | None = None
+    """The training rows whose gold no correctness reward can score, if there are any."""
+
+
+def check(recipe: Recipe, machine: Machine) -> Checked:
+    """Every check that needs no model, cheapest first. Raises `RecipeError`, or `data.DatasetUnreachable`."""
+    geometry = recipe.geometry(machine.num_processes)
+    rewards = recipe.build_rewards()
+    _check_rewards(recipe, geometry, rewards)
+    check_reference(recipe)
+    _check_offline(recipe, geometry)
+    check_machine(recipe, machine)
+    train_dataset = recipe.load_dataset()
+    recipe.naming_this_file(geometry.check_dataset, len(train_dataset))
+    recipe.naming_this_file(geometry.check_steps, recipe.config, len(train_dataset))
+    recipe.naming_this_file(geometry.check_saves, recipe.config, len(train_dataset))
+    if recipe.offline is not None:
+        recipe.naming_this_file(data.check_responses, train_dataset, recipe.offline, geometry.num_generations)
+    eval_dataset = recipe.load_dataset(evaluation=True) if recipe.evaluates else None
+    for dataset in (train_dataset, eval_dataset):
+        if dataset is not None:
+            # With recorded responses, what they were paid is all that reaches a reward.
+            columns = dataset.column_names if recipe.offline is None else [RECORDED_REWARD]
+            recipe.naming_this_file(reward_checks.check_columns, rewards, columns)
+    golds = recipe.naming_this_file(reward_checks.check_golds, rewards, train_dataset)
+    return Checked(geometry, rewards, train_dataset, eval_dataset, golds)
+
+
+def check_machine(recipe: Recipe, machine: Machine) -> None:
+    """Raise `RecipeError` if the recipe trains in bfloat16 on a machine that can't (TRL's default is `bf16: true`)."""
+    config = recipe.config
+    bf16 = not config.fp16 if config.bf16 is None else config.bf16
+    if bf16 and not config.use_cpu and not machine.bf16:
+        raise recipe.error(
+            "`bf16` needs a GPU with bfloat16, and there is none here: set `bf16: false`, "
+            "and `use_cpu: true` to train on the CPU"
+        )
+
+
+def check_packages(recipe: Recipe) -> None:
+    """Raise `RecipeError` for a tracker or a vLLM that is not installed here, or a vLLM that TRL does not take."""
+    for sentence in packages.missing(recipe.config):
+        raise recipe.error(sentence)
+
+
+def model_shape(recipe: Recipe, model_config_file: str | None = None) -> memory.ModelShape:
+    """The sizes of the policy with its adapter, from the model's configuration or the file given in its place.
+
+    Raises `RecipeError` if `lora_target_modules` match nothing, `memory.MemoryUnknown` where there is no configuration.
+    """
+    arguments = model_config(recipe)
+    model = model_config_file or str(arguments.model_name_or_path)
+    try:
+        return memory.load_shape(model, get_peft_config(arguments))
+    except memory.NoTargetModules as error:
+        raise recipe.error(f"`lora_target_modules`: {error}") from error
+
+
+def check_adapter(recipe: Recipe) -> None:
+    """Raise `RecipeError` if the adapter that the recipe asks for would adapt nothing, as far as that can be known here."""
+    if recipe.model.get("use_peft") and recipe.model.get("lora_target_modules") not in (None, ["all-linear"]):
+        with contextlib.suppress(memory.MemoryUnknown):  # no configuration: loading the model will say so
+            model_shape(recipe)
+
+
+def check_reference(recipe: Recipe) -> None:
+    """Raise `RecipeError` for a reference that this policy can't have, as far as the files on this machine tell."""
+    recipe.naming_this_file(recipe.reference.check_refresh, recipe.config)
+    policy, reference = Path(recipe.model["model_name_or_path"]), recipe.reference
+    if reference.adapter is not None and is_missing(reference.adapter):
+        raise recipe.error(f"`reference.adapter` {reference.adapter}: there is no such folder")
+    new_adapter = recipe.model.get("use_peft", False)
+    if _holds_adapter(policy) and new_adapter:
+        raise recipe.error(
+            f"`use_peft` asks for a new adapter, and `model_name_or_path` {policy} is one already, which "
+            "training continues: remove `use_peft` and the `lora_` keys"
+        )
+    if reference.name != "initial" and policy.is_dir() and not (new_adapter or _holds_adapter(policy)):
+        raise recipe.error(
+            f"`reference: {reference.adapter or reference.name}` needs a policy with an adapter, and this is "
+            "full fine-tuning: set `use_peft: true`, or use `reference: initial`"
+        )
+    if (
+        reference.adapter is not None
+        and Path(reference.adapter).is_dir()
+        and not _holds_adapter(Path(reference.adapter))
+    ):
+        raise recipe.error(f"`reference.adapter`: there is no adapter_config.json in {reference.adapter}")
+
+
+def _holds_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file()
+
+
+def check_output_dir(recipe: Recipe, machine: Machine) -> None:
+    """Raise `RecipeError` if the run would overwrite an earlier one, can't write, or can't go on from its checkpoint."""
+    folder = recipe.output_dir
+    if recipe.resumes:
+        resume_point(recipe, machine)
+    elif folder.exists() and (not folder.is_dir() or _holds_a_run(folder)):
+        raise recipe.error(
+            f"`output_dir` {folder} already holds files: choose another folder with `--output_dir`, or set "
+            "`resume_from_checkpoint: true` to go on with that run"
+        )
+    _check_writable(recipe)
+
+
+def _holds_a_run(folder: Path) -> bool:
+    """Whether there are files of a run: an evaluation of the policy before it, or a launch that never began, may lie there."""
+    files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return any(file.parts[0] != EVALUATIONS and not fnmatch(file.name, FAULT_FILES) for file in files)
+
+
+def _check_writable(recipe: Recipe) -> None:
+    """Raise `RecipeError` unless a file can be written in the run's folder, or where that folder would be made."""
+    folder = recipe.output_dir
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(_PROBE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())  # some file systems notice only now that they are full
+    except OSError as error:
+        reason = "it is no folder" if not folder.is_dir() else error.strerror or str(error)
+        raise recipe.error(
+            f"`output_dir` {recipe.output_dir} can't be written ({folder}: {reason}): make room or choose "
+            "another folder with `--output_dir`"
+        ) from error
+
+
+def resume_point(recipe: Recipe, machine: Machine) -> tuple[Path | None, list[Path]]:
+    """The checkpoint to go on from, and newer ones that were cut off; None for a run that was stopped before its first.
+
+    Raises `RecipeError` if the named checkpoint is not complete, or those of the run are of another number of processes.
+    """
+    value = str(recipe.training["resume_from_checkpoint"])
+    if value != "true":
+        if not is_complete(Path(value), machine.num_processes):
+            raise _no_checkpoint(recipe, machine, value)
+        return Path(value), []
+    checkpoint, cut_off = last_complete_checkpoint(recipe.output_dir, machine.num_processes)
+    if checkpoint is None and any(has_state(path) for path in cut_off):
+        raise _no_checkpoint(recipe, machine, str(recipe.output_dir))
+    return checkpoint, cut_off
+
+
+def check_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
+    """Raise `RecipeError` if files of the checkpoint to go on from are missing or cut off."""
+    if damage := checkpoint_damage(checkpoint):
+        raise recipe.error(
+            f"`resume_from_checkpoint`: {damage}: remove the folder {checkpoint}, and "
+            "`--resume_from_checkpoint true` goes on from the checkpoint before it, or from the beginning"
+        )
+
+
+def _no_checkpoint(recipe: Recipe, machine: Machine, place: str) -> RecipeError:
+    return recipe.error(
+        f"`resume_from_checkpoint`: there is no complete checkpoint of {machine.num_processes} process(es) in "
+        f"{place}: launch as many processes as before, or name another checkpoint"
+    )
+
+
+def dry_config(recipe: Recipe, machine: Machine) -> None:
+    """Raise `RecipeError` for what `GRPOConfig` refuses, for another machine than this one: its batch on one process."""
+    config = recipe.config
+    batches = {
+        key: getattr(config, key) * machine.num_processes
+        for key in ("per_device_train_batch_size", "per_device_eval_batch_size")
+    }
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of TRL's own use of transformers
+        grpo_config(replace(recipe, training={**recipe.training, **batches, "use_cpu": True}))
+
+
+def _check_offline(recipe: Recipe, geometry: Geometry) -> None:
+    """Raise `RecipeError` for what recorded responses can't do."""
+    if recipe.offline is None:
+        if recipe.dataset.name == "scored":
+            raise recipe.error("the dataset `scored` has recorded responses: add `offline: group`")
+        return
+    config = recipe.config
+    mistakes = {
+        f"`offline` trains on recorded responses: set `dataset.name: scored`, not `{recipe.dataset.name}`": (
+            recipe.dataset.name != "scored"
+        ),
+        "`use_vllm` generates, and `offline` trains on recorded responses: remove one of them": config.use_vllm,
+        "`eval_strategy` generates, and `offline` trains on recorded responses: remove it, and run `grpo-recipes evaluate` "
+        "afterwards": recipe.evaluates,
+        "`offline.baseline: batch` takes one response a prompt: remove `num_generations`": (
+            recipe.compares_whole_batch and "num_generations" in recipe.training
+        ),
+        "`offline` draws the responses of a group together, and this layout splits groups over processes: make "
+        f"per_device_train_batch_size × steps_per_generation ({geometry.completions_per_rank}) a multiple of num_generations "
+        f"({geometry.num_generations})": geometry.splits_groups,
+    }
+    for sentence, is_made in mistakes.items():
+        if is_made:
+            raise recipe.error(sentence)
+
+
+def _check_rewards(recipe: Recipe, geometry: Geometry, rewards: Sequence[BuiltReward]) -> None:
+    recipe.naming_this_file(reward_checks.check_weights, rewards)
+    for reward in rewards:
+        if not getattr(reward.function, "needs_whole_groups", False):
+            continue
+        if geometry.num_generations == 1:
+            raise recipe.error(
+                f"`rewards`: {reward.name} compares the completions of a group, and `offline.baseline: batch` "
+                "has one of each prompt: remove it, or set `offline.baseline: group`"
+            )
+        if geometry.splits_groups:
+            raise recipe.error(
+                f"`rewards`: {reward.name} compares the completions of a group, and this layout splits groups "
+                f"over processes: make per_device_train_batch_size × steps_per_generation "
+                f"({geometry.completions_per_rank}) a multiple of num_generations ({geometry.num_generations})"
+            )

@@ -1,0 +1,196 @@
+"""What a recipe would do on a machine: its batch geometry, its epoch and its memory, without loading a weight."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.recipe import limits, memory, packages
+from grpo_recipes.recipe.checks import Machine, check, dry_config, model_shape
+from grpo_recipes.recipe.data import DatasetUnreachable
+from grpo_recipes.recipe.geometry import Geometry
+from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, model_config, parse_recipe
+from grpo_recipes.recipe.reward_checks import describe_rewards
+from grpo_rewards.registry import spec_parts
+
+WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe on a machine. Where the dataset or the model's configuration can't be reached, a sentence says so instead."""
+
+    recipe: Recipe
+    geometry: Geometry
+    prompts: int | str
+    memory: memory.MemoryPlan | str
+    notes: Sequence[str]
+
+    def describe(self) -> str:
+        """The plan as text."""
+        config = self.recipe.config
+        if isinstance(self.prompts, int):
+            epoch = self.geometry.describe_epoch(self.prompts, config.max_completion_length)
+        else:
+            epoch = f"  epoch           unknown: {self.prompts}"
+        if isinstance(self.memory, memory.MemoryPlan):
+            need = memory.describe(self.memory, config.gradient_accumulation_steps)
+        else:
+            need = f"  memory          unknown: {self.memory}"
+        rewards = f"  rewards         {describe_rewards(self.recipe.build_rewards())}"
+        notes = [f"  note            {note}" for note in self.notes]
+        before = _wrapped([self.recipe.source, rewards, self.geometry.describe(), ""])
+        after = _wrapped(["", epoch, "", "  memory of one GPU", need, *notes])
+        return "\n".join([*before, self.geometry.picture(), *after])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan for `--json`: what is unknown is null, with its reason in `unknown`. Sizes are in bytes."""
+        known = isinstance(self.prompts, int)
+        prompts = self.prompts if isinstance(self.prompts, int) else 0
+        completions = self.geometry.generations_per_epoch(prompts) * self.geometry.generation_batch_size
+        epoch = {
+            "prompts": prompts,
+            "generations": self.geometry.generations_per_epoch(prompts),
+            "optimizer_steps": self.geometry.optimizer_steps_per_epoch(prompts),
+            "completions": completions,
+            "max_tokens": completions * self.recipe.config.max_completion_length,
+        }
+        return {
+            "recipe": self.recipe.source,
+            "geometry": {**self.geometry.as_dict(), "cells": self.geometry.cells()},
+            "epoch": epoch if known else None,
+            "memory": memory.as_dict(self.memory) if isinstance(self.memory, memory.MemoryPlan) else None,
+            "unknown": [reason for reason in (self.prompts, self.memory) if isinstance(reason, str)],
+            "notes": list(self.notes),
+        }
+
+
+def plan(
+    arguments: Sequence[str],
+    *,
+    accelerate_config: str | None = None,
+    num_processes: int | None = None,
+    gpu_memory: str | None = None,
+    model_config_file: str | None = None,
+    options: Sequence[str] = (),
+) -> Plan:
+    """Plan the recipe that `arguments` (as of the training command) name. Raises `RecipeError` if it can't run as written.
+
+    An unknown argument may be meant for one of `options`, the command's own.
+    """
+    if num_processes is not None and num_processes < 1:
+        raise RecipeError(f"--num_processes is {num_processes}: set it to at least 1")
+    usable = _gpu_bytes(gpu_memory)
+    recipe = parse_recipe(arguments, options)
+    machine = Machine.here()
+    layout = memory.Sharding(machine.num_processes)
+    unsupported = None
+    if accelerate_config is not None:
+        path = find_file("accelerate_configs", accelerate_config)
+        machine = Machine.described(path)
+        try:
+            layout = memory.Sharding.described(path)
+        except memory.MemoryUnknown as error:
+            unsupported = str(error)
+    if num_processes is not None:
+        machine = replace(machine, num_processes=num_processes)
+        layout = replace(layout, num_processes=num_processes)
+    geometry = recipe.geometry(machine.num_processes)
+    dry_config(recipe, machine)
+    notes = _notes(recipe)
+    prompts: int | str
+    try:
+        checked = check(recipe, machine)
+        prompts = len(checked.train_dataset)
+        notes += [checked.golds.describe()] if checked.golds else []
+    except DatasetUnreachable as error:
+        prompts = str(error)
+    need = unsupported or _memory(recipe, geometry, layout, usable, model_config_file, notes)
+    return Plan(recipe, geometry, prompts, need, notes)
+
+
+def _wrapped(paragraphs: Sequence[str]) -> list[str]:
+    """Lines of at most `WIDTH`, what is left of one standing under its text and not under its name."""
+    lines = [line for paragraph in paragraphs for line in paragraph.split("\n")]
+    wrapper = textwrap.TextWrapper(
+        WIDTH, subsequent_indent=" " * len("  optimiser step  "), break_long_words=False, break_on_hyphens=False
+    )
+    return [part for line in lines for part in wrapper.wrap(line) or [""]]
+
+
+def print_plan(planned: Plan, *, as_json: bool) -> None:
+    """Print a plan, as text or as one JSON object."""
+    print(json.dumps(planned.as_dict(), indent=2, ensure_ascii=False) if as_json else planned.describe())
+
+
+def _memory(
+    recipe: Recipe,
+    geometry: Geometry,
+    layout: memory.Sharding,
+    gpu_memory: float | None,
+    model_config_file: str | None,
+    notes: list[str],
+) -> memory.MemoryPlan | str:
+    """The memory side, or why it is unknown; what is left out of it is added to `notes`."""
+    arguments = model_config(recipe)
+    if arguments.load_in_4bit or arguments.load_in_8bit:
+        return "quantised models are not estimated"
+    if model_config_file is not None and not Path(model_config_file).exists():
+        raise RecipeError(f"--model_config {model_config_file}: there is no such file: give a model's config.json")
+    try:
+        shape = model_shape(recipe, model_config_file)
+    except memory.MemoryUnknown as error:
+        return str(error)
+    return memory.memory_plan(
+        recipe.config,
+        arguments.dtype,
+        shape,
+        layout,
+        prompt_tokens=recipe.dataset.max_prompt_tokens,
+        steps_per_generation=geometry.steps_per_generation,
+        reward_parameters=_reward_parameters(recipe, notes),
+        gpu_memory=gpu_memory,
+    )
+
+
+def _notes(recipe: Recipe) -> list[str]:
+    """What training would refuse or say on a machine like this one; another machine may have other packages."""
+    notes = [*limits.cautions(recipe.config), *packages.missing(recipe.config)]
+    if recipe.dataset.max_prompt_tokens is None:
+        notes.append(
+            f"prompts are taken to have {memory.ASSUMED_PROMPT_TOKENS} tokens: `dataset.max_prompt_tokens` sets a limit"
+        )
+    return notes
+
+
+def _reward_parameters(recipe: Recipe, notes: list[str]) -> int:
+    """Parameters of the recipe's reward models, which every process holds whole."""
+    total = 0
+    for model in _reward_models(recipe.rewards):
+        try:
+            total += memory.load_shape(model).parameters
+        except memory.MemoryUnknown:
+            notes.append(f"the reward model {model} is not counted: its configuration can't be read here")
+    return total
+
+
+def _reward_models(specs: Sequence[Any]) -> Iterator[str]:
+    """The models that reward specs name, inside sums and gates too."""
+    for spec in specs:
+        if isinstance(spec, Mapping):
+            if isinstance(model := (spec.get("kwargs") or {}).get("model"), str):
+                yield model
+            yield from _reward_models(spec_parts(spec))
+
+
+def _gpu_bytes(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        return memory.parse_size(text)
+    except ValueError as error:
+        raise RecipeError(f"--gpu_memory {text}: write a size as `80GB`") from error

@@ -1,0 +1,132 @@
+"""What rewards need before they can pay: columns that the dataset has, golds that can be read, a weight that counts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset
+
+from grpo_rewards.errors import UserError
+from grpo_rewards.registry import BoundReward, BuiltReward, leaves
+
+# What TRL hands to every reward beside the dataset's columns (`GRPOTrainer._calculate_rewards`), which hold no `prompt`.
+TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+# How many rows are named where rows are named; the others are counted.
+NAMED_ROWS = 20
+
+
+@dataclass(frozen=True)
+class GoldCheck:
+    """How many golds the correctness rewards can't score, of how many, and the first `NAMED_ROWS` rows, counted from 1."""
+
+    count: int
+    total: int
+    rows: tuple[int, ...]
+    rewards: tuple[str, ...]
+
+    def describe(self) -> str:
+        """A sentence that names the rows."""
+        more = f" and {self.count - len(self.rows)} more" if self.count > len(self.rows) else ""
+        rows = ", ".join(map(str, self.rows))
+        return (
+            f"{self.count} of {self.total} golds can't be scored by {' or '.join(self.rewards)}: no completion earns "
+            f"anything from it on row{'s' * (self.count > 1)} {rows}{more} (counted from 1)"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `run.json` keeps."""
+        return {"count": self.count, "total": self.total, "rows": list(self.rows)}
+
+
+def describe_rewards(rewards: Iterable[BuiltReward]) -> str:
+    """Each reward with its weight; one of weight 0 is logged and steers nothing."""
+    return ", ".join(
+        f"{reward.name} × {reward.weight:g}" + ("" if reward.weight else " (logged only)") for reward in rewards
+    )
+
+
+def check_weights(rewards: Sequence[BuiltReward]) -> None:
+    """Raise `UserError` if no reward can change the total."""
+    if not any(reward.weight for reward in leaves(rewards)):
+        raise UserError("`rewards`: all weights are 0, so that nothing is learned: give one reward a weight")
+
+
+def check_columns(rewards: Iterable[BuiltReward], columns: Sequence[str]) -> None:
+    """Raise `UserError` for a reward that needs a column not among `columns`, or that can't take what TRL hands over."""
+    given = [column for column in columns if column != "prompt"]  # TRL keeps it back: rewards get `prompts`
+    for reward in leaves(rewards):
+        needed, takes_all = _parameters(reward.function)
+        for column in needed:
+            if column not in (*TRL_ARGUMENTS, *given):
+                raise UserError(
+                    f"`rewards`: {reward.name} needs the column `{column}`, and the columns that it gets are "
+                    f"{', '.join(given) or 'none'}"
+                )
+        if not takes_all:
+            raise UserError(
+                f"`rewards`: {reward.name} must take every column by name, as TRL hands them over: end its parameters in "
+                "`**columns`"
+            )
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
+    """What a reward can't be called without, the columns that it reads included, and whether it takes any other."""
+    if isinstance(function, BoundReward):
+        needed, takes_all = _parameters(function.function)
+        return [name for name in needed if name not in function.arguments], takes_all
+    needed = [*getattr(function, "columns_read", ())]
+    parameters = inspect.signature(function).parameters
+    needed += [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    return needed, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset) -> GoldCheck | None:
+    """Hold every gold against the correctness rewards; None if there are none, or they can score all.
+
+    A reward says by None that it can't score a gold, whatever the completion, so each gold is asked about once with an
+    empty one: nothing is compared symbolically. A row counts where no reward can score it.
+
+    Raises:
+        UserError: not one gold can be scored.
+    """
+    judges = [(reward.name, judges) for reward in rewards if (judges := _judges(reward))]
+    if not judges:
+        return None
+    scorable = [False] * len(dataset)
+    for _, parts in judges:
+        by_part = [_can_score(part, dataset) for part in parts]
+        scorable = [known or all(row) for known, row in zip(scorable, zip(*by_part, strict=True), strict=True)]
+    rows = [number for number, is_scorable in enumerate(scorable, start=1) if not is_scorable]
+    names = tuple(name for name, _ in judges)
+    if len(rows) == len(dataset):
+        judge = judges[0][1][0]
+        column = judge.gold_column
+        raise UserError(
+            f"`rewards`: {' and '.join(names)} can score none of the {len(dataset)} golds in the column `{column}` (the first is "
+            f"{_excerpt(dataset[0][column])}): {judge.gold_forms}"
+        )
+    return GoldCheck(len(rows), len(dataset), tuple(rows[:NAMED_ROWS]), names) if rows else None
+
+
+def _judges(reward: BuiltReward) -> list[Any]:
+    return [leaf.function for leaf in leaves([reward]) if getattr(leaf.function, "columns_read", ())]
+
+
+def _can_score(judge: Any, dataset: Dataset) -> list[bool]:
+    read = (*judge.columns_read, getattr(judge, "choices_column", None))
+    columns = {column: list(dataset[column]) for column in dataset.column_names if column in read}
+    return [score is not None for score in judge(completions=[""] * len(dataset), **columns)]
+
+
+def _excerpt(gold: Any, length: int = 60) -> str:
+    text = " ".join(str(gold).split())
+    return repr(text if len(text) <= length else f"{text[: length - 1]}…")

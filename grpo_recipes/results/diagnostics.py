@@ -1,0 +1,361 @@
+"""What looks wrong in a run, from its own files: `diagnose(Run.read(folder))`.
+
+Each check looks for one problem and reports it in a sentence with the figure and the step. A check whose metrics the run did
+not log says so instead, so that "nothing looks wrong" counts only the checks that had data. The thresholds are rules of
+thumb; each is written in its check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import pandas as pd
+
+from grpo_recipes.results.run import Run, RunReward, Series
+from grpo_recipes.results.strict import single_specs
+from grpo_recipes.runs.files import AFTER, BEFORE
+from grpo_rewards.correctness import GSM8KCorrectness
+from grpo_rewards.registry import RewardSpecError, build_rewards
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that looks wrong: the check that found it, the optimiser step it shows at, and a sentence."""
+
+    check: str
+    step: int
+    sentence: str
+
+
+Found = tuple[int, str]
+"""What a check found: the step and the sentence."""
+
+
+@dataclass(frozen=True)
+class NoData:
+    """Why a check could not be made."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found, in the order of `CHECKS`, and, by name, why the other checks were not made."""
+
+    findings: list[Finding]
+    unchecked: dict[str, str]
+
+    @property
+    def checked(self) -> int:
+        """How many checks had data."""
+        return len(CHECKS) - len(self.unchecked)
+
+    @property
+    def looks_fine(self) -> bool:
+        """Whether there was something to check, and nothing was found."""
+        return self.checked > 0 and not self.findings
+
+    @property
+    def coverage(self) -> str:
+        """Which checks had data, as a clause."""
+        if not self.checked:
+            return "nothing could be checked: the run logged none of the metrics that the checks read"
+        had = f"{self.checked} of {len(CHECKS)} checks had data"
+        missing = ", ".join(f"{name} ({reason})" for name, reason in self.unchecked.items())
+        return f"{had}; not checked: {missing}" if missing else had
+
+
+def diagnose(run: Run) -> Diagnosis:
+    """Make every check on a run."""
+    results = {check.__name__: check(run) for check in CHECKS}
+    findings = [Finding(name, *result) for name, result in results.items() if isinstance(result, tuple)]
+    if (golds := unscorable_golds(run)) is not None:
+        findings.append(golds)
+    return Diagnosis(findings, {name: result.reason for name, result in results.items() if isinstance(result, NoData)})
+
+
+def describe(diagnosis: Diagnosis) -> str:
+    """The findings, and which checks had data, as lines of text."""
+    head = "diagnosis: nothing looks wrong" if diagnosis.looks_fine else "diagnosis:"
+    return "\n".join([head, *(f"  - {finding.sentence}" for finding in diagnosis.findings), f"  {diagnosis.coverage}"])
+
+
+def format_without_correctness(run: Run) -> Found | NoData | None:
+    """Format pay rises while correctness does not: the policy may be learning a layout instead of the task.
+
+    If no reward is known to pay for correctness, any that is not known to pay for format or length may.
+    """
+    parts = list(run.parts())
+    formats = [(reward, means) for reward, means in parts if reward.kind == "format"]
+    if not any(len(means) for _, means in parts):
+        return NoData("no reward was logged")
+    if formats and not any(means.has_trend for _, means in formats):
+        return NoData(_too_few(f"`{formats[0][0].name}`"))
+    rising = [(reward, means) for reward, means in formats if means.trend > 0]
+    others = [(reward, means) for reward, means in parts if reward.kind != "format"]
+    unknown = [(reward, means) for reward, means in others if reward.kind != "length"]
+    judges = [(reward, means) for reward, means in others if reward.kind == "correctness"] or unknown or others
+    if not rising or any(means.trend > 0 for _, means in judges):
+        return None
+    if not any(reward.kind == "correctness" for reward, _ in judges) and _strict_rises(run):
+        return None
+    reward, means = rising[0]
+    step = _last_step(means)
+    sentence = f"`{reward.name}` rises from {means.start:.2f} to {means.end:.2f} by step {step}, while "
+    if not judges:
+        return (
+            step,
+            sentence + "no reward pays a correct answer: the format can be earned without solving anything",
+        )
+    measured = [(judge, flat) for judge, flat in judges if flat.has_trend]
+    if not measured:
+        return NoData(_too_few(f"`{judges[0][0].name}`"))
+    judge, flat = measured[0]
+    return step, sentence + f"`{judge.name}` goes from {flat.start:.2f} to {flat.end:.2f}"
+
+
+def length_into_cap(run: Run) -> Found | NoData | None:
+    """Completions grow by a quarter or more, to beyond 80 % of `max_completion_length`."""
+    lengths, cap = run.series("completions/mean_length"), run.config.get("max_completion_length")
+    if not lengths.has_trend:
+        return NoData(_too_few("`completions/mean_length`"))
+    if not run.config:
+        return NoData("no `run.json` says `max_completion_length`")
+    if cap is None or lengths.trend <= 0 or lengths.end < 1.25 * lengths.start or lengths.end < 0.8 * cap:
+        return None
+    step = _first_step(lengths, lambda value: value >= 0.8 * cap)
+    return (
+        step,
+        f"completions grow from {lengths.start:.0f} to {lengths.end:.0f} tokens, into the cap of {cap} "
+        f"(`max_completion_length`) from step {step}",
+    )
+
+
+def truncated(run: Run) -> Found | NoData | None:
+    """More than a quarter of the completions, at the end of the run, are cut off at the cap."""
+    share = run.series("completions/clipped_ratio")
+    if not len(share):
+        return NoData("`completions/clipped_ratio` was not logged")
+    if share.end <= 0.25:
+        return None
+    step = _last_step(share)
+    return (
+        step,
+        f"{share.end:.0%} of the completions are cut off at `max_completion_length` by step {step}: their answers are lost; "
+        "raise it, or set `mask_truncated_completions: true`",
+    )
+
+
+def identical_completions(run: Run) -> Found | NoData | None:
+    """Of the groups that could still earn more, more than half hold one text `num_generations` times."""
+    groups = _groups(run)
+    judged = groups[groups["reward"].notna() & (groups["size"] > 1)] if len(groups) else groups
+    if len(judged) < 4:
+        return NoData("fewer than four groups of completions were logged")
+    open_groups = judged[judged["reward"] < run.completions["total"].max() - 1e-6]
+    if len(open_groups) < 4 or open_groups["identical"].mean() <= 0.5:
+        return None
+    step = int(open_groups.loc[open_groups["identical"], "step"].min())
+    return (
+        step,
+        f"{open_groups['identical'].mean():.0%} of the groups that don't earn the best reward repeat one completion "
+        f"throughout, from step {step}: there is nothing to compare; raise `temperature`",
+    )
+
+
+def entropy_collapse(run: Run) -> Found | NoData | None:
+    """The policy's entropy falls below a tenth of what it was."""
+    entropy = run.series("entropy")
+    if not entropy.has_trend:
+        return NoData(_too_few("`entropy`"))
+    if entropy.trend >= 0 or entropy.end >= 0.1 * entropy.start:
+        return None
+    step = _first_step(entropy, lambda value: value < 0.1 * entropy.start)
+    return (
+        step,
+        f"entropy falls from {entropy.start:.3f} to {entropy.end:.3f} nats a token, below a tenth from step {step}: the policy "
+        "has stopped exploring",
+    )
+
+
+def zero_variance(run: Run) -> Found | NoData | None:
+    """Over the run, more than half of the groups have one reward for all completions, and so no gradient."""
+    share = run.series("frac_reward_zero_std")
+    if not len(share):
+        return NoData("`frac_reward_zero_std` was not logged")
+    if share.mean <= 0.5:
+        return None
+    step = _first_step(share, lambda value: value > 0.5)
+    return (
+        step,
+        f"{share.mean:.0%} of the groups have no variance in their rewards, more than half first at step {step}"
+        f"{_easy_or_hard(run)}",
+    )
+
+
+def kl_blow_up(run: Run) -> Found | NoData | None:
+    """The KL to the reference exceeds 1 nat a token."""
+    kl = run.series("kl")
+    if not len(kl):
+        return NoData("`kl` was not logged" + (", as `beta` is 0" if run.config.get("beta") == 0 else ""))
+    if max(kl.values) <= 1:
+        return None
+    step = _first_step(kl, lambda value: value > 1)
+    return (
+        step,
+        f"KL to the reference reaches {max(kl.values):.1f} nats a token, above 1 from step {step}: lower `learning_rate` "
+        "or raise `beta`",
+    )
+
+
+def dominant_reward(run: Run) -> Found | NoData | None:
+    """A format or shaping reward carries more than 95 % of the variance of the weighted rewards."""
+    if not run.knows_weights:
+        return NoData("no `run.json` says the rewards' weights")
+    missing = [reward.name for reward in run.rewards if not len(run.series(f"rewards/{reward.name}/std"))]
+    if missing or not run.rewards:
+        return NoData(f"`rewards/{missing[0]}/std` was not logged" if missing else "`run.json` names no reward")
+    variances = {reward: _weighted_variance(run, reward) for reward in run.rewards}
+    total = sum(variances.values())
+    if len(variances) < 2 or not total > 0:
+        return None
+    reward, variance = max(variances.items(), key=lambda item: item[1])
+    if reward.kind not in ("format", "length") or variance <= 0.95 * total:
+        return None
+    step = _last_step(run.series(f"rewards/{reward.name}/std"))
+    return (
+        step,
+        f"`{reward.name}` carries {variance / total:.0%} of the rewards' variance up to step {step}: the others hardly steer; "
+        "lower its `weight`",
+    )
+
+
+def overfitting(run: Run) -> Found | NoData | None:
+    """The training reward rises while the held-out reward, or the strict accuracy before and after, falls."""
+    trained, held_out = run.series("reward"), run.series("eval_reward")
+    strict = [run.evaluations[label]["strict"] for label in (BEFORE, AFTER) if label in run.evaluations]
+    if not trained.has_trend:
+        return NoData(_too_few("`reward`"))
+    if not held_out.has_trend and len(strict) < 2:
+        return NoData("neither four evaluations during training nor one before and one after")
+    if trained.trend <= 0:
+        return None
+    sentence = f"the training reward rises from {trained.start:.2f} to {trained.end:.2f}, while "
+    if held_out.trend < 0:
+        best = held_out.steps[held_out.values.index(max(held_out.values))]
+        return (
+            _last_step(held_out),
+            f"{sentence}the held-out reward falls from {held_out.start:.2f} to {held_out.end:.2f} by step "
+            f"{_last_step(held_out)}; it was best at step {best}",
+        )
+    if len(strict) == 2 and strict[1]["high"] < strict[0]["low"]:
+        return (
+            _last_step(trained),
+            f"{sentence}strict accuracy on held-out problems falls from {strict[0]['value']:.3f} to {strict[1]['value']:.3f} by "
+            f"step {_last_step(trained)}",
+        )
+    return None
+
+
+def unscorable_golds(run: Run) -> Finding | None:
+    """Golds that no correctness reward can score, as counted when the run began. Not among `CHECKS`, as no metric shows them."""
+    golds = run.record.get("unscorable_golds")
+    if not golds:
+        return None
+    rows = ", ".join(map(str, golds["rows"])) + (", …" if golds["count"] > len(golds["rows"]) else "")
+    return Finding(
+        "unscorable_golds",
+        0,
+        f"{golds['count']} of {golds['total']} golds can't be scored by a correctness reward (rows {rows} of the dataset, "
+        "counted from 1): correct or remove them",
+    )
+
+
+def no_answer_found(run: Run) -> Found | NoData | None:
+    """No completion of the whole run states an answer where a correctness reward looks, so that it can't pay."""
+    keys = [key for key in run.logged("rewards/") if key.endswith("/parsed") and len(run.series(key))]
+    found = {key.removeprefix("rewards/").removesuffix("/parsed"): run.series(key) for key in keys}
+    if not found:
+        return NoData("no reward logs how many answers it finds (`rewards/*/parsed`)")
+    for name, shares in found.items():
+        if max(shares.values) == 0:
+            return (
+                _last_step(shares),
+                f"`{name}` has paid nothing up to step {_last_step(shares)}: "
+                f"{_where_answers_are(run, name)}: ask for one in the prompt, or set another `extract`",
+            )
+    return None
+
+
+CHECKS: tuple[Callable[[Run], Found | NoData | None], ...] = (
+    format_without_correctness,
+    length_into_cap,
+    truncated,
+    identical_completions,
+    entropy_collapse,
+    zero_variance,
+    kl_blow_up,
+    dominant_reward,
+    overfitting,
+    no_answer_found,
+)
+
+
+def _too_few(metric: str) -> str:
+    return f"{metric} was logged fewer than four times"
+
+
+def _where_answers_are(run: Run, name: str) -> str:
+    """Where a reward looks for an answer and where the logged completions state one; the former alone if it can't be built."""
+    for spec in single_specs(run.recipe.get("rewards") or []):
+        if name not in (spec.get("alias"), str(spec.get("name")).rpartition(".")[2]):
+            continue
+        with suppress(RewardSpecError):
+            reward = build_rewards([spec])[0].function
+            if isinstance(reward, GSM8KCorrectness):
+                note = reward.unparsed_note(run.completions["completion"].tolist())
+                return note or f"no completion states an answer where `extract: {reward.extract}` looks"
+    return "no completion states an answer where it looks"
+
+
+def _strict_rises(run: Run) -> bool:
+    strict = [run.evaluations[label]["strict"] for label in (BEFORE, AFTER) if label in run.evaluations]
+    return len(strict) == 2 and strict[1]["low"] > strict[0]["high"]
+
+
+def _groups(run: Run) -> pd.DataFrame:
+    """One row for each logged group: its step, mean reward, whether its completions are one text, and its reward's spread."""
+    grouped = run.completions.groupby(["step", "prompt"], sort=False)
+    table = grouped.agg(
+        reward=("total", "mean"),
+        spread=("total", lambda totals: totals.max() - totals.min()),
+        texts=("completion", "nunique"),
+        size=("completion", "size"),
+    ).reset_index()
+    table["identical"] = (table["texts"] == 1) & (table["size"] > 1)
+    return table
+
+
+def _easy_or_hard(run: Run) -> str:
+    """How the groups without variance divide, by their reward against the middle of what the run ever paid."""
+    groups, totals = _groups(run), run.completions["total"]
+    flat = groups[groups["spread"] < 1e-9] if len(groups) else groups
+    if not len(flat) or totals.max() - totals.min() < 1e-9:
+        return ""
+    easy = (flat["reward"] > (totals.max() + totals.min()) / 2).mean()
+    return f": of those logged, {easy:.0%} are too easy (all earn much) and {1 - easy:.0%} too hard (all earn little)"
+
+
+def _weighted_variance(run: Run, reward: RunReward) -> float:
+    spread = run.series(f"rewards/{reward.name}/std")
+    return reward.weight**2 * sum(value**2 for value in spread.values) / max(1, len(spread))
+
+
+def _first_step(series: Series, is_reached: Callable[[float], bool]) -> int:
+    return next(step for step, value in zip(series.steps, series.values, strict=True) if is_reached(value))
+
+
+def _last_step(series: Series) -> int:
+    return series.steps[-1] if len(series) else 0

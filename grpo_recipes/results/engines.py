@@ -1,0 +1,185 @@
+"""What makes the completions of an evaluation: transformers' `generate`, its continuous batching, or vLLM."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from grpo_recipes.runs.checkpoints import ADAPTER_CONFIG, tokenizer_source
+from grpo_rewards.errors import UserError
+
+if TYPE_CHECKING:
+    from grpo_recipes.results.evaluate import Settings
+
+
+class EvaluationError(UserError):
+    """An evaluation, or a comparison of two, that can't be made as asked; one sentence with the fix."""
+
+
+Complete = Callable[[list[Any], "Settings"], list[str]]
+"""Completes each prompt once, in order, by the temperature, length and seed of the settings."""
+
+
+def load_engine(name: str, use_vllm: bool) -> Complete:
+    """The engine of a model or adapter. Raises `EvaluationError` if it can't be loaded, or its weights are incomplete."""
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    adapter = Path(name) / ADAPTER_CONFIG
+    if use_vllm and adapter.is_file():
+        raise EvaluationError(f"{name} is an adapter, and --vllm takes a full model: merge it, or leave --vllm out")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_source(name))
+        if use_vllm:
+            return vllm_engine(name, tokenizer)
+        if adapter.is_file():
+            with warnings.catch_warnings():
+                # PEFT only warns where it fills what is missing with the values of a new adapter.
+                warnings.filterwarnings("error", message="Found missing adapter keys")
+                model = AutoPeftModelForCausalLM.from_pretrained(name, dtype="auto", use_safetensors=True)
+            missing = []
+        else:
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                name, dtype="auto", use_safetensors=True, output_loading_info=True
+            )
+            missing = sorted(loading["missing_keys"])
+    except (OSError, ValueError, RuntimeError, UserWarning) as error:
+        raise EvaluationError(f"{name}: the model can't be loaded: {' '.join(str(error).split())}") from error
+    if missing:  # transformers fills them with random numbers
+        raise EvaluationError(
+            f"{name}: its weights lack {len(missing)} of the model's tensors (such as {missing[0]}): copy or download it again"
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return transformers_engine(model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
+
+
+def transformers_engine(model: Any, tokenizer: Any) -> Complete:
+    """Completions by transformers: continuous batching on a GPU, padded batches on a CPU.
+
+    Continuous batching starts prompts as others end; with sampling, two runs may therefore draw differently.
+    """
+    return partial(complete_continuously if model.device.type == "cuda" else complete_padded, model, tokenizer)
+
+
+def vllm_engine(name: str, tokenizer: Any) -> Complete:
+    """Completions by vLLM. Raises `EvaluationError` if it isn't installed."""
+    try:
+        from vllm import LLM, SamplingParams
+    except ImportError as error:
+        raise EvaluationError("vLLM is not installed: leave --vllm out, or install the extra `vllm`") from error
+    llm = LLM(model=name, trust_remote_code=False, generation_config="vllm")  # ignore its generation_config.json
+
+    def engine(prompts: list[Any], settings: Settings) -> list[str]:
+        # vLLM seeds each request by itself: copies of a prompt with one seed would all get the same completion.
+        seeds = random.Random(settings.seed).sample(range(2**31), len(prompts))
+        sampling = [
+            SamplingParams(temperature=settings.temperature, max_tokens=settings.max_new_tokens, seed=seed)
+            for seed in seeds
+        ]
+        inputs = [{"prompt_token_ids": ids} for ids in _token_ids(prompts, tokenizer)]
+        outputs = llm.generate(inputs, sampling, use_tqdm=False)
+        return [output.outputs[0].text for output in outputs]
+
+    return engine
+
+
+@torch.no_grad()
+def complete_padded(model: Any, tokenizer: Any, prompts: list[Any], settings: Settings) -> list[str]:
+    """Completions by transformers' `generate`, in padded batches."""
+    was_training = model.training
+    model.eval()
+    completions: list[str] = []
+    try:
+        with _seeded(model, settings.seed):
+            for start in range(0, len(prompts), settings.batch_size):
+                texts, is_text = _texts(prompts[start : start + settings.batch_size], tokenizer)
+                inputs = tokenizer(
+                    texts, add_special_tokens=is_text, padding=True, padding_side="left", return_tensors="pt"
+                ).to(model.device)
+                tokens = model.generate(**inputs, **_generation(model, tokenizer, settings))
+                new_tokens = tokens[:, inputs["input_ids"].shape[1] :]
+                completions += tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
+    finally:
+        model.train(was_training)
+    return completions
+
+
+@torch.no_grad()
+def complete_continuously(model: Any, tokenizer: Any, prompts: list[Any], settings: Settings) -> list[str]:
+    """The same by transformers' continuous batching, which pads nothing and starts a prompt as soon as another ends.
+
+    `generate_batch` returns the completions in the order of the prompts, without those that are missing, which it only logs
+    (transformers 5.20 to 5.23). Raises `EvaluationError` if a completion failed or is missing.
+    """
+    from transformers import GenerationConfig
+
+    with _seeded(model, settings.seed):
+        outputs = model.generate_batch(
+            inputs=_token_ids(prompts, tokenizer),
+            generation_config=GenerationConfig(**_generation(model, tokenizer, settings)),
+        )
+    _check_all_completed(list(outputs.values()), len(prompts))
+    return tokenizer.batch_decode([output.generated_tokens for output in outputs.values()], skip_special_tokens=True)
+
+
+@contextmanager
+def _seeded(model: Any, seed: int) -> Iterator[None]:
+    """Inside this block torch draws from `seed`; afterwards its random state is as before."""
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def _generation(model: Any, tokenizer: Any, settings: Settings) -> dict[str, Any]:
+    """The generation options of the settings.
+
+    A model's generation_config.json may filter or penalise tokens. All of that is switched off: the policy itself is
+    measured.
+    """
+    sampled = {"do_sample": True, "temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
+    greedy = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    return {
+        **(sampled if settings.temperature > 0 else greedy),
+        "repetition_penalty": 1.0,
+        "max_new_tokens": settings.max_new_tokens,
+        "eos_token_id": _end_tokens(model, tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _check_all_completed(outputs: list[Any], expected: int) -> None:
+    errors = [output.error for output in outputs if output.error is not None]
+    failed = expected - len(outputs) + len(errors)
+    if failed:
+        reason = " ".join(str(errors[0]).split()) if errors else "generation stopped before they were made"
+        raise EvaluationError(
+            f"{failed} of {expected} completions failed ({reason}): run the same command again, which keeps the batches that "
+            "are done, or set a smaller --batch-size or --max-new-tokens in another --output"
+        )
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """What ends a completion in TRL's training: the tokenizer's end of text, and every one that the model declares."""
+    declared = model.generation_config.eos_token_id
+    ids = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
+    return sorted({token for token in ids if token is not None})
+
+
+def _token_ids(prompts: list[Any], tokenizer: Any) -> list[list[int]]:
+    texts, is_text = _texts(prompts, tokenizer)
+    return tokenizer(texts, add_special_tokens=is_text)["input_ids"]
+
+
+def _texts(prompts: list[Any], tokenizer: Any) -> tuple[list[str], bool]:
+    """Prompts as text, and whether the tokenizer should add special tokens: a chat template writes them itself."""
+    if isinstance(prompts[0], str):
+        return prompts, True
+    return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False), False

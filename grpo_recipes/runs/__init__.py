@@ -1,0 +1,1 @@
+"""A run as files: what it recorded, its checkpoints, restarts and faults."""

@@ -1,0 +1,216 @@
+"""Which checkpoints and models on disk are complete and whole, and what identifies their weights: nothing is loaded.
+
+A safetensors file begins with its header's length (8 bytes, little endian) and the header, which says where each tensor
+ends: a file that is cut off, or that was never downloaded, differs from that in size. torch.save writes a zip file, whose
+directory comes last: a file that is cut off has none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_rewards.errors import UserError
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+# As `from_pretrained` looks for them: whole files, then indices, which name shards.
+WHOLE = ("model.safetensors", "pytorch_model.bin")
+INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+ADAPTER = ("adapter_model.safetensors", "adapter_model.bin")
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+LFS_POINTER = b"version https://git-lfs"
+PICKLE = b"\x80"  # torch.save before it wrote zip files
+
+# How much of a weight file, and of each of its tensors, is read to identify it.
+HEAD_BYTES, TENSOR_BYTES = 1 << 20, 1 << 12
+
+
+class WeightFileError(UserError):
+    """Weights that are missing or damaged, in one sentence that names the file and what is wrong with it."""
+
+
+def check_weight_files(folder: Path) -> None:
+    """Raise `WeightFileError` unless `folder` holds a model's or an adapter's weights, every file of them whole."""
+    for file in weight_files(folder):
+        check_weight_file(file)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that loading `folder` reads weights from: an adapter's, a model's, or the shards that an index names.
+
+    Raises `WeightFileError` if there are none, or the index can't be read.
+    """
+    is_adapter = (folder / ADAPTER_CONFIG).is_file()
+    for name in ADAPTER if is_adapter else WHOLE:
+        if (folder / name).is_file():
+            return [folder / name]
+    for name in () if is_adapter else INDICES:
+        if (folder / name).is_file():
+            return [folder / shard for shard in _shards(folder / name)]
+    kind = "adapter" if is_adapter else "model"
+    expected = " or ".join(ADAPTER if is_adapter else (WHOLE[0], INDICES[0]))
+    raise WeightFileError(f"{folder} has no weights of a{'n' if is_adapter else ''} {kind}: {expected} is missing")
+
+
+def check_weight_file(file: Path) -> None:
+    """Raise `WeightFileError` if a file of weights, or of another state that torch saved, is missing or not whole."""
+    if not file.is_file():
+        raise WeightFileError(f"{file} is missing")
+    with file.open("rb") as opened:
+        start = opened.read(len(LFS_POINTER))
+    if not start:
+        raise WeightFileError(f"{file} is empty")
+    if start == LFS_POINTER:
+        raise WeightFileError(f"{file} is a git-lfs pointer, not the weights: run `git lfs pull` there")
+    if file.suffix == ".safetensors":
+        _check_safetensors(file)
+    elif not zipfile.is_zipfile(file) and not start.startswith(PICKLE):
+        raise WeightFileError(f"{file} is cut off or damaged ({file.stat().st_size:,} bytes)")
+
+
+def _check_safetensors(file: Path) -> None:
+    size = file.stat().st_size
+    length, header = _header(file)
+    expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if size != expected:
+        state = "cut off" if size < expected else "damaged"
+        raise WeightFileError(f"{file} is {state}: it has {size:,} bytes, and its header tells of {expected:,}")
+
+
+def _header(file: Path) -> tuple[int, dict[str, Any]]:
+    """The length of a safetensors file's header, and its entries, one a tensor."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if length > size - 8:
+            raise WeightFileError(f"{file} is cut off in its header, or no safetensors file ({size:,} bytes)")
+        content = opened.read(length)
+    try:
+        header = {name: entry for name, entry in json.loads(content).items() if name != "__metadata__"}
+        all(start <= end for start, end in (entry["data_offsets"] for entry in header.values()))
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise WeightFileError(f"{file} is damaged: its header can't be read") from error
+    return length, header
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        content: Any = json.loads(index.read_text(encoding="utf-8"))
+        return sorted(set(content["weight_map"].values()))
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise WeightFileError(f"{index} is damaged: it can't be read as an index of weights") from error
+
+
+def identify_weights(file: Path) -> str:
+    """A hash of a weight file's header, its size and its first MiB: the file is not read whole.
+
+    The first MiB is often part of an embedding, which training may leave as it was. So the start of each tensor in a
+    safetensors file is hashed too, and the directory of a zip file, which has a checksum of each tensor.
+    """
+    digest = hashlib.sha256(str(file.stat().st_size).encode())
+    with file.open("rb") as opened:
+        digest.update(opened.read(HEAD_BYTES))
+        if file.suffix == ".safetensors":
+            header_length, header = _header(file)
+            digest.update(json.dumps(header).encode())
+            for start, end in sorted(entry["data_offsets"] for entry in header.values()):
+                opened.seek(8 + header_length + start)
+                digest.update(opened.read(min(TENSOR_BYTES, end - start)))
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            digest.update(str([(entry.filename, entry.CRC) for entry in archive.infolist()]).encode())
+    return digest.hexdigest()
+
+
+def adapter_config(where: str | Path, revision: str = "main") -> PeftConfig | None:
+    """The configuration of the adapter in folder or hub repository `where`; None if that is no adapter."""
+    if Path(where).is_dir() and not (Path(where) / ADAPTER_CONFIG).is_file():
+        return None
+    from peft import PeftConfig  # takes seconds
+
+    try:
+        return PeftConfig.from_pretrained(str(where), revision=revision)
+    except (OSError, ValueError):
+        return None
+
+
+def tokenizer_source(name: str) -> str:
+    """Where the tokenizer of model or adapter `name` lies: an adapter folder without one leaves it to its base."""
+    if not (Path(name) / ADAPTER_CONFIG).is_file() or (Path(name) / "tokenizer_config.json").is_file():
+        return name
+    config = adapter_config(name)
+    return name if config is None else config.base_model_name_or_path or name
+
+
+def last_complete_checkpoint(folder: Path, num_processes: int) -> tuple[Path | None, list[Path]]:
+    """The newest complete checkpoint in a run's folder, and the newer ones that were cut off while being written."""
+    checkpoints = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    cut_off: list[Path] = []
+    for checkpoint in sorted(checkpoints, key=lambda path: int(path.name.partition("-")[2]), reverse=True):
+        if is_complete(checkpoint, num_processes):
+            return checkpoint, cut_off
+        cut_off.append(checkpoint)
+    return None, cut_off
+
+
+def is_complete(checkpoint: Path, num_processes: int) -> bool:
+    """Whether a checkpoint of `num_processes` ranks was written to its end.
+
+    Each rank writes its random state after its part of model and optimiser, and the first rank writes
+    `trainer_state.json` after that (`Trainer._save_checkpoint`): if these files are whole, so are the others.
+    """
+    ranks = [f"rng_state_{rank}.pth" for rank in range(num_processes)] if num_processes > 1 else ["rng_state.pth"]
+    return has_state(checkpoint) and all(zipfile.is_zipfile(checkpoint / name) for name in ranks)
+
+
+def has_state(checkpoint: Path) -> bool:
+    """Whether a checkpoint has the file that is written last, whole."""
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def steps_done(checkpoint: Path) -> int:
+    """The optimiser step that a complete checkpoint was saved after."""
+    return json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
+
+
+def checkpoint_damage(checkpoint: Path) -> str | None:
+    """What is wrong with the files of a checkpoint that was written to its end, or None.
+
+    Model files that DeepSpeed or FSDP split over ranks are not checked: their layout is their own.
+    """
+    try:
+        states = [*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth")]
+        for file in sorted([*states, *checkpoint.glob("*.safetensors"), *checkpoint.glob("*.bin")]):
+            if file.name != "training_args.bin":
+                check_weight_file(file)
+        is_split = any(checkpoint.glob("global_step*")) or any(checkpoint.glob("*_fsdp*"))
+        if not is_split:
+            check_weight_files(checkpoint)
+            # Without them transformers starts a new optimiser and a new schedule, without a warning.
+            for name in ("optimizer.pt", "scheduler.pt"):
+                if not any((checkpoint / name).with_suffix(suffix).is_file() for suffix in (".pt", ".bin")):
+                    raise WeightFileError(f"{checkpoint / name} is missing")
+    except WeightFileError as error:
+        return str(error)
+    return None
+
+
+def set_aside(checkpoints: list[Path]) -> None:
+    """Rename cut-off checkpoints so that neither resuming nor the clean-up of old checkpoints counts them."""
+    for checkpoint in checkpoints:
+        aside = checkpoint.with_name(f"incomplete-{checkpoint.name}")
+        shutil.rmtree(aside, ignore_errors=True)  # left by an earlier attempt that was cut off at the same step
+        checkpoint.rename(aside)

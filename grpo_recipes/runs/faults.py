@@ -1,0 +1,253 @@
+"""What went wrong in a run, printed as one sentence at the end, by every rank, whichever of them failed.
+
+When one rank fails, the others lose their connection to it, and their errors about that hide the one that matters. Each
+failing rank writes its sentence into the run's folder, where the others find it, and into the error file of torch's
+launcher, which prints it at the end of its own report.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+from trl.trainer.utils import is_async_callable
+
+from grpo_recipes.runs.files import FAULT_FILES, write_atomically
+from grpo_rewards.completions import completion_text
+from grpo_rewards.errors import UserError
+
+Reward = Callable[..., Any]
+
+# How long a rank that lost its connection waits for the sentence of the rank that failed. The sentence is written before
+# the connection closes, so only a network file system can delay it.
+SENTENCE_SECONDS = 3.0
+
+# How long a build lock may exist without a compiler: torch takes the lock a moment before it starts the compiler.
+LOCK_SECONDS = 30.0
+
+# If a run fails and its disk has less room than this, the full disk is taken for the cause.
+FULL_BYTES = 1 << 20
+
+# torch's backends raise RuntimeErrors for a lost rank; a server or tracker that went away raises an OSError.
+LOST_CONTACT = re.compile(r"closed by peer|reset by peer|broken pipe|\b(gloo|nccl)\b", re.IGNORECASE)
+
+
+class RewardFault(RuntimeError):
+    """A reward raised, or returned something other than finite numbers; the message names the reward and the row."""
+
+
+class NothingTrained(RuntimeError):
+    """A run that ended without an optimiser step, so that its model is unchanged."""
+
+
+class BuildLocked(UserError):
+    """A lock of torch's extension builder that no process holds: DeepSpeed would wait for it without end."""
+
+
+def checked_reward(reward: Reward) -> Reward:
+    """`reward` with a `RewardFault` where it raises or returns an infinity or NaN; same `__name__`, same arguments.
+
+    TRL 1.16 does not check: with an infinite reward the gradients are NaN, or zero, while the logged loss is 0.0. A row
+    that can't be scored is `None`. Models and names of models are returned unchanged: TRL calls those itself.
+    """
+    if isinstance(reward, (str, torch.nn.Module)):
+        return reward
+    name = getattr(reward, "__name__", type(reward).__name__)
+
+    def call(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
+        try:
+            values = reward(prompts=prompts, completions=completions, **columns)
+        except Exception as error:
+            raise _raised(name, error) from error
+        return _finite(name, values, completions)
+
+    async def call_async(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
+        try:
+            values = await reward(prompts=prompts, completions=completions, **columns)
+        except Exception as error:
+            raise _raised(name, error) from error
+        return _finite(name, values, completions)
+
+    checked: Reward = call_async if is_async_callable(reward) else call
+    checked.__name__ = name
+    return checked
+
+
+def report(error: Exception, folder: Path, checkpoint: Path | None, *, curable: bool = True) -> None:
+    """Print the traceback of a failed run on the rank that failed, then one sentence on every rank.
+
+    Args:
+        error: the error of this rank.
+        folder: the run's folder, where the ranks write their sentences (`fault-rank*.json`). If that fails, as on a full
+            disk, the sentence is only printed.
+        checkpoint: the last complete checkpoint, which the sentence names.
+        curable: whether a resume could succeed: only then the sentence says how to resume.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    found = _earlier_fault(folder) if _is_lost_contact(error) else None
+    if found is None:
+        print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+        found = sentence(error, rank, checkpoint, curable=curable)
+        if _is_full(folder):  # torch and safetensors only report a failed write
+            found += f"; the disk of {folder} is full: make room first"
+        with suppress(OSError):
+            _leave(found, error, folder, rank)
+    with suppress(OSError):
+        _tell_launcher(found)
+    print(f"error: {found}", file=sys.stderr, flush=True)
+
+
+def is_curable(error: Exception, *, began: bool) -> bool:
+    """Whether a resume could succeed: after any error once training began; before that, only after a lost connection."""
+    return began or _is_lost_contact(error) or isinstance(error, (ConnectionError, TimeoutError))
+
+
+def close_progress_bars(callbacks: Iterable[TrainerCallback]) -> None:
+    """Close the progress bars of an interrupted run, which would otherwise be drawn again after the last sentence."""
+    for callback in callbacks:
+        for name in ("training_bar", "prediction_bar"):
+            if (bar := getattr(callback, name, None)) is not None:
+                bar.close()
+
+
+def sentence(error: Exception, rank: int, checkpoint: Path | None, *, curable: bool = True) -> str:
+    """One line: which rank, what happened, and, if it could help, how to resume."""
+    where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    if _is_lost_contact(error):
+        what = "another rank ended without an error of its own; it was probably killed (out of memory, or its machine failed)"
+    elif isinstance(error, (RewardFault, NothingTrained)):
+        what = str(error)
+    else:
+        what = f"{type(error).__name__}: {error}"
+    rest = (
+        f"; `--resume_from_checkpoint true` goes on from {checkpoint.name}"
+        if checkpoint
+        else "; no checkpoint had been saved: `--resume_from_checkpoint true` starts again"
+    )
+    if not curable:
+        rest = f"; it was to go on from {checkpoint}: if that is damaged, remove it" if checkpoint else ""
+    return where + " ".join(what.split()).rstrip(".") + rest
+
+
+def forget(folder: Path) -> None:
+    """Remove the sentence that this rank wrote in an earlier attempt of the same run."""
+    _fault_file(folder, int(os.environ.get("RANK", "0"))).unlink(missing_ok=True)
+
+
+def check_build_locks(patience: float = LOCK_SECONDS) -> None:
+    """Raise `BuildLocked` if a build of a torch extension was killed and left its lock.
+
+    torch takes the lock (`torch.utils.file_baton`) before it starts a compiler in the same folder, and waits for another
+    process's lock without end. A lock without a compiler for `patience` seconds counts as left behind. Only Linux says where
+    processes work; elsewhere every lock that exists for so long does.
+    """
+    deadline = time.monotonic() + patience
+    while stale := [lock for lock in extensions_folder().glob("*/lock") if not _is_building(lock.parent)]:
+        if time.monotonic() >= deadline:
+            with suppress(FileNotFoundError):  # it has just been removed
+                age = time.time() - stale[0].stat().st_mtime
+                raise BuildLocked(
+                    f"{stale[0]}: a build of DeepSpeed's extensions was killed and left this lock, {age:.0f} s old, on which "
+                    "every later run waits for ever: remove that file (unless another machine that shares the folder is "
+                    "building just now)"
+                )
+        time.sleep(min(1.0, patience))
+
+
+def extensions_folder() -> Path:
+    """Where torch builds extensions: `TORCH_EXTENSIONS_DIR`, or its own default."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return Path(_get_build_directory("deepspeed_shm_comm", verbose=False)).parent
+
+
+def _raised(name: str, error: Exception) -> RewardFault:
+    return RewardFault(f"reward `{name}` raised {type(error).__name__}: {error}")
+
+
+def _finite(name: str, values: Any, completions: Sequence[Any]) -> list[float | None]:
+    """`values` as a list. Raises `RewardFault` for the first that is neither None nor a finite number."""
+    values = list(values)
+    for row, (value, completion) in enumerate(zip(values, completions, strict=False)):
+        if value is not None and not _is_finite(value):
+            text = " ".join(completion_text(completion).split())[:60]
+            raise RewardFault(
+                f"reward `{name}` returned {value!r} for row {row} of this rank's generation (completion {text!r}): return a "
+                "finite number, or None for a row that can't be scored"
+            )
+    return values
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        # TRL converts rewards to float32.
+        return math.isfinite(value) and abs(float(value)) <= torch.finfo(torch.float32).max
+    except (TypeError, OverflowError):
+        return False
+
+
+def _is_lost_contact(error: Exception) -> bool:
+    """Whether a rank's error only says that it lost another rank."""
+    if isinstance(error, RewardFault) or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return False
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and bool(LOST_CONTACT.search(str(error)))
+    )
+
+
+def _is_full(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < FULL_BYTES
+    except OSError:
+        return False
+
+
+def _fault_file(folder: Path, rank: int) -> Path:
+    return folder / f"fault-rank{rank}.json"
+
+
+def _leave(found: str, error: Exception, folder: Path, rank: int) -> None:
+    """Write this rank's sentence where the others look for it, unless it only says that another rank is lost."""
+    if _is_lost_contact(error):
+        return
+    record = {"sentence": found, "rank": rank, "traceback": traceback.format_exception(error), "time": time.time()}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(_fault_file(folder, rank), json.dumps(record, indent=2) + "\n")
+
+
+def _earlier_fault(folder: Path) -> str | None:
+    """The sentence of the rank that failed first, if any wrote one."""
+    deadline = time.monotonic() + SENTENCE_SECONDS
+    while not (files := list(folder.glob(FAULT_FILES))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    return min(records, key=lambda record: record["time"])["sentence"] if records else None
+
+
+def _tell_launcher(found: str) -> None:
+    """Write the sentence where torch's launcher looks for it, to print it at the end of its report."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        write_atomically(Path(path), json.dumps({"message": f"error: {found}", "timestamp": int(time.time())}))
+
+
+def _is_building(folder: Path) -> bool:
+    """Whether a process of this machine works in `folder`, as the compiler of an extension does."""
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        with suppress(OSError):  # the process has ended, or is another user's
+            if os.readlink(link) == str(folder):
+                return True
+    return False

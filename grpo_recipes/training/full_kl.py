@@ -1,0 +1,117 @@
+"""The KL term over the whole vocabulary, instead of TRL's estimate from the sampled tokens.
+
+KL(policy || reference) = sum over v of p(v) log(p(v) / q(v)) at each completion token, p and q at the trainer's
+temperature. It costs one forward of the reference per micro-batch. Neither model's logits are held: TRL's kernel projects
+hidden states in tiles, so that memory does not grow with completion length x vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+# Configuration keys by which a model scales or caps its logits after the head, each with the value that has no effect.
+# The kernel computes logits as hidden states times head, so it would silently leave these out.
+_LOGIT_TRANSFORMS = {
+    "final_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "output_multiplier": 1.0,
+    "lm_head_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A model's last hidden states, (B, T, H), where position t predicts completion token t, and its head: (V, H), (V,)."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, states: Tensor, length: int) -> Projection:
+        """The projection of the last `length` tokens from hidden states (B, L, H), with the head in use right now."""
+        head = model.get_output_embeddings()
+        return cls(states[:, -length - 1 : -1], head.weight, head.bias)
+
+
+def token_kl(policy: Projection, reference: Projection, mask: Tensor, temperature: float) -> Tensor:
+    """KL(policy || reference) at each completion token, (B, T) in float32; 0 where `mask` (B, T) is 0.
+
+    The gradient reaches the policy's hidden states and head. TRL: `ChunkedDivergenceFunction` with beta = 1.
+    """
+    counted = mask.bool()
+    divergence, _ = ChunkedDivergenceFunction.apply(
+        policy.hidden[counted],
+        policy.weight,
+        policy.bias,
+        reference.hidden[counted],
+        reference.weight,
+        reference.bias,
+        1.0,
+        temperature,
+    )
+    return divergence.new_zeros(mask.shape).masked_scatter(counted, divergence)
+
+
+@contextmanager
+def last_hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """Collect the last hidden states, (B, L, H), of each forward of a causal language model inside the `with`."""
+    states: list[Tensor] = []
+    handle = model.base_model.register_forward_hook(lambda _, __, output: states.append(output.last_hidden_state))
+    try:
+        yield states
+    finally:
+        handle.remove()
+
+
+class FullKL:
+    """Computes the KL of each token inside the policy's own forward, where ZeRO-3 has gathered its head.
+
+    The policy's forward is wrapped once. A forward inside `against` leaves the result in `tokens`; any other is unchanged.
+    """
+
+    def __init__(self, policy: PreTrainedModel, temperature: float) -> None:
+        config = policy.config.get_text_config()
+        for key, idle in _LOGIT_TRANSFORMS.items():
+            if getattr(config, key, None) not in (None, idle):
+                raise ValueError(f"`kl_estimator: full` does not support models with `{key}`: use `sampled`")
+        self.tokens: Tensor | None = None
+        self._temperature = temperature
+        self._task: tuple[Projection, Tensor] | None = None
+        self._wrap(policy)
+
+    @contextmanager
+    def against(self, reference: Projection, mask: Tensor) -> Iterator[None]:
+        """Let the one forward of the policy inside the `with` compute the KL at the tokens of `mask`, (B, T)."""
+        self.tokens, self._task = None, (reference, mask)
+        try:
+            yield
+        finally:
+            self._task = None
+
+    def _wrap(self, policy: PreTrainedModel) -> None:
+        forward = policy.forward
+
+        @functools.wraps(forward)  # generation checks its arguments against the signature
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self._task is None:
+                return forward(*args, **kwargs)
+            if self.tokens is not None:
+                raise RuntimeError("`kl_estimator: full` needs a micro-batch to be one forward of the policy")
+            reference, mask = self._task
+            with last_hidden_states(policy) as states:
+                outputs = forward(*args, **kwargs)
+            ours = Projection.of(policy, states[0], mask.shape[1])
+            self.tokens = token_kl(ours, reference, mask, self._temperature)
+            return outputs
+
+        policy.forward = wrapped

@@ -1,0 +1,583 @@
+r"""Multiple choice: which one choice a completion names, by its letter or by its text, against the gold's.
+
+An answer is read by a small grammar, not searched for a letter: it is a letter, a choice's text, or both in agreement,
+perhaps after a phrase that introduces it ("the correct option is", "I think it's") and before a reason ("because ...")
+or a claim ("is correct"). Whatever the grammar does not cover names no choice, so that "A cat", "I don't know", "A or B"
+and "not B" earn nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+import unicodedata
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from numbers import Real
+from typing import Any, ClassVar
+
+from grpo_rewards.completions import needed_column
+from grpo_rewards.golds import AgainstGold, Judgement
+
+# An answer longer than the longest choice by more than this names none.
+_MAX_EXTRA_CHARS = 1000
+# A completion that claims more often than this is judged by its last claims.
+_MAX_CLAIMS = 20
+
+_LABEL = re.compile(r"[A-Za-z0-9]{1,3}")
+_LABELLED = re.compile(r"\s*\(?([A-Za-z])(?:\)|[.:](?=\s))\s*(\S.*)", re.DOTALL)
+
+_FOLDED = {**dict.fromkeys("−‐‑–—﹣―", "-"), **dict.fromkeys("‘’‚‛", "'"), **dict.fromkeys("“”„«»", '"'),
+           "。": ".", "、": ",", "\n": " ", "\t": " ", "\r": " "}  # fmt: skip
+_LATEX_COMMAND = re.compile(
+    r"\\(?:text\w*|math(?:rm|bf|it|sf|tt)|mbox|[bf]?boxed|fbox|underline|emph|operatorname)\s*\{([^{}]*)\}"
+)
+_LATEX_SPACE = re.compile(r"\\[()\[\],;:! ]|\\quad\b|\\left\b|\\right\b|(?<=[\w).}])~(?=\S)")
+_PAIRED = (
+    re.compile(r"(?<![\w*])(\*{1,3})(?=[^\s*])([^*]*)\1(?![\w*])"),
+    re.compile(r"(?<!\w)(_{1,2})(?=[^\s_])([^_]*)\1(?!\w)"),
+    re.compile(r"(`+)([^`]*)\1"),
+    re.compile(r'(")([^"]*)"'),
+    re.compile(r"(?<!\w)(')([^']*)'(?!\w)"),
+    re.compile(r"(\${1,2})([^$]*)\1"),
+)
+# What a claim cut out of "**Answer: B**" keeps. Not between letters, where it is a power.
+_HALF_A_PAIR = re.compile(r"(?<![^\W_])(?:\*\*+|__+)|(?:\*\*+|__+)(?![^\W_])")
+_AROUND_SYMBOL = re.compile(r"\s*([^\w\s])\s*")
+_ARTICLE = re.compile(r"(?:the|an?) (?=\S)")
+_END_OF_WORDS = re.compile(r"(?<=[^\W\d_])[!?]+\Z")
+
+
+@lru_cache(maxsize=4096)
+def _plain_character(character: str) -> str:
+    """Fold what only looks like ASCII: full-width, circled and bold letters, spaces, dashes, quotes, invisible ones."""
+    if character in _FOLDED:
+        return _FOLDED[character]
+    if character.isascii():
+        return character
+    category = unicodedata.category(character)
+    if category in ("Cf", "Zs"):
+        return " " if category == "Zs" else ""
+    if category == "Nd":
+        return str(unicodedata.decimal(character))
+    plain = unicodedata.normalize("NFKC", character)
+    return plain if plain.isascii() and category[0] in "LPS" else character
+
+
+def _cleaned(text: str) -> str:
+    """Return an answer or a choice's text without LaTeX, Markdown, quotes and runs of white space."""
+    text = "".join(map(_plain_character, unicodedata.normalize("NFC", text)))
+    if "\\" in text:
+        for _ in range(4):  # nested once or twice: \boxed{\textbf{(B)}}
+            text = _LATEX_COMMAND.sub(r"\1", text)
+        text = _LATEX_SPACE.sub(" ", text).replace("\\%", "%").replace("\\$", "$")
+    for pair in _PAIRED:
+        text = pair.sub(r"\2", text)
+    return " ".join(_HALF_A_PAIR.sub("", text).split())
+
+
+def _key(cleaned: str) -> str:
+    """Return what two spellings of one text share: no case, leading article, final period or spaces around symbols."""
+    key = _ARTICLE.sub("", cleaned.casefold(), count=1) if _ARTICLE.match(cleaned.casefold()) else cleaned.casefold()
+    key = _END_OF_WORDS.sub("", key.rstrip(" .,;:"))
+    if key[:1] + key[-1:] in ("()", "[]", "''") and len(key) > 2 and not re.search(r"[()\[\]',]", key[1:-1]):
+        key = key[1:-1]
+    return _AROUND_SYMBOL.sub(r"\1", key).strip() or cleaned.casefold()
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The choices of one question. `texts` is () where only letters are known. Built by `read_choices`."""
+
+    labels: tuple[str, ...]
+    texts: tuple[str, ...]
+    by_label: Mapping[str, str]
+    by_text: Mapping[str, str | None]  # as written (cleaned) -> label, None if two choices have that text
+    by_key: Mapping[str, str | None]
+    keys: tuple[tuple[str, str], ...]  # (key, label), longest key first
+    head: re.Pattern[str]
+    label: re.Pattern[str]
+    max_chars: int
+
+
+@lru_cache(maxsize=1024)
+def _choices(labels: tuple[str, ...], texts: tuple[str, ...]) -> Choices | None:
+    by_label = {label.casefold(): label for label in labels}
+    if len(by_label) != len(labels):
+        return None
+    by_text: dict[str, str | None] = {}
+    by_key: dict[str, str | None] = {}
+    for label, text in zip(labels, texts, strict=False):
+        cleaned = _cleaned(text)
+        for table, entry in ((by_text, cleaned), (by_key, _key(cleaned))):
+            # A text that reads as a letter ("A" among the letters of a word) is never taken for the text.
+            if entry and entry.casefold() not in by_label:
+                table[entry] = None if entry in table else label
+    keys = sorted(((key, label) for key, label in by_key.items() if label), key=lambda item: -len(item[0]))
+    either = "|".join(sorted(map(re.escape, labels), key=len, reverse=True))
+    head = re.compile(
+        rf"""(?P<word>(?:the\ )?(?:option|choice|answer|letter|alternative|statement)\ )?
+        (?P<open>[(\[{{<]*)\ ?(?P<label>{either})
+        (?P<close>(?:\ ?[)\]}}>.:,;!]|\ -)*) (?: (?=\s|\Z) | (?<=[)\]:.])(?=[^\W\d]) )""",
+        re.VERBOSE | re.IGNORECASE,
+    )
+    label_in_text = re.compile(rf"(?<![\w'-])([(\[]?)({either})([)\]]?)(?![\w'-])(?=(\ [a-z]+)?)", re.IGNORECASE)
+    longest = max(map(len, texts), default=0)
+    return Choices(
+        labels, texts, by_label, by_text, by_key, tuple(keys), head, label_in_text, longest + _MAX_EXTRA_CHARS
+    )
+
+
+_LETTERS_ALONE = tuple(string.ascii_uppercase)
+
+
+def read_choices(value: Any) -> Choices | None:
+    """Return the choices of a row, or None if they can't be read.
+
+    Args:
+        value: a list of texts, whose letters are A, B, C, ... unless the texts bring them ("B) Paris", "A) Rome"); a
+            mapping of letters to texts, in which None stands for no such choice; the mapping `{"text": [...],
+            "label": [...]}` of ARC; or None for letters alone. A letter may be a number.
+    """
+    if value is None:
+        return _choices(_LETTERS_ALONE, ())
+    pairs = _label_and_text(value)
+    if not pairs or not all(isinstance(label, str) and _LABEL.fullmatch(label) for label, _ in pairs):
+        return None
+    if not all(isinstance(text, (str, Real)) for _, text in pairs):
+        return None
+    return _choices(tuple(label for label, _ in pairs), tuple(str(text) for _, text in pairs))
+
+
+def _label_and_text(value: Any) -> list[tuple[Any, Any]]:
+    value = _listed(value)
+    if isinstance(value, Mapping):
+        if set(value) == {"text", "label"}:
+            texts, labels = _listed(value["text"]), _listed(value["label"])
+            same = isinstance(texts, Sequence) and isinstance(labels, Sequence) and len(texts) == len(labels)
+            return list(zip(labels, texts, strict=True)) if same else []
+        return [(label, text) for label, text in value.items() if text is not None]
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > len(_LETTERS_ALONE):
+        return []
+    own = [_LABELLED.fullmatch(text) if isinstance(text, str) else None for text in value]
+    labelled = [(match[1], match[2]) for match in own if match]
+    # All of the first letters, so that names with initials ("I. Newton", "M. Curie") stay names.
+    if sorted(label.upper() for label, _ in labelled) == list(_LETTERS_ALONE[: len(value)]):
+        return labelled
+    return list(zip(_LETTERS_ALONE, value, strict=False))
+
+
+def _listed(value: Any) -> Any:
+    """Return an array of numpy or pyarrow as the list that it stands for."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def read_gold(gold: Any, choices: Choices, form: str = "auto") -> str | None:
+    """Return the letter of the right choice, or None if the gold can't be read.
+
+    Args:
+        gold: the letter, the choice's text, or its position from 0 (a number, or digits that are neither a letter nor
+            a text here).
+        choices: what it chooses from.
+        form: "letter", "text" or "index" where a gold could be read as either; "auto" tries them in that order.
+    """
+    gold = _listed(gold)
+    if isinstance(gold, Real) and not isinstance(gold, bool) and form in ("auto", "index"):
+        return _at(gold, choices)
+    if not isinstance(gold, str) or not gold.strip() or len(gold) > choices.max_chars:
+        return None
+    cleaned = _cleaned(gold)
+    if form in ("auto", "letter") and (label := _bare_label(cleaned, choices)):
+        return label
+    if form in ("auto", "text") and (label := _of_text(cleaned, choices)):
+        return label
+    if form in ("auto", "index") and cleaned.isdecimal() and len(cleaned) < 4:
+        return _at(int(cleaned), choices)
+    return named_choice(gold, choices) if form == "auto" else None
+
+
+def _of_text(cleaned: str, choices: Choices) -> str | None:
+    """Return the letter of the one choice with this text, even where the text looks like another's letter."""
+    texts = [_cleaned(text) for text in choices.texts]
+    for same in (cleaned.__eq__, lambda text: _key(text) == _key(cleaned)):
+        labels = [label for label, text in zip(choices.labels, texts, strict=False) if same(text)]
+        if labels:
+            return labels[0] if len(labels) == 1 else None
+    return None
+
+
+def _at(index: Any, choices: Choices) -> str | None:
+    is_position = 0 <= index < len(choices.labels) and index == int(index)
+    return choices.labels[int(index)] if is_position else None
+
+
+def _bare_label(cleaned: str, choices: Choices) -> str | None:
+    return choices.by_label.get(cleaned.casefold().strip("()[]{}<>.,:;! "))
+
+
+def _by_text(cleaned: str, choices: Choices) -> str | None:
+    if cleaned in choices.by_text:
+        return choices.by_text[cleaned]
+    return choices.by_key.get(_key(cleaned))
+
+
+_INTRODUCTION = re.compile(
+    r"""(?: (?:so|thus|hence|therefore|then|ok|okay|well|finally|clearly|in\ conclusion|overall) \b,?\ )*
+    (?: (?:choose|pick|select|let's\ go\ with)\ )?
+    (?: (?:i|we)(?:'m|'re|\ am|\ are)\ (?:confident|sure|certain)\ (?:that\ )? )?
+    (?: (?:i|we)(?:\ would|\ will|\ can|'d|'ll)?[ ]
+        (?:think|believe|choose|chose|pick|picked|select|selected|conclude|say|go\ with|am\ going\ with|answer) \ (?:that\ )?
+      | my\ (?:final\ )?(?:answer|choice)\ (?:is|:)\ )?
+    (?: (?:it|this|that)(?:\ is|'s|\ must\ be|\ has\ to\ be|\ should\ be)\ )?
+    (?: (?:the\ )? (?:(?:correct|right|best|final|most\ likely|most\ appropriate|only\ correct)\ )*
+        (?:answer|option|choice|letter|alternative|response|solution|statement)
+        \ ?(?:is|'s|was|would\ be|must\ be|should\ be|has\ to\ be|:|=|-)\ ?:?\ ? )?
+    (?: (?:clearly|therefore|thus|hence|indeed|definitely|certainly|simply|obviously)\b,?\ )?
+    (?:only\ )? :?\ ?""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_ASKS_FOR_LETTER = re.compile(r"answer|option|choice|letter|alternative", re.IGNORECASE)
+_REASON = re.compile(r"(?<!\w)(?:because|since|due to|given that|as it is|which is why)(?!\w)", re.IGNORECASE)
+_IS_RIGHT = re.compile(
+    r"""(?:is|was|seems|seems\ to\ be|must\ be|would\ be|has\ to\ be)\ (?:clearly|definitely|indeed|therefore|thus)?\ ?(?:the\ )?
+    (?:most\ |most\ likely\ )?
+    (?: (?:correct|right|best|true|appropriate|proper|final)\b (?:\ (?:answer|option|choice|one|letter)\b)?
+      | (?:answer|choice)\b )""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_CONTRAST = re.compile(r"(?:and )?(?:not|rather than|instead of|over|as opposed to) ", re.IGNORECASE)
+_BUT = re.compile(r"not (?P<others>.{1,300}?),? but (?:rather |instead )?(?P<rest>.+)", re.IGNORECASE)
+# In a key, what ends a choice's text: "5!" and "5/2" are not 5.
+_AFTER_TEXT = ("", " ", ",", ".", ";", ":", "(", ")", "[", "]")
+_KEYWORD = re.compile(
+    r"(?:(?:which|that) is |i\.?e\.?,? |namely,? )?(?:(?:the )?(?:option|choice|answer|letter|alternative) )?",
+    re.IGNORECASE,
+)
+_SEPARATOR = re.compile(r"(?:,|\bor\b|\bnor\b|\band\b|\s)+", re.IGNORECASE)
+# Beside a letter, these make of it an alternative, a negation, a guess or a question.
+_DOUBT = re.compile(
+    r"""(?<!\w)(?:or|nor|either|neither|not|cannot|\w{2,8}n't|never|isnt|wrong|incorrect|false|except|unless|if|no|nope|wait|maybe|perhaps
+    |probably|possibly|unsure|versus|vs)(?!\w) | \?""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_CORRECTION = re.compile(
+    r"""\W*(?:or|and|no|nope|wait|actually|maybe|perhaps|alternatively|also|hmm|sorry|correction|but|however|oops|rather
+    |i\ mean|i\ meant|make\ that|scratch\ that)(?!\w)""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_RETRACTION = re.compile(
+    r"\W*(?:that|this|it|which)(?: is|'s| was) (?:wrong|incorrect|false|not (?:right|correct))\b", re.IGNORECASE
+)
+# After "A" or "I" these leave it a letter; before any other word it is an article or a pronoun.
+_AFTER_LETTER = frozenset({"is", "isn", "seems", "must", "was", "are", "or", "and", "nor", "to", "through", "but", "not",
+                           "with", "because", "since", "than", "rather", "instead", "over", "vs", "versus"})  # fmt: skip
+
+
+def named_choice(answer: str, choices: Choices) -> str | None:
+    """Return the letter of the one choice that an answer names, or None if it names none, or more than one."""
+    if len(answer) > choices.max_chars:
+        return None
+    first, _, below = answer.strip().partition("\n")
+    label = _parsed(_cleaned(first), choices) if below else None
+    if label and _agrees(_cleaned(below), label, True, choices):
+        return label
+    cleaned = _cleaned(answer)
+    if label := _parsed(cleaned, choices):
+        return label
+    end = _end_of(_INTRODUCTION, cleaned)
+    introduction, rest = cleaned[:end], cleaned[end:]
+    if not end or (rest in ("a", "i") and not _ASKS_FOR_LETTER.search(introduction)):
+        return None  # "It is a", cut off
+    return _parsed(rest, choices)
+
+
+def _end_of(pattern: re.Pattern[str], text: str) -> int:
+    match = pattern.match(text)
+    return match.end() if match else 0
+
+
+def _parsed(text: str, choices: Choices) -> str | None:
+    """Parse "B", "Paris", "B) Paris", "Paris (B)", "B, not C", "not C but B", each perhaps with a reason after it."""
+    if label := _bare_label(text, choices) or _by_text(text, choices):
+        return label
+    if (but := _BUT.fullmatch(text)) and not _BUT.match(but["rest"]):
+        named = _parsed(but["rest"], choices)
+        return named if named and _names_only_others(but["others"], named, choices) else None
+    head = choices.head.match(text)
+    if head and not _is_word(head, text):
+        label = choices.by_label[head["label"].casefold()]
+        sure = bool(head["word"] or head["open"] or head["close"])
+        if head["close"].endswith(".") and text[head.end() : head.end() + 1].isalpha():  # "A.Paris", but "A.M."
+            return label if _by_text(text[head.end() :], choices) == label else None
+        return label if _agrees(text[head.end() :].strip(), label, sure, choices) else None
+    key = _key(text)
+    for known, label in choices.keys:
+        if key.startswith(known) and key[len(known) : len(known) + 1] in _AFTER_TEXT:
+            return label if _agrees(_after_text(text, known), label, False, choices) else None
+    return None
+
+
+def _is_word(head: re.Match[str], text: str) -> bool:
+    """Whether "A" or "I" is the word: before another word, without any punctuation."""
+    if head["label"].upper() not in ("A", "I") or head["word"] or head["open"] or head["close"].strip():
+        return False
+    following = text[head.end() :].split(maxsplit=1)
+    return bool(following) and following[0][0].isalpha() and following[0].strip(".,").casefold() not in _AFTER_LETTER
+
+
+def _after_text(text: str, known: str) -> str:
+    """Return what follows in `text` after the words whose key is `known`."""
+    wanted = len(known.replace(" ", ""))
+    text = text[_end_of(_ARTICLE, text.casefold()) :]
+    seen = 0
+    for position, character in enumerate(text):
+        if seen >= wanted:
+            return text[position:].strip()
+        seen += len(character.casefold()) * (not character.isspace())
+    return ""
+
+
+def _agrees(rest: str, label: str, sure: bool, choices: Choices) -> bool:
+    """Whether what follows a choice leaves it the one that is named.
+
+    Args:
+        rest: the text after its letter or its text.
+        label: the choice.
+        sure: whether any other remark may follow, as after "B." or "B)", as long as it names no other choice.
+        choices: all of them.
+    """
+    while True:
+        rest = rest.strip(" .,;:!=-\u2705\u2713\u2714")
+        inner = rest[1:-1] if rest[:1] + rest[-1:] in ("()", "[]") else rest
+        inner = inner[_end_of(_KEYWORD, inner) :]
+        if not inner:
+            return True
+        if named := _bare_label(inner, choices) or _by_text(inner, choices):
+            return named == label
+        if _REASON.match(rest):
+            return True
+        if contrast := _CONTRAST.match(rest):
+            return _names_only_others(rest[contrast.end() :], label, choices)
+        if end := _end_of(_IS_RIGHT, rest):
+            rest, sure = rest[end:], True
+            continue
+        opened = rest.lstrip("([")
+        key = _key(opened)
+        own = next((known for known, owner in choices.keys if owner == label and key.startswith(known)), None)
+        if own and key[len(own) : len(own) + 1] in _AFTER_TEXT:
+            rest, sure = _after_text(opened, own).lstrip(")]"), True
+            continue
+        if reason := _REASON.search(rest):
+            rest = rest[: reason.start()]
+            continue
+        return sure and not _DOUBT.search(rest) and not _mentioned(rest, choices) - {label}
+
+
+def _names_only_others(text: str, label: str, choices: Choices) -> bool:
+    """Whether a text is a list of other choices' letters and texts, and nothing else."""
+    if (named := _bare_label(text, choices) or _by_text(text, choices)) is not None:
+        return named != label
+    names = [_bare_label(item, choices) or _by_text(item, choices) for item in _SEPARATOR.split(text) if item]
+    return bool(names) and all(name is not None and name != label for name in names)
+
+
+def _mentioned(text: str, choices: Choices) -> set[str]:
+    """Return the choices that a cleaned text mentions at all, by a letter that is no word or by the whole text."""
+    found = set()
+    for left, letter, right, following in choices.label.findall(text):
+        is_word = letter.upper() in ("A", "I") and following.strip() and following.strip() not in _AFTER_LETTER
+        if left or right or not (is_word or letter in ("a", "i")):
+            found.add(choices.by_label[letter.casefold()])
+    key = _key(text)
+    for known, label in choices.keys:
+        position = key.find(known)
+        while position >= 0:
+            end = position + len(known)
+            if not key[position - 1 : position].isalnum() and not key[end : end + 1].isalnum():
+                found.add(label)
+                key = key[:position] + "\x00" + key[end:]  # so that a shorter text is not found within
+                break
+            position = key.find(known, end)
+    return found
+
+
+# Where a claim starts: "the answer is", "**Answer:**", "### Final answer", "I choose"; or its end: "... is correct".
+_CLAIM = re.compile(
+    r"""\b(?:answer|solution  # alone, but "the first option is A" only lists it
+        |(?:correct|right|best|final|my|chosen|selected|appropriate|suitable|accurate|likely)
+         \ (?:option|choice|letter|alternative|statement)
+        )\b[*_"']{0,3}
+        (?:\ (?:to|for)\ (?:the|this|that)\ (?:question|problem)|\ here|,\ then,|\ I\ (?:choose|chose))?[ \t]{0,3}
+        (?: (?:is|'s|was|would\ be|must\ be|should\ be|has\ to\ be)\b [*_]{0,3}\s{0,3}[:=\uff1a]? | [:=\uff1a] | (?=\n) )
+      | \u7b54\u6848 (?:\u662f|\u4e3a|\u70ba)? [:\uff1a]?  # Chinese: "the answer is"
+      | \bans\ ?[:=] | \blet's\ go\ with\b
+      | \bI(?:\ will|\ would|'ll|'d)?\ (?:choose|pick|select|go\ with)\b
+      | (?P<right>\b(?:is|must\ be|seems\ to\ be)\ (?:the\ )?(?:most\ )?(?:correct|right|best|likely\ answer)\b
+        | \bis\ the\ answer\b)""",
+    re.VERBOSE | re.IGNORECASE,
+)
+# Before "the answer is", in the same clause, these leave it unclaimed: "I doubt that", "One might say that".
+_UNCLAIMED = re.compile(
+    r"""(?<!\w)(?:not|\w{2,8}n't|cannot|never|doubt|deny|false|wrong|untrue|nobody|no\ one|might|may|could|if|unless|whether
+    |(?:some|many|people|they|others)\ (?:would\ )?(?:say|think|argue|claim|believe))(?!\w)[^.!?;:,\n]*\Z""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_CLAUSE_START = re.compile(r"[.!?,](?=\s)|[;:\n]")
+_SENTENCE_END = re.compile(r"[.!?](?=\s|\Z)")
+_CLAUSE_CHARS = 200
+
+
+def _claimed(text: str, choices: Choices) -> tuple[bool, str | None]:
+    """Return (whether a sentence claims an answer, the one choice that the last such sentence names)."""
+    claims = deque(_CLAIM.finditer(text), maxlen=_MAX_CLAIMS)
+    end = len(text)
+    for claim in reversed(claims):
+        if claim["right"]:
+            if label := _claimed_before(text, claim, choices):
+                return True, label
+        elif not _UNCLAIMED.search(text[max(0, claim.start() - _CLAUSE_CHARS) : claim.start()]):
+            claimed, label = _claimed_after(text[claim.end() : min(end, claim.end() + choices.max_chars)], choices)
+            if claimed:
+                return True, label
+        end = claim.start()
+    return False, None
+
+
+def _claimed_before(text: str, claim: re.Match[str], choices: Choices) -> str | None:
+    """Read "(B) Paris is the correct answer because ..." from the start of its clause to the end of its line."""
+    start = max(0, claim.start() - _CLAUSE_CHARS)
+    before = text[start : claim.start()]
+    after = text[claim.start() : claim.end() + _CLAUSE_CHARS].partition("\n")[0]
+    sentence_end = _SENTENCE_END.search(after)
+    after = after[: sentence_end.end()] if sentence_end else after
+    starts = [match.end() for match in _CLAUSE_START.finditer(before)]
+    # "B. Paris is" has no clause that starts after "B.", so the last few starts are tried, the longest clause first.
+    for offset in ([0] if start == 0 else []) + starts[-3:]:
+        if label := named_choice(before[offset:] + after, choices):
+            return label
+    return None
+
+
+def _claimed_after(segment: str, choices: Choices) -> tuple[bool, str | None]:
+    """Read the first line of what follows "the answer is", and check that the rest does not take it back."""
+    segment = segment.lstrip(" \t\r\n*_:=,")
+    line, _, below = segment.partition("\n")
+    if not line:
+        return False, None
+    cleaned = _cleaned(line)
+    ends = [match.end() for match in _SENTENCE_END.finditer(cleaned)][:4]
+    for end in [*ends, len(cleaned)]:
+        sentence, following = cleaned[:end], f"{cleaned[end:]}\n{below}"
+        if (label := named_choice(sentence, choices)) is None:
+            continue
+        return True, None if _taken_back(following, label, choices) else label
+    return bool(_mentioned(cleaned, choices)), None
+
+
+def _taken_back(following: str, label: str, choices: Choices) -> bool:
+    """Whether the next sentence is another choice's text ("B. London"), or a correction that names another choice."""
+    following = following.strip()
+    next_sentence = _cleaned(_SENTENCE_END.split(following.partition("\n")[0], maxsplit=1)[0])
+    text_of = _by_text(next_sentence, choices)
+    if text_of is not None and text_of != label:
+        return True
+    if _RETRACTION.match(following):
+        return True
+    return bool(_CORRECTION.match(following) and _mentioned(_cleaned(following), choices) - {label})
+
+
+@dataclass(frozen=True)
+class ChoiceCorrectness(AgainstGold):
+    r"""Whether a completion names the right choice of a multiple-choice question, by its letter or by its text.
+
+    | the completion | pay |
+    |---|---|
+    | names the gold's choice and no other: `B`, `(b)`, `B) Paris`, `Paris`, `The answer is B.`, `\boxed{\text{B}}` | 1 (`pay`) |
+    | names another choice, several, a letter and a text that disagree, or none | 0 (`pay_wrong`) |
+    | the gold or the choices can't be read | None |
+
+    The columns may differ from row to row, as when letters are shuffled.
+
+    Args:
+        extract: where the answer stands, as in `answers.extract_answer`, or `whole`: all that is outside the thinking.
+            `auto` is the first of an answer tag, a `####` line that names a choice, a box, a sentence that claims one,
+            and the whole; a line `A: ...` counts as an answer with `a_line` only, since it may well list choice A.
+        pay: for the right choice.
+        pay_wrong: for anything else.
+        tags: the reasoning and the answer tag.
+        prefilled: the reasoning tag, if the prompt already opens it.
+        gold_column: the dataset column with the gold: the letter, the text, or the position from 0.
+        choices_column: the dataset column with the choices, as `read_choices` takes them; without it in the batch, or
+            null, the letters A to Z count alone.
+        gold_form: "letter", "text" or "index" where golds could be read as either; see `read_gold`.
+        prefix: put before the logged columns `extracted`, `gold` and `verdict`, where two rewards log them.
+        name: the reward's name in logs.
+    """
+
+    gold_forms: ClassVar[str] = (
+        "a gold is a letter, a choice's text or its position from 0, and the choices are in `choices_column`"
+    )
+
+    extract: str = "auto"
+    choices_column: str | None = "choices"
+    gold_form: str = "auto"
+    name: str = "choice_correctness"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gold_form not in ("auto", "letter", "text", "index"):
+            raise ValueError(f"gold_form must be auto, letter, text or index, not {self.gold_form!r}")
+
+    @property
+    def columns_read(self) -> tuple[str, ...]:
+        """The dataset columns that the reward needs; the default `choices` may be missing."""
+        if self.choices_column is None or self.choices_column == "choices":
+            return super().columns_read
+        return *super().columns_read, self.choices_column
+
+    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any]) -> list[Judgement]:
+        golds = needed_column(self, "gold_column", columns, texts)
+        given: Sequence[Any] = [None] * len(texts)
+        if self.choices_column is not None and (self.choices_column != "choices" or "choices" in columns):
+            given = needed_column(self, "choices_column", columns, texts)
+        rows = zip(texts, self._questions(golds, given), strict=True)
+        return [self._judgement(text, choices, gold) for text, (choices, gold) in rows]
+
+    def _questions(self, golds: Sequence[Any], given: Sequence[Any]) -> Iterator[tuple[Choices | None, str | None]]:
+        letters_alone = self.choices_column is None or all(choices is None for choices in given)
+        for gold, value in zip(golds, given, strict=True):
+            choices = None if value is None and not letters_alone else read_choices(value)
+            yield choices, None if choices is None else read_gold(gold, choices, self.gold_form)
+
+    def _judgement(self, text: str, choices: Choices | None, gold: str | None) -> Judgement:
+        if choices is None or gold is None:
+            return Judgement(None, None, "no gold", None)
+        found, label = self._named(text, choices)
+        verdict = "right" if label == gold else "wrong" if label else "unclear" if found else "missing"
+        return Judgement(label, gold, verdict, float(label == gold))
+
+    def _named(self, text: str, choices: Choices) -> tuple[bool, str | None]:
+        """Return (whether there is an answer, the choice that it names)."""
+        if self.extract == "sentence":
+            return _claimed(self._outside(text), choices)
+        if self.extract != "auto":
+            answer = self._answer(text, self.extract)
+            return answer is not None, named_choice(answer, choices) if answer else None
+        outside = self._outside(text)
+        if f"<{self.tags[1]}>" in outside:
+            answer = self._answer(text, "answer_tag")
+            return answer is not None, named_choice(answer, choices) if answer else None
+        hashes = self._answer(text, "hashes")
+        if hashes and (label := named_choice(hashes, choices)):
+            return True, label
+        if boxed := self._answer(text, "boxed"):
+            return True, named_choice(boxed, choices)
+        claimed, label = _claimed(outside, choices)
+        if claimed:
+            return True, label
+        return bool(outside.strip()), named_choice(outside.strip(), choices)
+
+
+choice_correctness = ChoiceCorrectness()

@@ -1,0 +1,135 @@
+"""A penalty on text that repeats itself: the share of n-grams that stood there before."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from grpo_rewards.completions import Kind, check_rows, completion_text
+from grpo_rewards.format_tags import checked_number
+
+# Scripts written without spaces, and emoji: each character is a word.
+_ALONE = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2600-\u27bf\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
+    "\U0001f000-\U0001faff\U00020000-\U0003ffff"
+)
+_MARKS = r"(?<!\S)(?:[^\w\s]|_)+(?!\S)|(?:[^\w\s]|_){8,}"
+_ASCII_WORD = re.compile(rf"[a-z0-9]+|{_MARKS}", re.ASCII)
+_WORD = re.compile(rf"[{_ALONE}]|(?:(?![{_ALONE}])[^\W_])+|{_MARKS}")
+# Soft hyphen, zero-width characters, joiners and direction marks.
+_INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff\ufe00-\ufe0f]")
+# No word is longer; a longer run is cut up, so that a loop without spaces ("hahaha...") repeats too.
+_MAX_WORD_CHARS = 24
+_MAX_MARK_CHARS = 7
+_PIECE_CHARS = 4
+_MAX_NGRAM = 100
+
+
+def words(text: str) -> list[str]:
+    """Return the words that n-grams are made of, in order.
+
+    Case, invisible characters and the punctuation around words do not count. A character of Chinese, Japanese or Thai,
+    and an emoji, is a word; so is a mark that stands alone ("- - -"). Runs of more than 24 characters, and of 8 marks,
+    count as words of 4.
+    """
+    text = text.casefold()
+    found = _ASCII_WORD.findall(text) if text.isascii() else _WORD.findall(_INVISIBLE.sub("", text))
+    if max(map(len, found), default=0) <= _MAX_MARK_CHARS:
+        return found
+    return [piece for word in found for piece in _pieces(word)]
+
+
+def _pieces(word: str) -> Sequence[str]:
+    if len(word) <= _MAX_MARK_CHARS or (len(word) <= _MAX_WORD_CHARS and word[0].isalnum()):
+        return (word,)
+    return [word[start : start + _PIECE_CHARS] for start in range(0, len(word), _PIECE_CHARS)]
+
+
+def repeated_share(units: Sequence[Any], ngram: int) -> float | None:
+    """Return the share of n-grams that occurred before, in [0, 1), or None if there are fewer than `ngram` units."""
+    total = len(units) - ngram + 1
+    if total < 1:
+        return None
+    different = set(zip(*(units[start : start + total] for start in range(ngram)), strict=True))
+    return 1 - len(different) / total
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """A penalty that grows with the share of n-grams that the completion has said before.
+
+    | the completion | pay |
+    |---|---|
+    | repeats no n-gram | 0 (`pay`) |
+    | repeats a share s of its n-grams | `pay + s * (pay_repeated - pay)`, from `pay` towards -1 (`pay_repeated`) |
+    | has no n-gram: fewer than `ngram` words | 0 |
+
+    The penalty of TRL's `get_repetition_penalty_reward` (and open-r1's) on words that evasion does not change: case,
+    punctuation, invisible characters and missing spaces. With `unit: tokens` it is TRL's own. The thinking counts.
+
+    Args:
+        ngram: words in an n-gram, 1 to 100.
+        pay: without any repetition; `pay: 1, pay_repeated: 0` pays for variety instead of fining its absence.
+        pay_repeated: what a completion of nothing but repetition approaches; less than `pay`.
+        unit: "words", or "tokens", for which the trainer hands over `completion_ids`.
+        name: the reward's name in logs.
+    """
+
+    kind: ClassVar[Kind] = "other"
+
+    ngram: int = 3
+    pay: float = 0.0
+    pay_repeated: float = -1.0
+    unit: str = "words"
+    name: str = "repetition"
+
+    def __post_init__(self) -> None:
+        if type(self.ngram) is not int or not 1 <= self.ngram <= _MAX_NGRAM:
+            raise ValueError(f"ngram must be a whole number from 1 to {_MAX_NGRAM}, not {self.ngram!r}")
+        for key in ("pay", "pay_repeated"):
+            object.__setattr__(self, key, checked_number(getattr(self, key), key))
+        if self.pay_repeated >= self.pay:
+            raise ValueError(f"pay_repeated must be less than pay, {self.pay:g}, not {self.pay_repeated:g}")
+        if self.unit not in ("words", "tokens"):
+            raise ValueError(f"unit must be words or tokens, not {self.unit!r}")
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    @property
+    def highest_pay(self) -> float:
+        """The most that a completion can earn."""
+        return max(self.pay, 0.0)
+
+    def __call__(
+        self,
+        prompts: Any = None,
+        completions: Sequence[Any] = (),
+        *,
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        """Score each completion by itself. Takes either of TRL's shapes and ignores every other column.
+
+        Raises:
+            ValueError: tokens are asked for, and the call has no `completion_ids`, or not one row per completion.
+        """
+        check_rows(self.name, completions=completions)
+        if self.unit == "words":
+            units: list[Sequence[Any]] = [words(completion_text(completion)) for completion in completions]
+        elif completion_ids is None:
+            raise ValueError(f"reward `{self.name}` needs the trainer's completion_ids: set its kwarg unit to words")
+        else:
+            check_rows(self.name, completions=completions, completion_ids=completion_ids)
+            units = list(completion_ids)
+        shares = [repeated_share(row, self.ngram) for row in units]
+        if log_metric is not None and shares:
+            log_metric(f"rewards/{self.name}/repeated", sum(share or 0.0 for share in shares) / len(shares))
+        return [0.0 if share is None else self.pay + share * (self.pay_repeated - self.pay) for share in shares]
+
+
+repetition = Repetition()

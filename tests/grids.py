@@ -1,0 +1,31 @@
+"""Grids of parameters of which a covering set is quick and the rest slow."""
+
+from collections.abc import Iterable
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+from _pytest.mark.structures import ParameterSet
+
+
+def covering(*axes: Iterable[Any], strength: int = 1) -> list[ParameterSet]:
+    """Every combination of the axes' values, as parameters; those outside a covering set are marked slow.
+
+    In the covering set every value occurs (with strength 2: every pair of values), chosen greedily, so it is always the
+    same one.
+    """
+    values = [list(axis) for axis in axes]
+    cells = list(product(*(range(len(axis)) for axis in values)))
+    covers = {cell: set(combinations(enumerate(cell), strength)) for cell in cells}
+    missing, quick = set().union(*covers.values()), set()
+    while missing:
+        best = max(cells, key=lambda cell: len(covers[cell] & missing))
+        quick.add(best)
+        missing -= covers[best]
+    return [
+        pytest.param(
+            *(axis[index] for axis, index in zip(values, cell, strict=True)),
+            marks=() if cell in quick else pytest.mark.slow,
+        )
+        for cell in cells
+    ]

@@ -1,0 +1,95 @@
+"""Every recipe trains two steps on tiny stand-ins: model, data and the devices' layout replaced, nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_recipes import train
+
+ROOT = Path(__file__).resolve().parents[3]
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml"))
+
+
+def triples(folder: Path) -> Path:
+    path = folder / "scored.jsonl"
+    rows = ({"prompt": f"{n} + 1 = ?", "response": f" {n + 1}", "reward": n % 3} for n in range(64))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def stand_ins(recipe: Path, model: Path, gsm8k: Path, folder: Path) -> list[str]:
+    """The command line that replaces what a CPU and an empty cache don't have."""
+    raw = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    data = {
+        "gsm8k": f"--dataset.path={gsm8k}",
+        "rlaif": f"--dataset.path={ROOT / 'tests' / 'data' / 'rlaif.jsonl'}",
+        "scored": f"--dataset.path={triples(folder)}",
+        "arithmetic": "--dataset.size=64",
+    }
+    spec = raw["dataset"] if isinstance(raw["dataset"], dict) else {"name": raw["dataset"]}
+    given = [f"--model_name_or_path={model}", data[spec["name"]], f"--output_dir={folder / 'run'}"]
+    if spec["name"] == "gsm8k" and "split" in spec:
+        given.append("--dataset.split=train")  # a slice of 40 rows would be too few for one generation
+    given += ["--use_cpu=true", "--bf16=false", "--dtype=float32", "--use_vllm=false", "--report_to=none"]
+    given += ["--max_steps=2", "--max_completion_length=8", "--logging_steps=1", "--save_strategy=no"]
+    return given
+
+
+def adapter(model: Path, folder: Path) -> Path:
+    """A LoRA adapter of the tiny policy, with its tokenizer, as a first stage leaves it."""
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    get_peft_model(policy, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
+
+
+def reward_model_stand_in(recipe: Path, folder: Path) -> list[str]:
+    """A tiny reward model in place of each that a recipe names by hub id."""
+    rewards = yaml.safe_load(recipe.read_text(encoding="utf-8"))["rewards"]
+    flat = json.dumps(rewards)
+    if "reward_model" not in flat:
+        return []
+    from tests.tiny import save_reward_model
+
+    model = save_reward_model(folder / "reward-model")
+    for place, reward in enumerate(rewards):
+        if reward.get("name") == "reward_model":
+            return [f"--rewards.{place}.kwargs.model={model}"]
+        for inner, part in enumerate(reward.get("rewards", [])):
+            if isinstance(part, dict) and part.get("name") == "reward_model":
+                return [f"--rewards.{place}.rewards.{inner}.kwargs.model={model}"]
+    raise AssertionError(f"{recipe.name}: where is its reward model?")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_two_steps(recipe: Path, tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
+    model = adapter(tiny_model, tmp_path / "adapter") if recipe.stem.endswith("lora-continue") else tiny_model
+    arguments = stand_ins(recipe, model, gsm8k_file, tmp_path) + reward_model_stand_in(recipe, tmp_path)
+    assert train.main(["--config", str(recipe), *arguments]) == 0
+    state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
+    assert state["global_step"] == 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_it_stands_in_the_table_with_its_command(recipe: Path) -> None:
+    table = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+    (row,) = [line for line in table.splitlines() if line.startswith(f"| [{recipe.stem}]({recipe.name})")]
+    assert len([cell for cell in row.split("|")[1:-1] if cell.strip()]) == 6
+    assert "--config" in row or "make quickstart" in row
+
+
+def test_the_seeds_table_names_what_exists() -> None:
+    """Every recipe, module and test that docs/seeds.md names is there."""
+    text = (ROOT / "docs" / "seeds.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"`((?:tests|grpo_recipes|rewards|recipes|docs)/[\w./-]+\.\w+)`", text))
+    assert len(paths) > 20
+    missing = sorted(path for path in paths if not (ROOT / path).exists())
+    assert not missing

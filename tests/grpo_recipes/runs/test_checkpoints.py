@@ -1,0 +1,92 @@
+"""Weight files as the libraries write them pass, and no longer once a byte is gone; what tells one from another."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import save_file
+
+from grpo_recipes.runs.checkpoints import (
+    HEAD_BYTES,
+    WeightFileError,
+    check_weight_files,
+    identify_weights,
+    weight_files,
+)
+from tests import tiny
+from tests.grpo_recipes import short_runs
+
+
+def whole(folder: Path) -> Path:
+    return tiny.save_policy(folder)
+
+
+def sharded(folder: Path) -> Path:
+    tiny.policy().save_pretrained(folder, max_shard_size="20KB")
+    return folder
+
+
+def adapter(folder: Path) -> Path:
+    base = tiny.save_policy(folder.parent / "base")
+    short_runs.adapted(base, LoraConfig(target_modules=["q_proj"]), continued=False).save_pretrained(folder)
+    return folder
+
+
+def pickled(folder: Path) -> Path:
+    folder.mkdir()
+    torch.save(tiny.policy().state_dict(), folder / "pytorch_model.bin")
+    return folder
+
+
+@pytest.mark.parametrize(("save", "count"), [(whole, 1), (sharded, 2), (adapter, 1), (pickled, 1)])
+def test_what_was_saved_is_whole_and_any_missing_byte_is_named(tmp_path: Path, save: object, count: int) -> None:
+    folder = save(tmp_path / "model")  # type: ignore[operator]
+    check_weight_files(folder)
+    files = weight_files(folder)
+    assert len(files) >= count
+    for file in files:
+        content = file.read_bytes()
+        for kept in (0, 3, 8, 30, len(content) // 2, len(content) - 1):
+            file.write_bytes(content[:kept])
+            with pytest.raises(WeightFileError) as error:
+                check_weight_files(folder)
+            assert str(error.value).startswith(f"{file} is ")
+        file.unlink()
+        with pytest.raises(WeightFileError, match="is missing"):
+            check_weight_files(folder)
+        file.write_bytes(content)
+    check_weight_files(folder)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_weights_are_identified_by_any_tensor_and_not_by_where_they_lie(tmp_path: Path, suffix: str) -> None:
+    """The last tensor, beyond what is read of every file, differs as it does after training with a frozen embedding."""
+    save = save_file if suffix == ".safetensors" else torch.save
+    identities = set()
+    for folder, trained in (("before", 0.0), ("after", 1.0), ("copy", 1.0)):
+        (tmp_path / folder).mkdir()
+        file = tmp_path / folder / f"model{suffix}"
+        save({"a_embedding": torch.ones(HEAD_BYTES), "b_layer": torch.full((9,), trained)}, file)
+        identities.add((trained, identify_weights(file)))
+    assert len(identities) == 2
+
+
+def test_weights_are_not_read_whole_to_be_identified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({f"layer{n}": torch.ones(HEAD_BYTES) for n in range(8)}, file)
+    read = []
+
+    class Counting(type(file.open("rb"))):  # type: ignore[misc]
+        def read(self, size: int = -1) -> bytes:
+            read.append(len(content := super().read(size)))
+            return content
+
+    opened = Path.open
+
+    def counting(path: Path, mode: str = "r") -> Counting:
+        return Counting(opened(path, mode, buffering=0))
+
+    monkeypatch.setattr(Path, "open", counting)
+    identify_weights(file)
+    assert 0 < sum(read) < 2 * HEAD_BYTES

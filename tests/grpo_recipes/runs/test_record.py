@@ -1,0 +1,84 @@
+"""`run.json`: each launch adds an entry, none is lost."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes.recipe.checks import Machine, check
+from grpo_recipes.recipe.recipe import parse_recipe
+from grpo_recipes.runs.files import RunError
+from grpo_recipes.runs.record import add_launch, describe_launch, launches, read_record
+from grpo_rewards.registry import build_rewards
+from tests.grpo_recipes import launching
+
+
+def test_launches_are_added_and_the_newest_stands_at_the_top(tmp_path: Path) -> None:
+    entries = [{"recipe": {"max_steps": steps}, "started": str(steps)} for steps in (1, 2, 3)]
+    for count, entry in enumerate(entries, start=1):
+        add_launch(tmp_path / "run", entry)
+        record = read_record(tmp_path / "run")
+        assert record is not None
+        assert launches(record) == entries[:count]
+        assert record == {**entry, "launches": entries[:count]}
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
+
+
+def test_a_record_of_before_there_was_a_list_is_the_first_launch(tmp_path: Path) -> None:
+    old, new = {"recipe": {"seed": 1}, "seed": 1}, {"recipe": {"seed": 1}, "seed": 1, "resumed_from": "x"}
+    (tmp_path / "run.json").write_text(json.dumps(old))
+    add_launch(tmp_path, new)
+    assert launches(read_record(tmp_path) or {}) == [old, new]
+
+
+def test_a_record_that_cant_be_written_or_read_is_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_launch(tmp_path, {"recipe": {}})
+    before = (tmp_path / "run.json").read_bytes()
+    write = Path.write_bytes
+
+    def full(path: Path, content: bytes) -> int:
+        write(path, content[:9])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match="No space"):
+            add_launch(tmp_path, {"recipe": {"seed": 2}})
+    assert (tmp_path / "run.json").read_bytes() == before
+    (tmp_path / "run.json").write_bytes(before[:9])
+    with pytest.raises(RunError, match=r"run.json: can't be read as JSON .*restore"):
+        add_launch(tmp_path, {"recipe": {"seed": 2}})
+    assert (tmp_path / "run.json").read_bytes() == before[:9]
+
+
+@pytest.mark.parametrize("spelled", [["--hub_token", "hf_secret"], ["--hub_token=hf_secret"]])
+def test_the_token_for_the_hub_is_not_recorded(tmp_path: Path, spelled: list[str]) -> None:
+    rows = launching.write_rows(tmp_path / "rows.jsonl", 8)
+    config = launching.write_recipe(tmp_path / "mine.yaml", tmp_path, rows, tmp_path / "run")
+    arguments = ["--config", str(config), *spelled]
+    recipe = parse_recipe(arguments)
+    assert recipe.training["hub_token"] == "hf_secret"
+    checked = check(recipe, Machine(1, bf16=False))
+    config = vars(recipe.config)
+    launch = describe_launch(recipe.as_dict(), config, checked.rewards, recipe.arguments)
+    assert "hf_secret" not in json.dumps(launch)
+    assert launch["arguments"][:2] == arguments[:2]
+    assert launch["config"]["max_completion_length"] == config["max_completion_length"]
+
+
+def test_rewards_are_recorded_with_what_they_pay_for(tmp_path: Path) -> None:
+    total = {"name": "sum", "alias": "total", "rewards": ["tag_count", {"name": "math_correctness", "weight": 2}]}
+    specs = [total, {"name": "grpo_rewards.shaping.GroupLength", "weight": 0.5}, "trl.rewards.think_format_reward"]
+    launch = describe_launch({"rewards": specs}, {}, build_rewards(specs), [])
+    add_launch(tmp_path, launch)
+    described = (read_record(tmp_path) or {})["rewards"]
+    keys = ("name", "source", "weight", "kind", "highest_pay")
+    assert [tuple(entry[key] for key in keys) for entry in [*described[0]["parts"], *described[1:]]] == [
+        ("tag_count", "tag_count", 1.0, "format", 1.0),
+        ("math_correctness", "math_correctness", 2.0, "correctness", 1.0),
+        ("group_length", "grpo_rewards.shaping.GroupLength", 0.5, "length", 0.5),
+        ("think_format_reward", "trl.rewards.think_format_reward", 1.0, "format", 1.0),
+    ]
+    assert described[0]["name"] == "total"

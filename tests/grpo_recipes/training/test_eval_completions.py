@@ -1,0 +1,162 @@
+"""Evaluation during training, `eval_strategy`: on held-out problems, beside the training completions."""
+
+import inspect
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from datasets import Dataset
+from trl import GRPOConfig
+from trl import GRPOTrainer as TRLGRPOTrainer
+
+from grpo_recipes import GRPOTrainer, cli, train
+from grpo_recipes.results.run import Run
+from tests.grpo_recipes.probe_rewards import distinct_characters
+from tests.grpo_recipes.synthetic import write_run
+
+
+def arguments(tiny_model: Path, gsm8k_file: Path, output: Path, *more: str) -> list[str]:
+    """One generation serves two steps; 8 of 40 problems are held out."""
+    given = {
+        "model_name_or_path": tiny_model,
+        "dataset.path": gsm8k_file,
+        "dataset.split": "train[:32]",
+        "dataset.eval_split": "train[32:]",
+        "output_dir": output,
+        "rewards": "[tests.grpo_recipes.probe_rewards.distinct_characters]",
+        "use_cpu": "true",
+        "bf16": "false",
+        "dtype": "float32",
+        "gradient_checkpointing": "false",
+        "max_completion_length": 8,
+        "num_iterations": 2,
+        "logging_steps": 1,
+        "max_steps": 2,
+        "save_strategy": "no",
+    }
+    return ["--config", "gsm8k-qwen2.5-1.5b-24gb", *(f"--{key}={value}" for key, value in given.items()), *more]
+
+
+def test_its_completions_lie_beside_the_training_ones(tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
+    plain, evaluated = tmp_path / "plain", tmp_path / "evaluated"
+    assert train.main(arguments(tiny_model, gsm8k_file, plain)) == 0
+    more = ["--eval_strategy=steps", "--eval_steps=1", "--num_generations_eval=2", "--per_device_eval_batch_size=4"]
+    assert train.main(arguments(tiny_model, gsm8k_file, evaluated, *more)) == 0
+    for step in (1, 2):
+        name = f"completions/completions_{step:05d}.parquet"
+        pd.testing.assert_frame_equal(pd.read_parquet(evaluated / name), pd.read_parquet(plain / name))
+    assert sorted(path.name for path in (evaluated / "completions").iterdir()) == [
+        "completions_00001.parquet",
+        "completions_00002.parquet",
+        "eval_completions_00001.parquet",
+        "eval_completions_00002.parquet",
+    ]
+    history = json.loads((evaluated / "trainer_state.json").read_text())["log_history"]
+    for entry in (entry for entry in history if "eval_reward" in entry):
+        table = pd.read_parquet(evaluated / "completions" / f"eval_completions_{entry['step']:05d}.parquet")
+        questions = list(table["prompt"])
+        counts = {n: sum(f"Ann has {n} figs" in question for question in questions) for n in range(33, 41)}
+        assert set(counts.values()) == {2}
+        assert len(table) == 16
+        assert entry["eval_reward"] == pytest.approx(table["distinct_characters"].mean())
+    assert sum("eval_reward" in entry for entry in history) == 2
+
+
+def questions(*words: str) -> Dataset:
+    return Dataset.from_dict({"prompt": list(words)})
+
+
+def held_out_prompts(file: Path) -> list[str]:
+    return sorted(pd.read_parquet(file)["prompt"])
+
+
+@pytest.mark.parametrize("handed_over", [False, True])
+def test_several_datasets_are_evaluated_one_by_one(tiny_model: Path, tmp_path: Path, handed_over: bool) -> None:
+    """A dict of datasets, the trainer's own or handed over, is evaluated one by one."""
+
+    def trained(name: str, **evaluation: Any) -> tuple[GRPOTrainer, Path]:
+        args = GRPOConfig(
+            output_dir=str(tmp_path / name),
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=4,
+            per_device_eval_batch_size=2,
+            num_generations=4,
+            num_generations_eval=2,
+            max_completion_length=6,
+            num_iterations=2,  # one generation, which no evaluation comes before, serves both steps
+            max_steps=2,
+            logging_steps=1,
+            log_completions=True,
+            save_strategy="no",
+            report_to="none",
+            **({"eval_strategy": "steps", "eval_steps": 1} if evaluation else {}),
+        )
+        training = questions("one", "two plus two", "three", "four")
+        trainer = GRPOTrainer(str(tiny_model), distinct_characters, args, training, **evaluation)
+        trainer.train()
+        return trainer, tmp_path / name / "completions"
+
+    plain, expected = trained("plain")
+    datasets = {"easy": questions("five", "six"), "org/hard": questions("seven")}
+    if handed_over:
+        trainer, files = plain, expected
+        expected = Path(shutil.copytree(expected, tmp_path / "copy"))
+        trainer.evaluate(datasets)
+        steps = ["00002"]
+    else:
+        trainer, files = trained("evaluated", eval_dataset=datasets)
+        steps = ["00001", "00002"]
+    for step in ("00001", "00002"):
+        name = f"completions_{step}.parquet"
+        pd.testing.assert_frame_equal(pd.read_parquet(files / name), pd.read_parquet(expected / name))
+    for step in steps:
+        assert held_out_prompts(files / f"eval_easy_completions_{step}.parquet") == ["five"] * 2 + ["six"] * 2
+        assert held_out_prompts(files / f"eval_org-hard_completions_{step}.parquet") == ["seven"] * 2
+    assert len(list(files.iterdir())) == 2 + 2 * len(steps)
+    assert not list(files.glob("eval_completions_*"))
+
+
+def test_contract_with_trl() -> None:
+    """What `separate_eval_completions` and `GRPOTrainer.log` rely on beside TRL's public methods."""
+    log, build = inspect.getsource(TRLGRPOTrainer.log), inspect.getsource(TRLGRPOTrainer.__init__)
+    sentence = "TRL has changed {}: look at training/eval_completions.py and at `log` in training/trainer.py"
+    for said in ('self._logs["prompt"]', '"completions"', "completions_{self.state.global_step:05d}.parquet"):
+        assert said in log, sentence.format("what its log writes of the completions")
+    assert "self.accelerator.is_main_process and self.log_completions" in log, sentence.format("when it writes them")
+    assert "self._logs = {" in build, sentence.format("where it keeps them")
+
+
+def held_out(step: int, right: list[list[int]]) -> pd.DataFrame:
+    """A problem for each list, and in it a 1 for each right completion."""
+    return pd.DataFrame(
+        [
+            {
+                "step": step,
+                "prompt": f"problem {n}",
+                "completion": "7",
+                "gsm8k_correctness": 2.0 * verdict,
+                "tag_presence": 0.8,
+            }
+            for n, verdicts in enumerate(right)
+            for verdict in verdicts
+        ]
+    )
+
+
+def test_the_report_draws_its_accuracy_with_intervals(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    assert Run.read(folder).held_out_accuracy() == []
+    held_out(10, [[0, 0], [1, 0], [0, 0], [1, 1]]).to_parquet(folder / "completions" / "eval_completions_00010.parquet")
+    held_out(20, [[1], [1], [1], [0]]).to_parquet(folder / "completions" / "eval_completions_00020.parquet")
+    (first, early), (second, late) = Run.read(folder).held_out_accuracy()
+    assert (first, second) == (10, 20)
+    assert early.value == 3 / 8
+    # One sample a problem: Wilson's interval of 3 of 4 (statsmodels' proportion_confint, method "wilson").
+    assert (late.value, late.low, late.high) == pytest.approx((0.75, 0.3006418, 0.9544127), abs=1e-6)
+    assert cli.main(["report", str(folder)]) == 0
+    assert (folder / "report" / "held-out-accuracy.png").stat().st_size > 5000
+    assert "Accuracy on the held-out split while training" in (folder / "report" / "report.html").read_text()

@@ -1,0 +1,372 @@
+"""Regrouped micro-batches against stock TRL: the same gradient in every optimiser step."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trl import GRPOTrainer as TRLGRPOTrainer
+
+from grpo_recipes import GRPOTrainer
+from grpo_recipes.recipe.losses import LOSS_TYPES
+from grpo_recipes.recipe.specs import MicroBatching
+from grpo_recipes.training import micro_batches as microbatch
+from grpo_recipes.training.micro_batches import IDLE, Exactness, asked_layout, exactness, regroup, window_size
+from grpo_recipes.training.packing import Layout
+from tests.grids import covering
+from tests.grpo_recipes.recorded import Recording, compare, gradients, make_trainer, model
+
+LIMIT = 1e-5
+UNEVEN = Recording.random(seed=1, zero=(2,))
+WINDOWS = {
+    "one window": {"gradient_accumulation_steps": 4},
+    "two windows in a generation": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
+    "two generations in a window": {"gradient_accumulation_steps": 8, "steps_per_generation": 4, "generations": 2},
+    "windows across generations": {"gradient_accumulation_steps": 6, "steps_per_generation": 4, "generations": 3},
+    "three passes": {"gradient_accumulation_steps": 4, "num_iterations": 3},
+    "one micro-batch": {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 16},
+    "one row in a micro-batch": {"gradient_accumulation_steps": 16, "per_device_train_batch_size": 1},
+}
+TRIM_ONLY = {"pack": False}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def gap(recording: Recording, folder: Path, **config: Any) -> float:
+    return compare(recording, folder, **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, **config})
+
+
+# ---- the same gradient
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "beta", "micro_batching"), covering(LOSS_TYPES, [0.0, 0.04], ["auto", TRIM_ONLY], strength=2), ids=str
+)
+def test_every_loss_type(loss_type: str, beta: float, micro_batching: Any, tmp_path: Path) -> None:
+    three = {"num_iterations": 3, "epsilon_high": 0.28}
+    assert gap(UNEVEN, tmp_path, loss_type=loss_type, beta=beta, micro_batching=micro_batching, **three) <= LIMIT
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "luspo", "bnpo", "dapo"])
+def test_sequence_level_ratios(loss_type: str, tmp_path: Path) -> None:
+    options = {"importance_sampling_level": "sequence", "num_iterations": 3, "delta": 1.5}
+    assert gap(UNEVEN, tmp_path, loss_type=loss_type, **options) <= LIMIT
+
+
+@pytest.mark.parametrize(("window", "loss_type"), covering(WINDOWS, ["grpo", "dapo", "bnpo"]))
+def test_every_window_shape(window: str, loss_type: str, tmp_path: Path) -> None:
+    assert gap(UNEVEN, tmp_path, loss_type=loss_type, **WINDOWS[window]) <= LIMIT
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"entropy_coef": 0.05},
+    {"top_entropy_quantile": 0.4},
+    {"off_policy_mask_threshold": 0.05, "num_iterations": 3},
+    {"mask_truncated_completions": True},
+    {"scale_rewards": "batch"},
+    {"scale_rewards": "none"},
+    {"micro_batching": "off"},
+    {"micro_batching": {"skip_zero_advantage": False}},
+]
+
+
+@pytest.mark.parametrize(("option", "loss_type"), covering(OPTIONS, ["grpo", "bnpo", "dapo"]), ids=str)
+def test_options(option: dict[str, Any], loss_type: str, tmp_path: Path) -> None:
+    recording = Recording.random(seed=1, zero=(2,))
+    for group in recording.completions:  # truncated: no end in it
+        group[0][-1] = 7
+    assert gap(recording, tmp_path, loss_type=loss_type, **option) <= LIMIT
+
+
+@pytest.mark.parametrize("micro_batching", ["auto", TRIM_ONLY], ids=["packed", "trimmed"])
+def test_equal_lengths(micro_batching: Any, tmp_path: Path) -> None:
+    recording = Recording.random(seed=2)
+    recording.prompts = [[*prompt, *[9] * 20][:20] for prompt in recording.prompts]
+    recording.completions = [[[*(c[:-1] + [8] * 12)[:11], 1] for c in group] for group in recording.completions]
+    assert gap(recording, tmp_path, micro_batching=micro_batching) <= LIMIT
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("micro_batching", ["auto", TRIM_ONLY], ids=["packed", "trimmed"])
+def test_a_batch_of_zero_advantages_still_steps(loss_type: str, micro_batching: Any, tmp_path: Path) -> None:
+    nothing = Recording.random(seed=1, zero=range(4))
+    trainer = make_trainer(
+        GRPOTrainer,
+        nothing,
+        model(),
+        tmp_path,
+        loss_type=loss_type,
+        micro_batching=micro_batching,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=4,
+    )
+    (step,) = gradients(trainer, nothing.rows())
+    assert step.keys() == {name for name, _ in trainer.model.named_parameters()}
+    assert not any(gradient.any() for gradient in step.values())
+    assert "entropy" not in trainer._metrics["train"]
+
+
+def test_training_ends_at_the_same_parameters(tmp_path: Path) -> None:
+    """Through `train()`: optimiser, scheduler, clipping and shuffling as TRL runs them."""
+    ends = []
+    for cls in (GRPOTrainer, TRLGRPOTrainer):
+        trainer = make_trainer(
+            cls,
+            UNEVEN,
+            model(),
+            tmp_path,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=4,
+            max_steps=3,
+            learning_rate=0.1,
+            optim="sgd",
+        )
+        trainer.train()
+        ends.append(trainer.model.state_dict())
+        assert "entropy" in trainer.state.log_history[0]
+    start = model().state_dict()
+    assert any((ends[1][name] - start[name]).abs().max() > 1e-3 for name in start)
+    for name, value in ends[1].items():
+        torch.testing.assert_close(ends[0][name], value, atol=1e-5, rtol=0)
+
+
+# ---- the micro-batches
+
+
+def test_windows_never_cross_an_optimiser_step() -> None:
+    """Walks through two epochs of TRL's loop, and checks where its optimiser steps end in the buffer."""
+    for steps, accumulation, generations in product(range(1, 9), range(1, 9), range(1, 4)):
+        window = window_size(steps, accumulation)
+        epoch = steps * generations  # an epoch holds whole generation batches, and ends with a step
+        for start in (0, epoch):
+            ends = {start + n for n in range(1, epoch + 1) if n % accumulation == 0 or n == epoch}
+            assert all(end % steps % window == 0 for end in ends)
+
+
+def buffer_of(sizes: list[tuple[int, int, float]], count: int) -> list[dict[str, Any]]:
+    """`count` micro-batches; each row is (prompt length, completion length, advantage), its tokens tell its number."""
+    left, right = max(p for p, _, _ in sizes), max(c for _, c, _ in sizes)
+    rows = range(len(sizes))
+    numbered = {
+        "prompt_ids": [[0] * (left - p) + [100 + p] * p for p, _, _ in sizes],
+        "prompt_mask": [[0] * (left - p) + [1] * p for p, _, _ in sizes],
+        "completion_ids": [[row] * c + [-1] * (right - c) for row, (_, c, _) in zip(rows, sizes, strict=True)],
+        "completion_mask": [[1] * c + [0] * (right - c) for _, c, _ in sizes],
+        "advantages": [a for _, _, a in sizes],
+        "old_per_token_logps": [[-float(row)] * right for row in rows],
+        "importance_sampling_ratio": [[float(row)] for row in rows],
+    }
+    whole: dict[str, Any] = {key: torch.tensor(value) for key, value in numbered.items()}
+    size = len(sizes) // count
+    parts = [{k: v[i * size : (i + 1) * size] for k, v in whole.items()} for i in range(count)]
+    labels = [f"row {row}" for row in rows]
+    return [
+        {**part, "num_items_in_batch": torch.tensor(7), "extra": labels[i * size : (i + 1) * size]}
+        for i, part in enumerate(parts)
+    ]
+
+
+row_sizes = st.tuples(st.integers(1, 4), st.integers(1, 6), st.sampled_from([0.0, 1.0, -2.0]))
+shapes = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
+
+
+@settings(deadline=None)
+@given(st.data(), shapes, st.sampled_from([Layout.TRIMMED, Layout.PACKED]), st.booleans())
+def test_rows_stay_whole_and_in_their_window(
+    data: st.DataObject, shape: tuple[int, int, int], layout: Layout, skip: bool
+) -> None:
+    windows, window, rows = shape
+    sizes = data.draw(st.lists(row_sizes, min_size=windows * window * rows, max_size=windows * window * rows))
+    buffer = buffer_of(sizes, windows * window)
+    ours = regroup(buffer, window, layout, Exactness(True, skip))
+    assert len(ours) == len(buffer)
+    for start in range(0, len(ours), window):
+        before = {label for batch in buffer[start : start + window] for label in batch["extra"]}
+        after = [label for batch in ours[start : start + window] for label in batch["extra"]]
+        assert sorted(after) == sorted(before)
+    for batch in ours:
+        assert len(batch["extra"]) == rows
+        assert batch["num_items_in_batch"] == 7
+        assert batch["completion_mask"].any(0).all() or batch["completion_mask"].shape[1] <= 2
+        assert batch["prompt_mask"].any(0).all()
+        for position, label in enumerate(batch["extra"]):
+            number = int(label.removeprefix("row "))
+            prompt, completion, advantage = sizes[number]
+            assert batch["advantages"][position] == advantage
+            assert batch["importance_sampling_ratio"][position] == number
+            skipped = skip and advantage == 0
+            assert batch["completion_mask"][position].sum() == (0 if skipped else completion)
+            if not skipped:
+                assert batch["prompt_mask"][position].sum() == prompt
+                assert batch["completion_ids"][position, :completion].tolist() == [number] * completion
+                assert batch["old_per_token_logps"][position, :completion].tolist() == [-number] * completion
+
+
+def test_a_group_meets_in_a_micro_batch() -> None:
+    sizes = [
+        (prompt, completion, 1.0) for completion in (1, 5, 2, 6) for prompt in (1, 2, 3, 4)
+    ]  # shuffled groups of 4
+    ours = regroup(buffer_of(sizes, 4), 4, Layout.PACKED, Exactness(True, True))
+    assert [len({tuple(prompt) for prompt in batch["prompt_ids"].tolist()}) for batch in ours] == [1, 1, 1, 1]
+
+
+def test_without_packing_rows_of_a_length_meet() -> None:
+    sizes = [(1, completion, 1.0) for completion in (1, 5, 2, 6, 3, 4, 8, 7)]
+    ours = regroup(buffer_of(sizes, 4), 4, Layout.TRIMMED, Exactness(True, True))
+    assert [batch["completion_ids"].shape[1] for batch in ours] == [2, 4, 6, 8]
+
+
+def test_images_keep_the_micro_batches_as_they_are() -> None:
+    buffer = [{**batch, "pixel_values": torch.zeros(9, 3)} for batch in buffer_of([(1, 2, 0.0), (2, 1, 1.0)], 2)]
+    ours = regroup(buffer, 2, Layout.TRIMMED, Exactness(True, True))
+    assert all(mine is theirs for mine, theirs in zip(ours, buffer, strict=True))
+
+
+# ---- what is logged
+
+
+def test_efficiency_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "grpo_recipes")
+    trainer = make_trainer(
+        GRPOTrainer,
+        UNEVEN,
+        model(),
+        tmp_path,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=4,
+        max_steps=2,
+    )
+    trainer.train()
+    kept = [group for index, group in enumerate(UNEVEN.completions) if len(set(UNEVEN.rewards[index])) > 1]
+    prompts = [prompt for index, prompt in enumerate(UNEVEN.prompts) if len(set(UNEVEN.rewards[index])) > 1]
+    zero = sum(reward == sum(group) / 4 for group in UNEVEN.rewards for reward in group)
+    assert zero == 4, "only whole groups are without an advantage here"
+    needed = sum(map(len, prompts)) - len(prompts) + sum(len(c) for group in kept for c in group)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for entry in logged:
+        assert entry["efficiency/tokens_needed"] == needed
+        assert needed <= entry["efficiency/tokens_computed"] <= needed + 1  # one idle token for the empty micro-batch
+        assert entry["efficiency/rows_skipped"] == 4
+        assert entry["efficiency/padding"] == pytest.approx(1 - needed / entry["efficiency/tokens_computed"])
+    lines = [record.getMessage() for record in caplog.records if "tokens computed" in record.getMessage()]
+    assert len(lines) == 2
+    assert f"{needed:,} needed" in lines[0]
+    assert "4 of 16 rows skipped" in lines[0]
+
+
+def test_a_line_of_efficiency_is_of_all_since_the_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Five steps logged in twos: two lines, and one for the step that is left, whose tokens are those of all steps."""
+    caplog.set_level(logging.INFO, "grpo_recipes")
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 5, "logging_steps": 2}
+    trainer = make_trainer(GRPOTrainer, UNEVEN, model(), tmp_path, **options)
+    trainer.train()
+    lines = [record.getMessage() for record in caplog.records if "tokens computed" in record.getMessage()]
+    assert [line.partition(":")[0] for line in lines] == ["step 2", "step 4", "step 5"]
+    assert [line.rpartition(", ")[2] for line in lines] == [f"{4 * n} of {16 * n} rows skipped" for n in (2, 2, 1)]
+
+
+def test_entropy_is_that_of_the_kept_rows(tmp_path: Path) -> None:
+    """An idle micro-batch does not pull the average down."""
+    kept = Recording(UNEVEN.prompts[:2] * 1, UNEVEN.completions[:2], UNEVEN.rewards[:2])
+    both = Recording(UNEVEN.prompts[:3], UNEVEN.completions[:3], UNEVEN.rewards[:3])
+    entropies = []
+    for recording in (kept, both):
+        trainer = make_trainer(
+            GRPOTrainer,
+            recording,
+            model(),
+            tmp_path,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=len(recording.prompts),
+        )
+        gradients(trainer, recording.rows())
+        entropies.append(trainer._metrics["train"]["entropy"])
+    assert sorted(entropies[0]) == pytest.approx(sorted(entropies[1]), abs=1e-5)
+
+
+def test_metrics_of_completions_of_one_token(tmp_path: Path) -> None:
+    """TRL takes values of one column for values of a sequence, and would count the emptied rows."""
+    one = Recording([[5, 6, 7]], [[[1], [1], [9, 8, 7, 1], [3, 4, 1]]], [[1.0, 0.0, 0.5, 0.5]])
+    kept = Recording(one.prompts, [[[1], [1]]], [[1.0, 0.0]])
+    entropies = []
+    for recording in (one, kept):
+        trainer = make_trainer(
+            GRPOTrainer,
+            recording,
+            model(),
+            tmp_path,
+            per_device_train_batch_size=recording.group,
+            gradient_accumulation_steps=1,
+        )
+        gradients(trainer, recording.rows())
+        entropies.append(trainer._metrics["train"]["entropy"])
+    assert entropies[0] == pytest.approx(entropies[1], abs=1e-5)
+
+
+# ---- what may be asked
+
+
+def test_every_loss_type_of_trl_is_in_the_table() -> None:
+    source = inspect.getsource(TRLGRPOTrainer._compute_loss)
+    for loss_type in LOSS_TYPES:
+        assert f'"{loss_type}"' in source, f"TRL no longer has the loss type {loss_type}: adapt recipe/losses.py"
+    unknown = exactness("another", 0.0)
+    assert (unknown.regroup, unknown.skip) == (False, False)
+
+
+@pytest.mark.parametrize("raw", ["auto", {}, {"pack": True}])
+def test_auto_does_all_that_is_exact(raw: Any) -> None:
+    assert MicroBatching.parse(raw) == MicroBatching(True, True, True)
+
+
+@pytest.mark.parametrize("raw", ["off", False])
+def test_off_leaves_trl_alone(raw: Any) -> None:
+    assert asked_layout(MicroBatching.parse(raw)) is Layout.PLAIN
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        ("on", "must be auto, off, or a mapping"),
+        ({"packing": True}, "unknown key `micro_batching.packing`: did you mean `pack`"),
+        ({"pack": "yes"}, "`micro_batching.pack` must be true or false"),
+        ({"trim": False}, "without `trim` nothing else is done"),
+        (3, "must be auto, off, or a mapping"),
+        (True, "must be auto, off, or a mapping"),
+    ],
+)
+def test_mistakes_get_a_sentence(raw: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        MicroBatching.parse(raw)
+
+
+def test_contract_with_trl() -> None:
+    """What microbatch.py and seam 1 rely on in TRL 1.16."""
+    prepare = inspect.getsource(TRLGRPOTrainer._prepare_inputs)
+    for line in (
+        "generate_every = self.args.steps_per_generation * self.num_iterations",
+        "split_tensor_dict(generation_batch, self.args.steps_per_generation)",
+        "inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]",
+    ):
+        assert line in prepare, (
+            "TRL changed how it buffers a generation batch: adapt seam 1 in grpo_recipes/training/trainer.py"
+        )
+    made = inspect.getsource(TRLGRPOTrainer._generate_and_score_completions)
+    for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", *microbatch._LOG_PROBS):
+        assert f'"{key}"' in made, (
+            f"TRL no longer puts {key} into a micro-batch: adapt grpo_recipes/training/micro_batches.py"
+        )
+    init = inspect.getsource(TRLGRPOTrainer.__init__)
+    for name in ("_entropy_bonus_enabled", "top_entropy_quantile", "aux_loss_enabled", "loss_type", "beta"):
+        assert f"self.{name} =" in init, f"TRL no longer has `{name}`: adapt GRPOTrainer.__init__"
+    assert IDLE not in made

@@ -1,0 +1,461 @@
+"""Training on recorded responses: what is refused, and that what trains is what was recorded."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_recipes import train
+from grpo_recipes.recipe.checks import Machine, check
+from grpo_recipes.recipe.data import load
+from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
+from grpo_recipes.recipe.specs import DatasetSpec, OfflineSpec
+from grpo_recipes.training.offline import RecordedRollout, recorded_reward
+from grpo_rewards.errors import UserError
+
+HERE = Machine(num_processes=1, bf16=False)
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def grouped(prompts: int = 8, responses: int = 4) -> list[dict]:
+    return [
+        {
+            "prompt": f"What is {n} + 1?",
+            "responses": [f" {n + k}" for k in range(responses)],
+            "rewards": [float(k == 1) for k in range(responses)],
+        }
+        for n in range(prompts)
+    ]
+
+
+def arguments(model: Path, data: Path, output: Path, *more: str) -> list[str]:
+    return [
+        "--config=offline-scored-gpt2",
+        f"--model_name_or_path={model}",
+        f"--dataset.path={data}",
+        f"--output_dir={output}",
+        "--use_cpu",
+        "--save_strategy=no",
+        "--report_to=none",
+        *more,
+    ]
+
+
+def scored(path: Path) -> dict:
+    return load(DatasetSpec.parse({"name": "scored", "path": str(path)})).to_dict()
+
+
+# The file
+
+
+def test_triples_and_lists_are_grouped_by_prompt(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "rows.jsonl",
+        [
+            {"prompt": "a", "response": "1", "reward": 5},
+            {"prompt": "b", "response": "2", "reward": 0.5},
+            {"prompt": "a", "responses": ["3", "4"], "rewards": [0, -1]},
+        ],
+    )
+    assert scored(path) == {
+        "prompt": ["a", "b"],
+        "responses": [["1", "3", "4"], ["2"]],
+        "rewards": [[5.0, 0.0, -1.0], [0.5]],
+    }
+
+
+def test_log_probabilities_are_read(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a", "response": "1", "reward": 1, "logprobs": [-0.5, 0]},
+        {"prompt": "a", "responses": ["2", "3"], "rewards": [0, 0], "logprobs": [[-1.0], [-2.0, -3.0]]},
+    ]
+    assert scored(write(tmp_path / "rows.jsonl", rows))["logprobs"] == [[[-0.5, 0.0], [-1.0], [-2.0, -3.0]]]
+
+
+def test_slices_count_prompts(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", grouped())
+    spec = DatasetSpec.parse({"name": "scored", "path": str(path), "split": "train[:2]", "eval_split": "train[2:5]"})
+    assert load(spec)["prompt"][:] == ["What is 0 + 1?", "What is 1 + 1?"]
+    assert len(load(spec, evaluation=True)) == 3
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": "a", "response": "1"}, "reward"),
+        ({"prompt": "a", "response": 1, "reward": 1}, "response"),
+        ({"prompt": "", "response": "1", "reward": 1}, "prompt"),
+        ({"prompt": "a", "response": "1", "reward": "good"}, "reward"),
+        ({"prompt": "a", "response": "1", "reward": True}, "reward"),
+        ({"prompt": "a", "response": "1", "reward": float("nan")}, "reward"),
+        ({"prompt": "a", "responses": ["1", "2"], "rewards": [1]}, "reward"),
+        ({"prompt": "a", "responses": [], "rewards": []}, "response"),
+        ({"prompt": "a", "reward": 1}, "response"),
+        ({"prompt": "a", "response": "1", "responses": ["1"], "reward": 1}, "either"),
+        ({"prompt": "a", "response": "1", "reward": 1, "logprobs": [0.5]}, "logprobs"),
+        ({"prompt": "a", "responses": ["1", "2"], "rewards": [1, 1], "logprobs": [[-1]]}, "logprobs"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, row: dict, says: str) -> None:
+    path = write(tmp_path / "rows.jsonl", [*grouped(2), row])
+    with pytest.raises(UserError, match=f"line 3.*{says}"):
+        scored(path)
+
+
+def test_log_probabilities_for_some_responses_are_refused(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a", "response": "1", "reward": 1, "logprobs": [-1]},
+        {"prompt": "a", "response": "2", "reward": 0},
+    ]
+    with pytest.raises(UserError, match="all or none"):
+        scored(write(tmp_path / "rows.jsonl", rows))
+
+
+@pytest.mark.parametrize(
+    ("raw", "key"),
+    [
+        ({"path": None}, "path"),
+        ({"path": "openai/gsm8k"}, "path"),
+        ({"prompt_format": "conversational"}, "prompt_format"),
+        ({"prompt_style": "think"}, "prompt_style"),
+        ({"size": 3}, "size"),
+    ],
+)
+def test_keys_that_scored_does_not_use(raw: dict, key: str) -> None:
+    with pytest.raises(UserError, match=f"dataset.{key}"):
+        DatasetSpec.parse({"name": "scored", "path": "rows.jsonl", **raw})
+
+
+# The recipe
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--offline.baseline=groups"], "can't be `groups`: did you mean `group`"),
+        (["--offline.baseline=x"], "choose group or batch"),
+        (["--offline.base=group"], "did you mean `baseline`"),
+        (["--offline=group", "--num_generations=8"], "8 of 8 prompts have fewer"),
+        (["--num_generations=4"], "remove `num_generations`"),
+        (
+            ["--eval_strategy=steps", "--dataset.eval_split=train[:2]", "--per_device_eval_batch_size=8"],
+            "eval_strategy",
+        ),
+        (["--use_vllm"], "use_vllm"),
+        (["--dataset.name=gsm8k"], "dataset.name: scored"),
+        (["--rewards=group_length"], "compares the completions of a group"),
+        (["--per_device_train_batch_size=1", "--gradient_accumulation_steps=1"], "nothing to compare"),
+        (["--per_device_train_batch_size=16"], "has 8 prompts and one generation needs 64"),
+    ],
+)
+def test_what_recorded_responses_can_not_do(tmp_path: Path, more: list[str], says: str) -> None:
+    path = write(tmp_path / "rows.jsonl", grouped())
+    with pytest.raises(RecipeError, match=says):
+        check(
+            parse_recipe([*arguments(tmp_path, path, tmp_path / "run", "--gradient_accumulation_steps=4"), *more]), HERE
+        )
+
+
+def test_the_dataset_needs_the_key(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model_name_or_path: x\nrewards: [well_formed]\ndataset: {{name: scored, path: {tmp_path}/a.jsonl}}\n"
+    )
+    with pytest.raises(RecipeError, match="add `offline: group`"):
+        check(parse_recipe(["--config", str(recipe), "--use_cpu", "--bf16=false"]), HERE)
+
+
+def test_groups_split_over_processes_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", grouped())
+    more = [
+        "--offline=group",
+        "--num_generations=4",
+        "--per_device_train_batch_size=2",
+        "--gradient_accumulation_steps=1",
+    ]
+    with pytest.raises(RecipeError, match="splits groups over processes"):
+        check(parse_recipe(arguments(tmp_path, path, tmp_path / "run", *more)), Machine(num_processes=2, bf16=False))
+
+
+# The rollout
+
+
+@pytest.fixture
+def tokenizer(tiny_model: Path):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def rollout(tmp_path: Path, tokenizer, rows: list[dict], limit: int = 64, baseline: str = "group") -> RecordedRollout:
+    path = write(tmp_path / "rows.jsonl", rows)
+    dataset = load(DatasetSpec.parse({"name": "scored", "path": str(path)}))
+    return RecordedRollout(dataset, tokenizer, OfflineSpec(baseline), limit)
+
+
+def test_each_response_of_a_group_comes_once_with_its_reward(tmp_path: Path, tokenizer) -> None:
+    recorded = rollout(tmp_path, tokenizer, grouped(prompts=3, responses=5))
+    trainer = SimpleNamespace(processing_class=tokenizer)
+    for _ in range(20):
+        given = recorded(["What is 2 + 1?"] * 4 + ["What is 0 + 1?"] * 4, trainer)
+        texts = tokenizer.batch_decode(given["completion_ids"], skip_special_tokens=True)
+        assert len(set(texts[:4])) == len(set(texts[4:])) == 4
+        assert given["recorded_reward"] == [float(text == " 3") for text in texts[:4]] + [
+            float(text == " 1") for text in texts[4:]
+        ]
+        assert all(ids[-1] == tokenizer.eos_token_id for ids in given["completion_ids"])
+        assert tokenizer.batch_decode(given["prompt_ids"]) == ["What is 2 + 1?"] * 4 + ["What is 0 + 1?"] * 4
+
+
+def test_draws_go_on_from_a_saved_generator_state(tmp_path: Path, tokenizer) -> None:
+    recorded = rollout(tmp_path, tokenizer, grouped(prompts=1, responses=9))
+    trainer = SimpleNamespace(processing_class=tokenizer)
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        draws.append([recorded(["What is 0 + 1?"] * 4, trainer)["completion_ids"] for _ in range(3)])
+    assert draws[0] == draws[1]
+    assert draws[0][0] != draws[0][1]
+
+
+def test_lengths_are_checked_before_training(tmp_path: Path, tokenizer) -> None:
+    longest = 1 + max(len(tokenizer(f" {n + k}")["input_ids"]) for n in range(8) for k in range(4))
+    with pytest.raises(UserError, match=f"is 1, and 32 of 32 .* longer: set it to {longest}"):
+        rollout(tmp_path, tokenizer, grouped(), limit=1)
+    rollout(tmp_path, tokenizer, grouped(), limit=longest)
+    with pytest.raises(UserError, match="has 1 of them and . tokens"):
+        rollout(tmp_path, tokenizer, [{"prompt": "a", "response": " 2", "reward": 1.0, "logprobs": [-1.0]}])
+
+
+def test_a_generated_completion_has_no_recorded_reward() -> None:
+    with pytest.raises(TypeError, match="recorded_reward"):
+        recorded_reward(completions=["a"])
+
+
+# Training
+
+
+def completions(output: Path) -> pd.DataFrame:
+    return pd.concat(pd.read_parquet(path) for path in sorted((output / "completions").glob("*.parquet")))
+
+
+def test_a_group_baseline_trains_on_what_was_recorded(tiny_model: Path, tmp_path: Path) -> None:
+    data, output = write(tmp_path / "rows.jsonl", grouped()), tmp_path / "run"
+    more = ["--offline=group", "--num_generations=4", "--gradient_accumulation_steps=2", "--max_steps=2"]
+    assert train.main(arguments(tiny_model, data, output, *more)) == 0
+    seen = completions(output)
+    assert len(seen) == 16
+    for (_, prompt), group in seen.groupby(["step", "prompt"]):
+        n = int(prompt.split()[2])
+        assert set(group["completion"]) == {f" {n + k}" for k in range(4)}
+        assert list(group["recorded_reward"]) == [float(text == f" {n + 1}") for text in group["completion"]]
+        # (1 - 1/4) / std and (0 - 1/4) / std, the unbiased std of one 1 and three 0 being 1/2.
+        expected = [1.5 if reward else -0.5 for reward in group["recorded_reward"]]
+        assert list(group["advantage"]) == pytest.approx(expected, abs=1e-3)
+    record = json.loads((output / "run.json").read_text())
+    assert record["recipe"]["offline"] == {"baseline": "group"}
+
+
+def test_a_batch_baseline_trains_on_one_response_a_prompt(tiny_model: Path, tmp_path: Path, capsys) -> None:
+    rewards = [5.0, 0.0, 1.0, 2.0, 0.5, 3.0, 4.0, 0.5]
+    rows = [{"prompt": f"q {n}?", "response": f" {n}", "reward": reward} for n, reward in enumerate(rewards)]
+    data, output = write(tmp_path / "rows.jsonl", rows), tmp_path / "run"
+    more = ["--per_device_train_batch_size=2", "--gradient_accumulation_steps=2", "--num_train_epochs=1"]
+    assert train.main(arguments(tiny_model, data, output, *more)) == 0
+    said = capsys.readouterr().out
+    assert "4 prompts × 1 completions = 4 completions on 1 process" in said
+    assert "one: the whole generation" in said
+    seen = completions(output)
+    assert sorted(seen["prompt"]) == [f"q {n}?" for n in range(8)]  # one epoch, each prompt once
+    for _, batch in seen.groupby("step"):
+        reward = torch.tensor([rewards[int(prompt.split()[1][:-1])] for prompt in batch["prompt"]])
+        assert list(batch["recorded_reward"]) == reward.tolist()
+        expected = (reward - reward.mean()) / (reward.std() + 1e-4)
+        assert list(batch["advantage"]) == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_recorded_log_probabilities_become_the_denominator(tiny_model: Path, tmp_path: Path) -> None:
+    """With a recorded policy that gave every token half the present policy's probability, the ratio is 2, and clipped."""
+    tokenizer, model = AutoTokenizer.from_pretrained(tiny_model), AutoModelForCausalLM.from_pretrained(tiny_model)
+    rows = []
+    for row in grouped(prompts=2):
+        row["logprobs"] = []
+        for response in row["responses"]:
+            prompt = tokenizer(row["prompt"])["input_ids"]
+            ids = [*tokenizer(response)["input_ids"], tokenizer.eos_token_id]
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+            own = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+            row["logprobs"].append((own - torch.log(torch.tensor(2.0))).tolist())
+        rows.append(row)
+    data = write(tmp_path / "rows.jsonl", rows)
+    more = ["--offline=group", "--num_generations=4", "--gradient_accumulation_steps=1", "--max_steps=1", "--beta=0"]
+    more += ["--per_device_train_batch_size=8", "--epsilon=0.2"]
+    output = tmp_path / "run"
+    assert train.main(arguments(tiny_model, data, output, *more)) == 0
+    logged = json.loads((output / "trainer_state.json").read_text())["log_history"][0]
+    # Advantages are 1.5, -0.5, -0.5, -0.5: the loss is -(1.2 * 1.5 - 3 * 2 * 0.5) / 4, and one row in four is clipped above.
+    assert logged["loss"] == pytest.approx(-(1.2 * 1.5 - 3 * 2 * 0.5) / 4, abs=2e-3)
+    assert logged["clip_ratio/high_mean"] == pytest.approx(0.25, abs=0.05)
+
+
+def log_probs_of(model, prompt: list[int], ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("baseline", ["group", "batch"])
+@pytest.mark.parametrize("recorded", [False, True], ids=["on-policy", "recorded log-probabilities"])
+def test_the_gradient_is_the_oracles(baseline: str, recorded: bool, tiny_model: Path, tmp_path: Path) -> None:
+    """Loss and gradient from the file's own prompts, responses and rewards, by the independent copy of the mathematics."""
+    from trl import GRPOConfig
+
+    from grpo_recipes import GRPOTrainer
+    from tests.mathematics import oracle
+
+    torch.manual_seed(0)
+    tokenizer, reference = AutoTokenizer.from_pretrained(tiny_model), AutoModelForCausalLM.from_pretrained(tiny_model)
+    size = 4 if baseline == "group" else 1
+    rewards = [0.5, 3.0, -1.0, 2.0, 0.0, 0.25, 1.0, 4.0]
+    rows = [
+        {"prompt": f"What is {n}?", "responses": [f" it is {n + k}" for k in range(size)]} for n in range(8 // size)
+    ]
+    for place, row in enumerate(rows):
+        row["rewards"] = rewards[place * size : (place + 1) * size]
+        if recorded:
+            prompt = tokenizer(row["prompt"])["input_ids"]
+            ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in row["responses"]]
+            noise = torch.linspace(0.0, 0.6, max(map(len, ids)))
+            row["logprobs"] = [(log_probs_of(reference, prompt, one) - noise[: len(one)]).tolist() for one in ids]
+    rollout_func = rollout(tmp_path, tokenizer, rows, baseline=baseline)
+    objective = oracle.Objective("grpo", beta=0.3, use_bias_correction_kl=False, max_completion_length=16)
+    config = GRPOConfig(
+        output_dir=str(tmp_path / "run"),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        per_device_train_batch_size=8,
+        num_generations=4 if baseline == "group" else 8,
+        max_completion_length=objective.max_completion_length,
+        loss_type=objective.loss_type,
+        beta=objective.beta,
+        use_bias_correction_kl=objective.use_bias_correction_kl,
+        gradient_checkpointing=False,
+    )
+    dataset = load(DatasetSpec.parse({"name": "scored", "path": str(tmp_path / "rows.jsonl")}))
+    trainer = GRPOTrainer(
+        model=str(tiny_model),
+        reward_funcs=recorded_reward,
+        args=config,
+        train_dataset=dataset.select_columns(["prompt"]),
+        processing_class=tokenizer,
+        rollout_func=rollout_func,
+    )
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    loss = trainer.compute_loss(trainer.model, inputs)
+    loss.backward()
+    gradient = {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
+
+    trainer.model.zero_grad()
+    expected = oracle.advantages([[reward] for reward in rewards], [1.0], 4 if baseline == "group" else 8)
+    completions = []
+    for place, advantage in enumerate(expected):
+        row, member = rows[place // size], place % size
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        ids = [*tokenizer(row["responses"][member])["input_ids"], tokenizer.eos_token_id]
+        log_probs, entropies = oracle.token_statistics(trainer.model, prompt, ids, 1.0)
+        old = torch.tensor(row["logprobs"][member]) if recorded else None
+        anchor = log_probs_of(reference, prompt, ids)
+        completions.append(oracle.Completion(prompt, ids, advantage, log_probs, entropies, old=old, reference=anchor))
+    tokens = sum(completion.length for completion in completions)
+    oracle_loss = oracle.micro_batch_loss(completions, objective, oracle.Geometry(), tokens)
+    oracle_loss.backward()
+    assert loss.item() == pytest.approx(oracle_loss.item(), abs=1e-5)
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.allclose(gradient[name], parameter.grad, atol=1e-5, rtol=1e-3), name
+    assert max(grad.abs().max() for grad in gradient.values()) > 0.01
+
+
+SOLVERS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
+
+
+@pytest.mark.slow
+def test_right_solutions_become_likelier_than_wrong_ones_on_held_out_problems(gsm8k_dir: Path, tmp_path: Path) -> None:
+    """Recorded groups of four real solutions with their labels; the margin is that of mean log-probabilities a token."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
+
+    rows = []
+    for line in (gsm8k_dir / "model_solutions_dev.jsonl").read_text(encoding="utf-8").splitlines():
+        problem = json.loads(line)
+        responses = [problem[solver]["solution"] for solver in SOLVERS]
+        labels = [float(problem[solver]["is_correct"]) for solver in SOLVERS]
+        if 0 < sum(labels) < 4:
+            rows.append({"prompt": problem["question"] + "\n", "responses": responses, "rewards": labels})
+    set_seed(0)
+    tokenizer = Qwen2Tokenizer().train_new_from_iterator(
+        [text for row in rows[:200] for text in row["responses"]],
+        vocab_size=512,
+        new_special_tokens=["<|im_end|>"],
+        show_progress=False,
+    )
+    tokenizer.eos_token = "<|im_end|>"
+    limit = 280
+    rows = [row for row in rows if max(len(ids) for ids in tokenizer(row["responses"])["input_ids"]) < limit]
+    half = len(rows) // 2
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.1,
+    )
+    model, output = tmp_path / "model", tmp_path / "run"
+    Qwen2ForCausalLM(config).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    data = write(tmp_path / "rows.jsonl", rows[:half])
+
+    def margins(folder: Path) -> torch.Tensor:
+        policy = AutoModelForCausalLM.from_pretrained(folder).eval()
+        found = []
+        for row in rows[half:]:
+            prompt = tokenizer(row["prompt"])["input_ids"]
+            means = [
+                log_probs_of(policy, prompt, [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]).mean()
+                for text in row["responses"]
+            ]
+            right = torch.tensor(row["rewards"]) == 1
+            found.append(torch.stack(means)[right].mean() - torch.stack(means)[~right].mean())
+        return torch.stack(found)
+
+    before = margins(model)
+    more = [
+        "--offline=group",
+        "--num_generations=4",
+        "--per_device_train_batch_size=32",
+        "--gradient_accumulation_steps=1",
+    ]
+    more += ["--max_steps=100", "--learning_rate=2e-3", "--beta=0.01", f"--max_completion_length={limit}"]
+    assert (
+        train.main(arguments(model, data, output, *more, "--gradient_checkpointing=false", "--logging_steps=10")) == 0
+    )
+    growth = margins(output) - before
+    assert len(growth) > 100
+    assert growth.mean() > 2 * growth.std() / len(growth) ** 0.5

@@ -1,0 +1,652 @@
+"""Packed rows against models run one unpadded row at a time, and the guards around them."""
+
+from __future__ import annotations
+
+import inspect
+import runpy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.utils import _apply_to_tensors
+from torch.nn.attention import varlen
+from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import dynamic_rope_update
+from trl import GRPOTrainer as TRLGRPOTrainer
+from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
+
+from grpo_recipes import GRPOTrainer
+from grpo_recipes.training import log_probs, packing
+from grpo_recipes.training.packing import Layout, Rows, pack
+from tests.grpo_recipes.recorded import Recording, compare, make_trainer, model
+
+EXACT = {
+    "Qwen2Config": {},
+    "Qwen3Config": {"head_dim": 8},
+    "LlamaConfig": {},
+    "MistralConfig": {"sliding_window": None},
+    "Phi3Config": {},
+    "Olmo2Config": {},
+    "SmolLM3Config": {},
+    "GPTNeoXConfig": {"num_key_value_heads": 4, "attention_dropout": 0.0, "hidden_dropout": 0.0},
+    "Gemma3TextConfig": {"sliding_window": 64, "head_dim": 8},
+}
+"""Architectures that pack, by the name of their configuration."""
+
+RAGGED = Recording.random(prompts=3, group=3, seed=3)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def padded(prompts: list[list[int]], completions: list[list[int]]) -> Rows:
+    """TRL's layout: prompts padded on the left, completions on the right."""
+    left, right = max(map(len, prompts)), max(1, *map(len, completions))
+    ids = [[0] * (left - len(p)) + p + c + [0] * (right - len(c)) for p, c in zip(prompts, completions, strict=True)]
+    mask = [
+        [0] * (left - len(p)) + [1] * (len(p) + len(c)) + [0] * (right - len(c))
+        for p, c in zip(prompts, completions, strict=True)
+    ]
+    return Rows(torch.tensor(ids), torch.tensor(mask), right)
+
+
+def flat(recording: Recording) -> Rows:
+    """The rows of a recording."""
+    pairs = [
+        (prompt, completion)
+        for prompt, group in zip(recording.prompts, recording.completions, strict=True)
+        for completion in group
+    ]
+    return padded([prompt for prompt, _ in pairs], [completion for _, completion in pairs])
+
+
+def one_by_one(policy: PreTrainedModel, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies from plain logits, each row alone and without padding."""
+    log_probs, entropies = torch.zeros(rows.completion_mask.shape), torch.zeros(rows.completion_mask.shape)
+    with torch.no_grad():
+        for row, (ids, mask) in enumerate(zip(rows.input_ids, rows.attention_mask, strict=True)):
+            length = int(mask[-rows.logits_to_keep :].sum())
+            tokens = ids[mask.bool()][None]
+            if length:
+                logits = policy(tokens, use_cache=False).logits[0, -length - 1 : -1].log_softmax(-1)
+                log_probs[row, :length] = logits.gather(1, tokens[0, -length:, None])[:, 0]
+                entropies[row, :length] = -(logits.exp() * logits).sum(-1)
+    return log_probs, entropies
+
+
+def trainer_on(policy: PreTrainedModel, folder: Path, recording: Recording = RAGGED, **config: Any) -> GRPOTrainer:
+    count = len(recording.prompts) * recording.group
+    return make_trainer(GRPOTrainer, recording, policy, folder, per_device_train_batch_size=count, **config)
+
+
+def scored(trainer: TRLGRPOTrainer, rows: Rows, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        log_probs, entropies, _ = trainer._get_per_token_logps_and_entropies(
+            trainer.model, rows.input_ids, rows.attention_mask, rows.logits_to_keep, compute_entropy=True, **kwargs
+        )
+    return log_probs, entropies
+
+
+def layout_of(trainer: GRPOTrainer) -> Layout:
+    (layout,) = trainer._log_probs._layouts.values()
+    return layout
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Any:
+    """The sentences logged about the layout."""
+    return lambda: [record.getMessage() for record in caplog.records if record.name == log_probs.__name__]
+
+
+# ---- the row
+
+
+def test_a_packed_row_by_hand() -> None:
+    rows = padded([[5, 6, 7], [8], [5, 6, 7]], [[10, 11], [12, 13], [14]])
+    packed = pack(rows)
+    #                            5 6 | 7 10 | 7 | 8 12: the prompt 5 6 7 once, each label predicted by one position
+    assert packed.input_ids[0].tolist() == [5, 6, 7, 10, 7, 8, 12]
+    assert packed.position_ids[0].tolist() == [0, 1, 2, 3, 2, 0, 1]
+    assert packed.labels[0].tolist() == [-100, -100, 10, 11, 14, 12, 13]
+    assert packed.group_spans.groups == [((0, 2), [(2, 4), (4, 5)]), ((5, 5), [(5, 7)])]
+    assert packed.rows.tolist() == [0, 0, 2, 1, 1]
+    assert packed.columns.tolist() == [0, 1, 0, 0, 1]
+    assert packed.positions.tolist() == [2, 3, 4, 5, 6]
+
+
+tokens = st.lists(st.integers(1, 9), min_size=1, max_size=4)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(tokens, st.lists(st.integers(1, 9), max_size=4)), min_size=1, max_size=6))
+def test_every_label_is_predicted_once_from_its_own_context(pairs: list[tuple[list[int], list[int]]]) -> None:
+    rows = padded([prompt for prompt, _ in pairs], [completion for _, completion in pairs])
+    packed = pack(rows)
+    ids, labels = packed.input_ids[0].tolist(), packed.labels[0].tolist()
+    found: dict[tuple[int, int], int] = {}
+    for row, column, position in zip(packed.rows, packed.columns, packed.positions, strict=True):
+        found[int(row), int(column)] = labels[int(position)]
+    expected = {(row, column): token for row, (_, c) in enumerate(pairs) for column, token in enumerate(c)}
+    assert found == expected
+    contexts = [
+        tuple(ids[a:b] + ids[c:d])
+        for (a, b), (c, d) in packed.group_spans.segments()
+        if (labels[c:d] or [0])[0] != -100
+    ]
+    assert sorted(contexts) == sorted((*p, *c)[:-1] for p, c in pairs if c)
+    distinct = {tuple(prompt) for prompt, completion in pairs if completion}
+    needed = sum(len(prompt) - 1 for prompt in distinct) + sum(len(completion) for _, completion in pairs)
+    assert len(ids) == rows.packed_tokens() == max(needed, 1)
+
+
+def test_varlen_sequences_are_the_segments_of_the_row() -> None:
+    packed = pack(padded([[5, 6, 7], [8], [5, 6, 7]], [[10, 11], [12, 13], [14]]))
+    index = packing.Varlen.of(packed.group_spans, torch.device("cpu"))
+    assert index.query_ends.tolist() == [0, 2, 4, 5, 7]
+    assert index.key_ends.tolist() == [0, 2, 6, 9, 11]
+    assert index.keys.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 4, 5, 6]
+    assert (index.longest_query, index.longest_key) == (2, 4)
+
+
+# ---- the numbers
+
+
+@pytest.mark.parametrize("architecture", EXACT)
+def test_packed_log_probabilities_are_those_of_unpadded_rows(architecture: str, tmp_path: Path, said: Any) -> None:
+    policy = model(getattr(transformers, architecture), **EXACT[architecture])
+    rows = flat(RAGGED)
+    expected = one_by_one(policy.eval(), rows)
+    trainer = trainer_on(policy, tmp_path)
+    got = scored(trainer, rows)
+    assert layout_of(trainer) is Layout.PACKED, said()
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 9])
+@pytest.mark.parametrize("pack_rows", [True, False])
+def test_any_chunking_gives_the_same_rows_in_as_many_calls(batch_size: int, pack_rows: bool, tmp_path: Path) -> None:
+    trainer = trainer_on(model(), tmp_path, micro_batching={"pack": pack_rows})
+    rows = flat(RAGGED).select(torch.tensor([4, 0, 8, 2, 6, 1, 5, 3, 7]))
+    expected = one_by_one(trainer.model, rows)
+    scored(trainer, rows)  # chooses the layout
+    calls: list[int] = []
+    handle = trainer.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    got = scored(trainer, rows, batch_size=batch_size)
+    handle.remove()
+    assert len(calls) == -(-9 // batch_size)
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("pack_rows", [True, False])
+def test_rows_without_a_token_to_score(pack_rows: bool, tmp_path: Path) -> None:
+    trainer = trainer_on(model(), tmp_path, micro_batching={"pack": pack_rows})
+    scored(trainer, flat(RAGGED))
+    some = padded([[5, 6, 7], [8], [5, 6, 7]], [[10, 11], [], []])
+    torch.testing.assert_close(scored(trainer, some), one_by_one(trainer.model, some), atol=1e-5, rtol=0)
+    none = padded([[5, 6, 7], [8]], [[], []])
+    trainer.model.train()
+    log_probs, entropies, _ = trainer._get_per_token_logps_and_entropies(
+        trainer.model, none.input_ids, none.attention_mask, none.logits_to_keep, compute_entropy=True
+    )
+    assert not log_probs.any()
+    assert not entropies.any()
+    log_probs.sum().backward()  # DDP and ZeRO wait for a gradient of every parameter
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_runs_the_layers_again_with_the_spans(use_reentrant: bool, tmp_path: Path) -> None:
+    keywords = {"use_reentrant": use_reentrant}
+    gap = compare(
+        RAGGED,
+        tmp_path,
+        per_device_train_batch_size=9,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs=keywords,
+        beta=0.04,
+    )
+    assert gap <= 1e-5
+
+
+def test_lora(tmp_path: Path) -> None:
+    adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.0)
+    gap = compare(RAGGED, tmp_path, per_device_train_batch_size=9, peft_config=adapter, beta=0.04)
+    assert gap <= 1e-5
+
+
+def test_temperature_and_a_head_in_float32(tmp_path: Path) -> None:
+    config = {"temperature": 0.7, "cast_lm_head_to_fp32": True}
+    assert compare(RAGGED, tmp_path, per_device_train_batch_size=9, **config) <= 1e-5
+
+
+def test_bfloat16_packs(tmp_path: Path, said: Any) -> None:
+    trainer = trainer_on(model().bfloat16(), tmp_path)
+    scored(trainer, flat(RAGGED))
+    assert layout_of(trainer) is Layout.PACKED
+    assert said() == []
+
+
+# ---- what must not be packed
+
+
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "router_aux_loss_coef": 0.0}
+FALLS_BACK: dict[str, tuple[str, dict[str, Any]]] = {
+    "layers of linear_attention": ("Qwen3NextConfig", LINEAR),
+    "does not go through transformers' AttentionInterface": (
+        "BloomConfig",
+        {"n_head": 4, "n_layer": 2, "attn_implementation": "eager"},
+    ),  # ALiBi
+    "the model has dropout": ("LlamaConfig", {"attention_dropout": 0.5}),
+    "its attention implementation is eager, not sdpa": ("LlamaConfig", {"attn_implementation": "eager"}),
+    "depend on padding": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, **NO_DROPOUT}),  # learnt positions
+    "rows of more than 8 tokens": ("MistralConfig", {"sliding_window": 8}),
+    "more than 8 tokens": ("Gemma3TextConfig", {"sliding_window": 8, "head_dim": 8}),  # in some of its layers
+    "a rotary table of type longrope depends on the longest row": (
+        "Phi3Config",
+        {
+            "sliding_window": None,
+            "original_max_position_embeddings": 20,  # rows on both sides of it
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 4,
+                "long_factor": [4.0] * 4,
+                "original_max_position_embeddings": 20,
+            },
+        },
+    ),
+    "a rotary table of type dynamic depends on the longest row": (
+        "LlamaConfig",
+        {
+            "max_position_embeddings": 20,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+        },
+    ),
+    "router loss": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+    ),
+}
+"""Why a model falls back, and a model that does."""
+
+
+@pytest.mark.parametrize("reason", FALLS_BACK)
+def test_a_model_that_cannot_be_packed_says_why_once(reason: str, tmp_path: Path, said: Any) -> None:
+    name, config = FALLS_BACK[reason]
+    policy, twin = (model(getattr(transformers, name), **config).eval() for _ in range(2))
+    ours = trainer_on(policy, tmp_path)
+    theirs = make_trainer(TRLGRPOTrainer, RAGGED, twin, tmp_path, per_device_train_batch_size=9)
+    rows = flat(RAGGED)
+    for _ in range(2):
+        got, expected = scored(ours, rows), scored(theirs, rows)
+        for mine, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
+    (sentence,) = said()
+    assert reason in sentence
+
+
+@pytest.mark.parametrize("pack_rows", [True, False])
+def test_a_rotary_table_of_the_longest_row_in_one_kind_of_layer(pack_rows: bool, tmp_path: Path, said: Any) -> None:
+    """Neither packed nor trimmed: the width of the rows is part of the result."""
+    local = {"rope_type": "default", "rope_theta": 10000.0}
+    rotary = {"full_attention": {**local, "rope_type": "dynamic", "factor": 4.0}, "sliding_attention": local}
+    policy = model(transformers.Gemma3TextConfig, sliding_window=64, head_dim=8, rope_parameters=rotary)
+    trainer = trainer_on(policy, tmp_path, micro_batching={"pack": pack_rows})
+    scored(trainer, flat(RAGGED))
+    assert layout_of(trainer) is Layout.PLAIN
+    assert "rotary table of type dynamic" in said()[0]
+
+
+def test_a_mixture_of_experts_without_router_loss_packs(tmp_path: Path) -> None:
+    config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    policy = model(transformers.Qwen3MoeConfig, router_aux_loss_coef=0.0, **config)
+    expected = one_by_one(policy.eval(), flat(RAGGED))
+    trainer = trainer_on(policy, tmp_path)
+    torch.testing.assert_close(scored(trainer, flat(RAGGED)), expected, atol=1e-5, rtol=0)
+    assert layout_of(trainer) is Layout.PACKED
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"pad_to_multiple_of": 8}, "pad_to_multiple_of asks for the shapes that TRL makes"),
+    ],
+)
+def test_settings_that_forbid_packing(config: dict[str, Any], reason: str, tmp_path: Path, said: Any) -> None:
+    trainer = trainer_on(model(), tmp_path, **config)
+    expected = one_by_one(trainer.model, flat(RAGGED))
+    torch.testing.assert_close(scored(trainer, flat(RAGGED)), expected, atol=1e-5, rtol=0)
+    assert layout_of(trainer) < Layout.PACKED
+    assert trainer.model.config._attn_implementation == "sdpa"
+    (sentence,) = said()
+    assert reason in sentence
+
+
+def test_lora_dropout_forbids_packing_but_not_trimming(tmp_path: Path, said: Any) -> None:
+    adapter = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False)
+    trainer = trainer_on(model(), tmp_path, peft_config=adapter)
+    trainer.model.train()
+    scored(trainer, flat(RAGGED))
+    assert layout_of(trainer) is Layout.TRIMMED
+    assert all(module.training for module in trainer.model.modules())
+    (sentence,) = said()
+    assert "dropout" in sentence
+
+
+@pytest.mark.parametrize("rate", ["dropout", "attention_dropout"])
+def test_a_dropout_rate_that_is_an_attribute(rate: str, tmp_path: Path, said: Any) -> None:
+    """OPT has no `nn.Dropout`, and holds both of its rates as `self.dropout`."""
+    rates = {"dropout": 0.0, "attention_dropout": 0.0, rate: 0.1}
+    trainer = trainer_on(model(transformers.OPTConfig, ffn_dim=48, word_embed_proj_dim=32, **rates), tmp_path)
+    scored(trainer, flat(RAGGED))
+    assert layout_of(trainer) is Layout.TRIMMED
+    assert "the model has dropout" in said()[0]
+
+
+def test_dropout_that_inspection_does_not_see_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_probs, "unsupported", lambda model: None)
+    trainer = trainer_on(model(transformers.LlamaConfig, attention_dropout=0.5), tmp_path)
+    trainer.model.train()
+    with pytest.raises(RuntimeError, match="attention dropout of 0.5.*micro_batching: {pack: false}"):
+        scored(trainer, flat(RAGGED))
+
+
+class WithFullKL(GRPOTrainer):
+    """A trainer whose KL term reads the hidden states of TRL's rows."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, kl_estimator="full", **kwargs)
+
+
+def test_rows_that_something_else_reads_stay_plain(tmp_path: Path, said: Any) -> None:
+    trainer = make_trainer(WithFullKL, RAGGED, model(), tmp_path, beta=0.04, per_device_train_batch_size=9)
+    scored(trainer, flat(RAGGED))
+    assert layout_of(trainer) is Layout.PLAIN
+    (sentence,) = said()
+    assert "are left as TRL pads them: the full-vocabulary KL reads the hidden states of TRL's rows" in sentence
+
+
+# ---- what inspection can't see
+
+
+def test_the_first_micro_batch_shows_a_wrong_mask(tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that inspection lets through is still not packed if its log-probabilities change."""
+    monkeypatch.setattr(log_probs, "attention_window", lambda config: None)
+    trainer = trainer_on(model(transformers.MistralConfig, sliding_window=8), tmp_path)
+    expected = one_by_one(trainer.model, flat(RAGGED))
+    torch.testing.assert_close(scored(trainer, flat(RAGGED)), expected, atol=1e-5, rtol=0)
+    assert layout_of(trainer) is Layout.TRIMMED
+    assert trainer.model.config._attn_implementation == "sdpa"
+    (sentence,) = said()
+    assert "packed rows give other log-probabilities (by " in sentence
+
+
+def test_a_layer_that_ignores_the_spans(tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_probs, "unsupported", lambda model: None)
+    policy = model(transformers.Qwen3NextConfig, **LINEAR).eval()
+    expected = one_by_one(policy, flat(RAGGED))
+    trainer = trainer_on(policy, tmp_path)
+    torch.testing.assert_close(scored(trainer, flat(RAGGED)), expected, atol=1e-5, rtol=0)
+    (sentence,) = said()
+    assert "1 of its 2 layers keep the completions of a packed row apart" in sentence
+
+
+def test_a_model_none_of_whose_first_rows_can_be_checked_is_not_packed(tmp_path: Path, said: Any) -> None:
+    trainer = trainer_on(model(transformers.MistralConfig, sliding_window=1), tmp_path)
+    scored(trainer, flat(RAGGED))
+    assert layout_of(trainer) is Layout.TRIMMED
+    assert "no row of the first micro-batch can be packed" in said()[-1]
+
+
+def test_rows_as_long_as_the_context_can_be_checked(tmp_path: Path, said: Any) -> None:
+    learnt = {"n_embd": 32, "n_layer": 2, "n_head": 4, **NO_DROPOUT}
+    longest = flat(RAGGED).input_ids.shape[1]
+    trainer = trainer_on(model(transformers.GPT2Config, **{**learnt, "max_position_embeddings": longest}), tmp_path)
+    scored(trainer, flat(RAGGED))
+    assert layout_of(trainer) is Layout.PLAIN
+    assert "its positions are learnt" in said()[0]
+
+
+def test_nothing_is_concluded_from_rows_without_a_label(tmp_path: Path, said: Any) -> None:
+    trainer = trainer_on(model(), tmp_path)
+    scored(trainer, padded([[5, 6, 7], [8]], [[], []]))
+    assert trainer._log_probs._layouts == {}
+    assert said() == []
+    scored(trainer, flat(RAGGED))
+    assert layout_of(trainer) is Layout.PACKED
+
+
+def test_a_mask_that_is_more_than_causal_is_not_followed(tmp_path: Path, said: Any) -> None:
+    """Doge adds a learnt float mask, which is too small to show in the log-probabilities of bfloat16."""
+    policy = model(transformers.DogeConfig, router_aux_loss_coef=0.0, output_router_logits=False).bfloat16()
+    trainer = trainer_on(policy, tmp_path, disable_dropout=True)
+    scored(trainer, flat(RAGGED))
+    assert layout_of(trainer) is Layout.TRIMMED
+    (sentence,) = said()
+    assert "0 of its 2 layers keep the completions of a packed row apart" in sentence
+
+
+class MixesNeighbours(nn.Module):
+    """A layer that adds the tokens before in the row, whatever attention and positions say."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(hidden + hidden.roll(1, dims=1) * (torch.arange(hidden.shape[1]) > 0)[:, None])
+
+
+class CountsFromTheRow(nn.Module):
+    """A rotary table by place in the row, and not by `position_ids`: right as long as no prompt is shared."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, hidden: Tensor, position_ids: Tensor, **kwargs: Any) -> Tensor:
+        return self.table(hidden, torch.arange(hidden.shape[1])[None], **kwargs)
+
+
+@pytest.mark.parametrize("rows", [[4], [0, 4], [5, 0]], ids=str)
+@pytest.mark.parametrize("fault", [MixesNeighbours, CountsFromTheRow])
+def test_rows_that_share_no_prompt_are_evidence_too(
+    fault: type[nn.Module], rows: list[int], tmp_path: Path, said: Any
+) -> None:
+    """One completion, packed alone, is the plain row, and would let any model pass."""
+    policy = model(transformers.LlamaConfig)
+    if fault is MixesNeighbours:
+        for layer in policy.model.layers:
+            layer.mlp = fault(layer.mlp)
+    else:
+        policy.model.rotary_emb = fault(policy.model.rotary_emb)
+    trainer = trainer_on(policy, tmp_path)
+    scored(trainer, flat(RAGGED).select(torch.tensor(rows)))
+    assert layout_of(trainer) is Layout.TRIMMED
+    assert "packed rows give other log-probabilities" in said()[0]
+
+
+SHORT = padded([[5, 6], [5, 6]], [[7, 8, 9], [7, 1]])
+LONG = padded([[5, 6, 7, 8]] * 2, [[7, 8, 9, 5, 6, 3, 2, 5], [7, 8, 9, 5, 6, 3, 2, 1]])
+UNLABELLED = padded([[5, 6], [5, 6]], [[], []])
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, **NO_DROPOUT}
+
+
+def on_two_ranks(trainers: list[GRPOTrainer], rows: list[Rows]) -> list[list[str]]:
+    """What each of two ranks, a thread each, does while it chooses its layout: its model calls and its collectives.
+
+    Both wait for each other as under ZeRO-3. Ranks that part ways raise BrokenBarrierError instead of hanging.
+    """
+    barrier, slots, done = Barrier(2, timeout=20), [None, None], [[], []]
+
+    def meet(rank: int, what: str, value: Any = None) -> list[Any]:
+        slots[rank] = (what, value)
+        barrier.wait()
+        met = list(slots)
+        barrier.wait()
+        assert met[0][0] == met[1][0], f"one rank waits in a {met[0][0]}, the other in a {met[1][0]}"
+        done[rank].append(what)
+        return [entry for _, entry in met]
+
+    this = threading.local()
+
+    def choose(rank: int) -> None:
+        this.rank, trainer = rank, trainers[rank]
+        trainer.model.register_forward_pre_hook(lambda *_: meet(rank, "model call") and None)
+        trainer._log_probs.layout(trainer.model, rows[rank], len(rows[rank].input_ids))
+
+    collective = mock.patch.object(log_probs, "on_any_rank", lambda flag, _: any(meet(this.rank, "collective", flag)))
+    with collective, ThreadPoolExecutor(2) as pool:
+        list(pool.map(choose, range(2)))
+    return done
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(
+    ("name", "config", "first", "second", "found"),
+    [
+        ("MistralConfig", {"sliding_window": 8}, SHORT, LONG, Layout.PACKED),  # one rank has no row that fits
+        ("MistralConfig", {"sliding_window": 4}, LONG, LONG, Layout.TRIMMED),  # neither has
+        ("GPT2Config", GPT2, SHORT, UNLABELLED, Layout.PLAIN),  # padding matters, as one rank alone can tell
+        ("GPT2Config", {**GPT2, "max_position_embeddings": 12}, SHORT, LONG, Layout.PLAIN),  # no room on one rank
+        ("Qwen2Config", {}, SHORT, UNLABELLED, Layout.PACKED),
+    ],
+)
+def test_ranks_check_in_step(
+    name: str, config: dict[str, Any], first: Rows, second: Rows, found: Layout, swapped: bool, tmp_path: Path
+) -> None:
+    trainers = [trainer_on(model(getattr(transformers, name), **config), tmp_path) for _ in range(2)]
+    done = on_two_ranks(trainers, [second, first] if swapped else [first, second])
+    assert done[0] == done[1]
+    assert [layout_of(trainer) for trainer in trainers] == [found, found]
+
+
+def test_no_rank_calls_the_model_where_none_has_a_label(tmp_path: Path) -> None:
+    trainers = [trainer_on(model(), tmp_path) for _ in range(2)]
+    assert on_two_ranks(trainers, [UNLABELLED, UNLABELLED]) == [["collective"]] * 2
+    assert [trainer._log_probs._layouts for trainer in trainers] == [{}, {}]
+
+
+def test_a_rank_whose_rows_agree_follows_one_whose_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_probs, "attention_window", lambda config: None)
+    trainers = [trainer_on(model(transformers.MistralConfig, sliding_window=6), tmp_path) for _ in range(2)]
+    done = on_two_ranks(trainers, [SHORT, LONG])
+    assert done[0] == done[1]
+    assert [layout_of(trainer) for trainer in trainers] == [Layout.TRIMMED] * 2
+    assert [trainer.model.config._attn_implementation for trainer in trainers] == ["sdpa"] * 2
+
+
+def test_holes_in_a_completion_mask(tmp_path: Path, said: Any) -> None:
+    trainer = trainer_on(model(), tmp_path)
+    scored(trainer, flat(RAGGED))
+    rows = padded([[5, 6, 7], [5, 6, 7]], [[10, 11, 12], [13, 14, 15]])
+    rows.attention_mask[0, 4] = 0
+    theirs = make_trainer(TRLGRPOTrainer, RAGGED, model(), tmp_path, per_device_train_batch_size=9)
+    torch.testing.assert_close(scored(trainer, rows), scored(theirs, rows), atol=1e-5, rtol=0)
+    assert "holes" in said()[0]
+
+
+def test_multimodal_inputs_go_to_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_on(model(), tmp_path)
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(
+        TRLGRPOTrainer, "_get_per_token_logps_and_entropies", lambda self, *args, **kwargs: seen.update(kwargs)
+    )
+    rows = flat(RAGGED)
+    trainer._get_per_token_logps_and_entropies(
+        trainer.model, rows.input_ids, rows.attention_mask, rows.logits_to_keep, pixel_values="pixels", num_images=[1]
+    )
+    assert seen["pixel_values"] == "pixels"
+    assert trainer._log_probs._layouts == {}
+
+
+def test_generation_is_stock_under_our_attention(tmp_path: Path) -> None:
+    policy = model().eval()
+    inputs = {
+        "input_ids": torch.tensor([[0, 0, 5, 6], [7, 8, 9, 4]]),
+        "attention_mask": torch.tensor([[0, 0, 1, 1], [1] * 4]),
+    }
+    before = policy.generate(
+        **inputs, max_new_tokens=8, do_sample=False, output_scores=True, return_dict_in_generate=True
+    )
+    log_probs.packing_attention(policy)
+    after = policy.generate(
+        **inputs, max_new_tokens=8, do_sample=False, output_scores=True, return_dict_in_generate=True
+    )
+    assert torch.equal(before.sequences, after.sequences)
+    assert all(torch.equal(a, b) for a, b in zip(before.scores, after.scores, strict=True))
+    policy.save_pretrained(tmp_path)
+    assert packing.ATTENTION not in (tmp_path / "config.json").read_text()
+
+
+# ---- the entry points used
+
+
+def test_contract_with_trl() -> None:
+    """What log_probs.py and trainer.py rely on in TRL 1.16."""
+    log_probs = inspect.signature(TRLGRPOTrainer._get_per_token_logps_and_entropies).parameters
+    expected = ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"]
+    assert list(log_probs)[:8] == [*expected, "compute_aux_loss"], (
+        "TRL changed `_get_per_token_logps_and_entropies`: adapt seam 2 in grpo_recipes/training/trainer.py"
+    )
+    assert {"pixel_values", "token_type_ids"} <= set(log_probs), "TRL moved its multimodal arguments: adapt seam 2"
+    forward = inspect.getsource(add_fused_lm_head)
+    for needed in ("shift_labels=None", "**kwargs)"):
+        assert needed in forward, f"TRL's fused head has no `{needed}`: packed rows have no other way into the model"
+    assert {"log_probs", "entropy"} <= set(inspect.signature(FusedCausalLMOutput).parameters), "adapt _run_packed"
+
+
+def test_contract_with_transformers() -> None:
+    """What packing.py and log_probs.py rely on in transformers."""
+    packing.register_attention()
+    sdpa = inspect.signature(packing.sdpa_attention_forward).parameters
+    assert list(sdpa)[:7] == ["module", "query", "key", "value", "attention_mask", "dropout", "scaling"], (
+        "transformers changed the attention functions that AttentionInterface holds: adapt packed_attention"
+    )
+    assert packing.ATTENTION in transformers.AttentionInterface().valid_keys(), "AttentionInterface.register changed"
+    assert packing.ATTENTION in transformers.AttentionMaskInterface().valid_keys(), "AttentionMaskInterface changed"
+    assert hasattr(PreTrainedModel, "_can_set_attn_implementation"), "adapt `unsupported`: it asks this of a model"
+    update = inspect.getsource(dynamic_rope_update)
+    for line in ('if "dynamic" in rope_type:', 'elif rope_type == "longrope":'):
+        assert line in update, "transformers changed which rotary tables follow the row: adapt rotary_of_the_longest"
+    attention = inspect.getsource(transformers.models.qwen2.modeling_qwen2.Qwen2Attention.forward)
+    assert "**kwargs" in attention, "attention layers no longer pass arguments on: the spans can't reach the attention"
+
+
+def test_the_spans_come_through_fsdp_as_the_same_object() -> None:
+    """FSDP2 in 16 bit rebuilds the containers among a forward's arguments, dataclasses too; layers count on the spans."""
+    source = inspect.getsource(FSDPState._cast_forward_inputs)
+    assert "_apply_to_tensors(cast_fn, kwargs)" in source, "torch casts the arguments of FSDP2's forwards another way"
+    spans = pack(flat(RAGGED)).group_spans
+    assert _apply_to_tensors(lambda tensor: tensor.bfloat16(), {"group_spans": spans})["group_spans"] is spans
+
+
+def test_importing_the_module_registers_no_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[Any] = []
+    monkeypatch.setattr(transformers.AttentionInterface, "register", lambda *names: registered.append(names))
+    runpy.run_path(str(packing.__file__))
+    assert not registered
+
+
+def test_contract_with_torch() -> None:
+    """The arguments of the CUDA kernel, which no CPU test can run."""
+    parameters = inspect.signature(varlen.varlen_attn).parameters
+    names = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert list(parameters)[:7] == names, "torch changed varlen_attn: adapt _varlen"
+    assert {"scale", "window_size", "enable_gqa"} <= set(parameters), "torch changed varlen_attn: adapt _has_varlen"

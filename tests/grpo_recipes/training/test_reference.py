@@ -1,0 +1,632 @@
+"""The reference policy: what TRL 1.16 gets wrong, and that `set_reference` gets it right.
+
+Many tests first show what plain TRL does wrong. If that part of a test fails, TRL has mended it, and our code for it can go.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import (
+    AdaLoraConfig,
+    BOFTConfig,
+    IA3Config,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftConfig,
+    PeftModel,
+    VBLoRAConfig,
+    VeraConfig,
+    get_peft_model,
+)
+from transformers import TrainerCallback
+from trl import GRPOTrainer as TRLGRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+
+from grpo_recipes import GRPOTrainer
+from grpo_recipes.training.reference import (
+    REF,
+    ReferencePolicyError,
+    adapter_tensors,
+    kl_to_reference,
+    set_reference,
+    without_trl_reference,
+)
+from grpo_rewards.errors import UserError
+from tests import tiny
+from tests.grids import covering
+from tests.grpo_recipes.short_runs import (
+    TEXTS,
+    adapted,
+    arguments,
+    load,
+    log_probabilities,
+    logged_kl,
+    moved,
+    trainer,
+)
+
+ZERO = 1e-6
+SEEN = 1e-5  # a KL that no rounding explains: at least ten times what the cases below may have
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def tied_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_policy(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
+
+
+def lora(**changes: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 4, "task_type": "CAUSAL_LM", "target_modules": "all-linear", **changes})
+
+
+def tensors(model: PeftModel, adapter: str) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in adapter_tensors(model, adapter).items()}
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+ATTENTION = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
+INCOMPLETE_IN_TRL: dict[str, PeftConfig] = {
+    "LoRA on the embedding": lora(target_modules=["embed_tokens", "q_proj"]),
+    "IA3": IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "LoHa": LoHaConfig(r=4, **ATTENTION),
+    "LoKr": LoKrConfig(r=4, **ATTENTION),
+    "VeRA": VeraConfig(r=8, task_type="CAUSAL_LM", target_modules=["q_proj"]),
+    "trainable tokens": lora(trainable_token_indices=[5, 6, 7, 20, 21]),
+}
+COMPLETE_IN_TRL: dict[str, PeftConfig] = {
+    "LoRA": lora(),
+    "DoRA": lora(use_dora=True),
+    "rsLoRA": lora(use_rslora=True),
+    "modules_to_save": lora(modules_to_save=["lm_head"]),
+    "OFT": OFTConfig(r=0, oft_block_size=8, **ATTENTION),
+}
+
+
+@pytest.mark.parametrize("kind", INCOMPLETE_IN_TRL)
+def test_the_reference_copies_every_tensor_of_the_adapter(policy: Path, tmp_path: Path, kind: str) -> None:
+    def model() -> PeftModel:
+        return adapted(policy, INCOMPLETE_IN_TRL[kind], continued=True)
+
+    assert logged_kl(trainer(TRLGRPOTrainer, model(), arguments(tmp_path)))[0] > SEEN
+    ours = trainer(TRLGRPOTrainer, model(), arguments(tmp_path))
+    set_reference(ours, "initial")
+    assert kl_to_reference(ours, TEXTS) <= ZERO
+    assert logged_kl(ours)[0] <= ZERO
+
+
+def test_an_adapter_that_would_not_train_is_refused(policy: Path, tmp_path: Path) -> None:
+    adapted(policy, lora(), continued=True).save_pretrained(tmp_path / "adapter")
+
+    def model() -> PeftModel:
+        return PeftModel.from_pretrained(load(policy), tmp_path / "adapter")
+
+    plain = trainer(TRLGRPOTrainer, model(), arguments(tmp_path, max_steps=2))
+    before = tensors(plain.model, "default")
+    plain.train()
+    assert equal(before, tensors(plain.model, "default"))
+    for beta in (0.04, 0.0):
+        with pytest.raises(ReferencePolicyError, match="`default` would train.*is_trainable=True"):
+            trainer(GRPOTrainer, model(), arguments(tmp_path, beta=beta))
+
+
+def test_a_merged_model_that_would_not_train_is_refused(policy: Path, tmp_path: Path) -> None:
+    merged = adapted(policy, lora(), continued=True).merge_and_unload()
+    with pytest.raises(ReferencePolicyError, match=r"no parameter .* would train: .*requires_grad_\(True\)"):
+        trainer(GRPOTrainer, merged, arguments(tmp_path))
+
+
+def test_the_adapter_that_trains_may_have_any_name(policy: Path, tmp_path: Path) -> None:
+    def model() -> PeftModel:
+        return adapted(policy, lora(), continued=True, name="policy")
+
+    with pytest.raises(KeyError):
+        trainer(TRLGRPOTrainer, model(), arguments(tmp_path))
+    ours = trainer(GRPOTrainer, model(), arguments(tmp_path, max_steps=2))
+    before = tensors(ours.model, "policy")
+    kls = logged_kl(ours)
+    assert kls[0] <= ZERO < kls[1]
+    assert equal(before, tensors(ours.model, REF))
+    assert not equal(before, tensors(ours.model, "policy"))
+
+
+@pytest.mark.parametrize("name", [REF, "sft"])
+def test_the_users_own_reference_adapter(policy: Path, tmp_path: Path, name: str) -> None:
+    def model() -> PeftModel:
+        both = adapted(policy, lora(), continued=True)
+        both.add_adapter(name, lora(r=2))
+        both.set_adapter(name)
+        moved(both, seed=3)
+        both.set_adapter("default")
+        return both
+
+    if name == REF:
+        with pytest.raises(ValueError, match="already exists"):
+            trainer(TRLGRPOTrainer, model(), arguments(tmp_path))
+        with pytest.raises(ReferencePolicyError, match="holds an adapter named `ref`"):
+            trainer(GRPOTrainer, model(), arguments(tmp_path), reference="initial")
+    ours = trainer(GRPOTrainer, model(), arguments(tmp_path), reference={"adapter": name})
+    policy_model, reference_model = model(), model()
+    reference_model.set_adapter(name)
+    text = TEXTS[1]
+    difference = log_probabilities(reference_model, text) - log_probabilities(policy_model, text)
+    assert kl_to_reference(ours, [text]) == pytest.approx(
+        float((difference.exp() - difference - 1).mean()), rel=1e-3, abs=1e-7
+    )
+    before = tensors(ours.model, REF)
+    assert logged_kl(ours)[0] > SEEN
+    assert equal(before, tensors(ours.model, REF))
+
+
+def test_the_users_reference_is_taken_unasked(policy: Path, tmp_path: Path) -> None:
+    model = adapted(policy, lora(), continued=True)
+    model.add_adapter(REF, lora())
+    ours = trainer(GRPOTrainer, model, arguments(tmp_path))
+    assert ours.reference_sentence.startswith("the model's adapter `ref`")
+    assert kl_to_reference(ours, TEXTS) > SEEN
+
+
+def test_a_restart_keeps_the_original_reference(policy: Path, tmp_path: Path) -> None:
+    adapted(policy, lora(), continued=True).save_pretrained(tmp_path / "sft")
+    args = arguments(tmp_path / "run", max_steps=4, save_strategy="steps", save_steps=2)
+
+    def sft() -> PeftModel:
+        return PeftModel.from_pretrained(load(policy), tmp_path / "sft", is_trainable=True)
+
+    first = trainer(GRPOTrainer, sft(), args)
+    original = tensors(first.model, REF)
+    first.train()
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+
+    resumed = trainer(GRPOTrainer, sft(), args)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert equal(original, tensors(resumed.model, REF))
+
+    def restarted() -> PeftModel:
+        return PeftModel.from_pretrained(load(policy), checkpoint, is_trainable=True)
+
+    plain = trainer(TRLGRPOTrainer, restarted(), arguments(tmp_path / "plain"))
+    assert not equal(original, tensors(plain.model, REF))
+    kept = trainer(GRPOTrainer, restarted(), arguments(tmp_path / "kept"), reference={"adapter": checkpoint / REF})
+    assert equal(original, tensors(kept.model, REF))
+
+
+def test_a_checkpoint_brings_no_reference_into_a_run_without_one(policy: Path, tmp_path: Path) -> None:
+    args = arguments(tmp_path / "run", max_steps=2, save_strategy="steps", save_steps=1)
+    trainer(GRPOTrainer, adapted(policy, lora(), continued=True), args).train()
+    resumed = trainer(GRPOTrainer, adapted(policy, lora(), continued=True), args, reference="base")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert REF not in resumed.model.peft_config
+
+
+@pytest.mark.parametrize("initialisation", ["pissa", "olora", False])
+def test_the_reference_is_the_model_at_step_0_however_lora_starts(
+    policy: Path, tmp_path: Path, initialisation: str | bool
+) -> None:
+    config = lora(init_lora_weights=initialisation)
+    assert logged_kl(trainer(TRLGRPOTrainer, load(policy), arguments(tmp_path), peft_config=config))[0] > SEEN
+    assert logged_kl(trainer(GRPOTrainer, load(policy), arguments(tmp_path), peft_config=config))[0] <= ZERO
+
+
+@pytest.mark.parametrize("initialisation", ["pissa", "olora"])
+def test_making_the_reference_leaves_the_policy_alone(policy: Path, tmp_path: Path, initialisation: str) -> None:
+    def model() -> PeftModel:
+        return adapted(policy, lora(init_lora_weights=initialisation), continued=True)
+
+    expected = log_probabilities(model(), TEXTS[0])
+    plain = trainer(TRLGRPOTrainer, model(), arguments(tmp_path))
+    assert not torch.allclose(log_probabilities(plain.model, TEXTS[0]), expected, atol=1e-2)
+    with pytest.raises(ReferencePolicyError, match="without_trl_reference"):
+        set_reference(plain, "initial")
+    ours = trainer(GRPOTrainer, model(), arguments(tmp_path))
+    assert torch.equal(log_probabilities(ours.model, TEXTS[0]), expected)
+    assert logged_kl(ours)[0] <= ZERO
+
+
+def test_dropout_is_reported_with_the_kl_that_follows(policy: Path, tmp_path: Path) -> None:
+    def model() -> PeftModel:
+        return adapted(policy, lora(lora_dropout=0.05), continued=True)
+
+    args = arguments(tmp_path, disable_dropout=False)
+    assert logged_kl(trainer(TRLGRPOTrainer, model(), args))[0] > SEEN
+    with pytest.warns(
+        UserWarning, match=r"lora_dropout 0.05.*KL at step 0 is (\d\.?\d*e-0\d|0\.\d+) .*disable_dropout"
+    ):
+        trainer(GRPOTrainer, model(), args).train()
+    silent = trainer(GRPOTrainer, model(), arguments(tmp_path))
+    assert "`disable_dropout` covers the adapter's `lora_dropout` of 0.05" in silent.reference_sentence
+    assert logged_kl(silent)[0] <= ZERO
+
+
+def test_disable_dropout_covers_attention_dropout(tmp_path: Path) -> None:
+    folder = tiny.save_policy(tmp_path / "policy", attention_dropout=0.1)
+    assert logged_kl(trainer(TRLGRPOTrainer, load(folder), arguments(tmp_path)))[0] > SEEN
+    assert logged_kl(trainer(GRPOTrainer, load(folder), arguments(tmp_path)))[0] <= ZERO
+
+
+def test_the_reference_of_a_merged_model_is_that_model(policy: Path, tmp_path: Path) -> None:
+    def merged() -> Any:
+        return adapted(policy, lora(), continued=True).merge_and_unload().requires_grad_(True)
+
+    assert logged_kl(trainer(TRLGRPOTrainer, merged(), arguments(tmp_path)))[0] > SEEN
+    on_trl = trainer(TRLGRPOTrainer, merged(), arguments(tmp_path))
+    set_reference(on_trl, "initial")
+    assert logged_kl(on_trl)[0] <= ZERO
+
+
+def test_a_model_that_was_never_on_disk_has_a_reference(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="''"):
+        trainer(TRLGRPOTrainer, tiny.policy(), arguments(tmp_path))
+    args = arguments(tmp_path, max_steps=3)
+    with without_trl_reference(args):
+        on_trl = trainer(TRLGRPOTrainer, tiny.policy(), args)
+    assert args.beta == 0.04
+    set_reference(on_trl, "initial")
+    kls = logged_kl(on_trl)
+    assert kls[0] <= ZERO < SEEN < kls[2]
+    frozen = dict(on_trl.ref_model.named_parameters())
+    assert all(torch.equal(frozen[name], tensor) for name, tensor in tiny.policy().named_parameters())
+
+
+@pytest.mark.parametrize("continued", [False, True])
+def test_trainable_tokens_on_a_tied_head(tied_policy: Path, tmp_path: Path, continued: bool) -> None:
+    def model() -> PeftModel:
+        return adapted(tied_policy, lora(trainable_token_indices=[5, 6, 7]), continued=continued)
+
+    with pytest.raises(AttributeError, match="bias"):
+        trainer(TRLGRPOTrainer, model(), arguments(tmp_path)).train()
+    ours = trainer(GRPOTrainer, model(), arguments(tmp_path, max_steps=2))
+    kls = logged_kl(ours)
+    assert kls[0] <= ZERO < kls[1]
+
+
+class GatherNothing:
+    """TRL's `DistributedBackend` on one process."""
+
+    is_fsdp = False
+
+    def gather_params(self, parameters: list[torch.Tensor]) -> Any:
+        return torch.no_grad()
+
+
+@pytest.mark.parametrize("name", ["default", "policy"])
+def test_vllm_gets_no_tensor_of_the_reference(policy: Path, tmp_path: Path, name: str) -> None:
+    def exporter(model: PeftModel) -> VLLMGeneration:
+        vllm = object.__new__(VLLMGeneration)
+        vllm.model, vllm._dist = model, GatherNothing()
+        return vllm
+
+    config = lora(modules_to_save=["lm_head"])
+    if name == "default":
+        plain = trainer(TRLGRPOTrainer, adapted(policy, config, continued=True), arguments(tmp_path))
+        assert "lm_head.modules_to_save.ref.weight" in [key for key, _ in exporter(plain.model)._iter_named_params()]
+    ours = trainer(GRPOTrainer, adapted(policy, config, continued=True, name=name), arguments(tmp_path))
+    ours.vllm_generation = exporter(ours.model)
+    set_reference(ours, "initial")
+    exported = {key: tensor.clone() for key, tensor in ours.vllm_generation._iter_named_params()}
+    assert exported.keys() == dict(load(policy).named_parameters()).keys()
+    head = ours.model.get_base_model().lm_head.modules_to_save[name].weight
+    assert torch.equal(exported["lm_head.weight"], head)
+
+
+# Kind of adapter × new or continued, and full fine-tuning.
+TABLE: dict[str, tuple[PeftConfig, bool]] = {
+    **{f"new {kind}": (config, False) for kind, config in {**COMPLETE_IN_TRL, **INCOMPLETE_IN_TRL}.items()},
+    **{f"continued {kind}": (config, True) for kind, config in COMPLETE_IN_TRL.items()},
+    "continued BOFT": (BOFTConfig(boft_block_size=8, **ATTENTION), True),
+    "continued VB-LoRA": (VBLoRAConfig(num_vectors=8, vector_length=8, topk=2, r=4, **ATTENTION), True),
+    "continued AdaLoRA": (AdaLoraConfig(init_r=6, target_r=4, total_step=10, **ATTENTION), True),
+    "LoRA, normal factors": (lora(init_lora_weights="gaussian"), False),
+    "LoRA, orthogonal factors": (lora(init_lora_weights="orthogonal"), False),
+}
+
+
+# Quickly: a new and a continued LoRA, and every other method in one of the two states.
+SLOW = [f"new {kind}" for kind in COMPLETE_IN_TRL if kind != "LoRA"]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in TABLE])
+def test_the_kl_is_0_at_step_0(policy: Path, tmp_path: Path, case: str) -> None:
+    config, continued = TABLE[case]
+    ours = trainer(GRPOTrainer, adapted(policy, config, continued=continued), arguments(tmp_path, max_steps=2))
+    kls = logged_kl(ours)
+    assert kls[0] <= ZERO
+    # The zero means something: the policy moves away, and a continued adapter does not lie on its base.
+    assert kls[1] > kls[0]
+    if continued:
+        set_reference(ours, "base")
+        assert kl_to_reference(ours, TEXTS) > ZERO
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kl_is_0_at_step_0_of_full_fine_tuning(tmp_path: Path, changes: dict, dtype: torch.dtype) -> None:
+    ours = trainer(GRPOTrainer, tiny.policy(**changes).to(dtype), arguments(tmp_path, max_steps=2))
+    kls = logged_kl(ours)
+    assert kls[0] <= ZERO < kls[1]
+
+
+def test_the_head_in_fp32(tmp_path: Path) -> None:
+    model = tiny.policy().to(torch.bfloat16)
+    ours = trainer(GRPOTrainer, model, arguments(tmp_path, max_steps=2, cast_lm_head_to_fp32=True))
+    kls = logged_kl(ours)
+    assert kls[0] <= ZERO < kls[1]
+
+
+@pytest.mark.parametrize("case", ["embedding LoRA", "modules_to_save"])
+def test_tied_embeddings(tied_policy: Path, tmp_path: Path, case: str) -> None:
+    configs = {
+        "embedding LoRA": lora(target_modules=["embed_tokens", "q_proj"]),
+        "modules_to_save": lora(modules_to_save=["embed_tokens"]),
+    }
+    ours = trainer(GRPOTrainer, adapted(tied_policy, configs[case], continued=True), arguments(tmp_path))
+    assert logged_kl(ours)[0] <= ZERO
+
+
+def test_a_bf16_base_with_an_fp32_adapter(policy: Path, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = moved(get_peft_model(load(policy).to(torch.bfloat16), lora()))
+    ours = trainer(GRPOTrainer, model, arguments(tmp_path))
+    held = [adapter_tensors(ours.model, name).values() for name in ("default", REF)]
+    assert [tensor.dtype for tensor in held[0]] == [tensor.dtype for tensor in held[1]]
+    assert logged_kl(ours)[0] <= ZERO
+
+
+def test_4_bit_base(policy: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="QLoRA needs bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(policy, quantization_config=quantization)
+    torch.manual_seed(1)
+    assert logged_kl(trainer(GRPOTrainer, moved(get_peft_model(base, lora())), arguments(tmp_path)))[0] <= ZERO
+
+
+@pytest.mark.parametrize("kind", ["full", "new LoRA"])
+def test_what_costs_nothing_costs_nothing(policy: Path, tmp_path: Path, kind: str) -> None:
+    model = load(policy) if kind == "full" else adapted(policy, lora(), continued=False)
+    ours = trainer(GRPOTrainer, model, arguments(tmp_path, beta=0.0 if kind == "full" else 0.04))
+    assert ours.ref_model is None
+    assert REF not in getattr(ours.model, "peft_config", {})
+
+
+def test_base_and_a_folder(policy: Path, tmp_path: Path) -> None:
+    adapted(policy, lora(r=2), continued=True).save_pretrained(tmp_path / "sft")
+
+    def ours(reference: Any) -> GRPOTrainer:
+        model = adapted(policy, lora(), continued=True)
+        return trainer(GRPOTrainer, model, arguments(tmp_path), reference=reference)
+
+    text = TEXTS[1]
+    mine = log_probabilities(adapted(policy, lora(), continued=True), text)
+    for reference, other in [
+        ("base", load(policy)),
+        ({"adapter": tmp_path / "sft"}, adapted(policy, lora(r=2), continued=True)),
+    ]:
+        difference = log_probabilities(other, text) - mine
+        expected = float((difference.exp() - difference - 1).mean())
+        assert kl_to_reference(ours(reference), [text]) == pytest.approx(expected, rel=1e-3, abs=1e-7)
+
+
+def test_what_can_not_be_had_is_refused_in_one_sentence(policy: Path, tmp_path: Path) -> None:
+    def refusal(model: Any, reference: Any, **changes: Any) -> str:
+        with pytest.raises(UserError) as caught:
+            trainer(GRPOTrainer, model, arguments(tmp_path, **changes), reference=reference)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    adapted(policy, lora(init_lora_weights="pissa"), continued=True).save_pretrained(tmp_path / "pissa")
+    adapted(policy, lora(target_modules=["q_proj"]), continued=True).save_pretrained(tmp_path / "q")
+    hidden = tiny.save_policy(tmp_path / "wide", hidden_size=64)
+    adapted(hidden, lora(), continued=True).save_pretrained(tmp_path / "wide-adapter")
+
+    def new() -> PeftModel:
+        return adapted(policy, lora(), continued=False)
+
+    assert "full fine-tuning" in refusal(load(policy), "base")
+    assert "full fine-tuning" in refusal(load(policy), {"adapter": tmp_path / "q"})
+    assert "did you mean `initial`" in refusal(new(), "inital")
+    assert "did you mean `adapter`" in refusal(new(), {"adaptor": "x"})
+    assert "keep one" in refusal(new(), {"name": "base", "adapter": "x"})
+    assert "no adapter in" in refusal(new(), {"adapter": tmp_path / "nothing"})
+    assert "changes the base's weights" in refusal(new(), {"adapter": tmp_path / "pissa"})
+    assert "does not fit this policy" in refusal(new(), {"adapter": tmp_path / "wide-adapter"})
+    assert "the base's biases" in refusal(adapted(policy, lora(bias="all"), continued=False), "initial")
+    refresh = {"sync_ref_model": True, "ref_model_sync_steps": 2}
+    assert "can't be refreshed" in refusal(new(), "base", **refresh)
+    assert "`beta: 0` has none" in refusal(new(), "initial", beta=0.0, **refresh)
+    assert "other tensors than the policy" in refusal(new(), {"adapter": tmp_path / "q"}, **refresh)
+    assert "1 for a hard refresh" in refusal(new(), "initial", **refresh, ref_model_mixup_alpha=1.5)
+    assert "no effect without" in refusal(new(), {"reset_optimizer_on_sync": True})
+
+
+class Snapshots(TrainerCallback):
+    """The policy after each optimiser step, and the size of the optimiser's state once the reference is refreshed."""
+
+    def __init__(self, read: Any) -> None:
+        self.read = read
+        self.policies: dict[int, dict[str, torch.Tensor]] = {}
+        self.optimizer_state: dict[int, int] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.policies[state.global_step] = self.read()
+        self.optimizer_state[state.global_step] = len(kwargs["optimizer"].state)
+
+
+def policy_tensors(ours: TRLGRPOTrainer) -> dict[str, torch.Tensor]:
+    if isinstance(ours.model, PeftModel):
+        return tensors(ours.model, "default")
+    return {name: tensor.detach().clone() for name, tensor in ours.model.named_parameters()}
+
+
+def reference_tensors(ours: TRLGRPOTrainer) -> dict[str, torch.Tensor]:
+    if isinstance(ours.model, PeftModel):
+        return tensors(ours.model, REF)
+    return {name: tensor.detach().clone() for name, tensor in ours.ref_model.named_parameters()}
+
+
+REFRESHED = {
+    "new LoRA": lambda folder: adapted(folder, lora(), continued=False),
+    "continued LoRA": lambda folder: adapted(folder, lora(), continued=True),
+    "embedding LoRA": lambda folder: adapted(folder, INCOMPLETE_IN_TRL["LoRA on the embedding"], continued=True),
+    "DoRA": lambda folder: adapted(folder, lora(use_dora=True, modules_to_save=["lm_head"]), continued=True),
+    "VeRA": lambda folder: adapted(folder, INCOMPLETE_IN_TRL["VeRA"], continued=True),
+    "full": load,
+}
+
+
+def test_trl_alone_refreshes_no_lora_reference(policy: Path, tmp_path: Path) -> None:
+    with pytest.raises(NotImplementedError):
+        trainer(TRLGRPOTrainer, REFRESHED["new LoRA"](policy), arguments(tmp_path, sync_ref_model=True))
+
+
+@pytest.mark.parametrize("kind", REFRESHED)
+def test_the_kl_is_0_after_a_hard_refresh_and_grows(policy: Path, tmp_path: Path, kind: str) -> None:
+    args = arguments(tmp_path, max_steps=5, sync_ref_model=True, ref_model_sync_steps=3, ref_model_mixup_alpha=1.0)
+    ours = trainer(GRPOTrainer, REFRESHED[kind](policy), args)
+    snapshots = Snapshots(lambda: policy_tensors(ours))
+    ours.add_callback(snapshots)
+    kls = logged_kl(ours)
+    assert max(kls[0], kls[3]) <= ZERO < min(kls[2], kls[4])
+    assert equal(snapshots.policies[3], reference_tensors(ours))
+    assert snapshots.optimizer_state[3] > 0
+
+
+@pytest.mark.parametrize("kind", ["new LoRA", "DoRA", "full"])
+def test_the_moving_average_has_its_closed_form(policy: Path, tmp_path: Path, kind: str) -> None:
+    alpha = 0.6
+    args = arguments(tmp_path, max_steps=7, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=alpha)
+    ours = trainer(GRPOTrainer, REFRESHED[kind](policy), args)
+    snapshots = Snapshots(lambda: policy_tensors(ours))
+    ours.add_callback(snapshots)
+    start = reference_tensors(ours)
+    ours.train()
+    for name, tensor in reference_tensors(ours).items():
+        expected = (1 - alpha) ** 3 * start[name].double()
+        for age, step in enumerate((6, 4, 2)):
+            expected += alpha * (1 - alpha) ** age * snapshots.policies[step][name].double()
+        assert torch.allclose(tensor.double(), expected, atol=1e-6, rtol=0)
+
+
+def test_a_refresh_can_bring_a_fresh_optimiser(policy: Path, tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=3, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=1.0)
+    model = REFRESHED["new LoRA"](policy)
+    ours = trainer(GRPOTrainer, model, args, reference={"name": "initial", "reset_optimizer_on_sync": True})
+    snapshots = Snapshots(lambda: policy_tensors(ours))
+    ours.add_callback(snapshots)
+    ours.train()
+    assert snapshots.optimizer_state[1] > 0
+    assert snapshots.optimizer_state[2] == 0
+    assert {int(state["step"]) for state in ours.optimizer.state.values()} == {1}
+
+
+class Killed(Exception):
+    pass
+
+
+class KillAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise Killed
+
+
+@pytest.mark.parametrize(("kind", "alpha"), covering(["new LoRA", "embedding LoRA", "full"], [1.0, 0.6]))
+def test_a_killed_run_resumes_bit_equal_in_a_refresh_period(
+    policy: Path, tmp_path: Path, kind: str, alpha: float
+) -> None:
+    def run(name: str) -> TRLGRPOTrainer:
+        args = arguments(
+            tmp_path / name,
+            max_steps=7,
+            sync_ref_model=True,
+            ref_model_sync_steps=3,
+            ref_model_mixup_alpha=alpha,
+            save_strategy="steps",
+            save_steps=4,
+        )
+        reference = {"name": "initial", "reset_optimizer_on_sync": alpha == 1.0}
+        return trainer(GRPOTrainer, REFRESHED[kind](policy), args, reference=reference)
+
+    whole = run("whole")
+    whole.train()
+    killed = run("killed")
+    killed.add_callback(KillAt(5))
+    with pytest.raises(Killed):
+        killed.train()
+    resumed = run("killed")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 7
+    assert equal(policy_tensors(whole), policy_tensors(resumed))
+    assert equal(reference_tensors(whole), reference_tensors(resumed))
+
+
+def test_a_checkpoint_without_its_reference_is_refused(policy: Path, tmp_path: Path) -> None:
+    args = arguments(
+        tmp_path, max_steps=3, sync_ref_model=True, ref_model_sync_steps=1, save_strategy="steps", save_steps=2
+    )
+    trainer(GRPOTrainer, load(policy), args).train()
+    (tmp_path / "checkpoint-2" / "reference.safetensors").unlink()
+    with pytest.raises(ReferencePolicyError, match="reference is lost: resume from an earlier checkpoint"):
+        trainer(GRPOTrainer, load(policy), args).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_trls_trainer_is_served_as_ours_is(policy: Path, tmp_path: Path) -> None:
+    """Hard refresh of a full model on TRL's own class: its own callback would act a second time."""
+    args = arguments(tmp_path, max_steps=4, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.5)
+    runs = []
+    # Equal to the last bit, so with TRL's own micro-batches.
+    for trainer_class, more in ((TRLGRPOTrainer, {}), (GRPOTrainer, {"micro_batching": "off"})):
+        run = trainer(trainer_class, load(policy), args, **more)
+        if trainer_class is TRLGRPOTrainer:
+            set_reference(run, "initial")
+        run.train()
+        runs.append(run)
+    assert equal(reference_tensors(runs[0]), reference_tensors(runs[1]))
+
+
+def test_the_reference_adapter_gets_no_gradient(policy: Path, tmp_path: Path) -> None:
+    ours = trainer(GRPOTrainer, adapted(policy, lora(lora_dropout=0.1), continued=True), arguments(tmp_path))
+    ours.train()
+    trained = {id(parameter) for group in ours.optimizer.param_groups for parameter in group["params"]}
+    assert not trained & {id(tensor) for tensor in adapter_tensors(ours.model, REF).values()}
+    assert trained == {id(tensor) for tensor in adapter_tensors(ours.model, "default").values()}
+
+
+def test_an_adapter_folder_saved_by_a_run_loads_in_peft(policy: Path, tmp_path: Path) -> None:
+    ours = trainer(GRPOTrainer, adapted(policy, lora(), continued=True), arguments(tmp_path))
+    ours.save_model(str(tmp_path / "out"))
+    again = PeftModel.from_pretrained(load(policy), tmp_path / "out")
+    expected = log_probabilities(adapted(policy, lora(), continued=True), TEXTS[0])
+    assert torch.equal(log_probabilities(again, TEXTS[0]), expected)
+
+
+def test_a_conversational_prompt_is_measured_too(policy: Path, tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    from grpo_recipes.training.reference import _warn_of_dropout
+
+    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": "1 + 1 ="}]]})
+    model = adapted(policy, lora(lora_dropout=0.1), continued=True)
+    args = arguments(tmp_path, disable_dropout=False)
+    ours = trainer(GRPOTrainer, model, args, train_dataset=rows)
+    before = torch.random.get_rng_state()
+    with pytest.warns(UserWarning, match="dropout is on"):
+        _warn_of_dropout(ours)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_tokenizer_and_model_agree() -> None:
+    assert len(tiny.byte_tokenizer()) == tiny.policy().config.vocab_size

@@ -1,0 +1,118 @@
+"""The reference with partitioned parameters: ZeRO-3 and FSDP2 on two CPU processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from peft import LoraConfig
+
+from grpo_recipes.recipe.recipe import shipped
+from tests.grpo_recipes.reference_worker import REFRESH
+from tests.grpo_recipes.short_runs import adapted
+from tests.tiny import save_policy
+
+CASES = {
+    "zero3": ["full", "new", "continued", "bf16", "embedding", "full-resume", "new-resume", "continued-resume"],
+    "fsdp2": ["full", "new", "continued", "full-resume", "new-resume", "continued-resume"],
+}
+FSDP2 = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "FSDP",
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+        "fsdp_reshard_after_forward": True,
+        "fsdp_cpu_ram_efficient_loading": False,
+    },
+    "num_machines": 1,
+    "num_processes": 2,
+    "machine_rank": 0,
+    "mixed_precision": "no",
+    "rdzv_backend": "static",
+    "same_network": True,
+    "use_cpu": True,
+}
+RUNS = [(backend, case) for backend, cases in CASES.items() for case in cases if "-" not in case]
+RESUMED = [(backend, case) for backend, cases in CASES.items() for case in cases if "-" in case]
+
+
+class Launches:
+    """One launch per backend runs all its cases: starting two processes costs more than training them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def seen(self, backend: str, case: str) -> dict[str, Any]:
+        folder = self.root / backend
+        if not folder.exists():
+            self.launch(backend, folder)
+        return json.loads((folder / f"{case}.json").read_text())
+
+    def launch(self, backend: str, folder: Path) -> None:
+        save_policy(folder / "policy")
+        config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear")
+        adapted(folder / "policy", config, continued=True).save_pretrained(folder / "sft")
+        layout = shipped("accelerate_configs", "zero3_cpu")
+        if backend == "fsdp2":
+            layout = folder / "fsdp2.yaml"
+            layout.write_text(yaml.safe_dump(FSDP2))
+        command = [
+            "accelerate.commands.launch",
+            "--config_file",
+            str(layout),
+            "-m",
+            "tests.grpo_recipes.reference_worker",
+        ]
+        project = Path(__file__).resolve().parents[3]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(project), str(project / "rewards")]),
+            # DeepSpeed builds a helper here; a run killed meanwhile leaves a lock that would stop every later one.
+            "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(self.root / "extensions")),
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", *command, str(folder), *CASES[backend]],
+            capture_output=True,
+            text=True,
+            cwd=project,
+            env=environment,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    return Launches(tmp_path_factory.mktemp("distributed"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("backend", "case"), RUNS)
+def test_the_kl_is_0_at_step_0_and_after_a_hard_refresh(launches: Launches, backend: str, case: str) -> None:
+    if backend == "zero3":
+        pytest.importorskip("deepspeed")
+    seen = launches.seen(backend, case)
+    assert seen["processes"] == 2
+    assert seen["partitioned"]
+    assert seen["dtypes"] == ["torch.bfloat16" if case == "bf16" else "torch.float32"]
+    kl = seen["kl"]
+    assert max(kl[0], kl[REFRESH]) <= 1e-6 < min(kl[REFRESH - 1], kl[REFRESH + 1])
+    assert seen["refreshed"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("backend", "case"), RESUMED)
+def test_a_resumed_run_is_the_uninterrupted_one(launches: Launches, backend: str, case: str) -> None:
+    if backend == "zero3":
+        pytest.importorskip("deepspeed")
+    resumed, whole = launches.seen(backend, case), launches.seen(backend, case.removesuffix("-resume"))
+    assert resumed["policy"] == whole["policy"]
+    assert resumed["reference"] == whole["reference"]

@@ -1,0 +1,159 @@
+"""The reference policy as a recipe says it, through the entry point that users launch."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOTrainer as TRLGRPOTrainer
+
+from grpo_recipes import train
+from grpo_recipes.recipe.checks import check_reference
+from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
+from grpo_recipes.recipe.specs import ReferenceSpec
+from tests.grpo_recipes.short_runs import arguments, trainer
+
+SMALL = [
+    "--use_cpu=true",
+    "--bf16=false",
+    "--dtype=float32",
+    "--max_completion_length=8",
+    "--per_device_train_batch_size=8",
+    "--logging_steps=1",
+    "--max_grad_norm=1.0",
+    "--learning_rate=1e-2",
+    "--lr_scheduler_type=constant",
+    "--gradient_checkpointing=false",
+]
+# Nothing that a tiny untrained policy writes is correct: pay it for the digits it writes, so that it moves.
+REWARD = ["--rewards", "tests.grpo_recipes.training.test_reference_recipes.digits"]
+
+
+def digits(prompts: list, completions: list, **columns: object) -> list[float]:
+    return [float(sum(map(ord, str(completion))) % 13) for completion in completions]
+
+
+def run(recipe: str, output: Path, gsm8k_file: Path, *more: str) -> list[float]:
+    """Train; the KL logged at each step."""
+    args = ["--config", recipe, f"--output_dir={output}", f"--dataset.path={gsm8k_file}", *SMALL, *REWARD, *more]
+    assert train.main(args) == 0
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    return [entry["kl"] for entry in history if "kl" in entry]
+
+
+@pytest.fixture(scope="module")
+def lora_run(tiny_model: Path, gsm8k_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of the LoRA recipe."""
+    folder = tmp_path_factory.mktemp("lora") / "run"
+    more = [f"--model_name_or_path={tiny_model}", "--max_steps=2"]
+    kl = run("gsm8k-qwen2.5-1.5b-lora", folder, gsm8k_file, *more)
+    assert kl[0] <= 1e-6
+    return folder
+
+
+def test_an_adapter_folder_is_a_model(
+    lora_run: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(ValueError, match="Unrecognized model"):
+        trainer(TRLGRPOTrainer, str(lora_run), arguments(tmp_path / "plain"))
+
+    output = tmp_path / "continued"
+    more = [f"--model_name_or_path={lora_run}", "--max_steps=3", "--save_steps=2"]
+    kl = run("gsm8k-qwen2.5-1.5b-lora-continue", output, gsm8k_file, *more)
+    assert kl[0] <= 1e-6 < kl[2]
+    assert "reference       the initial policy: a frozen copy of the adapter `default`" in capsys.readouterr().out
+    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (lora_run, output))
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    kept = load_file(output / "ref" / "adapter_model.safetensors")
+    assert all(torch.equal(before[name], kept[name]) for name in before)
+    AutoTokenizer.from_pretrained(output)
+
+    # A new run from a checkpoint's adapter says whose reference it takes, and can keep the first run's.
+    checkpoint = output / "checkpoint-2"
+    more = [f"--model_name_or_path={checkpoint}", "--max_steps=1"]
+    assert run("gsm8k-qwen2.5-1.5b-lora-continue", tmp_path / "moved", gsm8k_file, *more)[0] <= 1e-6
+    assert f"`reference: {{adapter: {checkpoint / 'ref'}}}` keeps it instead" in capsys.readouterr().out
+    more.append(f"--reference={{adapter: {checkpoint / 'ref'}}}")
+    assert run("gsm8k-qwen2.5-1.5b-lora-continue", tmp_path / "kept", gsm8k_file, *more)[0] > 1e-6
+    assert f"the adapter in {checkpoint / 'ref'}, trained on" in capsys.readouterr().out
+
+
+def test_the_outer_loop_of_grpo_from_scratch(tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
+    more = [f"--model_name_or_path={tiny_model}", "--max_steps=5", "--ref_model_sync_steps=3", "--save_steps=4"]
+    kl = run("gsm8k-qwen2.5-1.5b-iterative", tmp_path / "run", gsm8k_file, *more)
+    assert max(kl[0], kl[3]) <= 1e-6 < min(kl[2], kl[4])
+    assert (tmp_path / "run" / "checkpoint-4" / "reference.safetensors").is_file()
+    kl = run("gsm8k-qwen2.5-1.5b-iterative", tmp_path / "lora", gsm8k_file, *more, "--use_peft=true")
+    assert max(kl[0], kl[3]) <= 1e-6 < min(kl[2], kl[4])
+
+
+def test_an_adapter_without_its_tokenizer_or_its_base(
+    lora_run: Path, tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    bare = tmp_path / "bare"
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), lora_run)
+    model.save_pretrained(bare)
+    more = [f"--model_name_or_path={bare}", "--max_steps=1"]
+    assert run("gsm8k-qwen2.5-1.5b-lora-continue", tmp_path / "out", gsm8k_file, *more)[0] <= 1e-6
+
+    config = json.loads((lora_run / "adapter_config.json").read_text())
+    orphan = tmp_path / "orphan"
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(orphan)
+    (orphan / "adapter_config.json").write_text(
+        json.dumps({**config, "base_model_name_or_path": str(tmp_path / "gone")})
+    )
+    args = ["--config", "gsm8k-qwen2.5-1.5b-lora-continue", f"--model_name_or_path={orphan}", *SMALL]
+    assert train.main([*args, f"--dataset.path={gsm8k_file}", f"--output_dir={tmp_path / 'no'}"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].startswith("error: ")
+    assert "is an adapter, and its base" in said[-1]
+
+
+def parsed(*args: str) -> ReferenceSpec:
+    return parse_recipe(["--config", "gsm8k-qwen2.5-1.5b-lora", *args]).reference
+
+
+def test_what_a_recipe_may_say() -> None:
+    assert parsed() == ReferenceSpec("initial")
+    assert parsed("--reference", "base") == ReferenceSpec("base")
+    assert parsed("--reference.adapter", "org/sft") == ReferenceSpec(None, "org/sft")
+    spec = parsed("--reference", "initial", "--reference.reset_optimizer_on_sync", "true")
+    assert spec == ReferenceSpec("initial", None, True)
+    recipe = parse_recipe(["--config", "gsm8k-qwen2.5-1.5b-iterative"])
+    assert recipe.reference.reset_optimizer_on_sync
+    assert ReferenceSpec.parse(recipe.as_dict()["reference"]) == recipe.reference
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--reference", "inital"], "`reference.name` can't be `inital`: did you mean `initial`"),
+        (["--reference.adaptor", "x"], "unknown key `reference.adaptor`: did you mean `adapter`"),
+        (["--reference.reset_optimizer_on_sync", "often"], "must be true or false"),
+        (["--reference.adapter", "[3]"], "`reference.adapter` must be text"),
+        (["--reference.adapter", "''"], "a folder or a hub id"),
+    ],
+)
+def test_a_misspelt_reference(args: list[str], says: str) -> None:
+    with pytest.raises(RecipeError, match=f"lora.yaml: .*{says}"):
+        parsed(*args)
+
+
+def test_what_does_not_fit_is_said_before_a_model_is_loaded(lora_run: Path, tiny_model: Path, tmp_path: Path) -> None:
+    def refusal(*args: str) -> str:
+        recipe = parse_recipe(["--config", "gsm8k-qwen2.5-1.5b-lora", *args])
+        with pytest.raises(RecipeError) as caught:
+            check_reference(recipe)
+        return str(caught.value)
+
+    full = [f"--model_name_or_path={tiny_model}", "--use_peft=false"]
+    assert "remove `use_peft`" in refusal(f"--model_name_or_path={lora_run}")
+    assert "needs a policy with an adapter" in refusal("--reference", "base", *full)
+    assert "no adapter_config.json" in refusal("--reference.adapter", str(tmp_path))
+    assert "`beta: 0` has none" in refusal("--sync_ref_model=true", "--beta=0")
+    assert "`ref_model_sync_steps` is 0" in refusal("--sync_ref_model=true", "--ref_model_sync_steps=0")
+    assert "no effect without `sync_ref_model" in refusal("--reference.reset_optimizer_on_sync", "true")

@@ -1,0 +1,309 @@
+"""MiniMind's RLAIF system: its file format, its two-stage advantage, and its recipe on tiny models."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+from grpo_recipes import train
+from grpo_recipes.recipe.checks import Machine, check
+from grpo_recipes.recipe.data import PROMPT_STYLES, limit_prompts, load
+from grpo_recipes.recipe.recipe import parse_recipe, shipped
+from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_rewards.errors import UserError
+from grpo_rewards.internlm2 import convert
+from grpo_rewards.reward_model import RewardModelScore
+from tests.tiny import chat_tokenizer, save_internlm2, save_reward_model
+
+RLAIF_FILE = Path(__file__).parents[2] / "data" / "rlaif.jsonl"
+SYSTEM = {"role": "system", "content": PROMPT_STYLES["minimind"]}
+
+
+def spec(path=RLAIF_FILE, **settings):
+    return DatasetSpec("rlaif", path=str(path), prompt_style="minimind", **settings)
+
+
+def write(path, *conversations):
+    path.write_text("".join(json.dumps({"conversations": turns}) + "\n" for turns in conversations), encoding="utf-8")
+    return path
+
+
+# The file
+
+
+def test_prompts_are_the_turns_before_the_one_to_generate():
+    dataset = load(spec())
+    assert len(dataset) == 8
+    assert set(dataset["answer"]) == {""}
+    assert dataset["prompt"][0] == [SYSTEM, {"role": "user", "content": "用一句话说明什么是指南针。"}]
+    assert dataset["prompt"][2][0] == {"role": "system", "content": "你回答得很简短。"}
+    assert [turn["role"] for turn in dataset["prompt"][3]] == ["system", "user", "assistant", "user"]
+
+
+def test_a_reference_reply_is_kept_as_the_answer_and_a_trailing_one_is_optional(tmp_path):
+    user = {"role": "user", "content": "hi"}
+    path = write(tmp_path / "x.jsonl", [user, {"role": "assistant", "content": " hello "}], [user])
+    dataset = load(spec(path))
+    assert dataset["answer"] == ["hello", ""]
+    assert dataset["prompt"] == [[SYSTEM, user]] * 2
+
+
+def test_a_saved_dataset_reads_like_the_file(tmp_path):
+    Dataset.from_json(str(RLAIF_FILE)).save_to_disk(tmp_path / "saved")
+    assert load(spec(tmp_path / "saved"))["prompt"] == load(spec())["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ([], "line 1 has the conversations"),
+        ("hi", "line 1 has the conversations 'hi'"),
+        ([{"role": "assistant", "content": "空"}], "line 1 has no user turn"),
+        ([{"role": "user", "content": " "}, {"role": "assistant", "content": ""}], "line 1 has no user turn"),
+        ([{"role": "human", "content": "hi"}], "line 1 has the turn .*human"),
+        ([{"role": "user", "content": None}], "line 1 has the turn .*None"),
+        (["hi"], "line 1 has the turn 'hi'"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, turns, message):
+    with pytest.raises(UserError, match=message):
+        load(spec(write(tmp_path / "bad.jsonl", turns)))
+
+
+def test_a_missing_column_or_path_is_named(tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"question": "?"}\n')
+    with pytest.raises(UserError, match="line 1 has no 'conversations'"):
+        load(spec(tmp_path / "bad.jsonl"))
+    with pytest.raises(UserError, match=r"`dataset\.path` is missing"):
+        DatasetSpec("rlaif")
+
+
+def test_cutting_a_long_prompt_drops_its_oldest_turns_first(tmp_path):
+    tokenizer = chat_tokenizer()
+    turns = [{"role": role, "content": text * 20} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+    system = {"role": "system", "content": "s"}
+    dataset = load(spec(write(tmp_path / "long.jsonl", [system, *turns])))
+
+    def cut(limit):
+        limited, touched = limit_prompts(dataset, spec(max_prompt_tokens=limit, overlong_prompts="cut_left"), tokenizer)
+        ids = tokenizer.apply_chat_template(limited["prompt"][0], add_generation_prompt=True)["input_ids"]
+        assert len(ids) <= limit
+        return limited["prompt"][0], touched
+
+    assert cut(1000) == ([system, *turns], 0)
+    assert cut(100) == ([system, turns[2]], 1)
+    assert cut(40)[0][1]["content"] == "c" * 12
+
+
+# The advantage
+
+
+def two_stage_advantage(rewards, group):
+    """The source's: z-score in the group, clamped to +-10, then z-score over the batch, with its two epsilons."""
+    rewards = torch.as_tensor(rewards, dtype=torch.float64)
+    grouped = rewards.view(-1, group)
+    mean, std = grouped.mean(1).repeat_interleave(group), grouped.std(1).repeat_interleave(group)
+    first = torch.clamp((rewards - mean) / (std + 1e-4), -10, 10)
+    return first, (first - first.mean()) / (first.std() + 1e-8)
+
+
+def one_step(folder, **settings):
+    """TRL's own configuration for one step: 2 prompts, 8 completions of 4 tokens each."""
+    return GRPOConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=16,
+        num_generations=8,
+        max_completion_length=4,
+        max_steps=1,
+        report_to="none",
+        **settings,
+    )
+
+
+def test_the_two_stage_advantage_is_normalize_then_sum(tmp_path):
+    rng = np.random.default_rng(0)
+    recorded = []
+
+    def total(completions, **columns):
+        recorded.extend(rng.normal(size=len(completions)) * rng.choice([0.1, 3.0]))
+        return recorded[-len(completions) :]
+
+    config = one_step(tmp_path / "run", multi_objective_aggregation="normalize_then_sum")
+    trainer = GRPOTrainer(str(save_policy(tmp_path / "policy")), total, args=config, train_dataset=load(spec()))
+    trainer.train()
+    first, expected = two_stage_advantage(recorded, 8)
+    known_factor = (first.std() + 1e-8) / (first.std() + 1e-4)
+    assert trainer._logs["advantages"] == pytest.approx((expected * known_factor).tolist(), abs=1e-5)
+
+
+def test_the_clamp_at_ten_can_not_bind_up_to_101_completions():
+    # The largest z-score of a group is that of one reward apart from G - 1 equal ones: (G - 1) / sqrt(G).
+    for group, binds in ((2, False), (101, False), (102, True)):
+        rewards = torch.zeros(group, dtype=torch.float64)
+        rewards[0] = 1e6  # the first epsilon is then negligible
+        z = ((rewards - rewards.mean()) / rewards.std()).max()
+        assert z == pytest.approx((group - 1) / group**0.5)
+        assert bool(z > 10) is binds
+
+
+# The recipe
+
+
+def save_policy(folder, mixture_of_experts=False):
+    """A tiny policy over single bytes."""
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": 258,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "bos_token_id": None,
+        "eos_token_id": 257,
+        "pad_token_id": 257,
+    }
+    experts = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    if mixture_of_experts:
+        model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**shape, **experts, decoder_sparse_step=1))
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**shape))
+    model.save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory):
+    """A tiny InternLM2 reward checkpoint, converted."""
+    folder = tmp_path_factory.mktemp("internlm2")
+    save_internlm2(folder / "hub", seed=0, heads=4, kv_heads=2, hidden=32, layers=2)
+    return convert(folder / "hub", folder / "native")
+
+
+def arguments(tmp_path, reward_model, *more, mixture_of_experts=False):
+    """The recipe with only models, data, device and sizes of the run overridden."""
+    policy = save_policy(tmp_path / "policy", mixture_of_experts)
+    return [
+        "--config=rlaif-minimind-internlm2",
+        f"--model_name_or_path={policy}",
+        f"--dataset.path={RLAIF_FILE}",
+        f"--rewards.0.rewards.2.kwargs.model={reward_model}",
+        f"--output_dir={tmp_path / 'run'}",
+        "--use_cpu",
+        "--bf16=false",
+        "--max_completion_length=12",
+        "--max_steps=5",
+        "--gradient_checkpointing=false",
+        *more,
+    ]
+
+
+def logged(tmp_path):
+    """The steps that a run logged, checked to be five and finite."""
+    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
+    steps = [entry for entry in history if "loss" in entry]
+    assert len(steps) == 5
+    assert all(np.isfinite([entry["loss"], entry["reward"], entry["grad_norm"]]).all() for entry in steps)
+    return steps
+
+
+def launch(config, args, **environment):
+    command = ["-m", "accelerate.commands.launch", "--config_file", str(config), "-m", "grpo_recipes.train"]
+    done = subprocess.run(
+        [sys.executable, *command, *args], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_recipe_checks_out(monkeypatch):
+    args = ["--config=rlaif-minimind-internlm2", f"--dataset.path={RLAIF_FILE}"]
+    checked = check(parse_recipe(args), Machine(1, bf16=True))
+    assert [reward.name for reward in checked.rewards] == ["minimind"]
+    assert checked.geometry.prompts_per_generation == 2
+    assert len(checked.train_dataset) == 8
+
+
+def test_the_recipe_trains_on_one_process(converted, tmp_path, capsys):
+    assert train.main(arguments(tmp_path, converted)) == 0
+    said = capsys.readouterr().out
+    assert said.index("GiB on cpu in every process") < said.index("rewards minimind")
+    for entry in logged(tmp_path):
+        parts = [entry[f"rewards/minimind/{name}"] for name in ("tag_structure", "tag_count", "reward_model")]
+        assert entry["reward"] == pytest.approx(sum(parts), abs=1e-5)
+        assert abs(entry["rewards/minimind/reward_model"]) <= 3
+        assert entry["reward_model/unscored_rows"] == 0
+    rates = [entry["learning_rate"] for entry in logged(tmp_path)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] == pytest.approx(8e-8)
+
+
+def test_the_recipe_keeps_a_routers_loss(converted, tmp_path):
+    assert train.main(arguments(tmp_path, converted, mixture_of_experts=True)) == 0
+    assert all(entry["aux_loss"] > 0 for entry in logged(tmp_path))
+
+
+def test_trls_own_path_scores_a_converted_folder_alike(converted, tmp_path):
+    rewards = [str(converted), RewardModelScore(converted, clamp=None, answer_tag=None)]
+    policy = save_policy(tmp_path / "policy")
+    trainer = GRPOTrainer(str(policy), rewards, args=one_step(tmp_path / "run"), train_dataset=load(spec()))
+    trainer.train()
+    theirs, ours = trainer._logs["rewards"].values()
+    assert len(ours) == 16
+    assert list(ours) == pytest.approx(list(theirs), abs=2e-5)
+
+
+def test_a_reward_model_that_can_not_be_loaded_stops_the_run_first(tmp_path, capsys):
+    folder = save_reward_model(tmp_path / "reward", template=None)
+    assert train.main(arguments(tmp_path, folder)) == 2
+    said = capsys.readouterr().err
+    assert "rlaif-minimind-internlm2.yaml: `rewards`: " in said
+    assert "no chat template" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_the_recipe_trains_on_two_processes(converted, tmp_path):
+    said = launch(shipped("accelerate_configs", "ddp_cpu"), arguments(tmp_path, converted))
+    assert said.count("reward model ") == 1
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["world_size"] == 2
+    assert all(abs(entry["rewards/minimind/reward_model"]) <= 3 for entry in logged(tmp_path))
+
+
+ZERO3_CPU = """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config:
+  zero_stage: 3
+  zero3_init_flag: true
+  zero3_save_16bit_model: true
+  gradient_accumulation_steps: 1
+num_machines: 1
+num_processes: 2
+machine_rank: 0
+mixed_precision: "no"
+use_cpu: true
+"""
+
+
+@pytest.mark.slow
+def test_the_recipe_trains_under_zero3(converted, tmp_path):
+    pytest.importorskip("deepspeed")
+    config = tmp_path / "zero3_cpu.yaml"
+    config.write_text(ZERO3_CPU)
+    # DeepSpeed compiles an extension; a lock that another, killed run left in the default folder would be waited on for ever.
+    extensions = os.environ.get("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    launch(config, arguments(tmp_path, converted), TORCH_EXTENSIONS_DIR=extensions)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["world_size"] == 2
+    assert all(abs(entry["rewards/minimind/reward_model"]) <= 3 for entry in logged(tmp_path))

@@ -1,0 +1,385 @@
+"""Multiple choice: what is paid, what a naive rule would pay, golds and choices in every shape, an independent generator."""
+
+import pickle
+import random
+
+import pytest
+
+from grpo_rewards import choice_correctness
+from grpo_rewards.choices import ChoiceCorrectness, read_choices, read_gold
+from tests.grpo_rewards.growth import growth
+
+CITIES = ["Paris", "New York", "New York City", "London"]
+
+
+def score(text, gold="A", choices=CITIES, **arguments):
+    columns = {}
+    (result,) = ChoiceCorrectness(**arguments)(
+        completions=[text], answer=[gold], choices=[choices], log_extra=columns.__setitem__
+    )
+    return result, columns["extracted"][0], columns["verdict"][0]
+
+
+RIGHT = """
+A | a | (A) | (a) | [A] | {A} | A. | A) | A: | A! | **A** | *A* | __A__ | `A` | "A" | 'A' | $A$ | \\(A\\) | \\text{A}
+\\boxed{A} | \\boxed{\\text{A}} | \\boxed{\\textbf{(A)}} | $\\boxed{\\mathrm{A}}$ | \\boxed{A. Paris} | \\boxed{Paris}
+Ａ | （Ａ） | Ⓐ | 𝐀 | A\u200b | A. Paris | A) Paris | (A) Paris | A: Paris | A - Paris | A – Paris | A, Paris | A)Paris
+**A.** Paris | **A. Paris** | Paris | paris | PARIS. | "Paris" | **Paris** | Paris (A) | Paris, A | (Paris) | A (Paris)
+The answer is A. | The answer is Paris. | the correct answer is (a) | Answer: A | Answer: Paris | **Answer:** A | **Answer: A**
+**Final Answer**: (A) Paris | Final answer: **A** | The correct option is (A). | The correct answer is option A: Paris.
+So the answer is A. Paris is the capital of France. | The answer is A, because B and C are not capitals.
+The answer is A. B is wrong, and so is C. | The best answer is A, since the others (B, C, D) are elsewhere.
+Option A is correct. | A is correct. | (A) Paris is the correct answer. | Paris is the right answer. | It's Paris!
+I think it's A. | I choose A | I'll go with A | not B but A
+The answer is not B but A. | A, not B | A, not B or C | A rather than New York
+B is wrong. The answer is A. | The answer is B. Wait, no: the answer is A. | The answer is:\\n\\nA | The answer is: **A**
+Option B looks good.\\n\\nAnswer: A. Paris\\n\\nB is not the capital. | Let me see.\\n#### A | # Answer\\n#### A) Paris
+<answer>A</answer> | <answer>\\nA. Paris\\n</answer> | <answer>The answer is A</answer> | <answer>Option A</answer>
+<answer>A because it is the capital</answer> | <answer>A. It is the capital of France</answer> | <answer>choice (a)</answer>
+<think>B? C?</think><answer>A</answer> | <think>The answer is B.</think>The answer is A. | <answer>B</answer><answer>A</answer>
+### Final Answer\\n\\nA. Paris | The answer is Paris (option A). | The answer's A | I'd say A. | Pick (A) | A.Paris
+My answer is A. | A\\n\\nParis is the capital. | **A**\\n\\nExplanation: it is the capital.
+Of these, A is correct. | 答案：A | 答案是A。 | A ✅
+Since B is not a capital, the answer is A. | \\boxed{\\textbf{(A) } \\text{Paris}} | The answer is A (Paris), not B.
+The answer is indeed A. | The answer is, therefore, A. | The answer to the question is A. | Ans: A | The answer is A = Paris
+The answer is A. That the answer is so short is no surprise.
+Only A is correct. | A seems to be the best answer. | I am confident that A is right. | The answer is Paris, which is option A.
+<answer>\\boxed{A}</answer> | The answer is B. <answer>A</answer> | \\boxed{B} or rather \\boxed{A}
+"""
+RIGHT = [text.strip().replace("\\n", "\n").replace("\\\\", "\\") for text in RIGHT.replace("\n", " | ").split(" | ")]
+
+
+@pytest.mark.parametrize("text", filter(None, RIGHT))
+def test_what_is_paid(text):
+    assert score(text) == (1.0, "A", "right")
+
+
+# What a rule that looks for the letter, or for the text, would pay. The gold is A (Paris).
+TRAPS = {
+    "two letters with or": "The answer is A or B.",
+    "two letters with and": "A and B",
+    "two letters with a comma": "A, B",
+    "two letters with a slash": "A/B",
+    "two bracketed letters": "(A) (B)",
+    "letters in one word": "ABCD",
+    "a range of letters": "A-D",
+    "a range in words": "A to D",
+    "every choice, listed": "A. Paris\nB. New York\nC. New York City\nD. London",
+    "every choice, in the tag": "<answer>A, B, C and D</answer>",
+    "every choice, each as an option": "Option: D\nOption: C\nOption: B\nOption: A",
+    "the first option": "We read the choices. The first option is A.",
+    "not, but not, but": "not A but " * 50,
+    "two texts": "Paris or London",
+    "a letter and another's text": "A. London",
+    "a letter and another's text, bracketed": "London (A)",
+    "a letter, then another's text as a sentence": "The answer is A. London.",
+    "an alternative in the next sentence": "The answer is A. Or B.",
+    "a correction in the next sentence": "The answer is A. No wait, B.",
+    "a correction on the next line": "The answer is A\nActually, B",
+    "a negated letter": "The answer is not A",
+    "a negated text": "not Paris",
+    "a letter said to be wrong": "A is wrong",
+    "a letter said not to be right": "A is not correct",
+    "a letter said to be false, in brackets": "(A) is false",
+    "a text said to be wrong": "I believe Paris is wrong",
+    "neither, nor": "Neither A nor B is correct",
+    "either, or": "Either A or B is correct.",
+    "anything but": "anything but A",
+    "not only": "not only A but B",
+    "an exception": "all except A",
+    "a condition": "If A is correct, then we lose",
+    "an answer on a condition": "The answer is A if B fails",
+    "a question": "Is A correct?",
+    "a claim with a question mark": "A is correct?",
+    "a claim that is doubted": "I doubt the answer is A",
+    "a claim that is denied": "I don't think the answer is A.",
+    "a claim that others might make": "One might say the answer is A.",
+    "a claim that is false": "It is false that the answer is A.",
+    "a claim that is retracted": "The answer is A. That is wrong.",
+    "a claim that is restated": "The answer is A. I mean B.",
+    "a letter and a no": "A, no",
+    "a grade with a minus": "A-",
+    "a prime": "A'",
+    "a time of day": "A.M.",
+    "two letters on two lines": "A\nB",
+    "a set of letters": "\\boxed{A, B}",
+    "letters with an or in a box": "\\boxed{A \\text{ or } B}",
+    "a comparison": "A is better than B",
+    "a formula": "A = 5",
+    "a probability": "The answer is P(A)",
+    "a letter with a question mark": "A?",
+    "a hedge": "maybe A",
+    "the article": "A city in France",
+    "the article at the end of a long answer": "<answer>It is a</answer>",
+    "the article after the claim": "The answer is a city",
+    "the article in capitals": "THIS IS A TEST",
+    "the article in a later sentence": "It is hard to say. A man walks in.",
+    "a letter inside a word": "Apple",
+    "a letter before a hyphen": "A-level",
+    "a letter in a name": "Vitamin A",
+    "a grade": "A+",
+    "an asterisk that is no emphasis": "A*",
+    "a Cyrillic letter": "\u0410",
+    "an initial": "A.B.",
+    "inside the thinking": "<think>A</think>",
+    "inside an unclosed thinking": "<think>The answer is A.",
+    "an unclosed tag": "<answer>A",
+    "an empty tag after an answer": "A <answer></answer>",
+    "the last tag counts": "<answer>A</answer><answer>B</answer>",
+    "the last box counts": "\\boxed{A} \\boxed{B}",
+    "the last claim counts, and names two": "The answer is A. Hmm. The answer is A or B.",
+    "the last claim counts": "The answer is A. So the answer is B.",
+    "a longer text that starts with the gold's": "Parisian",
+    "nothing": "",
+    "a refusal": "I don't know",
+}
+
+
+@pytest.mark.parametrize("kind", TRAPS)
+def test_a_trap(kind):
+    result, named, _ = score(TRAPS[kind])
+    assert (result, named == "A") == (0.0, False)
+
+
+MORE_TRAPS = {
+    "the pronoun, and I is a choice": ("I think so", "I", list("abcdefghijk")),
+    "the pronoun after a claim": ("The answer is I don't know", "I", [str(n) * 3 for n in range(10)]),
+    "a text within another choice's": ("New York City", "B", CITIES),
+    "a text that holds another choice's": ("New York", "C", CITIES),
+    "a text in another case than the gold's": ("polish", "A", ["Polish", "polish"]),
+    "a text that two choices share": ("cat", "A", ["cat", "cat"]),
+    "a text that is another choice's letter": ("A", "B", {"A": "B", "B": "A"}),
+    "a sign": ("2", "A", ["-2", "2"]),
+    "a sign that no choice has": ("-2", "A", ["2", "3"]),
+    "a power": ("23", "A", ["2*3", "5"]),
+    "a currency": ("£5", "A", ["€5", "$5"]),
+    "a superscript": ("x2", "A", ["x²", "x"]),
+    "a decimal that starts with a letter that is a number": ("1.5", "1", {"1": "2.5", "2": "1.5"}),
+    "a number that holds the gold's": ("12", "A", ["1", "2"]),
+    "a factorial": ("5!", "A", ["5", "120"]),
+    "a language whose name starts another's": ("C++", "C", {"B": "C++", "C": "C#"}),
+    "an inverted text": ("not enough", "A", ["enough", "too much"]),
+    "another choice's text that names the letter": ("Both A and B", "A", ["x", "y", "Both A and B"]),
+    "its text beside a letter": ("C. Both A and B", "A", ["x", "y", "Both A and B"]),
+    "a letter that is none of the choices": ("E", "A", CITIES),
+    "yes and no": ("Yes and no", "B", {"A": "Yes", "B": "No"}),
+    "another's yes or no": ("A. No", "A", {"A": "Yes", "B": "No"}),
+    "the last number of an expression": ("2 + 2 = 4", "B", ["2", "4"]),
+    "letters alone: another letter follows": ("A. Vitamin C", "A", None),
+    "another row's letters": ("A", "B", {"A": "London", "B": "Paris"}),
+}
+
+
+@pytest.mark.parametrize("kind", MORE_TRAPS)
+def test_a_trap_in_the_choices(kind):
+    text, gold, choices = MORE_TRAPS[kind]
+    assert score(text, gold, choices)[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "choices"),
+    [
+        ("Both A and B", "C", ["x", "y", "Both A and B"]),
+        ("C. Both A and B", "C", ["x", "y", "Both A and B"]),
+        ("The answer is C. Both A and B", "C", ["x", "y", "Both A and B"]),
+        ("None of the above", "B", ["x", "None of the above"]),
+        ("It is not raining", "A", ["It is not raining", "It is raining"]),
+        ("A cat", "B", ["a dog", "a cat"]),
+        ("the Eiffel Tower", "A", ["Eiffel Tower", "Louvre"]),
+        ("The answer is St. Louis. It lies on a river.", "A", ["St. Louis", "London"]),
+        ("(1, 2)", "B", ["(2, 1)", "(1,2)"]),
+        ("x+1", "A", ["x + 1", "x - 1"]),
+        ("$5", "B", ["€5", "$5"]),
+        ("\\$5", "B", ["€5", "$5"]),
+        ("1.5", "2", {"1": "2.5", "2": "1.5"}),
+        ("2", "2", {"1": "2", "2": "1"}),
+        ("2", "B", ["1", "2"]),
+        ("C++", "B", {"B": "C++", "C": "C#"}),
+        ("I", "I", [str(n) * 3 for n in range(10)]),
+        ("Caf\u00e9", "A", ["Cafe\u0301", "Bar"]),
+        ("stra\u00dfe", "A", ["STRASSE", "Weg"]),
+        ("Z", "Z", None),
+        ("A cat, because it purrs", "B", ["a dog", "a cat"]),
+        ("New York City, because it is large", "C", CITIES),
+        ("A. It is a vowel", "A", {"A": "E", "B": "A"}),
+    ],
+)
+def test_choices_that_look_like_something_else(text, gold, choices):
+    assert score(text, gold, choices)[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("gold", "choices", "label"),
+    [
+        ("B", CITIES, "B"), ("b", CITIES, "B"), ("(B)", CITIES, "B"), ("B. New York", CITIES, "B"),
+        ("New York", CITIES, "B"), ("new york", CITIES, "B"), (1, CITIES, "B"), (1.0, CITIES, "B"), ("1", CITIES, "B"),
+        ("2", ["3", "2"], "B"), (0, ["3", "2", "0"], "A"), ("0", ["3", "2", "0"], "C"),
+        ("1", {"1": "x", "2": "y"}, "1"), (1, {"1": "x", "2": "y"}, "2"),
+        ("B", {"D": "x", "B": "y", "C": None}, "B"), ("y", {"D": "x", "B": "y"}, "B"),
+        ("B", {"text": ["x", "y"], "label": ["C", "B"]}, "B"),
+        ("A", ["B) x", "A) y"], "A"), ("y", ["B) x", "A) y"], "A"), (1, ["A. 5", "B. 7"], "B"),
+        ("A. Curie", ["I. Newton", "A. Curie"], "B"), ("8.25", ["2.25", "8.25"], "B"), ("B", ["A)21", "B)21.5"], "B"),
+        ("C", None, "C"), (2, None, "C"),
+        ("A or B", CITIES, None), ("E", CITIES, None), (4, CITIES, None), (-1, CITIES, None), (0.5, CITIES, None),
+        ("", CITIES, None), (None, CITIES, None), (True, CITIES, None), (float("nan"), CITIES, None),
+        (10**400, CITIES, None), ("cat", ["cat", "cat"], None), ({"a": 1}, CITIES, None), (["B"], CITIES, None),
+    ],
+)  # fmt: skip
+def test_a_gold(gold, choices, label):
+    assert read_gold(gold, read_choices(choices)) == label
+    assert score(label or "A", gold, choices)[0] == (None if label is None else 1.0)
+
+
+def test_the_form_of_golds_can_be_said():
+    choices = read_choices({"1": "2", "2": "1", "3": "0"})
+    assert [read_gold("1", choices, form) for form in ("auto", "letter", "text", "index")] == ["1", "1", "2", "2"]
+    assert read_gold(1, choices, "letter") is None
+    assert read_gold("x", choices, "letter") is None
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [[], {}, "ABCD", 3, ["x"] * 27, [None, "x"], {"Paris": "A"}, {"A": ["x"]}, {"a": "x", "A": "y"},
+     {"text": ["x"], "label": ["A", "B"]}],
+)  # fmt: skip
+def test_choices_that_can_not_be_read_make_the_row_none(choices):
+    assert score("A", "A", choices) == (None, None, "no gold")
+
+
+def test_arrays_are_read_as_lists():
+    numpy = pytest.importorskip("numpy")
+    assert score("y", numpy.int64(1), numpy.array(["x", "y"]))[0] == 1.0
+    assert score("y", "B", {"text": numpy.array(["x", "y"]), "label": numpy.array(["A", "B"])})[0] == 1.0
+
+
+@pytest.mark.parametrize("columns", [{"answer": ["A"]}, {"answer": "AB"}, {"answer": ["A", "B"], "choices": [CITIES]}])
+def test_columns_that_do_not_fit_are_refused(columns):
+    with pytest.raises(ValueError, match="`choice_correctness`: "):
+        choice_correctness(completions=["A", "B"], **columns)
+
+
+def test_a_missing_column_is_one_sentence_and_choices_may_be_left_out():
+    assert choice_correctness(completions=["B", "C"], answer=["B", "B"]) == [1.0, 0.0]
+    with pytest.raises(ValueError, match=r"needs the dataset column `answer`"):
+        choice_correctness(completions=["B"], choices=[CITIES])
+    with pytest.raises(ValueError, match=r"`options` \(its kwarg choices_column\)"):
+        ChoiceCorrectness(choices_column="options")(completions=["B"], answer=["B"])
+    assert ChoiceCorrectness(choices_column=None)(completions=["London"], answer=["D"], choices=[CITIES]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("extract", "text", "named"),
+    [
+        ("answer_tag", "The answer is A.", None), ("answer_tag", "<answer>A</answer>", "A"),
+        ("hashes", "#### A", "A"), ("hashes", "A", None), ("boxed", "\\boxed{A}", "A"), ("boxed", "A", None),
+        ("a_line", "x\nA: B", "B"), ("sentence", "The answer is A.", "A"), ("sentence", "A", None),
+        ("sentence", "<answer>A</answer>", None), ("whole", "A", "A"), ("whole", "The answer is A.", "A"),
+        ("whole", "Long ago. The answer is A.", None), ("auto", "A: Paris\nB: 15\nThe answer is B.", "B"),
+        ("auto", "#### Discussion\nThe answer is A.", "A"),
+    ],
+)  # fmt: skip
+def test_where_the_answer_stands(extract, text, named):
+    assert score(text, extract=extract)[1] == named
+
+
+def test_pay_tags_and_logs():
+    reward = ChoiceCorrectness(pay=2, pay_wrong="-0.5", tags=["reasoning", "choice"], prefix="mc/", name="mc")
+    columns, metrics = {}, {}
+    texts = ["<reasoning>B</reasoning><choice>A</choice>", "<choice>B</choice>", "<choice>A or B</choice>", "", "A"]
+    assert reward(
+        completions=texts, answer=["A", "A", "A", "A", "?"], choices=[CITIES] * 5,
+        log_extra=columns.__setitem__, log_metric=metrics.__setitem__,
+    ) == [2.0, -0.5, -0.5, -0.5, None]  # fmt: skip
+    assert columns == {
+        "mc/extracted": ["A", "B", None, None, None],
+        "mc/gold": ["A", "A", "A", "A", None],
+        "mc/verdict": ["right", "wrong", "unclear", "missing", "no gold"],
+    }
+    assert metrics == {"rewards/mc/parsed": 2 / 5}
+    assert (reward.kind, reward.highest_pay, reward.__name__) == ("correctness", 2.0, "mc")
+    assert pickle.loads(pickle.dumps(reward)) == reward
+    assert ChoiceCorrectness(prefilled="think")(completions=["A"], answer=["A"]) == [0.0]
+    assert ChoiceCorrectness(prefilled="think")(completions=["B</think>A"], answer=["A"]) == [1.0]
+    assert choice_correctness(completions=[[{"role": "assistant", "content": "A"}]], answer=["A"]) == [1.0]
+
+
+@pytest.mark.parametrize("kwargs", [{"extract": "all"}, {"gold_form": "number"}, {"pay": 0}, {"tags": ["a"]},
+                                    {"prefilled": "answer"}, {"pay_wrong": float("nan")}])  # fmt: skip
+def test_a_bad_argument_names_its_key(kwargs):
+    with pytest.raises(ValueError, match=next(iter(kwargs))):
+        ChoiceCorrectness(**kwargs)
+
+
+# An independent generator: questions of several kinds, letters shuffled, and the ways in which models answer.
+POOLS = [
+    ["Paris", "London", "Rome", "Berlin", "Madrid", "Vienna", "Oslo", "Athens", "Cairo", "Lima"],
+    [str(number) for number in range(2, 60)],
+    [f"{number / 4}" for number in range(3, 60, 2)],
+    ["It increases", "It decreases", "It stays the same", "It doubles", "It is halved", "It can not be determined"],
+    ["the mitochondria", "the nucleus", "a ribosome", "the cell wall", "an enzyme", "the Golgi apparatus"],
+    ["Isaac Newton", "Albert Einstein", "Marie Curie", "Niels Bohr", "Charles Darwin", "Ada Lovelace"],
+    ["x + 1", "x - 1", "2x", "x^2", "-x", "1/x", "(x+1)^2"],
+    ["$5", "$15", "$25", "$50", "$100", "$2.50"],
+    ["Because it rains", "Because of the wind", "To save energy", "For no reason at all"],
+    ["All of the above", "None of the above", "Only the first", "Only the second"],
+]
+LETTER_FORMS = ["{l}", "({l})", "{l}.", "{l})", "**{l}**", "**({l})**", "\\text{{{l}}}", "[{l}]", "{l}. {t}", "{l}) {t}",
+                "({l}) {t}", "{l}: {t}", "**{l}. {t}**", "{t}", "{t} ({l})", "**{l}**: {t}", "{low}", "({low})"]  # fmt: skip
+FRAMES = ["{a}", "The answer is {a}.", "The correct answer is {a}.", "Answer: {a}", "**Answer:** {a}", "**Answer: {a}**",
+          "Final answer: {a}", "The correct option is {a}.", "So, the answer is {a}.", "The best choice is {a}.",
+          "Therefore, the correct answer is: {a}", "Therefore the answer must be {a}.", "I would choose {a}.",
+          "The answer is {a} because of what was said above.", "#### {a}", "\\boxed{{{a}}}",
+          "The final answer is $\\boxed{{{a}}}$.",
+          "<answer>{a}</answer>", "<answer>\n{a}\n</answer>", "<answer>The answer is {a}.</answer>",
+          "<think>\nIs it {w}? No.\n</think>\n<answer>{a}</answer>",
+          "<think>It could be {w}.</think>\nThe answer is {a}."]  # fmt: skip
+BODIES = ["", "Let us go through the options. Option {w} does not fit.\n\n", "We look at each choice in turn.\n",
+          "{w} is wrong since it contradicts the text. "]  # fmt: skip
+
+
+def made_up_rows(count, seed=0):
+    """Rows of (completion, gold in some form, choices, whether it is right)."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        texts = rng.sample(pool := rng.choice(POOLS), min(len(pool), rng.choice([4, 4, 4, 5, 6])))
+        letters = list("ABCDEFGHIJ"[: len(texts)])
+        if rng.random() < 0.5:
+            rng.shuffle(letters)
+        by_letter = dict(zip(letters, texts, strict=True))
+        ordered = letters == sorted(letters)
+        choices = texts if ordered and rng.random() < 0.5 else by_letter
+        gold = rng.choice(letters)
+        is_right = rng.random() < 0.6
+        said = gold if is_right else rng.choice([letter for letter in letters if letter != gold])
+        other = rng.choice([letter for letter in letters if letter != said])
+        answer = rng.choice(LETTER_FORMS).format(l=said, low=said.lower(), t=by_letter[said])
+        frame = rng.choice(FRAMES)
+        body = rng.choice(BODIES) if frame[0] not in "<{" and "####" not in frame else ""
+        text = (body + frame).replace("{w}", f"({other})").replace("{a}", answer).replace("{{", "{").replace("}}", "}")
+        form = rng.choice(["letter", "text", "index"])
+        written = {"letter": gold, "text": by_letter[gold], "index": letters.index(gold)}[form]
+        yield text, written, choices, is_right
+
+
+def test_right_answers_are_accepted_and_wrong_ones_are_not():
+    rows = list(made_up_rows(5000))
+    texts, golds, choices, right = map(list, zip(*rows, strict=True))
+    scores = choice_correctness(completions=texts, answer=golds, choices=choices)
+    assert [row for row, paid in zip(rows, scores, strict=True) if paid is None] == []
+    assert [row for row, paid in zip(rows, scores, strict=True) if paid > 0 and not row[-1]] == []
+    missed = [row for row, paid in zip(rows, scores, strict=True) if paid == 0 and row[-1]]
+    assert len(missed) <= 0.01 * sum(right), missed[:10]
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["A", "A ", "(", "answer is ", "answer is\n", "The answer is A. ", "A is correct ", "<answer>", "\\boxed{", "\\text{",
+     "**", "not ", "Paris ", "A, ", "because ", "x" * 40 + "\n", "\u0301", "Answer: A\n", ": is correct", "`", "$", '"'],
+)  # fmt: skip
+def test_the_cost_is_linear(piece):
+    for place in ("{}", "<answer>{}</answer>", "The answer is {}"):
+
+        def call(length, place=place):
+            assert score(place.format(piece * (length // len(piece))))[0] in (0.0, 1.0)
+
+        assert growth(call, int, 50_000) < 12

@@ -1,0 +1,151 @@
+"""The repetition penalty: its formula, TRL's on tokens, what a naive rule would let pass, and bounds."""
+
+import pickle
+import random
+
+import pytest
+
+from grpo_rewards import repetition
+from grpo_rewards.ngrams import Repetition, repeated_share, words
+from tests.grpo_rewards.growth import growth
+
+
+def score(text, **arguments):
+    (result,) = Repetition(**arguments)(completions=[text])
+    return result
+
+
+def test_the_pay_table():
+    assert score("one two three four") == 0.0
+    assert score("one two three one two three") == pytest.approx(-1 / 4)  # of 4 trigrams the last stood there before
+    assert score("x " * 102) == pytest.approx(-0.99)
+    assert score("two words") == score("") == 0.0
+    assert score("x " * 102, pay_repeated=-0.5) == pytest.approx(-0.495)
+    assert score("a a b a a", ngram=2) == pytest.approx(-1 / 4)
+    assert score("a b a", ngram=1) == pytest.approx(-1 / 3)
+
+
+def test_variety_can_be_paid_for_and_an_empty_completion_earns_nothing():
+    variety = {"pay": 1, "pay_repeated": 0}
+    assert score("one two three four", **variety) == 1.0
+    assert score("x " * 102, **variety) == pytest.approx(0.01)
+    assert score("", **variety) == score("one two", **variety) == 0.0
+
+
+def test_tokens_are_counted_as_trl_counts_them():
+    trl_rewards = pytest.importorskip("trl.rewards")
+    rng = random.Random(0)
+    ids = [[rng.randrange(5) for _ in range(rng.randrange(40))] for _ in range(200)]
+    for ngram in (1, 2, 3, 20):
+        theirs = trl_rewards.get_repetition_penalty_reward(ngram_size=ngram, max_penalty=-0.7)
+        ours = Repetition(unit="tokens", ngram=ngram, pay_repeated=-0.7)
+        assert ours(completions=[""] * len(ids), completion_ids=ids) == pytest.approx(theirs(completion_ids=ids))
+
+
+def test_plain_words_are_counted_as_open_r1_counts_them():
+    def open_r1(text, size=3):  # from its description: lower-cased words between white space
+        split = text.lower().split()
+        ngrams = [tuple(split[start : start + size]) for start in range(len(split) - size + 1)]
+        return -(1 - len(set(ngrams)) / len(ngrams)) if ngrams else 0.0
+
+    rng = random.Random(0)
+    for _ in range(300):
+        text = " ".join(rng.choice(["The", "cat", "sat", "on", "a", "MAT"]) for _ in range(rng.randrange(30)))
+        assert score(text) == pytest.approx(open_r1(text))
+
+
+LOOP = "the cat sat on the mat "
+# What white-space words alone would let pass: nothing or nearly nothing to pay for a completion that loops.
+EVASIONS = {
+    "no spaces": "hahaha" * 50,
+    "one letter": "a" * 1000,
+    "a word without spaces": "abcdefgh" * 40,
+    "marks": "!" * 1000,
+    "marks with spaces": "! " * 100,
+    "dashes": "-" * 80,
+    "underscores": "_" * 80,
+    "marks behind a word": "wow" + "!" * 500,
+    "emoji": "\U0001f642" * 100,
+    "emoji with spaces": "\U0001f642 " * 100,
+    "Chinese": "\u6211\u662f" * 50,
+    "Japanese": "\u3042\u308a" * 50,
+    "Thai": "\u0e01\u0e32" * 50,
+    "other case each time": (LOOP + LOOP.upper() + LOOP.title()) * 5,
+    "other punctuation each time": "".join(LOOP.replace(" ", mark + " ") for mark in ".,;:!?") * 3,
+    "brackets and quotes": f"{LOOP} ({LOOP}) '{LOOP}' **{LOOP}**" * 3,
+    "invisible characters": "".join(LOOP.replace("a", "a" + mark) for mark in "\u200b\u200c\u200d\u2060\ufeff\u00ad")
+    * 3,
+    "line breaks": "\n".join([LOOP] * 10),
+    "digits": "1 2 3 " * 30,
+    "a counted loop": "".join(f"{number}. {LOOP}" for number in range(40)),
+    "in the thinking": f"<think>{LOOP * 20}</think> Done.",
+}
+
+
+@pytest.mark.parametrize("kind", EVASIONS)
+def test_an_evasion_is_fined(kind):
+    assert score(EVASIONS[kind]) < -0.5
+
+
+PROSE = """To find how many eggs are left, we first add up what the family uses. At breakfast three are eaten, and four more
+go into muffins for friends; that makes 3 + 4 = 7. The ducks lay sixteen a day, so 16 - 7 = 9 remain for the market. Each
+one sells for $2, hence she earns 9 * 2 = 18 dollars every day."""
+HARMLESS = {
+    "prose": PROSE,
+    "a list": "\n".join(f"- {word} is a fruit" for word in ("Apple", "Pear", "Plum")),
+    "a table": "| x | y |\n|---|---|\n| 1 | 5 |\n| 2 | 7 |",
+    "LaTeX": "\\frac{a+b}{c} = \\frac{a}{c} + \\frac{b}{c}, \\sqrt{x^{2}} = |x|",
+    "a hash": f"{random.Random(0).getrandbits(1600):x}",
+    "an address": "https://example.org/a/very/long/path?with=many&different=keys&and=values#fragment",
+    "Chinese prose": "\u6211\u4eca\u5929\u53bb\u5e02\u573a\u4e70\u4e86\u4e09\u4e2a\u82f9\u679c",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_what_does_not_repeat_is_hardly_fined(kind):
+    assert score(HARMLESS[kind]) > -0.25
+
+
+def test_words():
+    assert words("The cat's MAT, (the) cat!") == ["the", "cat", "s", "mat", "the", "cat"]
+    assert words("3 + 4 = 7") == ["3", "+", "4", "=", "7"]
+    assert words("\u6211\u662fAnna") == ["\u6211", "\u662f", "anna"]
+    assert words("c\u200ba\u00adt \ufe0f\u6211") == ["cat", "\u6211"]
+    assert words("x" * 30) == ["xxxx"] * 7 + ["xx"]
+    assert words("") == words(" \n\t") == []
+    assert repeated_share([1, 2], 3) is None
+
+
+def test_the_rest_of_the_contract():
+    metrics = {}
+    texts = ["x " * 102, [{"role": "assistant", "content": "x " * 102}], ""]
+    assert repetition(completions=texts, log_metric=metrics.__setitem__) == pytest.approx([-0.99, -0.99, 0.0])
+    assert metrics == {"rewards/repetition/repeated": pytest.approx(0.66)}
+    assert (repetition.kind, repetition.highest_pay) == ("other", 0.0)
+    assert Repetition(pay=1, pay_repeated=0).highest_pay == 1.0
+    assert pickle.loads(pickle.dumps(repetition)) == repetition
+    assert repetition(completions=[]) == []
+    with pytest.raises(ValueError, match="completion_ids"):
+        Repetition(unit="tokens")(completions=["a"])
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"ngram": 0},
+        {"ngram": 101},
+        {"ngram": True},
+        {"ngram": 2.0},
+        {"pay": "much"},
+        {"pay_repeated": 0},
+        {"unit": "letters"},
+    ],
+)
+def test_a_bad_argument_names_its_key(kwargs):
+    with pytest.raises(ValueError, match=next(iter(kwargs))):
+        Repetition(**kwargs)
+
+
+@pytest.mark.parametrize("piece", ["a ", "ab", "!", "! ", "\U0001f642", "\u6211", "_", "a!", "\u200b", "a!!!!!!! "])
+def test_the_cost_is_linear(piece):
+    assert growth(lambda length: score(piece * (length // len(piece))), int, 30_000) < 12

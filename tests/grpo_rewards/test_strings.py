@@ -1,0 +1,289 @@
+"""String answers: each way of matching, what a naive rule would pay, SQuAD's own functions, an independent generator."""
+
+import collections
+import pickle
+import random
+import re
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_rewards import string_match
+from grpo_rewards.registry import RewardSpecError, build_rewards
+from grpo_rewards.strings import StringMatch, squad_normalised
+from tests.grpo_rewards.growth import growth
+
+
+def score(text, gold, match="squad", **arguments):
+    columns = {}
+    reward = StringMatch(match=match, **{"extract": "whole", **arguments})
+    (result,) = reward(completions=[text], answer=[gold], log_extra=columns.__setitem__)
+    return result, columns["verdict"][0]
+
+
+@pytest.mark.parametrize(
+    ("match", "text", "gold", "pay", "verdict"),
+    [
+        ("exact", "Paris", "Paris", 1.0, "exact"),
+        ("exact", " Paris\n", "Paris ", 1.0, "exact"),
+        ("exact", "paris", "Paris", 0.0, "wrong"),
+        ("exact", "New  York", "New York", 0.0, "wrong"),
+        ("casefold", "PARIS", "paris", 1.0, "equal"),
+        ("casefold", "New\n York", "new york", 1.0, "equal"),
+        ("casefold", "STRASSE", "stra\u00dfe", 1.0, "equal"),
+        ("casefold", "Cafe\u0301", "caf\u00e9", 1.0, "equal"),
+        ("casefold", "Paris.", "Paris", 0.0, "wrong"),
+        ("squad", "Paris", "Paris", 1.0, "exact"),
+        ("squad", "the  Eiffel-Tower!", "Eiffeltower", 1.0, "equal"),
+        ("squad", "An apple", "apple", 1.0, "equal"),
+        ("squad", "apples", "apple", 0.0, "wrong"),
+        ("f1", "Paris", "Paris", 1.0, "exact"),
+        ("f1", "the cat sat", "a cat sat", 1.0, "equal"),
+        ("f1", "cat sat here", "the cat sat", 0.8, "partial"),
+        ("f1", "dog", "cat", 0.0, "wrong"),
+        ("squad", "", "cat", 0.0, "missing"),
+        ("squad", "cat", "", None, "no gold"),
+    ],
+)
+def test_the_pay_table(match, text, gold, pay, verdict):
+    assert score(text, gold, match) == (pay, verdict)
+
+
+def test_partial_pay_scales_between_the_two_pays():
+    assert score("cat sat here", "cat sat", "f1", pay=2, pay_wrong=-1) == (pytest.approx(-1 + 0.8 * 3), "partial")
+
+
+# What a naive rule (a substring, a bag of words, an unanchored or a backtracking pattern, an empty gold) would pay.
+TRAPS = {
+    "the gold within a longer answer": ("squad", "not Paris", "Paris"),
+    "an answer within the gold": ("squad", "Paris", "Paris, Texas"),
+    "two golds in one answer": ("squad", "Paris London", ["Paris", "London"]),
+    "an alternative": ("squad", "Paris or London", "Paris"),
+    "a word within a word": ("squad", "Parisian", "Paris"),
+    "articles alone against a gold that is an article": ("squad", "the", "A"),
+    "punctuation against a gold of punctuation": ("squad", "!!!", "+"),
+    "an article against a gold that is an article, F1": ("f1", "the", "A"),
+    "nothing against a gold of punctuation, F1": ("f1", "...", "?"),
+    "another case, exactly": ("exact", "PARIS", "Paris"),
+    "a final period, exactly": ("exact", "Paris.", "Paris"),
+    "punctuation, with case alone ignored": ("casefold", "Pa-ris", "Paris"),
+    "a homoglyph": ("squad", "P\u0430ris", "Paris"),
+    "another accent": ("casefold", "resume", "r\u00e9sum\u00e9"),
+    "inside the thinking": ("squad", "<think>Paris</think>", "Paris"),
+    "inside an unclosed thinking": ("squad", "<think>Paris", "Paris"),
+    "an empty completion": ("squad", "", "Paris"),
+    "an empty completion, F1": ("f1", "", "Paris"),
+    "a list as text": ("squad", "['Paris']", ["Rome"]),
+}
+
+
+@pytest.mark.parametrize("kind", TRAPS)
+def test_a_trap(kind):
+    match, text, gold = TRAPS[kind]
+    assert score(text, gold, match)[0] == 0.0
+
+
+def test_f1_does_not_pay_for_stuffing():
+    assert score("paris " * 50, "Paris", "f1")[0] < 0.05
+    vocabulary = " ".join(["rome", "berlin", "paris", "london", "oslo"] * 20)
+    assert score(vocabulary, "Paris", "f1")[0] < 0.05
+
+
+@pytest.mark.parametrize(
+    ("gold", "expected"),
+    [
+        (["Rome", "Paris"], 1.0), (("Paris",), 1.0), ({"text": ["Rome", "Paris"], "answer_start": [1, 2]}, 1.0),
+        ({"text": "Paris"}, 1.0), (["", "Paris", None], 1.0), (["Rome"], 0.0),
+        ([], None), ({"text": []}, None), ({}, None), ([""], None), (None, None), (True, None), (float("nan"), None),
+        (b"Paris", None), ([["Paris"]], None),
+    ],
+)  # fmt: skip
+def test_golds(gold, expected):
+    assert score("Paris", gold)[0] == expected
+
+
+def test_numbers_and_arrays_are_golds():
+    numpy = pytest.importorskip("numpy")
+    assert score("18", 18)[0] == score("0.5", 0.5)[0] == score("18", numpy.int64(18))[0] == 1.0
+    assert score("b", numpy.array(["a", "b"]))[0] == 1.0
+
+
+def test_the_nearest_gold_is_logged():
+    columns = {}
+    reward = StringMatch(match="f1", extract="whole", prefix="qa/")
+    reward(completions=["red cat"], answer=[["dog", "red fox cat"]], log_extra=columns.__setitem__)
+    assert columns == {"qa/extracted": ["red cat"], "qa/gold": ["red fox cat"], "qa/verdict": ["partial"]}
+
+
+@pytest.mark.parametrize(
+    ("extract", "text", "paid"),
+    [
+        ("answer_tag", "<answer>Paris</answer>", True), ("answer_tag", "Paris", False),
+        ("answer_tag", "<think><answer>Paris</answer></think>", False), ("boxed", "\\boxed{Paris}", True),
+        ("hashes", "#### Paris", True), ("a_line", "A: Paris", True), ("sentence", "The answer is Paris.", True),
+        ("auto", "<answer>Paris</answer>", True), ("whole", "<think>Rome?</think>\nParis\n", True),
+        ("whole", "It is Paris", False),
+    ],
+)  # fmt: skip
+def test_where_the_answer_stands(extract, text, paid):
+    assert score(text, "Paris", extract=extract)[0] == float(paid)
+    assert string_match(completions=["<answer>Paris</answer>"], answer=["paris"]) == [1.0]
+
+
+def test_the_rest_of_the_contract():
+    metrics = {}
+    reward = StringMatch(name="qa", pay=3)
+    assert reward(completions=["x", "<answer>c d</answer>"], answer=["b", "b"], log_metric=metrics.__setitem__) == [
+        0,
+        0,
+    ]
+    assert metrics == {"rewards/qa/parsed": 0.5}
+    assert (reward.kind, reward.highest_pay) == ("correctness", 3.0)
+    assert pickle.loads(pickle.dumps(reward)) == reward
+    with pytest.raises(ValueError, match="column `answer`"):
+        reward(completions=["x"], question=["y"])
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"match": "fuzzy"}, "match must be one of exact, casefold, squad, f1, pattern"),
+        ({"pattern": "a"}, "pattern has no effect"),
+        ({"match": "pattern", "pattern": 3}, "pattern must be a string"),
+        ({"extract": "end"}, "extract"),
+        ({"pay": 0, "pay_wrong": 1}, "pay must be more"),
+    ],
+)
+def test_a_bad_argument_names_its_key(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        StringMatch(**kwargs)
+
+
+# SQuAD 1.1's evaluation script, from its description: lower case, no punctuation, no articles, single spaces.
+def official(text):
+    text = "".join(character for character in text.lower() if character not in set(string.punctuation))
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def official_f1(prediction, truth):
+    words, wanted = official(prediction).split(), official(truth).split()
+    same = sum((collections.Counter(words) & collections.Counter(wanted)).values())
+    if same == 0:
+        return 0.0
+    precision, recall = same / len(words), same / len(wanted)
+    return 2 * precision * recall / (precision + recall)
+
+
+WORDS = st.lists(
+    st.sampled_from(["the", "a", "An", "cat", "Cat's", "sat-", "(mat)", "\u00e9t\u00e9", "!", "THE", "\n", "x"])
+).map(" ".join)
+
+
+@given(WORDS, WORDS)
+def test_squads_functions_are_met(answer, gold):
+    assert squad_normalised(answer) == official(answer)
+    if official(gold) and answer.strip():
+        assert score(answer, gold)[0] == float(official(answer) == official(gold))
+        assert score(answer, gold, "f1")[0] == pytest.approx(official_f1(answer, gold))
+
+
+NAMES = [
+    "Marie Curie",
+    "the Danube",
+    "A Tale of Two Cities",
+    "U.S. Senate",
+    "1984",
+    "O'Neill",
+    "S\u00e3o Paulo",
+    "rock 'n' roll",
+]
+
+
+def test_right_answers_are_accepted_and_wrong_ones_are_not():
+    rng = random.Random(0)
+    dress = [
+        str,
+        str.upper,
+        str.lower,
+        str.title,
+        "the {}".format,
+        "{}.".format,
+        '"{}"'.format,
+        " {} \n".format,
+        "({})".format,
+    ]
+    layouts = {
+        "answer_tag": "<answer>{}</answer>",
+        "whole": "{}",
+        "hashes": "So.\n#### {}",
+        "boxed": "So \\boxed{{{}}}",
+    }
+    missed = total = 0
+    for _ in range(2000):
+        gold, other = rng.sample(NAMES, 2)
+        extract = rng.choice(list(layouts))
+        right, wrong = (layouts[extract].format(rng.choice(dress)(name)) for name in (gold, other))
+        golds = rng.choice([gold, [gold], ["something else", gold]])
+        missed += score(right, golds, extract=extract)[0] != 1.0
+        assert score(wrong, golds, extract=extract)[0] == 0.0
+        total += 1
+    assert missed <= 0.01 * total
+
+
+@pytest.mark.parametrize("match", ["exact", "casefold", "squad", "f1"])
+@pytest.mark.parametrize("piece", ["a ", "the ", "!", "\u00e9", "<answer>", "\\boxed{", "</think>", "\n"])
+def test_the_cost_is_linear(match, piece):
+    def call(length):
+        score(piece * (length // len(piece)), "a the cat", match)
+
+    assert growth(call, int, 50_000) < 12
+
+
+@pytest.fixture
+def re2():
+    return pytest.importorskip("re2")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "pay"),
+    [
+        (r"\d{4}-\d{2}-\d{2}", "2024-01-31", 1.0), (r"\d{4}", "in 2024", 0.0), (r"\d{4}", "20245", 0.0), (r"\d+", "12\n34", 0.0),
+        ("cat|dog", "dog", 1.0), ("cat|dog", "cat dog", 0.0), ("(?i)paris", "PARIS", 1.0), ("(?s)a.b", "a\nb", 1.0),
+        ("a.b", "a\nb", 0.0), ("a", "ab", 0.0), ("a$|b", "a\nb", 0.0), ("", "x", 0.0), (".*", "\ud800", 0.0),
+        ("caf\u00e9", "caf\u00e9", 1.0),
+    ],
+)  # fmt: skip
+def test_a_pattern_matches_the_whole_answer(re2, pattern, text, pay):
+    assert StringMatch(match="pattern", extract="whole", pattern=pattern)(completions=[text]) == [pay]
+    assert score(text, pattern, "pattern")[0] == (pay if pattern else None)
+
+
+@pytest.mark.parametrize("pattern", [r"(a)\1", "(?=a)a", "(", "a{2000}", "a)|(b", "\ud800"])
+def test_a_pattern_that_re2_does_not_take_is_refused_or_makes_its_row_none(re2, pattern):
+    with pytest.raises(RewardSpecError, match="reward `string_match`: the pattern .* is not") as caught:
+        build_rewards([{"name": "string_match", "kwargs": {"match": "pattern", "pattern": pattern}}])
+    assert "\n" not in str(caught.value)
+    assert score("aa", pattern, "pattern") == (None, "no gold")
+    assert score("aa", [pattern, "a+"], "pattern") == (1.0, "equal")
+
+
+@pytest.mark.parametrize("pattern", ["(a*)*b", "(a|aa)+$x", "(x+x+)+y", r"(\w+\s?)*!"])
+def test_a_pattern_that_backtracks_for_ever_is_linear(re2, pattern):
+    reward = StringMatch(match="pattern", extract="whole", pattern=pattern)
+
+    def call(length):
+        assert reward(completions=["a" * length]) == [0.0]
+
+    assert growth(call, int, 50_000) < 12
+
+
+def test_without_google_re2_a_pattern_is_refused_with_the_fix(monkeypatch):
+    from grpo_rewards.patterns import linear_search
+
+    linear_search.cache_clear()
+    monkeypatch.setitem(__import__("sys").modules, "re2", None)
+    with pytest.raises(ValueError, match=r"pip install 'grpo-rewards\[patterns\]'"):
+        StringMatch(match="pattern", pattern="a")
+    linear_search.cache_clear()

@@ -33,7 +33,7 @@ def test_it_runs_beside_packed_rows_in_a_cache_of_bounded_size(tmp_path: Path, m
 
     monkeypatch.setattr(run.model, "generate_batch", watched, raising=False)
     run.train()
-    assert list(run._log_probs._settled.values()) == [Layout.PACKED]
+    assert list(run._log_probs._layouts.values()) == [Layout.PACKED]
     assert run.model.config._attn_implementation == ATTENTION
     assert seen == [("sdpa", 16), ("sdpa", 16)], "one page of 256 tokens for each of 16 rows"
 

@@ -117,6 +117,19 @@ def test_a_run_resumes_where_it_was_saved(tiny_model: Path, gsm8k_file: Path, tm
         assert torch.equal(value, end[name]), name
 
 
+def test_a_recipe_generates_by_groups_and_ends_with_strings(
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = arguments(tiny_model, gsm8k_file, tmp_path / "auto", "--max_steps=1", "--generation=auto")
+    assert train.main([*given, "--generation_kwargs.stop=3"]) == 2
+    assert "`generation_kwargs.stop` must be a string or a list of strings, not 3" in capsys.readouterr().err
+    given = arguments(tiny_model, gsm8k_file, tmp_path / "on", "--max_steps=1", "--generation=auto")
+    assert train.main([*given, "--generation_kwargs.stop=[e]"]) == 0
+    assert json.loads((tmp_path / "on" / "run.json").read_text())["recipe"]["generation"] == "auto"
+    log = json.loads((tmp_path / "on" / "trainer_state.json").read_text())["log_history"]
+    assert 0 <= log[0]["sampling/sampling_logp_difference/max"] < 1e-4
+
+
 class RateOfEachStep(TrainerCallback):
     """The rate that each optimiser step is taken with, read from the optimiser itself just before it."""
 

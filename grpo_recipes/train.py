@@ -161,6 +161,8 @@ class Prepared:
     rollout: RecordedRollout | None
     checkpoint: Path | None
     """What a resumed run goes on from, if anything was saved."""
+    steps_before: int
+    """The optimiser steps that the checkpoint has behind it: read now, since the run may rotate the checkpoint away."""
     cut_off: Sequence[Path]
     """Checkpoints after it that were cut off while they were written."""
     interruption: restart.StopOnSignal
@@ -169,11 +171,6 @@ class Prepared:
     def steps(self) -> int:
         """The run's length in optimiser steps."""
         return self.checked.geometry.optimizer_steps(self.recipe.config, len(self.checked.train_dataset))
-
-    @property
-    def steps_before(self) -> int:
-        """The optimiser steps that the checkpoint has behind it."""
-        return steps_done(self.checkpoint) if self.checkpoint else 0
 
     @property
     def is_over(self) -> bool:
@@ -212,7 +209,16 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     num_prompts = len(checked.train_dataset)
     interruption = restart.StopOnSignal(lambda step: checked.geometry.ends_generation(step, num_prompts))
     return Prepared(
-        recipe, machine, checked, tokenizer, training_args, rollout, checkpoint, tuple(cut_off), interruption
+        recipe,
+        machine,
+        checked,
+        tokenizer,
+        training_args,
+        rollout,
+        checkpoint,
+        steps_before=steps_done(checkpoint) if checkpoint else 0,
+        cut_off=tuple(cut_off),
+        interruption=interruption,
     )
 
 

@@ -9,8 +9,10 @@ log-normal(4.4, 0.6) of at most 256 tokens; (b) log-normal(4.79, 0.9), at most 1
 without variance in their rewards; (d) the worst case: equal lengths and prompts of two tokens, so that nothing is
 padded or shared. Trainers take turns step by step, on one thread; times are CPU time of this process, medians over
 steps; ratios are stock TRL over ours. Memory is the peak above what was in use before the step. `--whole-step` adds
-generation (all trainers generate as many tokens as the longest recorded completion has) and a loop written from the
-description of the from-scratch documents: full logits, one rectangle, the frozen copy as the reference.
+generation, in which every row ends with as many tokens as its recorded completion has, and measures each phase of a step:
+for stock TRL, with transformers' loop and with its continuous batching, for ours, without and with group decoding, and for
+a loop written from the description of the from-scratch documents: full logits, one rectangle, the frozen copy as the
+reference. Its memory is that of generation.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ import statistics
 import tempfile
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import product
@@ -35,7 +39,8 @@ from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, StoppingCriteria
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
@@ -48,6 +53,7 @@ LEARNING_RATE = 0.1
 MODELS = {"small": (192, 4, 4), "large": (512, 6, 8)}
 """Hidden size, layers, attention heads."""
 WORKLOADS = ("a", "b", "c", "d")
+PHASES = ("generation", "reference", "forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,32 @@ class Measured:
     whole: list[float] = field(default_factory=list)
     """CPU seconds of each step."""
     memory: list[float] = field(default_factory=list)
-    """Peak MiB above the baseline of each step."""
+    """Peak MiB above the baseline of each step, or of its generation."""
+    phases: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """CPU seconds of each phase of each step."""
+    step: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """The phases of the step that is going on."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add what happens meanwhile to a phase of the step."""
+        start = time.process_time()
+        yield
+        self.step[name] += time.process_time() - start
+
+    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, counted as a phase."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            with self.phase(name):
+                return call(*args, **kwargs)
+
+        return counted
+
+    def end_step(self) -> None:
+        """Note the phases of a step that has ended."""
+        for name in PHASES:
+            self.phases[name].append(self.step.pop(name, 0.0))
 
 
 class Trainer:
@@ -157,7 +188,8 @@ class Trainer:
             "max_completion_length": 1024,
             **config,
         }
-        ours = {"micro_batching": settings.pop("micro_batching", "auto")} if cls is GRPOTrainer else {}
+        given = {name: settings.pop(name, "auto") for name in ("micro_batching", "generation")}
+        ours = given if cls is GRPOTrainer else {}
         self.trainer = cls(
             model=model,
             reward_funcs=lambda recorded, **_: recorded,
@@ -175,6 +207,18 @@ class Trainer:
         self.measured = Measured()
         self.generation = 0.0
         self._time_generation()
+        if generates:
+            self._time_phases()
+
+    def _time_phases(self) -> None:
+        trainer, timed = self.trainer, self.measured.timed
+        score, forward = trainer._get_per_token_logps_and_entropies, trainer.compute_loss
+        reference = timed("reference", score)
+        trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (
+            score if torch.is_grad_enabled() else reference
+        )(*args, **kwargs)
+        trainer.compute_loss = timed("forward", forward)
+        trainer.accelerator.backward = timed("backward", trainer.accelerator.backward)
 
     def _time_generation(self) -> None:
         original = self.trainer._generate_and_score_completions
@@ -190,10 +234,16 @@ class Trainer:
 
     def rollout(self, prompts: list[str], trainer: TRLGRPOTrainer) -> dict[str, Any]:
         """The recorded completions; the tokens generated in their place are thrown away."""
+        prompts = [prompt for prompt in self.batch.prompts for _ in range(GROUP)]
         if self.generates:
-            generate(trainer.model, self.batch)
+            with (
+                peak_memory(self.measured),
+                self.measured.phase("generation"),
+                recorded_lengths(trainer.model, self.batch),
+            ):
+                trainer._generate_single_turn(prompts, None, {}, GROUP)
         return {
-            "prompt_ids": [prompt for prompt in self.batch.prompts for _ in range(GROUP)],
+            "prompt_ids": prompts,
             "completion_ids": [completion for group in self.batch.completions for completion in group],
             "logprobs": None,
             "recorded": [reward for group in self.batch.rewards for reward in group],
@@ -204,12 +254,13 @@ class Trainer:
         self.batch = batch
         rows = [{"prompt": text} for text in batch.text for _ in range(GROUP)]
         torch.manual_seed(0)
-        with peak_memory(self.measured):
+        with nullcontext() if self.generates else peak_memory(self.measured):
             start = time.process_time()
             for _ in range(MICRO_BATCHES):
                 self.trainer.training_step(self.trainer.model, rows, None)
             sgd(self.trainer.model)
             spent = time.process_time() - start
+        self.measured.end_step()
         self.measured.whole.append(spent)
         self.measured.training.append(spent - self.generation)
 
@@ -228,11 +279,12 @@ class FromScratch:
 
     def step(self, batch: Batch) -> None:
         """Generate, score with policy and frozen copy on one padded rectangle, and step once."""
-        with peak_memory(self.measured):
-            start = time.process_time()
+        start = time.process_time()
+        with peak_memory(self.measured), self.measured.phase("generation"):
             generate(self.model, batch)
-            self._train(batch)
-            self.measured.whole.append(time.process_time() - start)
+        self._train(batch)
+        self.measured.whole.append(time.process_time() - start)
+        self.measured.end_step()
 
     def _train(self, batch: Batch) -> None:
         pairs = [(p, c) for p, group in zip(batch.prompts, batch.completions, strict=True) for c in group]
@@ -243,15 +295,17 @@ class FromScratch:
         )
         advantages = torch.tensor(batch.advantages())[:, None]
         for rows in torch.arange(len(pairs)).chunk(MICRO_BATCHES):
-            with torch.no_grad():
-                reference = self._log_probs(self.reference, ids[rows], mask[rows], right)
-            log_probs = self._log_probs(self.model, ids[rows], mask[rows], right)
-            ratio = torch.exp(log_probs - log_probs.detach())
-            kl = torch.exp(reference - log_probs) - (reference - log_probs) - 1
-            surrogate = torch.min(ratio * advantages[rows], ratio.clamp(0.8, 1.2) * advantages[rows])
             kept = mask[rows, -right:]
-            loss = (((self.beta * kl - surrogate) * kept).sum(1) / kept.sum(1)).mean()
-            (loss / MICRO_BATCHES).backward()
+            with self.measured.phase("forward"):
+                log_probs = self._log_probs(self.model, ids[rows], mask[rows], right)
+                ratio = torch.exp(log_probs - log_probs.detach())
+                loss = -torch.min(ratio * advantages[rows], ratio.clamp(0.8, 1.2) * advantages[rows])
+            if self.beta:
+                with torch.no_grad(), self.measured.phase("reference"):
+                    reference = self._log_probs(self.reference, ids[rows], mask[rows], right)
+                loss = loss + self.beta * (torch.exp(reference - log_probs) - (reference - log_probs) - 1)
+            with self.measured.phase("backward"):
+                (((loss * kept).sum(1) / kept.sum(1)).mean() / MICRO_BATCHES).backward()
         sgd(self.model)
 
     @staticmethod
@@ -265,17 +319,67 @@ class FromScratch:
         return list(self.model.parameters())
 
 
+class Lengths(StoppingCriteria):
+    """Ends each row with as many tokens as its recorded completion has."""
+
+    def __init__(self, batch: Batch):
+        self.lengths = torch.tensor([len(completion) for group in batch.completions for completion in group])
+        self.width = 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """Which rows end, (rows,)."""
+        self.width = self.width or input_ids.shape[1] - 1
+        return input_ids.shape[1] - self.width >= self.lengths
+
+
+@contextmanager
+def recorded_lengths(model: Any, batch: Batch) -> Iterator[None]:
+    """While it lasts, the rows that `model` (or transformers' continuous batching of it) generates end as recorded."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    criteria, add_requests, lengths = (
+        base._get_stopping_criteria,
+        ContinuousBatchingManager.add_requests,
+        Lengths(batch),
+    )
+
+    single_turn = TRLGRPOTrainer._generate_single_turn
+
+    def cut(*args: Any, **kwargs: Any) -> Any:  # TRL tells the end of a row by its end-of-sequence token alone
+        completions, log_probs = single_turn(*args, **kwargs)
+        return [row[:length] for row, length in zip(completions, lengths.lengths.tolist(), strict=True)], log_probs
+
+    def with_lengths(*args: Any, **kwargs: Any) -> Any:
+        made = criteria(*args, **kwargs)
+        made.append(lengths)
+        return made
+
+    def each(manager: Any, inputs: list[list[int]], **_: Any) -> list[str]:
+        pairs = zip(inputs, lengths.lengths.tolist(), strict=True)
+        return [manager.add_request(prompt, max_new_tokens=length) for prompt, length in pairs]
+
+    base._get_stopping_criteria, ContinuousBatchingManager.add_requests = with_lengths, each
+    TRLGRPOTrainer._generate_single_turn = cut
+    try:
+        yield
+    finally:
+        del base._get_stopping_criteria
+        ContinuousBatchingManager.add_requests = add_requests
+        TRLGRPOTrainer._generate_single_turn = single_turn
+
+
 @torch.no_grad()
 def generate(model: PreTrainedModel, batch: Batch) -> None:
-    """Sample as many tokens for every row as the longest recorded completion has."""
+    """Sample as many tokens for every row as its recorded completion has, as a loop of one's own does it."""
     rows = [prompt for prompt in batch.prompts for _ in range(GROUP)]
     left = max(map(len, rows))
     ids = torch.tensor([[PAD] * (left - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (left - len(row)) + [1] * len(row) for row in rows])
     training = model.training
     model.eval()
-    length = batch.longest
-    model.generate(input_ids=ids, attention_mask=mask, do_sample=True, min_new_tokens=length, max_new_tokens=length)
+    with recorded_lengths(model, batch):
+        model.generate(
+            input_ids=ids, attention_mask=mask, do_sample=True, suppress_tokens=[EOS], max_new_tokens=batch.longest
+        )
     model.train(training)
 
 
@@ -365,20 +469,41 @@ def training_phase(
         )
 
 
-def whole_step(size: str, workload: str, steps: int) -> Iterator[str]:
+def whole_step(size: str, workload: str, beta: float, steps: int, seed: int) -> Iterator[str]:
     """Rows of the table of whole steps."""
-    folder, beta = tempfile.mkdtemp(), 0.04
-    config = {"gradient_checkpointing": False, "loss_type": "grpo", "beta": beta, "use_bias_correction_kl": False}
-    contestants = {
-        "stock TRL": Trainer(TRLGRPOTrainer, policy(size, folder), True, False, **config),
-        "from scratch": FromScratch(policy(size, folder), policy(size, folder), beta),
-        "ours": Trainer(GRPOTrainer, policy(size, folder), True, False, **config),
+    folder = tempfile.mkdtemp()
+    config = {
+        "gradient_checkpointing": False,
+        "loss_type": "grpo",
+        "beta": beta,
+        "use_bias_correction_kl": False,
+        "generation_kwargs": {"suppress_tokens": [EOS]},
     }
-    gap = compete(contestants, [Batch.draw(workload, seed) for seed in range(steps)])
-    ours = median(contestants["ours"].measured.whole)
-    for name, contestant in contestants.items():
-        whole = median(contestant.measured.whole)
-        yield f"| {size} | {workload} | {name} | {whole:.2f} | {whole / ours:.2f} | {gap} |"
+
+    def contestant(cls: type[TRLGRPOTrainer], **more: Any) -> Trainer:
+        return Trainer(cls, policy(size, folder), True, False, **config, **more)
+
+    contestants = {
+        "TRL": contestant(TRLGRPOTrainer),
+        "TRL, continuous batching": contestant(
+            TRLGRPOTrainer,
+            use_transformers_continuous_batching=True,
+            transformers_continuous_batching_config={"num_blocks": 8 * PROMPTS * GROUP},
+        ),
+        "from scratch": FromScratch(policy(size, folder), policy(size, folder), beta),
+        "ours, generation off": contestant(GRPOTrainer, generation="off"),
+        "ours": contestant(GRPOTrainer),
+    }
+    gap = compete(contestants, [Batch.draw(workload, seed + step) for step in range(steps)])
+    stock = contestants["TRL"].measured
+    for name, each in contestants.items():
+        measured = each.measured
+        phases = " | ".join(f"{median(measured.phases[phase]):.2f}" for phase in PHASES)
+        yield (
+            f"| {size} | {workload} | {beta:g} | {name} | {phases} | {median(measured.whole):.2f} | "
+            f"{median(stock.whole) / median(measured.whole):.2f} | {median(measured.memory) / median(stock.memory):.2f} | "
+            f"{gap} |"
+        )
 
 
 def median(values: Sequence[float]) -> float:
@@ -402,6 +527,8 @@ def main() -> None:
     parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off"])
     parser.add_argument("--layouts", nargs="+", choices=("packed", "trimmed"), default=["packed", "trimmed"])
     parser.add_argument("--steps", type=int, default=6, help="steps of each; the first one warms up")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the first step's batch (--whole-step)")
+    parser.add_argument("--beta", nargs="+", type=float, default=[0.0], help="weights of the KL term (--whole-step)")
     parser.add_argument(
         "--whole-step", action="store_true", help="generation included, against the from-scratch loop too"
     )
@@ -413,9 +540,12 @@ def main() -> None:
     versions = ", ".join(f"{name} {version(name)}" for name in ("trl", "transformers", "torch"))
     print(f"{platform.machine()}, one thread, {versions}")
     if asked.whole_step:
-        head = "| model | workload | | CPU s a step | ÷ ours | largest parameter difference after 3 steps |"
-        cases = list(product(asked.models, asked.workloads))
-        table(head, lambda: (row for size, load in cases for row in whole_step(size, load, asked.steps)))
+        head = (
+            f"| model | workload | beta | | {' | '.join(PHASES)} | whole step, CPU s | TRL ÷ | memory of generation ÷ TRL | "
+            "largest parameter difference after 3 steps |"
+        )
+        cases = list(product(asked.models, asked.workloads, asked.beta))
+        table(head, lambda: (row for case in cases for row in whole_step(*case, asked.steps, asked.seed)))
         return
     layouts = {"packed": "auto", "trimmed": {"pack": False}}
     head = (

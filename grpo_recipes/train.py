@@ -464,6 +464,7 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
         rollout_func=prepared.rollout,
         kl_estimator=recipe.kl_estimator,
         micro_batching=recipe.micro_batching,
+        generation=recipe.generation,
         reference=recipe.reference,
     )
     if prepared.checkpoint is not None:

@@ -25,7 +25,16 @@ from trl import GRPOConfig, ModelConfig, TrlParser
 from grpo_recipes.recipe import data, limits, specs
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.losses import LOSS_TYPES
-from grpo_recipes.recipe.specs import DatasetSpec, KLEstimator, MicroBatching, OfflineSpec, ReferenceSpec, Spec, hints
+from grpo_recipes.recipe.specs import (
+    DatasetSpec,
+    GenerationMode,
+    KLEstimator,
+    MicroBatching,
+    OfflineSpec,
+    ReferenceSpec,
+    Spec,
+    hints,
+)
 from grpo_recipes.runs.record import RECORD, read_record
 from grpo_rewards import strict_yaml
 from grpo_rewards.errors import UserError, did_you_mean
@@ -83,6 +92,9 @@ class Recipe:
     micro_batching: Annotated[
         MicroBatching, "how padding and idle rows are left out: auto, off, or pack, trim, skip_zero_advantage"
     ] = field(default_factory=MicroBatching)
+    generation: Annotated[
+        GenerationMode, "whether transformers generates each prompt of a group once, where that is exact: auto, off"
+    ] = "off"
     offline: Annotated[OfflineSpec | None, "recorded, scored responses in place of generation: group or batch"] = None
 
     source: str

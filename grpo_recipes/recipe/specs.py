@@ -6,7 +6,7 @@ A new key of ours is a field of `recipe.Recipe`, whose type is a `Literal`, a pl
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,9 @@ from grpo_rewards.errors import UserError, did_you_mean
 
 KLEstimator = Literal["sampled", "full"]
 """How `beta` weighs the distance from the reference: TRL's estimate from sampled tokens, or the sum over the vocabulary."""
+
+GenerationMode = Literal["auto", "off"]
+"""Whether transformers' `generate` runs each prompt of a batch once and drops finished rows, where that is exact."""
 
 DatasetName = Literal["gsm8k", "rlaif", "arithmetic", "scored"]
 PromptStyle = Literal["reasoning", "think", "minimind", "none"]
@@ -40,7 +43,7 @@ class Spec:
     """
 
     KEY: ClassVar[str]
-    WORDS: ClassVar[Mapping[Any, Mapping[str, Any]]] = {}
+    WORDS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Plain values that stand for a mapping. Without any, a plain string is the value of the first field."""
 
     def __post_init__(self) -> None:
@@ -72,11 +75,12 @@ class Spec:
         """`raw` as a mapping, its keys not checked yet. Raises `SpecError` for what stands for none."""
         if isinstance(raw, Mapping):
             return raw
-        if isinstance(raw, (str, bool)) and raw in cls.WORDS:
+        raw = _off(raw, cls.WORDS)
+        if isinstance(raw, str) and raw in cls.WORDS:
             return cls.WORDS[raw]
         names = ", ".join(cls.hints())
         if cls.WORDS:
-            words = ", ".join(word for word in cls.WORDS if isinstance(word, str))
+            words = ", ".join(cls.WORDS)
             raise SpecError(f"`{cls.KEY}` must be {words}, or a mapping of {names}, not {raw!r}")
         if not isinstance(raw, str):
             raise SpecError(f"`{cls.KEY}` must be a name or a mapping of {names}, not {raw!r}")
@@ -202,11 +206,7 @@ class MicroBatching(Spec):
     """How padding and rows without a gradient are left out of the training passes. Each is done only where it is exact."""
 
     KEY = "micro_batching"
-    WORDS: ClassVar[Mapping[Any, Mapping[str, Any]]] = {
-        "auto": {},
-        "off": _OFF,
-        False: _OFF,
-    }  # YAML reads `off` as false
+    WORDS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {}, "off": _OFF}
 
     pack: bool = True
     """Compute the prompt of a group once, in one row without padding."""
@@ -256,13 +256,15 @@ def typed(key: str, value: Any, hint: Any) -> Any:
         return spec.parse(value)
     if isinstance(value, bool) and bool not in options and str in options:
         return _word(key, value)
+    choices = _choices(hint)
+    value = _off(value, choices)
     for convert in (_as_is, _converted):
         for option in options:
             try:
                 return convert(value, option)
             except (TypeError, ValueError):
                 continue
-    if choices := _choices(hint):
+    if choices:
         raise not_a_choice(key, value, choices)
     raise SpecError(f"`{key}` must be {_type_name(options)}, not {value!r}")
 
@@ -292,6 +294,11 @@ def _options(hint: Any) -> tuple[Any, ...]:
 def _word(key: str, value: bool) -> str:
     """The word behind a boolean where text is asked for: YAML reads `no` as false, and `eval_strategy: no` is meant."""
     return "no" if key.endswith("_strategy") and not value else str(value).lower()
+
+
+def _off(value: Any, words: Collection[str]) -> Any:
+    """`value`, but `off` for false where that is one of the words: YAML reads `off` as false."""
+    return "off" if value is False and "off" in words else value
 
 
 def _as_is(value: Any, option: Any) -> Any:

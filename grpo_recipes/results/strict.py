@@ -107,7 +107,7 @@ def _known(specs: Sequence[Spec], tags: Tags) -> Iterator[Asked]:
         reward = build_rewards([spec])[0]
         if isinstance(reward.function, (GSM8KCorrectness, *FORMATS)):
             yield from _plain(reward.function)
-        elif reward.kind == "correctness":
+        elif reward.kind == "correctness" and name.startswith("trl.rewards."):
             yield GSM8KCorrectness(extract="auto", pay_exact=1.0, pay_equal=1.0, tags=tags)
         elif name == THINK_FORMAT:
             yield ThinkFormat()

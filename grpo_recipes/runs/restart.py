@@ -272,6 +272,7 @@ def _normal(recipe: Mapping[str, Any]) -> dict[str, Any]:
         values["bf16"] = not values.get("fp16")
     if values.get("epsilon_high") is None:
         values["epsilon_high"] = values.get("epsilon")
+    values.setdefault("generation", "off")  # what every run was before there was the key
     values["rewards"] = [_normal_reward(reward) for reward in values.get("rewards") or []]
     return {key: value for key, value in values.items() if key not in IN_GEOMETRY}
 

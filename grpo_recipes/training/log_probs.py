@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from accelerate import Accelerator
@@ -84,6 +84,7 @@ class LogProbs:
     plain_because: str = ""
     """Why TRL's rows must stay as they are, if they must: something else reads them in the forward."""
     _layouts: WeakKeyDictionary[nn.Module, Layout] = field(default_factory=WeakKeyDictionary)
+    _bare: WeakKeyDictionary[nn.Module, ReferenceType[nn.Module]] = field(default_factory=WeakKeyDictionary)
     _said: set[str] = field(default_factory=set)
 
     def __call__(self, model: nn.Module, rows: Rows, batch_size: int | None, compute_entropy: bool) -> PerToken:
@@ -100,7 +101,7 @@ class LogProbs:
 
     def layout(self, model: nn.Module, rows: Rows, chunk: int) -> Layout:
         """The layout that this model is run in; chosen on the first `chunk` rows it meets, for all ranks alike."""
-        bare = self.accelerator.unwrap_model(model)
+        bare = self.bare(model)
         if bare not in self._layouts:
             found = self._choose_layout(model, bare, rows.select(slice(chunk)))
             if found is None:  # no row has a label to compare: run these plainly, and choose on the next rows
@@ -108,11 +109,20 @@ class LogProbs:
             self._layouts[bare] = found
         return self._layouts[bare]
 
+    def bare(self, model: nn.Module) -> nn.Module:
+        """The model inside accelerate's wrappers, looked for once: that takes 0.7 ms, many times a step."""
+        known = self._bare.get(model)
+        found = known() if known is not None else None
+        if found is None:
+            found = self.accelerator.unwrap_model(model)
+            self._bare[model] = ref(found)
+        return found
+
     def model_call(self, model: nn.Module, rows: Rows, layout: Layout) -> ModelCall:
         """The model call for `rows` in `layout`; trimmed rather than packed where that is impossible or saves little."""
         trimmed, index = rows.trimmed()
         if layout is Layout.PACKED and not (
-            self._fits(self.accelerator.unwrap_model(model), trimmed).all()
+            self._fits(self.bare(model), trimmed).all()
             and rows.packed_tokens() <= MAX_PACKED_SHARE * trimmed.input_ids.numel()
         ):
             layout = Layout.TRIMMED
@@ -136,7 +146,7 @@ class LogProbs:
                 fused_lm_head=True,
                 group_spans=packed.group_spans,
             )
-        layers = text_config(self.accelerator.unwrap_model(model)).num_hidden_layers
+        layers = text_config(self.bare(model)).num_hidden_layers
         attended = packed.group_spans.attended
         if attended != layers:
             raise SpansIgnored(f"{attended} of its {layers} layers keep the completions of a packed row apart")
@@ -155,7 +165,7 @@ class LogProbs:
         if found is not Layout.PLAIN:
             if not self._any_rank(bool(rows.completion_mask.any())):
                 return None
-            with _eval_no_grad(bare), disable_gradient_checkpointing(bare, self.args.gradient_checkpointing_kwargs):
+            with eval_no_grad(bare), disable_gradient_checkpointing(bare, self.args.gradient_checkpointing_kwargs):
                 found, doubt = self._verify(model, bare, rows, found)
             reason = doubt or reason
         if found is not Layout.PACKED:
@@ -178,8 +188,6 @@ class LogProbs:
         reason = unsupported(model)
         if self.router_loss:
             reason = "a packed row would count a prompt once in the router loss"
-        elif self.args.use_transformers_continuous_batching:
-            reason = "continuous batching needs an attention that transformers knows"
         elif self.args.torch_compile:
             reason = "torch.compile would compile each packed shape anew"
         return (Layout.TRIMMED, reason) if reason else (Layout.PACKED, "")
@@ -297,9 +305,14 @@ def packing_attention(model: nn.Module) -> None:
     base_model(model).set_attn_implementation(ATTENTION)
 
 
+def has_packing_attention(model: nn.Module) -> bool:
+    """Whether the model's attention keeps the completions of a packed row apart."""
+    return text_config(model)._attn_implementation == ATTENTION
+
+
 def stock_attention(model: nn.Module) -> None:
     """Give the model stock SDPA back if it has ours."""
-    if text_config(model)._attn_implementation == ATTENTION:
+    if has_packing_attention(model):
         base_model(model).set_attn_implementation("sdpa")
 
 
@@ -338,13 +351,13 @@ def unsupported(model: nn.Module) -> str | None:
         return f"the forward of {type(base.base_model).__name__} takes no position_ids or no further arguments"
     if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
         return "the adapter puts virtual tokens before the prompt"
-    if _has_dropout(base):
+    if has_dropout(base):
         return "the model has dropout, and a packed prompt would share one mask among its completions"
     return None
 
 
 @contextmanager
-def _eval_no_grad(model: nn.Module) -> Iterator[None]:
+def eval_no_grad(model: nn.Module) -> Iterator[None]:
     """Without gradient, and without the dropout that makes any two computations differ; modes are restored afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -362,7 +375,7 @@ def _learns_positions(model: PreTrainedModel) -> bool:
     return any(table is not model.get_input_embeddings() for table in tables)
 
 
-def _has_dropout(model: nn.Module) -> bool:
+def has_dropout(model: nn.Module) -> bool:
     """Whether a module drops activations: an `nn.Dropout` or the like, or a layer that holds its rate as a number.
 
     Transformers' attention layers call it `attention_dropout` or, as OPT's, `dropout`.

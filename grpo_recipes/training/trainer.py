@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,15 +16,17 @@ from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes.recipe.losses import LOSS_TYPES
-from grpo_recipes.recipe.specs import KLEstimator, MicroBatching, ReferenceSpec, typed
+from grpo_recipes.recipe.specs import GenerationMode, KLEstimator, MicroBatching, ReferenceSpec, typed
 from grpo_recipes.runs.restart import EpochSampler, TellEpoch
+from grpo_recipes.training import continuous_batching, offline
 from grpo_recipes.training import micro_batches as microbatch
-from grpo_recipes.training import offline
 from grpo_recipes.training.eval_completions import separate_eval_completions
 from grpo_recipes.training.full_kl import FullKL, Projection, last_hidden_states
+from grpo_recipes.training.generation_check import Generation, unfit_layout
 from grpo_recipes.training.log_probs import LogProbs, PerToken
 from grpo_recipes.training.packing import Layout, Rows
 from grpo_recipes.training.reference import reference_in, set_reference, without_trl_reference
+from grpo_recipes.training.stop_strings import StopStrings, corrected, take_over_mask
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,8 @@ class GRPOTrainer(TRLGRPOTrainer):
             tokens. "full" is KL(policy || reference) over the vocabulary at each completion token, logged as `kl/full`.
         micro_batching: "auto", "off", or a mapping of `pack`, `trim`, `skip_zero_advantage`: how the training phase avoids
             padding, repeated prompts and rows without a gradient. See docs/efficiency.md.
+        generation: "auto" or "off": whether transformers' `generate` runs each prompt of a batch once and drops finished
+            rows, where the tokens stay what they are. Concerns neither vLLM nor continuous batching.
     """
 
     beta: float
@@ -54,10 +59,12 @@ class GRPOTrainer(TRLGRPOTrainer):
         reference: str | Mapping[str, Any] | ReferenceSpec | None = None,
         kl_estimator: KLEstimator = "sampled",
         micro_batching: str | Mapping[str, bool] | MicroBatching = "auto",
+        generation: GenerationMode = "off",
         **kwargs: Any,
     ) -> None:
         self.micro_batching = MicroBatching.parse(micro_batching)
         typed("kl_estimator", kl_estimator, KLEstimator)
+        generation = typed("generation", generation, GenerationMode)
         with without_trl_reference(args):  # TRL builds no reference of its own
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
         self.reference_sentence = set_reference(self, reference)
@@ -85,6 +92,21 @@ class GRPOTrainer(TRLGRPOTrainer):
         self._log_probs = LogProbs(
             self.accelerator, self.args, self._plain_log_probs, asked, self.aux_loss_enabled, untouched
         )
+        self._stop = StopStrings.of(self.args.generation_kwargs, self._tokenizer)
+        self._masks_truncated = self._stop is not None and take_over_mask(self)
+        self._generation = Generation(
+            self.accelerator,
+            self.args,
+            self._plain_log_probs,
+            self.temperature,
+            self._stop,
+            generation,
+            unfit_layout(self),
+            together=self._dist.is_zero3,
+        )
+        if self.use_transformers_continuous_batching:
+            continuous_batching.refuse(self.generation_config, self._stop)
+            self._continuous_batching = continuous_batching.ContinuousBatching(self.continuous_batching_config)
 
     # Seam 1: the buffer of a generation batch, after TRL has generated, scored, shuffled and split it.
 
@@ -203,6 +225,30 @@ class GRPOTrainer(TRLGRPOTrainer):
         """Log `kl/full`: the mean over the completion tokens of all ranks."""
         total, count = self.accelerator.reduce(torch.stack([kl.sum(), mask.sum().to(kl.dtype)])).tolist()
         self._metrics["train" if self.model.training else "eval"]["kl/full"].append(total / max(count, 1.0))
+
+    # Seam 6: generation, in a context around TRL's own.
+
+    def _generate_single_turn(
+        self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, **more: Any
+    ) -> tuple[list[list[int]], Any]:
+        turn = partial(super()._generate_single_turn, prompt_ids, images, multimodal_fields, num_generations, **more)
+        if self.use_vllm:
+            return turn()
+        if self.use_transformers_continuous_batching:
+            bare = self._log_probs.bare(self.model)
+            with self._continuous_batching.around(bare, prompt_ids, self.max_completion_length):
+                return turn()
+        completion_ids, difference = self._generation(lambda: turn()[0], self.model, prompt_ids)
+        if difference is not None:
+            metrics = self._metrics["train" if self.model.training else "eval"]
+            for name, value in zip(("mean", "max"), difference, strict=True):
+                metrics[f"sampling/sampling_logp_difference/{name}"].append(value)
+        return completion_ids, None
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        """TRL's completions, its metrics and mask of truncated ones corrected for those that end with a stop string."""
+        output = super()._generate(prompts)
+        return output if self._stop is None else corrected(self, output, self._stop, self._masks_truncated)
 
     # Public methods: what TRL writes of the completions.
 

@@ -31,7 +31,6 @@ ENTRY_POINT_GROUP = "grpo_rewards.rewards"
 
 # Strings, so that asking for one reward imports neither the others nor, for `reward_model`, torch.
 REGISTERED: Mapping[str, str] = {
-<<<<<<< HEAD
     "gsm8k_correctness": "grpo_rewards.correctness.GSM8KCorrectness",
     "math_correctness": "grpo_rewards.correctness.MathCorrectness",
     "tag_structure": "grpo_rewards.format_tags.TagStructure",
@@ -43,22 +42,9 @@ REGISTERED: Mapping[str, str] = {
     "choice_correctness": "grpo_rewards.choices.ChoiceCorrectness",
     "string_match": "grpo_rewards.strings.StringMatch",
     "repetition": "grpo_rewards.ngrams.Repetition",
-=======
-    "gsm8k_correctness": "grpo_rewards.correctness:GSM8KCorrectness",
-    "math_correctness": "grpo_rewards.correctness:MathCorrectness",
-    "tag_structure": "grpo_rewards.format_tags:TagStructure",
-    "tag_count": "grpo_rewards.format_tags:TagCount",
-    "tag_presence": "grpo_rewards.format_tags:TagPresence",
-    "well_formed": "grpo_rewards.format_tags:WellFormed",
-    "group_length": "grpo_rewards.shaping:GroupLength",
-    "reward_model": "grpo_rewards.reward_model:RewardModelScore",
-    "choice_correctness": "grpo_rewards.choices:ChoiceCorrectness",
-    "string_match": "grpo_rewards.strings:StringMatch",
-    "repetition": "grpo_rewards.ngrams:Repetition",
-    "json_schema": "grpo_rewards.schema:JsonSchema",
-    "instructions": "grpo_rewards.ifeval:Instructions",
-    "judge": "grpo_rewards.judge:JudgeScore",
->>>>>>> w-rb
+    "json_schema": "grpo_rewards.schema.JsonSchema",
+    "instructions": "grpo_rewards.ifeval.Instructions",
+    "judge": "grpo_rewards.judge.JudgeScore",
 }
 # Kind and highest pay of the reward functions in `trl.rewards`, under their own names and those of their factories.
 TRL_REWARDS: Mapping[str, tuple[Kind, float]] = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel, Qwen2Config
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
@@ -20,6 +20,11 @@ from tests import tiny
 PAD, EOS, WORDS = 0, 1, 40
 """Ids of padding and of the end, and how many words (`t0`, `t1`, ...) there are."""
 MAX_COMPLETION_LENGTH = 12
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """The words; the first two are padding and the end."""
+    return tiny.word_tokenizer([f"t{n}" for n in range(WORDS)])
 
 
 def model(config_class: type[PreTrainedConfig] = Qwen2Config, seed: int = 0, **config: Any) -> PreTrainedModel:
@@ -124,7 +129,7 @@ def make_trainer(
         reward_funcs=recorded_reward,
         args=GRPOConfig(**settings),
         train_dataset=recording.dataset(),
-        processing_class=tiny.word_tokenizer([f"t{n}" for n in range(WORDS)]),
+        processing_class=tokenizer(),
         peft_config=peft_config,
         **ours,
     )

@@ -117,6 +117,19 @@ def test_a_run_resumes_where_it_was_saved(tiny_model: Path, gsm8k_file: Path, tm
         assert torch.equal(value, end[name]), name
 
 
+def test_a_recipe_generates_by_groups_and_ends_with_strings(
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = arguments(tiny_model, gsm8k_file, tmp_path / "auto", "--max_steps=1", "--generation=auto")
+    assert train.main([*given, "--generation_kwargs.stop=3"]) == 2
+    assert "`generation_kwargs.stop` must be a string or a list of strings, not 3" in capsys.readouterr().err
+    given = arguments(tiny_model, gsm8k_file, tmp_path / "on", "--max_steps=1", "--generation=auto")
+    assert train.main([*given, "--generation_kwargs.stop=[e]"]) == 0
+    assert json.loads((tmp_path / "on" / "run.json").read_text())["recipe"]["generation"] == "auto"
+    log = json.loads((tmp_path / "on" / "trainer_state.json").read_text())["log_history"]
+    assert 0 <= log[0]["sampling/sampling_logp_difference/max"] < 1e-4
+
+
 class RateOfEachStep(TrainerCallback):
     """The rate that each optimiser step is taken with, read from the optimiser itself just before it."""
 
@@ -164,10 +177,11 @@ def test_another_recipe_is_not_resumed_and_what_may_change_is(
     assert train.main(given) == 0
     first = json.loads((output / "run.json").read_text())
     resumed = [*given, "--resume_from_checkpoint=true"]
-    assert train.main([*resumed, "--learning_rate=1e-4", "--beta=0.1"]) == 2
+    assert train.main([*resumed, "--learning_rate=1e-4", "--beta=0.1", "--generation=auto"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert "`learning_rate` was 1e-05 and is 0.0001" in said
     assert "`beta` was 0.04 and is 0.1" in said
+    assert "`generation` was off and is auto" in said
     assert json.loads((output / "run.json").read_text()) == first  # what did not run is not recorded
     monkeypatch.chdir(tiny_model.parent)  # the same model by a relative path, and the same rows elsewhere
     (tmp_path / "rows.jsonl").write_text(gsm8k_file.read_text())

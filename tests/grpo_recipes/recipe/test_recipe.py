@@ -91,6 +91,23 @@ def test_micro_batching(write, written: object, arguments: list[str], expected: 
     assert parse_recipe(["--config", write(micro_batching=written), *arguments]).micro_batching == expected
 
 
+@pytest.mark.parametrize(
+    ("written", "arguments", "expected"),
+    [
+        (..., [], "off"),
+        ("auto", [], "auto"),
+        ("off", [], "off"),
+        (False, [], "off"),
+        ("auto", ["--generation", "off"], "off"),
+        ("off", ["--generation=auto"], "auto"),
+    ],
+)
+def test_generation(write, written: object, arguments: list[str], expected: str) -> None:
+    recipe = parse_recipe(["--config", write(generation=written), *arguments])
+    assert recipe.generation == expected
+    assert recipe.as_dict()["generation"] == expected
+
+
 def test_a_recipe_becomes_trls_own_configuration(write, tmp_path: Path) -> None:
     recipe = parsed(
         write(learning_rate="1e-5", lora_r=4, use_peft=True, dtype="bfloat16", lora_target_modules="all-linear")
@@ -119,6 +136,7 @@ def test_what_was_resolved_can_be_run_again(write, tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({"micro_batching": "on"}, r"mine.yaml: `micro_batching` must be auto, off, or a mapping"),
+        ({"generation": "atuo"}, r"mine.yaml: `generation` can't be `atuo`: did you mean `auto`\?"),
         ({"lerning_rate": 1e-5}, r"mine.yaml: unknown key `lerning_rate`: did you mean `learning_rate`\?"),
         ({"learning_rate": "fast"}, "mine.yaml: `learning_rate` must be a number, not 'fast'"),
         ({"max_steps": 3.5}, "`max_steps` must be a whole number, not 3.5"),

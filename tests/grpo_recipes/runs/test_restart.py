@@ -155,6 +155,13 @@ def test_one_recipe_spelled_in_two_ways_is_one_recipe(tmp_path: Path) -> None:
     assert said == [f"`dataset.path` was there/deep/rows.jsonl and is {other}/deep/rows.jsonl"]
 
 
+def test_a_run_from_before_there_was_generation_goes_on_without_it() -> None:
+    before = resolved({"rewards": ["a"]})
+    assert restart.recipe_changes(before, {**before, "generation": "off"}, ".") == []
+    said = restart.recipe_changes(before, {**before, "generation": "auto"}, ".")
+    assert said == ["`generation` was off and is auto"]
+
+
 def test_what_is_wrong_with_a_checkpoint(tmp_path: Path, tiny_model: Path) -> None:
     """A checkpoint as transformers writes it, each of its files cut off, emptied or removed in turn."""
     folder = checkpoint(tmp_path, 4, 1)

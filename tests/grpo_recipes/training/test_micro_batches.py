@@ -351,7 +351,7 @@ def test_mistakes_get_a_sentence(raw: Any, says: str) -> None:
 
 
 def test_contract_with_trl() -> None:
-    """What microbatch.py and seam 1 rely on in TRL 1.16."""
+    """What micro_batches.py and seam 1 rely on in TRL 1.16."""
     prepare = inspect.getsource(TRLGRPOTrainer._prepare_inputs)
     for line in (
         "generate_every = self.args.steps_per_generation * self.num_iterations",

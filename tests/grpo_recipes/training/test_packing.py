@@ -326,7 +326,6 @@ def test_a_mixture_of_experts_without_router_loss_packs(tmp_path: Path) -> None:
     ("config", "reason"),
     [
         ({"pad_to_multiple_of": 8}, "pad_to_multiple_of asks for the shapes that TRL makes"),
-        ({"use_transformers_continuous_batching": True}, "continuous batching"),
     ],
 )
 def test_settings_that_forbid_packing(config: dict[str, Any], reason: str, tmp_path: Path, said: Any) -> None:

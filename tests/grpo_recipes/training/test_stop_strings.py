@@ -1,0 +1,196 @@
+"""Completions that end with a string: where they are cut, what TRL counts as cut off, with both loops."""
+
+from __future__ import annotations
+
+import inspect
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+from trl import GRPOTrainer as TRLGRPOTrainer
+
+from grpo_recipes.training.stop_strings import Ends, StopStrings
+from grpo_rewards.errors import UserError
+from tests.grpo_recipes import recorded
+from tests.grpo_recipes.training.models import ENDS, PROMPTS, trainer
+from tests.tiny import byte_tokenizer
+from tests.tiny import policy as tiny_policy
+
+STOP = ["b", "c", "q", "W", "zz", "=7"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def ids(text: str) -> list[int]:
+    return byte_tokenizer()(text)["input_ids"]
+
+
+def stopping(folder: Path, *, pad_is_eos: bool = False, stop: Any = STOP, policy: Any = None, **more: Any) -> Any:
+    """A trainer on bytes whose completions are stopped."""
+    words: PreTrainedTokenizerFast = byte_tokenizer()
+    if pad_is_eos:
+        words.pad_token = words.eos_token
+    kwargs = {"stop": stop, "suppress_tokens": [0, 1]}  # never sampled
+    policy = tiny_policy() if policy is None else policy
+    return trainer(folder, policy=policy, processing_class=words, generation_kwargs=kwargs, **more)
+
+
+# ---- which rows end
+
+
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [("b", True), ("xzb", True), ("z", False), ("zz", True), ("zzb7", False), ("=", False), ("=7", True)],
+)
+def test_a_completion_ends_with_a_string(text: str, ends: bool) -> None:
+    assert StopStrings(STOP, byte_tokenizer()).end(ids(text)) is ends
+
+
+def test_a_string_that_begins_in_the_prompt_ends_nothing() -> None:
+    ends = Ends(StopStrings(STOP, byte_tokenizer()))
+    prompt = ids("xz")
+    assert ends(torch.tensor([[*prompt, *ids("z")]]), None).tolist() == [False]
+    assert ends(torch.tensor([[*prompt, *ids("zz")]]), None).tolist() == [True]
+    assert ends.cut([[*ids("zz"), 0, 0]]) == [ids("zz")]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"stop": [""]}, "`generation_kwargs.stop` must be a string or a list of strings"),
+        ({"stop": [3]}, "`generation_kwargs.stop` must be a string or a list of strings"),
+        ({"stop": {"a": 1}}, "`generation_kwargs.stop` must be a string or a list of strings"),
+        ({"stop_strings": ["a"]}, "`generation_kwargs.stop_strings`: write `stop` instead"),
+    ],
+)
+def test_what_is_no_string(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        StopStrings.of(asked, byte_tokenizer())
+
+
+def test_a_tokenizer_that_cant_be_searched() -> None:
+    with pytest.raises(UserError, match="`generation_kwargs.stop`: transformers can't read the tokens of"):
+        StopStrings(["t5"], recorded.tokenizer())
+
+
+def test_one_string_or_none() -> None:
+    one = StopStrings.of({"stop": "</a>"}, byte_tokenizer())
+    assert one is not None
+    assert one.strings == ("</a>",)
+    assert StopStrings.of({"top_k": 3}, byte_tokenizer()) is None
+    assert StopStrings.of(None, byte_tokenizer()) is None
+
+
+# ---- in the trainer
+
+
+def first_end(tokens: list[int]) -> int | None:
+    """The length at which a completion must have ended, by looking at its text; None if it may go on."""
+    for length in range(1, len(tokens) + 1):
+        text = byte_tokenizer().decode(tokens[:length])
+        if tokens[length - 1] in ENDS or any(text.endswith(stop) for stop in STOP):
+            return length
+    return None
+
+
+@pytest.mark.parametrize(("generation", "pad_is_eos"), list(product(["auto", "off"], [False, True])))
+def test_a_completion_goes_to_its_first_stop_string(generation: str, pad_is_eos: bool, tmp_path: Path) -> None:
+    run = stopping(tmp_path, pad_is_eos=pad_is_eos, generation=generation)
+    prompts = [ids(prompt) for prompt in ("1 =", "33 + 4 =", "bz") for _ in range(40)]
+    completions, _ = run._generate_single_turn(prompts, None, {}, 40)
+    assert (run._generation.batches > 0) is (generation == "auto")
+    ends = [first_end(tokens) for tokens in completions]
+    assert all(end in (len(tokens), None) for end, tokens in zip(ends, completions, strict=True)), (
+        "cut at the first one"
+    )
+    assert all(len(tokens) == 24 for end, tokens in zip(ends, completions, strict=True) if end is None)
+    stopped = [tokens for tokens in completions if any(byte_tokenizer().decode(tokens).endswith(stop) for stop in STOP)]
+    assert len(stopped) > 10, "some end with a string"
+    assert any(len(tokens) < 24 for tokens in stopped)
+    assert any(end is None for end in ends), "and some do not end"
+
+
+def test_both_loops_stop_alike(tmp_path: Path) -> None:
+    rows = []
+    for mode in ("auto", "off"):
+        run = stopping(tmp_path / mode, generation=mode)
+        torch.manual_seed(0)
+        rows.append(run._generate_single_turn([ids("1 =")] * 30, None, {}, 30)[0])
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize(("generation", "pad_is_eos"), list(product(["auto", "off"], [False, True])))
+def test_metrics_and_mask_know_which_rows_stopped(generation: str, pad_is_eos: bool, tmp_path: Path) -> None:
+    run = stopping(tmp_path, pad_is_eos=pad_is_eos, generation=generation, mask_truncated_completions=True)
+    made: list[dict[str, Any]] = []
+    original = run._generate_and_score_completions
+    run._generate_and_score_completions = lambda inputs: made.append(original(inputs)) or made[-1]
+    run.train()
+    batch = made[0]
+    rows = [
+        (tokens[kept.bool()].tolist(), learnt[kept.bool()].tolist())
+        for tokens, kept, learnt in zip(
+            batch["completion_ids"], batch["completion_mask"], batch["tool_mask"], strict=True
+        )
+    ]
+    ends = [first_end(tokens) for tokens, _ in rows]
+    assert None in ends
+    assert any(tokens[-1] not in ENDS for (tokens, _), end in zip(rows, ends, strict=True) if end is not None)
+    for (tokens, learnt), end in zip(rows, ends, strict=True):
+        assert learnt == [0 if end is None else 1] * len(tokens)
+    (first, *_) = [entry for entry in run.state.log_history if "reward" in entry]
+    ended = [len(tokens) for (tokens, _), end in zip(rows, ends, strict=True) if end is not None]
+    assert first["completions/clipped_ratio"] == ends.count(None) / len(ends)
+    assert first["completions/mean_terminated_length"] == pytest.approx(sum(ended) / len(ended))
+    assert first["completions/min_terminated_length"] == min(ended)
+    assert first["completions/max_terminated_length"] == max(ended)
+    assert int(batch["num_items_in_batch"]) == sum(ended)
+
+
+@pytest.mark.parametrize(("stop", "learns"), [(["never written"], False), (STOP, True)])
+def test_masked_rows_teach_nothing(stop: list[str], learns: bool, tmp_path: Path) -> None:
+    policy = tiny_policy()
+    run = stopping(
+        tmp_path, stop=stop, policy=policy, mask_truncated_completions=True, max_completion_length=8, max_steps=1
+    )
+    run.eos_token_ids = run.generation_config.eos_token_id = [1]
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    run.train()
+    (entry,) = [entry for entry in run.state.log_history if "reward" in entry]
+    assert (entry["completions/clipped_ratio"] < 1) is learns
+    assert any(not torch.equal(before[name], value) for name, value in policy.state_dict().items()) is learns
+
+
+def test_evaluation_stops_too(tmp_path: Path) -> None:
+    run = stopping(tmp_path, eval_dataset=PROMPTS.select(range(8)))
+    run.evaluate()
+    (entry,) = run.state.log_history
+    assert entry["eval_completions/clipped_ratio"] < 0.9
+    assert entry["eval_completions/mean_terminated_length"] > 0
+
+
+def test_without_stop_strings_trl_masks(tmp_path: Path) -> None:
+    run = trainer(tmp_path, mask_truncated_completions=True)
+    assert run.mask_truncated_completions is True
+    assert run._stop is None
+
+
+def test_contract_with_trl() -> None:
+    """What `_generate` returns, the metrics it logs, and the one place that asks for the mask of truncated completions."""
+    generate = inspect.getsource(TRLGRPOTrainer._generate)
+    assert (
+        "return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, tool_images"
+        in generate
+    )
+    for name in ("clipped_ratio", "mean_terminated_length", "min_terminated_length", "max_terminated_length"):
+        assert generate.count(f'"completions/{name}"') == 1
+    assert "is_truncated = torch.tensor([ids[-1] not in eos_and_pad" in generate
+    score = inspect.getsource(TRLGRPOTrainer._generate_and_score_completions)
+    assert score.count("self.mask_truncated_completions") == 1
+    assert "loss_mask = completion_mask if tool_mask is None else completion_mask * tool_mask" in score

@@ -107,6 +107,12 @@ ADVERSARIAL = {
     "answers": "answer is\n\n" * 50_000,
     "A lines": "\nA:" * 100_000,
 }
+# Each text is scored by every reward in five places, three times over: the longest go to the slow part.
+LONGEST_QUICK = 300_000
+KINDS = [
+    pytest.param(kind, marks=pytest.mark.slow) if len(text) > LONGEST_QUICK else kind
+    for kind, text in ADVERSARIAL.items()
+]
 PLACES = ["{}", "<answer>{}</answer>", "<think>a</think><answer>{}</answer>", "\\boxed{{{}}}", "<think>{}</think>"]
 
 
@@ -115,7 +121,7 @@ def score_everywhere(kind):
     return [[score(reward, text, "18") for text in texts] for reward in REWARDS]
 
 
-@pytest.mark.parametrize("kind", ADVERSARIAL)
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_adversarial_text(kind):
     expected = score_everywhere(kind)
     assert all(not value for row in expected[4:10] for value in row)  # the exact rule, in every layout, is not fooled

@@ -162,7 +162,7 @@ def _check_all_completed(outputs: list[Any], expected: int) -> None:
         reason = " ".join(str(errors[0]).split()) if errors else "generation stopped before they were made"
         raise EvaluationError(
             f"{failed} of {expected} completions failed ({reason}): run the same command again, which keeps the batches that "
-            "are done, or set a smaller --batch-size or --max-new-tokens in another --output"
+            "are done, or set a smaller --batch_size or --max_new_tokens in another --output"
         )
 
 

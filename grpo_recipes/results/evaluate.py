@@ -351,7 +351,7 @@ def held_out_spec(trained: dict[str, Any], options: argparse.Namespace) -> Datas
     if raw.get("name") == "scored":
         raise EvaluationError(
             "the dataset scored holds recorded responses and no final answers to evaluate on: name problems that have them, "
-            "as in `--dataset gsm8k --path PROBLEMS.jsonl --prompt-format text`"
+            "as in `--dataset gsm8k --path PROBLEMS.jsonl --prompt_format text`"
         )
     held_out = {"path": raw.pop("eval_path", None), "split": raw.pop("eval_split", None)}
     if options.path is not None:

@@ -459,11 +459,12 @@ ADVERSARIAL = {
 }  # fmt: skip
 
 
-COSTLY = {"twice as much at each level", "an error for each of two branches"}  # seconds each
+# Seconds each, and, beside other processes, not to be compared with each other: nightly.
+COSTLY = {"twice as much at each level", "an error for each of two branches"}
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in COSTLY else kind for kind in ADVERSARIAL]
+    "kind", [pytest.param(kind, marks=pytest.mark.nightly) if kind in COSTLY else kind for kind in ADVERSARIAL]
 )
 def test_the_cost_of_an_adversarial_text_is_linear_or_flat(kind):
     schema, make = ADVERSARIAL[kind]

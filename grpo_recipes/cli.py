@@ -11,10 +11,11 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from grpo_recipes import __version__
 from grpo_recipes.runs import quiet
+from grpo_rewards.command_line import Parser
 from grpo_rewards.errors import UserError, did_you_mean
 
 DESCRIPTION = "What surrounds a GRPO training: plan it, measure its policy, judge the run."
@@ -23,38 +24,6 @@ EPILOG = """`grpo-recipes COMMAND --help` says more. Training itself:
   accelerate launch --config_file FILE -m grpo_recipes.train --config RECIPE
   python -m grpo_recipes.train --help
 """
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse's parser with one sentence for a mistake, and without abbreviations.
-
-    Abbreviated, `plan x --model m` would set `--model_config` where it means to override the recipe. An option may be
-    spelled with hyphens too. In help texts, `%` is written twice.
-    """
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**{**kwargs, "allow_abbrev": False})
-
-    @property
-    def long_options(self) -> list[str]:
-        """What may be given, as `--name`."""
-        names = [name for action in self._actions for name in action.option_strings]
-        return [name for name in names if name.startswith("--")]
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's, with options in either spelling."""
-        words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([self._underscored(word) for word in words], namespace)
-
-    def error(self, message: str) -> NoReturn:
-        """Print one sentence and end with exit code 2."""
-        print(f"error: {message}", file=sys.stderr)
-        raise SystemExit(2)
-
-    def _underscored(self, word: str) -> str:
-        name, equals, value = word.partition("=")
-        option = f"--{name[2:].replace('-', '_')}"
-        return option + equals + value if option in self.long_options else word
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -13,7 +13,8 @@ from grpo_rewards.errors import did_you_mean
 class Parser(argparse.ArgumentParser):
     """argparse's parser with one sentence for a mistake, and without abbreviations.
 
-    Options are declared with underscores, as the keys of a recipe are, and may be given with hyphens too.
+    Abbreviated, `plan x --model m` would set `--model_config` where it means to override the recipe. Options are declared
+    with underscores, as the keys of a recipe are, and may be given with hyphens too. In help texts, `%` is written twice.
     """
 
     def __init__(self, **kwargs: Any) -> None:

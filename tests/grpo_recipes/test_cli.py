@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes import __version__, train
+from grpo_recipes import __version__, cli, train
 from grpo_recipes.cli import main
 from grpo_recipes.recipe.recipe import DEFAULTS, OUR_KEYS
 from grpo_rewards import cli as rewards_cli
@@ -148,3 +148,8 @@ def test_either_spelling_of_an_option(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_nearest_name(word: str, known: list[str], nearest: str | None) -> None:
     expected = f": did you mean `{nearest}`?" if nearest else "otherwise"
     assert did_you_mean(word, known, "otherwise") == expected
+
+
+def test_a_name_that_ends_like_an_option_is_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "xxjson"]) == 2
+    assert "xxjson: there is no such file" in capsys.readouterr().err

@@ -93,7 +93,13 @@ COMPLETE_IN_TRL: dict[str, PeftConfig] = {
 }
 
 
-@pytest.mark.parametrize("kind", INCOMPLETE_IN_TRL)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow if kind in ("IA3", "LoHa", "VeRA") else ())
+        for kind in INCOMPLETE_IN_TRL
+    ],
+)
 def test_the_reference_copies_every_tensor_of_the_adapter(policy: Path, tmp_path: Path, kind: str) -> None:
     def model() -> PeftModel:
         return adapted(policy, INCOMPLETE_IN_TRL[kind], continued=True)

@@ -72,7 +72,7 @@ class GoldReward(NamedReward):
             ValueError: the batch lacks a column that the reward reads, or one is not a list with an entry per completion.
         """
         check_rows(self.name, completions=completions)
-        rows = self._judged([completion_text(completion) for completion in completions], columns, log_metric)
+        rows = self._judged([row if type(row) is str else completion_text(row) for row in completions], columns, log_metric)
         if log_extra is not None:
             for key in ("extracted", "gold", "verdict"):
                 log_extra(f"{self.prefix}{key}", [getattr(row, key) for row in rows])
@@ -86,9 +86,12 @@ class GoldReward(NamedReward):
 
     def _answer(self, text: str, layout: str) -> str | None:
         """Return the answer that a completion states in a layout, as written, or None."""
+        return self._answers([text], layout)[0]
+
+    def _answers(self, texts: Sequence[str], layout: str) -> list[str | None]:
         if layout == "whole":
-            return self._outside(text).strip() or None
-        return answer_extractor(layout, self.tags, self.prefilled is not None)(text)
+            return [self._outside(text).strip() or None for text in texts]
+        return list(map(answer_extractor(layout, self.tags, self.prefilled is not None), texts))
 
     def _outside(self, text: str) -> str:
         return outside_thinking(text, self.tags[0], self.prefilled is not None)

@@ -54,7 +54,7 @@ class JsonSchema:
         schema_column: that column. JSON strings are safest: Arrow fills the missing keys of mappings with nulls.
         extract: where the object stands outside the thinking: `answer_tag` (the only `<answer>` block, perhaps with a
             fence in it), `fence` (the only Markdown fence that is marked `json`, or unmarked and starts with `{`),
-            `whole` (nothing else), or `auto`: the first of these that the completion uses.
+            `whole` (nothing else), or `auto`: the first of these that the completion uses; what starts with `{` is whole.
         pay_partial: less than `pay`.
         tags: the reasoning and the answer tag.
         prefilled: the reasoning tag, if the prompt already opens it.
@@ -198,7 +198,8 @@ def _place(text: str, layout: str, tag: str) -> str:
             raise ValueError("no answer block")
         body = body.strip()
         return _only(_fenced(body)) if body.startswith("```") and body.endswith("```") else body
-    if layout == "fence" or (layout == "auto" and "```" in text):
+    # An object may hold Markdown in a string.
+    if layout == "fence" or (layout == "auto" and "```" in text and not text.lstrip().startswith("{")):
         return _only(_fenced(text))
     return text.strip()
 

@@ -61,6 +61,8 @@ PAID = {
     "in several lines": fenced(json.dumps(json.loads(ANN), indent=2)),
     "braces in a string": fenced('{"name": "}{", "age": 1}'),
     "brackets in a string": fenced('{"name": "\\"' + "[" * 40 + '", "age": 1}'),
+    "zero, in full": fenced('{"name": "Ann", "age": -0.00e-400}'),
+    "a fence in a string": '{"name": "```json\\n{}\\n```", "age": 1}',
     "escapes": fenced('{"name": "\\u0041\\"\\n", "age": 1}'),
     "an integral float, an integer to JSON Schema": fenced('{"name": "Ann", "age": 30.0}'),
 }
@@ -119,6 +121,8 @@ TRAPS = {
     "NaN": fenced('{"name": "Ann", "age": NaN}'),
     "Infinity": fenced('{"name": "Ann", "age": Infinity}'),
     "a float beyond double precision": fenced('{"name": "Ann", "age": 1e999}'),
+    "a float that is 0 to double precision": fenced('{"name": "Ann", "age": 1e-400}'),
+    "an object before the fence": ANN + "\n" + fenced(ANN),
     "a number of 301 digits": fenced('{"name": "Ann", "age": ' + "9" * 301 + "}"),
     "a byte order mark": "\ufeff" + ANN,
     "a line break in a string": fenced('{"name": "An\nn", "age": 30}'),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_rewards.completions import Kind, NamedReward, check_rows, completion_text
+from grpo_rewards.completions import Kind, LogColumn, NamedReward, check_rows, completion_text
 from grpo_rewards.format_tags import checked_number
 
 # Scripts written without spaces, and emoji: each character is a word.
@@ -107,6 +107,7 @@ class Repetition(NamedReward):
         *,
         completion_ids: Sequence[Sequence[int]] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
+        log_reason: LogColumn = None,
         **columns: Any,
     ) -> list[float | None]:
         """Score each completion by itself. Takes either of TRL's shapes and ignores every other column.
@@ -123,9 +124,16 @@ class Repetition(NamedReward):
             check_rows(self.name, completions=completions, completion_ids=completion_ids)
             units = list(completion_ids)
         shares = [repeated_share(row, self.ngram) for row in units]
+        if log_reason is not None:
+            log_reason("reason", [self._reason(share) for share in shares])
         if log_metric is not None and shares:
             log_metric(f"rewards/{self.name}/repeated", sum(share or 0.0 for share in shares) / len(shares))
         return [0.0 if share is None else self.pay + share * (self.pay_repeated - self.pay) for share in shares]
+
+    def _reason(self, share: float | None) -> str:
+        if share is None:
+            return f"fewer than {self.ngram} {self.unit}"
+        return f"{share:.1%} of its {self.ngram}-grams of {self.unit} occurred before"
 
 
 repetition = Repetition()

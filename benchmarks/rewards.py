@@ -17,6 +17,7 @@ import asyncio
 import gc
 import importlib.util
 import json
+import os
 import platform
 import random
 import re
@@ -147,7 +148,9 @@ def completions_of(rows: Sequence[tuple[str, str, str]], layout: str) -> list:
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
-def median_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def median_seconds(
+    calls: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
     """Return each call's median time over rounds in shuffled order, each measured call after an unmeasured one."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     order, rng = list(calls), random.Random(0)
@@ -156,9 +159,9 @@ def median_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[
         for name in order:
             gc.collect()
             calls[name]()  # so that no call pays for the garbage and the cold caches that another left behind
-            start = time.perf_counter()
+            start = clock()
             calls[name]()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(clock() - start)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -176,7 +179,7 @@ def print_speed(rows: Sequence[tuple[str, str, str]], rounds: int) -> None:
 
 def print_length(rounds: int) -> None:
     """Print the cost of one completion of 16,000 characters against one of 250."""
-    print("\nCost of one completion against its length")
+    print("\nCPU time of one completion against its length")
     _print_lengths({name: (scorer, layout, "18") for name, (scorer, layout) in SCORERS.items()}, rounds)
 
 
@@ -189,7 +192,8 @@ def _print_lengths(scorers: dict[str, tuple[Scorer, str, str]], rounds: int) -> 
             body = (sentence * 400)[:length]
             batch = [[{"role": "assistant", "content": layout.format(body=body, answer=answer)}]] * 50
             calls[f"{name}/{length}"] = partial(scorer, batch, [answer] * 50)
-    seconds = median_seconds(calls, rounds)
+    # All of it is this process's own work: CPU time, which what else runs here hardly changes.
+    seconds = median_seconds(calls, rounds, time.process_time)
     for name in scorers:
         short, long = (seconds[f"{name}/{length}"] / 50 * 1e6 for length in (250, 16_000))
         print(f"{name:36}{short:>11.2f} µs{long:>11.2f} µs{long / short:>8.1f}")
@@ -356,7 +360,7 @@ if importlib.util.find_spec("lm_eval") and importlib.util.find_spec("nltk"):
 
 def print_tasks(rounds: int) -> None:
     """Print what one completion costs the rewards for other tasks, short and long."""
-    print("\nOther tasks, cost of one completion against its length")
+    print("\nOther tasks, CPU time of one completion against its length")
     _print_lengths(TASKS, rounds)
 
 
@@ -400,7 +404,9 @@ def print_judges(rounds: int, rows: int = 64) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _JudgesEndpoint)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/v1"
-    print(f"\nA judge that answers at once, cost of one completion against its length ({rows} different ones a call)")
+    print(
+        f"\nA judge that answers at once: CPU time of one completion, {rows} different ones a call, the server's share included"
+    )
     print(f"{'scorer':36}{'250 chars':>14}{'16,000 chars':>14}{'ratio':>8}")
     with tempfile.TemporaryDirectory() as cache_folder:
         judges: dict[str, Callable[[list[str]], object]] = {
@@ -416,7 +422,7 @@ def print_judges(rounds: int, rows: int = 64) -> None:
             for length in (250, 16_000):
                 texts = [f"{row} {'She has 12 boxes of 30 pens each. ' * 500}"[:length] for row in range(rows)]
                 calls[f"{name}/{length}"] = partial(call, texts)
-        seconds = median_seconds(calls, rounds)
+        seconds = median_seconds(calls, rounds, time.process_time)
     server.shutdown()
     for name in judges:
         short, long = (seconds[f"{name}/{length}"] / rows * 1e6 for length in (250, 16_000))
@@ -438,8 +444,9 @@ def print_import_time(rounds: int) -> None:
     """Print what `import grpo_rewards` costs beside Python's own start, each in a fresh process."""
     codes = {"python": "pass", "import grpo_rewards": "import grpo_rewards"}
     run = partial(subprocess.run, check=True)
-    seconds = median_seconds({name: partial(run, [sys.executable, "-c", code]) for name, code in codes.items()}, rounds)
-    print("\nA fresh process")
+    calls = {name: partial(run, [sys.executable, "-c", code]) for name, code in codes.items()}
+    seconds = median_seconds(calls, rounds, lambda: sum(os.times()[2:4]))
+    print("\nA fresh process, CPU time")
     for name, value in seconds.items():
         print(f"{name:36}{1000 * value:>11.0f} ms")
 
@@ -481,9 +488,6 @@ def _adversarial_cell(name: str, kind: str) -> str:
 
 def measure_cell(name: str, kind: str) -> None:
     """Print one cell of the adversarial table. Runs in a process of its own, which a hang takes down."""
-    import os
-    import threading
-
     scorer, layout = SCORERS[name]
     scorer(completions_of([("", "x-1", "")], layout), ["x+1"])  # imports, and our server's start
     batch, outcome = completions_of([("", ADVERSARIAL[kind], "")], layout), []

@@ -106,6 +106,27 @@ def test_what_does_not_repeat_is_hardly_fined(kind):
     assert score(HARMLESS[kind]) > -0.25
 
 
+NOUNS = "river stone garden market bridge candle forest letter window coat road engine doctor".split()  # noqa: SIM905
+VERBS = "finds sells paints carries forgets borrows counts opens mends follows draws leaves".split()  # noqa: SIM905
+PLACES = ["near the mill", "on Monday", "for a friend", "without a word", "in the rain", "at noon", "after the feast"]
+
+
+def test_prose_that_does_not_loop_is_hardly_fined_and_loops_are():
+    rng = random.Random(4)
+    fines, loops = [], []
+    for _ in range(1000):
+        sentences = [
+            f"{rng.choice(['The', 'A', 'Her', 'Our'])} {rng.choice(NOUNS)} {rng.choice(VERBS)} {rng.randrange(100)} "
+            f"{rng.choice(NOUNS)}s {rng.choice(PLACES)}."
+            for _ in range(rng.randrange(3, 12))
+        ]
+        text = rng.choice([" ", "\n", "\n- "]).join(sentences)
+        fines.append(score(text))
+        loops.append(score(text * rng.randrange(6, 20)))
+    assert sum(fine > -0.25 for fine in fines) >= 990
+    assert max(loops) < -0.75
+
+
 def test_words():
     assert words("The cat's MAT, (the) cat!") == ["the", "cat", "s", "mat", "the", "cat"]
     assert words("3 + 4 = 7") == ["3", "+", "4", "=", "7"]

@@ -217,6 +217,7 @@ def test_what_a_gate_pays(keys, completion, gold, pay):
     assert gate(**keys).function(completions=[completion], answer=[gold]) == [pay]
 
 
+WRONG_ANSWER = TEXT.replace("18", "17")
 FINED = {"name": "gsm8k_correctness", "kwargs": {"pay_wrong": -1}}
 FINES_FORMAT = {"name": "sum", "rewards": [{"name": "well_formed", "weight": -1}]}
 THINKS = "<think>\n<answer>18</answer>\n</think>"
@@ -224,7 +225,7 @@ THINKS = "<think>\n<answer>18</answer>\n</think>"
 GATE_TRAPS = {
     "a right answer in no format": ({}, "18", 0.0),
     "a right answer in half of the format": ({}, RIGHT_ANSWER, 0.0),
-    "the format around a wrong answer": ({}, TEXT.replace("18", "17"), 0.0),
+    "the format around a wrong answer": ({}, WRONG_ANSWER, 0.0),
     "the whole document twice": ({}, TEXT + TEXT, 0.0),
     "the format inside the thinking": ({}, THINKS, 0.0),
     "text behind the format": ({}, f"{TEXT} Done.", 0.0),
@@ -233,10 +234,10 @@ GATE_TRAPS = {
     "just below the bound": ({"only_if": "tag_count", "at_least": 0.75}, RIGHT_ANSWER, 0.0),
     "just above what can be paid": ({"at_least": 1.01}, TEXT, 0.0),
     "a condition that fines": ({"only_if": FINES_FORMAT}, TEXT, 0.0),
-    "a fine that a condition below 0 would make a gain": ({"reward": FINED, "only_if": FINES_FORMAT}, TEXT.replace("18", "17"), -1.0),
+    "a fine that a condition below 0 would make a gain": ({"reward": FINED, "only_if": FINES_FORMAT}, WRONG_ANSWER, -1.0),
     "a fine that a closed gate would spare": ({"reward": FINED}, "17", -1.0),
     "a fine for no answer at all": ({"reward": FINED}, "", -1.0),
-    "the condition's own pay": ({"only_if": {"name": "well_formed", "kwargs": {"pay": 5}}}, TEXT.replace("18", "17"), 0.0),
+    "the condition's own pay": ({"only_if": {"name": "well_formed", "kwargs": {"pay": 5}}}, WRONG_ANSWER, 0.0),
     "a gate within that is closed": (
         {"reward": {"name": "gate", "reward": "gsm8k_correctness", "only_if": "tag_structure"}, "only_if": "tag_count"},
         RIGHT_ANSWER, 0.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,8 +19,10 @@ _ALONE = (
 _MARKS = r"(?<!\S)(?:[^\w\s]|_)+(?!\S)|(?:[^\w\s]|_){8,}"
 _ASCII_WORD = re.compile(rf"[a-z0-9]+|{_MARKS}", re.ASCII)
 _WORD = re.compile(rf"[{_ALONE}]|(?:(?![{_ALONE}])[^\W_])+|{_MARKS}")
-# Soft hyphen, zero-width characters, joiners and direction marks.
-_INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff\ufe00-\ufe0f]")
+# Soft hyphen, zero-width characters, joiners, direction marks, fillers, variation selectors and tags.
+_INVISIBLE = re.compile(
+    "[\u00ad\u034f\u115f\u1160\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2069\u2800\ufeff\ufe00-\ufe0f\U000e0000-\U000e0fff]"
+)
 # No word is longer; a longer run is cut up, so that a loop without spaces ("hahaha...") repeats too.
 _MAX_WORD_CHARS = 24
 _MAX_MARK_CHARS = 7
@@ -30,11 +33,12 @@ _MAX_NGRAM = 100
 def words(text: str) -> list[str]:
     """Return the words that n-grams are made of, in order.
 
-    Case, invisible characters and the punctuation around words do not count. A character of Chinese, Japanese or Thai,
+    Case, width, invisible characters and the punctuation around words do not count. A character of Chinese, Japanese or Thai,
     and an emoji, is a word; so is a mark that stands alone ("- - -"). Runs of more than 24 characters, and of 8 marks,
     count as words of 4.
     """
-    text = text.casefold()
+    # Full-width and mathematical letters are the plain ones; a letter and its accent are one character.
+    text = text.casefold() if text.isascii() else unicodedata.normalize("NFKC", text).casefold()
     found = _ASCII_WORD.findall(text) if text.isascii() else _WORD.findall(_INVISIBLE.sub("", text))
     if max(map(len, found), default=0) <= _MAX_MARK_CHARS:
         return found

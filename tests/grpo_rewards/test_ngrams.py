@@ -75,6 +75,14 @@ EVASIONS = {
     "brackets and quotes": f"{LOOP} ({LOOP}) '{LOOP}' **{LOOP}**" * 3,
     "invisible characters": "".join(LOOP.replace("a", "a" + mark) for mark in "\u200b\u200c\u200d\u2060\ufeff\u00ad")
     * 3,
+    "fillers and joiners": "".join(LOOP.replace("a", "a" + mark) for mark in "\u034f\u115f\u180e\u2800\u3164\uffa0")
+    * 3,
+    "tag characters": "".join(LOOP.replace("a", "a" + chr(0xE0041 + number)) for number in range(20)),
+    "other widths and styles": "".join(
+        "".join(chr(ord(letter) + shift) if letter.isalpha() else letter for letter in LOOP)
+        for shift in (0, 0xFF41 - 97, 0x1D41A - 97, 0x1D5BA - 97)
+    ),
+    "an accent apart and on its letter": (LOOP.replace("a", "e\u0301") + LOOP.replace("a", "\u00e9")) * 3,
     "line breaks": "\n".join([LOOP] * 10),
     "digits": "1 2 3 " * 30,
     "a counted loop": "".join(f"{number}. {LOOP}" for number in range(40)),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from grpo_rewards.answers import LAYOUTS, answer_extractor
-from grpo_rewards.completions import Kind, NamedReward, check_rows, completion_text, outside_thinking
+from grpo_rewards.completions import Kind, LogColumn, NamedReward, check_rows, completion_text, outside_thinking
 from grpo_rewards.format_tags import check_choice, checked_number, checked_tags
 
 LogMetric = Callable[[str, float], None] | None
@@ -62,7 +62,7 @@ class GoldReward(NamedReward):
         prompts: Any = None,
         completions: Sequence[Any] = (),
         *,
-        log_extra: Callable[[str, list], None] | None = None,
+        log_extra: LogColumn = None,
         log_metric: LogMetric = None,
         **columns: Any,
     ) -> list[float | None]:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import pandas as pd
 
 from grpo_recipes.results.run import Run, RunReward, Series
-from grpo_recipes.results.strict import single_specs
+from grpo_recipes.results.strict import judge_of, single_specs
 from grpo_recipes.runs.files import AFTER, BEFORE
 from grpo_rewards.correctness import GSM8KCorrectness
-from grpo_rewards.registry import RewardSpecError, build_rewards
+from grpo_rewards.registry import RewardSpecError
+from grpo_rewards.terminal import visible
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ def diagnose(run: Run) -> Diagnosis:
 def describe(diagnosis: Diagnosis) -> str:
     """The findings, and which checks had data, as lines of text."""
     head = "diagnosis: nothing looks wrong" if diagnosis.looks_fine else "diagnosis:"
-    return "\n".join([head, *(f"  - {finding.sentence}" for finding in diagnosis.findings), f"  {diagnosis.coverage}"])
+    findings = [f"  - {visible(finding.sentence)}" for finding in diagnosis.findings]
+    return "\n".join([head, *findings, f"  {visible(diagnosis.coverage)}"])
 
 
 def format_without_correctness(run: Run) -> Found | None:
@@ -302,7 +304,7 @@ def _where_answers_are(run: Run, name: str) -> str:
         if name not in (spec.get("alias"), str(spec.get("name")).rpartition(".")[2]):
             continue
         with suppress(RewardSpecError):
-            reward = build_rewards([spec])[0].function
+            reward = judge_of(spec)
             if isinstance(reward, GSM8KCorrectness):
                 note = reward.unparsed_note(run.completions["completion"].tolist())
                 return note or f"no completion states an answer where `extract: {reward.extract}` looks"

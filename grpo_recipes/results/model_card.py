@@ -21,6 +21,7 @@ from grpo_recipes.recipe.data import GSM8K_HUB_ID
 from grpo_recipes.results.run import Run
 from grpo_recipes.runs.files import RunError, write_atomically
 from grpo_recipes.runs.record import launches, read_record
+from grpo_rewards.redaction import redacted, redacted_arguments
 
 HUB = "https://huggingface.co"
 TRL = "https://github.com/huggingface/trl"
@@ -90,11 +91,11 @@ def _rewards(record: Mapping[str, Any]) -> str:
 
 
 def _recipe(record: Mapping[str, Any]) -> str:
-    recipe = {key: value for key, value in record["recipe"].items() if key not in LEFT_OUT}
+    recipe = {key: value for key, value in redacted(record["recipe"]).items() if key not in LEFT_OUT}
     text = yaml.safe_dump(_without_paths(recipe, record), sort_keys=False, allow_unicode=True)
     processes = record["world_size"]
     launcher = "python" if processes == 1 else f"accelerate launch --num_processes {processes}"
-    command = shlex.join(_without_paths(list(record.get("arguments") or []), record))
+    command = shlex.join(_without_paths(redacted_arguments(record.get("arguments") or []), record))
     again = len(launches(record)) - 1
     resumed = f"\n\nResumed {again} time{'s' if again > 1 else ''}; this is the last launch." if again else ""
     return (

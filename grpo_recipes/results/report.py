@@ -24,6 +24,7 @@ from grpo_recipes.results.diagnostics import diagnose
 from grpo_recipes.results.estimates import Estimate
 from grpo_recipes.results.run import Run, Series, last_message
 from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATED, EVALUATIONS, read_table, write_atomically
+from grpo_rewards.redaction import redacted
 
 COLOURS = ("#1f6fb2", "#d1600a")  # told apart by colour-blind readers too
 EXAMPLES = 4
@@ -332,4 +333,4 @@ def _number(value: Any) -> str:
 
 
 def _recipe(run: Run) -> str:
-    return f"<pre>{escape(yaml.safe_dump(dict(run.recipe), sort_keys=False, allow_unicode=True))}</pre>"
+    return f"<pre>{escape(yaml.safe_dump(redacted(run.recipe), sort_keys=False, allow_unicode=True))}</pre>"

@@ -14,10 +14,12 @@ from typing import Any, ClassVar
 from grpo_rewards.answers import answer_extractor
 from grpo_rewards.correctness import GSM8KCorrectness
 from grpo_rewards.format_tags import TagCount, TagPresence, TagStructure, WellFormed
-from grpo_rewards.registry import REGISTERED, Spec, build_rewards, spec_parts
+from grpo_rewards.registry import TRL_REWARDS, Spec, build_rewards, own_name, spec_parts
+from grpo_rewards.terminal import visible
 
 Tags = tuple[str, str]
 FORMATS = (TagStructure, TagCount, TagPresence, WellFormed)
+JUDGES = ("gsm8k_correctness", "math_correctness", "tag_structure", "tag_count", "tag_presence", "well_formed")
 THINK_FORMAT = "trl.rewards.think_format_reward"
 
 
@@ -83,7 +85,9 @@ def stated_answer(asked: Sequence[Asked], completion: str, tags: Tags) -> str | 
 def describe(asked: Sequence[Mapping[str, Any]]) -> str:
     """What strict asks for, from the rewards' fields as `evaluation.json` holds them."""
     words = [
-        f"right by `extract: {reward['extract']}`" if "extract" in reward else f"full pay of `{reward['name']}`"
+        visible(
+            f"right by `extract: {reward['extract']}`" if "extract" in reward else f"full pay of `{reward['name']}`"
+        )
         for reward in asked
     ]
     return " and ".join(words)
@@ -99,18 +103,26 @@ def single_specs(specs: Iterable[Spec]) -> Iterator[Mapping[str, Any]]:
         yield from single_specs(spec_parts(mapping)) if spec_parts(mapping) else [mapping]
 
 
+def judge_of(spec: Mapping[str, Any]) -> GSM8KCorrectness | Format | None:
+    """One of our correctness or format rewards as a spec describes it; None for every other reward.
+
+    The spec may come from a run of somebody else's, so that nothing is imported or called by a name that it gives.
+    """
+    if own_name(str(spec.get("name"))) not in JUDGES:
+        return None
+    return build_rewards([spec])[0].function  # type: ignore[return-value]
+
+
 def _known(specs: Sequence[Spec], tags: Tags) -> Iterator[Asked]:
     for spec in single_specs(specs):
         name = str(spec.get("name"))
-        if not (name in REGISTERED or name.startswith(("grpo_rewards.", "trl.rewards."))):
-            continue
-        reward = build_rewards([spec])[0]
-        if isinstance(reward.function, (GSM8KCorrectness, *FORMATS)):
-            yield from _plain(reward.function)
-        elif reward.kind == "correctness" and name.startswith("trl.rewards."):
-            yield GSM8KCorrectness(extract="auto", pay_exact=1.0, pay_equal=1.0, tags=tags)
+        package, _, attribute = name.rpartition(".")
+        if (built := judge_of(spec)) is not None:
+            yield from _plain(built)
         elif name == THINK_FORMAT:
             yield ThinkFormat()
+        elif package == "trl.rewards" and TRL_REWARDS.get(attribute, ("other",))[0] == "correctness":
+            yield GSM8KCorrectness(extract="auto", pay_exact=1.0, pay_equal=1.0, tags=tags)
 
 
 def _plain(reward: Any) -> Iterator[Asked]:

@@ -1,16 +1,14 @@
 """The files of runs and evaluations: their names, how they are written, and how they are read. Nothing here imports torch.
 
 A file is written under another name and renamed, so that a reader finds all of it or none. What is read may still have been
-cut off, edited, or written by another program: it is compared with the shape that its readers rely on, and an error names
-the file.
+cut off, edited, or made by somebody else to do harm: it is compared with the shape that its readers rely on, and an error
+names the file.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,8 @@ import pandas as pd
 from pyarrow import ArrowException
 
 from grpo_rewards.errors import UserError
+from grpo_rewards.writing import replacing as replacing
+from grpo_rewards.writing import write_atomically as write_atomically
 
 EVALUATIONS, BEFORE, AFTER = "evaluations", "before", "after"
 FAULT_FILES = "fault-rank*.json"
@@ -28,21 +28,20 @@ class RunError(UserError):
     """A folder or file that can't be read as a run's or an evaluation's: one sentence that names it and the fix."""
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file to write in place of `path`: it takes that name if the block succeeds, and is removed if it fails."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        yield part
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+def inside(folder: Path, *names: str) -> Path:
+    """A place in a folder that may be somebody else's, to write to. Raises `RunError` if a link leads out of the folder."""
+    place = folder.joinpath(*names)
+    if not place.resolve().is_relative_to(folder.resolve()):
+        raise RunError(f"{place}: a link leads out of {folder}, and nothing is written through it: remove the link")
+    return place
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all."""
-    with replacing(path) as part:
-        part.write_bytes(content.encode() if isinstance(content, str) else content)
+def check_links(folder: Path) -> None:
+    """Raise `RunError` if a name in a run's folder, or among its completions, is a link that leads out of it."""
+    for names in ("*", "completions/*", "completions/images/*"):
+        for path in folder.glob(names):
+            if path.is_symlink():
+                inside(folder, *path.relative_to(folder).parts)
 
 
 @dataclass(frozen=True)
@@ -105,6 +104,7 @@ def read_object(path: Path, shape: Shape, fix: str = "restore or remove the file
         FileNotFoundError: there is no such file.
         RunError: it is damaged, or holds something else; `fix` says what to do.
     """
+    _check_ordinary(path, fix)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -121,6 +121,7 @@ def read_table(path: Path, columns: Mapping[str, Kind], fix: str = "restore or r
 
     Raises `RunError` if the file is missing, damaged, or holds something else; `fix` says what to do.
     """
+    _check_ordinary(path, fix)
     try:
         table = pd.read_parquet(path)
     except (ArrowException, OSError, ValueError) as error:
@@ -135,6 +136,12 @@ def read_table(path: Path, columns: Mapping[str, Kind], fix: str = "restore or r
         if not kind.holds(table[name]):
             raise RunError(f"{path}: its column `{name}` does not hold {kind.name}; {fix}")
     return table
+
+
+def _check_ordinary(path: Path, fix: str) -> None:
+    """Raise `RunError` for what is there and is no file: reading a pipe or a device may never end."""
+    if path.exists() and not path.is_file():
+        raise RunError(f"{path}: it is no ordinary file; {fix}")
 
 
 def mismatch(value: Any, shape: Shape, place: str = "") -> str | None:

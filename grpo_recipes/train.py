@@ -50,7 +50,7 @@ from grpo_recipes.recipe.recipe import (
 from grpo_recipes.recipe.reward_checks import describe_rewards
 from grpo_recipes.results.diagnostics import describe, diagnose
 from grpo_recipes.results.model_card import write_model_card
-from grpo_recipes.results.run import Run
+from grpo_recipes.results.run import OutOfTime, Run
 from grpo_recipes.runs import checkpoints, faults, quiet, restart
 from grpo_recipes.runs.record import add_launch, data_order, describe_launch, read_record
 from grpo_recipes.training.offline import RecordedRollout
@@ -64,6 +64,9 @@ from grpo_rewards.terminal import say, say_error, visible_messages
 # How long the other ranks wait before they print an error: usually all ranks have the same one, and the launcher ends every
 # rank once one has failed, so the first rank must get to print it.
 SILENCE_SECONDS = 30.0
+
+# How long a diagnosis may hold up the end of a training, and the launch of the next.
+DIAGNOSIS_SECONDS = 5.0
 
 
 HELP = """usage: accelerate launch --config_file FILE -m grpo_recipes.train --config RECIPE [--key value ...]
@@ -567,7 +570,10 @@ def describe_reference(recipe: Recipe, trainer: GRPOTrainer) -> str:
 def diagnosis(folder: Path) -> str:
     """What looks wrong in a finished run, or why that can't be told: the run is trained and saved in either case."""
     try:
-        return describe(diagnose(Run.read(folder)))
+        return describe(diagnose(Run.read(folder, within=DIAGNOSIS_SECONDS)))
+    except OutOfTime:
+        seconds = f"{DIAGNOSIS_SECONDS:.0f} s"
+        return f"diagnosis: left out, as it takes more than {seconds}: `grpo-recipes diagnose {folder}` makes it"
     except UserError as error:
         return f"diagnosis: left out, {error}"
 

@@ -19,7 +19,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from grpo_recipes.recipe.data import GSM8K_HUB_ID
 from grpo_recipes.results.run import Run
-from grpo_recipes.runs.files import RunError, write_atomically
+from grpo_recipes.runs.files import write_atomically
 from grpo_recipes.runs.record import launches, read_record
 from grpo_rewards.redaction import redacted, redacted_arguments
 
@@ -65,10 +65,7 @@ def _opening(folder: Path, record: Mapping[str, Any]) -> str:
 
 def _accuracy(folder: Path) -> str:
     """The evaluations in the run's folder, held-out accuracy during training among them; nothing if there are none."""
-    try:
-        run = Run.read(folder)
-    except RunError:  # no step has been saved: the card of the first checkpoint
-        return ""
+    run = Run.read_evaluations(folder)
     rows = [
         f"| `evaluate`, {label} | {result['problems']} | {_estimate(result['strict'])} | {_estimate(result['lenient'])} |"
         for label, result in run.evaluations.items()

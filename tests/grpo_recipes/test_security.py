@@ -20,7 +20,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-import yaml
 
 from grpo_recipes import cli, train
 from grpo_recipes.recipe.checks import Machine, check
@@ -165,7 +164,7 @@ def test_a_record_and_a_card_hold_no_secret(secrets_path: Path) -> None:
     config = secret_recipe(secrets_path, secrets_path)
     for given in (["--rewards", rewards], ["--hub_token=" + SECRETS["hub_token"]], ["--hub-token", SECRETS["hub_token"]],
                   ["--rewards.0.kwargs.api_key", SECRETS["api_key"]],
-                  ["--model_init_kwargs", json.dumps({"token": SECRETS["token"]})]):  # fmt: skip
+                  ["--model_init_kwargs.token", SECRETS["token"]]):  # fmt: skip
         recipe = parse_recipe(["--config", str(config), *given])
         checked = check(recipe, Machine(1, bf16=False))
         entry = describe_launch(
@@ -371,7 +370,10 @@ def test_what_is_no_reward_is_refused_before_it_is_called(
     with contextlib.redirect_stderr(printed):
         assert cli.main(["plan", "mine.yaml"]) == 2
         assert (
-            rewards_cli.main(["score", "scored.jsonl", "--reward", yaml.safe_dump(spec, default_flow_style=True)]) == 2
+            rewards_cli.main(
+                ["score", "scored.jsonl", "--reward", json.dumps(spec) if isinstance(spec, dict) else spec]
+            )
+            == 2
         )
     assert [says in line for line in printed.getvalue().splitlines()] == [True, True], printed.getvalue()
     assert not evil_module.exists()

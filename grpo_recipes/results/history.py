@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,6 +19,7 @@ from grpo_recipes.runs.files import NUMBER, STEP, RunError, check_ordinary, mism
 
 _CHARACTERS = 1 << 18
 _ENTRY = {"step": STEP}
+_IN_NUMBERS = "0123456789+-.eE"  # a number that is followed by one of these has not been read to its end
 _FIX = "restore or remove the file"
 
 
@@ -57,16 +59,17 @@ def read_log(path: Path, tick: Callable[[], None] = lambda: None) -> Log:
     """
     log = Log()
     found = False
-    for key, value in _members(path):
-        if isinstance(value, _Items):
-            found = True
-            for number, entry in enumerate(value):
-                if problem := mismatch(entry, _ENTRY, f"log_history[{number}]"):
-                    raise RunError(f"{path}: {problem}; {_FIX}")
-                log.add(entry)
-                tick()
-        elif key == "log_history":
-            raise RunError(f"{path}: {mismatch(value, [], key)}; {_FIX}")
+    with _reader(path) as reader:
+        for key, value in reader.members():
+            if isinstance(value, _Items):
+                found = True
+                for number, entry in enumerate(value):
+                    if problem := mismatch(entry, _ENTRY, f"log_history[{number}]"):
+                        raise RunError(f"{path}: {problem}; {_FIX}")
+                    log.add(entry)
+                    tick()
+            elif key == "log_history":
+                raise RunError(f"{path}: {mismatch(value, [], key)}; {_FIX}")
     if not found:
         raise RunError(f"{path}: it has no `log_history`; {_FIX}")
     return log
@@ -77,27 +80,27 @@ def read_step(path: Path) -> int:
 
     Raises FileNotFoundError, or `RunError` if the file is damaged up to there.
     """
-    for key, value in _members(path):
-        if isinstance(value, _Items):
-            break
-        if key == "global_step":
-            if problem := mismatch(value, STEP, key):
-                raise RunError(f"{path}: {problem}; {_FIX}")
-            return value
+    with _reader(path) as reader:
+        for key, value in reader.members():
+            if isinstance(value, _Items):
+                break
+            if key == "global_step":
+                if problem := mismatch(value, STEP, key):
+                    raise RunError(f"{path}: {problem}; {_FIX}")
+                return value
     return 0
 
 
-def _members(path: Path) -> Any:
-    """Yield the members of the object in a JSON file, a list as `_Items`, which must be gone through before going on."""
+@contextmanager
+def _reader(path: Path) -> Iterator[_Reader]:
+    """A JSON file that is read in this block, in which what is wrong with the file becomes a `RunError`."""
     check_ordinary(path, _FIX)
     try:
         with path.open(encoding="utf-8") as file:
-            yield from _Reader(file).members()
-    except FileNotFoundError:
+            yield _Reader(file)
+    except (FileNotFoundError, RunError):
         raise
     except (ValueError, RecursionError, OSError) as error:
-        if isinstance(error, RunError):
-            raise
         raise RunError(f"{path}: can't be read as JSON ({one_line(error)}); {_FIX}") from error
 
 
@@ -109,7 +112,8 @@ class _Reader:
         self._text, self._at, self._is_over = "", 0, False
         self._decoder = json.JSONDecoder()
 
-    def members(self) -> Any:
+    def members(self) -> Iterator[tuple[Any, Any]]:
+        """Yield the members of an object; the log as `_Items`, of which what the caller leaves is skipped."""
         if self._next() != "{":
             value = self.value()
             kind = "a list" if isinstance(value, list) else json.dumps(value)[:40]
@@ -135,6 +139,7 @@ class _Reader:
             raise ValueError("there is more behind its end")
 
     def value(self) -> Any:
+        """The next value, whole."""
         self._next()
         size = _CHARACTERS
         while True:
@@ -144,7 +149,8 @@ class _Reader:
                 if not self._fill(size):
                     raise
             else:
-                if end < len(self._text) or not self._fill(size):  # a number at the text's end may go on
+                goes_on = end == len(self._text) or self._text[end] in _IN_NUMBERS
+                if not goes_on or not self._fill(size):
                     self._at = end
                     return value
             size *= 2  # so that a long value is not decoded over and over
@@ -178,11 +184,11 @@ class _Items:
     def __init__(self, reader: _Reader) -> None:
         self._items = self._read(reader)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Any]:
         return self._items
 
     @staticmethod
-    def _read(reader: _Reader) -> Any:
+    def _read(reader: _Reader) -> Iterator[Any]:
         reader._take("[")
         if reader._next() != "]":
             yield reader.value()

@@ -186,9 +186,12 @@ def _stored_bytes(file: parquet.ParquetFile, names: Sequence[str]) -> int:
 def _batches_or_empty(file: parquet.ParquetFile, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """The batches of some columns; one without rows where the file has none, so that its columns are still known."""
     found = False
-    for batch in file.iter_batches(BATCH_ROWS, columns=list(names)):
-        found = True
-        yield batch
+    for group in range(
+        file.metadata.num_row_groups
+    ):  # each has its own repeated texts, which pyarrow can't always join
+        for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=list(names)):
+            found = True
+            yield batch
     if not found:
         yield pa.RecordBatch.from_pylist([], schema=pa.schema([file.schema_arrow.field(name) for name in names]))
 

@@ -75,13 +75,14 @@ def write_report(runs: Sequence[Run], folder: Path) -> Path:
     """Write `report.html` and a PNG for each picture of one or two runs into a folder. Returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     pictures = list(draw(runs))
+    text = _page(runs, pictures)  # before anything is written: a file that can't be read is found here
     names: set[str] = set()
     for picture in pictures:
         name = next(name for name in _numbered(picture.name) if name not in names)
         names.add(name)
         write_atomically(folder / f"{name}.png", picture.png)
     page = folder / "report.html"
-    write_atomically(page, _page(runs, pictures))
+    write_atomically(page, text)
     return page
 
 

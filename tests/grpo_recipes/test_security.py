@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,14 @@ def run_command(line: str, *, stdin: str = "") -> tuple[int, str]:
     said = printed.getvalue()
     assert "Traceback" not in said, said
     return code, said
+
+
+def mostly_slow(cases: Sequence[Any], quick: Sequence[int]) -> list[Any]:
+    """The cases, of which those at the places `quick` are left to the quick part."""
+    return [
+        pytest.param(case, marks=() if place in quick else pytest.mark.slow, id=str(case))
+        for place, case in enumerate(cases)
+    ]
 
 
 # Secrets
@@ -269,7 +277,7 @@ VERBS = [
 ]
 
 
-@pytest.mark.parametrize("line", VERBS)
+@pytest.mark.parametrize("line", mostly_slow(VERBS, (0, 3, 5, 9)))
 def test_no_verb_runs_code_that_a_folder_brings(
     line: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,8 +338,8 @@ NAMED = [
 ]
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("spec", NAMED, ids=str)
+@pytest.mark.parametrize("inside", mostly_slow([False, True], (0,)))
+@pytest.mark.parametrize("spec", mostly_slow(NAMED, (1,)))
 def test_a_plan_calls_no_factory_of_others_unless_asked(
     evil_module: Path, tmp_path: Path, spec: Any, inside: bool
 ) -> None:
@@ -391,7 +399,7 @@ HOSTILE_SPECS = [
 ]
 
 
-@pytest.mark.parametrize("spec", HOSTILE_SPECS, ids=str)
+@pytest.mark.parametrize("spec", mostly_slow(HOSTILE_SPECS, (0, 3)))
 def test_a_strangers_record_names_code_in_vain(evil_module: Path, tmp_path: Path, tiny_model: Path, spec: Any) -> None:
     """`diagnose`, `report` and `evaluate` read the rewards of a `run.json`: only ours are built from it."""
     (tmp_path / "strangers_on_import.py").write_text("from strangers import leave\nleave()\nx = 1\n")
@@ -507,7 +515,7 @@ HOSTILE_LINES = [
 ]
 
 
-@pytest.mark.parametrize("line", HOSTILE_LINES)
+@pytest.mark.parametrize("line", mostly_slow(HOSTILE_LINES, (0, 5, 13, 18, 22)))
 def test_no_verb_prints_a_control_character(line: str, tmp_path: Path, tiny_model: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -575,7 +583,9 @@ def outside(tmp_path: Path) -> Iterator[Path]:
     assert {path.name: path.read_text() for path in folder.iterdir()} == {"file": "as it was"}
 
 
-@pytest.mark.parametrize("link", ["report.html", ".report.html.part", "kl-to-the-reference.png", ".entropy.png.part"])
+@pytest.mark.parametrize(
+    "link", mostly_slow([".report.html.part", "report.html", "kl-to-the-reference.png", ".entropy.png.part"], (0,))
+)
 def test_a_report_replaces_a_link_and_does_not_follow_it(tmp_path: Path, outside: Path, link: str) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "report").mkdir()
@@ -663,7 +673,7 @@ def test_a_device_is_no_dataset(tmp_path: Path, tiny_model: Path, name: str) -> 
     "name",
     ["trainer_state.json", "run.json", "completions/completions_00040.parquet", "evaluations/before/evaluation.json"],
 )
-@pytest.mark.parametrize("verb", ["diagnose", "report"])
+@pytest.mark.parametrize("verb", mostly_slow(["diagnose", "report"], (0,)))
 def test_a_pipe_in_a_run_is_not_waited_for(tmp_path: Path, name: str, verb: str) -> None:
     folder = write_run(tmp_path / "run")
     (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from grpo_recipes import __version__
 from grpo_recipes.runs import quiet
 from grpo_rewards.command_line import Parser
 from grpo_rewards.errors import UserError, did_you_mean
+from grpo_rewards.terminal import say, say_error, visible_messages
 
 DESCRIPTION = "What surrounds a GRPO training: plan it, measure its policy, judge the run."
 EPILOG = """`grpo-recipes COMMAND --help` says more. Training itself:
@@ -50,15 +51,16 @@ def main(args: Sequence[str] | None = None) -> int:
     if rest and options.command != "plan":  # whose recipe they override
         parser.error(f"unknown argument `{rest[0]}`{did_you_mean(rest[0].partition('=')[0], known)}")
     try:
-        if options.command == "plan":
-            return plan_recipe(options, rest, known)
-        if options.command == "evaluate":
-            return evaluate_policy(options)
-        if options.command == "report":
-            return report_run(options.run, options.other, options.output)
-        return diagnose_run(options.run)
+        with visible_messages():
+            if options.command == "plan":
+                return plan_recipe(options, rest, known)
+            if options.command == "evaluate":
+                return evaluate_policy(options)
+            if options.command == "report":
+                return report_run(options.run, options.other, options.output)
+            return diagnose_run(options.run)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return 2
 
 
@@ -86,6 +88,7 @@ def _add_plan(commands: Any) -> None:
         "--gpu_memory", metavar="SIZE", help="say whether it fits on such GPUs, as 80GB; if not, what to change"
     )
     plan.add_argument("--model_config", metavar="FILE", help="the model's config.json, where the hub can't be reached")
+    plan.add_argument("--build", action="store_true", help="also build rewards of other packages, as training does")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON, sizes in bytes")
 
 
@@ -116,9 +119,10 @@ def plan_recipe(options: argparse.Namespace, overrides: Sequence[str], known: Se
         num_processes=options.num_processes,
         gpu_memory=options.gpu_memory,
         model_config_file=options.model_config,
+        build=options.build,
         options=known,
     )
-    print(json.dumps(planned.as_dict(), indent=2, ensure_ascii=False) if options.json else planned.describe())
+    say(json.dumps(planned.as_dict(), indent=2) if options.json else planned.describe())
     return 0
 
 
@@ -164,15 +168,15 @@ def evaluate_policy(options: argparse.Namespace) -> int:
         from grpo_recipes.results import evaluate
 
         if options.compare:
-            print(evaluate.describe_comparison(evaluate.compare(*options.compare)))
+            say(evaluate.describe_comparison(evaluate.compare(*options.compare)))
         elif options.model:
-            print(evaluate.describe(evaluate.evaluate_model(options)))
+            say(evaluate.describe(evaluate.evaluate_model(options)))
         else:
             raise UserError("nothing to evaluate: name a model, or two finished evaluations after --compare")
         return 0
     except KeyboardInterrupt as interrupted:
         # Without words of its own it came while modules were loaded or files read.
-        print(str(interrupted) or "stopped by Ctrl-C: nothing was evaluated", file=sys.stderr)
+        say(str(interrupted) or "stopped by Ctrl-C: nothing was evaluated", to_stderr=True)
         return 130
 
 
@@ -181,10 +185,11 @@ def report_run(folder: Path, other: Path | None, output: Path | None) -> int:
     from grpo_recipes.results.diagnostics import diagnose
     from grpo_recipes.results.report import write_report
     from grpo_recipes.results.run import Run
+    from grpo_recipes.runs.files import inside
 
     runs = [Run.read(path) for path in (folder, other) if path is not None]
     try:
-        print(write_report(runs, output or folder / "report"))
+        say(write_report(runs, output or inside(folder, "report")))
     except OSError as error:
         raise UserError(f"the report can't be written ({error}): give another --output") from error
     for run in runs:
@@ -203,7 +208,7 @@ def diagnose_run(folder: Path) -> int:
 
     diagnosis = diagnose(Run.read(folder))
     if diagnosis.findings or diagnosis.checked:
-        print(describe(diagnosis))
+        say(describe(diagnosis))
     if not diagnosis.checked:
         raise UserError(f"{folder}: {diagnosis.coverage}")
     return 1 if diagnosis.findings else 0

@@ -33,7 +33,8 @@ from grpo_recipes.recipe.data import final_answer, load
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe, shipped
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.runs import quiet
-from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATIONS
+from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATIONS, write_atomically
+from grpo_rewards.terminal import say
 
 HELD_OUT_PROBLEMS = 400
 EVALUATION_BATCH_SIZE = 200
@@ -83,7 +84,7 @@ def main(args: Sequence[str] | None = None) -> int:
     with _phase(f"1. Warm start: {settings.demonstrations:,} worked solutions, {settings.shares[0]:.0%} with the tags"):
         warm_start(settings, recipe.dataset, policy_dir)
     if run_dir.is_dir():
-        print(f"\nreplacing the earlier run in {run_dir}")
+        say(f"\nreplacing the earlier run in {run_dir}")
         shutil.rmtree(run_dir)
     with _phase(f"2. Accuracy on {HELD_OUT_PROBLEMS} held-out problems, before GRPO"):
         before = evaluate(policy_dir, run_dir / EVALUATIONS / BEFORE, recipe)
@@ -96,10 +97,10 @@ def main(args: Sequence[str] | None = None) -> int:
 
     result = {"before": before, "after": after, "seconds": round(time.monotonic() - started, 1)}
     file = output_dir / "evaluation.json"
-    file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"\n{table(before, after)}\n{result['seconds']:.0f} s in all; these numbers are in {file}")
-    print("\nThe run on one page, what looks wrong in it, and what a real model would take:")
-    print("\n".join(next_commands(run_dir)))
+    write_atomically(file, json.dumps(result, indent=2) + "\n")
+    say(f"\n{table(before, after)}\n{result['seconds']:.0f} s in all; these numbers are in {file}")
+    say("\nThe run on one page, what looks wrong in it, and what a real model would take:")
+    say("\n".join(next_commands(run_dir)))
     return 0
 
 
@@ -126,17 +127,17 @@ def warm_start(settings: WarmStart, prompts: DatasetSpec, folder: Path) -> None:
     record = json.dumps({**asdict(settings), "demonstrations_sha256": digest}, indent=2)
     record_file = folder / "warm_start.json"
     if record_file.is_file() and record_file.read_text(encoding="utf-8") == record:
-        print(f"{folder} was made by the same settings: using it again")
+        say(f"{folder} was made by the same settings: using it again")
         return
     record_file.unlink(missing_ok=True)
     set_seed(settings.seed)
     tokenizer = build_tokenizer(conversations, settings.vocab_size)
     policy = build_policy(tokenizer, settings)
-    print(f"a Qwen2 of {policy.num_parameters():,} parameters, {len(tokenizer)} tokens")
+    say(f"a Qwen2 of {policy.num_parameters():,} parameters, {len(tokenizer)} tokens")
     fine_tune(policy, tokenizer, conversations, settings, folder)
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    record_file.write_text(record, encoding="utf-8")
+    write_atomically(record_file, record)
 
 
 def demonstrations(settings: WarmStart, prompts: DatasetSpec) -> list[dict[str, list[dict[str, str]]]]:
@@ -248,7 +249,7 @@ def evaluate(model: Path, output: Path, recipe: Recipe) -> dict[str, float]:
     arguments = ["evaluate", str(model), "--recipe", "quickstart", "--limit", str(HELD_OUT_PROBLEMS)]
     arguments += ["--temperature", str(recipe.config.temperature)]
     arguments += ["--batch_size", str(EVALUATION_BATCH_SIZE), "--output", str(output)]
-    print(f"grpo-recipes {' '.join(arguments)}", flush=True)
+    say(f"grpo-recipes {' '.join(arguments)}")
     if status := cli.main(arguments):
         raise SystemExit(status)
     result = json.loads((output / "evaluation.json").read_text(encoding="utf-8"))
@@ -277,11 +278,11 @@ def _solution(answer: str, layout: str) -> str:
 
 @contextmanager
 def _phase(title: str) -> Iterator[None]:
-    print(f"\n{title}", flush=True)
+    say(f"\n{title}")
     started = time.monotonic()
     yield
     if (seconds := time.monotonic() - started) >= 10:
-        print(f"({seconds:.0f} s)", flush=True)
+        say(f"({seconds:.0f} s)")
 
 
 def _parse_arguments(args: Sequence[str] | None) -> argparse.Namespace:

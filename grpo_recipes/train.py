@@ -50,18 +50,23 @@ from grpo_recipes.recipe.recipe import (
 from grpo_recipes.recipe.reward_checks import describe_rewards
 from grpo_recipes.results.diagnostics import describe, diagnose
 from grpo_recipes.results.model_card import write_model_card
-from grpo_recipes.results.run import Run
+from grpo_recipes.results.run import OutOfTime, Run
 from grpo_recipes.runs import checkpoints, faults, quiet, restart
 from grpo_recipes.runs.record import add_launch, data_order, describe_launch, read_record
 from grpo_recipes.training.offline import RecordedRollout
 from grpo_recipes.training.reference import REF
 from grpo_recipes.training.trainer import GRPOTrainer
 from grpo_rewards.errors import UserError
+from grpo_rewards.redaction import redacted, scrubbed, secret_values
 from grpo_rewards.registry import leaves
+from grpo_rewards.terminal import say, say_error, visible_messages
 
 # How long the other ranks wait before they print an error: usually all ranks have the same one, and the launcher ends every
 # rank once one has failed, so the first rank must get to print it.
 SILENCE_SECONDS = 30.0
+
+# How long a diagnosis may hold up the end of a training, and the launch of the next.
+DIAGNOSIS_SECONDS = 5.0
 
 
 HELP = """usage: accelerate launch --config_file FILE -m grpo_recipes.train --config RECIPE [--key value ...]
@@ -110,16 +115,17 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if args is None else args
     if {"-h", "--help", "--version"} & set(arguments):
-        print(f"grpo-recipes {__version__}" if "--version" in arguments else help_text())
+        say(f"grpo-recipes {__version__}" if "--version" in arguments else help_text())
         return 0
     logging.basicConfig(format="%(message)s")
     logging.getLogger("grpo_recipes").setLevel(logging.INFO)
     prepared: Prepared | None = None
     try:
         recipe = parse_recipe(arguments)
-        prepared = prepare(recipe, Machine.here())
-        with recipe.naming_this_file():
-            return run(prepared)
+        with visible_messages():
+            prepared = prepare(recipe, Machine.here())
+            with recipe.naming_this_file():
+                return run(prepared)
     except UserError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
@@ -192,7 +198,7 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
         check_same_order(recipe, checked, before)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         faults.check_build_locks()
-    training_args = grpo_config(recipe)
+    training_args = leave_token_to_environment(grpo_config(recipe))
     load_reward_models(recipe, checked)
     num_prompts = len(checked.train_dataset)
     interruption = restart.StopOnSignal(lambda step: checked.geometry.ends_generation(step, num_prompts))
@@ -208,6 +214,14 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
         cut_off=tuple(cut_off),
         interruption=interruption,
     )
+
+
+def leave_token_to_environment(training_args: GRPOConfig) -> GRPOConfig:
+    """Move `hub_token` into this process's HF_TOKEN, where the hub's client looks: each save pickles the arguments whole."""
+    if training_args.hub_token:
+        os.environ["HF_TOKEN"], training_args.hub_token = training_args.hub_token, None
+        _say("  note            `hub_token` is kept in this process's HF_TOKEN: no file of the run holds it")
+    return training_args
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -326,6 +340,11 @@ def load_reward_models(recipe: Recipe, checked: Checked) -> None:
             raise recipe.error(f"`rewards`: {error}") from error
 
 
+def known_secrets(recipe: Recipe) -> set[str]:
+    """The secrets that the recipe holds, and those in the environment, where a reward may have its key from."""
+    return secret_values(recipe.as_dict()) | secret_values(dict(os.environ))
+
+
 def describe_resumption(prepared: Prepared) -> str:
     """Where a resumed run goes on from, and which checkpoints it leaves out."""
     names = ", ".join(path.name for path in prepared.cut_off)
@@ -354,8 +373,8 @@ def check_same_recipe(recipe: Recipe, before: Mapping[str, Any]) -> None:
     """Raise `RecipeError` if the run to resume was launched with another recipe, in what a resume may not change."""
     if not before:
         return
-    now = resolved(recipe.as_dict())
-    if changes := restart.recipe_changes(resolved(before["recipe"]), now, before.get("directory", ".")):
+    now, earlier = (redacted(resolved(values)) for values in (recipe.as_dict(), before["recipe"]))
+    if changes := restart.recipe_changes(earlier, now, before.get("directory", ".")):
         raise _another_run(recipe, ", ".join(changes))
 
 
@@ -467,6 +486,8 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
         generation=recipe.generation,
         reference=recipe.reference,
     )
+    # The policy and its reference are loaded: what is left of these arguments is pickled with each save.
+    training_args.model_init_kwargs = redacted(training_args.model_init_kwargs)
     if prepared.checkpoint is not None:
         trainer.add_callback(restart.ContinueSchedule())
     trainer.add_callback(prepared.interruption)
@@ -483,7 +504,8 @@ def _failed(prepared: Prepared, error: Exception) -> int:
     """Say why a run ended, and from where it can go on. Returns 1."""
     began = prepared.interruption.began
     checkpoint = prepared.last_checkpoint() if began else prepared.checkpoint
-    faults.report(error, prepared.recipe.output_dir, checkpoint, curable=faults.is_curable(error, began=began))
+    folder, secrets = prepared.recipe.output_dir, known_secrets(prepared.recipe)
+    faults.report(error, folder, checkpoint, curable=faults.is_curable(error, began=began), secrets=secrets)
     return 1
 
 
@@ -505,8 +527,8 @@ def attempt(recipe: Recipe, loss: str, function: Callable[..., Any], *args: Any)
     try:
         function(*args)
     except Exception as error:  # of a hub, a tracker, a disk or our own: none of them undoes the run
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        print(f"warning: {recipe.output_dir}: {loss} ({reason})", file=sys.stderr, flush=True)
+        reason = scrubbed(" ".join(f"{type(error).__name__}: {error}".split()), known_secrets(recipe))
+        say_error(f"{recipe.output_dir}: {loss} ({reason})", kind="warning")
 
 
 def _stopped(prepared: Prepared, trainer: GRPOTrainer) -> int:
@@ -532,7 +554,7 @@ def _stopped_at_once(prepared: Prepared | None) -> int:
 
 def _interrupted(rest: str) -> int:
     if _is_first_rank():
-        print(f"stopped by Ctrl-C: {rest}", file=sys.stderr, flush=True)
+        say(f"stopped by Ctrl-C: {rest}", to_stderr=True)
     return INTERRUPTED
 
 
@@ -548,7 +570,10 @@ def describe_reference(recipe: Recipe, trainer: GRPOTrainer) -> str:
 def diagnosis(folder: Path) -> str:
     """What looks wrong in a finished run, or why that can't be told: the run is trained and saved in either case."""
     try:
-        return describe(diagnose(Run.read(folder)))
+        return describe(diagnose(Run.read(folder, within=DIAGNOSIS_SECONDS)))
+    except OutOfTime:
+        seconds = f"{DIAGNOSIS_SECONDS:.0f} s"
+        return f"diagnosis: left out, as it takes more than {seconds}: `grpo-recipes diagnose {folder}` makes it"
     except UserError as error:
         return f"diagnosis: left out, {error}"
 
@@ -572,14 +597,14 @@ def _is_first_rank() -> bool:
 
 def _say(text: str) -> None:
     if _is_first_rank():
-        print(text, flush=True)
+        say(text)
 
 
 def _refuse(sentence: str) -> int:
     """Print why the recipe can't run, once per launch; a lone failure of another rank is printed after a while."""
     if not _is_first_rank():
         time.sleep(SILENCE_SECONDS)
-    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    say_error(sentence)
     return 2
 
 

@@ -21,7 +21,7 @@ from grpo_recipes.recipe.recipe import Recipe, RecipeError, grpo_config, model_c
 from grpo_recipes.recipe.reward_checks import GoldCheck
 from grpo_recipes.recipe.specs import RECORDED_REWARD
 from grpo_recipes.runs.checkpoints import checkpoint_damage, has_state, is_complete, last_complete_checkpoint
-from grpo_recipes.runs.files import EVALUATIONS, FAULT_FILES
+from grpo_recipes.runs.files import EVALUATIONS, FAULT_FILES, check_links
 from grpo_rewards.errors import UserError
 from grpo_rewards.registry import BuiltReward
 
@@ -66,10 +66,13 @@ class Checked:
     """The training rows whose gold no correctness reward can score, if there are any."""
 
 
-def check(recipe: Recipe, machine: Machine) -> Checked:
-    """Every check that needs no model, cheapest first. Raises `RecipeError`, or `data.DatasetUnreachable`."""
+def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> Checked:
+    """Every check that needs no model, cheapest first. Raises `RecipeError`, or `data.DatasetUnreachable`.
+
+    Unless `call_factories`, what other packages' factories would make is imported and not built.
+    """
     geometry = recipe.geometry(machine.num_processes)
-    rewards = recipe.build_rewards()
+    rewards = recipe.build_rewards(call_factories=call_factories)
     with recipe.naming_this_file():
         _check_rewards(geometry, rewards)
         check_reference(recipe)
@@ -157,6 +160,8 @@ def _holds_adapter(folder: Path) -> bool:
 def check_output_dir(recipe: Recipe, machine: Machine) -> None:
     """Raise `RecipeError` if the run would overwrite an earlier one, can't write, or can't go on from its checkpoint."""
     folder = recipe.output_dir
+    with recipe.naming_this_file():
+        check_links(folder)
     if recipe.resumes:
         resume_point(recipe, machine)
     elif folder.exists() and (not folder.is_dir() or _holds_a_run(folder)):

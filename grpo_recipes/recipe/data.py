@@ -256,6 +256,8 @@ def _held_out_source(spec: DatasetSpec) -> _Source:
 
 def _json_lines(path: Path, source: _Source, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The objects of a JSONL file, each with its place in the file."""
+    if path.exists() and not path.is_file():  # reading a pipe or a device may never end
+        raise UserError(f"`dataset.{source.path_key}`: {path} is no ordinary file: name a .jsonl file")
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:

@@ -295,7 +295,9 @@ def load_shape(model: str, peft_config: Any = None) -> ModelShape:
     if is_missing(model):
         raise MemoryUnknown(f"{model}: there is no such folder (--model_config FILE gives a configuration)")
     try:
-        config = AutoConfig.from_pretrained(model, local_files_only=Path(model).exists() or not hub_answers())
+        here_only = Path(model).exists() or not hub_answers()
+        # Unless it is told not to, transformers asks on the terminal whether to run the code that a folder brings.
+        config = AutoConfig.from_pretrained(model, local_files_only=here_only, trust_remote_code=False)
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of peft's own use of transformers
             return ModelShape.from_config(config, peft_config)
     except NoTargetModules:

@@ -14,7 +14,7 @@ from grpo_recipes.recipe.data import DatasetUnreachable
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, model_config, parse_recipe
 from grpo_recipes.recipe.reward_checks import describe_rewards
-from grpo_rewards.registry import spec_parts
+from grpo_rewards.registry import BuiltReward, UnbuiltReward, leaves, spec_parts
 
 WIDTH = 100
 
@@ -25,6 +25,7 @@ class Plan:
 
     recipe: Recipe
     geometry: Geometry
+    rewards: Sequence[BuiltReward]
     prompts: int | str
     memory: memory.MemoryPlan | str
     notes: Sequence[str]
@@ -40,7 +41,7 @@ class Plan:
             need = memory.describe(self.memory, config.gradient_accumulation_steps)
         else:
             need = f"  memory          unknown: {self.memory}"
-        rewards = f"  rewards         {describe_rewards(self.recipe.build_rewards())}"
+        rewards = f"  rewards         {describe_rewards(self.rewards)}"
         notes = [f"  note            {note}" for note in self.notes]
         before = _wrapped([self.recipe.source, rewards, self.geometry.describe(), ""])
         after = _wrapped(["", epoch, "", "  memory of one GPU", need, *notes])
@@ -76,10 +77,12 @@ def plan(
     num_processes: int | None = None,
     gpu_memory: str | None = None,
     model_config_file: str | None = None,
+    build: bool = False,
     options: Sequence[str] = (),
 ) -> Plan:
     """Plan the recipe that `arguments` (as of the training command) name. Raises `RecipeError` if it can't run as written.
 
+    Rewards of other packages are imported; only if `build`, classes and factories among them are called, as in training.
     An unknown argument may be meant for one of `options`, the command's own.
     """
     if num_processes is not None and num_processes < 1:
@@ -101,16 +104,17 @@ def plan(
         layout = replace(layout, num_processes=num_processes)
     geometry = recipe.geometry(machine.num_processes)
     dry_config(recipe, machine)
-    notes = _notes(recipe)
+    rewards = recipe.build_rewards(call_factories=build)
+    notes = [*_notes(recipe), *_unbuilt(rewards)]
     prompts: int | str
     try:
-        checked = check(recipe, machine)
+        checked = check(recipe, machine, call_factories=build)
         prompts = len(checked.train_dataset)
         notes += [checked.golds.describe()] if checked.golds else []
     except DatasetUnreachable as error:
         prompts = str(error)
     need = unsupported or _memory(recipe, geometry, layout, usable, model_config_file, notes)
-    return Plan(recipe, geometry, prompts, need, notes)
+    return Plan(recipe, geometry, rewards, prompts, need, notes)
 
 
 def _wrapped(paragraphs: Sequence[str]) -> list[str]:
@@ -160,6 +164,14 @@ def _notes(recipe: Recipe) -> list[str]:
             f"prompts are taken to have {memory.ASSUMED_PROMPT_TOKENS} tokens: `dataset.max_prompt_tokens` sets a limit"
         )
     return notes
+
+
+def _unbuilt(rewards: Sequence[BuiltReward]) -> list[str]:
+    """Which rewards were not built, and so not checked as training checks them."""
+    names = [f"`{leaf.name}`" for leaf in leaves(rewards) if isinstance(leaf.unbound, UnbuiltReward)]
+    if not names:
+        return []
+    return [f"of another package, imported and not built: {', '.join(names)}; `--build` builds them, as training does"]
 
 
 def _reward_parameters(recipe: Recipe, notes: list[str]) -> int:

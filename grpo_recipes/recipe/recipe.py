@@ -38,6 +38,7 @@ from grpo_recipes.recipe.specs import (
 from grpo_recipes.runs.record import RECORD, read_record
 from grpo_rewards import strict_yaml
 from grpo_rewards.errors import UserError, did_you_mean
+from grpo_rewards.redaction import HIDDEN, hidden_places, redacted
 from grpo_rewards.registry import BuiltReward, build_rewards
 
 # TRL checks these only after the model is loaded, or not before the first loss.
@@ -136,10 +137,11 @@ class Recipe:
         with self.naming_this_file():
             return Geometry.from_config(self.config, num_processes, compares_whole_batch=self.compares_whole_batch)
 
-    def build_rewards(self) -> list[BuiltReward]:
-        """The rewards, built. Raises `RecipeError` for an unknown name or argument."""
+    def build_rewards(self, *, call_factories: bool = True) -> list[BuiltReward]:
+        """The rewards, those of other packages built only if `call_factories`. Raises `RecipeError` for a wrong name or kwarg."""
         with self.naming_this_file():
-            return build_rewards(self.rewards, num_generations=self.config.num_generations)
+            generations = self.config.num_generations
+            return build_rewards(self.rewards, num_generations=generations, call_factories=call_factories)
 
     def load_dataset(self, *, evaluation: bool = False) -> Dataset:
         """The training or the held-out prompts. Raises `RecipeError`; `data.DatasetUnreachable` passes through."""
@@ -205,6 +207,10 @@ def _build(raw: dict[str, Any], values: Mapping[str, Any], source: str, args: Se
         model={key: value for key, value in values.items() if key in hints(ModelConfig)},
         arguments=args,
     )
+    if hidden := next(hidden_places(recipe.as_dict()), None):
+        raise UserError(
+            f"`{hidden}` is the placeholder of a secret, which no file keeps: give it again with `--{hidden}`"
+        )
     if recipe.kl_estimator == "full" and recipe.config.beta == 0.0:
         raise UserError("`kl_estimator: full` needs a reference policy: set `beta` above 0")
     return recipe
@@ -309,7 +315,13 @@ def _read_recipe(path: Path) -> dict[str, Any]:
         return read_yaml(path)
     record = read_record(path.parent)
     assert record is not None, "find_file has found it"
-    return {key: value for key, value in record["recipe"].items() if key != "resume_from_checkpoint"}
+    recipe = {key: value for key, value in record["recipe"].items() if key != "resume_from_checkpoint"}
+    # The hub's client finds its own token again, in HF_TOKEN or from its log-in.
+    if recipe.get("hub_token") == HIDDEN:
+        del recipe["hub_token"]
+    if isinstance(init := recipe.get("model_init_kwargs"), dict):
+        recipe["model_init_kwargs"] = {key: value for key, value in init.items() if (key, value) != ("token", HIDDEN)}
+    return recipe
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -366,7 +378,9 @@ def _entry(node: Any, name: str, dotted: str, place: str) -> str | int:
     if isinstance(node, dict):
         return name
     if not isinstance(node, list):
-        raise RecipeError(f"command line: `--{dotted}`: `{place}` is {node!r}, which has no keys: leave `.{name}` out")
+        raise RecipeError(
+            f"command line: `--{dotted}`: `{place}` is {redacted({place: node})[place]!r}, which has no keys: leave `.{name}` out"
+        )
     if not name.isdecimal() or int(name) >= len(node):
         has = f"its entries are numbered 0 to {len(node) - 1}" if node else "it has no entries"
         raise RecipeError(f"command line: `--{dotted}`: `{place}` is a list, and has no entry `{name}`: {has}")

@@ -14,6 +14,7 @@ from types import UnionType
 from typing import Any, ClassVar, Literal, Self, cast
 
 from grpo_rewards.errors import UserError, did_you_mean
+from grpo_rewards.redaction import HIDDEN, is_secret, redacted
 
 KLEstimator = Literal["sampled", "full"]
 """How `beta` weighs the distance from the reference: TRL's estimate from sampled tokens, or the sum over the vocabulary."""
@@ -81,9 +82,9 @@ class Spec:
         names = ", ".join(cls.hints())
         if cls.WORDS:
             words = ", ".join(cls.WORDS)
-            raise SpecError(f"`{cls.KEY}` must be {words}, or a mapping of {names}, not {raw!r}")
+            raise SpecError(f"`{cls.KEY}` must be {words}, or a mapping of {names}, not {redacted(raw)!r}")
         if not isinstance(raw, str):
-            raise SpecError(f"`{cls.KEY}` must be a name or a mapping of {names}, not {raw!r}")
+            raise SpecError(f"`{cls.KEY}` must be a name or a mapping of {names}, not {redacted(raw)!r}")
         return {next(iter(cls.hints())): raw}
 
     def as_dict(self) -> dict[str, Any]:
@@ -266,7 +267,8 @@ def typed(key: str, value: Any, hint: Any) -> Any:
                 continue
     if choices:
         raise not_a_choice(key, value, choices)
-    raise SpecError(f"`{key}` must be {_type_name(options)}, not {value!r}")
+    shown = HIDDEN if is_secret(key, value) else repr(redacted(value))
+    raise SpecError(f"`{key}` must be {_type_name(options)}, not {shown}")
 
 
 def not_a_choice(key: str, value: Any, choices: typing.Sequence[str]) -> SpecError:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
 from grpo_recipes.results.run import Run, RunReward, Series
-from grpo_recipes.results.strict import single_specs
+from grpo_recipes.results.strict import judge_of, single_specs
 from grpo_recipes.runs.files import AFTER, BEFORE
 from grpo_rewards.correctness import GSM8KCorrectness
-from grpo_rewards.registry import RewardSpecError, build_rewards
+from grpo_rewards.registry import RewardSpecError
+from grpo_rewards.terminal import visible
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,9 @@ class Finding:
     step: int
     sentence: str
 
+
+# How many of the last logged completions are looked at for where they state their answers.
+LATEST_TEXTS = 1000
 
 Found = tuple[int, str]
 """What a check found: the step and the sentence."""
@@ -43,6 +47,8 @@ class Diagnosis:
 
     findings: list[Finding]
     unchecked: dict[str, str]
+    reading: str = ""
+    """What was left out, as a clause, where completions were logged at too many steps to read all."""
 
     @property
     def checked(self) -> int:
@@ -61,13 +67,14 @@ class Diagnosis:
             return "nothing could be checked: the run logged none of the metrics that the checks read"
         had = f"{self.checked} of {len(CHECKS)} checks had data"
         missing = ", ".join(f"{name} ({reason})" for name, reason in self.unchecked.items())
-        return f"{had}; not checked: {missing}" if missing else had
+        return "; ".join(filter(None, [had, missing and f"not checked: {missing}", self.reading]))
 
 
 def diagnose(run: Run) -> Diagnosis:
     """Make every check on a run."""
     diagnosis = Diagnosis([], {})
     for check in CHECKS:
+        run.check_time()
         try:
             if found := check(run):
                 diagnosis.findings.append(Finding(check.__name__, *found))
@@ -75,13 +82,14 @@ def diagnose(run: Run) -> Diagnosis:
             diagnosis.unchecked[check.__name__] = str(reason)
     if golds := unscorable_golds(run):
         diagnosis.findings.append(golds)
-    return diagnosis
+    return replace(diagnosis, reading=_reading(run))
 
 
 def describe(diagnosis: Diagnosis) -> str:
     """The findings, and which checks had data, as lines of text."""
     head = "diagnosis: nothing looks wrong" if diagnosis.looks_fine else "diagnosis:"
-    return "\n".join([head, *(f"  - {finding.sentence}" for finding in diagnosis.findings), f"  {diagnosis.coverage}"])
+    findings = [f"  - {visible(finding.sentence)}" for finding in diagnosis.findings]
+    return "\n".join([head, *findings, f"  {visible(diagnosis.coverage)}"])
 
 
 def format_without_correctness(run: Run) -> Found | None:
@@ -147,7 +155,7 @@ def identical_completions(run: Run) -> Found | None:
     judged = groups[groups["reward"].notna() & (groups["size"] > 1)] if len(groups) else groups
     if len(judged) < 4:
         raise NoData("fewer than four groups of completions were logged")
-    open_groups = judged[judged["reward"] < run.completions["total"].max() - 1e-6]
+    open_groups = judged[judged["reward"] < run.rows["total"].max() - 1e-6]
     if len(open_groups) < 4 or open_groups["identical"].mean() <= 0.5:
         return None
     step = int(open_groups.loc[open_groups["identical"], "step"].min())
@@ -251,8 +259,9 @@ def unscorable_golds(run: Run) -> Finding | None:
 
 def no_answer_found(run: Run) -> Found | None:
     """No completion of the whole run states an answer where a correctness reward looks, so that it can't pay."""
-    keys = [key for key in run.logged("rewards/") if key.endswith("/parsed") and len(run.series(key))]
-    found = {key.removeprefix("rewards/").removesuffix("/parsed"): run.series(key) for key in keys}
+    keys = [key for key in run.logged("rewards/") if key.endswith("/parsed")]
+    logged = {key.removeprefix("rewards/").removesuffix("/parsed"): run.series(key) for key in keys}
+    found = {name: shares for name, shares in logged.items() if len(shares)}
     if not found:
         raise NoData("no reward logs how many answers it finds (`rewards/*/parsed`)")
     for name, shares in found.items():
@@ -276,6 +285,13 @@ CHECKS: tuple[Callable[[Run], Found | None], ...] = (
     overfitting,
     no_answer_found,
 )
+
+
+def _reading(run: Run) -> str:
+    sampled = run.completion_files
+    if len(sampled.kept) == sampled.count:
+        return ""
+    return f"of the completions, {len(sampled.kept):,} of {sampled.count:,} files were read, evenly spread"
 
 
 def _logged(run: Run, key: str, why_not: str = "") -> Series:
@@ -302,9 +318,10 @@ def _where_answers_are(run: Run, name: str) -> str:
         if name not in (spec.get("alias"), str(spec.get("name")).rpartition(".")[2]):
             continue
         with suppress(RewardSpecError):
-            reward = build_rewards([spec])[0].function
+            reward = judge_of(spec)
             if isinstance(reward, GSM8KCorrectness):
-                note = reward.unparsed_note(run.completions["completion"].tolist())
+                texts = run.texts(run.rows.tail(LATEST_TEXTS))
+                note = reward.unparsed_note(texts["completion"].tolist() if len(texts) else [])
                 return note or f"no completion states an answer where `extract: {reward.extract}` looks"
     return "no completion states an answer where it looks"
 
@@ -321,20 +338,22 @@ def _strict_rises(run: Run) -> bool:
 
 def _groups(run: Run) -> pd.DataFrame:
     """One row for each logged group: its step, mean reward, whether its completions are one text, and its reward's spread."""
-    grouped = run.completions.groupby(["step", "prompt"], sort=False)
+    grouped = run.rows.groupby(["step", "prompt"], sort=False)
     table = grouped.agg(
         reward=("total", "mean"),
-        spread=("total", lambda totals: totals.max() - totals.min()),
+        highest=("total", "max"),
+        lowest=("total", "min"),
         texts=("completion", "nunique"),
         size=("completion", "size"),
     ).reset_index()
+    table["spread"] = table["highest"] - table["lowest"]
     table["identical"] = (table["texts"] == 1) & (table["size"] > 1)
     return table
 
 
 def _easy_or_hard(run: Run) -> str:
     """How the groups without variance divide, by their reward against the middle of what the run ever paid."""
-    groups, totals = _groups(run), run.completions["total"]
+    groups, totals = _groups(run), run.rows["total"]
     flat = groups[groups["spread"] < 1e-9] if len(groups) else groups
     if not len(flat) or totals.max() - totals.min() < 1e-9:
         return ""
@@ -344,7 +363,7 @@ def _easy_or_hard(run: Run) -> str:
 
 def _weighted_variance(run: Run, reward: RunReward) -> float:
     spread = _logged(run, f"rewards/{reward.name}/std")
-    return reward.weight**2 * sum(value**2 for value in spread.values) / len(spread)
+    return reward.weight * reward.weight * sum(value * value for value in spread.values) / len(spread)
 
 
 def _first_step(series: Series, is_reached: Callable[[float], bool]) -> int:

@@ -36,18 +36,20 @@ def load_engine(name: str, use_vllm: bool) -> Complete:
     if use_vllm and adapter.is_file():
         raise EvaluationError(f"{name} is an adapter, and --vllm takes a full model: merge it, or leave --vllm out")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_source(name))
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_source(name), trust_remote_code=False)
         if use_vllm:
             return vllm_engine(name, tokenizer)
         if adapter.is_file():
             with warnings.catch_warnings():
                 # PEFT only warns where it fills what is missing with the values of a new adapter.
                 warnings.filterwarnings("error", message="Found missing adapter keys")
-                model = AutoPeftModelForCausalLM.from_pretrained(name, dtype="auto", use_safetensors=True)
+                model = AutoPeftModelForCausalLM.from_pretrained(
+                    name, dtype="auto", use_safetensors=True, trust_remote_code=False
+                )
             missing = []
         else:
             model, loading = AutoModelForCausalLM.from_pretrained(
-                name, dtype="auto", use_safetensors=True, output_loading_info=True
+                name, dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
             )
             missing = sorted(loading["missing_keys"])
     except (OSError, ValueError, RuntimeError, UserWarning) as error:

@@ -107,7 +107,7 @@ def evaluate_into(
     answers = _answers(dataset, settings)
     rows = {"problems": len(answers), "rows": _rows_fingerprint(dataset, settings)}
     asked = json.loads(json.dumps({**described, **rows, "settings": asdict(settings)}))
-    parts = folder / "parts"
+    parts = files.inside(folder, "parts")
     if _is_finished(folder, asked):
         return files.read_object(folder / "evaluation.json", files.EVALUATION)
     parts.mkdir(parents=True, exist_ok=True)
@@ -415,7 +415,7 @@ def _output(model: str, samples: int) -> Path:
     """Where an evaluation goes by default; one with several samples a problem has a folder of its own."""
     several = f"-{samples}-samples" if samples > 1 else ""
     if os.path.isdir(model):
-        return Path(model) / files.EVALUATIONS / f"{files.AFTER}{several}"
+        return files.inside(Path(model), files.EVALUATIONS, f"{files.AFTER}{several}")
     return Path("runs") / files.EVALUATIONS / f"{model.replace('/', '--')}{several}"
 
 

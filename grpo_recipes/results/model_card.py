@@ -19,8 +19,9 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from grpo_recipes.recipe.data import GSM8K_HUB_ID
 from grpo_recipes.results.run import Run
-from grpo_recipes.runs.files import RunError, write_atomically
+from grpo_recipes.runs.files import write_atomically
 from grpo_recipes.runs.record import launches, read_record
+from grpo_rewards.redaction import redacted, redacted_arguments
 
 HUB = "https://huggingface.co"
 TRL = "https://github.com/huggingface/trl"
@@ -64,10 +65,7 @@ def _opening(folder: Path, record: Mapping[str, Any]) -> str:
 
 def _accuracy(folder: Path) -> str:
     """The evaluations in the run's folder, held-out accuracy during training among them; nothing if there are none."""
-    try:
-        run = Run.read(folder)
-    except RunError:  # no step has been saved: the card of the first checkpoint
-        return ""
+    run = Run.read_evaluations(folder)
     rows = [
         f"| `evaluate`, {label} | {result['problems']} | {_estimate(result['strict'])} | {_estimate(result['lenient'])} |"
         for label, result in run.evaluations.items()
@@ -90,11 +88,11 @@ def _rewards(record: Mapping[str, Any]) -> str:
 
 
 def _recipe(record: Mapping[str, Any]) -> str:
-    recipe = {key: value for key, value in record["recipe"].items() if key not in LEFT_OUT}
+    recipe = {key: value for key, value in redacted(record["recipe"]).items() if key not in LEFT_OUT}
     text = yaml.safe_dump(_without_paths(recipe, record), sort_keys=False, allow_unicode=True)
     processes = record["world_size"]
     launcher = "python" if processes == 1 else f"accelerate launch --num_processes {processes}"
-    command = shlex.join(_without_paths(list(record.get("arguments") or []), record))
+    command = shlex.join(_without_paths(redacted_arguments(record.get("arguments") or []), record))
     again = len(launches(record)) - 1
     resumed = f"\n\nResumed {again} time{'s' if again > 1 else ''}; this is the last launch." if again else ""
     return (

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,16 @@ from matplotlib.figure import Figure
 from grpo_recipes.results.diagnostics import diagnose
 from grpo_recipes.results.estimates import Estimate
 from grpo_recipes.results.run import Run, Series, last_message
-from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATED, EVALUATIONS, read_table, write_atomically
+from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATED, EVALUATIONS, read_table, shown, write_atomically
+from grpo_rewards.redaction import redacted
+from grpo_rewards.terminal import visible, visible_lines
 
 COLOURS = ("#1f6fb2", "#d1600a")  # told apart by colour-blind readers too
 EXAMPLES = 4
 MAX_CHARACTERS = 700
+MAX_LABEL = 100
+BUCKETS = 1000
+LARGEST_DRAWN = 1e100
 
 # Title, unit and the logged keys that share a picture; several keys are told apart by their dashes.
 PICTURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -69,11 +75,21 @@ def write_report(runs: Sequence[Run], folder: Path) -> Path:
     """Write `report.html` and a PNG for each picture of one or two runs into a folder. Returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     pictures = list(draw(runs))
+    text = _page(runs, pictures)  # before anything is written: a file that can't be read is found here
+    names: set[str] = set()
     for picture in pictures:
-        write_atomically(folder / f"{picture.name}.png", picture.png)
+        name = next(name for name in _numbered(picture.name) if name not in names)
+        names.add(name)
+        write_atomically(folder / f"{name}.png", picture.png)
     page = folder / "report.html"
-    write_atomically(page, _page(runs, pictures))
+    write_atomically(page, text)
     return page
+
+
+def _numbered(name: str) -> Iterator[str]:
+    """A name, and others for pictures whose titles differ in no letter."""
+    yield name
+    yield from (f"{name}-{number}" for number in count(2))
 
 
 def draw(runs: Sequence[Run]) -> Iterator[Picture]:
@@ -105,7 +121,10 @@ def _reward_figure(runs: Sequence[Run], name: str) -> Figure:
             spread = run.series(f"rewards/{name}/std")
             if means.steps == spread.steps:
                 mean, std = np.array(means.values), np.array(spread.values)
-                axes.fill_between(means.steps, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
+                low, high = _drawable(mean - std), _drawable(mean + std)
+                kept = np.union1d(envelope(low), envelope(high))
+                steps = np.array(means.steps)[kept]
+                axes.fill_between(steps, low[kept], high[kept], color=colour, alpha=0.15, linewidth=0)
     return figure
 
 
@@ -168,12 +187,32 @@ def _figure(unit: str, across: str = "optimiser step") -> tuple[Figure, Any]:
 
 def _verbatim(label: str) -> str:
     """A label as matplotlib shows it unchanged: text between two dollars is a formula to it."""
-    return label.replace("$", r"\$")
+    return visible(shown(label, MAX_LABEL)).replace("$", r"\$")
 
 
 def _plot(axes: Any, series: Series, label: str, colour: str, dash: str = "-") -> None:
     marker = "o" if len(series) < 25 else None
-    axes.plot(series.steps, series.values, dash, color=colour, label=label, marker=marker, markersize=3)
+    kept = envelope(series.values)
+    steps, values = np.array(series.steps)[kept], _drawable(np.array(series.values)[kept])
+    axes.plot(steps, values, dash, color=colour, label=label, marker=marker, markersize=3)
+
+
+def envelope(values: Sequence[float] | np.ndarray, most: int = 2 * BUCKETS) -> np.ndarray:
+    """Which points of a series to draw, by index in order: all, or of each of `most / 2` equal stretches the lowest and highest.
+
+    A picture is some hundred pixels wide: a line through these points covers the same pixels as one through all.
+    """
+    points = np.asarray(values, dtype=float)
+    if len(points) <= most:
+        return np.arange(len(points))
+    stretches = np.array_split(np.arange(len(points)), most // 2)
+    ends = [stretch[[points[stretch].argmin(), points[stretch].argmax()]] for stretch in stretches]
+    return np.unique(np.concatenate([*ends, [0, len(points) - 1]]))
+
+
+def _drawable(values: np.ndarray) -> np.ndarray:
+    """Values that matplotlib can scale: it multiplies them, and the largest floats overflow."""
+    return np.clip(values, -LARGEST_DRAWN, LARGEST_DRAWN)
 
 
 def _finish(name: str, title: str, figure: Figure) -> Picture:
@@ -186,25 +225,30 @@ def _finish(name: str, title: str, figure: Figure) -> Picture:
 
 
 def _file_name(title: str) -> str:
-    return "".join(character if character.isalnum() else "-" for character in title.lower())
+    return shown("".join(character if character.isalnum() else "-" for character in title.lower()), MAX_LABEL)
+
+
+def _html(text: str) -> str:
+    """Text as HTML shows it, each character that shows nothing or turns the line around made visible."""
+    return escape(visible_lines(text))
 
 
 def _page(runs: Sequence[Run], pictures: list[Picture]) -> str:
     title = " and ".join(run.name for run in runs)
     sections = [
-        f"<h1>{escape(title)}</h1>",
-        *(f"<p>{escape(_headline(run))}</p>" for run in runs),
+        f"<h1>{_html(title)}</h1>",
+        *(f"<p>{_html(_headline(run))}</p>" for run in runs),
         _section("Findings", *(_findings(run, len(runs) > 1) for run in runs)),
         _section("Accuracy on held-out problems", *(_evaluations(run) for run in runs if run.evaluations)),
         _section("Pictures", _pictures(pictures)),
-        *(_section(f"Completions{_of(run, runs)}", _completions(run)) for run in runs if len(run.completions)),
+        *(_section(f"Completions{_of(run, runs)}", _completions(run)) for run in runs if len(run.rows)),
         *(_section(f"Changed verdicts{_of(run, runs)}", _changes(run)) for run in runs),
         *(_section(f"Recipe{_of(run, runs)}", _recipe(run)) for run in runs if run.recipe),
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n"
+        f"<title>{_html(title)}</title><style>{STYLE}</style></head>\n<body>\n"
         + "\n".join(sections)
         + "\n</body></html>\n"
     )
@@ -215,15 +259,14 @@ def _of(run: Run, runs: Sequence[Run]) -> str:
 
 
 def _section(title: str, *parts: str) -> str:
-    return f"<h2>{escape(title)}</h2>\n" + "\n".join(parts) if any(parts) else ""
+    return f"<h2>{_html(title)}</h2>\n" + "\n".join(parts) if any(parts) else ""
 
 
 def _headline(run: Run) -> str:
     """What ran, on what, in one line."""
-    steps = max((int(entry.get("step", 0)) for entry in run.history), default=0)
     versions = run.record.get("versions", {})
     parts = [
-        f"{run.name}: {run.recipe.get('model_name_or_path', 'a model')}, {steps} optimiser steps",
+        f"{run.name}: {run.recipe.get('model_name_or_path', 'a model')}, {run.log.last_step} optimiser steps",
         f"on {run.record['world_size']} process(es)" if "world_size" in run.record else "",
         f"{run.record['train_prompts']} prompts" if "train_prompts" in run.record else "",
         f"started {run.record['started']}" if "started" in run.record else "",
@@ -235,10 +278,10 @@ def _headline(run: Run) -> str:
 def _findings(run: Run, named: bool) -> str:
     diagnosis = diagnose(run)
     name = f"{run.name}: " if named else ""
-    lines = [f'<p class="finding">{escape(name + finding.sentence)}.</p>' for finding in diagnosis.findings]
+    lines = [f'<p class="finding">{_html(name + finding.sentence)}.</p>' for finding in diagnosis.findings]
     if diagnosis.looks_fine:
-        lines.append(f"<p>{escape(name)}nothing looks wrong.</p>")
-    return "\n".join([*lines, f"<p>{escape(name + diagnosis.coverage)}.</p>"])
+        lines.append(f"<p>{_html(name)}nothing looks wrong.</p>")
+    return "\n".join([*lines, f"<p>{_html(name + diagnosis.coverage)}.</p>"])
 
 
 def _labelled(run: Run) -> list[tuple[str, Any]]:
@@ -261,7 +304,7 @@ def _evaluations(run: Run) -> str:
 
 def _pictures(pictures: list[Picture]) -> str:
     figures = [
-        f'<figure><figcaption>{escape(picture.title)}</figcaption><img alt="{escape(picture.title)}" '
+        f'<figure><figcaption>{_html(picture.title)}</figcaption><img alt="{_html(picture.title)}" '
         f'src="data:image/png;base64,{base64.b64encode(picture.png).decode("ascii")}"></figure>'
         for picture in pictures
     ]
@@ -270,16 +313,16 @@ def _pictures(pictures: list[Picture]) -> str:
 
 def _completions(run: Run) -> str:
     """The best and the worst completions of the last quarter of the run, by their total reward."""
-    table = run.completions.dropna(subset="total").drop_duplicates(["prompt", "completion"])
-    steps = sorted(table["step"].unique())
-    late = table[table["step"] >= steps[-max(1, len(steps) // 4)]] if steps else table
+    scored = run.rows.dropna(subset="total").drop_duplicates(["prompt", "completion"])
+    steps = sorted(scored["step"].unique())
+    late = scored[scored["step"] >= steps[-max(1, len(steps) // 4)]] if steps else scored
     ordered = late.sort_values("total", ascending=False, kind="stable")
-    paid = [reward.name for reward in run.rewards if reward.name in table.columns]
     half = min(EXAMPLES, len(ordered) // 2)
+    table = run.texts(pd.concat([ordered.head(half), ordered.tail(half)]))
+    paid = [reward.name for reward in run.rewards if reward.name in table.columns]
     rows = [
         [place, f"{row['step']:.0f}", row["question"], row["completion"], *(_number(row[name]) for name in paid)]
-        for place, chosen in (("best", ordered.head(half)), ("worst", ordered.tail(half)))
-        for _, row in chosen.iterrows()
+        for place, (_, row) in zip(["best"] * half + ["worst"] * half, table.iterrows(), strict=True)
     ]
     return _table(["", "step", "prompt", "completion", *paid], rows)
 
@@ -315,7 +358,7 @@ def _question(prompt: str) -> str:
 
 
 def _table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    cells = "".join(f"<th>{escape(word)}</th>" for word in head)
+    cells = "".join(f"<th>{_html(word)}</th>" for word in head)
     body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
 
@@ -323,8 +366,8 @@ def _table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
 def _cell(text: str) -> str:
     if len(text) > 24 or "\n" in text:
         clipped = text if len(text) <= MAX_CHARACTERS else text[:MAX_CHARACTERS] + " …"
-        return f'<td class="completion"><pre>{escape(clipped)}</pre></td>'
-    return f"<td>{escape(text)}</td>"
+        return f'<td class="completion"><pre>{_html(clipped)}</pre></td>'
+    return f"<td>{_html(text)}</td>"
 
 
 def _number(value: Any) -> str:
@@ -332,4 +375,4 @@ def _number(value: Any) -> str:
 
 
 def _recipe(run: Run) -> str:
-    return f"<pre>{escape(yaml.safe_dump(dict(run.recipe), sort_keys=False, allow_unicode=True))}</pre>"
+    return f"<pre>{_html(yaml.safe_dump(redacted(run.recipe), sort_keys=False, allow_unicode=True))}</pre>"

@@ -8,15 +8,18 @@ that of its last checkpoint while a run is under way), `completions/*.parquet` (
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pandas as pd
 
 from grpo_recipes.results.estimates import Estimate, mean_share
+from grpo_recipes.results.history import Log, read_log, read_step
 from grpo_recipes.runs import files
 from grpo_recipes.runs.record import read_record
 from grpo_rewards.completions import completion_text
@@ -67,11 +70,11 @@ class Series:
         """
         if not self.has_trend:
             return 0
-        differences = [after - before for before, after in zip(self.values, self.values[1:], strict=False)]
-        noise = math.sqrt(_mean([(value - _mean(differences)) ** 2 for value in differences]) / 2)
+        with np.errstate(over="ignore", invalid="ignore"):  # numbers near the largest: the margin is then infinite
+            noise = float(np.std(np.diff(self.values))) / math.sqrt(2)
         margin = max(3 * noise * math.sqrt(2 / self.quarter), 0.05 * max(abs(value) for value in self.values), 1e-9)
         change = self.end - self.start
-        return 0 if abs(change) <= margin else int(math.copysign(1, change))
+        return int(math.copysign(1, change)) if abs(change) > margin else 0
 
 
 @dataclass(frozen=True)
@@ -91,27 +94,46 @@ class RunReward:
         return cls(entry["name"], entry.get("weight", 1.0), entry.get("kind", "other"), parts)
 
 
+class OutOfTime(files.RunError):
+    """A run has more to read than there was time for."""
+
+
 @dataclass(frozen=True)
 class Run:
-    """A run's files. `record` is `run.json` ({} without one), `history` the trainer's log entries in order."""
+    """A run's files. `record` is `run.json` ({} without one), `log` what the trainer logged.
+
+    Whatever reads on after `deadline` (of `time.monotonic`) raises `OutOfTime`.
+    """
 
     folder: Path
     record: Mapping[str, Any]
-    history: list[Mapping[str, Any]]
+    log: Log
     evaluations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    deadline: float = math.inf
 
     @classmethod
-    def read(cls, folder: Path) -> Run:
+    def read(cls, folder: Path, within: float = math.inf) -> Run:
         """Read a run's folder. Raises `RunError` if it holds no `trainer_state.json`, or a file is damaged.
 
-        Completions are read at their first use, and raise it then.
+        Completions are read at their first use, and raise it then. `within` so many seconds from now everything must be
+        read; what is not raises `OutOfTime`.
         """
-        state = _newest_state(folder)
+        run = cls.read_evaluations(folder, within)
+        return replace(run, log=_newest_log(folder, run.check_time))
+
+    @classmethod
+    def read_evaluations(cls, folder: Path, within: float = math.inf) -> Run:
+        """The same without the log, which takes seconds to read once it is long."""
         evaluations = {
             path.parent.name: files.read_object(path, files.EVALUATION)
             for path in sorted(folder.glob(f"{files.EVALUATIONS}/*/evaluation.json"))
         }
-        return cls(folder, read_record(folder) or {}, state["log_history"], evaluations)
+        return cls(folder, read_record(folder) or {}, Log(), evaluations, time.monotonic() + within)
+
+    def check_time(self) -> None:
+        """Raise `OutOfTime` after the deadline."""
+        if time.monotonic() > self.deadline:
+            raise OutOfTime(f"{self.folder} is too large to be read in the time that there was")
 
     @property
     def name(self) -> str:
@@ -130,16 +152,13 @@ class Run:
 
     def series(self, key: str) -> Series:
         """What was logged under a key; empty if nothing was."""
-        points = [
-            (int(entry["step"]), float(entry[key]))
-            for entry in self.history
-            if files.NUMBER.holds(entry.get(key)) and math.isfinite(entry[key])
-        ]
-        return Series([step for step, _ in points], [value for _, value in points])
+        self.check_time()
+        steps, values = self.log.metrics.get(key, ((), ()))
+        return Series(list(steps), list(values))
 
     def logged(self, prefix: str) -> list[str]:
         """The keys that were logged and start with `prefix`, in order of appearance."""
-        return list(dict.fromkeys(key for entry in self.history for key in entry if key.startswith(prefix)))
+        return [key for key in self.log.metrics if key.startswith(prefix)]
 
     @property
     def knows_weights(self) -> bool:
@@ -166,23 +185,66 @@ class Run:
                 yield reward, self.series(f"rewards/{reward.name}/mean")
 
     @cached_property
-    def completions(self) -> pd.DataFrame:
-        """The logged completions: TRL's columns, with `prompt` and `completion` as text, and two more.
+    def completion_files(self) -> Sampled:
+        """The files of logged completions. TRL logs the last generation before each logging step."""
+        return Sampled.of(self._files("completions_"))
 
-        `question` is the prompt's last message; `total` the weighted sum of the rewards, NaN where none scored the row.
-        TRL logs the last generation before each logging step.
+    @cached_property
+    def rows(self) -> pd.DataFrame:
+        """What the logged completions were paid, without their texts: a row for each, in order.
+
+        Columns: `file` and `row`, where it stands; `step`; `prompt` and `completion`, equal where the texts are equal and
+        otherwise without meaning; `total`, the weighted sum of the rewards, NaN where none scored the row.
         """
-        logged = self._completion_files("completions_")
-        if not logged:
-            return pd.DataFrame({"step": [], "prompt": [], "completion": [], "advantage": [], "total": []})
-        table = pd.concat([self._read_completions(file) for file in logged], ignore_index=True)
-        table["question"] = [last_message(prompt) for prompt in table["prompt"]]
-        table["prompt"] = [prompt_text(prompt) for prompt in table["prompt"]]
-        table["completion"] = [completion_text(_listed(completion)) for completion in table["completion"]]
-        paid = [reward for reward in self.rewards if reward.name in table.columns]
-        weighted = [table[reward.name].astype(float) * reward.weight for reward in paid]
-        table["total"] = pd.concat(weighted, axis=1).sum(axis=1, min_count=1) if weighted else math.nan
-        return table
+        parts = [
+            pd.DataFrame(
+                {
+                    "file": number,
+                    "row": range(start, start + len(batch)),
+                    "step": batch["step"].astype("int64"),
+                    "prompt": [hash(text) for text in batch["prompt"]],
+                    "completion": [hash(text) for text in batch["completion"]],
+                    "total": batch["total"].astype(float),
+                }
+            )
+            for number, file in enumerate(self.completion_files.kept)
+            for start, batch in self._completions(file)
+        ]
+        if not parts:
+            return pd.DataFrame({name: [] for name in ("file", "row", "step", "prompt", "completion", "total")})
+        return pd.concat(parts, ignore_index=True)
+
+    def texts(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """The completions at some of `rows`, in the same order, with their texts.
+
+        Columns: those of the file, `prompt` and `completion` as text, `question`, which is the prompt's last message, and
+        `total`.
+        """
+        found: dict[tuple[int, int], pd.Series] = {}
+        for number, places in rows.groupby("file")["row"]:
+            wanted = set(places)
+            for start, batch in self._completions(self.completion_files.kept[int(number)]):
+                here = [place for place in wanted if start <= place < start + len(batch)]
+                found |= {(int(number), place): batch.iloc[place - start] for place in here}
+                if max(wanted) < start + len(batch):
+                    break
+        order = zip(rows["file"].astype(int), rows["row"].astype(int), strict=True)
+        return pd.DataFrame([found[place] for place in order])
+
+    def _completions(self, file: Path) -> Iterator[tuple[int, pd.DataFrame]]:
+        """The completions of a file as `texts` gives them, some at a time, and the number of the first of them."""
+        columns = {"step": files.INTEGERS, "prompt": files.CONVERSATIONS, "completion": files.CONVERSATIONS}
+        start = 0
+        for batch in files.read_batches(file, columns | {f"{reward.name}?": files.NUMBERS for reward in self.rewards}):
+            self.check_time()
+            batch["question"] = [last_message(prompt) for prompt in batch["prompt"]]
+            batch["prompt"] = [prompt_text(prompt) for prompt in batch["prompt"]]
+            batch["completion"] = [completion_text(_listed(completion)) for completion in batch["completion"]]
+            paid = [reward for reward in self.rewards if reward.name in batch.columns]
+            weighted = [batch[reward.name].astype(float) * reward.weight for reward in paid]
+            batch["total"] = pd.concat(weighted, axis=1).sum(axis=1, min_count=1) if weighted else math.nan
+            yield start, batch
+            start += len(batch)
 
     def held_out_accuracy(self) -> list[tuple[int, Estimate]]:
         """For each evaluation during training, its step and the share of completions that a correctness reward paid.
@@ -190,23 +252,47 @@ class Run:
         The interval is clustered by problem. Empty if no correctness reward stands in the recipe outside a sum.
         """
         judges = [reward.name for reward in self.rewards if reward.kind == "correctness"]
+        columns = {"step": files.INTEGERS, "prompt": files.CONVERSATIONS} | {
+            f"{name}?": files.NUMBERS for name in judges
+        }
         accuracy = []
-        for file in self._completion_files("eval_completions_"):
-            table = self._read_completions(file)
-            paid = table[[name for name in judges if name in table.columns]]
-            if paid.empty:
-                continue
-            right = (paid > 0).any(axis=1)
-            shares = right.groupby(table["prompt"].map(prompt_text)).mean()
-            accuracy.append((int(table["step"].iloc[0]), mean_share(shares.tolist())))
+        for file in Sampled.of(self._files("eval_completions_")).kept:
+            shares: dict[str, list[float]] = {}
+            step = 0
+            for batch in files.read_batches(file, columns):
+                self.check_time()
+                paid = batch[[name for name in judges if name in batch.columns]]
+                if paid.empty:
+                    continue
+                step = int(batch["step"].iloc[0])
+                for prompt, right in zip(batch["prompt"], (paid > 0).any(axis=1), strict=True):
+                    shares.setdefault(prompt_text(prompt), []).append(float(right))
+            if shares:
+                accuracy.append((step, mean_share([_mean(right) for right in shares.values()])))
         return accuracy
 
-    def _read_completions(self, file: Path) -> pd.DataFrame:
-        columns = {"step": files.INTEGERS, "prompt": files.CONVERSATIONS, "completion": files.CONVERSATIONS}
-        return files.read_table(file, columns | {f"{reward.name}?": files.NUMBERS for reward in self.rewards})
+    def _files(self, prefix: str) -> list[Path]:
+        return sorted(
+            (self.folder / "completions").glob(f"{prefix}*.parquet"), key=lambda path: (len(path.name), path.name)
+        )
 
-    def _completion_files(self, prefix: str) -> list[Path]:
-        return sorted((self.folder / "completions").glob(f"{prefix}*.parquet"))
+
+@dataclass(frozen=True)
+class Sampled:
+    """Files of one kind, in order, and those of them that are read: at most `MOST`, evenly spread, the last among them."""
+
+    MOST: ClassVar[int] = 1000
+
+    kept: list[Path]
+    count: int
+
+    @classmethod
+    def of(cls, paths: list[Path]) -> Sampled:
+        """All of the files, or as many as may be read."""
+        if len(paths) <= cls.MOST:
+            return cls(paths, len(paths))
+        last = len(paths) - 1
+        return cls([paths[number * last // (cls.MOST - 1)] for number in range(cls.MOST)], len(paths))
 
 
 def _kind_by_name(name: str) -> str:
@@ -235,20 +321,28 @@ def _listed(value: Any) -> Any:
     return value if isinstance(value, str) else list(value)
 
 
-def _newest_state(folder: Path) -> dict[str, Any]:
-    """The `trainer_state.json` of the highest step, of the folder or a checkpoint. A damaged one is skipped."""
+def _newest_log(folder: Path, tick: Callable[[], None]) -> Log:
+    """The log in the `trainer_state.json` of the highest step, of the folder or a checkpoint. A damaged one is skipped."""
     if not folder.is_dir():
         raise files.RunError(f"{folder}: there is no such folder; name the `output_dir` of a run")
-    states, damaged = [], None
+    states: list[tuple[int, Path]] = []
+    damaged: files.RunError | None = None
     for path in (folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")):
         try:
-            states.append(files.read_object(path, files.TRAINER_STATE))
+            states.append((read_step(path), path))
         except FileNotFoundError:  # none in the folder itself, or a checkpoint that has just been deleted
             continue
         except files.RunError as error:
             damaged = error
-    if states:
-        return max(states, key=lambda state: state.get("global_step", 0))
+    for _, path in sorted(states, key=lambda state: state[0], reverse=True):
+        try:
+            return read_log(path, tick)
+        except FileNotFoundError:
+            continue
+        except OutOfTime:
+            raise
+        except files.RunError as error:
+            damaged = error
     raise damaged or files.RunError(
         f"{folder}: no `trainer_state.json` here or in a checkpoint; name the `output_dir` of a run"
     )

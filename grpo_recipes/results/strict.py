@@ -15,7 +15,8 @@ from grpo_rewards.answers import answer_extractor
 from grpo_rewards.completions import Kind
 from grpo_rewards.correctness import GSM8KCorrectness
 from grpo_rewards.format_tags import WellFormed
-from grpo_rewards.registry import REGISTERED, Spec, build_rewards, spec_parts
+from grpo_rewards.registry import TRL_REWARDS, Spec, build_rewards, own_name, spec_parts
+from grpo_rewards.terminal import visible
 
 Tags = tuple[str, str]
 THINK_FORMAT = "trl.rewards.think_format_reward"
@@ -108,7 +109,9 @@ def stated_answers(
 def describe(asked: Sequence[Mapping[str, Any]]) -> str:
     """What strict asks for, from the rewards' fields as `evaluation.json` holds them."""
     words = [
-        f"right by `extract: {reward['extract']}`" if "pay_exact" in reward else f"full pay of `{reward['name']}`"
+        visible(
+            f"right by `extract: {reward['extract']}`" if "pay_exact" in reward else f"full pay of `{reward['name']}`"
+        )
         for reward in asked
     ]
     return " and ".join(words)
@@ -124,19 +127,27 @@ def single_specs(specs: Iterable[Spec]) -> Iterator[Mapping[str, Any]]:
         yield from single_specs(spec_parts(mapping)) if spec_parts(mapping) else [mapping]
 
 
+def judge_of(spec: Mapping[str, Any]) -> Any | None:
+    """One of our correctness or format rewards as a spec describes it; None for every other reward.
+
+    The spec may come from a run of somebody else's, so that nothing is imported or called by a name that it gives.
+    """
+    if own_name(str(spec.get("name"))) is None:
+        return None
+    reward = build_rewards([spec])[0]
+    return reward.function if reward.kind in ("correctness", "format") else None
+
+
 def _known(specs: Sequence[Spec], tags: Tags) -> Iterator[Asked]:
     for spec in single_specs(specs):
         name = str(spec.get("name"))
-        if not (name in REGISTERED or name.startswith(("grpo_rewards.", "trl.rewards."))):
-            continue
-        reward = build_rewards([spec])[0]
-        if name == THINK_FORMAT:
+        package, _, attribute = name.rpartition(".")
+        if (built := judge_of(spec)) is not None:
+            yield from _plain(built)
+        elif name == THINK_FORMAT:
             yield ThinkFormat()
-        elif name.startswith("trl.rewards."):
-            if reward.kind == "correctness":
-                yield GSM8KCorrectness(extract="auto", pay_exact=1.0, pay_equal=1.0, tags=tags)
-        elif reward.kind in ("correctness", "format"):
-            yield from _plain(reward.function)
+        elif package == "trl.rewards" and TRL_REWARDS.get(attribute, ("other",))[0] == "correctness":
+            yield GSM8KCorrectness(extract="auto", pay_exact=1.0, pay_equal=1.0, tags=tags)
 
 
 def _plain(reward: Any) -> Iterator[Asked]:

@@ -12,7 +12,6 @@ import math
 import os
 import re
 import shutil
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,8 +25,10 @@ from transformers import TrainerCallback
 from trl.trainer.utils import is_async_callable
 
 from grpo_recipes.runs.files import FAULT_FILES, write_atomically
-from grpo_rewards.completions import completion_text
+from grpo_rewards.completions import completion_text, listed_scores
 from grpo_rewards.errors import UserError
+from grpo_rewards.redaction import scrubbed
+from grpo_rewards.terminal import say, say_error
 
 Reward = Callable[..., Any]
 
@@ -46,7 +47,7 @@ LOST_CONTACT = re.compile(r"closed by peer|reset by peer|broken pipe|\b(gloo|ncc
 
 
 class RewardFault(RuntimeError):
-    """A reward raised, or returned something other than finite numbers; the message names the reward and the row."""
+    """A reward raised, or returned something else than a finite number or None for each completion; the message names it."""
 
 
 class NothingTrained(RuntimeError):
@@ -82,7 +83,9 @@ def checked_reward(reward: Reward) -> Reward:
     return checked
 
 
-def report(error: Exception, folder: Path, checkpoint: Path | None, *, curable: bool = True) -> None:
+def report(
+    error: Exception, folder: Path, checkpoint: Path | None, *, curable: bool = True, secrets: Iterable[str] = ()
+) -> None:
     """Print the traceback of a failed run on the rank that failed, then one sentence on every rank.
 
     Args:
@@ -91,20 +94,22 @@ def report(error: Exception, folder: Path, checkpoint: Path | None, *, curable: 
             disk, the sentence is only printed.
         checkpoint: the last complete checkpoint, which the sentence names.
         curable: whether a resume could succeed: only then the sentence says how to resume.
+        secrets: what is left out of all that is printed and written, as the error of a service may quote its key.
     """
     rank = int(os.environ.get("RANK", "0"))
     found = _earlier_fault(folder) if _is_lost_contact(error) else None
     if found is None:
-        print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
-        found = sentence(error, rank, checkpoint, curable=curable)
+        trace = [scrubbed(line, secrets) for line in traceback.format_exception(error)]
+        say("".join(trace), to_stderr=True)
+        found = scrubbed(sentence(error, rank, checkpoint, curable=curable), secrets)
         with suppress(OSError):
             if shutil.disk_usage(folder).free < FULL_BYTES:  # torch and safetensors only report a failed write
                 found += f"; the disk of {folder} is full: make room first"
         with suppress(OSError):
-            _leave(found, error, folder, rank)
+            _leave(found, trace, error, folder, rank)
     with suppress(OSError):
         _tell_launcher(found)
-    print(f"error: {found}", file=sys.stderr, flush=True)
+    say_error(found)
 
 
 def is_curable(error: Exception, *, began: bool) -> bool:
@@ -179,9 +184,15 @@ def _faults_of(name: str) -> Iterator[None]:
 
 
 def _finite(name: str, values: Any, completions: Sequence[Any]) -> list[float | None]:
-    """`values` as a list. Raises `RewardFault` for the first that is neither None nor a finite number."""
-    values = list(values)
-    for row, (value, completion) in enumerate(zip(values, completions, strict=False)):
+    """`values` as a list. Raises `RewardFault` unless there is one for each completion, None or a finite number.
+
+    TRL writes them into a tensor of its own: one value too few, or one alone, would be spread over rows without a word.
+    """
+    try:
+        values = listed_scores(name, values, len(completions))
+    except ValueError as error:
+        raise RewardFault(str(error)) from error
+    for row, (value, completion) in enumerate(zip(values, completions, strict=True)):
         if value is not None and not _is_finite(value):
             text = " ".join(completion_text(completion).split())[:60]
             raise RewardFault(
@@ -212,11 +223,11 @@ def _fault_file(folder: Path, rank: int) -> Path:
     return folder / f"fault-rank{rank}.json"
 
 
-def _leave(found: str, error: Exception, folder: Path, rank: int) -> None:
+def _leave(found: str, trace: list[str], error: Exception, folder: Path, rank: int) -> None:
     """Write this rank's sentence where the others look for it, unless it only says that another rank is lost."""
     if _is_lost_contact(error):
         return
-    record = {"sentence": found, "rank": rank, "traceback": traceback.format_exception(error), "time": time.time()}
+    record = {"sentence": found, "rank": rank, "traceback": trace, "time": time.time()}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(_fault_file(folder, rank), json.dumps(record, indent=2) + "\n")
 

@@ -1,48 +1,52 @@
 """The files of runs and evaluations: their names, how they are written, and how they are read. Nothing here imports torch.
 
 A file is written under another name and renamed, so that a reader finds all of it or none. What is read may still have been
-cut off, edited, or written by another program: it is compared with the shape that its readers rely on, and an error names
-the file.
+cut off, edited, or made by somebody else to do harm: it is compared with the shape that its readers rely on, and an error
+names the file.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from pyarrow import ArrowException
+import pyarrow as pa
+from pyarrow import compute, parquet
 
 from grpo_rewards.errors import UserError
+from grpo_rewards.writing import replacing as replacing
+from grpo_rewards.writing import write_atomically as write_atomically
 
 EVALUATIONS, BEFORE, AFTER = "evaluations", "before", "after"
 FAULT_FILES = "fault-rank*.json"
+
+# What a table may come to: of evaluations, some 100,000 long completions. At once, and over the whole file.
+BATCH_ROWS, FILE_ROWS = 1024, 10_000_000
+BATCH_BYTES, FILE_BYTES = 1 << 28, 1 << 30
 
 
 class RunError(UserError):
     """A folder or file that can't be read as a run's or an evaluation's: one sentence that names it and the fix."""
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file to write in place of `path`: it takes that name if the block succeeds, and is removed if it fails."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        yield part
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+def inside(folder: Path, *names: str) -> Path:
+    """A place in a folder that may be somebody else's, to write to. Raises `RunError` if a link leads out of the folder."""
+    place = folder.joinpath(*names)
+    if not place.resolve().is_relative_to(folder.resolve()):
+        raise RunError(f"{place}: a link leads out of {folder}, and nothing is written through it: remove the link")
+    return place
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all."""
-    with replacing(path) as part:
-        part.write_bytes(content.encode() if isinstance(content, str) else content)
+def check_links(folder: Path) -> None:
+    """Raise `RunError` if a name in a run's folder, or among its completions, is a link that leads out of it."""
+    for names in ("*", "completions/*", "completions/images/*"):
+        for path in folder.glob(names):
+            if path.is_symlink():
+                inside(folder, *path.relative_to(folder).parts)
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ TEXT = Kind("a text", lambda value: isinstance(value, str))
 TEXT_OR_NULL = Kind("a text", lambda value: value is None or isinstance(value, str))
 INTEGER = Kind("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool))
 INTEGER_OR_NULL = Kind("an integer", lambda value: value is None or INTEGER.holds(value))
+STEP = Kind("a step", lambda value: INTEGER.holds(value) and 0 <= value < 2**63)
 NUMBER = Kind("a number", lambda value: isinstance(value, float) or (INTEGER.holds(value) and abs(value) < 2**63))
 SHARE = Kind("a share with an interval (low <= value <= high)", lambda value: _is_share(value))
 
@@ -74,7 +79,6 @@ Shape = Any
 """A `Kind`; a list with the shape of each item, empty for any; or a mapping with the shape of each key, `key?` if it may
 be absent, and `*?` for every other key."""
 
-TRAINER_STATE: Shape = {"log_history": [{"step": INTEGER}], "global_step?": INTEGER}
 EVALUATION: Shape = {
     "problems": INTEGER,
     "strict": SHARE,
@@ -105,36 +109,123 @@ def read_object(path: Path, shape: Shape, fix: str = "restore or remove the file
         FileNotFoundError: there is no such file.
         RunError: it is damaged, or holds something else; `fix` says what to do.
     """
+    check_ordinary(path, fix)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise
     except (ValueError, RecursionError, OSError) as error:
-        raise RunError(f"{path}: can't be read as JSON ({_one_line(error)}); {fix}") from error
+        raise RunError(f"{path}: can't be read as JSON ({one_line(error)}); {fix}") from error
     if problem := mismatch(content, shape):
         raise RunError(f"{path}: {problem}; {fix}")
     return content
 
 
 def read_table(path: Path, columns: Mapping[str, Kind], fix: str = "restore or remove the file") -> pd.DataFrame:
-    """A parquet file with at least these columns, a `column?` only where there is one.
+    """These columns of a parquet file, a `column?` only where there is one. Raises `RunError` as `read_batches`."""
+    batches = list(read_batches(path, columns, fix))
+    return batches[0] if len(batches) == 1 else pd.concat(batches, ignore_index=True)
 
-    Raises `RunError` if the file is missing, damaged, or holds something else; `fix` says what to do.
+
+def read_batches(
+    path: Path, columns: Mapping[str, Kind], fix: str = "restore or remove the file"
+) -> Iterator[pd.DataFrame]:
+    """The same, at most `BATCH_ROWS` rows at a time: no other column is read, and no row before it is asked for.
+
+    A few kilobytes of parquet can stand for terabytes of repeated text. Text is therefore decoded only where it stays below
+    `BATCH_BYTES` and, over the whole file, `FILE_BYTES`.
+
+    Raises:
+        RunError: the file is missing, damaged, too large, or holds something else; `fix` says what to do.
     """
+    check_ordinary(path, fix)
     try:
-        table = pd.read_parquet(path)
-    except (ArrowException, OSError, ValueError) as error:
-        raise RunError(f"{path}: can't be read as parquet ({_one_line(error)}); {fix}") from error
+        with parquet.ParquetFile(path) as file:
+            metadata = file.metadata
+            names = _columns(path, file, columns, fix)
+            if metadata.num_rows > FILE_ROWS or _stored_bytes(file, names) > FILE_BYTES:
+                raise _too_large(path, fix)
+            # Repeated text stays repeated until its size is known.
+            leaves = [file.schema.column(place) for place in range(len(file.schema))]
+            texts = [leaf.path for leaf in leaves if leaf.logical_type.type == "STRING"]
+        with parquet.ParquetFile(path, metadata=metadata, read_dictionary=texts) as file:
+            decoded = 0
+            for batch in _batches_or_empty(file, names):
+                size = sum(map(_decoded_bytes, batch.columns))
+                decoded += size
+                if size > BATCH_BYTES or decoded > FILE_BYTES:
+                    raise _too_large(path, fix)
+                yield _checked_batch(path, batch, columns, fix)
+    except RunError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise RunError(f"{path}: can't be read as parquet ({one_line(error)}); {fix}") from error
+
+
+def _columns(path: Path, file: parquet.ParquetFile, columns: Mapping[str, Kind], fix: str) -> list[str]:
+    """The names of the columns to read, all of them there."""
+    there = file.schema_arrow.names
+    wanted = [key.removesuffix("?") for key in columns if not key.endswith("?") or key.removesuffix("?") in there]
+    for name in wanted:
+        if name not in there:
+            found = shown(", ".join(there)) if there else "none"
+            raise RunError(f"{path}: it has no column `{name}` (its columns: {found}); {fix}")
+        if there.count(name) > 1:
+            raise RunError(f"{path}: it has {there.count(name)} columns `{name}`; {fix}")
+    return wanted
+
+
+def _stored_bytes(file: parquet.ParquetFile, names: Sequence[str]) -> int:
+    """The bytes of some columns before they are decoded, or their number of values if that is more, as the file states them."""
+    groups = (file.metadata.row_group(number) for number in range(file.metadata.num_row_groups))
+    chunks = (group.column(place) for group in groups for place in range(group.num_columns))
+    wanted = (chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in names)
+    return sum(max(chunk.total_uncompressed_size, chunk.num_values) for chunk in wanted)
+
+
+def _batches_or_empty(file: parquet.ParquetFile, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """The batches of some columns; one without rows where the file has none, so that its columns are still known."""
+    found = False
+    for group in range(
+        file.metadata.num_row_groups
+    ):  # each has its own repeated texts, which pyarrow can't always join
+        for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=list(names)):
+            found = True
+            yield batch
+    if not found:
+        yield pa.RecordBatch.from_pylist([], schema=pa.schema([file.schema_arrow.field(name) for name in names]))
+
+
+def _decoded_bytes(array: pa.Array) -> int:
+    """What an array takes once its repeated texts are written out."""
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        return 8 * len(array) + (compute.sum(compute.binary_length(array.dictionary).take(array.indices)).as_py() or 0)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return 8 * len(array) + _decoded_bytes(array.flatten())
+    if pa.types.is_struct(kind):
+        return sum(map(_decoded_bytes, array.flatten()))
+    return max(array.nbytes, len(array))
+
+
+def _checked_batch(path: Path, batch: pa.RecordBatch, columns: Mapping[str, Kind], fix: str) -> pd.DataFrame:
+    plain = [column.dictionary_decode() if pa.types.is_dictionary(column.type) else column for column in batch.columns]
+    table = pa.RecordBatch.from_arrays(plain, names=batch.schema.names).to_pandas()
     for key, kind in columns.items():
         name = key.removesuffix("?")
-        if name not in table.columns:
-            if key.endswith("?"):
-                continue
-            found = ", ".join(map(str, table.columns)) or "none"
-            raise RunError(f"{path}: it has no column `{name}` (its columns: {found}); {fix}")
-        if not kind.holds(table[name]):
+        if name in table.columns and not kind.holds(table[name]):
             raise RunError(f"{path}: its column `{name}` does not hold {kind.name}; {fix}")
     return table
+
+
+def _too_large(path: Path, fix: str) -> RunError:
+    return RunError(f"{path}: it decodes to more than a reader of it should hold ({FILE_BYTES >> 20} MiB); {fix}")
+
+
+def check_ordinary(path: Path, fix: str) -> None:
+    """Raise `RunError` for what is there and is no file: reading a pipe or a device may never end."""
+    if path.exists() and not path.is_file():
+        raise RunError(f"{path}: it is no ordinary file; {fix}")
 
 
 def mismatch(value: Any, shape: Shape, place: str = "") -> str | None:
@@ -165,8 +256,12 @@ def _shown(value: Any) -> str:
         return "an object"
     if isinstance(value, list):
         return "a list"
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    return shown(json.dumps(value))
+
+
+def shown(text: str, most: int = 40) -> str:
+    """The beginning of a text that may be of any length."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _is_share(value: Any) -> bool:
@@ -182,5 +277,6 @@ def _is_conversation(value: Any) -> bool:
     return is_list and all(isinstance(message, Mapping) for message in value)
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """What an error says, without line breaks."""
     return " ".join(str(error).split())

@@ -19,10 +19,10 @@ from typing import Any
 
 from grpo_recipes import __version__
 from grpo_recipes.runs.files import INTEGER, INTEGER_OR_NULL, NUMBER, TEXT, Shape, read_object, write_atomically
+from grpo_rewards.redaction import redacted, redacted_arguments
 from grpo_rewards.registry import BuiltReward, Spec, spec_parts
 
 RECORD = "run.json"
-SECRET = "hub_token"
 VERSIONED = ("trl", "transformers", "peft", "accelerate", "datasets", "torch")
 
 SHAPE: Shape = {
@@ -64,7 +64,7 @@ def describe_launch(
     arguments: Sequence[str],
     **more: Any,
 ) -> dict[str, Any]:
-    """What a launch runs, ready for JSON.
+    """What a launch runs, ready for JSON, a placeholder for each secret: the record may be pushed to the hub.
 
     Args:
         recipe: the recipe as resolved from its file and the command line.
@@ -74,10 +74,10 @@ def describe_launch(
         more: further entries, such as `data_order`'s.
     """
     return {
-        "recipe": {key: value for key, value in recipe.items() if key != SECRET},
-        "config": {key: value for key, value in config.items() if key != SECRET},
+        "recipe": redacted(recipe),
+        "config": redacted(config),
         "rewards": _described(recipe["rewards"], rewards),
-        "arguments": _without_secret(arguments),
+        "arguments": redacted_arguments(arguments),
         "directory": os.getcwd(),
         **more,
         "versions": versions(),
@@ -99,17 +99,6 @@ def _described(specs: Sequence[Spec], rewards: Sequence[BuiltReward]) -> list[di
         }
         for spec, reward in zip(specs, rewards, strict=True)
     ]
-
-
-def _without_secret(arguments: Sequence[str]) -> list[str]:
-    """A command line without the token for the hub: the record may be pushed there."""
-    kept: list[str] = []
-    for word in arguments:
-        follows = bool(kept) and kept[-1].replace("-", "_") == f"__{SECRET}"
-        option, equals, _ = word.partition("=")
-        is_secret = equals and option.replace("-", "_") == f"__{SECRET}"
-        kept.append("..." if follows else f"{option}=..." if is_secret else word)
-    return kept
 
 
 def data_order(geometry: Mapping[str, Any], prompts: Sequence[Any], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,16 +13,18 @@ import statistics
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_rewards import __version__
 from grpo_rewards.command_line import Parser
-from grpo_rewards.completions import completion_text
+from grpo_rewards.completions import completion_text, listed_scores
 from grpo_rewards.correctness import GSM8KCorrectness
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards, leaves, registered_names, resolve
+from grpo_rewards.terminal import say, say_error, visible, visible_messages
+from grpo_rewards.writing import replacing
 
 Rows = list[tuple[int, dict[str, Any]]]  # line (or row) number from 1, and the row
 _CHUNK_ROWS = 256
@@ -40,9 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.insert(0, "")  # a reward of the user's own is found from here, as with `python -m`
     options = _options(sys.argv[1:] if arguments is None else list(arguments))
     try:
-        return options.run(options)
+        with visible_messages():
+            return options.run(options)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return 2
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -94,13 +97,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _list(options: argparse.Namespace) -> int:
     for name in registered_names():
-        print(name)
+        say(name)
         try:
             documentation = inspect.getdoc(resolve(name)) or "(not documented)"
         except RewardSpecError as error:
             documentation = str(error)
         shown = documentation.partition("\nArgs:")[0].partition("\nSource:")[0].strip()
-        print("\n".join(f"    {line}".rstrip() for line in shown.splitlines()), end="\n\n")
+        say("\n".join(f"    {line}".rstrip() for line in shown.splitlines()) + "\n")
     return 0
 
 
@@ -131,7 +134,7 @@ def _score(options: argparse.Namespace) -> int:
             {**row, **{name: column[index] for name, column in scores.items()}} for index, (_, row) in enumerate(rows)
         ]
         _write(options.out, scored)
-        print(f"\nwrote {len(scored)} rows to {options.out}")
+        say(f"\nwrote {len(scored)} rows to {options.out}")
     complaints += [
         f"{reward.name} could score none of {len(rows)} rows: {_why_unscorable(reward, rows[0], gold_column)}"
         for reward in rewards
@@ -239,7 +242,7 @@ def _told(value: Any) -> str:
     if value is None or isinstance(value, float):
         return "none" if value is None else f"{value:g}"
     text = str(value)
-    return f"`{_visible(text if len(text) <= _TOLD_CHARS else text[:_TOLD_CHARS] + '…')}`"
+    return f"`{visible(text if len(text) <= _TOLD_CHARS else text[:_TOLD_CHARS] + '…')}`"
 
 
 def _call(reward: BuiltReward, batch: Mapping[str, Any], numbers: Sequence[int]) -> list[float | None]:
@@ -252,14 +255,10 @@ def _call(reward: BuiltReward, batch: Mapping[str, Any], numbers: Sequence[int])
         scores = asyncio.run(scores) if inspect.iscoroutine(scores) else scores
     except Exception as error:
         raise CommandError(_failure(reward.name, error)) from error
-    if isinstance(scores, (str, bytes, Mapping)) or not isinstance(scores, Iterable):
-        raise CommandError(f"reward `{reward.name}` returned a {type(scores).__name__}, not a list of scores")
-    scores = list(scores)
-    if len(scores) != len(numbers):
-        raise CommandError(
-            f"reward `{reward.name}` returned {len(scores)} scores for {len(numbers)} completions: it must return one for "
-            "each, None where it has none"
-        )
+    try:
+        scores = listed_scores(reward.name, scores, len(numbers))
+    except ValueError as error:
+        raise CommandError(str(error)) from error
     return [_checked_score(reward.name, score, number) for score, number in zip(scores, numbers, strict=True)]
 
 
@@ -296,21 +295,21 @@ def _failure(name: str, error: Exception) -> str:
 
 def _report(reward: BuiltReward, column: Sequence[float | None], rows: Rows) -> None:
     scored = sorted((score, index) for index, score in enumerate(column) if score is not None)
-    print(f"\n{reward.name}: {len(column)} rows, {len(column) - len(scored)} unscorable")
+    say(f"\n{visible(reward.name)}: {len(column)} rows, {len(column) - len(scored)} unscorable")
     if not scored:
         return
     values = [score for score, _ in scored]
-    print(f"  mean {statistics.fmean(values):.4f}, standard deviation {statistics.pstdev(values):.4f}")
+    say(f"  mean {statistics.fmean(values):.4f}, standard deviation {statistics.pstdev(values):.4f}")
     for label, share, count in _histogram(values):
-        print(f"  {label:>16} {'█' * round(40 * share):40} {count:>7} ({share:.1%})")
+        say(f"  {label:>16} {'█' * round(40 * share):40} {count:>7} ({share:.1%})")
     for title, examples in (("worst", scored[:_EXAMPLES]), ("best", scored[: -_EXAMPLES - 1 : -1])):
         for score, index in examples:
             number, row = rows[index]
-            print(f"  {title}: row {number}, {score:g}: {_excerpt(row['completion'])}")
+            say(f"  {title}: row {number}, {score:g}: {_excerpt(row['completion'])}")
     if isinstance(reward.function, GSM8KCorrectness):
         note = reward.function.unparsed_note([row["completion"] for _, row in rows])
         if note:
-            print(f"  {note}")
+            say(f"  {note}")
 
 
 def _histogram(values: Sequence[float], bins: int = 8) -> Iterator[tuple[str, float, int]]:
@@ -328,12 +327,7 @@ def _histogram(values: Sequence[float], bins: int = 8) -> Iterator[tuple[str, fl
 
 def _excerpt(completion: Any, length: int = 90) -> str:
     text = " ".join(completion_text(completion).split())
-    return _visible(text if len(text) <= length else f"…{text[-length:]}")
-
-
-def _visible(text: str) -> str:
-    """Return `text` with every control character, also of a terminal or of text direction, as an escape."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    return visible(text if len(text) <= length else f"…{text[-length:]}")
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -355,12 +349,12 @@ def _check(options: argparse.Namespace) -> int:
                 unscorable.append(f"row {number}: {_excerpt(str(gold))}")
             elif score != full:
                 underpaid.append(f"row {number}: {_excerpt(str(gold))}")
-    print(f"{options.file}: {len(rows)} golds, {len(rows) - len(unscorable) - len(underpaid)} earn full pay ({full:g})")
+    say(f"{options.file}: {len(rows)} golds, {len(rows) - len(unscorable) - len(underpaid)} earn full pay ({full:g})")
     for title, listed in (("can't be scored", unscorable), ("earn less than full pay", underpaid)):
         if listed:
-            print(f"{len(listed)} {title}:")
+            say(f"{len(listed)} {title}:")
         for line in _shortened(listed):
-            print(f"  {line}")
+            say(f"  {line}")
     if len(unscorable) == len(rows):
         complaints.append(f"none of {len(rows)} golds in `{gold_column}` can be read")
     return max(_complain(options.file, complaints), int(bool(unscorable or underpaid)))
@@ -395,7 +389,7 @@ def _convert_internlm2(options: argparse.Namespace) -> int:
         folder = convert(options.source, options.target, allow_pickle=options.allow_pickle)
     except (CheckpointError, OSError) as error:
         raise CommandError(str(error)) from error
-    print(f"wrote {folder}: transformers, vLLM and TRL's reward_funcs load it as it is")
+    say(f"wrote {folder}: transformers, vLLM and TRL's reward_funcs load it as it is")
     return 0
 
 
@@ -459,10 +453,11 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
 def _write(path: Path, rows: Sequence[dict]) -> None:
     parquet = path.suffix == ".parquet" and _pyarrow("pyarrow.parquet")
     try:
-        if parquet:
-            parquet.write_table(_pyarrow("pyarrow").Table.from_pylist(list(rows)), path)
-        else:
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        with replacing(path.resolve()) as part:
+            if parquet:
+                parquet.write_table(_pyarrow("pyarrow").Table.from_pylist(list(rows)), part)
+            else:
+                part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     except (OSError, TypeError, ValueError) as error:  # a full disk; a date in JSON; a column of two types in Parquet
         raise CommandError(f"--out {path} can't be written ({' '.join(str(error).split())})") from error
 
@@ -476,7 +471,7 @@ def _pyarrow(module: str) -> Any:
 
 def _complain(path: Path, complaints: Sequence[str]) -> int:
     for line in _shortened(complaints):
-        print(f"error: {path}: {line}", file=sys.stderr)
+        say_error(f"{path}: {line}")
     return int(bool(complaints))
 
 
@@ -494,7 +489,8 @@ def _chunks(rows: Rows, size: int, label: str) -> Iterator[tuple[list[int], list
         if sys.stderr.isatty():
             bar = "█" * (30 * done // len(starts))
             end = "\n" if done == len(starts) else ""
-            print(f"\r{label} {bar:30} {done / len(starts):4.0%}", end=end, file=sys.stderr, flush=True)
+            sys.stderr.write(f"\r{label} {bar:30} {done / len(starts):4.0%}{end}")
+            sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from grpo_rewards.errors import did_you_mean
+from grpo_rewards.terminal import say_error
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,7 +34,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one sentence and end with exit code 2."""
-        print(f"error: {message}", file=sys.stderr)
+        say_error(message)
         raise SystemExit(2)
 
     def check_command(self, arguments: Sequence[str], commands: Iterable[str]) -> None:

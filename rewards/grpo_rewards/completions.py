@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Literal
 
 # What a reward judges. A recipe's diagnosis tells format from correctness by it.
@@ -66,6 +66,26 @@ def check_rows(reward: str, **columns: Any) -> None:
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{count} in `{name}`" for name, count in lengths.items())
         raise ValueError(f"reward `{reward}`: each row has one entry in every column, but there are {counts}")
+
+
+def listed_scores(reward: str, scores: Any, completions: int) -> list[Any]:
+    """Return what a reward returned as a list with one entry per completion; the entries are not looked at.
+
+    Raises:
+        ValueError: it is nothing, a single value, a mapping or a set, or has another number of entries; the message
+            names the reward.
+    """
+    one_each = "it must return a list with one score for each, None where it has none"
+    try:
+        if isinstance(scores, (str, bytes, Mapping, Set)):
+            raise TypeError
+        listed = list(scores)
+    except TypeError as error:
+        kind = "None" if scores is None else f"a {type(scores).__name__}"
+        raise ValueError(f"reward `{reward}` returned {kind} for {completions} completions: {one_each}") from error
+    if len(listed) != completions:
+        raise ValueError(f"reward `{reward}` returned {len(listed)} scores for {completions} completions: {one_each}")
+    return listed
 
 
 def needed_column(reward: Any, key: str, columns: Mapping[str, Any], completions: Sequence[Any]) -> Sequence[Any]:

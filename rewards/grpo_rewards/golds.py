@@ -72,7 +72,9 @@ class GoldReward(NamedReward):
             ValueError: the batch lacks a column that the reward reads, or one is not a list with an entry per completion.
         """
         check_rows(self.name, completions=completions)
-        rows = self._judged([row if type(row) is str else completion_text(row) for row in completions], columns, log_metric)
+        rows = self._judged(
+            [row if type(row) is str else completion_text(row) for row in completions], columns, log_metric
+        )
         if log_extra is not None:
             for key in ("extracted", "gold", "verdict"):
                 log_extra(f"{self.prefix}{key}", [getattr(row, key) for row in rows])

@@ -26,6 +26,7 @@ from typing import Any, get_args
 from grpo_rewards.completions import Kind, LogColumn, NamedReward, check_rows
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.format_tags import checked_number
+from grpo_rewards.redaction import redacted
 
 ENTRY_POINT_GROUP = "grpo_rewards.rewards"
 
@@ -121,6 +122,19 @@ class AsyncBoundReward(BoundReward):
 
 def _log_under(log: Callable[[str, list], None], prefix: str, column: str, values: list) -> None:
     log(prefix + column, values)
+
+
+@dataclass(frozen=True)
+class UnbuiltReward(NamedReward):
+    """A reward that somebody else's package would build: imported, its arguments checked, and not called."""
+
+    name: str
+    kind: Kind | None = None
+    needs_whole_groups: bool = False
+
+    def __call__(self, prompts: Any = None, completions: Sequence[Any] = (), **columns: Any) -> Any:
+        """Refuse: there is nothing to call yet."""
+        raise RewardSpecError(f"reward `{self.name}` was not built")
 
 
 class ComposedReward(NamedReward):
@@ -270,25 +284,40 @@ def leaves(rewards: Iterable[BuiltReward], weight: float = 1.0) -> Iterator[Buil
         yield from leaves(_built(asked, 0.0) for asked in getattr(function, "asks", ()))
 
 
-def build_rewards(specs: Sequence[Spec], *, num_generations: int | None = None) -> list[BuiltReward]:
+def build_rewards(
+    specs: Sequence[Spec], *, num_generations: int | None = None, call_factories: bool = True
+) -> list[BuiltReward]:
     """Build the rewards of a recipe.
 
     Args:
         specs: names or mappings, as in this module's docstring.
         num_generations: completions per prompt, handed to every reward that has such a field or parameter and was not
             given it in `kwargs`.
+        call_factories: whether classes and factories that are not ours are called. If not, an `UnbuiltReward` stands
+            for what they would make; their modules are imported in either case.
 
     Raises:
-        RewardSpecError: an unknown name or key, an unknown or invalid kwarg, a weight that is not finite, or two
-            rewards with one name.
+        RewardSpecError: an unknown name or key, an unknown or invalid kwarg, a reward that can't take `prompts` and
+            `completions`, a weight that is not finite, or two rewards with one name.
     """
     if isinstance(specs, (str, Mapping)) or not isinstance(specs, Sequence):
-        raise RewardSpecError(f"rewards must be a list of specs, not {specs!r}: write `rewards: [gsm8k_correctness]`")
-    built = [_build(spec, num_generations) for spec in specs]
+        raise RewardSpecError(
+            f"rewards must be a list of specs, not {redacted(specs)!r}: write `rewards: [gsm8k_correctness]`"
+        )
+    building = _Building(num_generations, call_factories)
+    built = [_build(spec, building) for spec in specs]
     for name, count in Counter(reward.name for reward in built).items():
         if count > 1:
             raise RewardSpecError(f"{count} rewards are named `{name}`: give all but one an alias of its own")
     return _with_columns_apart(built)
+
+
+@dataclass(frozen=True)
+class _Building:
+    """How `build_rewards` was asked to build, for the parts of a composed reward too."""
+
+    num_generations: int | None
+    call_factories: bool
 
 
 def _with_columns_apart(built: list[BuiltReward]) -> list[BuiltReward]:
@@ -309,6 +338,19 @@ def spec_parts(spec: Any) -> list[Spec]:
     if not isinstance(spec, Mapping):
         return []
     return [*(spec.get("rewards") or []), *(spec[key] for key in ("reward", "only_if") if key in spec)]
+
+
+def own_name(name: str) -> str | None:
+    """The registered name of one of our rewards by any of its spellings, imported by none of them; None for another's."""
+    return _OWN.get(name)
+
+
+# A reward is known by its registered name, its class's path, and the paths of the ready instance of it.
+_OWN: Mapping[str, str] = {
+    spelling: name
+    for name, path in REGISTERED.items()
+    for spelling in (name, path, f"{path.rpartition('.')[0]}.{name}", f"grpo_rewards.{name}")
+}
 
 
 def registered_names() -> list[str]:
@@ -362,20 +404,21 @@ def _entry_points() -> dict[str, Any]:
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
-def _build(spec: Spec, num_generations: int | None) -> BuiltReward:
+def _build(spec: Spec, building: _Building) -> BuiltReward:
     spec = {"name": spec} if isinstance(spec, str) else spec
     name = spec.get("name") if isinstance(spec, Mapping) else None
     if not isinstance(name, str) or not name:
-        raise RewardSpecError(f"a reward is a name or a mapping with the key `name`, not {spec!r}")
+        raise RewardSpecError(f"a reward is a name or a mapping with the key `name`, not {redacted(spec)!r}")
     _check_keys(name, spec)
     weight = _checked(name, checked_number, spec.get("weight", 1.0), "weight")
     function: Reward
     if name == "sum":
-        function = _build_sum(spec, num_generations)
+        function = _build_sum(spec, building)
     elif name == "gate":
-        function = _build_gate(spec, num_generations)
+        function = _build_gate(spec, building)
     else:
-        function = _instantiate(name, spec.get("kwargs"), num_generations)
+        function = _instantiate(name, spec.get("kwargs"), building)
+        _check_call(name, function)
     alias = spec.get("alias") or _callable_name(function)
     if not isinstance(alias, str):
         raise RewardSpecError(f"reward `{name}`: alias must be a string, not {alias!r}")
@@ -419,15 +462,15 @@ def _checked(name: str, check: Callable[..., Any], *args: Any) -> Any:
         raise RewardSpecError(f"reward `{name}`: {_said(error)}") from error
 
 
-def _build_sum(spec: Mapping[str, Any], num_generations: int | None) -> SumReward:
-    parts = build_rewards(spec.get("rewards", ()), num_generations=num_generations)
+def _build_sum(spec: Mapping[str, Any], building: _Building) -> SumReward:
+    parts = build_rewards(spec.get("rewards", ()), **vars(building))
     if not parts:
         raise RewardSpecError("reward `sum`: the key `rewards` must list at least one reward to add")
     _refuse_asynchronous("sum", parts)
     return SumReward(tuple(parts))
 
 
-def _build_gate(spec: Mapping[str, Any], num_generations: int | None) -> GateReward:
+def _build_gate(spec: Mapping[str, Any], building: _Building) -> GateReward:
     for key, meaning in (("reward", "what is paid"), ("only_if", "the reward that must pay first")):
         if key not in spec:
             raise RewardSpecError(f"reward `gate`: the key `{key}` is missing: give it a reward, {meaning}")
@@ -437,7 +480,7 @@ def _build_gate(spec: Mapping[str, Any], num_generations: int | None) -> GateRew
     at_least = spec.get("at_least")
     if at_least is not None:
         at_least = _checked("gate", checked_number, at_least, "at_least")
-    parts = build_rewards([spec["reward"], condition], num_generations=num_generations)
+    parts = build_rewards([spec["reward"], condition], **vars(building))
     _refuse_asynchronous("gate", parts)
     return GateReward(parts[0], replace(parts[1], weight=0.0), at_least)
 
@@ -450,20 +493,56 @@ def _refuse_asynchronous(name: str, parts: Iterable[BuiltReward]) -> None:
             )
 
 
-def _instantiate(name: str, kwargs: Any, num_generations: int | None) -> Reward:
+def _instantiate(name: str, kwargs: Any, building: _Building) -> Reward:
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise RewardSpecError(f"reward `{name}`: kwargs must be a mapping of arguments, not {kwargs!r}")
-    target = resolve(name)
+        raise RewardSpecError(f"reward `{name}`: kwargs must be a mapping of arguments, not {redacted(kwargs)!r}")
+    target, num_generations = resolve(name), building.num_generations
     if inspect.isclass(target) or kwargs is not None:
         arguments = dict(kwargs or {})
         ready = is_dataclass(target) and not inspect.isclass(target)
         _check_arguments(name, type(target) if ready else target, arguments, num_generations)
+        if own_name(name) is None and not building.call_factories:
+            return _unbuilt(name, target)
         reward = _checked(name, lambda: replace(target, **arguments) if ready else target(**arguments))
     else:
         reward = target if num_generations is None else _with_group_size(target, num_generations)
     if not callable(reward):
         raise RewardSpecError(f"reward `{name}` is a {type(reward).__name__}, which can't be called as a reward")
     return reward
+
+
+def _unbuilt(name: str, target: Any) -> UnbuiltReward:
+    """What stands for the reward that a class or a factory would make, as far as the class itself tells."""
+    if inspect.isclass(target):
+        call = next((vars(base)["__call__"] for base in target.__mro__ if "__call__" in vars(base)), None)
+        if call is None:
+            raise RewardSpecError(
+                f"reward `{name}` is a class without `__call__`, so that it can't be called as a reward"
+            )
+        _check_call(name, partial(call, None))
+    own = getattr(target, "name", None)
+    kind = getattr(target, "kind", None)
+    whole_groups = getattr(target, "needs_whole_groups", False) is True
+    return UnbuiltReward(
+        own if isinstance(own, str) and own else _callable_name(target),
+        kind if kind in get_args(Kind) else None,
+        whole_groups,
+    )
+
+
+def _check_call(name: str, reward: Reward) -> None:
+    """Refuse what can't be called as trainers call a reward: a mistake is found, what the reward does is not judged."""
+    try:
+        signature = inspect.signature(reward)
+    except (TypeError, ValueError):  # a builtin that does not tell
+        return
+    try:
+        signature.bind_partial(prompts=[], completions=[])
+    except TypeError as error:
+        raise RewardSpecError(
+            f"reward `{name}` can't take `prompts` and `completions` by name ({error}): a reward is called as "
+            "`f(prompts=..., completions=..., **columns)`"
+        ) from error
 
 
 def _check_arguments(name: str, target: Any, arguments: dict[str, Any], num_generations: int | None) -> None:

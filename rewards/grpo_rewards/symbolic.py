@@ -6,6 +6,9 @@ its deadline is killed, and the next one starts from the same warm state. Nothin
 server is a fresh interpreter that speaks JSON lines over its pipes. Every process has a server of its own, started on
 first use, restarted when it dies, and ended with its process.
 
+A verdict must never reach another comparison than its own: requests and replies are numbered, and whatever interrupts a
+caller between the two (Ctrl-C, an alarm of its own) ends the server with the reply still in its pipe.
+
 POSIX only: the server needs `fork`.
 """
 
@@ -21,13 +24,15 @@ import subprocess
 import sys
 import threading
 import time
-from typing import IO
+from collections.abc import Sequence
+from typing import IO, Any
 
 # What a child may allocate on top of the imported libraries, and the server's time to import those.
 MEMORY_BYTES = 160 * 2**20
 COMPARISONS_PER_CHILD = 500  # its caches count towards that
 STARTUP_SECONDS = 120.0
 _GRACE_SECONDS = 1.0
+_NO_START = "the symbolic comparison server did not start: `python -m grpo_rewards.symbolic` shows why."
 
 
 def equivalent(gold: str, answer: str, deadline: float = 2.0) -> bool | None:
@@ -62,13 +67,23 @@ def _server() -> Server:
     return _servers.setdefault(pid, Server())
 
 
-class Server:
-    """The client's end of one server process. Threads take turns."""
+class _ServerDied(Exception):
+    """The server ended, or what it wrote is no reply."""
 
-    def __init__(self) -> None:
+
+class Server:
+    """The client's end of one server process. Threads take turns.
+
+    Args:
+        command: what to start, which must answer as `serve` does; None for `python -m grpo_rewards.symbolic`.
+    """
+
+    def __init__(self, command: Sequence[str] | None = None) -> None:
+        self._command = command
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._asked = 0
 
     @property
     def pid(self) -> int | None:
@@ -76,31 +91,59 @@ class Server:
         return None if self._process is None else self._process.pid
 
     def compare(self, gold: str, answer: str, deadline: float) -> bool | None:
-        """Ask for one comparison. A server that died since the last one is restarted, once."""
+        """Ask for one comparison. A server that died since the last one, or dies during this one, is restarted, once.
+
+        Raises:
+            RuntimeError: the server can't be started.
+        """
         with self._lock:
-            for _ in range(2):
-                start = time.monotonic()
+            try:
+                return self._compared(gold, answer, deadline)
+            except BaseException:  # an interrupt between request and reply leaves the reply in the pipe
+                self._stop()
+                raise
+
+    def _compared(self, gold: str, answer: str, deadline: float) -> bool | None:
+        """The verdict; None at the deadline, or where the server died twice."""
+        for is_last in (False, True):
+            start = time.monotonic()
+            try:
                 process = self._started()
-                seconds = max(deadline - (time.monotonic() - start), deadline / 2)
-                request = json.dumps({"gold": gold, "answer": answer, "seconds": seconds})
-                try:
-                    _pipe(process.stdin).write(request.encode() + b"\n")
-                    reply = _read_line(process, seconds + _GRACE_SECONDS)
-                except (BrokenPipeError, EOFError):
-                    self._stop()
-                except TimeoutError:
-                    self._stop()
-                    return None
-                else:
-                    return json.loads(reply)
+            except _ServerDied as error:
+                if is_last:
+                    raise RuntimeError(_NO_START) from error
+                self._stop()
+                continue
+            seconds = max(deadline - (time.monotonic() - start), deadline / 2)
+            try:
+                return self._answered(process, {"gold": gold, "answer": answer, "seconds": seconds})
+            except _ServerDied:
+                self._stop()
+            except TimeoutError:
+                self._stop()
+                return None
         return None
 
+    def _answered(self, process: subprocess.Popen[bytes], request: dict[str, Any]) -> bool | None:
+        """Send a request and wait for the reply with its number. Raises `_ServerDied`, or TimeoutError."""
+        self._asked += 1
+        end = time.monotonic() + request["seconds"] + _GRACE_SECONDS
+        try:
+            _write_whole(_pipe(process.stdin), json.dumps({"number": self._asked, **request}).encode() + b"\n")
+            while True:
+                number, verdict = json.loads(_read_line(process, end - time.monotonic()))
+                if number == self._asked:
+                    return verdict
+        except (BrokenPipeError, EOFError, ValueError, TypeError) as error:  # a reply cut off in its middle is no JSON
+            raise _ServerDied from error
+
     def _started(self) -> subprocess.Popen[bytes]:
+        """The running server, started if it is not. Raises `_ServerDied` if it ended instead of coming up."""
         if self._process is None:
             atexit.register(self.close)
             # A session of its own: Ctrl-C is for the trainer, which then closes the pipe.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "grpo_rewards.symbolic"],
+                self._command or [sys.executable, "-m", "grpo_rewards.symbolic"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -110,11 +153,10 @@ class Server:
             )
             try:
                 _read_line(self._process, STARTUP_SECONDS)
-            except (EOFError, TimeoutError) as error:
-                self._stop()
-                raise RuntimeError(
-                    "the symbolic comparison server did not start: `python -m grpo_rewards.symbolic` shows why."
-                ) from error
+            except EOFError as error:
+                raise _ServerDied from error
+            except TimeoutError as error:
+                raise RuntimeError(_NO_START) from error
         return self._process
 
     def _stop(self, patience: float = 0.0) -> None:
@@ -153,6 +195,12 @@ def _close_pipes(process: subprocess.Popen[bytes]) -> None:
             _pipe(pipe).close()
 
 
+def _write_whole(pipe: IO[bytes], content: bytes) -> None:
+    rest = memoryview(content)
+    while rest:  # a signal whose handler returns may cut a write short
+        rest = rest[pipe.write(rest) :]
+
+
 def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
     """Read one line of the server's output, or raise TimeoutError, or EOFError if it ended."""
     output = _pipe(process.stdout)
@@ -175,14 +223,18 @@ _WARM_UP = (("x+1", "1+x"), (r"\sqrt{8}", r"2\sqrt{2}"), ("(1,2)", "(1,3)"), (r"
 
 
 def serve() -> None:
-    """Answer comparisons on stdin until it closes: one JSON line in, one JSON line out (true, false or null)."""
+    """Answer comparisons on stdin until it closes: one JSON line in, one JSON line out, `[number, true|false|null]`.
+
+    The line that says it is ready has the number 0.
+    """
     for warm in _WARM_UP:  # what math-verify builds on first use is built once, before any fork
         verify(*warm)
-    _reply(1, True)
+    _reply(1, [0, True])
     child = None
     for request in sys.stdin.buffer:
+        number = json.loads(request)["number"]
         verdict, child = _compare_in_child(request, child)
-        _reply(1, verdict)
+        _reply(1, [number, verdict])
     if child is not None:
         child.kill()
 
@@ -294,8 +346,8 @@ def _limit_cpu(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 1, hard))
 
 
-def _reply(descriptor: int, verdict: bool | None) -> None:
-    os.write(descriptor, json.dumps(verdict).encode() + b"\n")
+def _reply(descriptor: int, reply: Any) -> None:
+    os.write(descriptor, json.dumps(reply).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -168,6 +168,14 @@ def infinite_on_rank_1(completions: Sequence[str], trainer_state: Any, **columns
     return values
 
 
+def nothing_on_rank_1(completions: Sequence[str], trainer_state: Any, **columns: Any) -> Any:
+    return None if os.environ["RANK"] == "1" and trainer_state.global_step == 2 else variety(completions)
+
+
+def one_on_rank_1(completions: Sequence[str], trainer_state: Any, **columns: Any) -> list[float]:
+    return [1.0] if os.environ["RANK"] == "1" and trainer_state.global_step == 2 else variety(completions)
+
+
 def continues_its_prompt(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
     """1.0 where a completion is what `StubServer` writes for this very prompt."""
     return [float(prompt.endswith(text[:-1])) for prompt, text in zip(prompts, completions, strict=True)]

@@ -1,6 +1,7 @@
 """math-verify in its server: verdicts, deadline, memory, threads, forks, deaths."""
 
 import asyncio
+import ctypes
 import multiprocessing
 import os
 import pickle
@@ -13,6 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from grpo_rewards import answers, symbolic
 from grpo_rewards.correctness import GSM8KCorrectness, MathCorrectness
@@ -116,6 +119,184 @@ def test_a_server_killed_during_a_comparison_is_restarted():
     killer.start()
     assert equivalent("x+1", TOWER, 1.0) is None
     assert equivalent("x+1", "1+x") is True
+
+
+class Interrupted(Exception):
+    """What a caller's own signal handler raises."""
+
+
+@pytest.fixture
+def interrupt():
+    """Call it with seconds: after so long a signal handler raises in the main thread."""
+
+    def raise_it(*_):
+        raise Interrupted
+
+    previous, timers = signal.signal(signal.SIGUSR1, raise_it), []
+
+    def after(seconds):
+        timers.append(threading.Timer(seconds, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1)))
+        timers[-1].start()
+
+    yield after
+    for timer in timers:
+        timer.join()
+    signal.signal(signal.SIGUSR1, previous)
+
+
+def test_an_interrupted_comparison_leaves_no_verdict_behind(interrupt):
+    equivalent("x+1", "1+x")
+    before = symbolic._server().pid
+    interrupt(0.1)
+    with pytest.raises(Interrupted):
+        equivalent("x+1", TOWER, deadline=0.5)
+    assert gone(before)
+    time.sleep(0.6)  # by now the interrupted comparison would have been answered
+    assert [equivalent("x+1", "1+x"), equivalent("x+1", "x-1"), equivalent("x+1", "1+x")] == [True, False, True]
+
+
+# A server that needs no math-verify: equal texts are equal, and a gold `N ms` takes so long.
+STUB = """
+import json, os, sys, time
+{starting}
+os.write(1, b"[0, true]\\n")
+for line in sys.stdin.buffer:
+    request = json.loads(line)
+    time.sleep(float(request["gold"].split(" ")[0]) / 1000)
+    os.write(1, json.dumps([request["number"], request["gold"] == request["answer"]]).encode() + b"\\n")
+"""
+
+
+def stub(starting=""):
+    return [sys.executable, "-I", "-S", "-c", STUB.format(starting=starting)]
+
+
+def test_a_server_killed_while_it_starts_is_retried_once(tmp_path):
+    dies = "open({0!r}, 'a').write('x')\nif len(open({0!r}).read()) <= {1}: os._exit(9)"
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    server = symbolic.Server(stub(dies.format(str(once), 1)))
+    assert server.compare("0 ms", "0 ms", 5.0) is True
+    server.close()
+    with pytest.raises(RuntimeError, match="did not start"):
+        symbolic.Server(stub(dies.format(str(twice), 2))).compare("0 ms", "0 ms", 5.0)
+    assert (once.read_text(), twice.read_text()) == ("xx", "xx")
+
+
+def test_a_reply_of_another_number_is_no_verdict():
+    """As one would be that an interrupt left in the pipe at the one moment at which the server could not be ended."""
+    server = symbolic.Server(stub("time.sleep(0)"))
+    assert server.compare("0 ms", "0 ms", 5.0) is True
+    server._process.stdin.write(b'{"number": 1, "gold": "0 ms", "answer": "0 ms"}\n')
+    assert [server.compare("0 ms", other, 5.0) for other in ("1", "0 ms", "2")] == [False, True, False]
+    server.close()
+
+
+def test_a_long_request_survives_a_signal_whose_handler_returns():
+    server, text = symbolic.Server(stub("time.sleep(0)")), "0 ms " + "x" * 2_000_000
+    assert server.compare(text, text, 5.0) is True
+    previous = signal.signal(signal.SIGUSR1, lambda *_: None)
+    stop = threading.Event()
+
+    def knock():
+        while not stop.wait(0.0005):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+
+    knocking = threading.Thread(target=knock)
+    knocking.start()
+    try:
+        assert [server.compare(text, other, 20.0) for other in (text, text + "y", text)] == [True, False, True]
+    finally:
+        stop.set()
+        knocking.join()
+        signal.signal(signal.SIGUSR1, previous)
+        server.close()
+
+
+DISTURBANCES = st.tuples(st.sampled_from(["interrupt", "kill"]), st.integers(0, 3), st.floats(0, 0.02))
+# What runs at once: for each thread (the main one first) how long its comparison takes and whether the answer is right.
+ROUNDS = st.lists(
+    st.tuples(
+        st.lists(st.tuples(st.integers(0, 8), st.booleans()), min_size=1, max_size=4),
+        st.lists(DISTURBANCES, max_size=3, unique_by=lambda disturbance: disturbance[0] == "kill" or disturbance[1]),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+class Caller(threading.Thread):
+    """One comparison in a thread of its own; `verdict` is None if it was interrupted."""
+
+    def __init__(self, server, milliseconds, right):
+        super().__init__()
+        self.arguments, self.expected = (f"{milliseconds} ms", f"{milliseconds} ms" if right else "other", 20.0), right
+        self.server, self.verdict, self.interrupted = server, None, False
+
+    def run(self):
+        try:
+            self.verdict = self.server.compare(*self.arguments)
+        except Interrupted:
+            self.interrupted = True
+
+    def interrupt(self):
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(Interrupted))
+
+
+def disturb(server, callers, kind, who, main):
+    """Kill the server, or interrupt one of the callers: the main thread by a signal, another as a debugger would."""
+    process = server._process
+    if kind == "kill":
+        if process is not None:
+            process.kill()
+    elif who == 0:
+        if not main.is_set():
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+    elif who < len(callers) and callers[who].is_alive():
+        callers[who].interrupt()
+
+
+def check_verdicts(rounds):
+    server = symbolic.Server(stub())
+    over = threading.Event()
+
+    def raise_it(*_):
+        if not over.is_set():
+            raise Interrupted
+
+    previous = signal.signal(signal.SIGUSR1, raise_it)
+    try:
+        for comparisons, disturbances in rounds:
+            callers = [Caller(server, *comparison) for comparison in comparisons]
+            over.set()
+            for caller in callers[1:]:
+                caller.start()
+            timers = [
+                threading.Timer(at, disturb, (server, callers, kind, who, over)) for kind, who, at in disturbances
+            ]
+            for timer in timers:
+                timer.start()
+            try:
+                over.clear()
+                callers[0].run()
+                over.set()
+            except Interrupted:  # behind the comparison
+                over.set()
+            for thread in [*timers, *callers[1:]]:
+                thread.join()
+            for caller in callers:
+                assert caller.interrupted or caller.verdict is caller.expected
+        undisturbed = [server.compare("0 ms", answer, 20.0) for answer in ("0 ms", "other", "0 ms")]
+        assert undisturbed == [True, False, True]
+    finally:
+        over.set()
+        signal.signal(signal.SIGUSR1, previous)
+        server.close()
+
+
+test_verdicts_are_those_of_an_undisturbed_run = settings(max_examples=12, deadline=None)(given(ROUNDS)(check_verdicts))
+test_verdicts_are_those_of_an_undisturbed_run_at_length = pytest.mark.slow(
+    settings(max_examples=400, deadline=None)(given(ROUNDS)(check_verdicts))
+)
 
 
 def compare_in_fork(queue):

@@ -43,6 +43,58 @@ def test_what_is_finite_passes_as_it_is(completions: list) -> None:
     assert guard.__name__ == "judge"
 
 
+SHAPES = {
+    "None": (None, "returned None for 3 completions"),
+    "a number": (0.5, "returned a float for 3 completions"),
+    "a mapping": ({0: 1.0, 1: 1.0, 2: 1.0}, "returned a dict for 3 completions"),
+    "a set": ({1.0, 2.0, 3.0}, "returned a set for 3 completions"),
+    "text": ("123", "returned a str for 3 completions"),
+    "a tensor without dimensions": (torch.tensor(0.5), "returned a Tensor for 3 completions"),
+    "one score for all": ([1.0], "returned 1 scores for 3 completions"),
+    "too many": ([1.0] * 4, "returned 4 scores for 3 completions"),
+    "none at all": ([], "returned 0 scores for 3 completions"),
+}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_no_list_of_scores_is_refused_by_name(shape: str, is_async: bool) -> None:
+    """TRL would write one score into every row, and the keys of a mapping as if they were scores."""
+    value, says = SHAPES[shape]
+
+    def judge(prompts: list, completions: list, **columns: object) -> object:
+        return value
+
+    async def judge_async(prompts: list, completions: list, **columns: object) -> object:
+        return value
+
+    async def awaited() -> object:
+        return await faults.checked_reward(judge_async)(prompts=TEXTS, completions=TEXTS)
+
+    guard = faults.checked_reward(judge)
+    with pytest.raises(faults.RewardFault, match=f"reward `judge(_async)?` {says}: it must return a list with one"):
+        asyncio.run(awaited()) if is_async else guard(prompts=TEXTS, completions=TEXTS)
+
+
+@pytest.mark.parametrize(
+    "value", [(1.0, 2.0, 3.0), torch.ones(3), iter([1.0, 1.0, 1.0]), {1: 1.0, 2: 2.0, 3: 3.0}.values()]
+)
+def test_any_sequence_of_scores_is_a_list_of_them(value: object) -> None:
+    guard = faults.checked_reward(lambda prompts, completions, **columns: value)
+    assert len(guard(prompts=TEXTS, completions=TEXTS)) == 3
+
+
+def test_the_part_of_a_sum_is_named() -> None:
+    from dataclasses import replace
+
+    from grpo_rewards.registry import build_rewards
+
+    (built,) = build_rewards([{"name": "sum", "rewards": ["tag_count"]}])
+    parts = (replace(built.function.parts[0], function=lambda **columns: None, name="part"),)
+    with pytest.raises(faults.RewardFault, match="reward `part`: `scores` must be a list"):
+        faults.checked_reward(replace(built.function, parts=parts))(prompts=TEXTS, completions=TEXTS)
+
+
 def test_asynchronous_rewards_are_checked_too() -> None:
     class Judge:
         async def __call__(self, prompts: list, completions: list, **columns: object) -> list[float]:
@@ -224,6 +276,8 @@ def test_a_recipe_is_refused_while_the_lock_lies_there(
             "rank 1: reward `raises_on_rank_1` raised ValueError: the judge did not answer",
         ),
         ("ddp_cpu", "infinite_on_rank_1", "rank 1: reward `infinite_on_rank_1` returned inf for row 3"),
+        ("ddp_cpu", "nothing_on_rank_1", "rank 1: reward `nothing_on_rank_1` returned None for 8 completions"),
+        ("ddp_cpu", "one_on_rank_1", "rank 1: reward `one_on_rank_1` returned 1 scores for 8 completions"),
         ("ddp_cpu", "kills_rank_1", "another rank ended without an error of its own; it was probably killed"),
     ],
 )

@@ -1,0 +1,115 @@
+"""Time and memory of `grpo-recipes diagnose` and `report` on a run of many steps, written here without training.
+
+python benchmarks/large_run.py [--steps 100000] [--rows 96000]
+
+The log holds the 45 metrics of a real run at every step; the completions lie in one file for every 100 steps. Each command
+runs in a process of its own, whose peak of resident memory is read when it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import pandas as pd
+
+METRICS = [
+    *("reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "loss", "grad_norm", "learning_rate", "epoch"),
+    *("rewards/gsm8k_correctness/mean", "rewards/gsm8k_correctness/std", "rewards/gsm8k_correctness/parsed"),
+    *("rewards/gsm8k_correctness/symbolic", "rewards/gsm8k_correctness/timeouts"),
+    *("rewards/tag_presence/mean", "rewards/tag_presence/std", "step_time", "num_tokens"),
+    *(f"completions/{kind}_{side}" for kind in ("mean", "min", "max") for side in ("length", "terminated_length")),
+    *("completions/clipped_ratio", "cispo_clip_ratio", "sampling/importance_sampling_ratio/mean"),
+    *(f"clip_ratio/{side}" for side in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")),
+    *(f"efficiency/{name}" for name in ("tokens_saved", "rows_skipped", "padding", "prompt_share", "packed_rows")),
+    *(f"profiling/Time taken: GRPOTrainer.{name}" for name in ("generate", "score", "loss", "forward", "sync", "log")),
+]
+REWARDS = [
+    {"name": "gsm8k_correctness", "source": "gsm8k_correctness", "weight": 1.0, "kind": "correctness"},
+    {"name": "tag_presence", "source": "tag_presence", "weight": 1.0, "kind": "format"},
+]
+ROWS_PER_GROUP = 8
+
+
+def write_run(folder: Path, steps: int, rows: int) -> Path:
+    """A run of `steps` logged steps, and `rows` logged completions of 1,000 characters."""
+    draw = random.Random(0)
+    (folder / "completions").mkdir(parents=True)
+    with (folder / "trainer_state.json").open("w") as file:
+        file.write(f'{{\n  "global_step": {steps},\n  "log_history": [\n')
+        for step in range(1, steps + 1):
+            entry = {"step": step, **{name: draw.gauss(1 + step / steps, 0.1) for name in METRICS}}
+            file.write(json.dumps(entry, indent=2) + (",\n" if step < steps else "\n"))
+        file.write("  ]\n}\n")
+    record = {
+        "recipe": {"rewards": ["gsm8k_correctness", "tag_presence"]},
+        "config": {"beta": 0.04},
+        "rewards": REWARDS,
+    }
+    (folder / "run.json").write_text(json.dumps(record))
+    files = max(1, min(steps // 100, rows // ROWS_PER_GROUP))
+    for number in range(files):
+        step, count = (number + 1) * steps // files, rows // files
+        group = [place // ROWS_PER_GROUP for place in range(count)]
+        table = {
+            "step": [step] * count,
+            "prompt": [[{"role": "user", "content": f"question {step} {place} " + "words " * 40}] for place in group],
+            "completion": [[{"role": "assistant", "content": draw.randbytes(500).hex()}] for _ in group],
+            "gsm8k_correctness": [float(draw.random() < 0.5) for _ in group],
+            "tag_presence": [draw.random() for _ in group],
+            "advantage": [0.0] * count,
+        }
+        pd.DataFrame(table).to_parquet(folder / "completions" / f"completions_{step:05d}.parquet")
+    return folder
+
+
+def measure(*arguments: str) -> tuple[float, float, float]:
+    """Seconds, seconds of CPU and peak resident MB of a command in a process of its own."""
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "grpo_recipes.cli", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    assert process.stderr is not None
+    said = process.stderr.read().decode()
+    _, status, usage = os.wait4(process.pid, 0)
+    if os.waitstatus_to_exitcode(status) not in (0, 1):
+        raise RuntimeError(said)
+    megabytes = usage.ru_maxrss / (1024 if platform.system() == "Linux" else 1 << 20)
+    return time.perf_counter() - started, usage.ru_utime + usage.ru_stime, megabytes
+
+
+def main() -> None:
+    """Print a table of both commands at a quarter of the size and at the whole."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--rows", type=int, default=96_000)
+    options = parser.parse_args()
+    names = ("pandas", "pyarrow", "matplotlib")
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, ",
+        end="",
+    )
+    print(", ".join(f"{name} {version(name)}" for name in names) + "\n")
+    print(
+        "| command | steps | rows of completions | seconds | CPU seconds | peak memory, MB |\n|---|---|---|---|---|---|"
+    )
+    for share in (4, 1):
+        steps, rows = options.steps // share, options.rows // share
+        with tempfile.TemporaryDirectory() as folder:
+            run = str(write_run(Path(folder) / "run", steps, rows))
+            for command in ("diagnose", "report"):
+                seconds, cpu, peak = measure(command, run)
+                print(f"| {command} | {steps:,} | {rows:,} | {seconds:.1f} | {cpu:.1f} | {peak:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

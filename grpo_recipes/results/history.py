@@ -1,0 +1,198 @@
+"""The log of a run in its `trainer_state.json`, read one entry at a time: `read_log(file)`.
+
+The log of 100,000 steps is a file of 150 MB, which as a list of dictionaries takes ten times the memory of its numbers. Here
+each entry becomes a number in the column of its metric before the next one is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from grpo_recipes.runs.files import NUMBER, STEP, RunError, check_ordinary, mismatch, one_line
+
+_CHARACTERS = 1 << 18
+_ENTRY = {"step": STEP}
+_IN_NUMBERS = "0123456789+-.eE"  # a number that is followed by one of these has not been read to its end
+_FIX = "restore or remove the file"
+
+
+@dataclass
+class Log:
+    """The numbers that a run logged, by metric in order of appearance: at which step, and what; NaN and infinities left out.
+
+    `last_step` is the highest step of an entry, 0 without any.
+    """
+
+    metrics: dict[str, tuple[array[int], array[float]]] = field(default_factory=dict)
+    last_step: int = 0
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Add an entry, which has a `step`."""
+        step = entry["step"]
+        self.last_step = max(self.last_step, step)
+        for key, value in entry.items():
+            column = self.metrics.get(key)
+            if column is None:
+                column = self.metrics[key] = (array("q"), array("d"))
+            if (type(value) is float or NUMBER.holds(value)) and math.isfinite(value):
+                column[0].append(step)
+                column[1].append(value)
+
+
+def read_log(path: Path, tick: Callable[[], None] = lambda: None) -> Log:
+    """The log in a `trainer_state.json`.
+
+    Args:
+        path: the file.
+        tick: called after each entry, where a caller may raise to stop.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        RunError: it is damaged, or holds something else.
+    """
+    log = Log()
+    found = False
+    with _reader(path) as reader:
+        for key, value in reader.members():
+            if isinstance(value, _Items):
+                found = True
+                for number, entry in enumerate(value):
+                    if problem := mismatch(entry, _ENTRY, f"log_history[{number}]"):
+                        raise RunError(f"{path}: {problem}; {_FIX}")
+                    log.add(entry)
+                    tick()
+            elif key == "log_history":
+                raise RunError(f"{path}: {mismatch(value, [], key)}; {_FIX}")
+    if not found:
+        raise RunError(f"{path}: it has no `log_history`; {_FIX}")
+    return log
+
+
+def read_step(path: Path) -> int:
+    """The `global_step` of a `trainer_state.json`, as transformers writes it before the log, which is not read; else 0.
+
+    Raises FileNotFoundError, or `RunError` if the file is damaged up to there.
+    """
+    with _reader(path) as reader:
+        for key, value in reader.members():
+            if isinstance(value, _Items):
+                break
+            if key == "global_step":
+                if problem := mismatch(value, STEP, key):
+                    raise RunError(f"{path}: {problem}; {_FIX}")
+                return value
+    return 0
+
+
+@contextmanager
+def _reader(path: Path) -> Iterator[_Reader]:
+    """A JSON file that is read in this block, in which what is wrong with the file becomes a `RunError`."""
+    check_ordinary(path, _FIX)
+    try:
+        with path.open(encoding="utf-8") as file:
+            yield _Reader(file)
+    except (FileNotFoundError, RunError):
+        raise
+    except (ValueError, RecursionError, OSError) as error:
+        raise RunError(f"{path}: can't be read as JSON ({one_line(error)}); {_FIX}") from error
+
+
+class _Reader:
+    """A JSON text that is decoded value by value, with no more than one of them in memory."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._text, self._at, self._is_over = "", 0, False
+        self._decoder = json.JSONDecoder()
+
+    def members(self) -> Iterator[tuple[Any, Any]]:
+        """Yield the members of an object; the log as `_Items`, of which what the caller leaves is skipped."""
+        if self._next() != "{":
+            value = self.value()
+            kind = "a list" if isinstance(value, list) else json.dumps(value)[:40]
+            raise RunError(f"{self._file.name}: it is {kind}, not an object; {_FIX}")
+        self._take("{")
+        if self._next() == "}":
+            return
+        while True:
+            key = self.value()
+            self._take(":")
+            if key == "log_history" and self._next() == "[":
+                items = _Items(self)
+                yield key, items
+                for _ in items:
+                    pass
+            else:
+                yield key, self.value()
+            if self._next() != ",":
+                break
+            self._take(",")
+        self._take("}")
+        if self._next():
+            raise ValueError("there is more behind its end")
+
+    def value(self) -> Any:
+        """The next value, whole."""
+        self._next()
+        size = _CHARACTERS
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._text, self._at)
+            except ValueError:
+                if not self._fill(size):
+                    raise
+            else:
+                goes_on = end == len(self._text) or self._text[end] in _IN_NUMBERS
+                if not goes_on or not self._fill(size):
+                    self._at = end
+                    return value
+            size *= 2  # so that a long value is not decoded over and over
+
+    def _next(self) -> str:
+        """The next character that is no space; "" at the end."""
+        while True:
+            while self._at < len(self._text):
+                if (character := self._text[self._at]) not in " \t\r\n":
+                    return character
+                self._at += 1
+            if not self._fill(_CHARACTERS):
+                return ""
+
+    def _take(self, expected: str) -> None:
+        if (found := self._next()) != expected:
+            raise ValueError(f"expected {expected!r}, and it is {'cut off' if not found else repr(found)}")
+        self._at += 1
+
+    def _fill(self, size: int) -> bool:
+        """Read on; what has been decoded is let go. False at the end of the file."""
+        more = "" if self._is_over else self._file.read(size)
+        self._is_over = not more
+        self._text, self._at = self._text[self._at :] + more, 0
+        return bool(more)
+
+
+class _Items:
+    """The items of a list, decoded as they are asked for."""
+
+    def __init__(self, reader: _Reader) -> None:
+        self._items = self._read(reader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._items
+
+    @staticmethod
+    def _read(reader: _Reader) -> Iterator[Any]:
+        reader._take("[")
+        if reader._next() != "]":
+            yield reader.value()
+            while reader._next() == ",":
+                reader._take(",")
+                yield reader.value()
+        reader._take("]")

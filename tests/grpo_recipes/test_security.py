@@ -1,0 +1,694 @@
+"""What a stranger may do to a reader of a run, a model or a dataset, and what a run may tell a stranger: nothing.
+
+Each test lays a canary where harm would be done - a secret to be found in a file, code that leaves a file behind, an escape
+sequence, a link out of a folder - and runs the commands over it. `docs/security.md` says what is trusted and what is not.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from grpo_recipes import cli, train
+from grpo_recipes.recipe.checks import Machine, check
+from grpo_recipes.recipe.recipe import parse_recipe
+from grpo_recipes.results.model_card import write_model_card
+from grpo_recipes.runs.record import add_launch, describe_launch
+from grpo_rewards import cli as rewards_cli
+from grpo_rewards.redaction import HIDDEN, is_secret, redacted, redacted_arguments, scrubbed, secret_values
+from grpo_rewards.terminal import visible, visible_lines
+from tests.grpo_recipes import launching
+from tests.grpo_recipes.synthetic import healthy_completions, ramp, write_run
+from tests.test_architecture import modules
+
+COMMANDS = {"grpo-recipes": cli.main, "grpo-rewards": rewards_cli.main, "train": train.main}
+
+
+def run_command(line: str, *, stdin: str = "") -> tuple[int, str]:
+    """The exit code of a command line, and all that it printed."""
+    program, *arguments = shlex.split(line)
+    printed = io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+    ):
+        patch.setattr(sys, "stdin", io.StringIO(stdin))
+        try:
+            code = COMMANDS[program](arguments)
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else 1
+    said = printed.getvalue()
+    assert "Traceback" not in said, said
+    return code, said
+
+
+def mostly_slow(cases: Sequence[Any], quick: Sequence[int]) -> list[Any]:
+    """The cases, of which those at the places `quick` are left to the quick part."""
+    return [
+        pytest.param(case, marks=() if place in quick else pytest.mark.slow, id=str(case))
+        for place, case in enumerate(cases)
+    ]
+
+
+# Secrets
+
+SECRETS = {
+    "hub_token": "canary-of-the-hub",
+    "token": "canary-of-the-model",
+    "api_key": "canary-of-a-judge",
+    "Authorization": "Bearer canary-of-a-header",
+    "password": "canary-of-a-password",
+    "shape": "hf_canarycanarycanarycanary",
+    "url": "someone:canary-of-a-url",
+}
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["token", "hub_token", "api_key", "apiKey", "X-Api-Key", "openai_api_key", "password", "db_password", "secret",
+     "client_secret", "Authorization", "access_token", "private_key", "credentials", "tokens_secret", "auth"],
+)  # fmt: skip
+def test_what_is_called_a_secret_is_hidden(key: str) -> None:
+    assert redacted({"kwargs": [{key: "x9"}]}) == {"kwargs": [{key: HIDDEN}]}
+    assert redacted({key: {"user": "x9"}}) == {key: HIDDEN}
+    assert redacted_arguments([f"--kwargs.{key}", "x9", f"--{key}=x9"]) == [
+        f"--kwargs.{key}",
+        HIDDEN,
+        f"--{key}={HIDDEN}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("eos_token", "</s>"), ("pad_token", "<pad>"), ("max_prompt_tokens", 5), ("num_input_tokens", 3), ("api_key_env", "KEY"),
+     ("tokenizer", "gpt2"), ("token", True), ("token", None), ("key", "question"), ("author", "me"), ("stop_token", "."),
+     ("importance_sampling_level", "token"), ("answer_token", "a"), ("monkey", "x"), ("tags", ["think", "answer"])],
+)  # fmt: skip
+def test_what_only_sounds_like_one_is_kept(key: str, value: Any) -> None:
+    assert redacted({key: value}) == {key: value}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["hf_abcdefghijklmnopqrst", "sk-proj-abcdefghijklmnopqrst", "ghp_abcdefghijklmnopqrstuvwxyz0123456789",
+     "Bearer abcdefghij", "https://me:pass@host/x", "AKIAABCDEFGHIJKLMNOP", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abc"],
+)  # fmt: skip
+def test_what_has_the_shape_of_a_secret_is_hidden_under_any_key(text: str) -> None:
+    shown = redacted({"headers": {"x": f"before {text} behind"}})["headers"]["x"]
+    assert HIDDEN in shown
+    assert shown.startswith("before ")
+    assert text not in scrubbed(f"it said {text}.")
+
+
+def test_no_key_of_trls_is_hidden_but_the_hubs_token() -> None:
+    from trl import GRPOConfig, ModelConfig
+
+    names = [name for owner in (GRPOConfig, ModelConfig) for name in owner.__dataclass_fields__]
+    assert [name for name in names if is_secret(name, "x")] == ["hub_token"]
+
+
+def secret_recipe(folder: Path, policy: Path, **changes: Any) -> Path:
+    """A recipe with a secret wherever one may stand; its reward keeps them and says what it is told to."""
+    (folder / "keyed.py").write_text(
+        "from dataclasses import dataclass, field\n"
+        "@dataclass(frozen=True)\n"
+        "class Keyed:\n"
+        "    api_key: str = ''\n    headers: dict = field(default_factory=dict)\n"
+        "    settings: dict = field(default_factory=dict)\n"
+        "    base_url: str = ''\n    fails: bool = False\n    name: str = 'keyed'\n"
+        "    @property\n    def __name__(self): return self.name\n"
+        "    def __call__(self, prompts, completions, **columns):\n"
+        "        if self.fails: raise RuntimeError(f'the service refuses {self.api_key} at {self.base_url}')\n"
+        "        return [float(len(set(text))) for text in completions]\n"
+    )
+    kwargs = {
+        "api_key": SECRETS["api_key"],
+        "headers": {"Authorization": SECRETS["Authorization"], "x-trace": SECRETS["shape"]},
+        "settings": {"password": SECRETS["password"]},
+        "base_url": f"https://{SECRETS['url']}@host/v1",
+        **changes.pop("kwargs", {}),
+    }
+    rows = launching.write_rows(folder / "rows.jsonl", 8)
+    values = {
+        "rewards": [{"name": "keyed.Keyed", "kwargs": kwargs}],
+        "model_init_kwargs": {"token": SECRETS["token"]},
+        "hub_token": SECRETS["hub_token"],
+        "max_steps": 1,
+        **changes,
+    }
+    return launching.write_recipe(folder / "mine.yaml", policy, rows, folder / "run", **values)
+
+
+def canaries(folder: Path) -> list[str]:
+    """The files of a folder in which a secret stands, and which one."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    contents = {path: path.read_bytes() for path in files}
+    values = [secret.removeprefix("Bearer ").encode() for secret in SECRETS.values()]
+    return [f"{path}: {value!r}" for path, content in contents.items() for value in values if value in content]
+
+
+@pytest.fixture
+def secrets_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "keyed", raising=False)
+    monkeypatch.setenv("HF_TOKEN", "")
+    return tmp_path
+
+
+def test_a_record_and_a_card_hold_no_secret(secrets_path: Path) -> None:
+    rewards = json.dumps([{"name": "keyed.Keyed", "kwargs": {"api_key": SECRETS["api_key"]}}])
+    config = secret_recipe(secrets_path, secrets_path)
+    for given in (["--rewards", rewards], ["--hub_token=" + SECRETS["hub_token"]], ["--hub-token", SECRETS["hub_token"]],
+                  ["--rewards.0.kwargs.api_key", SECRETS["api_key"]],
+                  ["--model_init_kwargs.token", SECRETS["token"]]):  # fmt: skip
+        recipe = parse_recipe(["--config", str(config), *given])
+        checked = check(recipe, Machine(1, bf16=False))
+        entry = describe_launch(
+            recipe.as_dict(), vars(recipe.config), checked.rewards, recipe.arguments, train_prompts=8, world_size=1
+        )
+        add_launch(secrets_path / "run", entry)
+        write_model_card(secrets_path / "run")
+        assert entry["recipe"]["hub_token"] == entry["recipe"]["rewards"][0]["kwargs"]["api_key"] == HIDDEN
+    assert canaries(secrets_path / "run") == []
+
+
+def test_a_report_on_another_programs_record_holds_no_secret(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    record = json.loads((folder / "run.json").read_text())
+    record["recipe"]["rewards"] = [{"name": "x.y", "kwargs": {"api_key": SECRETS["api_key"], "u": SECRETS["shape"]}}]
+    (folder / "run.json").write_text(json.dumps(record))
+    assert run_command(f"grpo-recipes report {folder}")[0] == 0
+    assert canaries(folder / "report") == []
+
+
+def test_a_placeholder_is_never_taken_for_the_secret(secrets_path: Path) -> None:
+    recipe = parse_recipe(["--config", str(secret_recipe(secrets_path, secrets_path))])
+    add_launch(secrets_path / "run", describe_launch(recipe.as_dict(), {}, recipe.build_rewards(), []))
+    again = f"--config {secrets_path}/run/run.json"
+    code, said = run_command(f"grpo-recipes plan {secrets_path}/run/run.json")
+    assert code == 2
+    assert "`rewards.0.kwargs.api_key` is the placeholder of a secret" in said
+    given = ["--rewards.0.kwargs", "{api_key: canary-again}"]
+    rerun = parse_recipe([*again.split(), *given])
+    assert rerun.rewards[0]["kwargs"] == {"api_key": "canary-again"}
+    assert rerun.training.get("hub_token") is None
+    assert rerun.training["model_init_kwargs"] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_file_of_a_run_holds_a_secret(secrets_path: Path, fails: bool) -> None:
+    """The whole folder is searched: transformers pickles its arguments with each save, and services quote keys in errors."""
+    policy = launching.build_policy(secrets_path / "policy")
+    config = secret_recipe(secrets_path, policy, kwargs={"fails": fails}, report_to="none")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        assert train.main(["--config", str(config)]) == (1 if fails else 0)
+    run = secrets_path / "run"
+    assert any(run.rglob("training_args.bin")) is not fails
+    assert any(run.glob("fault-rank0.json")) is fails
+    if not fails:
+        assert run_command(f"grpo-recipes report {run}")[0] in (0, 2)
+        assert os.environ["HF_TOKEN"] == SECRETS["hub_token"]
+        assert train.main(["--config", str(config), "--resume_from_checkpoint", "true"]) == 0
+    assert canaries(run) == []
+    assert [secret for secret in SECRETS.values() if secret in printed.getvalue()] == []
+
+
+def test_a_resume_with_another_key_is_neither_refused_nor_told() -> None:
+    secrets = {"rewards": [{"name": "x", "kwargs": {"api_key": SECRETS["api_key"]}}]}
+    assert secret_values(secrets) == {SECRETS["api_key"]}
+    assert redacted(secrets) == redacted(redacted(secrets))
+
+
+# Code of others
+
+
+def leaves_canary(folder: Path) -> Path:
+    """A folder of a model whose configuration names code of its own, in every way that transformers and peft know."""
+    canary = folder.parent / "ran"
+    code = f"open({str(canary)!r}, 'a').write(__file__)\nclass Evil: pass\n"
+    mapped = {
+        f"Auto{name}": "evil.Evil" for name in ("Config", "Model", "ModelForCausalLM", "ModelForSequenceClassification")
+    }
+    folder.mkdir()
+    for name in ("evil.py", "custom_generate/generate.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(code)
+    config = {"model_type": "evil", "architectures": ["Evil"], "auto_map": mapped}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}})
+    )
+    (folder / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    (folder / "trainer_state.json").write_text(
+        json.dumps({"log_history": [{"step": 1, "reward": 1.0}], "global_step": 1})
+    )
+    return canary
+
+
+VERBS = [
+    "grpo-recipes plan mine.yaml",
+    "grpo-recipes plan mine.yaml --build",
+    "grpo-recipes plan mine.yaml --model_config evil/config.json",
+    "grpo-recipes evaluate evil --dataset arithmetic --limit 2",
+    "grpo-recipes evaluate adapter --dataset arithmetic --limit 2",
+    "grpo-recipes evaluate known --dataset arithmetic --limit 2 --max_new_tokens 2",
+    "grpo-recipes diagnose evil",
+    "grpo-recipes report evil",
+    "grpo-rewards list",
+    "grpo-rewards score rows.jsonl --reward '{name: reward_model, kwargs: {model: evil}}'",
+    "grpo-rewards check rows.jsonl --reward '{name: reward_model, kwargs: {model: evil}}'",
+    "grpo-rewards convert-internlm2 evil out",
+    "train --config mine.yaml",
+]
+
+
+@pytest.mark.parametrize("line", mostly_slow(VERBS, (0, 3, 5, 9)))
+def test_no_verb_runs_code_that_a_folder_brings(
+    line: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even to somebody who answers yes to whatever a library asks."""
+    monkeypatch.chdir(tmp_path)
+    canary = leaves_canary(tmp_path / "evil")
+    (tmp_path / "adapter").mkdir()
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "evil"), "target_modules": ["q_proj"]}
+    adapter["auto_mapping"] = {"base_model_class": "Evil", "parent_library": "evil.evil"}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    # An architecture that transformers knows, with a loop of its own for generation.
+    known = tmp_path / "known"
+    known.mkdir()
+    for path in tiny_model.iterdir():
+        (known / path.name).write_bytes(path.read_bytes())
+    (known / "custom_generate").mkdir()
+    (known / "custom_generate" / "generate.py").write_text(
+        (tmp_path / "evil" / "evil.py").read_text() + "def generate(*a, **k): 1/0\n"
+    )
+    rows = launching.write_rows(tmp_path / "rows.jsonl", 8)
+    for row in [json.loads(line) for line in rows.read_text().splitlines()]:
+        with rows.open("a") as file:
+            file.write(json.dumps({**row, "completion": "7"}) + "\n")
+    launching.write_recipe(tmp_path / "mine.yaml", tmp_path / "evil", rows, tmp_path / "run")
+    run_command(line, stdin="y\n" * 20)
+    assert not canary.exists(), canary.read_text()
+
+
+# Names of code
+
+
+@pytest.fixture
+def evil_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module whose class and factory leave a canary when they are called."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "strangers", raising=False)
+    canary = tmp_path / "called"
+    (tmp_path / "strangers.py").write_text(
+        f"def leave(): open({str(canary)!r}, 'a').write('x')\n"
+        "class Reward:\n"
+        "    kind = 'correctness'\n"
+        "    def __init__(self, level=1): leave()\n"
+        "    def __call__(self, prompts, completions, **columns): return [1.0] * len(completions)\n"
+        "class NoReward:\n    pass\n"
+        "def factory(level=1):\n    leave()\n    return reward\n"
+        "def reward(prompts, completions, **columns): return [1.0] * len(completions)\n"
+        "def command(command): leave()\n"
+    )
+    return canary
+
+
+NAMED = [
+    "strangers.Reward",
+    {"name": "strangers.Reward", "kwargs": {"level": 2}},
+    {"name": "strangers.factory", "kwargs": {}},
+]
+
+
+@pytest.mark.parametrize("inside", mostly_slow([False, True], (0,)))
+@pytest.mark.parametrize("spec", mostly_slow(NAMED, (1,)))
+def test_a_plan_calls_no_factory_of_others_unless_asked(
+    evil_module: Path, tmp_path: Path, spec: Any, inside: bool
+) -> None:
+    rows = launching.write_rows(tmp_path / "rows.jsonl", 8)
+    rewards = [{"name": "gate", "reward": "tag_count", "only_if": spec} if inside else spec]
+    launching.write_recipe(tmp_path / "mine.yaml", tmp_path, rows, tmp_path / "run", rewards=rewards)
+    code, said = run_command("grpo-recipes plan mine.yaml")
+    assert code == 0
+    assert not evil_module.exists()
+    assert "imported and not built" in said
+    assert "`--build`" in said
+    code, said = run_command("grpo-recipes plan mine.yaml --build")
+    assert code == 0
+    assert evil_module.exists()
+    assert "not built" not in said
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("os.system", "can't take `prompts` and `completions`"),
+        ("strangers.command", "can't take `prompts` and `completions`"),
+        ("strangers.NoReward", "can't be called"),
+        ({"name": "strangers.Reward", "kwargs": {"lvel": 2}}, "did you mean `level`?"),
+        ({"name": "strangers.factory", "kwargs": {"x": 2}}, "unknown kwarg `x`"),
+    ],
+    ids=str,
+)
+def test_what_is_no_reward_is_refused_before_it_is_called(
+    evil_module: Path, tmp_path: Path, spec: Any, says: str
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    launching.write_rows(rows, 8)
+    launching.write_recipe(tmp_path / "mine.yaml", tmp_path, rows, tmp_path / "run", rewards=[spec])
+    (tmp_path / "scored.jsonl").write_text('{"completion": "touch called"}\n')
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        assert cli.main(["plan", "mine.yaml"]) == 2
+        assert (
+            rewards_cli.main(
+                ["score", "scored.jsonl", "--reward", json.dumps(spec) if isinstance(spec, dict) else spec]
+            )
+            == 2
+        )
+    assert [says in line for line in printed.getvalue().splitlines()] == [True, True], printed.getvalue()
+    assert not evil_module.exists()
+
+
+HOSTILE_SPECS = [
+    {"name": "os.system", "kwargs": {"command": "touch called"}},
+    {"name": "strangers.factory", "kwargs": {}},
+    "strangers.Reward",
+    {"name": "grpo_rewards.registry.build_rewards", "kwargs": {"specs": [{"name": "strangers.Reward"}]}},
+    {"name": "grpo_rewards.registry.resolve", "kwargs": {"name": "strangers_on_import.x"}},
+    {"name": "sum", "alias": "factory", "rewards": [{"name": "strangers.factory", "kwargs": {}}]},
+    {"name": "trl.rewards.other_rewards.leave", "kwargs": {}},
+]
+
+
+@pytest.mark.parametrize("spec", mostly_slow(HOSTILE_SPECS, (0, 3)))
+def test_a_strangers_record_names_code_in_vain(evil_module: Path, tmp_path: Path, tiny_model: Path, spec: Any) -> None:
+    """`diagnose`, `report` and `evaluate` read the rewards of a `run.json`: only ours are built from it."""
+    (tmp_path / "strangers_on_import.py").write_text("from strangers import leave\nleave()\nx = 1\n")
+    name = (spec if isinstance(spec, str) else spec.get("alias") or spec["name"]).rpartition(".")[2]
+    folder = write_run(
+        tmp_path / "run", {f"rewards/{name}/parsed": ramp(0, 0), "rewards/gsm8k_correctness/parsed": None}
+    )
+    record = json.loads((folder / "run.json").read_text())
+    record["recipe"] |= {"rewards": [spec], "dataset": {"name": "arithmetic", "size": 2}}
+    (folder / "run.json").write_text(json.dumps(record))
+    for path in tiny_model.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    for line in ("diagnose run", "report run", "evaluate run --limit 1 --max_new_tokens 1"):
+        code, said = run_command(f"grpo-recipes {line}")
+        assert code in (0, 1), said
+    assert not evil_module.exists()
+
+
+# The terminal
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\x00\u202e\u2066\x9b31m\u2028\r\x08\u200b\ud800"
+SHOWN = r"\x1b[2J\x1b]0;owned\x07\x00\u202e\u2066\x9b31m\u2028\r\x08\u200b\ud800"
+
+
+def test_control_characters_are_made_visible() -> None:
+    assert visible(HOSTILE) == SHOWN
+    assert visible("one\ntwo\tthree") == r"one\ntwo\tthree"
+    assert visible_lines("one\ntwo\x1b") == "one\ntwo\\x1b"
+    for text in ("Überraschung", "空\u3000格", "नमस्ते", "می\u200cخواهم", "👩\u200d👩\u200d👧", "1\u00a0000 €"):
+        assert visible(text) == text
+
+
+def test_every_print_goes_through_the_one_function() -> None:
+    printing = {
+        module
+        for module, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    }
+    assert printing == {"grpo_rewards.terminal"}
+
+
+def controls(said: str) -> list[str]:
+    """The characters of a command's output that steer a terminal; a progress bar returns to its line's start."""
+    bars = re.sub(r"\r(evaluating|scoring|checking)?[^\n\r]*(it/s|s/it|\?|%\||batch)[^\n\r]*", "", said)
+    return sorted({character for character in bars if character != "\n" and visible(character) != character})
+
+
+def hostile_run(folder: Path) -> Path:
+    """A run whose every text is hostile: names of rewards, metrics, columns, completions, evaluations, the recipe."""
+    rewards = [
+        {"name": f"format{HOSTILE}", "source": "x", "weight": 1.0, "kind": "format"},
+        {"name": f"right{HOSTILE}", "source": "x", "weight": 1.0, "kind": "correctness"},
+    ]
+    metrics = {f"rewards/format{HOSTILE}/mean": ramp(0.1, 0.9), f"rewards/right{HOSTILE}/mean": ramp(0.5, 0.5)}
+    metrics |= {f"rewards/format{HOSTILE}/std": ramp(0.9, 0.9), f"rewards/right{HOSTILE}/std": ramp(0.01, 0.01)}
+    metrics |= {f"rewards/right{HOSTILE}/parsed": ramp(0, 0), f"efficiency/{HOSTILE}": ramp(0, 1)}
+    text = HOSTILE.replace("\ud800", "")  # no file of UTF-8 holds half of a pair
+    completions = [
+        {**row, "completion": text + row["completion"][0]["content"], "prompt": text} for row in healthy_completions()
+    ]
+    write_run(folder, metrics, rewards=rewards, completions=completions)
+    record = json.loads((folder / "run.json").read_text())
+    spec = {"name": "gsm8k_correctness", "alias": f"right{HOSTILE}", "kwargs": {"extract": "boxed"}}
+    record["recipe"] |= {"rewards": [spec], "model_name_or_path": HOSTILE, HOSTILE: HOSTILE}
+    record |= {"started": HOSTILE, "versions": {"trl": HOSTILE}}
+    (folder / "run.json").write_text(json.dumps(record))
+    share = {"value": 0.4, "low": 0.3, "high": 0.5}
+    evaluation = folder / "evaluations" / "before\x1b[2J\u202e"
+    evaluation.mkdir(parents=True)
+    strict = [{"name": HOSTILE}, {"name": "x", "extract": HOSTILE}]
+    summary = {"problems": 2, "strict": share, "lenient": share, "settings": {"samples": 1, "strict": strict}}
+    (evaluation / "evaluation.json").write_text(json.dumps(summary))
+    return folder
+
+
+def hostile_rows(path: Path) -> Path:
+    rows = [
+        {"completion": HOSTILE + " 7", "answer": HOSTILE + " 7", "question": HOSTILE, HOSTILE: 1},
+        {HOSTILE: HOSTILE},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + f"{{{HOSTILE[:5]}\n")
+    return path
+
+
+HOSTILE_LINES = [
+    "grpo-recipes diagnose run",
+    "grpo-recipes report run",
+    "grpo-recipes report named\x1b[2J\u202e",
+    "grpo-recipes diagnose nothing\x1b[2J",
+    "grpo-recipes diagnose damaged",
+    "grpo-recipes plan mine.yaml",
+    "grpo-recipes plan mine.yaml --json",
+    "grpo-recipes plan fine.yaml --model_config model/config.json",
+    "grpo-recipes plan odd\x1b[2J.yaml",
+    "grpo-recipes plan mine.yaml --lerning\x1b[2J 1",
+    "grpo-recipes evaluate model --dataset gsm8k --path rows.jsonl",
+    "grpo-recipes evaluate model --dataset arithmetic --limit 1",
+    "grpo-recipes evaluate run --dataset arithmetic --limit 1",
+    "grpo-recipes evaluate finished --dataset arithmetic --limit 1 --output finished/out",
+    "grpo-recipes evaluate --compare run run",
+    "grpo-recipes \x1b[2J",
+    "grpo-rewards \x1b[2J",
+    "grpo-rewards list",
+    "grpo-rewards score rows.jsonl --reward gsm8k_correctness",
+    "grpo-rewards score rows.jsonl --reward odd_reward.reward --out out.jsonl",
+    "grpo-rewards score rows.jsonl --reward odd_reward.fails",
+    "grpo-rewards score rows.jsonl --reward odd\x1b[2J",
+    "grpo-rewards check rows.jsonl",
+    "grpo-rewards check rows.jsonl --gold_column nothing\x1b[2J",
+    "grpo-rewards convert-internlm2 model out",
+    "train --config mine.yaml",
+]
+
+
+@pytest.mark.parametrize("line", mostly_slow(HOSTILE_LINES, (0, 5, 13, 18, 22)))
+def test_no_verb_prints_a_control_character(line: str, tmp_path: Path, tiny_model: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    hostile_run(tmp_path / "run")
+    hostile_rows(tmp_path / "rows.jsonl")
+    hostile_run(tmp_path / "named\x1b[2J\u202e")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": HOSTILE}]}))
+    model = tmp_path / "model"
+    model.mkdir()
+    named = {"model_type": HOSTILE, "architectures": [HOSTILE], "rope_scaling": {"rope_type": HOSTILE}}
+    (model / "config.json").write_text(json.dumps(named))
+    (model / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": HOSTILE}))
+    (tmp_path / "odd_reward.py").write_text(
+        "def reward(prompts, completions, **columns): return [1.0] * len(completions)\n"
+        f"def fails(prompts, completions, **columns): raise ValueError({HOSTILE!r})\n"
+    )
+    launching.write_recipe(tmp_path / "mine.yaml", tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "out")
+    launching.write_recipe(
+        tmp_path / "fine.yaml", tmp_path / "model", launching.write_rows(tmp_path / "fine.jsonl", 8), tmp_path / "out"
+    )
+    finished = tmp_path / "finished"
+    finished.mkdir()
+    for path in tiny_model.iterdir():
+        (finished / path.name).write_bytes(path.read_bytes())
+    (finished / "out").mkdir()
+    share = {"value": 0.4, "low": 0.3, "high": 0.5}
+    settings = {"samples": 1, "strict": [{"name": HOSTILE}]}
+    summary = {"model": HOSTILE, "problems": 2, "strict": share, "lenient": share, "settings": settings}
+    (finished / "out" / "evaluation.json").write_text(json.dumps(summary))
+    _, said = run_command(line)
+    assert controls(said) == [], said
+
+
+@pytest.mark.slow
+def test_training_prints_no_control_character(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "odd_reward", raising=False)
+    (tmp_path / "odd_reward.py").write_text(
+        f"def fails(prompts, completions, **columns): raise ValueError({HOSTILE!r})\n"
+    )
+    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
+    config = launching.write_recipe(
+        tmp_path / "mine.yaml", policy, rows, tmp_path / "run", rewards=["odd_reward.fails"], disable_tqdm=True
+    )
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        assert train.main(["--config", str(config)]) == 1
+    assert "odd_reward" in printed.getvalue()
+    assert SHOWN in printed.getvalue()
+    assert controls(printed.getvalue()) == []
+
+
+# Links
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Iterator[Path]:
+    """A folder that nothing may be written into, with one file that must stay as it is."""
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    (folder / "file").write_text("as it was")
+    yield folder
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {"file": "as it was"}
+
+
+@pytest.mark.parametrize(
+    "link", mostly_slow([".report.html.part", "report.html", "kl-to-the-reference.png", ".entropy.png.part"], (0,))
+)
+def test_a_report_replaces_a_link_and_does_not_follow_it(tmp_path: Path, outside: Path, link: str) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "report").mkdir()
+    (folder / "report" / link).symlink_to(outside / "file")
+    (folder / "report" / ".kl-to-the-reference.png.part").symlink_to(outside / "new")
+    assert run_command(f"grpo-recipes report {folder}")[0] == 0
+    assert not any(path.is_symlink() for path in (folder / "report").iterdir())
+
+
+def test_a_report_is_not_written_through_a_linked_folder(tmp_path: Path, outside: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "report").symlink_to(outside)
+    code, said = run_command(f"grpo-recipes report {folder}")
+    assert (code, "a link leads out of" in said) == (2, True)
+    (folder / "report").unlink()
+    (folder / "within").mkdir()
+    (folder / "report").symlink_to("within")
+    assert run_command(f"grpo-recipes report {folder}")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["evaluations", "evaluations/after", "evaluations/after/parts"])
+def test_an_evaluation_is_not_written_through_a_linked_folder(
+    tmp_path: Path, tiny_model: Path, outside: Path, name: str
+) -> None:
+    folder = tmp_path / "model"
+    (folder / name).parent.mkdir(parents=True)
+    for path in tiny_model.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    (folder / name).symlink_to(outside)
+    code, said = run_command(f"grpo-recipes evaluate {folder} --dataset arithmetic --limit 1 --max_new_tokens 1")
+    assert (code, "a link leads out of" in said) == (2, True), said
+
+
+@pytest.mark.parametrize(
+    "name", ["completions", "run.json", "trainer_state.json", "completions/completions_00001.parquet"]
+)
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_run_is_not_written_through_a_link(tmp_path: Path, outside: Path, name: str, resumes: bool) -> None:
+    rows = launching.write_rows(tmp_path / "rows.jsonl", 8)
+    config = launching.write_recipe(tmp_path / "mine.yaml", tmp_path, rows, tmp_path / "run")
+    (tmp_path / "run" / name).parent.mkdir(parents=True)
+    (tmp_path / "run" / name).symlink_to(outside / "file" if "." in name else outside)
+    resuming = " --resume_from_checkpoint true" if resumes else ""
+    code, said = run_command(f"train --config {config}{resuming}")
+    assert (code, "a link leads out of" in said) == (2, True), said
+
+
+def test_scores_replace_their_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    rows.write_text('{"completion": "7"}\n')
+    out.write_text("as it was")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
+        code, _ = run_command(f"grpo-rewards score {rows} --reward tag_count --out {out}")
+    assert (code, out.read_text(), sorted(path.name for path in tmp_path.iterdir())) == (
+        2,
+        "as it was",
+        ["out.jsonl", "rows.jsonl"],
+    )
+
+
+# What is no ordinary file
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows"])
+@pytest.mark.parametrize("verb", ["grpo-recipes plan", "train --config", "grpo-recipes evaluate"])
+def test_a_pipe_is_no_dataset(tmp_path: Path, tiny_model: Path, name: str, verb: str) -> None:
+    os.mkfifo(tmp_path / name)
+    config = launching.write_recipe(tmp_path / "mine.yaml", tiny_model, tmp_path / name, tmp_path / "run")
+    line = f"{verb} {config}" if "evaluate" not in verb else f"{verb} {tiny_model} --path {tmp_path / name}"
+    code, said = run_command(line)
+    assert code == 2
+    assert str(tmp_path / name) in said
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "zero.jsonl"])
+def test_a_device_is_no_dataset(tmp_path: Path, tiny_model: Path, name: str) -> None:
+    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
+    config = launching.write_recipe(tmp_path / "mine.yaml", tiny_model, tmp_path / name, tmp_path / "run")
+    for line in (f"grpo-recipes plan {config}", f"grpo-rewards score {tmp_path / name} --reward tag_count"):
+        assert run_command(line)[0] == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["trainer_state.json", "run.json", "completions/completions_00040.parquet", "evaluations/before/evaluation.json"],
+)
+@pytest.mark.parametrize("verb", mostly_slow(["diagnose", "report"], (0,)))
+def test_a_pipe_in_a_run_is_not_waited_for(tmp_path: Path, name: str, verb: str) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    code, said = run_command(f"grpo-recipes {verb} {folder}")
+    assert (code, f"{folder / name}: it is no ordinary file" in said) == (2, True), said
+
+
+def test_a_table_of_completions_is_data(tmp_path: Path) -> None:
+    """An image of a page that a completion asks for is not loaded, and its tags are text: the browser test opens one."""
+    rows = [{**row, "completion": "<script>alert(1)</script><img src=http://x>"} for row in healthy_completions()]
+    folder = write_run(tmp_path / "run", completions=rows)
+    assert run_command(f"grpo-recipes report {folder}")[0] == 0
+    page = (folder / "report" / "report.html").read_text()
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert len(pd.read_parquet(next((folder / "completions").glob("*.parquet"))))

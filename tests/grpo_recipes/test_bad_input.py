@@ -21,6 +21,7 @@ import yaml
 
 from grpo_recipes import cli, train
 from grpo_recipes.recipe.recipe import parse_recipe
+from grpo_recipes.runs.manifest import Manifest, write_manifest
 from grpo_rewards import cli as rewards_cli
 from tests.grpo_recipes import stored
 
@@ -412,7 +413,7 @@ TRAINING: list[Case] = [
     ),
     Case(
         RESUME,
-        ("checkpoint-2/model.safetensors is cut off", "70 bytes", "79", "remove the folder run/checkpoint-2"),
+        ("checkpoint-2/model.safetensors is cut off", "70 bytes", "tells of", "remove the folder run/checkpoint-2"),
         run={},
         files={"run/checkpoint-2/model.safetensors": (len(ONE_TENSOR)).to_bytes(8, "little") + ONE_TENSOR + bytes(7)},
     ),
@@ -1124,6 +1125,7 @@ def _lay_a_run(folder: Path, recipe: Mapping[str, Any]) -> None:
     (checkpoint / "model.safetensors").write_bytes(SAFETENSORS)
     for name in ("rng_state.pth", "optimizer.pt", "scheduler.pt"):
         (checkpoint / name).write_bytes(ZIP)
+    write_manifest(checkpoint, Manifest(2, 1, False, {}), each_node=False, writes=True)
 
 
 @contextlib.contextmanager

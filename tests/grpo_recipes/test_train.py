@@ -20,6 +20,7 @@ from grpo_recipes import GRPOTrainer, train
 from grpo_recipes.recipe import data
 from grpo_recipes.recipe.recipe import shipped
 from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.runs.manifest import Manifest, write_manifest
 from tests.grpo_recipes.launching import write_rows
 
 SMALL = [
@@ -439,6 +440,7 @@ def test_a_checkpoint_that_cant_be_loaded_is_not_recommended_again(
     given = arguments(tiny_model, gsm8k_file, output, "--max_steps=2")
     assert train.main(given) == 0
     torch.save({"no": "optimizer"}, output / "checkpoint-2" / "optimizer.pt")
+    write_manifest(output / "checkpoint-2", Manifest(2, 1, False, {}), each_node=False, writes=True)
     capsys.readouterr()
     assert train.main([*given, "--max_steps=4", "--resume_from_checkpoint=true"]) == 1
     last = capsys.readouterr().err.splitlines()[-1]

@@ -20,7 +20,7 @@ from trl.trainer.utils import RepeatSampler
 from grpo_recipes.recipe.checks import Machine, check
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe, resolved
 from grpo_recipes.runs import restart
-from grpo_recipes.runs.checkpoints import checkpoint_damage, is_complete, last_complete_checkpoint, set_aside
+from grpo_recipes.runs.checkpoints import Rejected, checkpoint_damage, is_complete, last_complete_checkpoint, set_aside
 from grpo_recipes.runs.restart import (
     EpochSampler,
     StopOnSignal,
@@ -76,19 +76,18 @@ def checkpoint(folder: Path, step: int, processes: int) -> Path:
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_a_checkpoint_without_its_last_bytes_is_not_resumed(tmp_path: Path, processes: int) -> None:
-    # Numbers are compared as numbers, and what is no checkpoint of ours is left alone.
+    """One of another trainer. Numbers are compared as numbers, and what is no checkpoint of a run is left alone."""
     for step in (8, 9, 10):
-        checkpoint(tmp_path, step, processes)
+        (checkpoint(tmp_path, step, processes) / "global_step").mkdir()  # weights that are not looked into
     (tmp_path / "checkpoint-best").mkdir()
     assert last_complete_checkpoint(tmp_path, processes) == (tmp_path / "checkpoint-10", [])
-    for file in sorted((tmp_path / "checkpoint-10").iterdir()):
+    for file in sorted(path for path in (tmp_path / "checkpoint-10").iterdir() if path.is_file()):
         whole = file.read_bytes()
         for kept in (0, 1, len(whole) // 2, len(whole) - 1):
             file.write_bytes(whole[:kept])
-            assert last_complete_checkpoint(tmp_path, processes) == (
-                tmp_path / "checkpoint-9",
-                [tmp_path / "checkpoint-10"],
-            ), (file.name, kept)
+            newest, rejected = last_complete_checkpoint(tmp_path, processes)
+            assert newest == tmp_path / "checkpoint-9", (file.name, kept)
+            assert [(one.path.name, one.cut_off) for one in rejected] == [("checkpoint-10", True)]
         file.unlink()
         assert not is_complete(tmp_path / "checkpoint-10", processes)
         file.write_bytes(whole)
@@ -97,7 +96,7 @@ def test_a_checkpoint_without_its_last_bytes_is_not_resumed(tmp_path: Path, proc
 
 def test_what_was_cut_off_twice_is_set_aside_twice(tmp_path: Path) -> None:
     for _ in range(2):
-        set_aside([checkpoint(tmp_path, 3, 1)])
+        set_aside([Rejected(checkpoint(tmp_path, 3, 1), "checkpoint-3 was cut off", cut_off=True)])
     assert [path.name for path in tmp_path.iterdir()] == ["incomplete-checkpoint-3"]
 
 
@@ -105,7 +104,9 @@ def test_no_checkpoint_is_complete(tmp_path: Path) -> None:
     assert last_complete_checkpoint(tmp_path / "nothing", 1) == (None, [])
     cut_off = checkpoint(tmp_path, 1, 1)
     (cut_off / "trainer_state.json").unlink()
-    assert last_complete_checkpoint(tmp_path, 1) == (None, [cut_off])
+    newest, rejected = last_complete_checkpoint(tmp_path, 1)
+    assert newest is None
+    assert [one.path for one in rejected] == [cut_off]
 
 
 def test_a_layout_that_moves_the_place_in_the_data_is_named() -> None:

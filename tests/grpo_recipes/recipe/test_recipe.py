@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 from trl import GRPOConfig, ModelConfig
 
 from grpo_recipes.recipe.checks import Machine, check, check_output_dir, resume_point
@@ -243,8 +244,9 @@ def test_what_a_run_resumes_from(write, tmp_path: Path) -> None:
         resume_point(recipe, CPU)
     with pytest.raises(RecipeError, match=r"has no weights.*no other checkpoint is left.*remove the folder"):
         resume_point(recipe, Machine(2, bf16=False))
-    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
-        save_file({"a": torch.zeros(1)}, checkpoint / name) if "model" in name else torch.save({}, checkpoint / name)
+    save_file({"a": torch.zeros(1)}, checkpoint / "model.safetensors")
+    for name in ("optimizer.pt", "scheduler.pt"):
+        torch.save({}, checkpoint / name)
     assert resume_point(recipe, Machine(2, bf16=False)).newest == checkpoint
     recipe = parsed(write(resume_from_checkpoint=str(tmp_path / "elsewhere")))
     with pytest.raises(RecipeError, match="no complete checkpoint of 1 process.*elsewhere"):

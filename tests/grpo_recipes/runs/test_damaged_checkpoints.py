@@ -1,7 +1,6 @@
 """Every file of a checkpoint missing, empty, cut off, or with one changed byte: a resume goes on from the one before, with a
 sentence, or is refused."""
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,7 +111,7 @@ def test_a_run_goes_on_before_a_damaged_checkpoint_and_ends_as_it_did(
     finished: Path, restored: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     name = "adapter_" + name if "LoRA" in str(finished) and name == "model.safetensors" else name
-    expected, history = launching.parameters(restored), state(restored)["log_history"]
+    expected, history = launching.parameters(restored), launching.log_history(restored)
     _flip(restored / "checkpoint-3" / name)
     capsys.readouterr()
     assert train.main(["--config", str(finished), "--resume_from_checkpoint", "true"]) == 0
@@ -122,7 +121,7 @@ def test_a_run_goes_on_before_a_damaged_checkpoint_and_ends_as_it_did(
     assert (restored / "damaged-checkpoint-3").is_dir()
     actual = launching.parameters(restored)
     assert all(expected[key].equal(actual[key]) for key in expected)
-    assert untimed(state(restored)["log_history"]) == untimed(history)
+    assert launching.log_history(restored) == history
 
 
 def test_several_damaged_ones_are_passed_over_and_all_are_not(finished: Path, restored: Path) -> None:
@@ -242,16 +241,6 @@ def test_a_checkpoint_of_trl_is_resumed_and_said_to_be_unchecked(
     (output / "run.json").unlink()
     assert train.main([*resume, "--lr_scheduler_type", "constant"]) == 0
     assert capsys.readouterr().out.count("is of another trainer, without a manifest") == 1
-
-
-def state(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "trainer_state.json").read_text())
-
-
-def untimed(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Logged entries without times and rates."""
-    times = ("runtime", "per_second", "step_time")
-    return [{key: value for key, value in entry.items() if not key.endswith(times)} for entry in history]
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3, 8])

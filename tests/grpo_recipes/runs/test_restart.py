@@ -4,6 +4,7 @@ import fnmatch
 import json
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from torch.utils.data import BatchSampler
 from transformers import TrainerControl, TrainerState
 from trl.trainer.utils import RepeatSampler
 
+from grpo_recipes import train
 from grpo_recipes.recipe.checks import Machine, check
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe, resolved
 from grpo_recipes.runs import restart
@@ -280,6 +282,27 @@ def test_generation_boundaries_by_counting(accumulation: int, steps: int, iterat
         in_epoch = trained % (generations * steps * iterations)
         trained += min(accumulation, generations * steps * iterations - in_epoch)
         assert layout.ends_generation(step, prompts) == (trained % (steps * iterations) == 0)
+
+
+def test_a_resumed_run_logs_what_one_left_alone_does(tmp_path: Path) -> None:
+    """Resumed after each step: between two log entries, at one, in another epoch, and at the end. Rates are of the launch."""
+    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 6)
+    changes = {"per_device_train_batch_size": 8, "max_steps": 7, "logging_steps": 3, "beta": 0.04}
+    recipe = launching.write_recipe(tmp_path / "mine.yaml", policy, rows, tmp_path / "alone", **changes)
+    assert train.main(["--config", str(recipe)]) == 0
+    expected = launching.log_history(tmp_path / "alone")
+    assert [entry["step"] for entry in expected] == [3, 6, 7]
+    for step in (1, 2, 3, 5, 7):
+        killed = tmp_path / f"killed-{step}"
+        shutil.copytree(tmp_path / "alone", killed)
+        for late in range(step + 1, 8):
+            shutil.rmtree(killed / f"checkpoint-{late}")
+        resume = ["--config", str(recipe), "--output_dir", str(killed), "--resume_from_checkpoint", "true"]
+        assert train.main(resume) == 0
+        launching.assert_same_run(tmp_path / "alone", killed)
+        last = json.loads((killed / "trainer_state.json").read_text())["log_history"][-1]
+        steps = last["train_steps_per_second"] * last["train_runtime"]
+        assert steps == pytest.approx(7 - step, abs=0.1)
 
 
 @pytest.mark.slow

@@ -131,5 +131,6 @@ def _restore_logged(trainer: Any, path: Path) -> None:
     trainer._globalstep_last_logged = content["logged_step"]
     trainer._total_loss_scalar = content["loss_total"]
     trainer._initial_global_step = 0  # the average is over all steps
+    trainer.model.train()  # at the end of a run no step does so, and TRL would log these for an evaluation's
     for name, values in content["metrics_since"].items():
         trainer._metrics["train"][name].extend(values)

@@ -29,7 +29,7 @@ from grpo_recipes.runs.restart import (
     TellEpoch,
     layout_change,
 )
-from tests.grpo_recipes import launching, torture
+from tests.grpo_recipes import boundaries, launching, torture
 
 
 def repeat_sampler(prompts: int, **changes: object) -> RepeatSampler:
@@ -311,6 +311,17 @@ def test_a_resumed_run_logs_what_one_left_alone_does(tmp_path: Path, steps: list
 def test_a_killed_run_ends_like_one_left_alone(tmp_path: Path, layout: str, kills: int) -> None:
     rows = launching.write_rows(tmp_path / "rows.jsonl", 8)
     assert len(torture.torture(layout, kills, random.Random(kills), rows, tmp_path)) == kills
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_files_of_a_save_ends_like_one_left_alone(tmp_path: Path) -> None:
+    """A sample of `make torture`: full fine-tuning and LoRA, the reference refreshed, one checkpoint kept."""
+    if reason := boundaries.why_not():
+        pytest.skip(reason)
+    kills, counts = boundaries.kill_everywhere("cpu", 6, random.Random(3), tmp_path / "torture")
+    assert len(kills) == 6
+    assert len({kill.boundary.kind for kill in kills}) == 6
+    assert min(counts.values()) > 30
 
 
 @pytest.mark.slow

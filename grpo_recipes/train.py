@@ -52,8 +52,9 @@ from grpo_recipes.results.diagnostics import describe, diagnose
 from grpo_recipes.results.model_card import write_model_card
 from grpo_recipes.results.run import Run
 from grpo_recipes.runs import checkpoints, faults, quiet, restart
+from grpo_recipes.runs.files import RECORD
 from grpo_recipes.runs.lock import only_launch
-from grpo_recipes.runs.record import RECORD, add_launch, data_order, describe_launch, read_record
+from grpo_recipes.runs.record import add_launch, data_order, describe_launch, read_record
 from grpo_recipes.training.offline import RecordedRollout
 from grpo_recipes.training.reference import REF
 from grpo_recipes.training.trainer import GRPOTrainer

@@ -181,7 +181,7 @@ def _holds_a_run(folder: Path) -> bool:
     """Whether there are files of a run: an evaluation of the policy before it, or a launch that never began, may lie there."""
     files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return any(
-        file.parts[0] != EVALUATIONS and not fnmatch(file.name, FAULT_FILES) and file.name != LOCK for file in files
+        file.parts[0] != EVALUATIONS and not fnmatch(file.name, FAULT_FILES) and LOCK not in file.name for file in files
     )
 
 

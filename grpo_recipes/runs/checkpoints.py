@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.runs import manifest as manifests
+from grpo_recipes.runs.files import RECORD
 from grpo_recipes.runs.manifest import MANIFEST, CheckpointDamaged, read_manifest, size_damage
-from grpo_recipes.runs.record import RECORD
 from grpo_rewards.errors import UserError
 
 if TYPE_CHECKING:

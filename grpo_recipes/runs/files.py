@@ -20,6 +20,7 @@ from pyarrow import ArrowException
 
 from grpo_rewards.errors import UserError
 
+RECORD = "run.json"
 EVALUATIONS, BEFORE, AFTER = "evaluations", "before", "after"
 FAULT_FILES = "fault-rank*.json"
 

@@ -1,6 +1,6 @@
 """One launch at a time in a run's folder: two would overwrite each other's checkpoints and remove them.
 
-The first rank of a launch holds `run.lock`, which says which process on which machine it is, and touches it as long as it
+The first rank of a launch holds `_run.lock`, which says which process on which machine it is, and touches it as long as it
 lives. A launch that was killed leaves it behind. Whether its process still runs is certain on the same machine; on a file
 system that several machines share, a lock that is no longer touched counts as left behind.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from grpo_rewards.errors import UserError
 
-LOCK = "run.lock"
+LOCK = "_run.lock"  # transformers pushes no file whose name begins so
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
 

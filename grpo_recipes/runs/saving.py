@@ -63,8 +63,11 @@ class CompleteCheckpoints(TrainerCallback):
             logger.warning("%s: no run can go on from it", one.reason)
         if newest is None:
             raise CheckpointDamaged(f"{[*rejected, *damaged][0].reason}: name another checkpoint to resume from")
-        if reason := unfit(newest, args.world_size):
-            raise CheckpointDamaged(reason)
+        manifest = read_manifest(newest)
+        if manifest is not None and (reason := unfit(newest, args.world_size)):
+            if manifest.model_only:
+                raise CheckpointDamaged(reason)
+            logger.warning("%s", reason)  # transformers does so too, in a script that may know why
         self.resumed_from = newest
         return str(newest)
 
@@ -127,7 +130,9 @@ def _restore_logged(trainer: Any, path: Path) -> None:
     if not path.is_file():
         return
     content = json.loads(path.read_text(encoding="utf-8"))
-    trainer._tr_loss.fill_(content["losses_since"][trainer.args.process_index])
+    losses = content["losses_since"]
+    is_same_layout = len(losses) == trainer.args.world_size
+    trainer._tr_loss.fill_(losses[trainer.args.process_index] if is_same_layout else sum(losses) / len(losses))
     trainer._globalstep_last_logged = content["logged_step"]
     trainer._total_loss_scalar = content["loss_total"]
     trainer._initial_global_step = 0  # the average is over all steps

@@ -104,7 +104,7 @@ def test_on_another_machine_a_lock_that_is_touched_is_respected(
     with only_launch(tmp_path / "run"):  # touches the lock as long as it runs
         monkeypatch.setattr(lock, "_processes", lambda: "this one")
         with (
-            pytest.raises(RunLocked, match=r"if it does not run any more, remove .*run\.lock"),
+            pytest.raises(RunLocked, match=r"if it does not run any more, remove .*_run\.lock"),
             only_launch(tmp_path / "run"),
         ):
             pass

@@ -189,6 +189,8 @@ def test_another_recipe_is_not_resumed_and_what_may_change_is(
     changes = [f"--model_name_or_path={tiny_model.name}", f"--dataset.path={tmp_path / 'rows.jsonl'}", "--max_steps=4"]
     changes += ["--logging_steps=2", "--micro_batching=off", "--save_steps=1", "--dataloader_num_workers=1"]
     assert train.main([*resumed, *changes]) == 0
+    said = capsys.readouterr().out
+    assert said.count("changed for the rest of the run: `max_steps` was 2 and is 4, `logging_steps` was 1") == 1
     record = json.loads((output / "run.json").read_text())
     assert record["launches"][0] == first["launches"][0]
     assert record["launches"][0] == {key: value for key, value in first.items() if key != "launches"}

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import Popen
 
@@ -38,7 +39,7 @@ def torture(layout: str, kills: int, rng: random.Random, rows: Path, folder: Pat
     alone = launching.write_recipe(folder / "alone.yaml", policy, rows, folder / "alone", **changes)
     launching.launch(layout, alone)
     killed = launching.write_recipe(folder / "killed.yaml", policy, rows, folder / "killed", **changes)
-    lines = []
+    lines: list[str] = []
     while len(lines) < kills:
         process = resume(layout, killed, folder / "killed")
         earliest = 5 if lines else 1  # past the second epoch, once a first kill could have come at any time
@@ -108,21 +109,29 @@ def main() -> int:
     parser.add_argument("--record", type=Path, help="write the result to this file")
     options = parser.parse_args()
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(launching.ROOT / ".pytest_cache" / "d" / "torch_extensions"))
-    rng, at_random, at_files, counts = random.Random(options.seed), [], [], {}
+    at_files: list[boundaries.Kill] = []
+    counts: dict[str, int] = {}
+    at_random: list[str] = []
     started, reason = time.time(), boundaries.why_not()
     with tempfile.TemporaryDirectory() as temporary:
-        rows = Path(temporary) / "rows.jsonl"
-        launching.write_rows(rows, 8)
+        if reason is None and options.kills:
+
+            def at_files_of(layout: str) -> tuple[list[boundaries.Kill], dict[str, int]]:
+                share = (options.kills + list(PROCESSES).index(layout)) // len(PROCESSES)
+                rng = random.Random(f"{options.seed} {layout}")
+                return boundaries.kill_everywhere(layout, share, rng, Path(temporary) / f"{layout}-files")
+
+            with ThreadPoolExecutor(len(PROCESSES)) as pool:  # when a process is killed does not depend on the time
+                for lines, found in pool.map(at_files_of, PROCESSES):
+                    at_files += lines
+                    counts.update(found)
+        rng = random.Random(options.seed)
+        rows = launching.write_rows(Path(temporary) / "rows.jsonl", 8)
         for place, layout in enumerate(PROCESSES):
-            if reason is None and options.kills:
-                share = (options.kills + place) // len(PROCESSES)
-                lines, found = boundaries.kill_everywhere(layout, share, rng, Path(temporary) / f"{layout}-files")
-                at_files += lines
-                counts.update(found)
-            if options.random_kills:
+            if share := (options.random_kills + place) // len(PROCESSES):
                 folder = Path(temporary) / layout
                 folder.mkdir()
-                at_random += torture(layout, (options.random_kills + place) // len(PROCESSES), rng, rows, folder)
+                at_random += torture(layout, share, rng, rows, folder)
     kinds = (
         f"{len(at_files)} kills at file boundaries of a save, {len(at_random)} at random moments (seed {options.seed})"
     )

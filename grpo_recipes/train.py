@@ -426,8 +426,9 @@ def run(prepared: Prepared) -> int:
     After SIGTERM or Ctrl-C it leaves a checkpoint instead and says so. Returns 0, or 130 after Ctrl-C.
     """
     recipe, training_args = prepared.recipe, prepared.training_args
-    if recipe.resumes and training_args.process_index == 0:
-        checkpoints.set_aside(prepared.point.rejected)
+    if recipe.resumes:
+        if training_args.should_save:  # of each node, where each has a disk of its own
+            checkpoints.set_aside(prepared.point.rejected)
         _say(describe_resumption(prepared))
     faults.forget(recipe.output_dir)
     trainer = build_trainer(prepared)

@@ -82,6 +82,7 @@ class CompleteCheckpoints(TrainerCallback):
         self.pushes, args.push_to_hub = args.push_to_hub or self.pushes, False
         self.first_step = state.global_step
         if self.resumed_from is not None:
+            self._check_best(args, state)
             args.eval_on_start = False  # done when the run began
             _restore_logged(self.trainer, self.resumed_from / LOGGED)
 
@@ -101,6 +102,18 @@ class CompleteCheckpoints(TrainerCallback):
             self.trainer._push_from_checkpoint(str(checkpoint))
         if args.should_save:
             rotate_checkpoints(args.output_dir, self.limit, state.best_model_checkpoint, use_mtime=True)
+
+    def _check_best(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Raise `CheckpointDamaged` if the best checkpoint, which `load_best_model_at_end` would end with, is not whole."""
+        best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
+        if not args.load_best_model_at_end or best is None or best == self.resumed_from:
+            return
+        _, damaged = newest_confirmed([best], each_node=args.save_on_each_node)
+        if damaged or rejection(best, args.world_size):
+            reason = damaged[0].reason if damaged else f"{best} is not whole"
+            raise CheckpointDamaged(
+                f"{reason}, and `load_best_model_at_end` would end with it: restore it, or set that to false"
+            )
 
     def correct_rates(self, logs: dict[str, float]) -> None:
         """Make the rates of a run's last entry, which count all its steps, those of this launch again."""

@@ -97,6 +97,10 @@ def context() -> multiprocessing.context.ForkServerContext:
 def leave_environment() -> None:
     """Write this rank's environment into the folder that the run's recipe names: what `accelerate launch` sets."""
     folder = Path(sys.argv[sys.argv.index("--config") + 1])
+    if "ACCELERATE_USE_DEEPSPEED" in os.environ:
+        import deepspeed
+
+        deepspeed.init_distributed("gloo")  # builds an extension the first time, which strace would slow down
     kept = {key: value for key, value in os.environ.items() if key.startswith(LAUNCHERS)}
     (folder / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(kept))
 
@@ -162,6 +166,7 @@ class Launch:
         for process in self.ranks:
             process.kill()
             process.join()
+        self.tracer.terminate()  # it would wait for helpers that the ranks left behind
         self.tracer.wait(30)
         if -9 in codes:
             return True

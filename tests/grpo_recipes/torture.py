@@ -105,6 +105,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60, help="at the file boundaries of saves")
     parser.add_argument("--random-kills", type=int, default=20, help="at random moments")
+    parser.add_argument("--layouts", nargs="+", choices=PROCESSES, default=list(PROCESSES))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", type=Path, help="write the result to this file")
     options = parser.parse_args()
@@ -117,18 +118,20 @@ def main() -> int:
         if reason is None and options.kills:
 
             def at_files_of(layout: str) -> tuple[list[boundaries.Kill], dict[str, int]]:
-                share = (options.kills + list(PROCESSES).index(layout)) // len(PROCESSES)
+                share = (options.kills + options.layouts.index(layout)) // len(options.layouts)
                 rng = random.Random(f"{options.seed} {layout}")
                 return boundaries.kill_everywhere(layout, share, rng, Path(temporary) / f"{layout}-files")
 
-            with ThreadPoolExecutor(len(PROCESSES)) as pool:  # when a process is killed does not depend on the time
-                for lines, found in pool.map(at_files_of, PROCESSES):
+            with ThreadPoolExecutor(
+                len(options.layouts)
+            ) as pool:  # when a process is killed does not depend on the time
+                for lines, found in pool.map(at_files_of, options.layouts):
                     at_files += lines
                     counts.update(found)
         rng = random.Random(options.seed)
         rows = launching.write_rows(Path(temporary) / "rows.jsonl", 8)
-        for place, layout in enumerate(PROCESSES):
-            if share := (options.random_kills + place) // len(PROCESSES):
+        for place, layout in enumerate(options.layouts):
+            if share := (options.random_kills + place) // len(options.layouts):
                 folder = Path(temporary) / layout
                 folder.mkdir()
                 at_random += torture(layout, share, rng, rows, folder)

@@ -4,6 +4,7 @@ sentence, or is refused."""
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,9 +202,30 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
             super().on_save(args, state, control, **kwargs)
 
     run.checkpoints.__class__ = FirstIsBest
+    pushed: list[tuple[str, bool]] = []
+    run.args.push_to_hub = True
+    run._push_from_checkpoint = lambda folder: pushed.append((Path(folder).name, (Path(folder) / MANIFEST).is_file()))
     run.train()
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-3"}
-    assert run.args.save_total_limit == 1
+    assert pushed == [(f"checkpoint-{step}", True) for step in (1, 2, 3)]
+    assert (run.args.save_total_limit, run.args.push_to_hub) == (1, True)
+
+
+def test_a_damaged_best_checkpoint_is_not_ended_with(tmp_path: Path) -> None:
+    policy = launching.build_policy(tmp_path / "policy").as_posix()
+    changes = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    changes |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    args = short_runs.arguments(tmp_path / "run", **changes)
+    run = short_runs.trainer(GRPOTrainer, policy, args, eval_dataset=short_runs.PROMPTS.select(range(4)))
+    best = tmp_path / "run" / "checkpoint-1"
+    best.mkdir(parents=True)
+    (best / "model.safetensors").write_bytes(bytes(99))
+    write_manifest(best, Manifest(1, 1, False, {}), each_node=False, writes=True)
+    state = SimpleNamespace(best_model_checkpoint=str(best))
+    run.checkpoints._check_best(args, state)
+    _flip(best / "model.safetensors")
+    with pytest.raises(CheckpointDamaged, match=r"model.safetensors is damaged.*`load_best_model_at_end`"):
+        run.checkpoints._check_best(args, state)
 
 
 def test_our_trainer_alone_refuses_a_damaged_checkpoint_too(tmp_path: Path) -> None:

@@ -20,8 +20,18 @@ from grpo_recipes.recipe.hub import is_missing
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, grpo_config, model_config, read_yaml
 from grpo_recipes.recipe.reward_checks import GoldCheck
 from grpo_recipes.recipe.specs import RECORDED_REWARD
-from grpo_recipes.runs.checkpoints import checkpoint_damage, has_state, is_complete, last_complete_checkpoint
+from grpo_recipes.runs.checkpoints import (
+    Rejected,
+    has_state,
+    is_of_ours,
+    newest_confirmed,
+    rejection,
+    step_of,
+    survey,
+    unfit,
+)
 from grpo_recipes.runs.files import EVALUATIONS, FAULT_FILES, check_links
+from grpo_recipes.runs.lock import LOCK
 from grpo_rewards.errors import UserError
 from grpo_rewards.registry import BuiltReward
 
@@ -175,7 +185,9 @@ def check_output_dir(recipe: Recipe, machine: Machine) -> None:
 def _holds_a_run(folder: Path) -> bool:
     """Whether there are files of a run: an evaluation of the policy before it, or a launch that never began, may lie there."""
     files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    return any(file.parts[0] != EVALUATIONS and not fnmatch(file.name, FAULT_FILES) for file in files)
+    return any(
+        file.parts[0] != EVALUATIONS and not fnmatch(file.name, FAULT_FILES) and LOCK not in file.name for file in files
+    )
 
 
 def _check_writable(recipe: Recipe) -> None:
@@ -196,32 +208,82 @@ def _check_writable(recipe: Recipe) -> None:
         ) from error
 
 
-def resume_point(recipe: Recipe, machine: Machine) -> tuple[Path | None, list[Path]]:
-    """The checkpoint to go on from, and newer ones that were cut off; None for a run that was stopped before its first.
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run may go on, newest first, and the checkpoints that it can't go on from."""
 
-    Raises `RecipeError` if the named checkpoint is not complete, or those of the run are of another number of processes.
+    checkpoints: Sequence[Path]
+    """Whole as far as names and sizes tell; none for a run that was stopped before its first."""
+    rejected: Sequence[Rejected] = ()
+
+    @property
+    def newest(self) -> Path | None:
+        """What the run goes on from if its contents are whole."""
+        return self.checkpoints[0] if self.checkpoints else None
+
+
+def resume_point(recipe: Recipe, machine: Machine) -> ResumePoint:
+    """The checkpoints to go on from, as far as names and sizes tell.
+
+    Raises `RecipeError` if the named checkpoint is not complete, those of the run are of another number of processes or of
+    `save_only_model`, or all of them are damaged.
     """
     place = str(recipe.training["resume_from_checkpoint"])
     if place == "true":
-        place = str(recipe.output_dir)
-        checkpoint, cut_off = last_complete_checkpoint(recipe.output_dir, machine.num_processes)
-        if checkpoint is not None or not any(has_state(path) for path in cut_off):
-            return checkpoint, cut_off
-    elif is_complete(Path(place), machine.num_processes):
-        return Path(place), []
-    raise recipe.error(
-        f"`resume_from_checkpoint`: there is no complete checkpoint of {machine.num_processes} process(es) in "
-        f"{place}: launch as many processes as before, or name another checkpoint"
+        point = ResumePoint(*survey(recipe.output_dir, machine.num_processes))
+    else:
+        point = ResumePoint([Path(place)])
+        if (found := rejection(Path(place), machine.num_processes)) is not None:
+            if found.cut_off:
+                raise _no_checkpoint(recipe, machine, place)
+            raise _named_is_damaged(recipe, found)
+    if point.newest is None:
+        if not is_of_ours(recipe.output_dir) and any(has_state(one.path) for one in point.rejected if one.cut_off):
+            raise _no_checkpoint(recipe, machine, str(recipe.output_dir))
+        _check_some_left(recipe, point.rejected)
+    elif reason := unfit(point.newest, machine.num_processes):
+        raise recipe.error(f"`resume_from_checkpoint`: {reason}")
+    return point
+
+
+def confirmed(recipe: Recipe, point: ResumePoint) -> ResumePoint:
+    """The newest checkpoint whose contents its manifest confirms, and all newer ones that are set aside; collective.
+
+    Raises `RecipeError` if the named checkpoint, or every one of the run, is damaged.
+    """
+    newest, damaged = newest_confirmed(point.checkpoints, each_node=recipe.config.save_on_each_node)
+    rejected = [*point.rejected, *damaged]
+    if newest is None:
+        if damaged and str(recipe.training["resume_from_checkpoint"]) != "true":
+            raise _named_is_damaged(recipe, damaged[0])
+        _check_some_left(recipe, rejected)
+        return ResumePoint((), rejected)
+    newer = [one for one in rejected if step_of(one.path) > step_of(newest)]
+    return ResumePoint([newest], sorted(newer, key=lambda one: step_of(one.path)))
+
+
+def _check_some_left(recipe: Recipe, rejected: Sequence[Rejected]) -> None:
+    """Raise `RecipeError` if no checkpoint is left of a run that had complete ones: starting again would lose it."""
+    damaged = [one for one in rejected if not one.cut_off]
+    if damaged:
+        folders = " and ".join(str(one.path) for one in damaged)
+        raise recipe.error(
+            f"`resume_from_checkpoint`: {damaged[0].reason}, and no other checkpoint is left to go on from: restore it, or "
+            f"remove the folder {folders}, and `--resume_from_checkpoint true` starts from the beginning"
+        )
+
+
+def _named_is_damaged(recipe: Recipe, found: Rejected) -> RecipeError:
+    return recipe.error(
+        f"`resume_from_checkpoint`: {found.reason}: name another checkpoint, or `true` for the newest one that is whole"
     )
 
 
-def check_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
-    """Raise `RecipeError` if files of the checkpoint to go on from are missing or cut off."""
-    if damage := checkpoint_damage(checkpoint):
-        raise recipe.error(
-            f"`resume_from_checkpoint`: {damage}: remove the folder {checkpoint}, and "
-            "`--resume_from_checkpoint true` goes on from the checkpoint before it, or from the beginning"
-        )
+def _no_checkpoint(recipe: Recipe, machine: Machine, place: str) -> RecipeError:
+    return recipe.error(
+        f"`resume_from_checkpoint`: there is no complete checkpoint of {machine.num_processes} process(es) in "
+        f"{place}: launch as many processes as before, or name another checkpoint"
+    )
 
 
 def dry_config(recipe: Recipe, machine: Machine) -> None:

@@ -35,7 +35,8 @@ from grpo_recipes.recipe.specs import (
     Spec,
     hints,
 )
-from grpo_recipes.runs.record import RECORD, read_record
+from grpo_recipes.runs.files import RECORD
+from grpo_recipes.runs.record import read_record
 from grpo_rewards import strict_yaml
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.redaction import HIDDEN, hidden_places, redacted

@@ -18,6 +18,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.specs import GenerationMode, KLEstimator, MicroBatching, ReferenceSpec, typed
 from grpo_recipes.runs.restart import EpochSampler, TellEpoch
+from grpo_recipes.runs.saving import CompleteCheckpoints
 from grpo_recipes.training import continuous_batching, offline
 from grpo_recipes.training import micro_batches as microbatch
 from grpo_recipes.training.eval_completions import separate_eval_completions
@@ -107,6 +108,8 @@ class GRPOTrainer(TRLGRPOTrainer):
         if self.use_transformers_continuous_batching:
             continuous_batching.refuse(self.generation_config, self._stop)
             self._continuous_batching = continuous_batching.ContinuousBatching(self.continuous_batching_config)
+        self.checkpoints = CompleteCheckpoints(self)
+        self.add_callback(self.checkpoints)
 
     # Seam 1: the buffer of a generation batch, after TRL has generated, scored, shuffled and split it.
 
@@ -250,7 +253,11 @@ class GRPOTrainer(TRLGRPOTrainer):
         output = super()._generate(prompts)
         return output if self._stop is None else corrected(self, output, self._stop, self._masks_truncated)
 
-    # Public methods: what TRL writes of the completions.
+    # Public methods: which checkpoint is resumed, and what TRL writes of the completions.
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **kwargs: Any) -> Any:
+        """TRL's training, resumed only from a checkpoint that is whole; of True, from the newest such one."""
+        return super().train(self.checkpoints.resumption(resume_from_checkpoint), *rest, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's log, and one line on the tokens that all generation batches since the last one took.
@@ -262,6 +269,7 @@ class GRPOTrainer(TRLGRPOTrainer):
                 logger.info("step %d: %s", self.state.global_step, self._efficiency)
             self._efficiency = None
         asked, self.log_completions = self.log_completions, self.log_completions and bool(self._logs["prompt"])
+        self.checkpoints.correct_rates(logs)
         super().log(logs, start_time)
         self.log_completions = asked
 

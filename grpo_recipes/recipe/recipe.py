@@ -20,11 +20,13 @@ from typing import Annotated, Any, NoReturn, get_origin, get_type_hints
 
 import yaml
 from datasets import Dataset
+from transformers.training_args import OptimizerNames
 from trl import GRPOConfig, ModelConfig, TrlParser
 
 from grpo_recipes.recipe import data, limits, specs
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.losses import LOSS_TYPES
+from grpo_recipes.recipe.precision import ADAMW_BF16
 from grpo_recipes.recipe.specs import (
     DatasetSpec,
     GenerationMode,
@@ -47,6 +49,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "scale_rewards": ("group", "batch", "none"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "vllm_mode": ("server", "colocate"),
+    "optim": (*(name.value for name in OptimizerNames), ADAMW_BF16),
 }
 
 # Where a recipe differs from TRL's defaults when it says nothing: with dropout on, the policy differs from itself and the
@@ -228,6 +231,8 @@ def grpo_config(recipe: Recipe) -> GRPOConfig:
     extra = training.pop("model_init_kwargs", None) or {}
     if training.get("resume_from_checkpoint") == "false":
         training["resume_from_checkpoint"] = None
+    if training.get("optim") == ADAMW_BF16:  # ours: the trainer is handed its class
+        training["optim"] = OptimizerNames.ADAMW_TORCH.value
     with recipe.naming_this_file((TypeError, ValueError)):
         return GRPOConfig(**training, model_init_kwargs={**init, **extra})
 

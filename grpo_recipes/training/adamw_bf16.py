@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TrainingArguments
 
 # Elements of a parameter that are updated at once: temporaries take a few times 4 bytes of this, and not of the parameter.
 CHUNK = 2**22
@@ -87,6 +88,15 @@ class AdamWBF16(torch.optim.Optimizer):
             for name, value in state_dict["state"].get(key, {}).items():
                 if name != "step":
                     self.state[param][name] = value.to(param.device)
+
+
+def adamw_bf16(args: TrainingArguments) -> tuple[type[AdamWBF16], dict[str, Any]]:
+    """The optimiser as transformers' `optimizer_cls_and_kwargs`; weight decay comes with the parameter groups."""
+    return AdamWBF16, {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+    }
 
 
 def merge(weight: Tensor, low_bits: Tensor) -> Tensor:

@@ -446,6 +446,7 @@ def measured_precision(prepared: Prepared, trainer: GRPOTrainer) -> tuple[Precis
     precision = Precision.of(
         recipe.config,
         recipe.model.get("dtype"),
+        checks.optimiser(recipe, prepared.machine),
         backend=checks.backend_of(recipe, prepared.machine),
         is_adapter=isinstance(trainer.model, PeftModel),
         quantised=get_quantization_config(model_config(recipe)) is not None,
@@ -477,6 +478,7 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
     training_args.reward_weights = [reward.weight for reward in checked.rewards]
     model_args = model_config(recipe)
     train_dataset = checked.train_dataset
+    optimiser = checks.optimiser(recipe, prepared.machine)
     trainer = GRPOTrainer(
         model=load_policy(recipe, training_args),
         reward_funcs=[faults.checked_reward(reward.function) for reward in checked.rewards],
@@ -491,7 +493,7 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
         micro_batching=recipe.micro_batching,
         generation=recipe.generation,
         reference=recipe.reference,
-        optimizer_cls_and_kwargs=adamw_bf16(training_args) if recipe.config.optim == ADAMW_BF16 else None,
+        optimizer_cls_and_kwargs=adamw_bf16(training_args) if optimiser == ADAMW_BF16 else None,
     )
     if prepared.checkpoint is not None:
         trainer.add_callback(restart.ContinueSchedule())

@@ -18,7 +18,7 @@ from trl import get_peft_config
 from grpo_recipes.recipe import data, memory, packages, reward_checks
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.hub import is_missing
-from grpo_recipes.recipe.precision import Precision
+from grpo_recipes.recipe.precision import ADAMW_BF16, Precision
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, grpo_config, model_config, read_yaml
 from grpo_recipes.recipe.reward_checks import GoldCheck
 from grpo_recipes.recipe.specs import RECORDED_REWARD
@@ -124,15 +124,31 @@ def backend_of(recipe: Recipe, machine: Machine) -> Backend:
     return "fsdp" if recipe.config.fsdp else machine.backend
 
 
+def optimiser(recipe: Recipe, machine: Machine) -> str:
+    """The name of the run's optimiser: the recipe's, else TRL's default, or `adamw_bf16` for an adapter on a quantised base.
+
+    TRL casts such an adapter to bfloat16, in which its own default would lose most of an update.
+    """
+    if "optim" not in recipe.training and _quantises(recipe) and backend_of(recipe, machine) != "deepspeed":
+        return ADAMW_BF16
+    return str(getattr(recipe.config.optim, "value", recipe.config.optim))
+
+
+def _quantises(recipe: Recipe) -> bool:
+    """Whether the recipe loads the base in 4 or 8 bits."""
+    return bool(recipe.model.get("load_in_4bit") or recipe.model.get("load_in_8bit"))
+
+
 def precision_of(recipe: Recipe, machine: Machine) -> Precision:
     """The dtypes of the recipe's run, as far as its keys and the files here tell: an adapter on the hub is not known as one."""
     model = recipe.model
     return Precision.of(
         recipe.config,
         model.get("dtype"),
+        optimiser(recipe, machine),
         backend=backend_of(recipe, machine),
         is_adapter=bool(model.get("use_peft")) or _holds_adapter(Path(model["model_name_or_path"])),
-        quantised=bool(model.get("load_in_4bit") or model.get("load_in_8bit")),
+        quantised=_quantises(recipe),
     )
 
 

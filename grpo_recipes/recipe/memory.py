@@ -350,6 +350,7 @@ def memory_plan(
     steps_per_generation: int = 1,
     reward_parameters: int = 0,
     gpu_memory: float | None = None,
+    optim: str = "adamw_torch",
     quantised_bytes: float | None = None,
 ) -> MemoryPlan:
     """The memory side of a recipe: `config` holds the keys of `GRPOConfig`, `dtype` is the recipe's (TRL's default: float32)."""
@@ -371,7 +372,7 @@ def memory_plan(
         vllm_sleeps=config.vllm_enable_sleep_mode,
         reward_parameters=reward_parameters,
         gpu_memory=gpu_memory,
-        optim=str(getattr(config.optim, "value", config.optim)),
+        optim=optim,
         quantised_bytes=quantised_bytes,
     )
 

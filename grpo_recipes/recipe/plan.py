@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.recipe import limits, memory, packages
-from grpo_recipes.recipe.checks import Machine, check, dry_config, model_shape, precision_of
+from grpo_recipes.recipe.checks import Machine, check, dry_config, model_shape, optimiser, precision_of
 from grpo_recipes.recipe.data import DatasetUnreachable
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.precision import ADAMW_BF16, Precision, initial_weights
@@ -115,7 +115,7 @@ def plan(
         notes += [checked.golds.describe()] if checked.golds else []
     except DatasetUnreachable as error:
         prompts = str(error)
-    need = unsupported or _memory(recipe, geometry, layout, usable, model_config_file, notes)
+    need = unsupported or _memory(recipe, machine, geometry, layout, usable, model_config_file, notes)
     precision = precision_of(recipe, machine)
     spread = (
         need.shape.initializer_range if isinstance(need, memory.MemoryPlan) else memory.ModelShape.initializer_range
@@ -136,6 +136,7 @@ def _wrapped(paragraphs: Sequence[str]) -> list[str]:
 
 def _memory(
     recipe: Recipe,
+    machine: Machine,
     geometry: Geometry,
     layout: memory.Sharding,
     gpu_memory: float | None,
@@ -153,6 +154,8 @@ def _memory(
         shape = model_shape(recipe, model_config_file)
     except memory.MemoryUnknown as error:
         return str(error)
+    if quantised is not None and shape.trained == shape.parameters:
+        return "a quantised model can only be trained with an adapter: set `use_peft: true`"
     return memory.memory_plan(
         recipe.config,
         arguments.dtype,
@@ -162,6 +165,7 @@ def _memory(
         steps_per_generation=geometry.steps_per_generation,
         reward_parameters=_reward_parameters(recipe, notes),
         gpu_memory=gpu_memory,
+        optim=optimiser(recipe, machine),
         quantised_bytes=quantised,
     )
 

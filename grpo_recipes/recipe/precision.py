@@ -45,6 +45,7 @@ class Precision:
         cls,
         config: Any,
         dtype: str | None,
+        optim: str,
         *,
         backend: str = "torch",
         is_adapter: bool = False,
@@ -69,7 +70,7 @@ class Precision:
         return cls(
             stored,
             mixed or stored,
-            str(getattr(config.optim, "value", config.optim)),
+            optim,
             config.learning_rate,
             config.adam_beta1,
             config.optim_args,

@@ -293,7 +293,8 @@ def _split_arguments(args: Sequence[str]) -> tuple[Path | None, list[tuple[str, 
         word = pending.pop(0)
         name, equals, text = word.removeprefix("--").partition("=")
         key = re.sub(r"(?<=\w)-", "_", name)  # `--max-steps`, but not a number's sign
-        ours = word.startswith("--") and (key == "config" or key.split(".")[0] in OUR_KEYS or "." in key)
+        # `optim` may be a name that TRL's parser does not know.
+        ours = word.startswith("--") and (key in ("config", "optim") or key.split(".")[0] in OUR_KEYS or "." in key)
         if not ours:
             rest.append(word)
             continue

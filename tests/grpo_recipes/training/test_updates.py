@@ -13,7 +13,7 @@ from peft import LoraConfig
 from grpo_recipes import GRPOTrainer, train
 from grpo_recipes.results.diagnostics import diagnose
 from grpo_recipes.results.run import Run
-from grpo_recipes.training.adamw_bf16 import AdamWBF16, adamw_bf16
+from grpo_recipes.training.adamw_bf16 import AdamWBF16, adamw_bf16, merge
 from grpo_recipes.training.updates import CHANGED, EXPECTED, SAMPLE, UpdateSample, draw
 from grpo_rewards.errors import UserError
 from tests.grpo_recipes import launching, short_runs
@@ -112,6 +112,25 @@ def test_every_run_logs_it_and_the_optimiser_is_handed_over(tmp_path: Path) -> N
     logged = [entry for entry in run.state.log_history if CHANGED in entry]
     assert len(logged) == 2
     assert all(0 < entry[CHANGED] <= 1 and 0 < entry[EXPECTED] <= 1 for entry in logged)
+
+
+def test_an_adapter_that_trl_casts_for_a_quantised_base_keeps_its_updates(tmp_path: Path) -> None:
+    """TRL's cast goes by this attribute of the model, which bitsandbytes sets; the base here is whole."""
+    model = policy().to(torch.bfloat16)
+    model.is_loaded_in_4bit = True
+    args = short_runs.arguments(tmp_path, max_steps=2, beta=0.0, learning_rate=1e-6)
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
+    run = short_runs.trainer(GRPOTrainer, model, args, peft_config=config, optimizer_cls_and_kwargs=adamw_bf16(args))
+    adapter = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+    assert {parameter.dtype for parameter in adapter} == {torch.bfloat16}
+    before = [parameter.detach().float().clone() for parameter in adapter]
+    run.train()
+    state = run.optimizer.state
+    moved = [merge(p.detach(), state[p]["low_bits"]) != b for p, b in zip(adapter, before, strict=True)]
+    assert torch.cat([m.flatten() for m in moved]).float().mean() > 0.9
+    stored = [p.detach().float() != b for p, b in zip(adapter, before, strict=True)]
+    assert torch.cat([s.flatten() for s in stored]).float().mean() < 0.1
 
 
 @pytest.mark.parametrize("tuning", ["full", "adapter"])

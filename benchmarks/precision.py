@@ -41,6 +41,8 @@ from grpo_recipes.training.adamw_bf16 import AdamWBF16, merge
 from grpo_recipes.training.updates import UpdateSample
 
 OPTIONS: dict[str, Any] = {"lr": 5e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+# What shares a scale in torchao's moments of 8 bits; a tensor of another size it keeps in the weights' dtype.
+BLOCK = 256
 Optimizers = dict[str, Callable[[list[Any]], torch.optim.Optimizer]]
 
 
@@ -184,7 +186,7 @@ def qwen_weights() -> list[Tensor]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    matrices, norms, biases = 0.02 * normal(100_000), 1 + normal(3072).abs(), 10 * normal(512)
+    matrices, norms, biases = 0.02 * normal(400 * BLOCK), 1 + normal(3072).abs(), 10 * normal(512)
     return [tensor.bfloat16() for tensor in (matrices, norms, biases)]
 
 
@@ -200,7 +202,8 @@ def policy_weights(folder: Path | None) -> list[Tensor]:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     matrices = torch.cat([param.detach().flatten() for param in model.parameters() if param.dim() > 1])
     others = torch.cat([param.detach() for param in model.parameters() if param.dim() == 1])
-    return [matrices[::4].bfloat16(), others.bfloat16()]
+    part = matrices[::4]
+    return [part[: len(part) // BLOCK * BLOCK].bfloat16(), others.bfloat16()]
 
 
 def table(title: str, results: dict[str, Result]) -> str:

@@ -173,11 +173,11 @@ def _memory(
 def _precision_notes(precision: Precision, surviving: float | None, need: memory.MemoryPlan | str) -> list[str]:
     """What the precision loses, and what would lose nothing and fit."""
     warning = precision.warning(surviving)
-    if warning is None and not (precision.optim == ADAMW_BF16 and precision.stored == "bfloat16"):
-        return []
     notes = [warning] if warning else []
     if isinstance(need, memory.MemoryPlan) and need.shape.trained == need.shape.parameters:
-        notes.append(f"recommended, of what keeps every update: {memory.best_precision(need)}")
+        best = memory.best_precision(need)
+        has_better = precision.optim == ADAMW_BF16 and precision.stored == "bfloat16" and ADAMW_BF16 not in best
+        notes += [f"recommended, of what keeps every update: {best}"] if warning or has_better else []
     return notes
 
 

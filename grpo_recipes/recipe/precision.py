@@ -24,7 +24,6 @@ ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu
 
 # Below this share of an update, the run is another one than its learning rate says.
 WARN_BELOW = 0.5
-_POINTS = 401
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,8 @@ class Precision:
     optim_args: str | None = None
     deepspeed: bool = False
     """Whether DeepSpeed updates float32 weights of its own and rounds them into the stored ones."""
+    quantised: bool = False
+    """Whether what is trained is an adapter on a base in 4 or 8 bits, whose dtype is not the recipe's."""
 
     @classmethod
     def of(
@@ -75,6 +76,7 @@ class Precision:
             config.adam_beta1,
             config.optim_args,
             deepspeed=backend == "deepspeed",
+            quantised=is_adapter and quantised,
         )
 
     @property
@@ -117,7 +119,7 @@ class Precision:
         sizes = np.maximum(np.abs(weights.astype(np.float64)), 1e-30)
         spacing = 2.0 ** (np.floor(np.log2(sizes)) - SIGNIFICANT_BITS[self.stored] + 1)
         spread = ((1 - self.beta1) / (1 + self.beta1)) ** 0.5
-        step = self.learning_rate * spread * np.abs(_normal())
+        step = self.learning_rate * spread * np.abs(_normal(401))
         if not self.learning_rate:
             return 1.0
         rounded = np.round(step / spacing[:, None]) * spacing[:, None]
@@ -141,15 +143,17 @@ class Precision:
         """What to do where most of an update is lost; None where it is not, or is not known."""
         if share is None or share >= WARN_BELOW:
             return None
-        cures = f"set `optim: {ADAMW_BF16}`, or `dtype: float32`, which `bf16: true` still computes in bfloat16"
+        cures = f"set `optim: {ADAMW_BF16}`"
+        if not self.quantised:
+            cures += ", or `dtype: float32`, which `bf16: true` still computes in bfloat16"
         return f"{share:.0%} of an update survives the rounding of the weights to {self.stored}: {cures} (docs/precision.md)"
 
 
 def initial_weights(initializer_range: float) -> NDArray[np.floating]:
     """Weights as a configuration says that they are drawn: quantiles of N(0, `initializer_range`)."""
-    return initializer_range * _normal()
+    return initializer_range * _normal(4001)  # at low rates only the smallest weights move, of which there are few
 
 
-def _normal() -> NDArray[np.floating]:
+def _normal(points: int) -> NDArray[np.floating]:
     """Evenly spaced quantiles of the standard normal distribution."""
-    return np.array([NormalDist().inv_cdf((point + 0.5) / _POINTS) for point in range(_POINTS)])
+    return np.array([NormalDist().inv_cdf((point + 0.5) / points) for point in range(points)])

@@ -217,6 +217,8 @@ def test_4_bit_keeps_updates_unless_the_recipe_names_trls_optimiser(
     )
     assert lost["updated"] == "bfloat16"
     assert lost["surviving"] < 0.5
+    (warning,) = [note for note in seen[1]["notes"] if "survives the rounding" in note]
+    assert "dtype: float32" not in warning  # TRL casts the adapter whatever `dtype` says
     assert seen[0]["memory"]["fits"]
     # 10 bytes of state for each weight of the adapter, in place of 2 moments of 2 bytes.
     trained = seen[0]["memory"]["shape"]["trained"]
@@ -243,6 +245,13 @@ def test_the_best_precision_that_fits_is_recommended(tmp_path: Path, gpu: str, r
     assert isinstance(run.memory, MemoryPlan)
     assert recommended in best_precision(run.memory)
     assert any(recommended in note for note in run.notes)
+    cured = plan(
+        ["--config", *asked[1:2], *asked[4:], "--optim", "adamw_bf16"],
+        accelerate_config="single_gpu",
+        gpu_memory=gpu,
+        model_config_file=asked[3],
+    )
+    assert any("recommended" in note for note in cured.notes) is (gpu != "32GB"), "32 GB: it is the best that fits"
 
 
 def test_bytes_of_each_optimiser(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from grpo_recipes import __version__
 from grpo_recipes.recipe import checks, data, limits
 from grpo_recipes.recipe.checks import Checked, Machine
 from grpo_recipes.recipe.hub import is_missing
+from grpo_recipes.recipe.precision import ADAMW_BF16, Precision
 from grpo_recipes.recipe.recipe import (
     DEFAULTS,
     OUR_KEYS,
@@ -55,6 +56,8 @@ from grpo_recipes.runs import checkpoints, faults, quiet, restart
 from grpo_recipes.runs.files import RECORD
 from grpo_recipes.runs.lock import only_launch
 from grpo_recipes.runs.record import add_launch, data_order, describe_launch, read_record
+from grpo_recipes.training import updates
+from grpo_recipes.training.adamw_bf16 import adamw_bf16
 from grpo_recipes.training.offline import RecordedRollout
 from grpo_recipes.training.reference import REF
 from grpo_recipes.training.trainer import GRPOTrainer
@@ -475,10 +478,33 @@ def describe_run(prepared: Prepared, trainer: GRPOTrainer) -> None:
     recipe, checked = prepared.recipe, prepared.checked
     _say(f"{recipe.source}: {_size(trainer)}, rewards {describe_rewards(checked.rewards)}")
     _say(f"  reference       {describe_reference(recipe, trainer)}")
+    precision, surviving = measured_precision(prepared, trainer)
+    _say(precision.describe(surviving))
     _say(checked.geometry.describe())
     _say(checked.geometry.describe_epoch(len(checked.train_dataset)))
-    for note in [*limits.cautions(recipe.config), *([checked.golds.describe()] if checked.golds else [])]:
+    warning = precision.warning(surviving)
+    golds = [checked.golds.describe()] if checked.golds else []
+    for note in [*limits.cautions(recipe.config), *([warning] if warning else []), *golds]:
         _say(f"  note            {note}")
+
+
+def measured_precision(prepared: Prepared, trainer: GRPOTrainer) -> tuple[Precision, float | None]:
+    """The dtypes of a run, and the share of an update that rounding leaves of the weights as loaded; None if not known."""
+    recipe = prepared.recipe
+    precision = Precision.of(
+        recipe.config,
+        recipe.model.get("dtype"),
+        checks.optimiser(recipe, prepared.machine),
+        backend=checks.backend_of(recipe, prepared.machine),
+        is_adapter=isinstance(trainer.model, PeftModel),
+        quantised=get_quantization_config(model_config(recipe)) is not None,
+    )
+    if (
+        precision.updated == "float32" or not _is_first_rank()
+    ):  # where FSDP loads on one rank, others hold no values yet
+        return precision, 1.0
+    sample = updates.stored_values(updates.draw(trainer.model.parameters()))
+    return precision, precision.surviving(sample.cpu().numpy())
 
 
 def train(prepared: Prepared, trainer: GRPOTrainer) -> None:
@@ -500,6 +526,7 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
     training_args.reward_weights = [reward.weight for reward in checked.rewards]
     model_args = model_config(recipe)
     train_dataset = checked.train_dataset
+    optimiser = checks.optimiser(recipe, prepared.machine)
     trainer = GRPOTrainer(
         model=load_policy(recipe, training_args),
         reward_funcs=[faults.checked_reward(reward.function) for reward in checked.rewards],
@@ -514,6 +541,7 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
         micro_batching=recipe.micro_batching,
         generation=recipe.generation,
         reference=recipe.reference,
+        optimizer_cls_and_kwargs=adamw_bf16(training_args) if optimiser == ADAMW_BF16 else None,
     )
     # The policy and its reference are loaded: what is left of these arguments is pickled with each save.
     training_args.model_init_kwargs = redacted(training_args.model_init_kwargs)

@@ -6,10 +6,11 @@ import contextlib
 import os
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Literal
 
 from datasets import Dataset
 from trl import get_peft_config
@@ -17,6 +18,7 @@ from trl import get_peft_config
 from grpo_recipes.recipe import data, memory, packages, reward_checks
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.hub import is_missing
+from grpo_recipes.recipe.precision import ADAMW_BF16, Precision
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, grpo_config, model_config, read_yaml
 from grpo_recipes.recipe.reward_checks import GoldCheck
 from grpo_recipes.recipe.specs import RECORDED_REWARD
@@ -38,20 +40,31 @@ from grpo_rewards.registry import BuiltReward
 # What must fit where a run is to write; a model takes far more, but its size is not known yet.
 _PROBE_BYTES = 1 << 20
 
+Backend = Literal["torch", "deepspeed", "fsdp"]
+"""What holds the weights and their optimiser: torch whole on each process, DeepSpeed, or FSDP."""
+BACKENDS: Mapping[str, Backend] = {"DEEPSPEED": "deepspeed", "FSDP": "fsdp"}
+
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run is checked against: its number of processes, and whether they have GPUs with bfloat16."""
+    """What a run is checked against: its number of processes, whether they have GPUs with bfloat16, and what splits a model."""
 
     num_processes: int
     bf16: bool
+    backend: Backend = "torch"
 
     @classmethod
     def here(cls) -> Machine:
         """This machine, in the layout that `accelerate launch` gave this process."""
         from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
-        return cls(int(os.environ.get("WORLD_SIZE", "1")), is_torch_bf16_gpu_available() or is_torch_xla_available())
+        bf16 = is_torch_bf16_gpu_available() or is_torch_xla_available()
+        backend: Backend = "torch"
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+            backend = "deepspeed"
+        elif os.environ.get("ACCELERATE_USE_FSDP") == "true":
+            backend = "fsdp"
+        return cls(int(os.environ.get("WORLD_SIZE", "1")), bf16, backend)
 
     @classmethod
     def described(cls, accelerate_config: Path) -> Machine:
@@ -61,7 +74,8 @@ class Machine:
             raise RecipeError(f"{accelerate_config}: `num_processes` is missing: is this an accelerate configuration?")
         if raw["num_processes"] < 1:
             raise RecipeError(f"{accelerate_config}: `num_processes` is {raw['num_processes']}: set it to at least 1")
-        return cls(raw["num_processes"], bf16=not raw.get("use_cpu", False))
+        backend = BACKENDS.get(raw.get("distributed_type", "NO"), "torch")
+        return cls(raw["num_processes"], not raw.get("use_cpu", False), backend)
 
 
 @dataclass(frozen=True)
@@ -88,6 +102,7 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
         check_reference(recipe)
         _check_offline(recipe, geometry)
         check_machine(recipe, machine)
+        check_precision(recipe, machine)
         train_dataset = recipe.load_dataset()
         geometry.check_dataset(len(train_dataset))
         geometry.check_steps(recipe.config, len(train_dataset))
@@ -113,6 +128,48 @@ def check_machine(recipe: Recipe, machine: Machine) -> None:
             "`bf16` needs a GPU with bfloat16, and there is none here: set `bf16: false`, "
             "and `use_cpu: true` to train on the CPU"
         )
+
+
+def backend_of(recipe: Recipe, machine: Machine) -> Backend:
+    """What holds the weights: what the recipe names, else what `accelerate launch` set up."""
+    if recipe.config.deepspeed:
+        return "deepspeed"
+    return "fsdp" if recipe.config.fsdp else machine.backend
+
+
+def optimiser(recipe: Recipe, machine: Machine) -> str:
+    """The name of the run's optimiser: the recipe's, else TRL's default, or `adamw_bf16` for an adapter on a quantised base.
+
+    TRL casts such an adapter to bfloat16, in which its own default would lose most of an update.
+    """
+    if "optim" not in recipe.training and _quantises(recipe) and backend_of(recipe, machine) != "deepspeed":
+        return ADAMW_BF16
+    return str(getattr(recipe.config.optim, "value", recipe.config.optim))
+
+
+def _quantises(recipe: Recipe) -> bool:
+    """Whether the recipe loads the base in 4 or 8 bits."""
+    return bool(recipe.model.get("load_in_4bit") or recipe.model.get("load_in_8bit"))
+
+
+def precision_of(recipe: Recipe, machine: Machine) -> Precision:
+    """The dtypes of the recipe's run, as far as its keys and the files here tell: an adapter on the hub is not known as one."""
+    model = recipe.model
+    return Precision.of(
+        recipe.config,
+        model.get("dtype"),
+        optimiser(recipe, machine),
+        backend=backend_of(recipe, machine),
+        is_adapter=bool(model.get("use_peft")) or _holds_adapter(Path(model["model_name_or_path"])),
+        quantised=_quantises(recipe),
+    )
+
+
+def check_precision(recipe: Recipe, machine: Machine) -> None:
+    """Raise `RecipeError` for dtypes and an optimiser that can't train."""
+    batching = bool(recipe.config.use_transformers_continuous_batching)
+    if mistake := precision_of(recipe, machine).mistake(continuous_batching=batching):
+        raise recipe.error(mistake)
 
 
 def check_packages(recipe: Recipe) -> None:

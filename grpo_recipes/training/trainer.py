@@ -28,6 +28,7 @@ from grpo_recipes.training.log_probs import LogProbs, PerToken
 from grpo_recipes.training.packing import Layout, Rows
 from grpo_recipes.training.reference import reference_in, set_reference, without_trl_reference
 from grpo_recipes.training.stop_strings import StopStrings, corrected, take_over_mask
+from grpo_recipes.training.updates import UpdateSample
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class GRPOTrainer(TRLGRPOTrainer):
             padding, repeated prompts and rows without a gradient. See docs/efficiency.md.
         generation: "auto" or "off": whether transformers' `generate` runs each prompt of a batch once and drops finished
             rows, where the tokens stay what they are. Concerns neither vLLM nor continuous batching.
+        optimizer_cls_and_kwargs: transformers' own argument, which TRL's trainer leaves out: an optimiser by its class.
     """
 
     beta: float
@@ -61,6 +63,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         kl_estimator: KLEstimator = "sampled",
         micro_batching: str | Mapping[str, bool] | MicroBatching = "auto",
         generation: GenerationMode = "off",
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
         self.micro_batching = MicroBatching.parse(micro_batching)
@@ -68,6 +71,9 @@ class GRPOTrainer(TRLGRPOTrainer):
         generation = typed("generation", generation, GenerationMode)
         with without_trl_reference(args):  # TRL builds no reference of its own
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        if not self.is_deepspeed_enabled:  # its optimiser holds float32 weights of its own
+            self.add_callback(UpdateSample(self._metrics["train"]))
         self.reference_sentence = set_reference(self, reference)
         self._efficiency: microbatch.Efficiency | None = None
         self._full_kl = None
@@ -106,7 +112,7 @@ class GRPOTrainer(TRLGRPOTrainer):
             together=self._dist.is_zero3,
         )
         if self.use_transformers_continuous_batching:
-            continuous_batching.refuse(self.generation_config, self._stop)
+            continuous_batching.refuse(self.generation_config, self._stop, self.model, self.args)
             self._continuous_batching = continuous_batching.ContinuousBatching(self.continuous_batching_config)
         self.checkpoints = CompleteCheckpoints(self)
         self.add_callback(self.checkpoints)

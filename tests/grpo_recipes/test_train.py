@@ -494,9 +494,15 @@ def test_the_trainer_is_a_drop_in(tiny_model: Path, tmp_path: Path) -> None:
         dataset = Dataset.from_dict({"prompt": ["one", "two plus two", "three", "four", "five and six"]})
         trainer = trainer_class(str(tiny_model), short, args, dataset, **ours)
         trainer.train()
-        clocks = ("step_time", "runtime", "per_second", "total_flos")
+        left_out = (
+            "step_time",
+            "runtime",
+            "per_second",
+            "total_flos",
+            "updates/",
+        )  # clocks, and what only ours samples
         return [
-            {k: v for k, v in entry.items() if not any(c in k for c in clocks)} for entry in trainer.state.log_history
+            {k: v for k, v in entry.items() if not any(c in k for c in left_out)} for entry in trainer.state.log_history
         ]
 
     theirs = history(TRLGRPOTrainer)

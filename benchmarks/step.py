@@ -69,8 +69,8 @@ class Batch:
         """The batch of a step."""
         random = np.random.default_rng(seed)
         prompts = np.clip(np.exp(random.normal(4.47, 0.36, PROMPTS)), 30, 160).astype(int)
-        mean, spread, cap = (4.4, 0.6, 256) if workload == "a" else (4.79, 0.9, 1024)
-        lengths = np.clip(np.exp(random.normal(mean, spread, (PROMPTS, GROUP))), 1, cap).astype(int)
+        mean, spread = (4.4, 0.6) if workload == "a" else (4.79, 0.9)
+        lengths = np.clip(np.exp(random.normal(mean, spread, (PROMPTS, GROUP))), 1, cap(workload)).astype(int)
         if workload == "d":
             prompts, lengths = np.full_like(prompts, 2), np.full_like(lengths, 128)
         rewards = random.normal(size=(PROMPTS, GROUP))
@@ -101,6 +101,21 @@ class Batch:
         rewards = torch.tensor(self.rewards)
         centred = rewards - rewards.mean(1, keepdim=True)
         return (centred / (rewards.std(1, keepdim=True) + 1e-4)).flatten().tolist()
+
+
+def cap(workload: str) -> int:
+    """The longest completion that a workload has."""
+    return 256 if workload == "a" else 1024
+
+
+def paged_cache(workload: str) -> dict[str, int]:
+    """A cache of transformers' continuous batching that holds every row of a step, and no more.
+
+    Its default, all free memory in batches of 8192 tokens, takes a mask of gigabytes on a CPU.
+    """
+    page, longest_prompt = 32, 160
+    pages = -(-(longest_prompt + cap(workload)) // page)
+    return {"page_size": page, "num_blocks": PROMPTS * GROUP * pages, "max_batch_tokens": 512}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -488,7 +503,7 @@ def whole_step(size: str, workload: str, beta: float, steps: int, seed: int) -> 
         "TRL, continuous batching": contestant(
             TRLGRPOTrainer,
             use_transformers_continuous_batching=True,
-            transformers_continuous_batching_config={"num_blocks": 8 * PROMPTS * GROUP},
+            transformers_continuous_batching_config=paged_cache(workload),
         ),
         "from scratch": FromScratch(policy(size, folder), policy(size, folder), beta),
         "ours, generation off": contestant(GRPOTrainer, generation="off"),

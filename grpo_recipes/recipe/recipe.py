@@ -22,7 +22,7 @@ import yaml
 from datasets import Dataset
 from trl import GRPOConfig, ModelConfig, TrlParser
 
-from grpo_recipes.recipe import data, limits, specs
+from grpo_recipes.recipe import data, generation, limits, specs
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.specs import (
@@ -94,7 +94,7 @@ class Recipe:
     ] = field(default_factory=MicroBatching)
     generation: Annotated[
         GenerationMode, "whether transformers generates each prompt of a group once, where that is exact: auto, off"
-    ] = "off"
+    ] = "auto"
     offline: Annotated[OfflineSpec | None, "recorded, scored responses in place of generation: group or batch"] = None
 
     source: str
@@ -205,6 +205,7 @@ def _build(raw: dict[str, Any], values: Mapping[str, Any], source: str, args: Se
         model={key: value for key, value in values.items() if key in hints(ModelConfig)},
         arguments=args,
     )
+    generation.check(recipe.config)
     if recipe.kl_estimator == "full" and recipe.config.beta == 0.0:
         raise UserError("`kl_estimator: full` needs a reference policy: set `beta` above 0")
     return recipe

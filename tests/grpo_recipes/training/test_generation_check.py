@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 from torch import nn
 from trl import GRPOTrainer as TRLGRPOTrainer
 
-from grpo_recipes.training import generation, kv_cache
-from grpo_recipes.training.generation_check import unfit, unfit_layout
+from grpo_recipes.decoding import groups, kv_cache
+from grpo_recipes.decoding.models import unfit
+from grpo_recipes.training.generation_check import unfit_layout
 from grpo_rewards.errors import UserError
 from tests.grpo_recipes.launching import ROOT, completions, finish
 from tests.grpo_recipes.recorded import model
@@ -134,7 +135,7 @@ FAULTS = {
     "a row takes another's keys": (kv_cache.Buffer, "keep", moved_nothing),
     "a row takes another prompt's keys": (kv_cache.Buffer, "take", next_prompt),
     "a token is cut with the padding": (kv_cache.Buffer, "cut", cut_one_more),
-    "positions are off": (generation, "decode_step", one_position_late(generation.decode_step)),
+    "positions are off": (groups, "decode_step", one_position_late(groups.decode_step)),
 }
 
 

@@ -14,8 +14,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import GenerationMixin, LogitsProcessor, PreTrainedModel, TextStreamer, cache_utils
 
-from grpo_recipes.training import generation, kv_cache
-from grpo_recipes.training.generation import Turn, decoding
+from grpo_recipes.decoding import groups, kv_cache
+from grpo_recipes.decoding.groups import Turn, decoding
 from tests.grpo_recipes.recorded import tokenizer
 from tests.grpo_recipes.training.models import ARCHITECTURES, ENDS, SETTINGS, batch, config, tiny
 
@@ -80,7 +80,7 @@ def test_rows_end_at_many_lengths_in_these_tests() -> None:
 
 @pytest.mark.parametrize("architecture", ["LlamaConfig", "MistralConfig", "Gemma3TextConfig"])
 def test_buffers_that_grow_again_and_again(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (generation, kv_cache):
+    for module in (groups, kv_cache):
         monkeypatch.setattr(module, "ROOM", 2)
     assert_same(tiny(architecture))
 
@@ -342,7 +342,7 @@ def test_the_model_is_as_it_was_afterwards() -> None:
 def test_what_transformers_hands_to_a_loop() -> None:
     """`generate` calls a loop of one's own as it calls `_sample`, and takes the layers of its cache from two classes."""
     stock = inspect.signature(GenerationMixin._sample).parameters
-    loop = inspect.signature(generation.Batch).parameters
+    loop = inspect.signature(groups.Batch).parameters
     named = {name for name, parameter in loop.items() if parameter.kind is not parameter.VAR_KEYWORD}
     assert named - {"turn", "model"} <= set(stock)
     assert set(stock) - named == {"self", "model_kwargs", "synced_gpus", "streamer"}

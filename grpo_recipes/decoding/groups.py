@@ -22,8 +22,8 @@ from transformers.generation import LogitsProcessorList
 from transformers.generation import logits_process as processors
 from transformers.generation.configuration_utils import GenerationMode
 
-from grpo_recipes.training.kv_cache import LAYERS, ROOM, Buffer
-from grpo_recipes.training.log_probs import rotary_of_the_longest
+from grpo_recipes.decoding.kv_cache import LAYERS, ROOM, Buffer
+from grpo_recipes.decoding.models import rotary_of_the_longest
 
 ROW_WISE = {
     processors.EpsilonLogitsWarper, processors.EtaLogitsWarper, processors.ExponentialDecayLengthPenalty,

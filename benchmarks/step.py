@@ -54,6 +54,7 @@ MODELS = {"small": (192, 4, 4), "large": (512, 6, 8)}
 """Hidden size, layers, attention heads."""
 WORKLOADS = ("a", "b", "c", "d")
 PHASES = ("generation", "reference", "forward", "backward")
+MEASURING = "measuring"
 
 
 @dataclass(frozen=True)
@@ -181,10 +182,13 @@ class Measured:
 
         return counted
 
-    def end_step(self) -> None:
-        """Note the phases of a step that has ended."""
+    def end_step(self, spent: float) -> float:
+        """Note the phases of a step that took `spent` seconds. Returns these without what measuring took."""
         for name in PHASES:
             self.phases[name].append(self.step.pop(name, 0.0))
+        spent -= self.step.pop(MEASURING, 0.0)
+        self.whole.append(spent)
+        return spent
 
 
 class Trainer:
@@ -269,14 +273,12 @@ class Trainer:
         self.batch = batch
         rows = [{"prompt": text} for text in batch.text for _ in range(GROUP)]
         torch.manual_seed(0)
+        start = time.process_time()
         with nullcontext() if self.generates else peak_memory(self.measured):
-            start = time.process_time()
             for _ in range(MICRO_BATCHES):
                 self.trainer.training_step(self.trainer.model, rows, None)
             sgd(self.trainer.model)
-            spent = time.process_time() - start
-        self.measured.end_step()
-        self.measured.whole.append(spent)
+        spent = self.measured.end_step(time.process_time() - start)
         self.measured.training.append(spent - self.generation)
 
     @property
@@ -298,8 +300,7 @@ class FromScratch:
         with peak_memory(self.measured), self.measured.phase("generation"):
             generate(self.model, batch)
         self._train(batch)
-        self.measured.whole.append(time.process_time() - start)
-        self.measured.end_step()
+        self.measured.end_step(time.process_time() - start)
 
     def _train(self, batch: Batch) -> None:
         pairs = [(p, c) for p, group in zip(batch.prompts, batch.completions, strict=True) for c in group]
@@ -414,11 +415,12 @@ class peak_memory:
         self.measured = measured
 
     def __enter__(self) -> None:
-        gc.collect()
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-        self.before = status("VmRSS")
+        with self.measured.phase(MEASURING):
+            gc.collect()
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")
+            self.before = status("VmRSS")
 
     def __exit__(self, *_: object) -> None:
         self.measured.memory.append((status("VmHWM") - self.before) / 1024)

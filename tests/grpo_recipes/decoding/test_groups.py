@@ -16,6 +16,7 @@ from transformers import GenerationMixin, LogitsProcessor, PreTrainedModel, Text
 
 from grpo_recipes.decoding import groups, kv_cache
 from grpo_recipes.decoding.groups import Turn, decoding
+from grpo_recipes.decoding.sampling import drawn
 from tests.grpo_recipes.recorded import tokenizer
 from tests.grpo_recipes.training.models import ARCHITECTURES, ENDS, SETTINGS, batch, config, tiny
 
@@ -179,6 +180,24 @@ def test_the_free_stream_samples_the_policy() -> None:
         assert cells > 15
         assert rest < 0.4 * group
         assert statistic < cells + 4 * (2 * cells) ** 0.5, "four standard deviations of a chi-square"
+
+
+def test_a_token_without_probability_is_never_drawn() -> None:
+    """Between, before and behind the others; rows are drawn by their own probabilities."""
+    rows = torch.tensor([[0.0, 0.2, 0.0, 0.8, 0.0], [0.5, 0.0, 0.0, 0.0, 0.5], [0.0, 0.0, 0.0, 0.0, 1.0]])
+    torch.manual_seed(0)
+    tokens = drawn(rows.repeat(20_000, 1)).reshape(-1, 3)
+    for row, column in zip(rows, tokens.T, strict=True):
+        shares = column.bincount(minlength=5) / len(column)
+        torch.testing.assert_close(shares, row, atol=0.02, rtol=0)
+        assert not shares[row == 0].any()
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_the_ends_of_what_is_drawn_from(uniform: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.tensor([[0.0, 0.1, 0.7, 0.2, 0.0]])
+    monkeypatch.setattr(torch, "rand", lambda *size, **how: torch.full(size, uniform, **how))
+    assert drawn(rows).tolist() == [3 if uniform == 0 else 1]
 
 
 # ---- less work

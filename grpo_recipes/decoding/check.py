@@ -37,7 +37,8 @@ def differences(
     gaps = []
     for prompt, completion, noted in zip(prompts, completions, log_probs, strict=True):
         ids = torch.tensor([*prompt, *completion], device=noted.device)
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature
-        expected = logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0]
+        keep = len(completion) + 1
+        logits = model(input_ids=ids[None], use_cache=False, logits_to_keep=keep).logits[0, -keep:-1].float()
+        expected = (logits / temperature).log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0]
         gaps.append((noted[: len(completion)] - expected).abs())
     return torch.cat(gaps)

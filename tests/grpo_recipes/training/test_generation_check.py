@@ -233,6 +233,13 @@ def test_a_reason_that_generate_finds_is_said_once(tmp_path: Path, said: Any) ->
     assert_same_run(run, stock)
 
 
+def test_a_model_that_padding_changes_is_left_alone(tmp_path: Path, said: Any) -> None:
+    """TRL's left padding moves GPT-2's learnt positions: its rows are not what was sampled from."""
+    run = trainer(tmp_path, policy=tiny("GPT2Config"), max_steps=1)
+    run.train()
+    assert "other log-probabilities than the policy's (by" in said()[0]
+
+
 def test_adapters_that_are_given_more_than_tokens() -> None:
     prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     assert "virtual tokens" in unfit(get_peft_model(tiny("LlamaConfig"), prompts))

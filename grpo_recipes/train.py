@@ -33,6 +33,7 @@ from trl import GRPOConfig, get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
 from grpo_recipes import __version__
+from grpo_recipes.decoding.stop_strings import StopStrings
 from grpo_recipes.recipe import checks, data, limits
 from grpo_recipes.recipe.checks import Checked, Machine
 from grpo_recipes.recipe.hub import is_missing
@@ -198,6 +199,7 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     checks.check_adapter(recipe)
     tokenizer = load_tokenizer(recipe)
     with recipe.naming_this_file():
+        StopStrings.of(recipe.config.generation_kwargs, tokenizer)  # raises for a tokenizer that can't be searched
         checked = limit_prompts(recipe, checked, tokenizer)
         rollout = None
         if recipe.offline is not None:

@@ -23,7 +23,7 @@ from datasets import Dataset
 from transformers.training_args import OptimizerNames
 from trl import GRPOConfig, ModelConfig, TrlParser
 
-from grpo_recipes.recipe import data, limits, specs
+from grpo_recipes.recipe import data, generation, limits, specs
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.precision import ADAMW_BF16
@@ -99,7 +99,7 @@ class Recipe:
     ] = field(default_factory=MicroBatching)
     generation: Annotated[
         GenerationMode, "whether transformers generates each prompt of a group once, where that is exact: auto, off"
-    ] = "off"
+    ] = "auto"
     offline: Annotated[OfflineSpec | None, "recorded, scored responses in place of generation: group or batch"] = None
 
     source: str
@@ -215,6 +215,7 @@ def _build(raw: dict[str, Any], values: Mapping[str, Any], source: str, args: Se
         raise UserError(
             f"`{hidden}` is the placeholder of a secret, which no file keeps: give it again with `--{hidden}`"
         )
+    generation.check(recipe.config)
     if recipe.kl_estimator == "full" and recipe.config.beta == 0.0:
         raise UserError("`kl_estimator: full` needs a reference policy: set `beta` above 0")
     return recipe

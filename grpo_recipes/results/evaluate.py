@@ -28,6 +28,7 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 
 from grpo_recipes.recipe.data import load
+from grpo_recipes.recipe.generation import stop_strings
 from grpo_recipes.recipe.hub import hub_answers, is_missing
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.results import strict
@@ -59,6 +60,7 @@ class Settings:
         batch_size: how many completions are made at once; with sampling, part of what a seed reproduces.
         seed: of the sampling. The global random state is left as it was.
         strict: the rewards that a strictly right completion must earn in full; empty for the default with `tags`.
+        stop: strings that end a completion, as in training; the recipe's `generation_kwargs.stop`.
 
     Raises:
         EvaluationError: a number below 1, a temperature below 0, or several samples of greedy decoding.
@@ -71,6 +73,7 @@ class Settings:
     batch_size: int = 64
     seed: int = 0
     strict: tuple[strict.Asked, ...] = ()
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.strict:
@@ -400,7 +403,7 @@ def _settings(recipe: dict[str, Any], spec: DatasetSpec, options: argparse.Names
         raise EvaluationError(f"the recipe's `rewards`: {str(error).rstrip('.')}") from error
     except ValueError as error:
         raise EvaluationError(f"--tags: {error}") from error
-    return Settings(tags=tags, strict=asked, **values)
+    return Settings(tags=tags, strict=asked, stop=stop_strings(recipe.get("generation_kwargs")), **values)
 
 
 def _tags(recipe: dict[str, Any], spec: DatasetSpec) -> tuple[str, str]:

@@ -145,6 +145,17 @@ RECIPE: list[Case] = [
     *allowed("delta", 4.0),
     *allowed("top_p", 1.0),
     *allowed("min_p", 0.0, 1.0),
+    *allowed("generation_kwargs", {"stop": "</answer>"}, {"stop": ["a", "b"]}),
+    Case("train --config {recipe} --generation_kwargs.stop 3", ("`generation_kwargs.stop` must be a string", "not 3")),
+    Case(
+        "train --config {recipe} --generation_kwargs.stop [b] --use_transformers_continuous_batching true",
+        ("`use_transformers_continuous_batching` leaves out stop: set it to false",),
+    ),
+    Case(
+        "grpo-recipes plan {recipe}",
+        ("`generation_kwargs.stop_strings`: write `stop` instead",),
+        changes={"generation_kwargs": {"stop_strings": ["b"]}},
+    ),
     *allowed("top_k", 0, -1),
     *allowed("top_entropy_quantile", 1.0),
     *allowed("vllm_gpu_memory_utilization", 1.0),

@@ -435,7 +435,7 @@ def test_continuous_batching_says_what_padded_batches_say(tiny_model: Path, monk
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
     prompts = ["1 + 1 =", "Ann has 3 figs.", "How many?"]
     settings = Settings(max_new_tokens=5, batch_size=2)
-    padded = engines.complete_padded(model, tokenizer, prompts, settings)
+    padded = engines.Padded(model, tokenizer)(prompts, settings)
     # On a CPU it would take 60 % of the memory that is free.
     cache = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     monkeypatch.setattr(model, "generate_batch", partial(model.generate_batch, continuous_batching_config=cache))

@@ -52,6 +52,7 @@ from grpo_recipes.results.diagnostics import describe, diagnose
 from grpo_recipes.results.model_card import write_model_card
 from grpo_recipes.results.run import Run
 from grpo_recipes.runs import checkpoints, faults, quiet, restart
+from grpo_recipes.runs.last_sentence import say_last
 from grpo_recipes.runs.record import add_launch, data_order, describe_launch, read_record
 from grpo_recipes.training.offline import RecordedRollout
 from grpo_recipes.training.reference import REF
@@ -512,13 +513,15 @@ def attempt(recipe: Recipe, loss: str, function: Callable[..., Any], *args: Any)
 def _stopped(prepared: Prepared, trainer: GRPOTrainer) -> int:
     """Say where a run goes on that was asked to stop, and end it."""
     trainer.accelerator.wait_for_everyone()  # a rank that leaves may take its node, and the others' saves, with it
+    code = INTERRUPTED if prepared.interruption.requested == signal.SIGINT else 0
     rest = "`--resume_from_checkpoint true` goes on from there"
     if prepared.training_args.save_only_model:
         rest = "without its optimiser (`save_only_model`), so no run can go on from there"
     by, state = prepared.interruption.name, trainer.state
-    _say(f"stopped by {by} after step {state.global_step} of {state.max_steps}, which is saved: {rest}")
     trainer.end()
-    return INTERRUPTED if prepared.interruption.requested == signal.SIGINT else 0
+    if _is_first_rank():
+        say_last(f"stopped by {by} after step {state.global_step} of {state.max_steps}, which is saved: {rest}", code)
+    return code
 
 
 def _stopped_at_once(prepared: Prepared | None) -> int:
@@ -532,7 +535,7 @@ def _stopped_at_once(prepared: Prepared | None) -> int:
 
 def _interrupted(rest: str) -> int:
     if _is_first_rank():
-        print(f"stopped by Ctrl-C: {rest}", file=sys.stderr, flush=True)
+        say_last(f"stopped by Ctrl-C: {rest}", INTERRUPTED)
     return INTERRUPTED
 
 
@@ -579,8 +582,7 @@ def _refuse(sentence: str) -> int:
     """Print why the recipe can't run, once per launch; a lone failure of another rank is printed after a while."""
     if not _is_first_rank():
         time.sleep(SILENCE_SECONDS)
-    print(f"error: {sentence}", file=sys.stderr, flush=True)
-    return 2
+    return say_last(f"error: {sentence}", 2)
 
 
 def leave(code: int) -> None:

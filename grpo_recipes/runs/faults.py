@@ -26,6 +26,7 @@ from transformers import TrainerCallback
 from trl.trainer.utils import is_async_callable
 
 from grpo_recipes.runs.files import FAULT_FILES, write_atomically
+from grpo_recipes.runs.last_sentence import say_last
 from grpo_rewards.completions import completion_text
 from grpo_rewards.errors import UserError
 
@@ -104,7 +105,7 @@ def report(error: Exception, folder: Path, checkpoint: Path | None, *, curable: 
             _leave(found, error, folder, rank)
     with suppress(OSError):
         _tell_launcher(found)
-    print(f"error: {found}", file=sys.stderr, flush=True)
+    say_last(f"error: {found}", 1)
 
 
 def is_curable(error: Exception, *, began: bool) -> bool:

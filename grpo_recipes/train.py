@@ -27,15 +27,14 @@ if __name__ == "__main__":  # before the imports that take seconds
     leave_on_interrupt()
 
 from peft import PeftModel
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig, get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
 from grpo_recipes import __version__
-from grpo_recipes.recipe import checks, data, limits
+from grpo_recipes.recipe import checks, limits, prompts
 from grpo_recipes.recipe.checks import Checked, Machine
-from grpo_recipes.recipe.hub import is_missing
 from grpo_recipes.recipe.recipe import (
     DEFAULTS,
     OUR_KEYS,
@@ -48,6 +47,7 @@ from grpo_recipes.recipe.recipe import (
     shipped_names,
 )
 from grpo_recipes.recipe.reward_checks import describe_rewards
+from grpo_recipes.recipe.tokenizer import check_chat_template, load_tokenizer
 from grpo_recipes.results.diagnostics import describe, diagnose
 from grpo_recipes.results.model_card import write_model_card
 from grpo_recipes.results.run import Run
@@ -170,7 +170,7 @@ class Prepared:
 def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     """Check and build everything that does not need the policy, before it is loaded.
 
-    Raises `RecipeError`, `data.DatasetUnreachable` or `faults.BuildLocked`.
+    Raises `RecipeError`, `sources.DatasetUnreachable` or `faults.BuildLocked`.
     """
     checks.check_output_dir(recipe, machine)
     checks.check_packages(recipe)
@@ -183,6 +183,7 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     checked = checks.check(recipe, machine)
     checks.check_adapter(recipe)
     tokenizer = load_tokenizer(recipe)
+    check_chat_template(recipe, tokenizer, checked.train_dataset[0]["prompt"])
     with recipe.naming_this_file():
         checked = limit_prompts(recipe, checked, tokenizer)
         rollout = None
@@ -209,30 +210,6 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
         cut_off=tuple(cut_off),
         interruption=interruption,
     )
-
-
-def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer, padding on the left. Raises `RecipeError` if it can't be loaded or has no chat template."""
-    name = checkpoints.tokenizer_source(recipe.model["model_name_or_path"])
-    if is_missing(name):
-        raise recipe.error(f"`model_name_or_path` {name}: there is no such folder")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name,
-            revision=recipe.model.get("model_revision", "main"),
-            trust_remote_code=recipe.config.trust_remote_code,
-            padding_side="left",
-            truncation_side="left",
-        )
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise recipe.error(f"`model_name_or_path` {name}: no tokenizer could be loaded: {reason}") from error
-    if recipe.dataset.prompt_format == "conversational" and tokenizer.chat_template is None:
-        raise recipe.error(
-            f"the tokenizer of {name} has no chat template: set `dataset.prompt_format: text`, or use a model "
-            "that has one"
-        )
-    return tokenizer
 
 
 def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:
@@ -276,13 +253,14 @@ def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:
 def limit_prompts(recipe: Recipe, checked: Checked, tokenizer: PreTrainedTokenizerBase) -> Checked:
     """Apply `dataset.max_prompt_tokens`, say how many prompts it touched, and check that enough are left."""
     spec, given, eval_dataset = recipe.dataset, checked.train_dataset, checked.eval_dataset
-    train_dataset, touched = data.limit_prompts(given, spec, tokenizer)
+    template_kwargs = recipe.config.chat_template_kwargs
+    train_dataset, touched = prompts.limit_prompts(given, spec, tokenizer, template_kwargs)
     if touched:
         done = "dropped" if spec.overlong_prompts == "drop" else "cut from the left"
         _say(f"{touched} of {len(given)} prompts over {spec.max_prompt_tokens} tokens were {done}")
     checked.geometry.check_dataset(len(train_dataset))
     if eval_dataset is not None:
-        eval_dataset, _ = data.limit_prompts(eval_dataset, spec, tokenizer)
+        eval_dataset, _ = prompts.limit_prompts(eval_dataset, spec, tokenizer, template_kwargs)
     return replace(checked, train_dataset=train_dataset, eval_dataset=eval_dataset)
 
 

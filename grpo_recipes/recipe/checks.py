@@ -14,7 +14,7 @@ from pathlib import Path
 from datasets import Dataset
 from trl import get_peft_config
 
-from grpo_recipes.recipe import data, memory, packages, reward_checks
+from grpo_recipes.recipe import data, memory, packages, recorded, reward_checks
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.hub import is_missing
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, grpo_config, model_config, read_yaml
@@ -67,7 +67,7 @@ class Checked:
 
 
 def check(recipe: Recipe, machine: Machine) -> Checked:
-    """Every check that needs no model, cheapest first. Raises `RecipeError`, or `data.DatasetUnreachable`."""
+    """Every check that needs no model, cheapest first. Raises `RecipeError`, or `sources.DatasetUnreachable`."""
     geometry = recipe.geometry(machine.num_processes)
     rewards = recipe.build_rewards()
     with recipe.naming_this_file():
@@ -75,13 +75,18 @@ def check(recipe: Recipe, machine: Machine) -> Checked:
         check_reference(recipe)
         _check_offline(recipe, geometry)
         check_machine(recipe, machine)
-        train_dataset = recipe.load_dataset()
+        trained = recipe.load_prompts()
+        train_dataset = trained.dataset
         geometry.check_dataset(len(train_dataset))
         geometry.check_steps(recipe.config, len(train_dataset))
         geometry.check_saves(recipe.config, len(train_dataset))
         if recipe.offline is not None:
-            data.check_responses(train_dataset, recipe.offline, geometry.num_generations)
-        eval_dataset = recipe.load_dataset(evaluation=True) if recipe.evaluates else None
+            recorded.check_responses(train_dataset, recipe.offline, geometry.num_generations)
+        eval_dataset = None
+        if recipe.evaluates:
+            held_out = recipe.load_prompts(evaluation=True)
+            data.check_disjoint(trained, held_out, recipe.dataset)
+            eval_dataset = held_out.dataset
         for dataset in (train_dataset, eval_dataset):
             if dataset is not None:
                 # With recorded responses, what they were paid is all that reaches a reward.

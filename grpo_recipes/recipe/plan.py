@@ -13,7 +13,6 @@ import yaml
 
 from grpo_recipes.recipe import limits, memory, packages
 from grpo_recipes.recipe.checks import Machine, check, dry_config, model_shape
-from grpo_recipes.recipe.data import DatasetUnreachable
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.recipe import (
     Recipe,
@@ -25,6 +24,7 @@ from grpo_recipes.recipe.recipe import (
     shipped_names,
 )
 from grpo_recipes.recipe.reward_checks import describe_rewards
+from grpo_recipes.recipe.sources import DatasetUnreachable
 from grpo_rewards.registry import spec_parts
 
 WIDTH = 100

@@ -1,8 +1,9 @@
-"""The command line: `grpo-recipes plan | train | evaluate | compare | diagnose | report | merge`.
+"""The command line: `grpo-recipes init | plan | train | evaluate | compare | diagnose | report | merge`.
 
-`plan` says what a recipe would do on a machine, without loading a model; `train` checks it and launches it; `evaluate`
-measures accuracy on held-out problems, and `compare` holds two such measurements against each other; `diagnose` says what
-looks wrong in a run; `report` makes one page of it; `merge` makes an adapter a model of its own.
+`init` writes a first recipe for a table; `plan` says what a recipe would do on a machine, without loading a model; `train`
+checks it and launches it; `evaluate` measures accuracy on held-out problems, and `compare` holds two such measurements
+against each other; `diagnose` says what looks wrong in a run; `report` makes one page of it; `merge` makes an adapter a
+model of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main(args: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for add in (_add_plan, _add_train, _add_evaluate, _add_compare, _add_diagnose, _add_report, _add_merge):
+    for add in (_add_init, _add_plan, _add_train, _add_evaluate, _add_compare, _add_diagnose, _add_report, _add_merge):
         add(commands)
     asked = next((word for word in arguments if not word.startswith("-")), None)
     if asked is not None and asked not in commands.choices:
@@ -53,6 +54,8 @@ def main(args: Sequence[str] | None = None) -> int:
     if rest and options.command not in ("plan", "train"):  # whose recipe they override
         parser.error(f"unknown argument `{rest[0]}`{did_you_mean(rest[0].partition('=')[0], known)}")
     try:
+        if options.command == "init":
+            return first_recipe(options.path, options.output, options.model)
         if options.command == "plan":
             return plan_recipe(options, rest, known)
         if options.command == "train":
@@ -74,6 +77,15 @@ def main(args: Sequence[str] | None = None) -> int:
 def _either(names: Iterable[str]) -> str:
     *others, last = names
     return f"{', '.join(others)} or {last}"
+
+
+def _add_init(commands: Any) -> None:
+    init = commands.add_parser("init", help="write a first recipe for a table of problems")
+    init.add_argument("path", help="a CSV, JSON, JSONL or Parquet file, a glob of them, a saved folder, or a hub id")
+    init.add_argument("--model", metavar="MODEL", help="the model to train: a folder or a hub id (default: a Qwen2.5)")
+    init.add_argument(
+        "--output", metavar="FILE", type=Path, help="the recipe's file (default: the table's name, .yaml)"
+    )
 
 
 def _add_plan(commands: Any) -> None:
@@ -145,6 +157,21 @@ def _add_report(commands: Any) -> None:
     report.add_argument(
         "--output", metavar="FOLDER", type=Path, help="folder for report.html and the PNGs (default: RUN/report)"
     )
+
+
+@quiet.libraries()
+def first_recipe(path: str, output: Path | None, model: str | None) -> int:
+    """Write a first recipe for a table and check it. Returns 0; raises `UserError` for a table that can't be used."""
+    from grpo_recipes.recipe import first_recipe as first
+    from grpo_recipes.recipe.checks import Machine, check
+    from grpo_recipes.recipe.recipe import parse_recipe
+
+    file, machine = output or first.default_output(path), Machine.here()
+    guess = first.write_first_recipe(path, file, model or first.MODEL, has_gpu=machine.bf16)
+    print(f"wrote {file}: {guess.describe()}", flush=True)
+    check(parse_recipe(["--config", str(file)]), machine)
+    print(f"next: grpo-recipes plan {file}, then grpo-recipes train {file}")
+    return 0
 
 
 def plan_recipe(options: argparse.Namespace, overrides: Sequence[str], known: Sequence[str] = ()) -> int:

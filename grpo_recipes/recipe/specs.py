@@ -297,7 +297,9 @@ class ReferenceSpec(Spec):
     name: Literal["initial", "base"] | None = None
     """`initial` if neither this nor `adapter` is given."""
     adapter: str | None = None
+    """A folder with an adapter, a hub id, or the name of an adapter of the model's."""
     reset_optimizer_on_sync: bool = False
+    """Whether the optimiser starts afresh when `sync_ref_model` refreshes the reference."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from grpo_recipes.recipe import limits, memory, packages
 from grpo_recipes.recipe.checks import Machine, check, dry_config, model_shape, optimiser, precision_of
-from grpo_recipes.recipe.data import DatasetUnreachable
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.precision import ADAMW_BF16, Precision, initial_weights
-from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, model_config, parse_recipe
+from grpo_recipes.recipe.recipe import (
+    Recipe,
+    RecipeError,
+    find_file,
+    model_config,
+    parse_recipe,
+    resolved,
+    shipped_names,
+)
 from grpo_recipes.recipe.reward_checks import describe_rewards
+from grpo_recipes.recipe.sources import DatasetUnreachable
+from grpo_rewards.redaction import redacted
 from grpo_rewards.registry import BuiltReward, UnbuiltReward, leaves, spec_parts
 
 WIDTH = 100
@@ -127,6 +139,26 @@ def plan(
     surviving = precision.surviving(initial_weights(spread))
     notes += _precision_notes(precision, surviving, need)
     return Plan(recipe, geometry, rewards, prompts, need, precision, surviving, notes)
+
+
+def resolved_yaml(arguments: Sequence[str], options: Sequence[str] = ()) -> str:
+    """The recipe that `arguments` name as YAML, with TRL's default for every key that it leaves out.
+
+    Raises `RecipeError` if a key or its value is wrong.
+    """
+    recipe = parse_recipe(arguments, options)
+    return yaml.safe_dump(redacted(resolved(recipe.as_dict())), sort_keys=False, allow_unicode=True)
+
+
+def shipped_recipes() -> str:
+    """The recipes that ship, each with the first sentence of its head."""
+    lines = ["The recipes that ship; `grpo-recipes plan NAME` says what one does."]
+    for name in shipped_names("recipes"):
+        head = find_file("recipes", name).read_text(encoding="utf-8").partition("\n#\n")[0]
+        text = " ".join(line.removeprefix("#").strip() for line in head.splitlines() if line.startswith("#"))
+        sentence = re.split(r"\.(?=\s|$)", text)[0]
+        lines += ["", f"  {name}", *textwrap.wrap(sentence, WIDTH, initial_indent="    ", subsequent_indent="    ")]
+    return "\n".join(lines)
 
 
 def _wrapped(paragraphs: Sequence[str]) -> list[str]:

@@ -27,6 +27,8 @@ from grpo_recipes.recipe import data, generation, limits, specs
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.precision import ADAMW_BF16
+from grpo_recipes.recipe.prompts import Prompts
+from grpo_recipes.recipe.sources import DatasetUnreachable
 from grpo_recipes.recipe.specs import (
     DatasetSpec,
     GenerationMode,
@@ -70,7 +72,7 @@ def naming(source: str, errors: tuple[type[Exception], ...] = (UserError,)) -> I
     """Inside this block an error of these becomes a `RecipeError` that names `source` first."""
     try:
         yield
-    except (RecipeError, data.DatasetUnreachable):
+    except (RecipeError, DatasetUnreachable):
         raise
     except errors as error:
         raise RecipeError(f"{source}: {error}") from error
@@ -82,7 +84,8 @@ class Recipe:
 
     # Our keys; each with what `--help` says of it.
     dataset: Annotated[
-        DatasetSpec, "which rows, and how they become prompts: name, path, split, eval_split, prompt_style, ..."
+        DatasetSpec,
+        "which rows, and how they become prompts: name, path, columns, split, eval_split, system_prompt, ...",
     ]
     rewards: Annotated[
         list[Any], "what is paid: names, or mappings of name, weight, alias, kwargs; `grpo-rewards list`"
@@ -148,9 +151,13 @@ class Recipe:
             return build_rewards(self.rewards, num_generations=generations, call_factories=call_factories)
 
     def load_dataset(self, *, evaluation: bool = False) -> Dataset:
-        """The training or the held-out prompts. Raises `RecipeError`; `data.DatasetUnreachable` passes through."""
+        """The training or the held-out prompts as a dataset; see `load_prompts`."""
+        return self.load_prompts(evaluation=evaluation).dataset
+
+    def load_prompts(self, *, evaluation: bool = False) -> Prompts:
+        """The training or the held-out prompts. Raises `RecipeError`; `sources.DatasetUnreachable` passes through."""
         with self.naming_this_file():
-            return data.load(self.dataset, evaluation=evaluation)
+            return data.load_prompts(self.dataset, evaluation=evaluation)
 
     def naming_this_file(self, errors: tuple[type[Exception], ...] = (UserError,)) -> AbstractContextManager[None]:
         """A block in which an error of these becomes a `RecipeError` that names this recipe's file first."""

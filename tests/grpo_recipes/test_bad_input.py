@@ -580,7 +580,7 @@ RESULTS: list[Case] = [
             "run/checkpoint-40/trainer_state.json": json.dumps({"log_history": stored.HISTORY}),
         },
     ),
-    Case("grpo-recipes evaluate --compare a b", ("2 problems", "exact p = 1"), 0, TWO_EVALUATIONS),
+    Case("grpo-recipes compare a b", ("2 problems", "exact p = 1"), 0, TWO_EVALUATIONS),
     # Nothing to check.
     Case(
         "grpo-recipes diagnose run",
@@ -719,10 +719,10 @@ RESULTS: list[Case] = [
     ),
     Case("grpo-recipes report run --output recipe.yaml", ("can't be written", "--output"), 2, stored.run_files()),
     # Evaluations that are compared.
-    Case("grpo-recipes evaluate --compare a nowhere", ("nowhere has no finished evaluation",), 2, TWO_EVALUATIONS),
+    Case("grpo-recipes compare a nowhere", ("nowhere has no finished evaluation",), 2, TWO_EVALUATIONS),
     *(
         Case(
-            "grpo-recipes evaluate --compare a b",
+            "grpo-recipes compare a b",
             words,
             2,
             {**stored.evaluation_files("a"), **stored.evaluation_files("b", **damaged)},
@@ -800,7 +800,6 @@ RESULTS: list[Case] = [
         )
     ),
     # The options of an evaluation, and the folder it writes to.
-    Case("grpo-recipes evaluate", ("name a model",)),
     Case("grpo-recipes evaluate {model} --dataset arithmetic --tags a a", ("--tags", "two different tag names")),
     Case("grpo-recipes evaluate {model} --dataset arithmetic --tags '<a>' b", ("--tags", "two different tag names")),
     Case("grpo-recipes evaluate {model} --dataset arithmetic --samples 0", ("--samples is 0",)),
@@ -876,10 +875,9 @@ FRONT_DOOR: list[Case] = [
     Case("train --version", ("grpo-recipes 0.",), code=0),
     Case("grpo-rewards --help", ("convert-internlm2",), code=0),
     Case("grpo-rewards --version", ("grpo-rewards 0.",), code=0),
-    Case("grpo-recipes", ("name a command, plan, evaluate, diagnose or report",)),
+    Case("grpo-recipes", ("name a command, init, plan, train, evaluate, compare, diagnose, report or merge",)),
     Case("grpo-recipes pln {recipe}", ("no command `pln`", "did you mean `plan`?")),
-    Case("grpo-recipes train {recipe}", ("no command `train`", "choose plan, evaluate, diagnose or report")),
-    Case("grpo-recipes plan", ("required: recipe",)),
+    Case("grpo-recipes plan", ("gsm8k-qwen2.5-1.5b-lora",), 0),
     Case("grpo-recipes plan quickstrt", ("no such file", "did you mean `quickstart`?")),
     Case("grpo-recipes plan nope/quickstart.yaml", ("nope/quickstart.yaml", "no such file")),
     Case("grpo-recipes plan .", ("is a folder",)),
@@ -922,12 +920,20 @@ FRONT_DOOR: list[Case] = [
         "train --config {recipe} --model_name_or_path ./nope", ("`model_name_or_path` ./nope: there is no such folder",)
     ),
     Case("train --config {recipe} --model_name_or_path runs/no/where", ("runs/no/where: there is no such folder",)),
-    Case("grpo-recipes evaluate", ("nothing to evaluate",)),
+    Case("grpo-recipes evaluate", ("required: model",)),
     Case("grpo-recipes evaluate ./nope", ("./nope: the model can't be loaded: there is no such folder",)),
     Case("grpo-recipes evaluate {model} --sampels 8", ("did you mean `--samples`?",)),
     Case("grpo-recipes evaluate {model} --samples x", ("--samples", "'x'")),
     Case("grpo-recipes evaluate {model} --max_new_tokens 0 --dataset arithmetic", ("--max_new_tokens is 0",)),
-    Case("grpo-recipes evaluate --compare a", ("--compare", "expected 2 arguments")),
+    Case("grpo-recipes compare a", ("required: B",)),
+    Case("grpo-recipes init", ("required: path",)),
+    Case("grpo-recipes init nowhere.csv --output x.yaml", ("nowhere.csv",)),
+    Case("grpo-recipes init t.csv --output x.yaml", ("none of the columns 'a', 'b'",), files={"t.csv": "a,b\n1,2\n"}),
+    Case("grpo-recipes train", ("required: recipe",)),
+    Case("grpo-recipes train quickstrt", ("did you mean `quickstart`?",)),
+    Case("grpo-recipes merge a", ("required: --output",)),
+    Case("grpo-recipes merge nowhere --output b", ("nowhere holds no adapter",)),
+    Case("grpo-recipes merge {model} --output b", ("holds no adapter", "a full model needs no merging")),
     Case("grpo-recipes diagnose", ("required: run",)),
     Case("grpo-recipes diagnose a b", ("unknown argument `b`",)),
     Case("grpo-recipes report nope", ("nope",)),

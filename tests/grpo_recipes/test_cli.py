@@ -90,7 +90,7 @@ HELP = {"grpo-recipes": main, "grpo-rewards": rewards_cli.main, "train": train.m
             ["plan", "evaluate", "diagnose", "report", "95 % intervals", "grpo_recipes.train"],
         ),
         ("grpo-recipes", ["plan", "--help"], ["--gpu_memory SIZE", "override the recipe"]),
-        ("grpo-recipes", ["evaluate", "--help"], ["--compare A B", "--samples N"]),
+        ("grpo-recipes", ["evaluate", "--help"], ["--samples N"]),
         ("grpo-recipes", ["diagnose", "--help"], ["output_dir"]),
         ("grpo-recipes", ["report", "--help"], ["report.html"]),
         ("grpo-recipes", ["--version"], [f"grpo-recipes {__version__}"]),

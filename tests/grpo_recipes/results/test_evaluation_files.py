@@ -402,12 +402,12 @@ def test_two_evaluations_are_compared_problem_by_problem(tmp_path: Path, capsys:
     result = compare(tmp_path / "a", tmp_path / "b")
     assert result["strict"]["difference"]["value"] == pytest.approx(0.6)
     assert result["mcnemar"] == {"only_first": 0, "only_second": 6, "p": 2 / 2**6}
-    assert cli.main(["evaluate", "--compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert "exact p = 0.0312" in capsys.readouterr().out
     evaluate_into(tmp_path / "c", policy, dataset(4), Settings(), {})
     with pytest.raises(EvaluationError, match="not on the same problems"):
         compare(tmp_path / "a", tmp_path / "c")
-    assert cli.main(["evaluate", "--compare", str(tmp_path / "a"), str(tmp_path / "nothing")]) == 2
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "nothing")]) == 2
     assert "no finished evaluation" in capsys.readouterr().err
 
 

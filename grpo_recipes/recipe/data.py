@@ -76,9 +76,7 @@ def _sources(spec: DatasetSpec) -> list[SourceSpec]:
 def _listed(spec: DatasetSpec, path: str | list | None, split: str) -> list[SourceSpec]:
     """The sources of a path; without one, the preset's home on the hub."""
     if isinstance(path, list):
-        return [
-            source if source.columns or not spec.columns else _renamed(source, spec.columns) for source in path
-        ]
+        return [source if source.columns or not spec.columns else _renamed(source, spec.columns) for source in path]
     preset = PRESETS.get(spec.name) if spec.name else None
     home = preset.hub_id if preset is not None and preset.hub_id else str(spec.name)
     name = spec.config

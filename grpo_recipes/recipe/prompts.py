@@ -150,7 +150,9 @@ class _Phrasing:
                 f"`dataset.prompt_template` fails on {self.place(index)} ({one_line(error)}): correct the template or the row"
             ) from error
         if not content.strip():
-            raise UserError(f"`dataset.prompt_template` leaves the prompt of {self.place(index)} empty: correct the row")
+            raise UserError(
+                f"`dataset.prompt_template` leaves the prompt of {self.place(index)} empty: correct the row"
+            )
         used = sorted(_template_columns(self.reading.template or ""))
         return user_turn(content), made, _hash([row.get(column) for column in used])
 
@@ -226,7 +228,9 @@ def _own_reading(table: datasets.Dataset, place: Callable[[int], str], spec: Dat
     if "prompt" in table.column_names:
         return _Reading({"prompt": "prompt"}, _given_prompt)
     if "question" in table.column_names:
-        return _Reading({"question": "question"}, lambda parts, where: (user_turn(text_of(parts, "question", where)), {}))
+        return _Reading(
+            {"question": "question"}, lambda parts, where: (user_turn(text_of(parts, "question", where)), {})
+        )
     raise UserError(
         f"`dataset`: {_has(table, place)}, and none is 'prompt' or 'question': map one with `columns: {{question: ...}}`, "
         "or write a `prompt_template`"
@@ -282,8 +286,8 @@ def _is_text(table: datasets.Dataset, reading: _Reading, spec: DatasetSpec) -> b
 def _system_prompt(spec: DatasetSpec) -> str | None:
     """The text of the system prompt that the recipe asks for, or else the preset's."""
     preset = PRESETS.get(spec.name) if spec.name else None
-    asked = spec.system_prompt or (preset.system_prompt if preset else "none")
-    return SYSTEM_PROMPTS[asked] if asked in SYSTEM_PROMPTS else asked
+    asked = str(spec.system_prompt or (preset.system_prompt if preset else "none"))
+    return SYSTEM_PROMPTS.get(asked, asked)
 
 
 # Templates
@@ -298,8 +302,9 @@ def _template_columns(template: str) -> set[str]:
     try:
         return meta.find_undeclared_variables(_environment().parse(template))
     except TemplateError as error:
-        line = f", line {error.lineno}" if getattr(error, "lineno", None) else ""
-        raise UserError(f"`dataset.prompt_template` is not a jinja2 template ({one_line(error)}{line}): correct it") from error
+        raise UserError(
+            f"`dataset.prompt_template` is not a jinja2 template ({one_line(error)}): correct it"
+        ) from error
 
 
 # Lengths
@@ -390,7 +395,9 @@ def _with_cut_prompts(
     kind = dataset.features.arrow_schema.field("prompt").type
     for batch in dataset.select_columns(["prompt"]).iter(BATCH):
         sized = zip(batch["prompt"], lengths[start : start + BATCH], strict=True)
-        cut = [_cut_left(prompt, limit, tokenizer, template_kwargs) if size > limit else prompt for prompt, size in sized]
+        cut = [
+            _cut_left(prompt, limit, tokenizer, template_kwargs) if size > limit else prompt for prompt, size in sized
+        ]
         prompts.append(pa.array(cut, kind))
         start += len(cut)
     features = datasets.Features({"prompt": dataset.features["prompt"]})

@@ -79,7 +79,8 @@ class Recipe:
 
     # Our keys; each with what `--help` says of it.
     dataset: Annotated[
-        DatasetSpec, "which rows, and how they become prompts: name, path, columns, split, eval_split, system_prompt, ..."
+        DatasetSpec,
+        "which rows, and how they become prompts: name, path, columns, split, eval_split, system_prompt, ...",
     ]
     rewards: Annotated[
         list[Any], "what is paid: names, or mappings of name, weight, alias, kwargs; `grpo-rewards list`"

@@ -71,9 +71,7 @@ def _scored_row(row: Mapping[str, Any]) -> dict[str, Any]:
         not _is_list_of(log_probs, lambda values: _is_list_of(values, _is_finite) and max(values, default=0) <= 0)
         or len(log_probs) != len(responses)
     ):
-        raise UserError(
-            "has logprobs that are not one list of numbers of at most 0 for each response: correct them"
-        )
+        raise UserError("has logprobs that are not one list of numbers of at most 0 for each response: correct them")
     rewards = [float(reward) for reward in rewards]
     return {"prompt": prompt, "responses": responses, "rewards": rewards, "logprobs": log_probs or []}
 

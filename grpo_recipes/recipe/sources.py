@@ -95,7 +95,9 @@ def _file_rows(paths: Sequence[Path], keys: Keys) -> Rows:
                 "its folder"
             )
         if path.suffix != paths[0].suffix:
-            raise UserError(f"`dataset.{keys.path}`: {paths[0]} and {path} are of two kinds: read one kind with a pattern")
+            raise UserError(
+                f"`dataset.{keys.path}`: {paths[0]} and {path} are of two kinds: read one kind with a pattern"
+            )
     if paths[0].suffix == ".parquet":
         table = _parquet_table(paths, keys)
         return Rows(table, lambda index: f"{_first_and_count(paths)}, row {index + 1}")

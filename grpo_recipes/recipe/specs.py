@@ -121,7 +121,9 @@ class SourceSpec(Spec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.fraction is not None and not 0 < self.fraction <= 1:
-            raise SpecError(f"`dataset.path`: the `fraction` of {self.path} is {self.fraction}: set it above 0, at most 1")
+            raise SpecError(
+                f"`dataset.path`: the `fraction` of {self.path} is {self.fraction}: set it above 0, at most 1"
+            )
         _check_columns(self.columns)
 
 
@@ -129,7 +131,9 @@ def _check_columns(columns: Any) -> None:
     names = [*columns, *columns.values()] if isinstance(columns, dict) else columns or []
     for name in names:
         if not isinstance(name, str) or not name:
-            raise SpecError(f"`dataset.columns` has {name!r} where the name of a column belongs: write `question: problem`")
+            raise SpecError(
+                f"`dataset.columns` has {name!r} where the name of a column belongs: write `question: problem`"
+            )
 
 
 @dataclass(frozen=True)
@@ -229,7 +233,9 @@ class DatasetSpec(Spec):
             raise SpecError(f"`dataset.{key}`: give every source a `fraction`, or none of them")
         for unused in ("config",) if key == "eval_path" else ("config", "eval_split"):
             if getattr(self, unused) is not None:
-                raise SpecError(f"`dataset.{unused}` does not go with a list of sources: write `name` and `split` in each")
+                raise SpecError(
+                    f"`dataset.{unused}` does not go with a list of sources: write `name` and `split` in each"
+                )
         if key == "path" and self.split != "train":
             raise SpecError("`dataset.split` does not go with a list of sources: write `split` in each")
         if key == "eval_path" and self.eval_split is not None:
@@ -267,13 +273,16 @@ def _prompt_text(given: Any) -> str | None:
             given = Path(given["file"]).expanduser().read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
-            raise SpecError(f"`dataset.system_prompt`: {place[12:-1]} can't be read ({reason}): correct the path") from error
+            raise SpecError(
+                f"`dataset.system_prompt`: {place[12:-1]} can't be read ({reason}): correct the path"
+            ) from error
     text = given.strip()
     if not text:
         raise SpecError(f"`dataset.system_prompt`{place} is empty: write `none` for no system prompt")
     # A lone word is taken for a name, so that a misspelt one does not become the prompt.
     if re.fullmatch(r"[A-Za-z0-9_-]+", text) and (place or text not in SYSTEM_PROMPT_NAMES):
-        nearest = did_you_mean(text, SYSTEM_PROMPT_NAMES, otherwise=f": choose {' or '.join(SYSTEM_PROMPT_NAMES)}, or write a text")
+        names = " or ".join(SYSTEM_PROMPT_NAMES)
+        nearest = did_you_mean(text, SYSTEM_PROMPT_NAMES, otherwise=f": choose {names}, or write a text")
         raise SpecError(f"`dataset.system_prompt`{place} can't be the one word `{text}`{nearest}")
     return text
 

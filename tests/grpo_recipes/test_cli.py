@@ -29,11 +29,12 @@ def test_plan_for_another_machine(capsys: pytest.CaptureFixture[str], gsm8k_file
 
 def test_plan_without_the_hub_leaves_the_epoch_unknown(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     from grpo_recipes.recipe import data
+    from grpo_recipes.recipe.sources import DatasetUnreachable
 
     def unreachable(*args: object, **kwargs: object) -> None:
-        raise data.DatasetUnreachable("no network")
+        raise DatasetUnreachable("no network")
 
-    monkeypatch.setattr(data, "load", unreachable)
+    monkeypatch.setattr(data, "load_prompts", unreachable)
     assert main(["plan", "gsm8k-qwen2.5-1.5b-24gb", "--accelerate_config", "single_gpu"]) == 0
     assert "unknown: no network" in capsys.readouterr().out
 

@@ -147,8 +147,8 @@ def _arithmetic(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> Rows:
 def _recorded(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> datasets.Dataset:
     """The prompts of `scored` that the split names: it counts prompts, which may stand on several lines."""
     splits = local_splits(source, keys)
-    if splits is None or "" not in splits:
-        raise UserError(f"`dataset.{keys.path}`: `scored` reads a file, not {source.path!r}: name a .jsonl file")
+    if splits is None:
+        raise UserError(f"`dataset.{keys.path}`: there is no file {source.path}: correct the path")
     table = grouped(splits[""], source.path)
     if keys == Keys("path", "eval_split"):
         _refuse_shared(spec, source, len(table), keys)

@@ -11,6 +11,7 @@ from typing import Any
 from grpo_recipes.recipe import limits, memory, packages
 from grpo_recipes.recipe.checks import Machine, check, dry_config, model_shape
 from grpo_recipes.recipe.geometry import Geometry
+from grpo_recipes.recipe.prompt_report import PromptReport, prompt_report
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, model_config, parse_recipe
 from grpo_recipes.recipe.reward_checks import describe_rewards
 from grpo_recipes.recipe.sources import DatasetUnreachable
@@ -28,6 +29,8 @@ class Plan:
     prompts: int | str
     memory: memory.MemoryPlan | str
     notes: Sequence[str]
+    shown: PromptReport | None = None
+    """The prompts, where the dataset can be reached."""
 
     def describe(self) -> str:
         """The plan as text."""
@@ -43,8 +46,10 @@ class Plan:
         rewards = f"  rewards         {describe_rewards(self.recipe.build_rewards())}"
         notes = [f"  note            {note}" for note in self.notes]
         before = _wrapped([self.recipe.source, rewards, self.geometry.describe(), ""])
-        after = _wrapped(["", epoch, "", "  memory of one GPU", need, *notes])
-        return "\n".join([*before, self.geometry.picture(), *after])
+        head, prompt = self.shown.describe(self.recipe.dataset) if self.shown else ([], [])
+        after = _wrapped(["", epoch, *head])
+        last = _wrapped(["", "  memory of one GPU", need, *notes])
+        return "\n".join([*before, self.geometry.picture(), *after, *prompt, *last])
 
     def as_dict(self) -> dict[str, Any]:
         """The plan for `--json`: what is unknown is null, with its reason in `unknown`. Sizes are in bytes."""
@@ -52,6 +57,7 @@ class Plan:
             "recipe": self.recipe.source,
             "geometry": {**self.geometry.as_dict(), "cells": self.geometry.cells()},
             "epoch": self._epoch(self.prompts) if isinstance(self.prompts, int) else None,
+            "prompts": self.shown.as_dict() if self.shown else None,
             "memory": memory.as_dict(self.memory) if isinstance(self.memory, memory.MemoryPlan) else None,
             "unknown": [reason for reason in (self.prompts, self.memory) if isinstance(reason, str)],
             "notes": list(self.notes),
@@ -103,14 +109,16 @@ def plan(
     dry_config(recipe, machine)
     notes = _notes(recipe)
     prompts: int | str
+    shown = None
     try:
         checked = check(recipe, machine)
         prompts = len(checked.train_dataset)
+        shown = prompt_report(recipe, checked.train_dataset)
         notes += [checked.golds.describe()] if checked.golds else []
     except DatasetUnreachable as error:
         prompts = str(error)
     need = unsupported or _memory(recipe, geometry, layout, usable, model_config_file, notes)
-    return Plan(recipe, geometry, prompts, need, notes)
+    return Plan(recipe, geometry, prompts, need, notes, shown)
 
 
 def _wrapped(paragraphs: Sequence[str]) -> list[str]:

@@ -68,7 +68,7 @@ def local_splits(source: SourceSpec, keys: Keys) -> dict[str, Rows] | None:
     path = Path(source.path).expanduser()
     if path.is_dir():
         return _saved_splits(path, keys)
-    if path.exists() or path.suffix == ".jsonl":
+    if path.exists() or (path.suffix == ".jsonl" and not glob.has_magic(source.path)):
         return {_ANY_SPLIT: _file_rows([path], keys)}
     if glob.has_magic(source.path):
         paths = [Path(found) for found in sorted(glob.glob(str(path), recursive=True))]

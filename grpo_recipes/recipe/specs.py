@@ -208,6 +208,8 @@ class DatasetSpec(Spec):
         for key in self.FOREIGN.get(self.name, ("size", "seed")):
             if getattr(self, key) != defaults[key]:
                 raise SpecError(f"`dataset.{key}`: the dataset `{self.name or 'path'}` does not use it: remove the key")
+        if self.name == "scored" and not str(self.path).endswith((".jsonl", ".json", ".csv", ".parquet")):
+            raise SpecError(f"`dataset.path`: `scored` reads a file, not {self.path!r}: name a .jsonl file")
         if self.name == "scored" and self.prompt_format == "conversational":
             raise SpecError("`dataset.prompt_format`: recorded prompts are text as they stand: remove the key")
 

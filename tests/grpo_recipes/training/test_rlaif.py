@@ -81,7 +81,7 @@ def test_a_bad_row_is_named(tmp_path, turns, message):
 
 def test_a_missing_column_or_path_is_named(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"question": "?"}\n')
-    with pytest.raises(UserError, match="line 1 has no 'conversations'"):
+    with pytest.raises(UserError, match="line 1 has the columns question, and none is 'conversations'"):
         load(spec(tmp_path / "bad.jsonl"))
     with pytest.raises(UserError, match=r"`dataset\.path` is missing"):
         DatasetSpec("rlaif")

@@ -12,6 +12,7 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,18 @@ def read(paths: Sequence[Path], key: str) -> datasets.Dataset:
     return stored(fingerprint("text", _VERSION, kind, *stats), _Tables(paths, key))
 
 
+def objects(paths: Sequence[Path], key: str) -> Iterator[tuple[Callable[[], str], Mapping[str, Any]]]:
+    """The rows one by one, as they are written, each with its place (a file and its line) for errors."""
+    for path in paths:
+        word = "entry" if path.suffix == ".json" and _is_array(path) else "line"
+        for number, row in _READERS[path.suffix](path, key):
+            yield partial("{}, {} {}".format, path, word, number), row
+
+
 def place(paths: Sequence[Path], key: str, index: int) -> str:
-    """Where row `index` of `read`'s table stands: its file and line. Reads the files again."""
-    rows = ((path, number) for path in paths for number, _ in _READERS[path.suffix](path, key))
-    path, number = next(islice(rows, index, None))
-    return f"{path}, {'entry' if path.suffix == '.json' and _is_array(path) else 'line'} {number}"
+    """Where row `index` of `read`'s table stands. Reads the files again."""
+    where, _ = next(islice(objects(paths, key), index, None))
+    return where()
 
 
 def _unreadable(path: Path, key: str, error: OSError) -> UserError:

@@ -12,7 +12,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from grpo_rewards.registry import BuiltReward, Spec, spec_parts
 
 RECORD = "run.json"
 SECRET = "hub_token"
+_SLICE = 10_000
 VERSIONED = ("trl", "transformers", "peft", "accelerate", "datasets", "torch")
 
 SHAPE: Shape = {
@@ -123,11 +124,14 @@ def data_order(geometry: Mapping[str, Any], prompts: Sequence[Any], config: Mapp
     }
 
 
-def prompts_digest(prompts: Iterable[Any]) -> str:
+def prompts_digest(prompts: Sequence[Any]) -> str:
     """The SHA-256 of prompts in their order, texts or messages."""
     digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(json.dumps(prompt).encode() + b"\n")
+    for start in range(
+        0, len(prompts), _SLICE
+    ):  # a column of a table gives a slice far sooner than its rows one by one
+        for prompt in prompts[start : start + _SLICE]:
+            digest.update(json.dumps(prompt).encode() + b"\n")
     return digest.hexdigest()
 
 

@@ -238,7 +238,7 @@ def _add_evaluate(commands: Any) -> None:
     evaluate.add_argument(
         "--split", metavar="SPLIT", help="default: the recipe's eval_split, unless --path is given; else test"
     )
-    evaluate.add_argument("--prompt_style", metavar="NAME", help="a system prompt by name")
+    evaluate.add_argument("--system_prompt", metavar="TEXT", help="a system prompt: its name, or the text")
     evaluate.add_argument("--prompt_format", metavar="FORMAT", help="conversational or text")
     evaluate.add_argument("--tags", nargs=2, metavar=("REASONING", "ANSWER"), help="the two tags of the asked format")
     evaluate.add_argument("--samples", metavar="N", type=int, default=1, help="completions a problem (default 1)")

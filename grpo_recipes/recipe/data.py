@@ -13,7 +13,17 @@ from grpo_recipes.recipe.arithmetic import DEFAULT_ARITHMETIC_SIZE, arithmetic_p
 from grpo_recipes.recipe.presets import PRESETS
 from grpo_recipes.recipe.prompts import Prompts, phrased
 from grpo_recipes.recipe.recorded import grouped
-from grpo_recipes.recipe.sources import Keys, Rows, local_splits, mixed, read, rows_in_common, sliced, slices
+from grpo_recipes.recipe.sources import (
+    Keys,
+    Rows,
+    file_objects,
+    local_splits,
+    mixed,
+    read,
+    rows_in_common,
+    sliced,
+    slices,
+)
 from grpo_recipes.recipe.specs import DatasetSpec, SourceSpec
 from grpo_rewards.errors import UserError
 
@@ -146,10 +156,7 @@ def _arithmetic(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> Rows:
 
 def _recorded(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> datasets.Dataset:
     """The prompts of `scored` that the split names: it counts prompts, which may stand on several lines."""
-    splits = local_splits(source, keys)
-    if splits is None or "" not in splits:
-        raise UserError(f"`dataset.{keys.path}`: `scored` reads a file, not {source.path!r}: name a .jsonl file")
-    table = grouped(splits[""], source.path)
+    table = grouped(file_objects(source, keys), source.path)
     if keys == Keys("path", "eval_split"):
         _refuse_shared(spec, source, len(table), keys)
-    return sliced({"": Rows(table, splits[""].place)}, source.split, keys).table
+    return sliced({"": Rows(table, str)}, source.split, keys).table

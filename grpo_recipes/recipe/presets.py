@@ -92,7 +92,8 @@ def _choice(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
     question, choices = text_of(row, "question", where), read_choices(row["choices"])
     if choices is None or row["choices"] is None:
         raise UserError(
-            f"`dataset`: {where} has the choices {row['choices']!r}: they must be a list of texts, or one of texts and one of labels"
+            f"`dataset`: {where} has the choices {row['choices']!r}: they must be a list of texts, or lists of texts and "
+            "of labels"
         )
     listed = [f"{label}. {text}" for label, text in zip(choices.labels, choices.texts, strict=True)]
     return user_turn("\n".join([question, *listed])), {"answer": read_gold(row["answer"], choices)}

@@ -286,8 +286,8 @@ def _is_text(table: datasets.Dataset, reading: _Reading, spec: DatasetSpec) -> b
 def _system_prompt(spec: DatasetSpec) -> str | None:
     """The text of the system prompt that the recipe asks for, or else the preset's."""
     preset = PRESETS.get(spec.name) if spec.name else None
-    asked = spec.system_prompt or (preset.system_prompt if preset else "none")
-    return SYSTEM_PROMPTS[asked] if asked in SYSTEM_PROMPTS else asked
+    asked = str(spec.system_prompt or (preset.system_prompt if preset else "none"))
+    return SYSTEM_PROMPTS.get(asked, asked)
 
 
 # Templates
@@ -302,9 +302,8 @@ def _template_columns(template: str) -> set[str]:
     try:
         return meta.find_undeclared_variables(_environment().parse(template))
     except TemplateError as error:
-        line = f", line {error.lineno}" if getattr(error, "lineno", None) else ""
         raise UserError(
-            f"`dataset.prompt_template` is not a jinja2 template ({one_line(error)}{line}): correct it"
+            f"`dataset.prompt_template` is not a jinja2 template ({one_line(error)}): correct it"
         ) from error
 
 

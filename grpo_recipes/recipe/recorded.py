@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeGuard
 
 import datasets
 
-from grpo_recipes.recipe.sources import Rows
 from grpo_recipes.recipe.specs import OfflineSpec
 from grpo_rewards.errors import UserError
 
@@ -16,19 +15,19 @@ from grpo_rewards.errors import UserError
 _RECORDED = ("responses", "rewards", "logprobs")
 
 
-def grouped(rows: Rows, path: str) -> datasets.Dataset:
-    """One row for each distinct prompt, in the order of the lines.
+def grouped(rows: Iterable[tuple[Callable[[], str], Mapping[str, Any]]], path: str) -> datasets.Dataset:
+    """One row for each distinct prompt, in the order of the lines, each of which comes with its place for errors.
 
     Columns: `prompt` (text), `responses` (texts), `rewards` (finite numbers) and, if the lines have them, `logprobs` (for
     each response one log-probability a token, the end-of-sequence token's last). Raises `UserError` for a line that is
     neither `{prompt, response, reward}` nor `{prompt, responses, rewards}`.
     """
     prompts: dict[str, dict[str, Any]] = {}
-    for index, line in enumerate(rows.table):
+    for place, line in rows:
         try:
             recorded = _scored_row({key: value for key, value in line.items() if value is not None})
         except UserError as error:
-            raise UserError(f"`dataset`: {rows.place(index)} {error}") from None
+            raise UserError(f"`dataset`: {place()} {error}") from None
         row = prompts.setdefault(recorded["prompt"], {"prompt": recorded["prompt"], **{key: [] for key in _RECORDED}})
         for key in _RECORDED:
             row[key].extend(recorded[key])

@@ -38,8 +38,9 @@ class GoldCheck:
         more = f" and {self.count - len(self.rows)} more" if self.count > len(self.rows) else ""
         rows = ", ".join(map(str, self.rows))
         sampled = "" if self.dataset_rows is None else f" (a hash sample of {self.dataset_rows:,} rows)"
+        total = f"{self.total:,}" if sampled else str(self.total)
         return (
-            f"{self.count} of {self.total:{',' if sampled else ''}} golds{sampled} can't be scored by {' or '.join(self.rewards)}: no completion earns "
+            f"{self.count} of {total} golds{sampled} can't be scored by {' or '.join(self.rewards)}: no completion earns "
             f"anything from it on row{'s' * (self.count > 1)} {rows}{more} (counted from 1)"
         )
 

@@ -7,8 +7,9 @@ make a mixture, with the keys and the meaning of TRL's `DatasetMixtureConfig`.
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +69,31 @@ def local_splits(source: SourceSpec, keys: Keys) -> dict[str, Rows] | None:
     path = Path(source.path).expanduser()
     if path.is_dir():
         return _saved_splits(path, keys)
-    if path.exists() or path.suffix == ".jsonl":
-        return {_ANY_SPLIT: _file_rows([path], keys)}
-    if glob.has_magic(source.path):
-        paths = [Path(found) for found in sorted(glob.glob(str(path), recursive=True))]
-        if not paths:
-            raise UserError(f"`dataset.{keys.path}`: no file matches {source.path}: correct the pattern")
-        return {_ANY_SPLIT: _file_rows(paths, keys)}
-    return None
+    paths = _matching(source.path, keys)
+    if paths is None and (path.exists() or path.suffix == ".jsonl"):
+        paths = [path]
+    return None if paths is None else {_ANY_SPLIT: _file_rows(paths, keys)}
+
+
+def _matching(pattern: str, keys: Keys) -> list[Path] | None:
+    """The files that match a glob, by name; None for what is no glob. Raises `UserError` if there are none."""
+    path = Path(pattern).expanduser()
+    if path.exists() or not glob.has_magic(pattern):
+        return None
+    paths = [Path(found) for found in sorted(glob.glob(str(path), recursive=True))]
+    if not paths:
+        raise UserError(f"`dataset.{keys.path}`: no file matches {pattern}: correct the pattern")
+    return paths
+
+
+def file_objects(source: SourceSpec, keys: Keys) -> Iterator[tuple[Callable[[], str], Mapping[str, Any]]]:
+    """The rows of a file or a glob one by one, as they are written, each with its place."""
+    paths = _matching(source.path, keys) or [Path(source.path).expanduser()]
+    if paths[0].suffix in text_files.SUFFIXES:
+        yield from text_files.objects(paths, keys.path)
+    else:
+        rows = _file_rows(paths, keys)
+        yield from ((partial(rows.place, index), row) for index, row in enumerate(rows.table))
 
 
 def has_one_split(path: str) -> bool:

@@ -209,6 +209,8 @@ class DatasetSpec(Spec):
         for key in self.FOREIGN.get(self.name, ("size", "seed")):
             if getattr(self, key) != defaults[key]:
                 raise SpecError(f"`dataset.{key}`: the dataset `{self.name or 'path'}` does not use it: remove the key")
+        if self.name == "scored" and not str(self.path).endswith((".jsonl", ".json", ".csv", ".parquet")):
+            raise SpecError(f"`dataset.path`: `scored` reads a file, not {self.path!r}: name a .jsonl file")
         if self.name == "scored" and self.prompt_format == "conversational":
             raise SpecError("`dataset.prompt_format`: recorded prompts are text as they stand: remove the key")
 
@@ -282,9 +284,8 @@ def _prompt_text(given: Any) -> str | None:
         raise SpecError(f"`dataset.system_prompt`{place} is empty: write `none` for no system prompt")
     # A lone word is taken for a name, so that a misspelt one does not become the prompt.
     if re.fullmatch(r"[A-Za-z0-9_-]+", text) and (place or text not in SYSTEM_PROMPT_NAMES):
-        nearest = did_you_mean(
-            text, SYSTEM_PROMPT_NAMES, otherwise=f": choose {' or '.join(SYSTEM_PROMPT_NAMES)}, or write a text"
-        )
+        names = " or ".join(SYSTEM_PROMPT_NAMES)
+        nearest = did_you_mean(text, SYSTEM_PROMPT_NAMES, otherwise=f": choose {names}, or write a text")
         raise SpecError(f"`dataset.system_prompt`{place} can't be the one word `{text}`{nearest}")
     return text
 

@@ -37,7 +37,7 @@ def stored(name: str, batches: Callable[[], Iterator[pa.Table]]) -> datasets.Dat
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock"):
             if not path.exists():
-                _write(path, batches())
+                _write(path, batches)
     except OSError as error:
         raise UserError(
             f"`dataset`: its table can't be kept in {folder} ({error.strerror or error}): make room there, or set "
@@ -46,16 +46,27 @@ def stored(name: str, batches: Callable[[], Iterator[pa.Table]]) -> datasets.Dat
     return datasets.Dataset.from_file(str(path))
 
 
-def _write(path: Path, batches: Iterator[pa.Table]) -> None:
+class Widened(Exception):
+    """What the batches raise whose later rows need a wider schema than was written: they are to be written anew."""
+
+
+def _write(path: Path, batches: Callable[[], Iterator[pa.Table]]) -> None:
     """Write the batches beside `path` and move them there, so that what is at `path` is whole."""
     partial = path.with_suffix(f".{os.getpid()}")
     try:
-        with pa.OSFile(str(partial), "wb") as sink:
-            first = next(batches, pa.table({}))
-            with pa.ipc.new_stream(sink, first.schema) as writer:
-                writer.write_table(first)
-                for batch in batches:
-                    writer.write_table(batch)
+        try:
+            _write_stream(partial, batches())
+        except Widened:
+            _write_stream(partial, batches())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _write_stream(path: Path, batches: Iterator[pa.Table]) -> None:
+    with pa.OSFile(str(path), "wb") as sink:
+        first = next(batches, pa.table({}))
+        with pa.ipc.new_stream(sink, first.schema) as writer:
+            writer.write_table(first)
+            for batch in batches:
+                writer.write_table(batch)

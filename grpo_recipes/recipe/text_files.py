@@ -7,10 +7,12 @@ nulls. Here the type of a column is what all of its rows are, and text stays as 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import datasets
 import pyarrow as pa
 
+from grpo_recipes.recipe import tables
 from grpo_recipes.recipe.tables import BATCH, fingerprint, stored
 from grpo_rewards.errors import UserError
 
@@ -42,14 +45,21 @@ def read(paths: Sequence[Path], key: str) -> datasets.Dataset:
         except OSError as error:
             raise _unreadable(path, key, error) from error
         stats += [path.resolve(), stat.st_size, stat.st_mtime_ns]
-    return stored(fingerprint("text", _VERSION, kind, *stats), lambda: _tables(paths, key))
+    return stored(fingerprint("text", _VERSION, kind, *stats), _Tables(paths, key))
+
+
+def objects(paths: Sequence[Path], key: str) -> Iterator[tuple[Callable[[], str], Mapping[str, Any]]]:
+    """The rows one by one, as they are written, each with its place (a file and its line) for errors."""
+    for path in paths:
+        word = "entry" if path.suffix == ".json" and _is_array(path) else "line"
+        for number, row in _READERS[path.suffix](path, key):
+            yield partial("{}, {} {}".format, path, word, number), row
 
 
 def place(paths: Sequence[Path], key: str, index: int) -> str:
-    """Where row `index` of `read`'s table stands: its file and line. Reads the files again."""
-    rows = ((path, number) for path in paths for number, _ in _READERS[path.suffix](path, key))
-    path, number = next(islice(rows, index, None))
-    return f"{path}, {'entry' if path.suffix == '.json' and _is_array(path) else 'line'} {number}"
+    """Where row `index` of `read`'s table stands. Reads the files again."""
+    where, _ = next(islice(objects(paths, key), index, None))
+    return where()
 
 
 def _unreadable(path: Path, key: str, error: OSError) -> UserError:
@@ -59,14 +69,26 @@ def _unreadable(path: Path, key: str, error: OSError) -> UserError:
 # Tables
 
 
-def _tables(paths: Sequence[Path], key: str) -> Iterator[pa.Table]:
-    """Batches of one schema: the files are read once for the types of their columns, and once for the rows."""
-    schema = pa.schema([])
-    for path, batch in _batches(paths, key):
-        schema = _wider(schema, path, batch)
-    if schema.names:
-        for path, batch in _batches(paths, key):
-            yield pa.table({field.name: _values(path, batch, field.name, field.type) for field in schema}, schema)
+class _Tables:
+    """Batches of one schema, that of the first; when a later batch needs a wider one, the rest is read for its types only
+    and the whole is read again.
+    """
+
+    def __init__(self, paths: Sequence[Path], key: str) -> None:
+        self.paths, self.key = paths, key
+        self.schema: pa.Schema | None = None
+
+    def __call__(self) -> Iterator[pa.Table]:
+        """The batches of the files."""
+        needed = self.schema or pa.schema([])
+        for path, batch in _batches(self.paths, self.key):
+            needed = _wider(needed, path, batch)
+            self.schema = self.schema or needed
+            if needed == self.schema:
+                yield pa.table({kind.name: _values(path, batch, kind.name, kind.type) for kind in needed}, needed)
+        if self.schema is not None and needed != self.schema:
+            self.schema = needed
+            raise tables.Widened
 
 
 def _batches(paths: Sequence[Path], key: str) -> Iterator[tuple[Path, _Batch]]:
@@ -81,14 +103,17 @@ def _wider(schema: pa.Schema, path: Path, batch: _Batch) -> pa.Schema:
     known = dict(zip(schema.names, schema.types, strict=True))
     for name in dict.fromkeys(name for _, row in batch for name in row):
         before = known.get(name, pa.null())
-        known[name] = _common(before, _values(path, batch, name, None).type, path.suffix == ".csv")
-        if known[name] is None:
+        common = _common(before, _values(path, batch, name, None).type, as_text=path.suffix == ".csv")
+        if common is None:
             raise _several_types(path, batch, name, before)
+        known[name] = common
     return pa.schema(list(known.items()))
 
 
 def _common(first: pa.DataType, second: pa.DataType, as_text: bool) -> pa.DataType | None:
     """The type that holds both: a float for a whole number and a float; of CSV cells, text for any other two."""
+    if first == second:
+        return first
     try:
         schemas = [pa.schema([("", kind)]) for kind in (first, second)]
         return pa.unify_schemas(schemas, promote_options="permissive").types[0]
@@ -112,19 +137,18 @@ _NO_COLUMN = (pa.ArrowException, OverflowError, TypeError, ValueError)
 
 def _several_types(path: Path, batch: _Batch, name: str, kind: pa.DataType | None) -> UserError:
     """The error for a column of several types, at the first row whose value does not go with those before it."""
+    kind = pa.null() if kind is None else kind
     for number, row in batch:
-        try:
-            found = pa.array([row.get(name)]).type
-        except _NO_COLUMN:
-            found = None
-        common = found if kind is None or found is None else _common(kind, found, as_text=False)
+        common = None
+        with contextlib.suppress(*_NO_COLUMN):
+            common = _common(kind, pa.array([row.get(name)]).type, as_text=False)
         if common is None:
-            break
+            return UserError(
+                f"`dataset`: {path}, line {number}: the column {name!r} has values of several types, here "
+                f"{row.get(name)!r}: give all one type, or leave it out"
+            )
         kind = common
-    return UserError(
-        f"`dataset`: {path}, line {number}: the column {name!r} has values of several types, here {row.get(name)!r}: give "
-        "all one type, or leave it out"
-    )
+    return UserError(f"`dataset`: the column {name!r} of {path} has values of several types: give all one type")
 
 
 _WHOLE_NUMBER = re.compile(r"-?(0|[1-9]\d{0,17})", re.ASCII)

@@ -403,7 +403,7 @@ TRAINING: list[Case] = [
     _changed("--seed 1", "`seed` was 42 and is 1"),
     _changed("--shuffle_dataset false", "`shuffle_dataset` was true and is false"),
     _changed("--dataset.split train[:20]", "`dataset.split` was train and is train[:20]"),
-    _changed("--dataset.prompt_style none", "`dataset.prompt_style` was reasoning and is none"),
+    _changed("--dataset.system_prompt none", "`dataset.system_prompt` was reasoning and is none"),
     _changed("--lr_scheduler_type cosine", "`lr_scheduler_type` was linear and is cosine"),
     _changed("--warmup_steps 1", "`warmup_steps` was 0 and is 1"),
     _changed("--num_train_epochs 5", "`num_train_epochs` was 3.0 and is 5.0"),

@@ -355,9 +355,13 @@ def test_an_adapter_that_lacks_a_tensor_is_not_evaluated(tiny_model: Path, tmp_p
 def test_a_runs_own_rewards_say_what_is_strict(tiny_model: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     run_folder = Path(shutil.copytree(tiny_model, tmp_path / "run"))
     boxed = {"name": "gsm8k_correctness", "kwargs": {"extract": "boxed"}}
-    recipe = {"dataset": {"name": "arithmetic", "prompt_style": "none"}, "rewards": [boxed], "max_completion_length": 4}
+    recipe = {
+        "dataset": {"name": "arithmetic", "system_prompt": "none"},
+        "rewards": [boxed],
+        "max_completion_length": 4,
+    }
     (run_folder / "run.json").write_text(json.dumps({"recipe": recipe}))
-    rows = load(DatasetSpec("arithmetic", split="test", prompt_style="none"))
+    rows = load(DatasetSpec("arithmetic", split="test", system_prompt="none"))
     golds = {row["prompt"][0]["content"]: row["answer"].rpartition("#### ")[2] for row in rows}
 
     def engine(prompts: list, settings: Settings) -> list[str]:
@@ -544,7 +548,7 @@ def test_a_run_is_evaluated_on_what_it_did_not_train_on(
     for file in tiny_model.iterdir():
         (run_folder / file.name).write_bytes(file.read_bytes())
     recipe = {
-        "dataset": {"name": "gsm8k", "path": str(gsm8k_file), "prompt_style": "reasoning"},
+        "dataset": {"name": "gsm8k", "path": str(gsm8k_file), "system_prompt": "reasoning"},
         "max_completion_length": 4,
     }
     (run_folder / "run.json").write_text(json.dumps({"recipe": recipe}))
@@ -560,7 +564,7 @@ def test_a_run_is_evaluated_on_what_it_did_not_train_on(
 
 def asked(**options: str) -> argparse.Namespace:
     """The options of `evaluate` that say which problems."""
-    keys = ("dataset", "path", "split", "prompt_style", "prompt_format")
+    keys = ("dataset", "path", "split", "system_prompt", "prompt_format")
     return argparse.Namespace(**dict.fromkeys(keys) | options)
 
 

@@ -28,8 +28,8 @@ test-slow: $(INSTALLED)  ## launches on two processes, full grids, installs: min
 test-nightly: $(INSTALLED)  ## the largest grids and fuzzing, the tutorial: tens of minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m nightly
 
-torture: $(INSTALLED)  ## kill training 20 times at random moments, resume, compare with runs left alone (SEED=0)
-	$(BIN)/python -m tests.grpo_recipes.torture --kills 20 --seed $(SEED) --record benchmarks/results/torture.md
+torture: $(INSTALLED)  ## kill training 60 times at files of a save, 20 at random moments; resume, compare (SEED=0)
+	$(BIN)/python -m tests.grpo_recipes.torture --kills 60 --random-kills 20 --seed $(SEED) --record benchmarks/results/torture.md
 
 tutorial: $(INSTALLED)  ## the quickstart, evaluated, diagnosed and reported; makes the pictures of docs/tutorial.md
 	$(BIN)/python docs/tutorial.py

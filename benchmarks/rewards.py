@@ -6,14 +6,18 @@ Peers: TRL's `accuracy_reward`, math-verify on the whole text, and the source do
 description reads, with its number pattern. Each sees the layout that it expects. Rounds are
 interleaved in shuffled order, figures are medians, and ratios compare medians of the same run. `--solutions` takes the
 texts of GSM8K's released model solutions instead of made-up ones. Rewards for other tasks stand beside the rule that
-their benchmarks or peers publish.
+their benchmarks or peers publish, or the peer itself where it is installed (lm_eval, verifiers, open_r1); the judges ask
+a server on 127.0.0.1 that answers at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
+import importlib.util
 import json
+import os
 import platform
 import random
 import re
@@ -21,15 +25,23 @@ import statistics
 import string
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+import types
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
+from typing import Any
 
 from grpo_rewards.choices import ChoiceCorrectness
 from grpo_rewards.completions import completion_text
 from grpo_rewards.correctness import GSM8KCorrectness, MathCorrectness
+from grpo_rewards.ifeval import Instructions
+from grpo_rewards.judge import JudgeScore
 from grpo_rewards.ngrams import Repetition
+from grpo_rewards.schema import JsonSchema
 from grpo_rewards.strings import StringMatch
 
 Scorer = Callable[[list, list[str]], list]
@@ -136,7 +148,9 @@ def completions_of(rows: Sequence[tuple[str, str, str]], layout: str) -> list:
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
-def median_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def median_seconds(
+    calls: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
     """Return each call's median time over rounds in shuffled order, each measured call after an unmeasured one."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     order, rng = list(calls), random.Random(0)
@@ -145,9 +159,9 @@ def median_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[
         for name in order:
             gc.collect()
             calls[name]()  # so that no call pays for the garbage and the cold caches that another left behind
-            start = time.perf_counter()
+            start = clock()
             calls[name]()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(clock() - start)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -165,7 +179,7 @@ def print_speed(rows: Sequence[tuple[str, str, str]], rounds: int) -> None:
 
 def print_length(rounds: int) -> None:
     """Print the cost of one completion of 16,000 characters against one of 250."""
-    print("\nCost of one completion against its length")
+    print("\nCPU time of one completion against its length")
     _print_lengths({name: (scorer, layout, "18") for name, (scorer, layout) in SCORERS.items()}, rounds)
 
 
@@ -178,7 +192,8 @@ def _print_lengths(scorers: dict[str, tuple[Scorer, str, str]], rounds: int) -> 
             body = (sentence * 400)[:length]
             batch = [[{"role": "assistant", "content": layout.format(body=body, answer=answer)}]] * 50
             calls[f"{name}/{length}"] = partial(scorer, batch, [answer] * 50)
-    seconds = median_seconds(calls, rounds)
+    # All of it is this process's own work: CPU time, which what else runs here hardly changes.
+    seconds = median_seconds(calls, rounds, time.process_time)
     for name in scorers:
         short, long = (seconds[f"{name}/{length}"] / 50 * 1e6 for length in (250, 16_000))
         print(f"{name:36}{short:>11.2f} µs{long:>11.2f} µs{long / short:>8.1f}")
@@ -238,8 +253,84 @@ def trl_repetition(**columns: list) -> list:
     return get_repetition_penalty_reward()(**columns)
 
 
+AGE_SCHEMA = {
+    "type": "object",
+    "required": ["name", "age"],
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+    "additionalProperties": False,
+}
+
+
+def with_schema(completions: list, golds: list[str]) -> list:
+    """Our reward with a schema in every row."""
+    return JsonSchema()(completions=completions, schema=[AGE_SCHEMA] * len(completions))
+
+
+def plain_jsonschema(completions: list, golds: list[str]) -> list:
+    """What a script of one's own does: the text of the fence through `json.loads` and `jsonschema.validate`."""
+    import jsonschema
+
+    rewards = []
+    for completion in completions:
+        text = completion[0]["content"].rpartition("```json")[2].partition("```")[0]
+        try:
+            jsonschema.validate(json.loads(text), AGE_SCHEMA)
+            rewards.append(1.0)
+        except (ValueError, jsonschema.ValidationError):
+            rewards.append(0.0)
+    return rewards
+
+
+# Five kinds of IFEval, which the texts here follow.
+INSTRUCTIONS: dict[str, dict] = {
+    "keywords:existence": {"keywords": ["boxes", "pens"]},
+    "length_constraints:number_words": {"num_words": 20, "relation": "at least"},
+    "detectable_format:title": {},
+    "keywords:forbidden_words": {"forbidden_words": ["apple", "pear"]},
+    "startend:end_checker": {"end_phrase": "Done."},
+}
+
+
+def five_instructions(completions: list, golds: list[str]) -> list:
+    """Our reward with the same instructions in every row."""
+    rows = len(completions)
+    return Instructions()(
+        completions=completions,
+        instruction_id_list=[list(INSTRUCTIONS)] * rows,
+        kwargs=[list(INSTRUCTIONS.values())] * rows,
+    )
+
+
+@cache
+def _lm_eval_ifeval() -> Any:
+    """lm-evaluation-harness' checks, without the rest of the harness and without NLTK's data, which these need not."""
+    import nltk
+
+    (folder,) = importlib.util.find_spec("lm_eval").submodule_search_locations  # type: ignore[union-attr,misc]
+    for name in ("lm_eval", "lm_eval.tasks", "lm_eval.tasks.ifeval"):
+        sys.modules[name] = module = types.ModuleType(name)
+        module.__path__ = [folder + name.removeprefix("lm_eval").replace(".", "/")]
+    nltk.data.find = lambda *args, **kwargs: "found"
+    return importlib.import_module("lm_eval.tasks.ifeval.utils")
+
+
+def lm_eval_instructions(completions: list, golds: list[str]) -> list:
+    """lm-evaluation-harness' strict verdict, as the share of instructions followed."""
+    utils = _lm_eval_ifeval()
+    row = utils.InputExample(0, list(INSTRUCTIONS), "a prompt", list(INSTRUCTIONS.values()))
+    rewards = []
+    for completion in completions:
+        followed = utils.test_instruction_following_strict(row, completion[0]["content"]).follow_instruction_list
+        rewards.append(sum(followed) / len(followed))
+    return rewards
+
+
 SENTENCE = "<think>\n{body}\n</think>\nThe answer is ({answer})."
 PLAIN = "{body} {answer}"
+FENCED = "{body}\n```json\n{answer}\n```"
+ANN = '{"name": "Ann", "age": 30}'
+LONG_STRING = '```json\n{{"name": "{body}", "age": {answer}}}\n```'
+TITLED = "<<Pens>>\n{body} {answer}"
 # By task: scorer, layout and right answer. Peers follow ours.
 TASKS: dict[str, tuple[Scorer, str, str]] = {
     "choice_correctness, tag": (ours(ChoiceCorrectness()), TAGGED, "B"),
@@ -257,13 +348,107 @@ TASKS: dict[str, tuple[Scorer, str, str]] = {
     "repetition, unit: tokens": (with_token_ids(Repetition(unit="tokens")), PLAIN, ""),
     "TRL's repetition penalty": (with_token_ids(trl_repetition), PLAIN, ""),
     "open-r1's repetition penalty": (open_r1_repetition, PLAIN, ""),
+    "json_schema, prose and a fence": (with_schema, FENCED, ANN),
+    "json.loads and jsonschema, the same": (plain_jsonschema, FENCED, ANN),
+    "json_schema, a long string in it": (with_schema, LONG_STRING, "30"),
+    "json.loads and jsonschema, the same one": (plain_jsonschema, LONG_STRING, "30"),
+    "instructions, five kinds": (five_instructions, TITLED, "Done."),
 }
+if importlib.util.find_spec("lm_eval") and importlib.util.find_spec("nltk"):
+    TASKS["lm-evaluation-harness' IFEval"] = (lm_eval_instructions, TITLED, "Done.")
 
 
 def print_tasks(rounds: int) -> None:
     """Print what one completion costs the rewards for other tasks, short and long."""
-    print("\nOther tasks, cost of one completion against its length")
+    print("\nOther tasks, CPU time of one completion against its length")
     _print_lengths(TASKS, rounds)
+
+
+class _JudgesEndpoint(BaseHTTPRequestHandler):
+    """Answers every chat completion at once, with a verdict that any of the judges can read."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        """Answer a chat completion."""
+        self.rfile.read(int(self.headers["Content-Length"]))
+        message = {"role": "assistant", "content": '{"reason": "yes", "score": 10}'}
+        reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "stub",
+                 "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}  # fmt: skip
+        content = json.dumps(reply).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args: Any) -> None:
+        """Say nothing."""
+
+
+def verifiers_judge(url: str, completions: list[str]) -> None:
+    """verifiers' `JudgeRubric`, all completions at once."""
+    import verifiers
+    from openai import AsyncOpenAI
+
+    async def judge() -> None:
+        async with AsyncOpenAI(base_url=url, api_key="none") as client:
+            rubric = verifiers.JudgeRubric(judge_client=client, judge_model="stub")
+            await asyncio.gather(*(rubric.judge("p", completion, "10") for completion in completions))
+
+    asyncio.run(judge())
+
+
+def print_judges(rounds: int, rows: int = 64) -> None:
+    """Print what a judge costs beside its model: prompts, requests, replies, and the cache."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _JudgesEndpoint)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    print(
+        f"\nA judge that answers at once: CPU time of one completion, {rows} different ones a call, the server's share included"
+    )
+    print(f"{'scorer':36}{'250 chars':>14}{'16,000 chars':>14}{'ratio':>8}")
+    with tempfile.TemporaryDirectory() as cache_folder:
+        judges: dict[str, Callable[[list[str]], object]] = {
+            "judge": lambda texts: JudgeScore(url, "stub", num_generations=1)(["p"] * rows, texts),
+            "judge, replies in the cache": lambda texts: JudgeScore(url, "stub", num_generations=1, cache=cache_folder)(
+                ["p"] * rows, texts
+            ),
+        }
+        if _found("verifiers") and importlib.util.find_spec("openai"):
+            judges["verifiers' JudgeRubric"] = partial(verifiers_judge, url)
+        calls = {}
+        for name, call in judges.items():
+            for length in (250, 16_000):
+                texts = [f"{row} {'She has 12 boxes of 30 pens each. ' * 500}"[:length] for row in range(rows)]
+                calls[f"{name}/{length}"] = partial(call, texts)
+        seconds = median_seconds(calls, rounds, time.process_time)
+    server.shutdown()
+    for name in judges:
+        short, long = (seconds[f"{name}/{length}"] / rows * 1e6 for length in (250, 16_000))
+        print(f"{name:36}{short:>11.2f} µs{long:>11.2f} µs{long / short:>8.1f}")
+
+
+VERSIONED = ("trl", "math-verify", "sympy", "jsonschema", "google-re2")
+PEERS = {"lm_eval": "IFEval", "verifiers": "a judge (before 0.4)", "open_r1": "its rewards"}
+
+
+def print_missing_peers() -> None:
+    """Name the peers that are not installed, and so have no row."""
+    for name, what in PEERS.items():
+        if not _found(name):
+            print(f"{name} ({what}): not installed")
+
+
+def print_import_time(rounds: int) -> None:
+    """Print what `import grpo_rewards` costs beside Python's own start, each in a fresh process."""
+    codes = {"python": "pass", "import grpo_rewards": "import grpo_rewards"}
+    run = partial(subprocess.run, check=True)
+    calls = {name: partial(run, [sys.executable, "-c", code]) for name, code in codes.items()}
+    seconds = median_seconds(calls, rounds, lambda: sum(os.times()[2:4]))
+    print("\nA fresh process, CPU time")
+    for name, value in seconds.items():
+        print(f"{name:36}{1000 * value:>11.0f} ms")
 
 
 ADVERSARIAL = {
@@ -303,9 +488,6 @@ def _adversarial_cell(name: str, kind: str) -> str:
 
 def measure_cell(name: str, kind: str) -> None:
     """Print one cell of the adversarial table. Runs in a process of its own, which a hang takes down."""
-    import os
-    import threading
-
     scorer, layout = SCORERS[name]
     scorer(completions_of([("", "x-1", "")], layout), ["x+1"])  # imports, and our server's start
     batch, outcome = completions_of([("", ADVERSARIAL[kind], "")], layout), []
@@ -340,13 +522,14 @@ def main() -> None:
         return measure_cell(*arguments.cell)
     rng = random.Random(0)
     rows = recorded_solutions(arguments.solutions, rng) if arguments.solutions else made_up_solutions(rng)
-    versions = ", ".join(
-        f"{name} {version(name)}" for name in ("grpo-rewards", "trl", "math-verify", "sympy") if _found(name)
-    )
+    versions = ", ".join(f"{name} {version(name)}" for name in ("grpo-rewards", *VERSIONED, *PEERS) if _found(name))
     print(f"Python {platform.python_version()}, {platform.machine()}, {versions}")
     print_speed(rows, arguments.rounds)
     print_length(arguments.rounds)
     print_tasks(arguments.rounds)
+    print_judges(arguments.rounds)
+    print_import_time(arguments.rounds)
+    print_missing_peers()
     if not arguments.skip_adversarial:
         print_adversarial()
 

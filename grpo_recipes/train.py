@@ -36,6 +36,7 @@ from grpo_recipes import __version__
 from grpo_recipes.recipe import checks, data, limits
 from grpo_recipes.recipe.checks import Checked, Machine
 from grpo_recipes.recipe.hub import is_missing
+from grpo_recipes.recipe.precision import ADAMW_BF16, Precision
 from grpo_recipes.recipe.recipe import (
     DEFAULTS,
     OUR_KEYS,
@@ -52,7 +53,11 @@ from grpo_recipes.results.diagnostics import describe, diagnose
 from grpo_recipes.results.model_card import write_model_card
 from grpo_recipes.results.run import OutOfTime, Run
 from grpo_recipes.runs import checkpoints, faults, quiet, restart
+from grpo_recipes.runs.files import RECORD
+from grpo_recipes.runs.lock import only_launch
 from grpo_recipes.runs.record import add_launch, data_order, describe_launch, read_record
+from grpo_recipes.training import updates
+from grpo_recipes.training.adamw_bf16 import adamw_bf16
 from grpo_recipes.training.offline import RecordedRollout
 from grpo_recipes.training.reference import REF
 from grpo_recipes.training.trainer import GRPOTrainer
@@ -124,7 +129,9 @@ def main(args: Sequence[str] | None = None) -> int:
         recipe = parse_recipe(arguments)
         with visible_messages():
             prepared = prepare(recipe, Machine.here())
-            with recipe.naming_this_file():
+            with recipe.naming_this_file(), only_launch(recipe.output_dir):
+                prepared = confirm_checkpoint(prepared)
+                load_reward_models(recipe, prepared.checked)
                 return run(prepared)
     except UserError as error:
         return _refuse(str(error))
@@ -149,13 +156,16 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     training_args: GRPOConfig
     rollout: RecordedRollout | None
-    checkpoint: Path | None
-    """What a resumed run goes on from, if anything was saved."""
-    steps_before: int
-    """The optimiser steps that the checkpoint has behind it: read now, since the run may rotate the checkpoint away."""
-    cut_off: Sequence[Path]
-    """Checkpoints after it that were cut off while they were written."""
+    point: checks.ResumePoint
+    """Where a resumed run may go on; once `confirm_checkpoint` has read them, where it does."""
     interruption: restart.StopOnSignal
+    steps_before: int = 0
+    """The optimiser steps that the checkpoint has behind it: read at once, since the run may rotate the checkpoint away."""
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """What a resumed run goes on from, if anything was saved."""
+        return self.point.newest
 
     @property
     def steps(self) -> int:
@@ -179,10 +189,9 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     """
     checks.check_output_dir(recipe, machine)
     checks.check_packages(recipe)
-    checkpoint, cut_off = checks.resume_point(recipe, machine) if recipe.resumes else (None, [])
-    before = earlier_launch(recipe, checkpoint)
-    if checkpoint is not None:
-        checks.check_checkpoint(recipe, checkpoint)
+    point = checks.resume_point(recipe, machine) if recipe.resumes else checks.ResumePoint(())
+    before = earlier_launch(recipe, point.newest)
+    if point.newest is not None:
         check_same_recipe(recipe, before)
     check_weights(recipe)
     checked = checks.check(recipe, machine)
@@ -194,12 +203,11 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
         if recipe.offline is not None:
             limit = recipe.config.max_completion_length
             rollout = RecordedRollout(checked.train_dataset, tokenizer, recipe.offline, limit)
-    if checkpoint is not None:
+    if point.newest is not None:
         check_same_order(recipe, checked, before)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         faults.check_build_locks()
     training_args = leave_token_to_environment(grpo_config(recipe))
-    load_reward_models(recipe, checked)
     num_prompts = len(checked.train_dataset)
     interruption = restart.StopOnSignal(lambda step: checked.geometry.ends_generation(step, num_prompts))
     return Prepared(
@@ -209,10 +217,8 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
         tokenizer,
         training_args,
         rollout,
-        checkpoint,
-        steps_before=checkpoints.steps_done(checkpoint) if checkpoint else 0,
-        cut_off=tuple(cut_off),
-        interruption=interruption,
+        point,
+        interruption,
     )
 
 
@@ -222,6 +228,18 @@ def leave_token_to_environment(training_args: GRPOConfig) -> GRPOConfig:
         os.environ["HF_TOKEN"], training_args.hub_token = training_args.hub_token, None
         _say("  note            `hub_token` is kept in this process's HF_TOKEN: no file of the run holds it")
     return training_args
+
+
+def confirm_checkpoint(prepared: Prepared) -> Prepared:
+    """Hold the checkpoint to go on from against its manifest, byte by byte; where it differs, the one before.
+
+    A collective call. Raises `RecipeError` if none is left.
+    """
+    if not prepared.recipe.resumes:
+        return prepared
+    point = checks.confirmed(prepared.recipe, prepared.point)
+    steps = checkpoints.steps_done(point.newest) if point.newest else 0
+    return replace(prepared, point=point, steps_before=steps)
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -346,18 +364,17 @@ def known_secrets(recipe: Recipe) -> set[str]:
 
 
 def describe_resumption(prepared: Prepared) -> str:
-    """Where a resumed run goes on from, and which checkpoints it leaves out."""
-    names = ", ".join(path.name for path in prepared.cut_off)
-    aside = f"{names} was cut off while it was being saved and is set aside: " if names else ""
+    """Where a resumed run goes on from, and which checkpoints it leaves out and why."""
+    aside = "".join(f"{one.reason}, and is set aside as {one.aside.name}: " for one in prepared.point.rejected)
     if prepared.checkpoint is None:
         return f"{aside}{prepared.recipe.output_dir} has no checkpoint to go on from: starting at the beginning"
     return f"{aside}going on from {prepared.checkpoint}"
 
 
 def earlier_launch(recipe: Recipe, checkpoint: Path | None) -> Mapping[str, Any]:
-    """The newest launch in the `run.json` beside a checkpoint, or in the run's folder; {} without one.
+    """The newest launch in the `run.json` beside a checkpoint, or in the run's folder; {} if another trainer's has none.
 
-    Raises `RecipeError` if it is damaged.
+    Raises `RecipeError` if it is damaged, or missing beside a checkpoint of ours.
     """
     folder = checkpoint.parent if checkpoint else recipe.output_dir
     try:
@@ -365,17 +382,31 @@ def earlier_launch(recipe: Recipe, checkpoint: Path | None) -> Mapping[str, Any]
     except UserError as error:
         raise recipe.error(f"`resume_from_checkpoint`: {error}") from error
     if before is None and checkpoint is not None:
-        _say(f"{folder} has no run.json: whether {checkpoint.name} is of this recipe is not checked")
+        if checkpoints.is_of_ours(folder):
+            raise recipe.error(
+                f"`resume_from_checkpoint`: {folder / RECORD}, which says what that run trained, is missing: restore it, or "
+                f"start another run from {checkpoint} as its `model_name_or_path`"
+            )
+        _say(
+            f"{checkpoint} is of another trainer, without a manifest and a {RECORD}: only the headers of its files are "
+            "checked, and not whether it is of this recipe"
+        )
     return before or {}
 
 
 def check_same_recipe(recipe: Recipe, before: Mapping[str, Any]) -> None:
-    """Raise `RecipeError` if the run to resume was launched with another recipe, in what a resume may not change."""
+    """Say what the run to resume was launched with that is different now.
+
+    Raises `RecipeError` for what a resume may not change.
+    """
     if not before:
         return
-    now, earlier = (redacted(resolved(values)) for values in (recipe.as_dict(), before["recipe"]))
-    if changes := restart.recipe_changes(earlier, now, before.get("directory", ".")):
+    earlier, now = (redacted(resolved(values)) for values in (before["recipe"], recipe.as_dict()))
+    both = (earlier, now, before.get("directory", "."))
+    if changes := restart.recipe_changes(*both):
         raise _another_run(recipe, ", ".join(changes))
+    if applied := restart.applied_changes(*both):
+        _say(f"changed for the rest of the run: {', '.join(applied)}")
 
 
 def check_same_order(recipe: Recipe, checked: Checked, before: Mapping[str, Any]) -> None:
@@ -418,8 +449,9 @@ def run(prepared: Prepared) -> int:
     After SIGTERM or Ctrl-C it leaves a checkpoint instead and says so. Returns 0, or 130 after Ctrl-C.
     """
     recipe, training_args = prepared.recipe, prepared.training_args
-    if recipe.resumes and training_args.process_index == 0:
-        checkpoints.set_aside(list(prepared.cut_off))
+    if recipe.resumes:
+        if training_args.should_save:  # of each node, where each has a disk of its own
+            checkpoints.set_aside(prepared.point.rejected)
         _say(describe_resumption(prepared))
     faults.forget(recipe.output_dir)
     trainer = build_trainer(prepared)
@@ -446,10 +478,33 @@ def describe_run(prepared: Prepared, trainer: GRPOTrainer) -> None:
     recipe, checked = prepared.recipe, prepared.checked
     _say(f"{recipe.source}: {_size(trainer)}, rewards {describe_rewards(checked.rewards)}")
     _say(f"  reference       {describe_reference(recipe, trainer)}")
+    precision, surviving = measured_precision(prepared, trainer)
+    _say(precision.describe(surviving))
     _say(checked.geometry.describe())
     _say(checked.geometry.describe_epoch(len(checked.train_dataset)))
-    for note in [*limits.cautions(recipe.config), *([checked.golds.describe()] if checked.golds else [])]:
+    warning = precision.warning(surviving)
+    golds = [checked.golds.describe()] if checked.golds else []
+    for note in [*limits.cautions(recipe.config), *([warning] if warning else []), *golds]:
         _say(f"  note            {note}")
+
+
+def measured_precision(prepared: Prepared, trainer: GRPOTrainer) -> tuple[Precision, float | None]:
+    """The dtypes of a run, and the share of an update that rounding leaves of the weights as loaded; None if not known."""
+    recipe = prepared.recipe
+    precision = Precision.of(
+        recipe.config,
+        recipe.model.get("dtype"),
+        checks.optimiser(recipe, prepared.machine),
+        backend=checks.backend_of(recipe, prepared.machine),
+        is_adapter=isinstance(trainer.model, PeftModel),
+        quantised=get_quantization_config(model_config(recipe)) is not None,
+    )
+    if (
+        precision.updated == "float32" or not _is_first_rank()
+    ):  # where FSDP loads on one rank, others hold no values yet
+        return precision, 1.0
+    sample = updates.stored_values(updates.draw(trainer.model.parameters()))
+    return precision, precision.surviving(sample.cpu().numpy())
 
 
 def train(prepared: Prepared, trainer: GRPOTrainer) -> None:
@@ -471,6 +526,7 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
     training_args.reward_weights = [reward.weight for reward in checked.rewards]
     model_args = model_config(recipe)
     train_dataset = checked.train_dataset
+    optimiser = checks.optimiser(recipe, prepared.machine)
     trainer = GRPOTrainer(
         model=load_policy(recipe, training_args),
         reward_funcs=[faults.checked_reward(reward.function) for reward in checked.rewards],
@@ -485,9 +541,11 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
         micro_batching=recipe.micro_batching,
         generation=recipe.generation,
         reference=recipe.reference,
+        optimizer_cls_and_kwargs=adamw_bf16(training_args) if optimiser == ADAMW_BF16 else None,
     )
     # The policy and its reference are loaded: what is left of these arguments is pickled with each save.
     training_args.model_init_kwargs = redacted(training_args.model_init_kwargs)
+    trainer.checkpoints.confirmed = prepared.checkpoint
     if prepared.checkpoint is not None:
         trainer.add_callback(restart.ContinueSchedule())
     trainer.add_callback(prepared.interruption)

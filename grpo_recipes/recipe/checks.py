@@ -6,10 +6,11 @@ import contextlib
 import os
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Literal
 
 from datasets import Dataset
 from trl import get_peft_config
@@ -17,31 +18,53 @@ from trl import get_peft_config
 from grpo_recipes.recipe import data, memory, packages, reward_checks
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.hub import is_missing
+from grpo_recipes.recipe.precision import ADAMW_BF16, Precision
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, grpo_config, model_config, read_yaml
 from grpo_recipes.recipe.reward_checks import GoldCheck
 from grpo_recipes.recipe.specs import RECORDED_REWARD
-from grpo_recipes.runs.checkpoints import checkpoint_damage, has_state, is_complete, last_complete_checkpoint
+from grpo_recipes.runs.checkpoints import (
+    Rejected,
+    has_state,
+    is_of_ours,
+    newest_confirmed,
+    rejection,
+    step_of,
+    survey,
+    unfit,
+)
 from grpo_recipes.runs.files import EVALUATIONS, FAULT_FILES, check_links
+from grpo_recipes.runs.lock import LOCK
 from grpo_rewards.errors import UserError
 from grpo_rewards.registry import BuiltReward
 
 # What must fit where a run is to write; a model takes far more, but its size is not known yet.
 _PROBE_BYTES = 1 << 20
 
+Backend = Literal["torch", "deepspeed", "fsdp"]
+"""What holds the weights and their optimiser: torch whole on each process, DeepSpeed, or FSDP."""
+BACKENDS: Mapping[str, Backend] = {"DEEPSPEED": "deepspeed", "FSDP": "fsdp"}
+
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run is checked against: its number of processes, and whether they have GPUs with bfloat16."""
+    """What a run is checked against: its number of processes, whether they have GPUs with bfloat16, and what splits a model."""
 
     num_processes: int
     bf16: bool
+    backend: Backend = "torch"
 
     @classmethod
     def here(cls) -> Machine:
         """This machine, in the layout that `accelerate launch` gave this process."""
         from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
-        return cls(int(os.environ.get("WORLD_SIZE", "1")), is_torch_bf16_gpu_available() or is_torch_xla_available())
+        bf16 = is_torch_bf16_gpu_available() or is_torch_xla_available()
+        backend: Backend = "torch"
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+            backend = "deepspeed"
+        elif os.environ.get("ACCELERATE_USE_FSDP") == "true":
+            backend = "fsdp"
+        return cls(int(os.environ.get("WORLD_SIZE", "1")), bf16, backend)
 
     @classmethod
     def described(cls, accelerate_config: Path) -> Machine:
@@ -51,7 +74,8 @@ class Machine:
             raise RecipeError(f"{accelerate_config}: `num_processes` is missing: is this an accelerate configuration?")
         if raw["num_processes"] < 1:
             raise RecipeError(f"{accelerate_config}: `num_processes` is {raw['num_processes']}: set it to at least 1")
-        return cls(raw["num_processes"], bf16=not raw.get("use_cpu", False))
+        backend = BACKENDS.get(raw.get("distributed_type", "NO"), "torch")
+        return cls(raw["num_processes"], not raw.get("use_cpu", False), backend)
 
 
 @dataclass(frozen=True)
@@ -78,6 +102,7 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
         check_reference(recipe)
         _check_offline(recipe, geometry)
         check_machine(recipe, machine)
+        check_precision(recipe, machine)
         train_dataset = recipe.load_dataset()
         geometry.check_dataset(len(train_dataset))
         geometry.check_steps(recipe.config, len(train_dataset))
@@ -103,6 +128,48 @@ def check_machine(recipe: Recipe, machine: Machine) -> None:
             "`bf16` needs a GPU with bfloat16, and there is none here: set `bf16: false`, "
             "and `use_cpu: true` to train on the CPU"
         )
+
+
+def backend_of(recipe: Recipe, machine: Machine) -> Backend:
+    """What holds the weights: what the recipe names, else what `accelerate launch` set up."""
+    if recipe.config.deepspeed:
+        return "deepspeed"
+    return "fsdp" if recipe.config.fsdp else machine.backend
+
+
+def optimiser(recipe: Recipe, machine: Machine) -> str:
+    """The name of the run's optimiser: the recipe's, else TRL's default, or `adamw_bf16` for an adapter on a quantised base.
+
+    TRL casts such an adapter to bfloat16, in which its own default would lose most of an update.
+    """
+    if "optim" not in recipe.training and _quantises(recipe) and backend_of(recipe, machine) != "deepspeed":
+        return ADAMW_BF16
+    return str(getattr(recipe.config.optim, "value", recipe.config.optim))
+
+
+def _quantises(recipe: Recipe) -> bool:
+    """Whether the recipe loads the base in 4 or 8 bits."""
+    return bool(recipe.model.get("load_in_4bit") or recipe.model.get("load_in_8bit"))
+
+
+def precision_of(recipe: Recipe, machine: Machine) -> Precision:
+    """The dtypes of the recipe's run, as far as its keys and the files here tell: an adapter on the hub is not known as one."""
+    model = recipe.model
+    return Precision.of(
+        recipe.config,
+        model.get("dtype"),
+        optimiser(recipe, machine),
+        backend=backend_of(recipe, machine),
+        is_adapter=bool(model.get("use_peft")) or _holds_adapter(Path(model["model_name_or_path"])),
+        quantised=_quantises(recipe),
+    )
+
+
+def check_precision(recipe: Recipe, machine: Machine) -> None:
+    """Raise `RecipeError` for dtypes and an optimiser that can't train."""
+    batching = bool(recipe.config.use_transformers_continuous_batching)
+    if mistake := precision_of(recipe, machine).mistake(continuous_batching=batching):
+        raise recipe.error(mistake)
 
 
 def check_packages(recipe: Recipe) -> None:
@@ -175,7 +242,9 @@ def check_output_dir(recipe: Recipe, machine: Machine) -> None:
 def _holds_a_run(folder: Path) -> bool:
     """Whether there are files of a run: an evaluation of the policy before it, or a launch that never began, may lie there."""
     files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    return any(file.parts[0] != EVALUATIONS and not fnmatch(file.name, FAULT_FILES) for file in files)
+    return any(
+        file.parts[0] != EVALUATIONS and not fnmatch(file.name, FAULT_FILES) and LOCK not in file.name for file in files
+    )
 
 
 def _check_writable(recipe: Recipe) -> None:
@@ -196,32 +265,82 @@ def _check_writable(recipe: Recipe) -> None:
         ) from error
 
 
-def resume_point(recipe: Recipe, machine: Machine) -> tuple[Path | None, list[Path]]:
-    """The checkpoint to go on from, and newer ones that were cut off; None for a run that was stopped before its first.
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run may go on, newest first, and the checkpoints that it can't go on from."""
 
-    Raises `RecipeError` if the named checkpoint is not complete, or those of the run are of another number of processes.
+    checkpoints: Sequence[Path]
+    """Whole as far as names and sizes tell; none for a run that was stopped before its first."""
+    rejected: Sequence[Rejected] = ()
+
+    @property
+    def newest(self) -> Path | None:
+        """What the run goes on from if its contents are whole."""
+        return self.checkpoints[0] if self.checkpoints else None
+
+
+def resume_point(recipe: Recipe, machine: Machine) -> ResumePoint:
+    """The checkpoints to go on from, as far as names and sizes tell.
+
+    Raises `RecipeError` if the named checkpoint is not complete, those of the run are of another number of processes or of
+    `save_only_model`, or all of them are damaged.
     """
     place = str(recipe.training["resume_from_checkpoint"])
     if place == "true":
-        place = str(recipe.output_dir)
-        checkpoint, cut_off = last_complete_checkpoint(recipe.output_dir, machine.num_processes)
-        if checkpoint is not None or not any(has_state(path) for path in cut_off):
-            return checkpoint, cut_off
-    elif is_complete(Path(place), machine.num_processes):
-        return Path(place), []
-    raise recipe.error(
-        f"`resume_from_checkpoint`: there is no complete checkpoint of {machine.num_processes} process(es) in "
-        f"{place}: launch as many processes as before, or name another checkpoint"
+        point = ResumePoint(*survey(recipe.output_dir, machine.num_processes))
+    else:
+        point = ResumePoint([Path(place)])
+        if (found := rejection(Path(place), machine.num_processes)) is not None:
+            if found.cut_off:
+                raise _no_checkpoint(recipe, machine, place)
+            raise _named_is_damaged(recipe, found)
+    if point.newest is None:
+        if not is_of_ours(recipe.output_dir) and any(has_state(one.path) for one in point.rejected if one.cut_off):
+            raise _no_checkpoint(recipe, machine, str(recipe.output_dir))
+        _check_some_left(recipe, point.rejected)
+    elif reason := unfit(point.newest, machine.num_processes):
+        raise recipe.error(f"`resume_from_checkpoint`: {reason}")
+    return point
+
+
+def confirmed(recipe: Recipe, point: ResumePoint) -> ResumePoint:
+    """The newest checkpoint whose contents its manifest confirms, and all newer ones that are set aside; collective.
+
+    Raises `RecipeError` if the named checkpoint, or every one of the run, is damaged.
+    """
+    newest, damaged = newest_confirmed(point.checkpoints, each_node=recipe.config.save_on_each_node)
+    rejected = [*point.rejected, *damaged]
+    if newest is None:
+        if damaged and str(recipe.training["resume_from_checkpoint"]) != "true":
+            raise _named_is_damaged(recipe, damaged[0])
+        _check_some_left(recipe, rejected)
+        return ResumePoint((), rejected)
+    newer = [one for one in rejected if step_of(one.path) > step_of(newest)]
+    return ResumePoint([newest], sorted(newer, key=lambda one: step_of(one.path)))
+
+
+def _check_some_left(recipe: Recipe, rejected: Sequence[Rejected]) -> None:
+    """Raise `RecipeError` if no checkpoint is left of a run that had complete ones: starting again would lose it."""
+    damaged = [one for one in rejected if not one.cut_off]
+    if damaged:
+        folders = " and ".join(str(one.path) for one in damaged)
+        raise recipe.error(
+            f"`resume_from_checkpoint`: {damaged[0].reason}, and no other checkpoint is left to go on from: restore it, or "
+            f"remove the folder {folders}, and `--resume_from_checkpoint true` starts from the beginning"
+        )
+
+
+def _named_is_damaged(recipe: Recipe, found: Rejected) -> RecipeError:
+    return recipe.error(
+        f"`resume_from_checkpoint`: {found.reason}: name another checkpoint, or `true` for the newest one that is whole"
     )
 
 
-def check_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
-    """Raise `RecipeError` if files of the checkpoint to go on from are missing or cut off."""
-    if damage := checkpoint_damage(checkpoint):
-        raise recipe.error(
-            f"`resume_from_checkpoint`: {damage}: remove the folder {checkpoint}, and "
-            "`--resume_from_checkpoint true` goes on from the checkpoint before it, or from the beginning"
-        )
+def _no_checkpoint(recipe: Recipe, machine: Machine, place: str) -> RecipeError:
+    return recipe.error(
+        f"`resume_from_checkpoint`: there is no complete checkpoint of {machine.num_processes} process(es) in "
+        f"{place}: launch as many processes as before, or name another checkpoint"
+    )
 
 
 def dry_config(recipe: Recipe, machine: Machine) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.recipe.hub import hub_answers, is_missing
+from grpo_recipes.recipe.precision import ADAMW_BF16
 from grpo_rewards import strict_yaml
 from grpo_rewards.errors import UserError
 
@@ -22,7 +23,18 @@ GIB = 2**30
 
 # Adam under mixed precision: a float32 copy of the parameter, and its two moments.
 MASTER_AND_MOMENTS = 12
+# Two float32 moments, and the 16 bits that a bfloat16 weight drops.
+ADAMW_BF16_STATE = 10
+# What other optimisers keep: numbers of the weight's own dtype, or bytes. Any that is not named here is taken for Adam.
 ADAM_MOMENTS = 2
+MOMENTS = {"sgd": 0, "adafactor": 0, "adagrad": 1, "rmsprop": 1, "lion_32bit": 1, "paged_lion_32bit": 1}
+STATE_BYTES = {
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), 2),
+    **dict.fromkeys(("adamw_torch_4bit", "lion_8bit", "paged_lion_8bit", "rmsprop_bnb_8bit"), 1),
+}
+# A weight in bitsandbytes' 8 and 4 bits, with the float32 scale that 64 weights of 4 bits share; nested, that is of 8 bits.
+QUANTISED_BYTES = {8: 1.0, 4: 0.5 + 4 / 64}
+NESTED_4BIT_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 # A gradient in 16 bits, and what DeepSpeed reserves beside it to reach the 18 bytes a parameter of its estimators.
 ZERO2_GRADIENT, ZERO3_GRADIENT = 6, 4
 # A gathered layer: its parameters and its gradients, 16 bits each.
@@ -95,6 +107,10 @@ class ModelShape:
     intermediate: int
     key_value: int
     """Elements of keys, or of values, of one token in one layer."""
+    quantisable: int = 0
+    """Those that loading in 4 or 8 bits quantises: of linear layers, the head apart."""
+    initializer_range: float = 0.02
+    """The standard deviation of weights as they are drawn, the configuration's; 0.02 where it says none."""
 
     @classmethod
     def from_config(cls, config: Any, peft_config: Any = None) -> ModelShape:
@@ -105,6 +121,10 @@ class ModelShape:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
             largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
+            linear = [
+                m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not model.get_output_embeddings()
+            ]
+            quantisable = sum(module.weight.numel() for module in linear)
             if peft_config is not None:
                 model = _with_adapter(model, peft_config)
         text = config.get_text_config()
@@ -118,6 +138,8 @@ class ModelShape:
             hidden=text.hidden_size,
             intermediate=text.intermediate_size,
             key_value=(getattr(text, "num_key_value_heads", None) or heads) * head_size,
+            quantisable=quantisable,
+            initializer_range=getattr(text, "initializer_range", None) or cls.initializer_range,
         )
 
 
@@ -168,6 +190,9 @@ class MemoryPlan:
     vllm_sleeps: bool
     reward_parameters: int
     gpu_memory: float | None
+    optim: str = "adamw_torch"
+    quantised_bytes: float | None = None
+    """Of a weight of the frozen base that is loaded in 4 or 8 bits; None where none is."""
 
     def parts(self) -> dict[str, float]:
         """Bytes on one GPU, by part; `activations` and those of generation, the last three, are not held at the same time."""
@@ -223,14 +248,24 @@ class MemoryPlan:
         # FSDP2 under mixed precision keeps trained parameters in float32; PEFT keeps its adapters so.
         in_float32 = (splits and self.mixed_precision) or frozen > 0
         size = 4 if in_float32 else self.dtype_bytes
+        base = self.dtype_bytes * frozen
+        if self.quantised_bytes is not None:
+            size = 2  # TRL casts adapters on a quantised base to bfloat16
+            base -= (self.dtype_bytes - self.quantised_bytes) * self.shape.quantisable / ranks
         gathered = GATHERED * self.shape.largest_layer if splits else 0
         # DistributedDataParallel reduces gradients in buckets of its own.
         copies = 2 if not splits and self.layout.num_processes > 1 else 1
         return {
-            "parameters": self.dtype_bytes * frozen + size * trained + gathered,
+            "parameters": base + size * trained + gathered,
             "gradients": copies * size * trained,
-            "optimiser": ADAM_MOMENTS * size * trained,
+            "optimiser": self._state_bytes(size) * trained,
         }
+
+    def _state_bytes(self, size: int) -> float:
+        """Bytes of the optimiser's state for a trained weight of `size` bytes, where DeepSpeed has no part in it."""
+        if self.optim == ADAMW_BF16:
+            return ADAMW_BF16_STATE if size == 2 else 4 * ADAM_MOMENTS
+        return STATE_BYTES.get(self.optim, MOMENTS.get(self.optim, ADAM_MOMENTS) * size)
 
     def _compute_bytes(self) -> int:
         """Bytes of a number in the precision of the computation."""
@@ -317,6 +352,8 @@ def memory_plan(
     steps_per_generation: int = 1,
     reward_parameters: int = 0,
     gpu_memory: float | None = None,
+    optim: str = "adamw_torch",
+    quantised_bytes: float | None = None,
 ) -> MemoryPlan:
     """The memory side of a recipe: `config` holds the keys of `GRPOConfig`, `dtype` is the recipe's (TRL's default: float32)."""
     is_adapter = shape.trained < shape.parameters
@@ -337,7 +374,36 @@ def memory_plan(
         vllm_sleeps=config.vllm_enable_sleep_mode,
         reward_parameters=reward_parameters,
         gpu_memory=gpu_memory,
+        optim=optim,
+        quantised_bytes=quantised_bytes,
     )
+
+
+def quantised_bytes(arguments: Any) -> float | None:
+    """Bytes of a quantised weight as `arguments` (of `ModelConfig`) load it; None if they quantise nothing."""
+    if arguments.load_in_4bit:
+        return NESTED_4BIT_BYTES if arguments.use_bnb_nested_quant else QUANTISED_BYTES[4]
+    return QUANTISED_BYTES[8] if arguments.load_in_8bit else None
+
+
+def best_precision(plan: MemoryPlan) -> str:
+    """Which way of keeping small updates fits: float32 weights, else the bits that bfloat16 drops, else DeepSpeed's masters.
+
+    Of a run whose every weight is trained, without DeepSpeed. Where the GPU's size is not given, the peak of each.
+    """
+    ways = [
+        ("dtype: float32", replace(plan, dtype_bytes=4, optim="adamw_torch")),
+        (f"dtype: bfloat16 with optim: {ADAMW_BF16}", replace(plan, dtype_bytes=2, optim=ADAMW_BF16)),
+        (
+            "accelerate_configs/zero2_offload.yaml, which keeps float32 weights in host memory",
+            replace(plan, dtype_bytes=2, layout=replace(plan.layout, sharding="zero2", offload_optimizer=True)),
+        ),
+    ]
+    peaks = [f"{text} ({gib(way.peak())})" for text, way in ways]
+    if plan.gpu_memory is None:
+        return ", else ".join(peaks)
+    fitting = [text for text, (_, way) in zip(peaks, ways, strict=True) if way.fits()]
+    return fitting[0] if fitting else "none of these fits this GPU: an adapter (`use_peft: true`) is kept in float32"
 
 
 def changes_that_fit(plan: MemoryPlan, accumulation: int) -> list[str]:

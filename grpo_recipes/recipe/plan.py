@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from grpo_recipes.recipe import limits, memory, packages
-from grpo_recipes.recipe.checks import Machine, check, dry_config, model_shape
+from grpo_recipes.recipe.checks import Machine, check, dry_config, model_shape, optimiser, precision_of
 from grpo_recipes.recipe.data import DatasetUnreachable
 from grpo_recipes.recipe.geometry import Geometry
+from grpo_recipes.recipe.precision import ADAMW_BF16, Precision, initial_weights
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, model_config, parse_recipe
 from grpo_recipes.recipe.reward_checks import describe_rewards
 from grpo_rewards.registry import BuiltReward, UnbuiltReward, leaves, spec_parts
@@ -28,6 +29,9 @@ class Plan:
     rewards: Sequence[BuiltReward]
     prompts: int | str
     memory: memory.MemoryPlan | str
+    precision: Precision
+    surviving: float | None
+    """The share of an update that rounding leaves, of 1; None where it is not known."""
     notes: Sequence[str]
 
     def describe(self) -> str:
@@ -43,7 +47,8 @@ class Plan:
             need = f"  memory          unknown: {self.memory}"
         rewards = f"  rewards         {describe_rewards(self.rewards)}"
         notes = [f"  note            {note}" for note in self.notes]
-        before = _wrapped([self.recipe.source, rewards, self.geometry.describe(), ""])
+        precision = self.precision.describe(self.surviving)
+        before = _wrapped([self.recipe.source, rewards, precision, self.geometry.describe(), ""])
         after = _wrapped(["", epoch, "", "  memory of one GPU", need, *notes])
         return "\n".join([*before, self.geometry.picture(), *after])
 
@@ -54,6 +59,7 @@ class Plan:
             "geometry": {**self.geometry.as_dict(), "cells": self.geometry.cells()},
             "epoch": self._epoch(self.prompts) if isinstance(self.prompts, int) else None,
             "memory": memory.as_dict(self.memory) if isinstance(self.memory, memory.MemoryPlan) else None,
+            "precision": {**asdict(self.precision), "updated": self.precision.updated, "surviving": self.surviving},
             "unknown": [reason for reason in (self.prompts, self.memory) if isinstance(reason, str)],
             "notes": list(self.notes),
         }
@@ -113,8 +119,14 @@ def plan(
         notes += [checked.golds.describe()] if checked.golds else []
     except DatasetUnreachable as error:
         prompts = str(error)
-    need = unsupported or _memory(recipe, geometry, layout, usable, model_config_file, notes)
-    return Plan(recipe, geometry, rewards, prompts, need, notes)
+    need = unsupported or _memory(recipe, machine, geometry, layout, usable, model_config_file, notes)
+    precision = precision_of(recipe, machine)
+    spread = (
+        need.shape.initializer_range if isinstance(need, memory.MemoryPlan) else memory.ModelShape.initializer_range
+    )
+    surviving = precision.surviving(initial_weights(spread))
+    notes += _precision_notes(precision, surviving, need)
+    return Plan(recipe, geometry, rewards, prompts, need, precision, surviving, notes)
 
 
 def _wrapped(paragraphs: Sequence[str]) -> list[str]:
@@ -128,6 +140,7 @@ def _wrapped(paragraphs: Sequence[str]) -> list[str]:
 
 def _memory(
     recipe: Recipe,
+    machine: Machine,
     geometry: Geometry,
     layout: memory.Sharding,
     gpu_memory: float | None,
@@ -136,14 +149,17 @@ def _memory(
 ) -> memory.MemoryPlan | str:
     """The memory side, or why it is unknown; what is left out of it is added to `notes`."""
     arguments = model_config(recipe)
-    if arguments.load_in_4bit or arguments.load_in_8bit:
-        return "quantised models are not estimated"
+    quantised = memory.quantised_bytes(arguments)
+    if quantised is not None and layout.sharding != "none":
+        return "quantised models are estimated only where each GPU holds them whole"
     if model_config_file is not None and not Path(model_config_file).exists():
         raise RecipeError(f"--model_config {model_config_file}: there is no such file: give a model's config.json")
     try:
         shape = model_shape(recipe, model_config_file)
     except memory.MemoryUnknown as error:
         return str(error)
+    if quantised is not None and shape.trained == shape.parameters:
+        return "a quantised model can only be trained with an adapter: set `use_peft: true`"
     return memory.memory_plan(
         recipe.config,
         arguments.dtype,
@@ -153,7 +169,20 @@ def _memory(
         steps_per_generation=geometry.steps_per_generation,
         reward_parameters=_reward_parameters(recipe, notes),
         gpu_memory=gpu_memory,
+        optim=optimiser(recipe, machine),
+        quantised_bytes=quantised,
     )
+
+
+def _precision_notes(precision: Precision, surviving: float | None, need: memory.MemoryPlan | str) -> list[str]:
+    """What the precision loses, and what would lose nothing and fit."""
+    warning = precision.warning(surviving)
+    notes = [warning] if warning else []
+    if isinstance(need, memory.MemoryPlan) and need.shape.trained == need.shape.parameters:
+        best = memory.best_precision(need)
+        has_better = precision.optim == ADAMW_BF16 and precision.stored == "bfloat16" and ADAMW_BF16 not in best
+        notes += [f"recommended, of what keeps every update: {best}"] if warning or has_better else []
+    return notes
 
 
 def _notes(recipe: Recipe) -> list[str]:

@@ -20,11 +20,13 @@ from typing import Annotated, Any, NoReturn, get_origin, get_type_hints
 
 import yaml
 from datasets import Dataset
+from transformers.training_args import OptimizerNames
 from trl import GRPOConfig, ModelConfig, TrlParser
 
 from grpo_recipes.recipe import data, limits, specs
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.losses import LOSS_TYPES
+from grpo_recipes.recipe.precision import ADAMW_BF16
 from grpo_recipes.recipe.specs import (
     DatasetSpec,
     GenerationMode,
@@ -35,7 +37,8 @@ from grpo_recipes.recipe.specs import (
     Spec,
     hints,
 )
-from grpo_recipes.runs.record import RECORD, read_record
+from grpo_recipes.runs.files import RECORD
+from grpo_recipes.runs.record import read_record
 from grpo_rewards import strict_yaml
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.redaction import HIDDEN, hidden_places, redacted
@@ -48,6 +51,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "scale_rewards": ("group", "batch", "none"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "vllm_mode": ("server", "colocate"),
+    "optim": (*(name.value for name in OptimizerNames), ADAMW_BF16),
 }
 
 # Where a recipe differs from TRL's defaults when it says nothing: with dropout on, the policy differs from itself and the
@@ -234,6 +238,8 @@ def grpo_config(recipe: Recipe) -> GRPOConfig:
     extra = training.pop("model_init_kwargs", None) or {}
     if training.get("resume_from_checkpoint") == "false":
         training["resume_from_checkpoint"] = None
+    if training.get("optim") == ADAMW_BF16:  # ours: the trainer is handed its class
+        training["optim"] = OptimizerNames.ADAMW_TORCH.value
     with recipe.naming_this_file((TypeError, ValueError)):
         return GRPOConfig(**training, model_init_kwargs={**init, **extra})
 
@@ -294,7 +300,8 @@ def _split_arguments(args: Sequence[str]) -> tuple[Path | None, list[tuple[str, 
         word = pending.pop(0)
         name, equals, text = word.removeprefix("--").partition("=")
         key = re.sub(r"(?<=\w)-", "_", name)  # `--max-steps`, but not a number's sign
-        ours = word.startswith("--") and (key == "config" or key.split(".")[0] in OUR_KEYS or "." in key)
+        # `optim` may be a name that TRL's parser does not know.
+        ours = word.startswith("--") and (key in ("config", "optim") or key.split(".")[0] in OUR_KEYS or "." in key)
         if not ours:
             rest.append(word)
             continue

@@ -273,6 +273,24 @@ def no_answer_found(run: Run) -> Found | None:
     return None
 
 
+def lost_updates(run: Run) -> Found | None:
+    """After 20 steps, fewer than 60 % of the weights change in a step that would if no update were lost to rounding.
+
+    Simulated on weights of N(0, 0.02) at rates from 1e-6 to 2e-5, plain AdamW on bfloat16 comes to 20 to 50 %, weights that
+    keep what is rounded off to 80 % and more; in the first steps they too have kept little.
+    """
+    changed, expected = (_after(_logged(run, key), 20) for key in ("updates/changed", "updates/expected"))
+    if not len(changed) or not len(expected):
+        raise NoData("the run has no more than 20 steps")
+    if changed.mean >= 0.6 * expected.mean:
+        return None
+    step = _last_step(changed)
+    return step, (
+        f"a step changes {changed.mean:.1%} of the trained weights up to step {step}, where {expected.mean:.1%} would change "
+        f"if no update were lost to rounding: set `dtype: float32` or `optim: adamw_bf16` (docs/precision.md)"
+    )
+
+
 CHECKS: tuple[Callable[[Run], Found | None], ...] = (
     format_without_correctness,
     length_into_cap,
@@ -284,6 +302,7 @@ CHECKS: tuple[Callable[[Run], Found | None], ...] = (
     dominant_reward,
     overfitting,
     no_answer_found,
+    lost_updates,
 )
 
 
@@ -306,6 +325,11 @@ def _trending(run: Run, key: str) -> Series:
     if not series.has_trend:
         raise _too_few(key)
     return series
+
+
+def _after(series: Series, step: int) -> Series:
+    kept = [place for place, logged in enumerate(series.steps) if logged > step]
+    return Series([series.steps[place] for place in kept], [series.values[place] for place in kept])
 
 
 def _too_few(metric: str) -> NoData:

@@ -104,8 +104,8 @@ def evaluate_into(
         RunError: a file of the folder is damaged.
         ValueError: the dataset is empty, or an answer can't be read as a gold.
     """
-    answers = _answers(dataset)
-    rows = {"problems": len(answers), "rows": _rows_fingerprint(dataset)}
+    answers = _answers(dataset, settings)
+    rows = {"problems": len(answers), "rows": _rows_fingerprint(dataset, settings)}
     asked = json.loads(json.dumps({**described, **rows, "settings": asdict(settings)}))
     parts = files.inside(folder, "parts")
     if _is_finished(folder, asked):
@@ -424,10 +424,12 @@ def _completed(
 ) -> pd.DataFrame:
     """One row for each completion of some problems, with its verdict."""
     places = [problem for problem in problems for _ in range(settings.samples)]
-    prompts, golds = [dataset[place]["prompt"] for place in places], [answers[place] for place in places]
+    rows = [dataset[place] for place in places]
+    prompts, golds = [row["prompt"] for row in rows], [answers[place] for place in places]
+    columns = {name: [row[name] for row in rows] for name in dataset.column_names if name != "prompt"}
     completions = complete(prompts, settings)
-    stated = [strict.stated_answer(settings.strict, completion, settings.tags) for completion in completions]
-    strictly = strict.is_right(settings.strict, completions, golds)
+    stated = strict.stated_answers(settings.strict, completions, columns, settings.tags)
+    strictly = strict.is_right(settings.strict, completions, columns)
     judge = Judge()
     verdicts = [judge.verdict(read_gold(gold), answer) for gold, answer in zip(golds, stated, strict=True)]
     table = {
@@ -443,18 +445,24 @@ def _completed(
     return pd.DataFrame(table).astype({"answer": "string"})
 
 
-def _answers(dataset: Dataset) -> list[str]:
-    answers = list(dataset["answer"])
-    if not answers or any(read_gold(answer) is None for answer in answers):
-        raise ValueError("nothing to evaluate on: the dataset is empty, or one of its answers states no final answer")
-    return answers
+def _answers(dataset: Dataset, settings: Settings) -> list[str]:
+    columns = {name: list(dataset[name]) for name in dataset.column_names if name != "prompt"}
+    judged = strict.can_judge(settings.strict, len(dataset), columns)
+    if not judged:
+        raise ValueError("nothing to evaluate on: the dataset is empty")
+    if not all(judged):
+        asked = strict.describe([asdict(reward) for reward in settings.strict])
+        raise ValueError(f"row {judged.index(False) + 1} can't be scored by what strict asks for, {asked}")
+    return columns["answer"]
 
 
-def _rows_fingerprint(dataset: Dataset) -> str:
-    """A hash of the prompts and answers, in order: a path and a split don't say which rows they name today."""
+def _rows_fingerprint(dataset: Dataset, settings: Settings) -> str:
+    """A hash of the rows, as far as they count, in order: a path and a split don't say which rows they name today."""
+    read = {name for reward in settings.strict for name in strict.columns_read(reward)} - {"answer"}
+    counting = ["prompt", "answer", *sorted(read & set(dataset.column_names))]
     digest = hashlib.sha256()
-    for row in dataset.select_columns(["prompt", "answer"]):
-        digest.update(json.dumps([row["prompt"], row["answer"]], sort_keys=True).encode() + b"\n")
+    for row in dataset.select_columns(counting):
+        digest.update(json.dumps([row[name] for name in counting], sort_keys=True, default=str).encode() + b"\n")
     return f"sha256 {digest.hexdigest()}"
 
 

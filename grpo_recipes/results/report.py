@@ -47,6 +47,7 @@ PICTURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Time of a step", "seconds", ("step_time",)),
     ("Learning rate", "", ("learning_rate",)),
     ("Gradient norm", "", ("grad_norm",)),
+    ("Weights that a step changes", "share of those sampled", ("updates/changed", "updates/expected")),
 )
 DASHES = ("-", "--", ":", "-.")
 

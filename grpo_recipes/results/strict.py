@@ -1,25 +1,24 @@
 """What makes a completion *strictly* right: the highest pay of each correctness and format reward of the recipe.
 
-`asked_by` turns a recipe's rewards into the ones that decide: its correctness rewards with their own `extract` and tags, and
-its format rewards, each as it is configured. Weights, names and amounts make no difference. `is_right` scores completions by
-them. Without a recipe the default asks for one reasoning block, then one answer block that holds the right answer.
+`asked_by` turns a recipe's rewards into the ones that decide: those of ours that declare the kind correctness or format, each
+as it is configured. Weights, names and amounts make no difference. `is_right` scores completions by them. Without a recipe
+the default asks for one reasoning block, then one answer block that holds the right answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from grpo_rewards.answers import answer_extractor
+from grpo_rewards.completions import Kind
 from grpo_rewards.correctness import GSM8KCorrectness
-from grpo_rewards.format_tags import TagCount, TagPresence, TagStructure, WellFormed
+from grpo_rewards.format_tags import WellFormed
 from grpo_rewards.registry import TRL_REWARDS, Spec, build_rewards, own_name, spec_parts
 from grpo_rewards.terminal import visible
 
 Tags = tuple[str, str]
-FORMATS = (TagStructure, TagCount, TagPresence, WellFormed)
-JUDGES = ("gsm8k_correctness", "math_correctness", "tag_structure", "tag_count", "tag_presence", "well_formed")
 THINK_FORMAT = "trl.rewards.think_format_reward"
 
 
@@ -27,6 +26,7 @@ THINK_FORMAT = "trl.rewards.think_format_reward"
 class ThinkFormat:
     """TRL's `think_format_reward`, called on texts: 1 if the completion begins with one closed think block, else 0."""
 
+    kind: ClassVar[Kind] = "format"
     highest_pay: ClassVar[float] = 1.0
 
     name: str = "think_format_reward"
@@ -38,8 +38,10 @@ class ThinkFormat:
         return think_format_reward([[{"content": completion}] for completion in completions])
 
 
-Format = TagStructure | TagCount | TagPresence | WellFormed | ThinkFormat
-Asked = GSM8KCorrectness | Format
+# One of our rewards, a frozen dataclass, of the kind correctness or format.
+Asked = Any
+# What a reward pays, and how it is called, says nothing about what earns the most: fields, as far as a reward has them.
+_PLAIN = {"pay": 1.0, "pay_wrong": 0.0, "pay_partial": 0.0, "prefix": ""}
 
 
 def asked_by(specs: Sequence[Spec], tags: Tags, *, override_tags: bool = False) -> tuple[Asked, ...]:
@@ -63,30 +65,52 @@ def asked_by(specs: Sequence[Spec], tags: Tags, *, override_tags: bool = False) 
         known = [_with_tags(reward, tags) for reward in known]
     if not known:
         return GSM8KCorrectness(pay_exact=1.0, pay_equal=1.0, tags=tags), WellFormed(tags=tags)
-    if not any(isinstance(reward, GSM8KCorrectness) for reward in known):
+    if not any(reward.kind == "correctness" for reward in known):
         known.append(GSM8KCorrectness(pay_exact=1.0, pay_equal=1.0, tags=tags))
     return tuple(sorted(dict.fromkeys(known), key=repr))
 
 
-def is_right(asked: Sequence[Asked], completions: Sequence[str], golds: Sequence[str]) -> list[bool]:
-    """Whether each completion earns the most that every reward can pay; `golds` as `answers.read_gold` takes them."""
-    pays = [reward(completions=completions, answer=golds) for reward in asked]
+def is_right(asked: Sequence[Asked], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> list[bool]:
+    """Whether each completion earns the most that every reward can pay; `columns` are the dataset's, `answer` the golds."""
+    pays = [reward(completions=completions, **columns) for reward in asked]
     most = [reward.highest_pay for reward in asked]
     return [list(row) == most for row in zip(*pays, strict=True)]
 
 
-def stated_answer(asked: Sequence[Asked], completion: str, tags: Tags) -> str | None:
-    """The final answer where the first correctness reward looks, else in any recognised layout."""
-    judge = next(reward for reward in asked if isinstance(reward, GSM8KCorrectness))
-    own = answer_extractor(judge.extract, judge.tags, judge.prefilled is not None)(completion)
-    return own if own is not None else answer_extractor("auto", tags)(completion)
+def can_judge(asked: Sequence[Asked], rows: int, columns: Mapping[str, Sequence[Any]]) -> list[bool]:
+    """Whether every reward can score each of the rows: one says by None that it can't, whatever the completion.
+
+    Raises:
+        ValueError: a reward needs a column that is not there.
+    """
+    pays = [reward(completions=[""] * rows, **columns) for reward in asked]
+    return [None not in row for row in zip(*pays, strict=True)]
+
+
+def columns_read(reward: Asked) -> set[str]:
+    """The dataset columns that tell one row from another to a reward."""
+    return {*getattr(reward, "columns_read", ()), getattr(reward, "choices_column", None) or ""} - {""}
+
+
+def stated_answers(
+    asked: Sequence[Asked], completions: Sequence[str], columns: Mapping[str, Sequence[Any]], tags: Tags
+) -> list[str | None]:
+    """Each completion's answer as the first correctness reward reads it, else in any recognised layout."""
+    logged: dict[str, list[str | None]] = {}
+    judge = next(reward for reward in asked if reward.kind == "correctness")
+    judge(completions=completions, **columns, log_extra=logged.__setitem__)
+    own = logged.get("extracted", [None] * len(completions))
+    anywhere = answer_extractor("auto", tags)
+    return [
+        anywhere(completion) if answer is None else answer for answer, completion in zip(own, completions, strict=True)
+    ]
 
 
 def describe(asked: Sequence[Mapping[str, Any]]) -> str:
     """What strict asks for, from the rewards' fields as `evaluation.json` holds them."""
     words = [
         visible(
-            f"right by `extract: {reward['extract']}`" if "extract" in reward else f"full pay of `{reward['name']}`"
+            f"right by `extract: {reward['extract']}`" if "pay_exact" in reward else f"full pay of `{reward['name']}`"
         )
         for reward in asked
     ]
@@ -103,14 +127,15 @@ def single_specs(specs: Iterable[Spec]) -> Iterator[Mapping[str, Any]]:
         yield from single_specs(spec_parts(mapping)) if spec_parts(mapping) else [mapping]
 
 
-def judge_of(spec: Mapping[str, Any]) -> GSM8KCorrectness | Format | None:
+def judge_of(spec: Mapping[str, Any]) -> Any | None:
     """One of our correctness or format rewards as a spec describes it; None for every other reward.
 
     The spec may come from a run of somebody else's, so that nothing is imported or called by a name that it gives.
     """
-    if own_name(str(spec.get("name"))) not in JUDGES:
+    if own_name(str(spec.get("name"))) is None:
         return None
-    return build_rewards([spec])[0].function  # type: ignore[return-value]
+    reward = build_rewards([spec])[0]
+    return reward.function if reward.kind in ("correctness", "format") else None
 
 
 def _known(specs: Sequence[Spec], tags: Tags) -> Iterator[Asked]:
@@ -131,8 +156,12 @@ def _plain(reward: Any) -> Iterator[Asked]:
         if reward.pay_exact > reward.pay_wrong:
             kept = {key: getattr(reward, key) for key in ("extract", "tags", "prefilled", "deadline")}
             yield GSM8KCorrectness(pay_exact=1.0, pay_equal=float(reward.pay_equal > reward.pay_wrong), **kept)
-    elif isinstance(reward, FORMATS) and reward.pay > 0:
-        yield type(reward)(tags=reward.tags, prefilled=reward.prefilled)
+    elif reward.highest_pay > 0:
+        known = {field.name: field.default for field in fields(reward)}
+        # A format reward pays its `pay` for each of several tags: there, its default serves as well.
+        paid = _PLAIN if reward.kind == "correctness" else {"pay": known["pay"]}
+        changed = {key: value for key, value in paid.items() if key in known}
+        yield replace(reward, **changed, name=known["name"])
 
 
 def _with_tags(reward: Asked, tags: Tags) -> Asked:

@@ -2,7 +2,7 @@
 
 A safetensors file begins with its header's length (8 bytes, little endian) and the header, which says where each tensor
 ends: a file that is cut off, or that was never downloaded, differs from that in size. torch.save writes a zip file, whose
-directory comes last: a file that is cut off has none.
+directory comes last: a file that is cut off has none. A checkpoint of ours has a manifest, which says more (`manifest.py`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,14 @@ import json
 import re
 import shutil
 import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_recipes.runs import manifest as manifests
+from grpo_recipes.runs.files import RECORD
+from grpo_recipes.runs.manifest import MANIFEST, CheckpointDamaged, read_manifest, size_damage
 from grpo_rewards.errors import UserError
 
 if TYPE_CHECKING:
@@ -151,19 +156,109 @@ def tokenizer_source(name: str) -> str:
     return name if config is None else config.base_model_name_or_path or name
 
 
-def last_complete_checkpoint(folder: Path, num_processes: int) -> tuple[Path | None, list[Path]]:
-    """The newest complete checkpoint in a run's folder, and the newer ones that were cut off while being written."""
+@dataclass(frozen=True)
+class Rejected:
+    """A checkpoint that no run can go on from, with the reason as a clause that names it."""
+
+    path: Path
+    reason: str
+    cut_off: bool
+    """Whether it was never complete, so that nothing is lost with it."""
+
+    @property
+    def aside(self) -> Path:
+        """Where it is set aside, so that neither resuming nor the clean-up of old checkpoints counts it."""
+        return self.path.with_name(f"{'incomplete' if self.cut_off else 'damaged'}-{self.path.name}")
+
+
+def last_complete_checkpoint(folder: Path, num_processes: int) -> tuple[Path | None, list[Rejected]]:
+    """The newest complete checkpoint in a run's folder, as far as names and sizes tell, and the newer ones that are not."""
+    whole, rejected = survey(folder, num_processes)
+    newest = whole[0] if whole else None
+    return newest, [one for one in rejected if newest is None or step_of(one.path) > step_of(newest)]
+
+
+def survey(folder: Path, num_processes: int) -> tuple[list[Path], list[Rejected]]:
+    """The complete checkpoints in a run's folder, as far as names and sizes tell, and the others; newest first."""
+    whole, rejected = [], []
     checkpoints = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    cut_off: list[Path] = []
-    for checkpoint in sorted(checkpoints, key=lambda path: int(path.name.partition("-")[2]), reverse=True):
-        if is_complete(checkpoint, num_processes):
-            return checkpoint, cut_off
-        cut_off.append(checkpoint)
-    return None, cut_off
+    for checkpoint in sorted(checkpoints, key=step_of, reverse=True):
+        if (one := rejection(checkpoint, num_processes)) is None:
+            whole.append(checkpoint)
+        else:
+            rejected.append(one)
+    return whole, rejected
+
+
+def step_of(checkpoint: Path) -> int:
+    """The optimiser step in a checkpoint's name."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def rejection(checkpoint: Path, num_processes: int) -> Rejected | None:
+    """Why no run can go on from a checkpoint, as far as names and sizes tell; None if one can.
+
+    A checkpoint with a manifest is held against it. One of a run of ours without a manifest was cut off. Any other is of
+    another trainer, and its files are held against their own headers.
+    """
+    try:
+        manifest = read_manifest(checkpoint)
+    except CheckpointDamaged as error:
+        return Rejected(checkpoint, str(error), cut_off=False)
+    if manifest is not None:
+        damage = size_damage(checkpoint, manifest)
+    elif is_of_ours(checkpoint.parent) or not is_complete(checkpoint, num_processes):
+        return Rejected(checkpoint, f"{checkpoint.name} was cut off while it was being saved", cut_off=True)
+    else:
+        damage = checkpoint_damage(checkpoint)
+    return Rejected(checkpoint, damage, cut_off=False) if damage else None
+
+
+def is_of_ours(folder: Path) -> bool:
+    """Whether the checkpoints in a folder are written with manifests."""
+    return (folder / RECORD).is_file() or any(folder.glob(f"checkpoint-*/{MANIFEST}"))
+
+
+def unfit(checkpoint: Path, num_processes: int) -> str | None:
+    """Why a checkpoint that is whole does not fit a launch of `num_processes` ranks, as a clause; None if it does."""
+    manifest = read_manifest(checkpoint)
+    if manifest is None:
+        return None
+    if manifest.model_only:
+        return (
+            f"{checkpoint} was saved with `save_only_model`, without its optimiser and random state, so no run can go on from "
+            "it: name an earlier checkpoint, or start another run from it as its `model_name_or_path`"
+        )
+    if manifest.num_processes != num_processes:
+        return (
+            f"{checkpoint} is of {manifest.num_processes} process(es), and this launch has {num_processes}: launch as many "
+            "processes as before, or start another run from it as its `model_name_or_path`"
+        )
+    return None
+
+
+def newest_confirmed(checkpoints: Sequence[Path], *, each_node: bool) -> tuple[Path | None, list[Rejected]]:
+    """The first of `checkpoints` whose contents its manifest confirms, and those before it; a collective call.
+
+    One without a manifest (another trainer's) counts as confirmed: nothing says what its contents should be.
+    """
+    # Ranks that see different disks may propose different checkpoints.
+    proposed = manifests.gathered([path.name for path in checkpoints])
+    rejected: list[Rejected] = []
+    for checkpoint in checkpoints:
+        if not all(checkpoint.name in names for names in proposed):
+            rejected.append(Rejected(checkpoint, f"{checkpoint} is not whole on every machine", cut_off=False))
+            continue
+        manifest = read_manifest(checkpoint)
+        damage = manifest and manifests.content_damage(checkpoint, manifest, each_node=each_node)
+        if not damage:
+            return checkpoint, rejected
+        rejected.append(Rejected(checkpoint, damage, cut_off=False))
+    return None, rejected
 
 
 def is_complete(checkpoint: Path, num_processes: int) -> bool:
-    """Whether a checkpoint of `num_processes` ranks was written to its end.
+    """Whether a checkpoint of `num_processes` ranks without a manifest was written to its end, by another trainer.
 
     Each rank writes its random state after its part of model and optimiser, and the first rank writes
     `trainer_state.json` after that (`Trainer._save_checkpoint`): if these files are whole, so are the others.
@@ -173,7 +268,7 @@ def is_complete(checkpoint: Path, num_processes: int) -> bool:
 
 
 def has_state(checkpoint: Path) -> bool:
-    """Whether a checkpoint has the file that is written last, whole."""
+    """Whether a checkpoint has the file that transformers writes last, whole."""
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -187,7 +282,7 @@ def steps_done(checkpoint: Path) -> int:
 
 
 def checkpoint_damage(checkpoint: Path) -> str | None:
-    """What is wrong with the files of a checkpoint that was written to its end, or None.
+    """What is wrong with the files of a checkpoint without a manifest that was written to its end, or None.
 
     Model files that DeepSpeed or FSDP split over ranks are not checked: their layout is their own.
     """
@@ -208,9 +303,8 @@ def checkpoint_damage(checkpoint: Path) -> str | None:
     return None
 
 
-def set_aside(checkpoints: list[Path]) -> None:
-    """Rename cut-off checkpoints so that neither resuming nor the clean-up of old checkpoints counts them."""
-    for checkpoint in checkpoints:
-        aside = checkpoint.with_name(f"incomplete-{checkpoint.name}")
-        shutil.rmtree(aside, ignore_errors=True)  # left by an earlier attempt that was cut off at the same step
-        checkpoint.rename(aside)
+def set_aside(rejected: Sequence[Rejected]) -> None:
+    """Rename checkpoints that no run can go on from; one set aside earlier at the same step is replaced."""
+    for one in rejected:
+        shutil.rmtree(one.aside, ignore_errors=True)
+        one.path.rename(one.aside)

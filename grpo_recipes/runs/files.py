@@ -21,6 +21,7 @@ from grpo_rewards.errors import UserError
 from grpo_rewards.writing import replacing as replacing
 from grpo_rewards.writing import write_atomically as write_atomically
 
+RECORD = "run.json"
 EVALUATIONS, BEFORE, AFTER = "evaluations", "before", "after"
 FAULT_FILES = "fault-rank*.json"
 

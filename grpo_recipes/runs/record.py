@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes import __version__
-from grpo_recipes.runs.files import INTEGER, INTEGER_OR_NULL, NUMBER, TEXT, Shape, read_object, write_atomically
+from grpo_recipes.runs.files import INTEGER, INTEGER_OR_NULL, NUMBER, RECORD, TEXT, Shape, read_object, write_atomically
 from grpo_rewards.redaction import redacted, redacted_arguments
 from grpo_rewards.registry import BuiltReward, Spec, spec_parts
 
-RECORD = "run.json"
 VERSIONED = ("trl", "transformers", "peft", "accelerate", "datasets", "torch")
 
 SHAPE: Shape = {

@@ -25,6 +25,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl.trainer.utils import RepeatSampler
 
+from grpo_rewards.errors import UserError
+
 LAYOUT_KEYS = ("geometry", "train_prompts", "train_prompts_sha256", "seed", "shuffle_dataset")
 
 # The keys that a resumed run may change, as patterns: none of them changes what an optimiser step does. docs/scaling.md
@@ -138,6 +140,8 @@ class ContinueSchedule(TrainerCallback):
 
     A checkpoint holds the rate of the next step under the schedule that it was saved with (0 at the end of a linear one),
     and the first step after a resume would use it. With an unchanged `max_steps` the two rates are equal to the bit.
+
+    The schedule's own peak decides, which the checkpoint holds too: another `learning_rate` would be ignored, so it is refused.
     """
 
     def on_train_begin(
@@ -148,6 +152,11 @@ class ContinueSchedule(TrainerCallback):
         scheduler = getattr(scheduler, "scheduler", scheduler)  # DeepSpeed's is wrapped
         if not isinstance(scheduler, LambdaLR):  # no other depends on the length of the run
             return
+        if any(rate != args.learning_rate for rate in scheduler.base_lrs):
+            raise UserError(
+                f"`learning_rate` is {args.learning_rate:g}, and the schedule in the checkpoint to resume was made for "
+                f"{scheduler.base_lrs[0]:g}: set that, or start another run from the checkpoint as its `model_name_or_path`"
+            )
         rates = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
         for group, (rate, factor) in zip(scheduler.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor(scheduler.last_epoch)
@@ -255,14 +264,26 @@ def recipe_changes(before: Mapping[str, Any], now: Mapping[str, Any], directory:
 
     Both are recipes with every key resolved; `directory` is where the relative paths of `before` begin.
     """
+    return [change for key, change in _changes(before, now, directory) if not _may_change(key)]
+
+
+def applied_changes(before: Mapping[str, Any], now: Mapping[str, Any], directory: str) -> list[str]:
+    """What a resumed run may change and did, as `recipe_changes` says it; without the keys that name the resume itself."""
+    unsaid = ("resume_from_checkpoint", "output_dir", "hub_token")
+    return [change for key, change in _changes(before, now, directory) if _may_change(key) and key not in unsaid]
+
+
+def _may_change(key: str) -> bool:
+    return any(fnmatch.fnmatch(key, pattern) for pattern in MAY_CHANGE)
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any], directory: str) -> Iterator[tuple[str, str]]:
+    """Each key whose value differs, and how."""
     old, new = (dict(_leaves(_normal(recipe))) for recipe in (before, now))
-    changes = []
     for key in [*new, *(key for key in old if key not in new)]:
         was, now_is = old.get(key, NOT_SET), new.get(key, NOT_SET)
-        if any(fnmatch.fnmatch(key, pattern) for pattern in MAY_CHANGE) or _same_value(was, now_is, directory):
-            continue
-        changes.append(f"`{key}` was {_shown(was)} and is {_shown(now_is)}")
-    return changes
+        if not _same_value(was, now_is, directory):
+            yield key, f"`{key}` was {_shown(was)} and is {_shown(now_is)}"
 
 
 def _normal(recipe: Mapping[str, Any]) -> dict[str, Any]:

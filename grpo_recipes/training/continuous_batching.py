@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 
 from grpo_recipes.training.log_probs import has_packing_attention, packing_attention, stock_attention
@@ -15,8 +16,18 @@ DROPPED = {"encoder_repetition_penalty": 1.0, "min_length": 0, "min_new_tokens":
 """Options that transformers 5.23 drops with a warning, and the value with which nothing is lost."""
 
 
-def refuse(config: GenerationConfig, stop: Any) -> None:
-    """Raise `UserError` for an option of generation that continuous batching would silently leave out."""
+def refuse(config: GenerationConfig, stop: Any, model: Any, args: Any) -> None:
+    """Raise `UserError` for what continuous batching would do silently: leave an option out, or cast the trained weights.
+
+    TRL casts `model` in place to the dtype of `args.bf16` or `args.fp16`, Adam's state with it. DeepSpeed's own weights stay.
+    """
+    cast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    if cast is not None and trained - {cast} and args.deepspeed_plugin is None:
+        raise UserError(
+            f"`use_transformers_continuous_batching` casts the trained weights to {cast} in place, and most updates would be "
+            "lost: set it to false, or `bf16` and `fp16` to false"
+        )
     lost = [name for name, neutral in DROPPED.items() if (getattr(config, name, None) or neutral) != neutral]
     lost += ["stop"] if stop is not None else []
     if lost:

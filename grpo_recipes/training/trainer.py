@@ -18,6 +18,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.specs import GenerationMode, KLEstimator, MicroBatching, ReferenceSpec, typed
 from grpo_recipes.runs.restart import EpochSampler, TellEpoch
+from grpo_recipes.runs.saving import CompleteCheckpoints
 from grpo_recipes.training import continuous_batching, offline
 from grpo_recipes.training import micro_batches as microbatch
 from grpo_recipes.training.eval_completions import separate_eval_completions
@@ -27,6 +28,7 @@ from grpo_recipes.training.log_probs import LogProbs, PerToken
 from grpo_recipes.training.packing import Layout, Rows
 from grpo_recipes.training.reference import reference_in, set_reference, without_trl_reference
 from grpo_recipes.training.stop_strings import StopStrings, corrected, take_over_mask
+from grpo_recipes.training.updates import UpdateSample
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class GRPOTrainer(TRLGRPOTrainer):
             padding, repeated prompts and rows without a gradient. See docs/efficiency.md.
         generation: "auto" or "off": whether transformers' `generate` runs each prompt of a batch once and drops finished
             rows, where the tokens stay what they are. Concerns neither vLLM nor continuous batching.
+        optimizer_cls_and_kwargs: transformers' own argument, which TRL's trainer leaves out: an optimiser by its class.
     """
 
     beta: float
@@ -60,6 +63,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         kl_estimator: KLEstimator = "sampled",
         micro_batching: str | Mapping[str, bool] | MicroBatching = "auto",
         generation: GenerationMode = "off",
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
         self.micro_batching = MicroBatching.parse(micro_batching)
@@ -67,6 +71,9 @@ class GRPOTrainer(TRLGRPOTrainer):
         generation = typed("generation", generation, GenerationMode)
         with without_trl_reference(args):  # TRL builds no reference of its own
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        if not self.is_deepspeed_enabled:  # its optimiser holds float32 weights of its own
+            self.add_callback(UpdateSample(self._metrics["train"]))
         self.reference_sentence = set_reference(self, reference)
         self._efficiency: microbatch.Efficiency | None = None
         self._full_kl = None
@@ -105,8 +112,10 @@ class GRPOTrainer(TRLGRPOTrainer):
             together=self._dist.is_zero3,
         )
         if self.use_transformers_continuous_batching:
-            continuous_batching.refuse(self.generation_config, self._stop)
+            continuous_batching.refuse(self.generation_config, self._stop, self.model, self.args)
             self._continuous_batching = continuous_batching.ContinuousBatching(self.continuous_batching_config)
+        self.checkpoints = CompleteCheckpoints(self)
+        self.add_callback(self.checkpoints)
 
     # Seam 1: the buffer of a generation batch, after TRL has generated, scored, shuffled and split it.
 
@@ -250,7 +259,11 @@ class GRPOTrainer(TRLGRPOTrainer):
         output = super()._generate(prompts)
         return output if self._stop is None else corrected(self, output, self._stop, self._masks_truncated)
 
-    # Public methods: what TRL writes of the completions.
+    # Public methods: which checkpoint is resumed, and what TRL writes of the completions.
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **kwargs: Any) -> Any:
+        """TRL's training, resumed only from a checkpoint that is whole; of True, from the newest such one."""
+        return super().train(self.checkpoints.resumption(resume_from_checkpoint), *rest, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's log, and one line on the tokens that all generation batches since the last one took.
@@ -262,6 +275,7 @@ class GRPOTrainer(TRLGRPOTrainer):
                 logger.info("step %d: %s", self.state.global_step, self._efficiency)
             self._efficiency = None
         asked, self.log_completions = self.log_completions, self.log_completions and bool(self._logs["prompt"])
+        self.checkpoints.correct_rates(logs)
         super().log(logs, start_time)
         self.log_completions = asked
 

@@ -212,7 +212,8 @@ def _at(index: Any, choices: Choices) -> str | None:
 
 
 def _bare_label(cleaned: str, choices: Choices) -> str | None:
-    return choices.by_label.get(cleaned.casefold().strip("()[]{}<>.,:;! "))
+    # "A!" is a letter, "!A" its negation.
+    return choices.by_label.get(cleaned.casefold().lstrip("()[]{}<>.,:; ").rstrip("()[]{}<>.,:;! "))
 
 
 def _by_text(cleaned: str, choices: Choices) -> str | None:
@@ -245,6 +246,12 @@ _IS_RIGHT = re.compile(
       | (?:answer|choice)\b )""",
     re.VERBOSE | re.IGNORECASE,
 )
+_IS_RULED_OUT = re.compile(
+    r"""(?:is|was)\ (?:clearly\ )?(?:impossible|unlikely)\b
+    | (?: (?:is|was|has\ been|can\ be|must\ be|should\ be|gets|got)\ )? (?:already\ |clearly\ )?
+      (?:excluded|eliminated|ruled\ out|crossed\ out|discarded|dismissed|rejected|refuted|fails|failed)\b""",
+    re.VERBOSE | re.IGNORECASE,
+)
 _CONTRAST = re.compile(r"(?:and )?(?:not|rather than|instead of|over|as opposed to) ", re.IGNORECASE)
 _BUT = re.compile(r"not (?P<others>.{1,300}?),? but (?:rather |instead )?(?P<rest>.+)", re.IGNORECASE)
 # In a key, what ends a choice's text: "5!" and "5/2" are not 5.
@@ -257,16 +264,19 @@ _SEPARATOR = re.compile(r"(?:,|\bor\b|\bnor\b|\band\b|\s)+", re.IGNORECASE)
 # Beside a letter, these make of it an alternative, a negation, a guess or a question.
 _DOUBT = re.compile(
     r"""(?<!\w)(?:or|nor|either|neither|not|cannot|\w{2,8}n't|never|isnt|wrong|incorrect|false|except|unless|if|no|nope|wait|maybe|perhaps
-    |probably|possibly|unsure|versus|vs)(?!\w) | \?""",
+    |probably|possibly|unsure|guess|versus|vs)(?!\w) | \?""",
     re.VERBOSE | re.IGNORECASE,
 )
 _CORRECTION = re.compile(
     r"""\W*(?:or|and|no|nope|wait|actually|maybe|perhaps|alternatively|also|hmm|sorry|correction|but|however|oops|rather
-    |i\ mean|i\ meant|make\ that|scratch\ that)(?!\w)""",
+    |edit|update|then\ again|hold\ on|hang\ on|on\ (?:second|further)\ thoughts?|on\ reflection|(?:just\ )?kidding|never\ ?mind
+    |i\ mean|i\ meant|i\ also|make\ that|scratch\ that)(?!\w)""",
     re.VERBOSE | re.IGNORECASE,
 )
 _RETRACTION = re.compile(
-    r"\W*(?:that|this|it|which)(?: is|'s| was) (?:wrong|incorrect|false|not (?:right|correct))\b", re.IGNORECASE
+    r"""\W*(?: (?:that|this|it|which)(?:\ is|'s|\ was)\ (?:wrong|incorrect|false|not\ (?:right|correct))\b
+    | (?:just\ )?kidding\b | never\ ?mind\b | i\ (?:take\ (?:that|it)\ back|was\ wrong)\b )""",
+    re.VERBOSE | re.IGNORECASE,
 )
 # After "A" or "I" these leave it a letter; before any other word it is an article or a pronoun.
 _AFTER_LETTER = frozenset({"is", "isn", "seems", "must", "was", "are", "or", "and", "nor", "to", "through", "but", "not",
@@ -354,6 +364,8 @@ def _agrees(rest: str, label: str, sure: bool, choices: Choices) -> bool:
             return True
         if named := _bare_label(inner, choices) or _by_text(inner, choices):
             return named == label
+        if _IS_RULED_OUT.match(rest):
+            return False
         if _REASON.match(rest):
             return True
         if contrast := _CONTRAST.match(rest):
@@ -419,7 +431,10 @@ _CLAIM = re.compile(
 # Before "the answer is", in the same clause, these leave it unclaimed: "I doubt that", "One might say that".
 _UNCLAIMED = re.compile(
     r"""(?<!\w)(?:not|\w{2,8}n't|cannot|never|doubt|deny|false|wrong|untrue|nobody|no\ one|might|may|could|if|unless|whether
-    |(?:some|many|people|they|others)\ (?:would\ )?(?:say|think|argue|claim|believe))(?!\w)[^.!?;:,\n]*\Z""",
+    |(?:some|many|people|they|others)\ (?:would\ )?(?:say|think|argue|claim|believe))(?!\w)[^.!?;:,\n]*\Z
+    # Somebody else's answer, or one of several: directly before "answer".
+    | (?<!\w)(?:incorrect|worst|least\ likely|previous|earlier|example|sample|another|an?\ (?:possible|plausible|common)
+      |one\ (?:possible|plausible)|(?:his|her|their|(?:student|user|author|teacher|assistant)['\u2019]s)(?:\ \w+)?)\ \Z""",
     re.VERBOSE | re.IGNORECASE,
 )
 _CLAUSE_START = re.compile(r"[.!?,](?=\s)|[;:\n]")
@@ -478,8 +493,9 @@ def _taken_back(following: str, label: str, choices: Choices) -> bool:
     """Whether the next sentence is another choice's text ("B. London"), or a correction that names another choice."""
     following = following.strip()
     next_sentence = _cleaned(_SENTENCE_END.split(following.partition("\n")[0], maxsplit=1)[0])
-    text_of = _by_text(next_sentence, choices)
-    if text_of is not None and text_of != label:
+    # A letter counts where it is alone on its line: "B. New York is ..." may go on to say why not.
+    named = _by_text(next_sentence, choices) or _bare_label(_cleaned(following.partition("\n")[0]), choices)
+    if named is not None and named != label:
         return True
     if _RETRACTION.match(following):
         return True

@@ -29,6 +29,7 @@ from grpo_rewards.writing import replacing
 Rows = list[tuple[int, dict[str, Any]]]  # line (or row) number from 1, and the row
 _CHUNK_ROWS = 256
 _EXAMPLES = 2
+_TOLD_CHARS = 200
 
 
 class CommandError(UserError):
@@ -71,6 +72,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     command.add_argument(
         "--out", type=Path, metavar="FILE", help="write every row with its scores (.jsonl or .parquet)"
     )
+    command.add_argument("--explain", action="store_true", help="print why each row earned what it did")
     command.set_defaults(run=_score)
 
     command = commands.add_parser("check", help="check that each gold earns full pay against itself")
@@ -121,7 +123,10 @@ def _score(options: argparse.Namespace) -> int:
         raise CommandError(f"{options.file} already has a column `{min(clash)}`: give that reward an alias")
     if complaints and any(reward.needs_whole_groups for reward in rewards):
         raise CommandError(f"{options.file}: {complaints[0]}: mend it first, since a lost row would shift the groups")
-    scores = _score_rows(rewards, rows, gold_column)
+    explain = _Explanations() if options.explain else None
+    scores = _score_rows(rewards, rows, gold_column, explain)
+    if explain:
+        explain.show(rewards, scores, rows)
     for reward in rewards:
         _report(reward, scores[reward.name], rows)
     if options.out:
@@ -171,7 +176,9 @@ def _spec(text: str) -> str | Mapping[str, Any]:
         raise CommandError(f"--reward {text!r} is not a YAML mapping ({str(error).splitlines()[0]})") from error
 
 
-def _score_rows(rewards: Sequence[BuiltReward], numbered: Rows, gold_column: str) -> dict[str, list]:
+def _score_rows(
+    rewards: Sequence[BuiltReward], numbered: Rows, gold_column: str, explain: _Explanations | None
+) -> dict[str, list]:
     rows = [row for _, row in numbered]
     scores: dict[str, list] = {reward.name: [] for reward in rewards}
     # Whole groups must meet in one call; otherwise chunks, so that the progress bar moves.
@@ -184,8 +191,58 @@ def _score_rows(rewards: Sequence[BuiltReward], numbered: Rows, gold_column: str
         prompts = [row.get("prompt") for row in chunk]
         completions = [row["completion"] for row in chunk]
         for reward in rewards:
-            scores[reward.name] += _call(reward, {**batch, "prompts": prompts, "completions": completions}, numbers)
+            logs = explain.logs(reward, numbers) if explain else {}
+            given = {**batch, "prompts": prompts, "completions": completions, **logs}
+            scores[reward.name] += _call(reward, given, numbers)
     return scores
+
+
+class _Explanations:
+    """What rewards say of each row: what they log for a trainer (`log_extra`), and their `log_reason`."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, dict[int, dict[str, Any]]] = {}  # by reward, then by row, then by column
+
+    def logs(self, reward: BuiltReward, numbers: Sequence[int]) -> dict[str, Callable[[str, list], None]]:
+        """The logging callables for a reward's call on the rows `numbers`, as far as it takes them."""
+        said = self._said.setdefault(reward.name, {})
+
+        def log(column: str, values: list) -> None:
+            if len(values) != len(numbers):
+                raise CommandError(
+                    f"reward `{reward.name}` logged {len(values)} values of `{column}` for {len(numbers)} completions"
+                )
+            for number, value in zip(numbers, values, strict=True):
+                said.setdefault(number, {})[column] = value
+
+        return {key: log for key in ("log_extra", "log_reason") if _takes(reward.unbound, key)}
+
+    def show(self, rewards: Sequence[BuiltReward], scores: Mapping[str, list], rows: Rows) -> None:
+        """Print every row with its scores and what was said of each."""
+        for index, (number, row) in enumerate(rows):
+            print(f"row {number}: {_excerpt(row['completion'])}")
+            for reward in rewards:
+                score = scores[reward.name][index]
+                said = self._said[reward.name].get(number, {})
+                prefix = f"{reward.name}/"
+                terms = [f"{key.removeprefix(prefix)} {_told(value)}" for key, value in said.items() if value != ""]
+                shown = "no score" if score is None else f"{score:g}"
+                print(f"  {reward.name} {shown}: {', '.join(terms) or 'it gives no reason'}")
+
+
+def _takes(function: Callable[..., Any], keyword: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin that does not tell
+        return False
+    return keyword in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def _told(value: Any) -> str:
+    if value is None or isinstance(value, float):
+        return "none" if value is None else f"{value:g}"
+    text = str(value)
+    return f"`{visible(text if len(text) <= _TOLD_CHARS else text[:_TOLD_CHARS] + '…')}`"
 
 
 def _call(reward: BuiltReward, batch: Mapping[str, Any], numbers: Sequence[int]) -> list[float | None]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Literal
 
 # What a reward judges. A recipe's diagnosis tells format from correctness by it.
 Kind = Literal["correctness", "format", "length", "judge", "other"]
+# Takes the name of a column and its values, one per completion. TRL offers one as `log_extra`; as `log_reason`, for what a
+# training's log has no use for, `grpo-rewards score --explain` does.
+LogColumn = Callable[[str, list], None] | None
 
 
 class NamedReward:

@@ -54,7 +54,7 @@ class GSM8KCorrectness(GoldReward):
 
     def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> list[Judgement]:
         golds = _read_golds(needed_column(self, "gold_column", columns, texts))
-        answers = [self._answer(text, self.extract) for text in texts]
+        answers = self._answers(texts, self.extract)
         judge = Judge(self.deadline)
         verdicts = list(map(judge.verdict, golds, answers))
         if log_metric is not None and verdicts:
@@ -69,7 +69,7 @@ class GSM8KCorrectness(GoldReward):
     def unparsed_note(self, completions: Sequence[Any]) -> str | None:
         """Say that no completion states an answer where this reward looks, and where they do; None if any has one."""
         texts = list(map(completion_text, completions))
-        if any(self._answer(text, self.extract) for text in texts):
+        if any(self._answers(texts, self.extract)):
             return None
         others = [name for name in LAYOUTS if name != self.extract]
         note = f"no completion states an answer where `extract: {self.extract}` looks"

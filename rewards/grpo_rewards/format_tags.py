@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_rewards.completions import Kind, NamedReward, check_rows, completion_text
+from grpo_rewards.completions import Kind, LogColumn, NamedReward, check_rows, completion_text
 
 _TAG_NAME = re.compile(r"\w[\w.-]*\Z")
 
@@ -65,18 +65,24 @@ class _TagReward(NamedReward):
         """The most that a completion can earn."""
         return max(0.0, self.pay * self.payments)
 
-    def __call__(self, prompts: Any = None, completions: Sequence[Any] = (), **columns: Any) -> list[float | None]:
+    def __call__(
+        self, prompts: Any = None, completions: Sequence[Any] = (), *, log_reason: LogColumn = None, **columns: Any
+    ) -> list[float | None]:
         """Score each completion by its format alone. Takes either of TRL's shapes and ignores every other column."""
         check_rows(self.name, completions=completions)
         # A template that opens the block in the prompt ends with "<think>\n" (DeepSeek-R1, Qwen).
         opening = f"<{self.prefilled}>\n" if self.prefilled else ""
-        return [self._score(opening + completion_text(completion)) for completion in completions]
+        faults = [self._faults(opening + completion_text(completion)) for completion in completions]
+        if log_reason is not None:
+            log_reason("reason", [", ".join(found) or "no fault" for found in faults])
+        return [self.pay * (self.payments - len(found)) for found in faults]
 
     def _marks(self) -> tuple[str, str, str, str]:
         think, answer = self.tags
         return f"<{think}>", f"</{think}>", f"<{answer}>", f"</{answer}>"
 
-    def _score(self, text: str) -> float:
+    def _faults(self, text: str) -> Sequence[str]:
+        """Say what is wrong with a completion, once for each payment that it does not get."""
         raise NotImplementedError
 
 
@@ -96,20 +102,22 @@ class TagStructure(_TagReward):
     pay: float = 0.5
     name: str = "tag_structure"
 
-    def _score(self, text: str) -> float:
+    def _faults(self, text: str) -> Sequence[str]:
         think, end_think, answer, end_answer = self._marks()
         start, end = f"{think}\n", f"\n{end_answer}"
         # The sources' `$` also matches before one final newline.
         body_end = len(text) - len(end) - text.endswith("\n")
-        if not text.startswith(start) or not text.startswith(end, max(body_end, 0)):
-            return 0.0
+        if not text.startswith(start):
+            return (f"does not start with {start}",)
+        if not text.startswith(end, max(body_end, 0)):
+            return (f"does not end with {end}",)
         for gap in ("\n", "\n\n"):
             middle = f"\n{end_think}{gap}{answer}\n"
             # The first occurrence leaves most room for the answer, so no other one needs a look.
             position = text.find(middle, len(start))
             if position >= 0 and position + len(middle) <= body_end:
-                return self.pay
-        return 0.0
+                return ()
+        return (f"has no {middle} in between",)
 
 
 @dataclass(frozen=True)
@@ -129,8 +137,9 @@ class TagCount(_TagReward):
     pay: float = 0.25
     name: str = "tag_count"
 
-    def _score(self, text: str) -> float:
-        return self.pay * sum(text.count(mark) == 1 for mark in self._marks())
+    def _faults(self, text: str) -> Sequence[str]:
+        counts = ((mark, text.count(mark)) for mark in self._marks())
+        return [f"{mark} {count} times" for mark, count in counts if count != 1]
 
 
 @dataclass(frozen=True)
@@ -150,8 +159,8 @@ class TagPresence(_TagReward):
     pay: float = 0.2
     name: str = "tag_presence"
 
-    def _score(self, text: str) -> float:
-        return self.pay * sum(mark in text for mark in self._marks())
+    def _faults(self, text: str) -> Sequence[str]:
+        return [f"no {mark}" for mark in self._marks() if mark not in text]
 
 
 @dataclass(frozen=True)
@@ -166,16 +175,23 @@ class WellFormed(_TagReward):
 
     name: str = "well_formed"
 
-    def _score(self, text: str) -> float:
+    def _faults(self, text: str) -> Sequence[str]:
         think, end_think, answer, end_answer = self._marks()
         text = text.strip()
-        if not (text.startswith(think) and text.endswith(end_answer)):
-            return 0.0
-        if any(text.count(mark) != 1 for mark in self._marks()):
-            return 0.0
+        if not text.startswith(think):
+            return (f"does not start with {think}",)
+        if not text.endswith(end_answer):
+            return (f"does not end with {end_answer}",)
+        for mark in self._marks():
+            if (count := text.count(mark)) != 1:
+                return (f"{mark} {count} times",)
         reasoning, _, rest = text[len(think) : -len(end_answer)].partition(end_think)
         between, mark, final = rest.partition(answer)
-        return self.pay if mark and reasoning.strip() and final.strip() and not between.strip() else 0.0
+        if not mark:
+            return (f"{answer} before {end_think}",)
+        if not reasoning.strip() or not final.strip():
+            return ("a blank block",)
+        return ("text between the blocks",) if between.strip() else ()
 
 
 tag_structure = TagStructure()

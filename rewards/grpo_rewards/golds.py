@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from grpo_rewards.answers import LAYOUTS, answer_extractor
-from grpo_rewards.completions import Kind, NamedReward, check_rows, completion_text, outside_thinking
+from grpo_rewards.completions import Kind, LogColumn, NamedReward, check_rows, completion_text, outside_thinking
 from grpo_rewards.format_tags import check_choice, checked_number, checked_tags
 
 LogMetric = Callable[[str, float], None] | None
@@ -62,7 +62,7 @@ class GoldReward(NamedReward):
         prompts: Any = None,
         completions: Sequence[Any] = (),
         *,
-        log_extra: Callable[[str, list], None] | None = None,
+        log_extra: LogColumn = None,
         log_metric: LogMetric = None,
         **columns: Any,
     ) -> list[float | None]:
@@ -72,7 +72,9 @@ class GoldReward(NamedReward):
             ValueError: the batch lacks a column that the reward reads, or one is not a list with an entry per completion.
         """
         check_rows(self.name, completions=completions)
-        rows = self._judged([completion_text(completion) for completion in completions], columns, log_metric)
+        rows = self._judged(
+            [row if type(row) is str else completion_text(row) for row in completions], columns, log_metric
+        )
         if log_extra is not None:
             for key in ("extracted", "gold", "verdict"):
                 log_extra(f"{self.prefix}{key}", [getattr(row, key) for row in rows])
@@ -86,9 +88,12 @@ class GoldReward(NamedReward):
 
     def _answer(self, text: str, layout: str) -> str | None:
         """Return the answer that a completion states in a layout, as written, or None."""
+        return self._answers([text], layout)[0]
+
+    def _answers(self, texts: Sequence[str], layout: str) -> list[str | None]:
         if layout == "whole":
-            return self._outside(text).strip() or None
-        return answer_extractor(layout, self.tags, self.prefilled is not None)(text)
+            return [self._outside(text).strip() or None for text in texts]
+        return list(map(answer_extractor(layout, self.tags, self.prefilled is not None), texts))
 
     def _outside(self, text: str) -> str:
         return outside_thinking(text, self.tags[0], self.prefilled is not None)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
-from grpo_rewards.completions import Kind, check_rows, completion_text, needed_column, outside_thinking
+from grpo_rewards.completions import Kind, LogColumn, check_rows, completion_text, needed_column, outside_thinking
 from grpo_rewards.format_tags import checked_number, checked_tags
 from grpo_rewards.strict_json import parse_json
 
@@ -88,7 +88,7 @@ class Instructions:
         prompts: Any = None,
         completions: Sequence[Any] = (),
         *,
-        log_extra: Callable[[str, list], None] | None = None,
+        log_extra: LogColumn = None,
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:

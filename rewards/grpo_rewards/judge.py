@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from grpo_rewards.chat_endpoint import ChatEndpoint, EndpointError, Reply, checked_base_url
-from grpo_rewards.completions import Kind, check_rows, completion_text, group_slices, outside_thinking
+from grpo_rewards.completions import Kind, LogColumn, check_rows, completion_text, group_slices, outside_thinking
 from grpo_rewards.errors import UserError
 from grpo_rewards.format_tags import checked_number, checked_tags
 from grpo_rewards.patterns import linear_capture
@@ -163,8 +163,9 @@ class JudgeScore:
         prompts: Sequence[Any] | None = None,
         completions: Sequence[Any] = (),
         *,
-        log_extra: Callable[[str, list], None] | None = None,
+        log_extra: LogColumn = None,
         log_metric: Callable[[str, float], None] | None = None,
+        log_reason: LogColumn = None,
         **columns: Any,
     ) -> list[float | None]:
         """Score whole groups.
@@ -185,6 +186,9 @@ class JudgeScore:
         lost = [group for group in groups if None in scores[group]]
         for group in lost:
             scores[group] = [None] * self.num_generations
+        if log_reason is not None:
+            left_out = (paid is not None and score is None for (_, paid), score in zip(judged, scores, strict=True))
+            log_reason("reason", ["another of its group has no score" if left else "" for left in left_out])
         if log_extra is not None:
             log_extra(f"{self.prefix}verdict", [verdict for verdict, _ in judged])
             log_extra(f"{self.prefix}reply", [_content(replies.get(body)) if body else "" for body in bodies])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_rewards.completions import Kind, NamedReward, check_rows, completion_text
+from grpo_rewards.completions import Kind, LogColumn, NamedReward, check_rows, completion_text
 from grpo_rewards.format_tags import checked_number
 
 # Scripts written without spaces, and emoji: each character is a word.
@@ -18,8 +19,10 @@ _ALONE = (
 _MARKS = r"(?<!\S)(?:[^\w\s]|_)+(?!\S)|(?:[^\w\s]|_){8,}"
 _ASCII_WORD = re.compile(rf"[a-z0-9]+|{_MARKS}", re.ASCII)
 _WORD = re.compile(rf"[{_ALONE}]|(?:(?![{_ALONE}])[^\W_])+|{_MARKS}")
-# Soft hyphen, zero-width characters, joiners and direction marks.
-_INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff\ufe00-\ufe0f]")
+# Soft hyphen, zero-width characters, joiners, direction marks, fillers, variation selectors and tags.
+_INVISIBLE = re.compile(
+    "[\u00ad\u034f\u115f\u1160\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2069\u2800\ufeff\ufe00-\ufe0f\U000e0000-\U000e0fff]"
+)
 # No word is longer; a longer run is cut up, so that a loop without spaces ("hahaha...") repeats too.
 _MAX_WORD_CHARS = 24
 _MAX_MARK_CHARS = 7
@@ -30,11 +33,12 @@ _MAX_NGRAM = 100
 def words(text: str) -> list[str]:
     """Return the words that n-grams are made of, in order.
 
-    Case, invisible characters and the punctuation around words do not count. A character of Chinese, Japanese or Thai,
+    Case, width, invisible characters and the punctuation around words do not count. A character of Chinese, Japanese or Thai,
     and an emoji, is a word; so is a mark that stands alone ("- - -"). Runs of more than 24 characters, and of 8 marks,
     count as words of 4.
     """
-    text = text.casefold()
+    # Full-width and mathematical letters are the plain ones; a letter and its accent are one character.
+    text = text.casefold() if text.isascii() else unicodedata.normalize("NFKC", text).casefold()
     found = _ASCII_WORD.findall(text) if text.isascii() else _WORD.findall(_INVISIBLE.sub("", text))
     if max(map(len, found), default=0) <= _MAX_MARK_CHARS:
         return found
@@ -107,6 +111,7 @@ class Repetition(NamedReward):
         *,
         completion_ids: Sequence[Sequence[int]] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
+        log_reason: LogColumn = None,
         **columns: Any,
     ) -> list[float | None]:
         """Score each completion by itself. Takes either of TRL's shapes and ignores every other column.
@@ -123,9 +128,16 @@ class Repetition(NamedReward):
             check_rows(self.name, completions=completions, completion_ids=completion_ids)
             units = list(completion_ids)
         shares = [repeated_share(row, self.ngram) for row in units]
+        if log_reason is not None:
+            log_reason("reason", [self._reason(share) for share in shares])
         if log_metric is not None and shares:
             log_metric(f"rewards/{self.name}/repeated", sum(share or 0.0 for share in shares) / len(shares))
         return [0.0 if share is None else self.pay + share * (self.pay_repeated - self.pay) for share in shares]
+
+    def _reason(self, share: float | None) -> str:
+        if share is None:
+            return f"fewer than {self.ngram} {self.unit}"
+        return f"{share:.1%} of its {self.ngram}-grams of {self.unit} occurred before"
 
 
 repetition = Repetition()

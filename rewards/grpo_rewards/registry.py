@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
-from grpo_rewards.completions import Kind, NamedReward, check_rows
+from grpo_rewards.completions import Kind, LogColumn, NamedReward, check_rows
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.format_tags import checked_number
 from grpo_rewards.redaction import redacted
@@ -120,8 +120,8 @@ class AsyncBoundReward(BoundReward):
         return await super().__call__(*args, **columns)
 
 
-def _log_under(log_extra: Callable[[str, list], None], prefix: str, column: str, values: list) -> None:
-    log_extra(prefix + column, values)
+def _log_under(log: Callable[[str, list], None], prefix: str, column: str, values: list) -> None:
+    log(prefix + column, values)
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,9 @@ class ComposedReward(NamedReward):
         prompts: Any = None,
         completions: Sequence[Any] = (),
         *,
-        log_extra: Callable[[str, list], None] | None = None,
+        log_extra: LogColumn = None,
         log_metric: Callable[[str, float], None] | None = None,
+        log_reason: LogColumn = None,
         **columns: Any,
     ) -> list[float | None]:
         """Score every completion by every part; `columns` and the logging callables reach each of them."""
@@ -181,8 +182,9 @@ class ComposedReward(NamedReward):
             columns["log_metric"] = log_metric
         scores = []
         for part in self.parts:
-            if log_extra is not None:
-                columns["log_extra"] = partial(_log_under, log_extra, f"{self.name}/{part.name}/")
+            for key, log in (("log_extra", log_extra), ("log_reason", log_reason)):
+                if log is not None:
+                    columns[key] = partial(_log_under, log, f"{self.name}/{part.name}/")
             scores.append(part.function(**columns))
             check_rows(part.name, completions=completions, scores=scores[-1])
         for part, column in zip(self.parts, scores, strict=True):
@@ -192,10 +194,17 @@ class ComposedReward(NamedReward):
                 log_extra(label, list(column))
             if log_metric is not None and scored:
                 log_metric(f"rewards/{label}", sum(scored) / len(scored))
+        if log_reason is not None:
+            log_reason(f"{self.name}/reason", [self._reason(row) for row in zip(*scores, strict=True)])
         return [None if None in row else self._pay(row) for row in zip(*scores, strict=True)]
 
     def _pay(self, row: Sequence[float]) -> float:
         raise NotImplementedError
+
+    def _reason(self, row: Sequence[float | None]) -> str:
+        terms = (f"{part.weight:g} * {part.name}" for part in self.parts if part.weight != 0)
+        unscored = [part.name for part, score in zip(self.parts, row, strict=True) if score is None]
+        return f"{unscored[0]} has no score" if unscored else " + ".join(terms)
 
 
 @dataclass(frozen=True)
@@ -247,8 +256,16 @@ class GateReward(ComposedReward):
     def _pay(self, row: Sequence[float]) -> float:
         score, condition = row
         paid = self.reward.weight * score
-        is_open = condition > 0 if self.at_least is None else condition >= self.at_least
-        return paid if is_open else min(0.0, paid)
+        return paid if self._opens(condition) else min(0.0, paid)
+
+    def _opens(self, condition: float) -> bool:
+        return condition > 0 if self.at_least is None else condition >= self.at_least
+
+    def _reason(self, row: Sequence[float | None]) -> str:
+        condition = row[1]
+        if None in row or condition is None:
+            return super()._reason(row)
+        return f"{'open' if self._opens(condition) else 'closed'}: {self.only_if.name} pays {condition:g}"
 
 
 def leaves(rewards: Iterable[BuiltReward], weight: float = 1.0) -> Iterator[BuiltReward]:

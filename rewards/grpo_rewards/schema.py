@@ -18,7 +18,7 @@ from functools import cache, lru_cache
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, ClassVar, NamedTuple
 
-from grpo_rewards.completions import Kind, check_rows, completion_text, outside_thinking
+from grpo_rewards.completions import Kind, LogColumn, check_rows, completion_text, outside_thinking
 from grpo_rewards.errors import UserError
 from grpo_rewards.format_tags import checked_number, checked_tags
 from grpo_rewards.patterns import PatternError, linear_search
@@ -54,7 +54,7 @@ class JsonSchema:
         schema_column: that column. JSON strings are safest: Arrow fills the missing keys of mappings with nulls.
         extract: where the object stands outside the thinking: `answer_tag` (the only `<answer>` block, perhaps with a
             fence in it), `fence` (the only Markdown fence that is marked `json`, or unmarked and starts with `{`),
-            `whole` (nothing else), or `auto`: the first of these that the completion uses.
+            `whole` (nothing else), or `auto`: the first of these that the completion uses; what starts with `{` is whole.
         pay_partial: less than `pay`.
         tags: the reasoning and the answer tag.
         prefilled: the reasoning tag, if the prompt already opens it.
@@ -113,7 +113,7 @@ class JsonSchema:
         prompts: Any = None,
         completions: Sequence[Any] = (),
         *,
-        log_extra: Callable[[str, list], None] | None = None,
+        log_extra: LogColumn = None,
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
@@ -159,12 +159,16 @@ class JsonSchema:
     def _validated(self, schema: CompiledSchema, found: dict[str, Any]) -> tuple[str, float]:
         _steps.set([MAX_STEPS])
         instance = _quiet(found)
-        if _fits(schema.validator, instance):
+        error = next(schema.validator.iter_errors(instance), None)
+        if error is None:
             return "fits", self.pay
         required = schema.required
-        good = sum(key in instance and schema.value_fits(key, instance[key]) for key in required)
+        bad = [key for key in required if key not in instance or not schema.value_fits(key, instance[key])]
+        good = len(required) - len(bad)
         share = good / len(required) if required else 0.0
-        return f"does not fit, {good} of {len(required)} required keys do", self.pay_partial * share
+        where = "".join(f"[{part!r}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path)[:80]
+        keys = f"{good} of {len(required)} required keys do" + (f", not {', '.join(bad)[:80]}" if bad else "")
+        return f"does not fit ({error.validator or 'false'} at ${where}), {keys}", self.pay_partial * share
 
 
 def find_object(text: str, layout: str, tag: str) -> dict[str, Any]:
@@ -198,7 +202,8 @@ def _place(text: str, layout: str, tag: str) -> str:
             raise ValueError("no answer block")
         body = body.strip()
         return _only(_fenced(body)) if body.startswith("```") and body.endswith("```") else body
-    if layout == "fence" or (layout == "auto" and "```" in text):
+    # An object may hold Markdown in a string.
+    if layout == "fence" or (layout == "auto" and "```" in text and not text.lstrip().startswith("{")):
         return _only(_fenced(text))
     return text.strip()
 
@@ -433,7 +438,11 @@ def _additional_properties(validator: Any, allowed: Any, instance: Any, schema: 
     patterns = [linear_search(pattern) for pattern in schema.get("patternProperties", ())]
     for key in instance.keys() - schema.get("properties", {}).keys():
         _spend(len(patterns) * (1 + len(key) // 100))
-        if not any(matches(key) for matches in patterns):
+        if any(matches(key) for matches in patterns):
+            continue
+        if allowed is False:
+            yield _complaint("has a key too many")  # named, where `descend` would only say False
+        else:
             yield from validator.descend(instance[key], allowed, path=key)
 
 

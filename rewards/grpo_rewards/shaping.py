@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_rewards.completions import Kind, NamedReward, check_rows, completion_text, group_slices
+from grpo_rewards.completions import Kind, LogColumn, NamedReward, check_rows, completion_text, group_slices
 from grpo_rewards.correctness import gsm8k_correctness
 
 
@@ -61,6 +61,7 @@ class GroupLength(NamedReward):
         completion_ids: Sequence[Sequence[int]] | None = None,
         log_extra: Any = None,
         log_metric: Any = None,
+        log_reason: LogColumn = None,
         **columns: Any,
     ) -> list[float | None]:
         """Score whole groups.
@@ -75,6 +76,7 @@ class GroupLength(NamedReward):
         assert callable(self.correctness)
         correct = self.correctness(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
         rewards: list[float | None] = []
+        reasons: list[str] = []
         for group in group_slices(len(completions), self.num_generations):
             if any(prompt != prompts[group.start] for prompt in prompts[group]):
                 raise ValueError(
@@ -83,6 +85,9 @@ class GroupLength(NamedReward):
                     "(num_generations_eval included), with no group split over ranks"
                 )
             rewards += _group_rewards(lengths[group], correct[group])
+            reasons += _reasons(lengths[group], correct[group])
+        if log_reason is not None:
+            log_reason("reason", reasons)
         return rewards
 
 
@@ -97,6 +102,12 @@ def _group_rewards(lengths: Sequence[int], correct: Sequence[float | None]) -> l
         saving = 0.5 - (length - shortest) / span if span else 0.0
         rewards.append(saving if score > 0 else min(0.0, saving))
     return rewards
+
+
+def _reasons(lengths: Sequence[int], correct: Sequence[float | None]) -> list[str]:
+    among = f"in a group of {min(lengths)} to {max(lengths)}"
+    judged = ("not scored" if score is None else "right" if score > 0 else "wrong" for score in correct)
+    return [f"{said}, length {length} {among}" for said, length in zip(judged, lengths, strict=True)]
 
 
 group_length = GroupLength()

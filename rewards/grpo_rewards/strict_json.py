@@ -1,7 +1,7 @@
 """JSON that a model wrote, read strictly and within bounds.
 
 What RFC 8259 leaves open is decided here: a key that occurs twice, NaN, Infinity and a number beyond double precision's
-range are refused, as is nesting beyond a limit, which is counted before anything is parsed.
+range, at either end, are refused, as is nesting beyond a limit, which is counted before anything is parsed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ MAX_CHARS = 100_000
 MAX_DEPTH = 32
 MAX_NUMBER_CHARS = 300
 
+_NONZERO = re.compile(r"-?[0.]*[1-9]")
 _STRUCTURE = re.compile(r'["\[\]{}]|\\.', re.DOTALL)
 
 
@@ -62,7 +63,8 @@ def _integer(literal: str) -> int:
 
 def _decimal(literal: str) -> float:
     number = float(_short(literal))
-    if math.isinf(number):
+    # 1e-400 would be 0.0, and with it an integer.
+    if math.isinf(number) or (number == 0 and _NONZERO.match(literal)):
         raise ValueError("a number beyond the range of double precision")
     return number
 

@@ -141,7 +141,7 @@ class StringMatch(AgainstGold):
         return () if self.pattern is not None else super().columns_read
 
     def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> list[Judgement]:
-        answers = [self._answer(text, self.extract) for text in texts]
+        answers = self._answers(texts, self.extract)
         if self.pattern is not None:
             return [self._judgement(answer, [self.pattern]) for answer in answers]
         golds = needed_column(self, "gold_column", columns, texts)

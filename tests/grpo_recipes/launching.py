@@ -136,8 +136,15 @@ def completions(folder: Path) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
+def log_history(folder: Path) -> list[dict[str, Any]]:
+    """What a run logged, without times and rates."""
+    state = json.loads((folder / "trainer_state.json").read_text())
+    times = ("runtime", "per_second", "step_time")
+    return [{key: value for key, value in entry.items() if not key.endswith(times)} for entry in state["log_history"]]
+
+
 def assert_same_run(one: Path, other: Path) -> None:
-    """Same parameters to the bit, same prompts and completions at each step."""
+    """Same parameters to the bit, same prompts and completions at each step, same entries in the log."""
     expected, actual = parameters(one), parameters(other)
     assert expected.keys() == actual.keys()
     for name, value in expected.items():
@@ -145,6 +152,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     columns = ["step", "prompt", "completion"]
     left, right = (completions(folder)[columns].sort_values(columns, ignore_index=True) for folder in (one, other))
     pd.testing.assert_frame_equal(left, right)
+    assert log_history(one) == log_history(other)
 
 
 # Rewards that recipes name by dotted path.

@@ -6,12 +6,13 @@ from transformers import Qwen2Config
 
 # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied: from each model's config.json.
 SIZES = {
+    "0.5B": (896, 4864, 24, 14, 2, 151936, True),
     "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
     "7B": (3584, 18944, 28, 28, 4, 152064, False),
     "72B": (8192, 29568, 80, 64, 8, 152064, False),
 }
 # From the models' cards.
-PARAMETERS = {"1.5B": 1.54e9, "7B": 7.61e9, "72B": 72.7e9}
+PARAMETERS = {"0.5B": 0.494e9, "1.5B": 1.54e9, "7B": 7.61e9, "72B": 72.7e9}
 
 
 def write_config(folder: Path, size: str) -> Path:

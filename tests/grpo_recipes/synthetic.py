@@ -34,6 +34,8 @@ HEALTHY: dict[str, Callable[[float], float]] = {
     "clip_ratio/region_mean": ramp(0.0, 0.01),
     "learning_rate": ramp(1e-5, 0.0),
     "step_time": ramp(2.0, 2.0),
+    "updates/changed": ramp(0.05, 0.04),
+    "updates/expected": ramp(0.05, 0.04),
 }
 RECIPE = {"model_name_or_path": "tiny", "max_completion_length": 256, "num_generations": 4, "beta": 0.04}
 CONFIG = {"max_completion_length": 256, "num_generations": 4, "beta": 0.04}

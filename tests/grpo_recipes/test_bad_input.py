@@ -21,6 +21,7 @@ import yaml
 
 from grpo_recipes import cli, train
 from grpo_recipes.recipe.recipe import parse_recipe
+from grpo_recipes.runs.manifest import Manifest, write_manifest
 from grpo_rewards import cli as rewards_cli
 from tests.grpo_recipes import stored
 
@@ -412,16 +413,17 @@ TRAINING: list[Case] = [
     ),
     Case(
         RESUME,
-        ("checkpoint-2/model.safetensors is cut off", "70 bytes", "79", "remove the folder run/checkpoint-2"),
+        ("checkpoint-2/model.safetensors is cut off", "9 bytes", "10", "remove the folder run/checkpoint-2"),
         run={},
-        files={"run/checkpoint-2/model.safetensors": (len(ONE_TENSOR)).to_bytes(8, "little") + ONE_TENSOR + bytes(7)},
+        files={"run/checkpoint-2/model.safetensors": SAFETENSORS[:9]},
     ),
     Case(
         RESUME, ("checkpoint-2/model.safetensors is empty",), run={}, files={"run/checkpoint-2/model.safetensors": ""}
     ),
-    Case(RESUME, ("optimizer.pt is cut off or damaged",), run={}, files={"run/checkpoint-2/optimizer.pt": ZIP[:9]}),
+    Case(
+        RESUME, ("optimizer.pt is cut off: it has 9 bytes",), run={}, files={"run/checkpoint-2/optimizer.pt": ZIP[:9]}
+    ),
     Case(RESUME, ("scheduler.pt is empty",), run={}, files={"run/checkpoint-2/scheduler.pt": ""}),
-    Case(RESUME, ("reference.safetensors is cut",), run={}, files={"run/checkpoint-2/reference.safetensors": CUT_OFF}),
     Case(
         "train --config {recipe} --model_name_or_path policy",
         ("`model_name_or_path`", "policy/model.safetensors is cut off", "save it again"),
@@ -530,12 +532,12 @@ TWO_EVALUATIONS = {**stored.evaluation_files("a"), **stored.evaluation_files("b"
 BOXED = {"settings": {"samples": 1, "strict": [{"name": "gsm8k_correctness", "extract": "boxed"}]}}
 RESULTS: list[Case] = [
     # What stays fine.
-    Case("grpo-recipes diagnose run", ("nothing looks wrong", "9 of 10 checks had data"), 0, stored.run_files()),
+    Case("grpo-recipes diagnose run", ("nothing looks wrong", "9 of 11 checks had data"), 0, stored.run_files()),
     Case("grpo-recipes report run", ("report.html",), 0, stored.run_files()),
     Case("grpo-recipes report run other", ("report.html",), 0, {**stored.run_files(), **stored.run_files("other")}),
     Case(
         "grpo-recipes diagnose run",
-        ("nothing looks wrong", "7 of 10 checks had data", "length_into_cap (no `run.json` says"),
+        ("nothing looks wrong", "7 of 11 checks had data", "length_into_cap (no `run.json` says"),
         0,
         stored.run_files(record=None),
     ),
@@ -1124,6 +1126,7 @@ def _lay_a_run(folder: Path, recipe: Mapping[str, Any]) -> None:
     (checkpoint / "model.safetensors").write_bytes(SAFETENSORS)
     for name in ("rng_state.pth", "optimizer.pt", "scheduler.pt"):
         (checkpoint / name).write_bytes(ZIP)
+    write_manifest(checkpoint, Manifest(2, 1, False, {}), each_node=False, writes=True)
 
 
 @contextlib.contextmanager

@@ -122,20 +122,24 @@ def test_a_sharded_checkpoint_is_a_plain_model_too(runs: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_zero3_run_resumes_before_a_checkpoint_that_was_cut_off(runs: Any, tmp_path: Path, extensions: str) -> None:
+def test_a_zero3_run_resumes_before_checkpoints_that_are_cut_off_or_damaged(
+    runs: Any, tmp_path: Path, extensions: str
+) -> None:
     whole = runs("zero3_cpu", "lora-tied")
     stopped = whole.parent / "stopped"
     shutil.copytree(whole, stopped)
-    shutil.rmtree(stopped / "checkpoint-5")
-    (stopped / "checkpoint-4" / "rng_state_1.pth").write_bytes(b"PK")
+    (stopped / "checkpoint-4" / "manifest.json").unlink()
+    (shard,) = (stopped / "checkpoint-5").glob("global_step5/*rank_1_*optim_states.pt")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
     (stopped / "adapter_model.safetensors").unlink()
     recipe = whole.parent / f"{whole.name}.yaml"
     more = ["--output_dir", str(stopped), "--resume_from_checkpoint", "true"]
     said = launching.launch("zero3_cpu", recipe, *more, TORCH_EXTENSIONS_DIR=extensions)
-    assert (
-        f"checkpoint-4 was cut off while it was being saved and is set aside: going on from {stopped / 'checkpoint-2'}"
-        in said
-    )
+    assert "checkpoint-4 was cut off while it was being saved, and is set aside as incomplete-checkpoint-4" in said
+    assert f"{shard} is damaged: its checksum is not the manifest's, and is set aside as damaged-checkpoint-5" in said
+    assert f"going on from {stopped / 'checkpoint-2'}" in said
     assert (stopped / "incomplete-checkpoint-4").is_dir()
     launching.assert_same_run(whole, stopped)
 

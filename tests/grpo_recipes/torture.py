@@ -1,8 +1,10 @@
-"""Kill runs at random moments, resume them, and hold the result against the run that was left alone.
+"""Kill runs while they save, at each kind of file, and at random moments; resume them, and hold the result against the run
+that was left alone.
 
-    python -m tests.grpo_recipes.torture --kills 20 --seed 0 --record benchmarks/results/torture.md
+    python -m tests.grpo_recipes.torture --kills 60 --random-kills 20 --seed 0 --record benchmarks/results/torture.md
 
-Prints a line per kill. Ends with an error if any prompt, completion or parameter differs from the uninterrupted run.
+Prints a line per kill. Ends with an error if any prompt, completion, log entry or parameter differs from the uninterrupted
+run, or a run can't go on. The kills at files (`boundaries.py`) need strace, and are left out with the reason without it.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import Popen
 
@@ -21,10 +24,8 @@ import torch
 
 from grpo_recipes.runs.checkpoints import last_complete_checkpoint
 from grpo_recipes.runs.record import versions
-from tests.grpo_recipes import launching
-
-STEPS = 15
-PROCESSES = {"cpu": 1, "ddp_cpu": 2, "zero3_cpu": 2}
+from tests.grpo_recipes import boundaries, launching
+from tests.grpo_recipes.boundaries import PROCESSES, STEPS
 
 
 def torture(layout: str, kills: int, rng: random.Random, rows: Path, folder: Path) -> list[str]:
@@ -38,7 +39,7 @@ def torture(layout: str, kills: int, rng: random.Random, rows: Path, folder: Pat
     alone = launching.write_recipe(folder / "alone.yaml", policy, rows, folder / "alone", **changes)
     launching.launch(layout, alone)
     killed = launching.write_recipe(folder / "killed.yaml", policy, rows, folder / "killed", **changes)
-    lines = []
+    lines: list[str] = []
     while len(lines) < kills:
         process = resume(layout, killed, folder / "killed")
         earliest = 5 if lines else 1  # past the second epoch, once a first kill could have come at any time
@@ -48,7 +49,7 @@ def torture(layout: str, kills: int, rng: random.Random, rows: Path, folder: Pat
             shutil.rmtree(folder / "killed")
             continue
         last, cut_off = last_complete_checkpoint(folder / "killed", PROCESSES[layout])
-        lines.append(f"{layout}: {line}; last complete: {last.name if last else 'none'}; cut off: {len(cut_off)}")
+        lines.append(f"{layout}: {line}; last complete: {last.name if last else 'none'}; set aside: {len(cut_off)}")
         print(lines[-1], flush=True)
     said = launching.finish(resume(layout, killed, folder / "killed"))
     assert (folder / "killed" / "trainer_state.json").is_file(), said[-10_000:]
@@ -102,39 +103,75 @@ def kill_at(moment: tuple[str, Callable[[], bool], float], process: Popen) -> st
 def main() -> int:
     """Spread the kills over one process, two, and two under ZeRO-3."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=60, help="at the file boundaries of saves")
+    parser.add_argument("--random-kills", type=int, default=20, help="at random moments")
+    parser.add_argument("--layouts", nargs="+", choices=PROCESSES, default=list(PROCESSES))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", type=Path, help="write the result to this file")
     options = parser.parse_args()
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(launching.ROOT / ".pytest_cache" / "d" / "torch_extensions"))
-    rng, lines, started = random.Random(options.seed), [], time.time()
-    share = {layout: (options.kills + place) // len(PROCESSES) for place, layout in enumerate(PROCESSES)}
+    at_files: list[boundaries.Kill] = []
+    counts: dict[str, int] = {}
+    at_random: list[str] = []
+    started, reason = time.time(), boundaries.why_not()
     with tempfile.TemporaryDirectory() as temporary:
-        rows = Path(temporary) / "rows.jsonl"
-        launching.write_rows(rows, 8)
-        for layout, kills in share.items():
-            folder = Path(temporary) / layout
-            folder.mkdir()
-            lines += torture(layout, kills, rng, rows, folder)
+        if reason is None and options.kills:
+
+            def at_files_of(layout: str) -> tuple[list[boundaries.Kill], dict[str, int]]:
+                share = (options.kills + options.layouts.index(layout)) // len(options.layouts)
+                rng = random.Random(f"{options.seed} {layout}")
+                return boundaries.kill_everywhere(layout, share, rng, Path(temporary) / f"{layout}-files")
+
+            with ThreadPoolExecutor(
+                len(options.layouts)
+            ) as pool:  # when a process is killed does not depend on the time
+                for lines, found in pool.map(at_files_of, options.layouts):
+                    at_files += lines
+                    counts.update(found)
+        rng = random.Random(options.seed)
+        rows = launching.write_rows(Path(temporary) / "rows.jsonl", 8)
+        for place, layout in enumerate(options.layouts):
+            if share := (options.random_kills + place) // len(options.layouts):
+                folder = Path(temporary) / layout
+                folder.mkdir()
+                at_random += torture(layout, share, rng, rows, folder)
+    kinds = (
+        f"{len(at_files)} kills at file boundaries of a save, {len(at_random)} at random moments (seed {options.seed})"
+    )
     verdict = (
-        f"{len(lines)} kills (seed {options.seed}), {STEPS} steps, past epoch 7: parameters bit-equal to the uninterrupted "
-        f"runs, same prompts and completions at every step; {time.time() - started:.0f} s"
+        f"{kinds}: no run that can't go on; parameters bit-equal to the uninterrupted runs, same prompts, completions and log "
+        f"entries at every step; {time.time() - started:.0f} s"
     )
     print(verdict)
+    if reason is not None:
+        print(f"no kills at file boundaries: {reason}")
     if options.record:
-        machine = f"{platform.machine()}, {torch.get_num_threads()} thread(s) a process"
-        stated = ", ".join(f"{name} {version}" for name, version in versions().items())
-        text = [
-            "# `make torture`",
-            "",
-            verdict + ".",
-            "",
-            f"{machine}; {stated}.",
-            "",
-            *(f"- {line}" for line in lines),
-        ]
-        options.record.write_text("\n".join(text) + "\n", encoding="utf-8")
+        options.record.write_text(report(verdict, reason, counts, at_files, at_random), encoding="utf-8")
     return 0
+
+
+def report(
+    verdict: str, reason: str | None, counts: dict[str, int], at_files: list[boundaries.Kill], at_random: list[str]
+) -> str:
+    """The result in Markdown."""
+    machine = f"{platform.machine()}, {torch.get_num_threads()} thread(s) a process"
+    stated = ", ".join(f"{name} {version}" for name, version in versions().items())
+    text = ["# `make torture`", "", f"{verdict}.", "", f"{machine}; {stated}.", ""]
+    text += [
+        f"Runs of {STEPS} steps past epoch 7, a save after each, `save_total_limit: 1` and `sync_ref_model` where kills are at "
+        "file boundaries. A kill is SIGKILL to a process as it enters the call, and to the others at once.",
+        "",
+    ]
+    if reason is not None:
+        text += [f"No kills at file boundaries: {reason}.", ""]
+    if counts:
+        text += ["| run | calls in a save that create, rename, flush or remove a file |", "|---|---|"]
+        text += [f"| {series} | {count} |" for series, count in counts.items()]
+        text += ["", "| run | killed while saving step | before | then |", "|---|---|---|---|"]
+        text += [f"| {kill.run} | {kill.step} | {kill.boundary} | {kill.then} |" for kill in at_files]
+        text += [""]
+    text += [f"- {line}" for line in at_random]
+    return "\n".join(text).rstrip() + "\n"
 
 
 if __name__ == "__main__":

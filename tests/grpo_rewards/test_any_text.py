@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import threading
 from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import given, settings
@@ -39,6 +40,11 @@ REWARDS = [
         for layout in ("answer_tag", "sentence", "whole", "auto")
     ),
     *(StringMatch(match=match, extract="whole", name=match) for match in ("exact", "casefold", "squad", "f1")),
+    *(
+        [StringMatch(match="pattern", extract="whole", pattern="(1|8|18)*x?", name="pattern")]
+        if find_spec("re2")
+        else []
+    ),
     Repetition(),
     Repetition(ngram=20, pay=1, pay_repeated=0, name="variety"),
 ]

@@ -43,6 +43,8 @@ Of these, A is correct. | 答案：A | 答案是A。 | A ✅
 Since B is not a capital, the answer is A. | \\boxed{\\textbf{(A) } \\text{Paris}} | The answer is A (Paris), not B.
 The answer is indeed A. | The answer is, therefore, A. | The answer to the question is A. | Ans: A | The answer is A = Paris
 The answer is A. That the answer is so short is no surprise.
+Here's the answer: A | So here's my final answer: A | From his statement, the answer is A. | The only possible answer is A.
+The answer is A.\\n\\nB. New York is not the capital. | A. Unlikely as it sounds, Paris.
 Only A is correct. | A seems to be the best answer. | I am confident that A is right. | The answer is Paris, which is option A.
 <answer>\\boxed{A}</answer> | The answer is B. <answer>A</answer> | \\boxed{B} or rather \\boxed{A}
 """
@@ -132,6 +134,26 @@ TRAPS = {
     "a longer text that starts with the gold's": "Parisian",
     "nothing": "",
     "a refusal": "I don't know",
+    "a letter that is ruled out": "<answer>A is ruled out</answer>",
+    "a labelled letter that is ruled out": "<answer>A: eliminated</answer>",
+    "a letter in brackets that is ruled out": "<answer>A) can be excluded</answer>",
+    "an option that fails": "<answer>Option A fails</answer>",
+    "a negation sign": "<answer>!A</answer>",
+    "an incorrect answer": "The incorrect answer is A",
+    "the worst answer": "The worst answer is A",
+    "another's answer": "The student's answer is A",
+    "another's answer, with an adjective": "His first answer is A",
+    "a previous answer": "The previous answer is A",
+    "one possible answer": "One possible answer is A",
+    "an example's answer": "Example answer: A",
+    "a guess": "The answer is A, I guess",
+    "a joke": "The answer is A... just kidding",
+    "a second thought": "The answer is A.\n\nOn second thought, B.",
+    "a reflection": "The answer is A. On reflection it is B.",
+    "a second thought without a comma": "The answer is A. Then again London fits better.",
+    "an edit": "The answer is A.\n\nEDIT: B",
+    "a second letter on the next line": "The answer is A.\nB.\nC.",
+    "another choice too": "I choose A\nI also choose B",
 }
 
 

@@ -1,6 +1,8 @@
 """The command line, as a user types it."""
 
 import json
+import sys
+import types
 
 import pytest
 
@@ -192,3 +194,76 @@ def test_a_mistyped_command_is_one_sentence(arguments, message, capsys):
         main(arguments)
     assert stopped.value.code == 2
     assert capsys.readouterr().err == f"error: {message}\n"
+
+
+FORMED = "<think>\na\n</think>\n<answer>\n$18.00\n</answer>"
+SHOUTED = "<answer>\x1b[31m17\x07\u202e\n</answer>"
+FORMATS = {
+    "tag_structure": "does not start with <think>\\n",
+    "tag_count": "<think> 0 times, </think> 0 times",
+    "tag_presence": "no <think>, no </think>",
+    "well_formed": "does not start with <think>",
+}
+
+
+def explained(path, capsys, *specs, **options):
+    """The lines of `score --explain`, by (row, reward)."""
+    given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    assert main(["score", path, "--explain", *given, *(word for spec in specs for word in ("--reward", spec))]) == 0
+    lines, row = {}, 0
+    for line in capsys.readouterr().out.partition("\n\n")[0].splitlines():
+        if line.startswith("row "):
+            row = int(line[4:].partition(":")[0])
+        else:
+            name, _, said = line[2:].partition(" ")
+            lines[row, name] = said
+    return lines
+
+
+def test_explain_says_why_a_row_earned_what_it_did(tmp_path, capsys):
+    rows = [{"completion": FORMED, "answer": "18"}, {"completion": SHOUTED, "answer": "18"}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    gate = "{name: gate, reward: {name: gsm8k_correctness, weight: 2}, only_if: tag_count, at_least: 1}"
+    lines = explained(
+        path, capsys, "gsm8k_correctness", "repetition", "group_length", gate, *FORMATS, num_generations=2
+    )
+    assert lines[1, "gsm8k_correctness"] == "1.5: extracted `$18.00`, gold `18`, verdict `equal`"
+    # What a terminal would obey is shown instead.
+    assert lines[2, "gsm8k_correctness"] == "0: extracted `\\x1b[31m17\\x07\\u202e`, gold `18`, verdict `wrong`"
+    for name, fault in FORMATS.items():
+        assert lines[1, name].endswith("reason `no fault`")
+        assert lines[2, name].endswith(f"reason `{fault}`")
+    assert lines[1, "repetition"] == "0: reason `0.0% of its 3-grams of words occurred before`"
+    assert lines[1, "group_length"] == "-0.5: reason `right, length 44 in a group of 27 to 44`"
+    assert lines[1, "gate"].startswith("3: gsm8k_correctness/extracted `$18.00`, ")
+    assert lines[1, "gate"].endswith("reason `open: tag_count pays 1`")
+    assert lines[2, "gate"].endswith("reason `closed: tag_count pays 0.5`")
+
+
+def test_explain_without_a_reason_or_a_score(tmp_path, capsys, monkeypatch):
+    module = types.ModuleType("own_rewards")
+
+    def silent(prompts, completions, **columns):
+        return [None] * (len(completions) - 1) + [1]
+
+    def narrow(prompts, completions, answer):
+        return [0.5] * len(completions)
+
+    module.silent, module.narrow = silent, narrow
+    monkeypatch.setitem(sys.modules, "own_rewards", module)
+    path = write(tmp_path / "rows.jsonl", [{"completion": RIGHT, "answer": ""}, {"completion": RIGHT, "answer": "18"}])
+    added = "{name: sum, rewards: [gsm8k_correctness, {name: tag_count, weight: 0.5}]}"
+    lines = explained(path, capsys, "own_rewards.silent", "own_rewards.narrow", added)
+    assert lines[1, "silent"] == "no score: it gives no reason"
+    assert lines[1, "narrow"] == "0.5: it gives no reason"
+    assert lines[1, "sum"].startswith("no score: ")
+    assert lines[1, "sum"].endswith("reason `gsm8k_correctness has no score`")
+    assert lines[2, "sum"].endswith("reason `1 * gsm8k_correctness + 0.5 * tag_count`")
+
+
+def test_an_excerpt_holds_no_control_character(tmp_path, capsys):
+    path = write(tmp_path / "rows.jsonl", [{"completion": SHOUTED, "answer": "18"}])
+    assert main(["score", path, "--reward", "tag_count"]) == 0
+    output = capsys.readouterr().out
+    assert "worst: row 1, 0.5: <answer>\\x1b[31m17\\x07\\u202e </answer>" in output
+    assert {character for character in output if not character.isprintable()} == {"\n"}

@@ -1,7 +1,11 @@
 """docs/rewards.md: every row of its policy table, and every adapter with the call that its framework makes."""
 
 import inspect
+import json
 import re
+import shlex
+import sys
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,6 +13,7 @@ import pytest
 import yaml
 
 from grpo_rewards import choice_correctness
+from grpo_rewards.cli import main
 from grpo_rewards.correctness import GSM8KCorrectness
 from grpo_rewards.registry import build_rewards, registered_names
 from tests.word_problems import gsm8k_rows
@@ -29,10 +34,13 @@ def code(cell):
     return cell.removeprefix("`").removesuffix("`")
 
 
+def source_of(name):
+    return re.search(rf"<!-- test: {name} -->\n```python\n(.*?)```", DOCS, re.DOTALL).group(1)
+
+
 def example(name):
     namespace = {}
-    source = re.search(rf"<!-- test: {name} -->\n```python\n(.*?)```", DOCS, re.DOTALL).group(1)
-    exec(compile(source, f"docs/rewards.md ({name})", "exec"), namespace)
+    exec(compile(source_of(name), f"docs/rewards.md ({name})", "exec"), namespace)
     return namespace
 
 
@@ -99,10 +107,53 @@ def test_verl_pays_every_gold_solution():
 
 def test_openrlhf():
     torch = pytest.importorskip("torch")
-    outcome = example("openrlhf")["reward_func"](queries=["Q: 3*6?" + RIGHT, "Q" + WRONG], prompts=["Q: 3*6?", "Q"],
-                                                 labels=["18", "18"])  # fmt: skip
-    assert torch.equal(outcome["rewards"], torch.tensor([2.0, 0.0]))
-    assert torch.equal(outcome["scores"], torch.tensor([1.0, 0.0]))
+    # As `SingleTurnAgentExecutor` calls it: in a thread, by position, one row, and with special tokens in the text.
+    for completion, pay in ((RIGHT, 2.0), (WRONG, 0.0)):
+        query = "Q: 3*6?" + completion + "<|im_end|>"
+        with ThreadPoolExecutor() as executor:
+            outcome = executor.submit(example("openrlhf")["reward_func"], [query], ["Q: 3*6?"], ["18"]).result()
+        assert torch.equal(outcome["rewards"], torch.tensor([pay]))
+        assert torch.equal(outcome["scores"], torch.tensor([float(pay > 0)]))
+
+
+def test_openrlhf_takes_off_the_prompt_and_the_end_of_turn():
+    pytest.importorskip("torch")
+    source = source_of("openrlhf").replace("import gsm8k_correctness", "import string_match as gsm8k_correctness")
+    source = source.replace("gsm8k_correctness(", "type(gsm8k_correctness)(extract='whole')(")
+    namespace = {}
+    exec(source, namespace)
+    prompt = "Is it Rome? " * 9
+    for query in (f"{prompt}Paris<|im_end|>", f"{prompt[12:]}Paris<|im_end|>", f"{prompt}Paris"):
+        assert namespace["reward_func"]([query], [prompt], ["paris"])["rewards"].tolist() == [1.0]
+
+
+def test_verifiers(monkeypatch):
+    # What its `Rubric` does with a function: it is called with named objects, more than it asks for, and gives a float.
+    class Rubric:
+        def __init__(self, funcs):
+            self.funcs = funcs
+
+        def score(self, completion, answer):
+            objects = {
+                "prompt": [],
+                "completion": completion,
+                "answer": answer,
+                "state": {},
+                "info": {},
+                "parser": None,
+            }
+            return [float(func(**objects, task=None)) for func in self.funcs]
+
+    monkeypatch.setitem(sys.modules, "verifiers", types.SimpleNamespace(Rubric=Rubric))
+    rubric = example("verifiers")["rubric"]
+    assert rubric.score([{"role": "assistant", "content": RIGHT}], "18") == [2.0]
+    assert rubric.score(WRONG, "18") == rubric.score(RIGHT, "") == [0.0]
+
+
+@pytest.mark.parametrize("name", ["verl", "openrlhf", "verifiers"])
+def test_an_adapter_is_short(name):
+    lines = [line for line in source_of(name).splitlines() if line and not line.startswith(("import ", "from "))]
+    assert len(lines) <= 10
 
 
 def test_trl_takes_the_rewards_as_they_are():
@@ -116,6 +167,17 @@ def test_trl_takes_the_rewards_as_they_are():
             assert scores[0] > scores[1]
 
 
+def test_what_explain_prints(tmp_path, capsys, monkeypatch):
+    command, shown = re.search(
+        r"^\$ grpo-rewards (score [^\n]* --explain)\n.*?\n```\n\n```\n(.*?)```", DOCS, re.M | re.S
+    ).groups()
+    row = {"completion": "<think>\n9 * 2\n</think>\n<answer>\n$18.00\n</answer>", "answer": "18"}
+    (tmp_path / "completions.jsonl").write_text(json.dumps(row))
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().out.startswith(f"{shown}\n")
+
+
 def test_the_readmes_example():
     readme = (Path(__file__).parents[2] / "rewards" / "README.md").read_text(encoding="utf-8")
     source = re.search(r"```python\n(.*?)```", readme, re.DOTALL).group(1)
@@ -127,11 +189,9 @@ def test_the_readmes_example():
 
 
 def test_own_rewards_work_in_a_spec(monkeypatch):
-    import types
-
     module = types.ModuleType("documented_rewards")
     vars(module).update(example("own"))
-    monkeypatch.setitem(__import__("sys").modules, "documented_rewards", module)
+    monkeypatch.setitem(sys.modules, "documented_rewards", module)
     built = build_rewards(
         ["documented_rewards.brevity",
          {"name": "documented_rewards.Brevity", "alias": "brevity_3", "kwargs": {"budget": 3}}]

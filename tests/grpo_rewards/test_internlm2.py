@@ -88,6 +88,7 @@ def internlm2_score(folder, ids):
     return (normed(x, "model.norm.weight")[-1] @ weights["v_head.weight"][0]).item()
 
 
+@pytest.mark.slow
 def test_scores_and_ids_are_those_of_the_original_code(recorded_internlm2):
     for record in recorded_internlm2["checkpoints"]:
         model, tokenizer = load(record["folder"])
@@ -244,7 +245,7 @@ def test_a_pickle_that_carries_code_is_not_run(tiny, tmp_path, capsys):
     assert "code ran" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("source", ["made", "recorded_internlm2"])
+@pytest.mark.parametrize("source", ["made", pytest.param("recorded_internlm2", marks=pytest.mark.slow)])
 def test_a_converted_folder_needs_transformers_only(source, request, tmp_path, monkeypatch):
     found = request.getfixturevalue(source)
     if source == "made":

@@ -61,6 +61,8 @@ PAID = {
     "in several lines": fenced(json.dumps(json.loads(ANN), indent=2)),
     "braces in a string": fenced('{"name": "}{", "age": 1}'),
     "brackets in a string": fenced('{"name": "\\"' + "[" * 40 + '", "age": 1}'),
+    "zero, in full": fenced('{"name": "Ann", "age": -0.00e-400}'),
+    "a fence in a string": '{"name": "```json\\n{}\\n```", "age": 1}',
     "escapes": fenced('{"name": "\\u0041\\"\\n", "age": 1}'),
     "an integral float, an integer to JSON Schema": fenced('{"name": "Ann", "age": 30.0}'),
 }
@@ -75,10 +77,19 @@ def test_what_is_paid_in_full(kind):
     ("text", "pay", "verdict"),
     [
         (fenced(ANN), 1.0, "fits"),
-        (fenced('{"name": "Ann", "age": -1}'), 0.25, "does not fit, 1 of 2 required keys do"),
-        (fenced('{"name": "Ann"}'), 0.25, "does not fit, 1 of 2 required keys do"),
-        (fenced('{"name": "Ann", "age": 1, "x": 1}'), 0.5, "does not fit, 2 of 2 required keys do"),
-        (fenced("{}"), 0.0, "does not fit, 0 of 2 required keys do"),
+        (
+            fenced('{"name": "Ann", "age": -1}'),
+            0.25,
+            "does not fit (minimum at $.age), 1 of 2 required keys do, not age",
+        ),
+        (fenced('{"name": "Ann"}'), 0.25, "does not fit (required at $), 1 of 2 required keys do, not age"),
+        (fenced('{"name": ["x"], "age": 1}'), 0.25, "does not fit (type at $.name), 1 of 2 required keys do, not name"),
+        (
+            fenced('{"name": "Ann", "age": 1, "x": 1}'),
+            0.5,
+            "does not fit (additionalProperties at $), 2 of 2 required keys do",
+        ),
+        (fenced("{}"), 0.0, "does not fit (required at $), 0 of 2 required keys do, not name, age"),
         (fenced(ANN) * 2, 0.0, "several fences"),
         ("", 0.0, "not JSON: Expecting value: line 1 column 1 (char 0)"),
         (fenced("[]"), 0.0, "not an object"),
@@ -119,6 +130,8 @@ TRAPS = {
     "NaN": fenced('{"name": "Ann", "age": NaN}'),
     "Infinity": fenced('{"name": "Ann", "age": Infinity}'),
     "a float beyond double precision": fenced('{"name": "Ann", "age": 1e999}'),
+    "a float that is 0 to double precision": fenced('{"name": "Ann", "age": 1e-400}'),
+    "an object before the fence": ANN + "\n" + fenced(ANN),
     "a number of 301 digits": fenced('{"name": "Ann", "age": ' + "9" * 301 + "}"),
     "a byte order mark": "\ufeff" + ANN,
     "a line break in a string": fenced('{"name": "An\nn", "age": 30}'),
@@ -228,7 +241,10 @@ def test_a_recursive_schema_reads_trees():
     for value in range(MAX_DEPTH - 2):
         deep = {"v": value, "next": deep}
     assert score(json.dumps(deep), tree)[0] == 1.0
-    assert score('{"v": 1, "next": {"v": "2"}}', tree) == (0.5, "does not fit, 1 of 1 required keys do")
+    assert score('{"v": 1, "next": {"v": "2"}}', tree) == (
+        0.5,
+        "does not fit (anyOf at $.next), 1 of 1 required keys do",
+    )
     for _ in range(2):
         deep = {"v": 1, "next": deep}
     assert score(json.dumps(deep), tree) == (0.0, f"not JSON: nested deeper than {MAX_DEPTH}")

@@ -257,6 +257,15 @@ def test_one_failure_leaves_out_its_group_and_no_other(kind, caplog):
     assert not caplog.records  # the judge is well
 
 
+def test_a_row_without_a_score_says_why():
+    reasons = {}
+    with serving(failing_for("bad", (400, b"no"))) as server:
+        reward = JudgeScore(server.url, "m", num_generations=2)
+        scores = reward(PROMPTS, ["1", "bad", "12", ""], log_reason=reasons.__setitem__)
+    assert scores == [None, None, 0.2, 0.0]
+    assert reasons == {"reason": ["another of its group has no score", "", "", ""]}
+
+
 def trl_advantages(columns, weights, group):
     """TRL's `_calculate_rewards` and its advantages: a nansum over rewards, then the difference to the group's mean."""
     rows = zip(*columns, strict=True)

@@ -75,6 +75,14 @@ EVASIONS = {
     "brackets and quotes": f"{LOOP} ({LOOP}) '{LOOP}' **{LOOP}**" * 3,
     "invisible characters": "".join(LOOP.replace("a", "a" + mark) for mark in "\u200b\u200c\u200d\u2060\ufeff\u00ad")
     * 3,
+    "fillers and joiners": "".join(LOOP.replace("a", "a" + mark) for mark in "\u034f\u115f\u180e\u2800\u3164\uffa0")
+    * 3,
+    "tag characters": "".join(LOOP.replace("a", "a" + chr(0xE0041 + number)) for number in range(20)),
+    "other widths and styles": "".join(
+        "".join(chr(ord(letter) + shift) if letter.isalpha() else letter for letter in LOOP)
+        for shift in (0, 0xFF41 - 97, 0x1D41A - 97, 0x1D5BA - 97)
+    ),
+    "an accent apart and on its letter": (LOOP.replace("a", "e\u0301") + LOOP.replace("a", "\u00e9")) * 3,
     "line breaks": "\n".join([LOOP] * 10),
     "digits": "1 2 3 " * 30,
     "a counted loop": "".join(f"{number}. {LOOP}" for number in range(40)),
@@ -104,6 +112,27 @@ HARMLESS = {
 @pytest.mark.parametrize("kind", HARMLESS)
 def test_what_does_not_repeat_is_hardly_fined(kind):
     assert score(HARMLESS[kind]) > -0.25
+
+
+NOUNS = "river stone garden market bridge candle forest letter window coat road engine doctor".split()  # noqa: SIM905
+VERBS = "finds sells paints carries forgets borrows counts opens mends follows draws leaves".split()  # noqa: SIM905
+PLACES = ["near the mill", "on Monday", "for a friend", "without a word", "in the rain", "at noon", "after the feast"]
+
+
+def test_prose_that_does_not_loop_is_hardly_fined_and_loops_are():
+    rng = random.Random(4)
+    fines, loops = [], []
+    for _ in range(1000):
+        sentences = [
+            f"{rng.choice(['The', 'A', 'Her', 'Our'])} {rng.choice(NOUNS)} {rng.choice(VERBS)} {rng.randrange(100)} "
+            f"{rng.choice(NOUNS)}s {rng.choice(PLACES)}."
+            for _ in range(rng.randrange(3, 12))
+        ]
+        text = rng.choice([" ", "\n", "\n- "]).join(sentences)
+        fines.append(score(text))
+        loops.append(score(text * rng.randrange(6, 20)))
+    assert sum(fine > -0.25 for fine in fines) >= 990
+    assert max(loops) < -0.75
 
 
 def test_words():

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import pickle
+import random
 import sys
 from dataclasses import dataclass
 
@@ -214,6 +215,54 @@ RIGHT_ANSWER = "<answer>18</answer>"  # right, and not well formed
 )
 def test_what_a_gate_pays(keys, completion, gold, pay):
     assert gate(**keys).function(completions=[completion], answer=[gold]) == [pay]
+
+
+WRONG_ANSWER = TEXT.replace("18", "17")
+FINED = {"name": "gsm8k_correctness", "kwargs": {"pay_wrong": -1}}
+FINES_FORMAT = {"name": "sum", "rewards": [{"name": "well_formed", "weight": -1}]}
+THINKS = "<think>\n<answer>18</answer>\n</think>"
+# What a sum, a product, or a gate that only asks whether the condition is not 0 would pay. The gold is 18.
+GATE_TRAPS = {
+    "a right answer in no format": ({}, "18", 0.0),
+    "a right answer in half of the format": ({}, RIGHT_ANSWER, 0.0),
+    "the format around a wrong answer": ({}, WRONG_ANSWER, 0.0),
+    "the whole document twice": ({}, TEXT + TEXT, 0.0),
+    "the format inside the thinking": ({}, THINKS, 0.0),
+    "text behind the format": ({}, f"{TEXT} Done.", 0.0),
+    "nothing": ({}, "", 0.0),
+    "nothing, by a bound of 0": ({"only_if": "tag_count", "at_least": 0}, "", 0.0),
+    "just below the bound": ({"only_if": "tag_count", "at_least": 0.75}, RIGHT_ANSWER, 0.0),
+    "just above what can be paid": ({"at_least": 1.01}, TEXT, 0.0),
+    "a condition that fines": ({"only_if": FINES_FORMAT}, TEXT, 0.0),
+    "a fine that a condition below 0 would make a gain": ({"reward": FINED, "only_if": FINES_FORMAT}, WRONG_ANSWER, -1.0),
+    "a fine that a closed gate would spare": ({"reward": FINED}, "17", -1.0),
+    "a fine for no answer at all": ({"reward": FINED}, "", -1.0),
+    "the condition's own pay": ({"only_if": {"name": "well_formed", "kwargs": {"pay": 5}}}, WRONG_ANSWER, 0.0),
+    "a gate within that is closed": (
+        {"reward": {"name": "gate", "reward": "gsm8k_correctness", "only_if": "tag_structure"}, "only_if": "tag_count"},
+        RIGHT_ANSWER, 0.0),
+    "a condition that another condition closes": (
+        {"only_if": {"name": "gate", "reward": "tag_count", "only_if": "well_formed"}}, RIGHT_ANSWER, 0.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GATE_TRAPS)
+def test_a_gate_trap(kind):
+    keys, completion, pay = GATE_TRAPS[kind]
+    assert gate(**keys).function(completions=[completion], answer=["18"]) == [pay]
+
+
+def test_a_gate_pays_right_answers_in_the_format_and_no_others():
+    rng = random.Random(0)
+    strict = gate().function
+    for _ in range(2000):
+        gold = rng.randrange(10**6)
+        said = rng.choice([gold, gold + rng.randrange(1, 9)])
+        formed = f"<think>{rng.choice(['so', '9 * 2', 'is it 7?'])}</think>\n<answer>{said}</answer>"
+        spoilt = rng.choice([str, "Well: {}".format, "{} There.".format, lambda text: text.replace("</think>", "")])
+        text = spoilt(formed)
+        expected = 2.0 * (said == gold and text == formed)
+        assert strict(completions=[text], answer=[str(gold)]) == [expected]
 
 
 def test_a_gate_logs_both_parts():

@@ -71,6 +71,7 @@ def forwards(monkeypatch, model):
 # Scores
 
 
+@pytest.mark.slow
 def test_recorded_scores_single_and_batched_with_and_without_sharing(recorded_internlm2):
     conversations = recorded_internlm2["conversations"]
     for record in recorded_internlm2["checkpoints"]:

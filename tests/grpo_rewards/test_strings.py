@@ -75,6 +75,8 @@ TRAPS = {
     "inside an unclosed thinking": ("squad", "<think>Paris", "Paris"),
     "an empty completion": ("squad", "", "Paris"),
     "an empty completion, F1": ("f1", "", "Paris"),
+    "a sign": ("casefold", "-5", "5"),
+    "a language whose name starts with the gold": ("casefold", "C++", "C"),
     "a list as text": ("squad", "['Paris']", ["Rome"]),
 }
 

@@ -74,7 +74,11 @@ def test_float64_cells(loss_type: str, every: int, scenario: ScenarioFactory, re
     compare_cells(loss_type, every, torch.float64, scenario, record_cell)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(
+    # The formulas are held in float64 above; two divisors show what rounding does to them.
+    "loss_type",
+    [pytest.param(name, marks=() if name in ("grpo", "dapo") else pytest.mark.slow) for name in LOSS_TYPES],
+)
 def test_float32_cells(loss_type: str, scenario: ScenarioFactory, record_cell: Callable) -> None:
     compare_cells(loss_type, 24, torch.float32, scenario, record_cell)
 

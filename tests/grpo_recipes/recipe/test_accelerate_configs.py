@@ -21,6 +21,11 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 # Where a layout differs from the one that TRL ships, as its head says; keys that TRL sets to their defaults don't count.
 DIFFERENCES = {
     ("zero2", "zero2"): {"deepspeed_config.gradient_accumulation_steps"},
+    ("zero2_offload", "zero2"): {
+        "deepspeed_config.gradient_accumulation_steps",
+        "deepspeed_config.offload_optimizer_device",
+        "num_processes",
+    },
     ("zero3", "zero3"): {"deepspeed_config.gradient_accumulation_steps"},
     ("zero3_offload", "zero3"): {
         "deepspeed_config.gradient_accumulation_steps",
@@ -81,23 +86,26 @@ def test_accelerate_loads_it(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "stage", "offload"),
+    ("name", "stage", "offload", "offload_param"),
     [
-        ("zero2", 2, "none"),
-        ("zero3", 3, "none"),
-        ("zero3_offload", 3, "cpu"),
-        ("zero3_multinode", 3, "none"),
-        ("zero3_cpu", 3, "none"),
+        ("zero2", 2, "none", "none"),
+        ("zero2_offload", 2, "cpu", "none"),
+        ("zero3", 3, "none", "none"),
+        ("zero3_offload", 3, "cpu", "cpu"),
+        ("zero3_multinode", 3, "none", "none"),
+        ("zero3_cpu", 3, "none", "none"),
     ],
 )
-def test_deepspeed_gets_the_stage_and_the_recipes_accumulation(name: str, stage: int, offload: str) -> None:
+def test_deepspeed_gets_the_stage_and_the_recipes_accumulation(
+    name: str, stage: int, offload: str, offload_param: str
+) -> None:
     with patch_environment(**environment(name)):
         plugin = DeepSpeedPlugin()
         config = plugin.deepspeed_config
     assert plugin.zero_stage == stage
     assert config["gradient_accumulation_steps"] == "auto"
     assert config["zero_optimization"]["offload_optimizer"]["device"] == offload
-    assert config["zero_optimization"]["offload_param"]["device"] == offload
+    assert config["zero_optimization"]["offload_param"]["device"] == offload_param
     # Split while loading, and a plain model in every checkpoint: only ZeRO-3 needs either.
     assert plugin.zero3_init_flag == (stage == 3)
     assert config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] == (stage == 3)

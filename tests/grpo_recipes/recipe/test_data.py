@@ -381,6 +381,7 @@ def test_worked_steps_are_right_and_use_the_numbers_of_the_question(seed):
         assert sorted(used) == asked
 
 
+@pytest.mark.slow
 def test_the_largest_size_can_be_made_for_both_splits():
     for split in ("train", "test"):
         assert len(arithmetic_problems(split, MAX_ARITHMETIC_SIZE)) == MAX_ARITHMETIC_SIZE

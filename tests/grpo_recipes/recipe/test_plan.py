@@ -56,7 +56,9 @@ def test_every_recipe_is_planned_or_refused_with_the_fix(
 
 # Each recipe on the machine that its head names: it fits, on the GPUs it names.
 WRITTEN_FOR = [
-    ("gsm8k-qwen2.5-1.5b-24gb", "single_gpu", None, "24GB", "1.5B"),
+    ("gsm8k-qwen2.5-1.5b-24gb", "zero2_offload", None, "24GB", "1.5B"),
+    ("gsm8k-qwen2.5-1.5b-iterative", "zero2_offload", None, "24GB", "1.5B"),
+    ("gsm8k-qwen2-0.5b-full-kl", "single_gpu", None, "24GB", "0.5B"),
     ("gsm8k-qwen2.5-1.5b-lora", "single_gpu", None, "24GB", "1.5B"),
     ("gsm8k-qwen2.5-1.5b-8xa100", "ddp", 7, "80GB", "1.5B"),
     ("gsm8k-qwen2.5-7b-lora-zero3", "zero3", None, "80GB", "7B"),
@@ -75,7 +77,7 @@ def test_recipes_fit_where_they_say(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    config, rows = qwen.write_config(tmp_path, size), launching.write_rows(tmp_path / "rows.jsonl", 64)
+    config, rows = qwen.write_config(tmp_path, size), launching.write_rows(tmp_path / "rows.jsonl", 640)
     machine = ["--accelerate_config", layout, *(["--num_processes", str(processes)] if processes else [])]
     more = ["--gpu_memory", gpu, "--model_config", str(config), "--dataset.path", str(rows)]
     assert main(["plan", recipe, *machine, *more]) == 0
@@ -85,7 +87,7 @@ def test_recipes_fit_where_they_say(
 
 
 def test_what_no_single_change_makes_fit_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    config, rows = qwen.write_config(tmp_path, "7B"), launching.write_rows(tmp_path / "rows.jsonl", 64)
+    config, rows = qwen.write_config(tmp_path, "7B"), launching.write_rows(tmp_path / "rows.jsonl", 640)
     more = ["--gpu_memory", "40GB", "--model_config", str(config), "--dataset.path", str(rows)]
     assert main(["plan", "gsm8k-qwen2.5-7b-full-zero3", "--accelerate_config", "zero2", *more]) == 0
     said = capsys.readouterr().out
@@ -95,7 +97,7 @@ def test_what_no_single_change_makes_fit_says_so(capsys: pytest.CaptureFixture[s
 
 
 def test_a_72b_adapter_cannot_go_to_vllm_on_80_gb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    config, rows = qwen.write_config(tmp_path, "72B"), launching.write_rows(tmp_path / "rows.jsonl", 64)
+    config, rows = qwen.write_config(tmp_path, "72B"), launching.write_rows(tmp_path / "rows.jsonl", 640)
     more = ["--gpu_memory", "80GB", "--model_config", str(config), "--dataset.path", str(rows)]
     vllm = ["--use_vllm", "true", "--vllm_mode", "server"]
     recipe = "gsm8k-qwen2.5-72b-lora-zero3-2node"

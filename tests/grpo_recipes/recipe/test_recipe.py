@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 from trl import GRPOConfig, ModelConfig
 
 from grpo_recipes.recipe.checks import Machine, check, check_output_dir, resume_point
@@ -225,12 +226,15 @@ def test_an_earlier_run_is_not_overwritten(write, tmp_path: Path) -> None:
 
 
 def test_what_a_run_resumes_from(write, tmp_path: Path) -> None:
+    """Of another trainer's checkpoints, without manifests; for ours see `runs/test_damaged_checkpoints.py`."""
     recipe = parsed(write(resume_from_checkpoint=True))
-    assert resume_point(recipe, CPU) == (None, [])  # stopped before anything was saved
+    assert resume_point(recipe, CPU).newest is None  # stopped before anything was saved
     state = {"rng_state_0.pth": True, "rng_state_1.pth": True, "trainer_state.json": False}
     checkpoint = tmp_path / "run" / "checkpoint-2"
     checkpoint.mkdir(parents=True)
-    assert resume_point(recipe, CPU) == (None, [checkpoint])  # cut off while the first was saved
+    point = resume_point(recipe, CPU)
+    assert point.newest is None  # cut off while the first was saved
+    assert [one.reason for one in point.rejected] == ["checkpoint-2 was cut off while it was being saved"]
     for name, is_tensor in state.items():
         if is_tensor:
             torch.save({}, checkpoint / name)
@@ -238,7 +242,12 @@ def test_what_a_run_resumes_from(write, tmp_path: Path) -> None:
             (checkpoint / name).write_text("{}")
     with pytest.raises(RecipeError, match=r"no complete checkpoint of 1 process.*as many processes as before"):
         resume_point(recipe, CPU)
-    assert resume_point(recipe, Machine(2, bf16=False)) == (checkpoint, [])
+    with pytest.raises(RecipeError, match=r"has no weights.*no other checkpoint is left.*remove the folder"):
+        resume_point(recipe, Machine(2, bf16=False))
+    save_file({"a": torch.zeros(1)}, checkpoint / "model.safetensors")
+    for name in ("optimizer.pt", "scheduler.pt"):
+        torch.save({}, checkpoint / name)
+    assert resume_point(recipe, Machine(2, bf16=False)).newest == checkpoint
     recipe = parsed(write(resume_from_checkpoint=str(tmp_path / "elsewhere")))
     with pytest.raises(RecipeError, match="no complete checkpoint of 1 process.*elsewhere"):
         check_output_dir(recipe, CPU)

@@ -77,6 +77,10 @@ DISEASES = {
         {"metrics": {"rewards/gsm8k_correctness/parsed": ramp(0, 0)}},
         r"`gsm8k_correctness` has paid nothing up to step 40: no completion states an answer where it looks",
     ),
+    "lost_updates": (
+        {"metrics": {"updates/changed": ramp(0.02, 0.016)}},
+        r"a step changes 1\.7% of the trained weights up to step 40, where 4\.2% would change .* `dtype: float32`",
+    ),
 }
 
 
@@ -86,10 +90,10 @@ def test_every_check_has_its_disease() -> None:
 
 def test_only_checks_that_had_data_call_a_run_healthy(tmp_path: Path) -> None:
     whole = diagnose(Run.read(write_run(tmp_path / "whole", {"eval_reward": ramp(0.8, 2.0)})))
-    assert describe(whole) == "diagnosis: nothing looks wrong\n  10 of 10 checks had data"
+    assert describe(whole) == "diagnosis: nothing looks wrong\n  11 of 11 checks had data"
     part = diagnose(Run.read(write_run(tmp_path / "part", {"kl": None, "completions/clipped_ratio": None})))
     assert describe(part).endswith(
-        "  7 of 10 checks had data; not checked: truncated (`completions/clipped_ratio` was not logged), kl_blow_up (`kl` was "
+        "  8 of 11 checks had data; not checked: truncated (`completions/clipped_ratio` was not logged), kl_blow_up (`kl` was "
         "not logged), overfitting (neither four evaluations during training nor one before and one after)"
     )
     nothing = write_run(tmp_path / "nothing", dict.fromkeys(HEALTHY), completions=healthy_completions()[:1])
@@ -124,6 +128,8 @@ def test_a_check_whose_metric_is_missing_says_so(tmp_path: Path, metric: str) ->
         "rewards/tag_presence/std": "dominant_reward",
         "rewards/gsm8k_correctness/std": "dominant_reward",
         "rewards/gsm8k_correctness/parsed": "no_answer_found",
+        "updates/changed": "lost_updates",
+        "updates/expected": "lost_updates",
     }
     run = Run.read(
         write_run(tmp_path / "run", {metric: None, **({} if metric == "reward" else {"eval_reward": ramp(1, 2)})})
@@ -458,4 +464,4 @@ def test_a_hackable_recipe_is_found_out_on_a_real_run(tmp_path: Path, gsm8k_file
     assert "no reward pays a correct answer" in findings["format_without_correctness"]
     said = capsys.readouterr().out
     assert findings["format_without_correctness"] in said
-    assert "of 10 checks had data; not checked: " in said.splitlines()[-1]
+    assert "of 11 checks had data; not checked: " in said.splitlines()[-1]

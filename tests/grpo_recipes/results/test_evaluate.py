@@ -10,9 +10,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_recipes.results.engines import transformers_engine
+from grpo_recipes.results.engines import EvaluationError, transformers_engine
 from grpo_recipes.results.estimates import mean_share
-from grpo_recipes.results.evaluate import Settings, evaluate_into
+from grpo_recipes.results.evaluate import Settings, describe, evaluate_into
 from grpo_recipes.results.strict import asked_by
 
 SAMPLED = Settings(temperature=1.0)
@@ -75,9 +75,10 @@ COMPLETIONS = {  # completion: (strict, lenient) against the gold 18
 }
 
 
-def scripted_run(tokenizer, prompts, script, folder, **settings):
+def scripted_run(tokenizer, prompts, script, folder, columns=None, **settings):
     model = Scripted(tokenizer, script)
-    dataset = datasets.Dataset.from_dict({"prompt": prompts, "answer": ["18"] * len(prompts)})
+    golds = {"answer": ["18"] * len(prompts)}
+    dataset = datasets.Dataset.from_dict({"prompt": prompts, **golds, **(columns or {})})
     return evaluate_into(folder, transformers_engine(model, tokenizer), dataset, Settings(**settings), {}), model
 
 
@@ -145,6 +146,65 @@ def test_strict_is_what_the_recipe_asks_for(tokenizer, tmp_path: Path, rewards: 
     assert (table["lenient"] | ~table["strict"]).all()
 
 
+CITIES = {"choices": ["Rome", "Paris"], "answer": "B"}
+AGE = {"schema": '{"required": ["age"], "properties": {"age": {"type": "integer"}}}', "answer": "-"}
+QUIET = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [{}, {}], "answer": "-"}
+DECLARED = [  # a recipe's rewards; a row's columns; what is strictly right by them; what is not
+    (["choice_correctness"], CITIES, ["The answer is B.", "<answer>Paris</answer>"], ["A", "A or B", ""]),
+    (["choice_correctness", "well_formed"], CITIES, ["<think>a</think><answer>B</answer>"], ["B"]),
+    ([{"name": "choice_correctness", "kwargs": {"pay_wrong": -1, "gold_column": "key"}, "alias": "c"}],
+     {**CITIES, "key": "A"}, ["A"], ["B"]),
+    (["string_match"], {"answer": "the Danube"}, ["<answer>danube</answer>"], ["danube", "<answer>Rhine</answer>"]),
+    ([{"name": "string_match", "kwargs": {"match": "f1"}}], {"answer": "red cat"}, ["<answer>Red cat.</answer>"],
+     ["<answer>red cats</answer>", "<answer>the red big cat</answer>"]),
+    ([{"name": "json_schema", "kwargs": {"pay": 3}}], AGE, ['{"age": 3}'], ['{"age": "3"}', "{}", "3"]),
+    (["instructions", "repetition"], QUIET, ['"a"'], ['"a, b"', "a"]),
+    ([{"name": "gate", "reward": "choice_correctness", "only_if": "tag_count"}], CITIES,
+     ["<think>a</think><answer>B</answer>"], ["B", "<think>a</think><answer>A</answer>"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rewards", "row", "right", "wrong"), DECLARED)
+def test_strict_is_the_kind_that_a_reward_declares(tokenizer, tmp_path: Path, rewards, row, right, wrong):
+    script = {f"p{n}": completion for n, completion in enumerate([*right, *wrong])}
+    columns = {name: [value] * len(script) for name, value in row.items()}
+    asked = asked_by(rewards, ("think", "answer"))
+    assert "GSM8KCorrectness" not in {type(reward).__name__ for reward in asked}
+    summary, _ = scripted_run(tokenizer, list(script), script, tmp_path / "e", columns, strict=asked)
+    table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
+    assert table["strict"].tolist() == [True] * len(right) + [False] * len(wrong)
+    assert (table["lenient"] | ~table["strict"]).all()
+    assert "full pay of" in describe(summary)
+
+
+def test_the_choice_that_is_named_is_the_stated_answer(tokenizer, tmp_path: Path):
+    said = {"p0": "It's Paris.", "p1": "The answer is (a)"}
+    columns = {name: [value] * 2 for name, value in CITIES.items()}
+    scripted_run(
+        tokenizer, list(said), said, tmp_path / "e", columns, strict=asked_by(["choice_correctness"], ("a", "b"))
+    )
+    assert pd.read_parquet(tmp_path / "e" / "completions.parquet")["answer"].tolist() == ["B", "A"]
+
+
+def test_a_row_that_strict_cannot_score_is_named(tokenizer, tmp_path: Path):
+    columns = {"answer": ["B", "C"], "choices": [CITIES["choices"]] * 2}
+    asked = asked_by(["choice_correctness"], ("think", "answer"))
+    with pytest.raises(
+        ValueError, match="row 2 can't be scored by what strict asks for, full pay of `choice_correctness`"
+    ):
+        scripted_run(tokenizer, ["p0", "p1"], {}, tmp_path / "e", columns, strict=asked)
+    with pytest.raises(ValueError, match="needs the dataset column `schema`|the kwarg schema or the dataset column"):
+        scripted_run(tokenizer, ["p"], {}, tmp_path / "f", strict=asked_by(["json_schema"], ("think", "answer")))
+
+
+def test_other_choices_are_other_rows(tokenizer, tmp_path: Path):
+    asked = asked_by(["choice_correctness"], ("think", "answer"))
+    columns = {"answer": ["B"], "choices": [CITIES["choices"]]}
+    scripted_run(tokenizer, ["p"], {"p": "B"}, tmp_path / "e", columns, strict=asked)
+    with pytest.raises(EvaluationError, match="the problems have changed since"):
+        scripted_run(tokenizer, ["p"], {"p": "B"}, tmp_path / "e", {**columns, "choices": [["x", "y"]]}, strict=asked)
+
+
 def test_pass_at_k_follows_the_recipe(tokenizer, tmp_path: Path):
     """Eight right boxed answers, of a recipe that asks for no tags."""
     sampled = {"samples": 8, "temperature": 1.0, "strict": asked_by([BOXES], ("think", "answer"))}
@@ -174,10 +234,16 @@ def test_amounts_names_and_order_of_rewards_make_no_other_evaluation():
     assert {reward.tags for reward in overridden} == {("r", "a")}
 
 
-@pytest.mark.parametrize("answers", [[], ["18", "nobody could say what it is in the end"]])
-def test_golds_that_state_nothing_are_refused(tokenizer, answers, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ([], "nothing to evaluate on"),
+        (["18", "nobody could say what it is in the end"], "row 2 can't be scored by what strict asks for, right by"),
+    ],
+)
+def test_golds_that_state_nothing_are_refused(tokenizer, answers, message, tmp_path: Path):
     dataset = datasets.Dataset.from_dict({"prompt": ["p"] * len(answers), "answer": answers})
-    with pytest.raises(ValueError, match="nothing to evaluate on"):
+    with pytest.raises(ValueError, match=message):
         evaluate_into(tmp_path / "e", transformers_engine(Scripted(tokenizer, {}), tokenizer), dataset, SAMPLED, {})
     assert not (tmp_path / "e").exists()
 

@@ -91,7 +91,13 @@ def test_the_page_is_self_contained_and_says_what_happened(run_folder: Path) -> 
         "clipped-tokens",
         "evaluation",
     }
-    wanted |= {"groups-without-variance", "learning-rate", "efficiency--tokens-saved", "truncated-completions"}
+    wanted |= {
+        "groups-without-variance",
+        "weights-that-a-step-changes",
+        "learning-rate",
+        "efficiency--tokens-saved",
+        "truncated-completions",
+    }
     assert {f"{name}.png" for name in wanted} <= pngs
     assert sum(tag == "img" for tag in page.tags) == len(pngs)
 
@@ -103,7 +109,7 @@ def test_two_runs_share_their_pictures(run_folder: Path, tmp_path: Path) -> None
     assert len(page.loads) == alone
     assert "run-a and run-b" in page.text
     assert "run-b: nothing looks wrong" in page.text
-    assert "run-b: 8 of 10 checks had data; not checked: kl_blow_up (`kl` was not logged)" in page.text
+    assert "run-b: 9 of 11 checks had data; not checked: kl_blow_up (`kl` was not logged)" in page.text
 
 
 def test_a_bare_run_has_a_report(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import fnmatch
 import json
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,17 +18,18 @@ from torch.utils.data import BatchSampler
 from transformers import TrainerControl, TrainerState
 from trl.trainer.utils import RepeatSampler
 
+from grpo_recipes import train
 from grpo_recipes.recipe.checks import Machine, check
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe, resolved
 from grpo_recipes.runs import restart
-from grpo_recipes.runs.checkpoints import checkpoint_damage, is_complete, last_complete_checkpoint, set_aside
+from grpo_recipes.runs.checkpoints import Rejected, checkpoint_damage, is_complete, last_complete_checkpoint, set_aside
 from grpo_recipes.runs.restart import (
     EpochSampler,
     StopOnSignal,
     TellEpoch,
     layout_change,
 )
-from tests.grpo_recipes import launching, torture
+from tests.grpo_recipes import boundaries, launching, torture
 
 
 def repeat_sampler(prompts: int, **changes: object) -> RepeatSampler:
@@ -76,19 +78,18 @@ def checkpoint(folder: Path, step: int, processes: int) -> Path:
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_a_checkpoint_without_its_last_bytes_is_not_resumed(tmp_path: Path, processes: int) -> None:
-    # Numbers are compared as numbers, and what is no checkpoint of ours is left alone.
+    """One of another trainer. Numbers are compared as numbers, and what is no checkpoint of a run is left alone."""
     for step in (8, 9, 10):
-        checkpoint(tmp_path, step, processes)
+        (checkpoint(tmp_path, step, processes) / "global_step").mkdir()  # weights that are not looked into
     (tmp_path / "checkpoint-best").mkdir()
     assert last_complete_checkpoint(tmp_path, processes) == (tmp_path / "checkpoint-10", [])
-    for file in sorted((tmp_path / "checkpoint-10").iterdir()):
+    for file in sorted(path for path in (tmp_path / "checkpoint-10").iterdir() if path.is_file()):
         whole = file.read_bytes()
         for kept in (0, 1, len(whole) // 2, len(whole) - 1):
             file.write_bytes(whole[:kept])
-            assert last_complete_checkpoint(tmp_path, processes) == (
-                tmp_path / "checkpoint-9",
-                [tmp_path / "checkpoint-10"],
-            ), (file.name, kept)
+            newest, rejected = last_complete_checkpoint(tmp_path, processes)
+            assert newest == tmp_path / "checkpoint-9", (file.name, kept)
+            assert [(one.path.name, one.cut_off) for one in rejected] == [("checkpoint-10", True)]
         file.unlink()
         assert not is_complete(tmp_path / "checkpoint-10", processes)
         file.write_bytes(whole)
@@ -97,7 +98,7 @@ def test_a_checkpoint_without_its_last_bytes_is_not_resumed(tmp_path: Path, proc
 
 def test_what_was_cut_off_twice_is_set_aside_twice(tmp_path: Path) -> None:
     for _ in range(2):
-        set_aside([checkpoint(tmp_path, 3, 1)])
+        set_aside([Rejected(checkpoint(tmp_path, 3, 1), "checkpoint-3 was cut off", cut_off=True)])
     assert [path.name for path in tmp_path.iterdir()] == ["incomplete-checkpoint-3"]
 
 
@@ -105,7 +106,9 @@ def test_no_checkpoint_is_complete(tmp_path: Path) -> None:
     assert last_complete_checkpoint(tmp_path / "nothing", 1) == (None, [])
     cut_off = checkpoint(tmp_path, 1, 1)
     (cut_off / "trainer_state.json").unlink()
-    assert last_complete_checkpoint(tmp_path, 1) == (None, [cut_off])
+    newest, rejected = last_complete_checkpoint(tmp_path, 1)
+    assert newest is None
+    assert [one.path for one in rejected] == [cut_off]
 
 
 def test_a_layout_that_moves_the_place_in_the_data_is_named() -> None:
@@ -281,11 +284,44 @@ def test_generation_boundaries_by_counting(accumulation: int, steps: int, iterat
         assert layout.ends_generation(step, prompts) == (trained % (steps * iterations) == 0)
 
 
+@pytest.mark.parametrize("steps", [[4, 7], pytest.param([1, 2, 3, 5, 6], marks=pytest.mark.slow)])
+def test_a_resumed_run_logs_what_one_left_alone_does(tmp_path: Path, steps: list[int]) -> None:
+    """Resumed after each step: between two log entries, at one, in another epoch, and at the end. Rates are of the launch."""
+    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 6)
+    changes = {"per_device_train_batch_size": 8, "max_steps": 7, "logging_steps": 3, "beta": 0.04}
+    recipe = launching.write_recipe(tmp_path / "mine.yaml", policy, rows, tmp_path / "alone", **changes)
+    assert train.main(["--config", str(recipe)]) == 0
+    expected = launching.log_history(tmp_path / "alone")
+    assert [entry["step"] for entry in expected] == [3, 6, 7]
+    for step in steps:
+        killed = tmp_path / f"killed-{step}"
+        shutil.copytree(tmp_path / "alone", killed)
+        for late in range(step + 1, 8):
+            shutil.rmtree(killed / f"checkpoint-{late}")
+        resume = ["--config", str(recipe), "--output_dir", str(killed), "--resume_from_checkpoint", "true"]
+        assert train.main(resume) == 0
+        launching.assert_same_run(tmp_path / "alone", killed)
+        last = json.loads((killed / "trainer_state.json").read_text())["log_history"][-1]
+        taken = last["train_steps_per_second"] * last["train_runtime"]
+        assert taken == pytest.approx(7 - step, abs=0.1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "kills"), [("cpu", 2), ("ddp_cpu", 1)])
 def test_a_killed_run_ends_like_one_left_alone(tmp_path: Path, layout: str, kills: int) -> None:
     rows = launching.write_rows(tmp_path / "rows.jsonl", 8)
     assert len(torture.torture(layout, kills, random.Random(kills), rows, tmp_path)) == kills
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_files_of_a_save_ends_like_one_left_alone(tmp_path: Path) -> None:
+    """A sample of `make torture`: full fine-tuning and LoRA, the reference refreshed, one checkpoint kept."""
+    if reason := boundaries.why_not():
+        pytest.skip(reason)
+    kills, counts = boundaries.kill_everywhere("cpu", 6, random.Random(3), tmp_path / "torture")
+    assert len(kills) == 6
+    assert len({kill.boundary.kind for kill in kills}) == 6
+    assert min(counts.values()) > 30
 
 
 @pytest.mark.slow

@@ -1,0 +1,154 @@
+"""Checkpoints that are complete or are not: what is added to transformers' own, in which order, and what a resume checks.
+
+transformers writes its files, pushes, and removes older checkpoints; then come the callbacks, one of which writes a refreshed
+reference. A run killed in between is left with a checkpoint that lacks a file, and perhaps with no other. So pushing and
+removing wait here until every file is written and the manifest stands.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import rotate_checkpoints
+
+from grpo_recipes.runs.checkpoints import newest_confirmed, rejection, survey, unfit
+from grpo_recipes.runs.files import write_atomically
+from grpo_recipes.runs.manifest import CheckpointDamaged, Manifest, gathered, read_manifest, write_manifest
+
+LOGGED = "logged.json"  # in each checkpoint: what is to be logged next
+
+logger = logging.getLogger(__name__)
+
+
+class CompleteCheckpoints(TrainerCallback):
+    """Completes each checkpoint of `trainer` (TRL's) with a manifest, and restores from it what is to be logged next.
+
+    While training, `save_total_limit` and `push_to_hub` are switched off in the trainer's arguments, and carried out here
+    once the manifest stands, with transformers' own functions.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.limit: int | None = None
+        self.pushes = False
+        self.confirmed: Path | None = None
+        """A checkpoint whose contents have been read and compared already: once is enough."""
+        self.resumed_from: Path | None = None
+        self.first_step = 0
+        """The optimiser steps that this launch began after."""
+
+    def resumption(self, asked: str | bool | None) -> str | bool | None:
+        """The checkpoint to go on from: `asked`, or for True the newest one that its manifest confirms. Collective.
+
+        Raises `CheckpointDamaged` if it is not whole, or none is.
+        """
+        self.resumed_from = None
+        if not asked:
+            return asked
+        args = self.trainer.args
+        if asked is True:
+            whole, rejected = survey(Path(args.output_dir), args.world_size)
+            if not whole and not rejected:
+                return asked  # transformers says that there is none
+        else:
+            found = rejection(Path(asked), args.world_size) if read_manifest(Path(asked)) else None
+            whole, rejected = ([], [found]) if found else ([Path(asked)], [])
+        is_confirmed = len(whole) == 1 and whole[0] == self.confirmed
+        newest, damaged = (whole[0], []) if is_confirmed else newest_confirmed(whole, each_node=args.save_on_each_node)
+        for one in [*rejected, *damaged]:
+            logger.warning("%s: no run can go on from it", one.reason)
+        if newest is None:
+            raise CheckpointDamaged(f"{[*rejected, *damaged][0].reason}: name another checkpoint to resume from")
+        manifest = read_manifest(newest)
+        if manifest is not None and (reason := unfit(newest, args.world_size)):
+            if manifest.model_only:
+                raise CheckpointDamaged(reason)
+            logger.warning("%s", reason)  # transformers does so too, in a script that may know why
+        self.resumed_from = newest
+        return str(newest)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Become the last callback, so that a manifest lists what the others add; take over rotation and pushing."""
+        handler = self.trainer.callback_handler
+        handler.callbacks = [*(one for one in handler.callbacks if one is not self), self]
+        # Already None or False if an earlier call of `train` was interrupted.
+        self.limit, args.save_total_limit = args.save_total_limit or self.limit, None
+        self.pushes, args.push_to_hub = args.push_to_hub or self.pushes, False
+        self.first_step = state.global_step
+        if self.resumed_from is not None:
+            self._check_best(args, state)
+            args.eval_on_start = False  # done when the run began
+            _restore_logged(self.trainer, self.resumed_from / LOGGED)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Give the arguments back as they were."""
+        args.save_total_limit, args.push_to_hub = self.limit, self.pushes
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Complete the checkpoint; then push it, and remove older ones but the best."""
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        _write_logged(self.trainer, checkpoint / LOGGED)
+        manifest = Manifest(state.global_step, args.world_size, args.save_only_model, {})
+        write_manifest(checkpoint, manifest, each_node=args.save_on_each_node, writes=args.should_save)
+        if self.pushes:
+            self.trainer._push_from_checkpoint(str(checkpoint))
+        if args.should_save:
+            rotate_checkpoints(args.output_dir, self.limit, state.best_model_checkpoint, use_mtime=True)
+
+    def _check_best(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Raise `CheckpointDamaged` if the best checkpoint, which `load_best_model_at_end` would end with, is not whole."""
+        best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
+        if not args.load_best_model_at_end or best is None or best == self.resumed_from:
+            return
+        _, damaged = newest_confirmed([best], each_node=args.save_on_each_node)
+        if damaged or rejection(best, args.world_size):
+            reason = damaged[0].reason if damaged else f"{best} is not whole"
+            raise CheckpointDamaged(
+                f"{reason}, and `load_best_model_at_end` would end with it: restore it, or set that to false"
+            )
+
+    def correct_rates(self, logs: dict[str, float]) -> None:
+        """Make the rates of a run's last entry, which count all its steps, those of this launch again."""
+        step = self.trainer.state.global_step
+        if self.resumed_from is None or "train_loss" not in logs:
+            return
+        for name in ("train_samples_per_second", "train_steps_per_second"):
+            if name in logs:
+                logs[name] = round(logs[name] * (step - self.first_step) / max(step, 1), 3)
+
+
+def _write_logged(trainer: Any, path: Path) -> None:
+    """Write what was added up since the last log entry and over all steps, which transformers and TRL keep in memory."""
+    losses = gathered(trainer._tr_loss.item())  # each rank's own
+    if trainer.args.should_save:
+        content = {
+            "losses_since": losses,
+            "logged_step": trainer._globalstep_last_logged,
+            "loss_total": trainer._total_loss_scalar,
+            "metrics_since": dict(trainer._metrics["train"]),
+        }
+        write_atomically(path, json.dumps(content) + "\n")
+
+
+def _restore_logged(trainer: Any, path: Path) -> None:
+    """Go on adding up where the run that wrote a checkpoint was; without the file (another trainer's) from zero."""
+    if not path.is_file():
+        return
+    content = json.loads(path.read_text(encoding="utf-8"))
+    losses = content["losses_since"]
+    is_same_layout = len(losses) == trainer.args.world_size
+    trainer._tr_loss.fill_(losses[trainer.args.process_index] if is_same_layout else sum(losses) / len(losses))
+    trainer._globalstep_last_logged = content["logged_step"]
+    trainer._total_loss_scalar = content["loss_total"]
+    trainer._initial_global_step = 0  # the average is over all steps
+    trainer.model.train()  # at the end of a run no step does so, and TRL would log these for an evaluation's
+    for name, values in content["metrics_since"].items():
+        trainer._metrics["train"][name].extend(values)

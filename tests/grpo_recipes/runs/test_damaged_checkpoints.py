@@ -1,0 +1,300 @@
+"""Every file of a checkpoint missing, empty, cut off, or with one changed byte: a resume goes on from the one before, with a
+sentence, or is refused."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from trl import GRPOTrainer as TRLGRPOTrainer
+
+from grpo_recipes import GRPOTrainer, train
+from grpo_recipes.recipe.checks import Machine, confirmed, resume_point
+from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
+from grpo_recipes.runs.manifest import MANIFEST, CheckpointDamaged, Manifest, read_manifest, share, write_manifest
+from tests.grpo_recipes import launching, short_runs
+
+CPU = Machine(1, bf16=False)
+LORA = {"use_peft": True, "lora_r": 2, "lora_target_modules": "all-linear", "learning_rate": 1e-2}
+KINDS: dict[str, dict[str, Any]] = {"full": {}, "LoRA": LORA}
+ONE_PROCESS = {"per_device_train_batch_size": 8, "max_steps": 3, "logging_steps": 2, "beta": 0.04, "report_to": "none"}
+REFRESHED = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
+
+Damage = Callable[[Path], None]
+
+
+def _flip(path: Path) -> None:
+    """Change one bit in the last quarter of a file, where weights are."""
+    content = bytearray(path.read_bytes())
+    content[len(content) * 3 // 4] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Damage] = {
+    "missing": Path.unlink,
+    "empty": lambda path: path.write_bytes(b"") and None,
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]) and None,
+    "zeros at its end": lambda path: (
+        path.write_bytes(path.read_bytes()[:-40] + bytes(min(40, path.stat().st_size))) and None
+    ),
+    "one bit": _flip,
+}
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A recipe of three steps in a folder of its own, whose run is in `run` beside it."""
+    folder = tmp_path_factory.mktemp("runs")
+    policy, rows = launching.build_policy(folder / "policy"), launching.write_rows(folder / "rows.jsonl", 8)
+
+    def write(name: str, **changes: Any) -> Path:
+        (folder / name).mkdir()
+        values = {**ONE_PROCESS, **REFRESHED, **changes}
+        return launching.write_recipe(folder / name / "mine.yaml", policy, rows, folder / name / "run", **values)
+
+    return write
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def finished(request: pytest.FixtureRequest, recipes: Callable[..., Path]) -> Path:
+    """The recipe of a finished run, with a checkpoint after each step."""
+    recipe = recipes(request.param, **KINDS[request.param])
+    assert train.main(["--config", str(recipe)]) == 0
+    return recipe
+
+
+def resumed(recipe: Path, place: str = "true") -> Any:
+    """What a resume decides before a model is loaded: where it goes on, and what it sets aside."""
+    parsed = parse_recipe(["--config", str(recipe), "--resume_from_checkpoint", place])
+    return confirmed(parsed, resume_point(parsed, CPU))
+
+
+def files(checkpoint: Path) -> list[Path]:
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def restored(finished: Path) -> Iterator[Path]:
+    """The run's folder, put back as it was."""
+    output = finished.parent / "run"
+    shutil.copytree(output, output.with_name("copy"))
+    yield output
+    shutil.rmtree(output)
+    output.with_name("copy").rename(output)
+
+
+def test_every_damage_to_every_file_is_noticed(finished: Path, restored: Path) -> None:
+    assert resumed(finished).newest == restored / "checkpoint-3"
+    assert resumed(finished).rejected == []
+    kinds = {path.name for path in files(restored / "checkpoint-3")}
+    assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "reference.safetensors"} <= kinds
+    assert {MANIFEST, "logged.json", "training_args.bin"} <= kinds
+    for file in files(restored / "checkpoint-3"):
+        whole = file.read_bytes()
+        for kind, damage in DAMAGES.items():
+            damage(file)
+            point = resumed(finished)
+            assert point.newest == restored / "checkpoint-2", (file, kind)
+            (one,) = point.rejected
+            assert one.path == restored / "checkpoint-3"
+            # Without its manifest a checkpoint counts as one that was never finished.
+            assert ("was cut off" if (file.name, kind) == (MANIFEST, "missing") else str(file)) in one.reason
+            with pytest.raises(RecipeError, match=r"checkpoint-3.*name another checkpoint"):
+                resumed(finished, str(restored / "checkpoint-3"))
+            file.write_bytes(whole)
+    assert resumed(finished).newest == restored / "checkpoint-3"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer_state.json", MANIFEST])
+def test_a_run_goes_on_before_a_damaged_checkpoint_and_ends_as_it_did(
+    finished: Path, restored: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    name = "adapter_" + name if "LoRA" in str(finished) and name == "model.safetensors" else name
+    expected, history = launching.parameters(restored), launching.log_history(restored)
+    _flip(restored / "checkpoint-3" / name)
+    capsys.readouterr()
+    assert train.main(["--config", str(finished), "--resume_from_checkpoint", "true"]) == 0
+    said = capsys.readouterr().out
+    assert f"{restored / 'checkpoint-3' / name} is damaged" in said
+    assert f"set aside as damaged-checkpoint-3: going on from {restored / 'checkpoint-2'}" in said
+    assert (restored / "damaged-checkpoint-3").is_dir()
+    actual = launching.parameters(restored)
+    assert all(expected[key].equal(actual[key]) for key in expected)
+    assert launching.log_history(restored) == history
+
+
+def test_several_damaged_ones_are_passed_over_and_all_are_not(finished: Path, restored: Path) -> None:
+    _flip(restored / "checkpoint-3" / "optimizer.pt")
+    (restored / "checkpoint-2" / "scheduler.pt").unlink()
+    point = resumed(finished)
+    assert point.newest == restored / "checkpoint-1"
+    assert [one.aside.name for one in point.rejected] == ["damaged-checkpoint-2", "damaged-checkpoint-3"]
+    _flip(restored / "checkpoint-1" / "rng_state.pth")
+    with pytest.raises(RecipeError, match=r"no other checkpoint is left.*remove the folder.*checkpoint-1"):
+        resumed(finished)
+    for step in (1, 2, 3):
+        (restored / f"checkpoint-{step}" / MANIFEST).unlink()
+    assert resumed(finished).newest is None  # a run that never finished a save starts again
+
+
+def test_a_run_without_its_record_is_not_resumed(
+    finished: Path, restored: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume = ["--config", str(finished), "--resume_from_checkpoint", "true"]
+    content = (restored / "run.json").read_text()
+    for damaged in (content[: len(content) // 2], "", None):
+        (restored / "run.json").unlink(missing_ok=True)
+        if damaged is not None:
+            (restored / "run.json").write_text(damaged)
+        assert train.main(resume) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert f"{restored / 'run.json'}" in said
+        assert "restore" in said
+
+
+def test_a_model_alone_is_not_resumed(recipes: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = recipes("model only", save_only_model=True, max_steps=1)
+    assert train.main(["--config", str(recipe)]) == 0
+    assert train.main(["--config", str(recipe), "--resume_from_checkpoint", "true"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "checkpoint-1 was saved with `save_only_model`" in said
+    assert "start another run from it as its `model_name_or_path`" in said
+
+
+def test_another_number_of_processes_is_refused(finished: Path) -> None:
+    parsed = parse_recipe(["--config", str(finished), "--resume_from_checkpoint", "true"])
+    with pytest.raises(RecipeError, match=r"checkpoint-3 is of 1 process\(es\), and this launch has 2"):
+        resume_point(parsed, Machine(2, bf16=False))
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_older_checkpoints_are_removed_once_the_manifest_stands(
+    recipes: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    from grpo_recipes.runs import saving
+
+    kept: list[list[str]] = []
+    before = saving.write_manifest
+
+    def watched(checkpoint: Path, *given: Any, **more: Any) -> None:
+        whole = [path.parent.name for path in checkpoint.parent.glob(f"checkpoint-*/{MANIFEST}")]
+        kept.append(sorted(whole))
+        assert (checkpoint / "reference.safetensors").is_file()
+        before(checkpoint, *given, **more)
+
+    monkeypatch.setattr(saving, "write_manifest", watched)
+    recipe = recipes(f"limit {limit}", save_total_limit=limit)
+    assert train.main(["--config", str(recipe)]) == 0
+    assert kept == [[], ["checkpoint-1"], ["checkpoint-1", "checkpoint-2"][-limit:]]
+    left = {path.name for path in (recipe.parent / "run").glob("checkpoint-*")}
+    assert left == {"checkpoint-2", "checkpoint-3"} if limit == 2 else {"checkpoint-3"}
+
+
+def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
+    args = short_runs.arguments(tmp_path, max_steps=3, save_strategy="steps", save_steps=1, save_total_limit=1)
+    run = short_runs.trainer(GRPOTrainer, launching.build_policy(tmp_path / "policy").as_posix(), args)
+
+    class FirstIsBest(type(run.checkpoints)):  # type: ignore[misc]
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            state.best_model_checkpoint = str(tmp_path / "checkpoint-1")
+            super().on_save(args, state, control, **kwargs)
+
+    run.checkpoints.__class__ = FirstIsBest
+    pushed: list[tuple[str, bool]] = []
+    run.args.push_to_hub = True
+    run._push_from_checkpoint = lambda folder: pushed.append((Path(folder).name, (Path(folder) / MANIFEST).is_file()))
+    run.train()
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-3"}
+    assert pushed == [(f"checkpoint-{step}", True) for step in (1, 2, 3)]
+    assert (run.args.save_total_limit, run.args.push_to_hub) == (1, True)
+
+
+def test_a_damaged_best_checkpoint_is_not_ended_with(tmp_path: Path) -> None:
+    policy = launching.build_policy(tmp_path / "policy").as_posix()
+    changes = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    changes |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    args = short_runs.arguments(tmp_path / "run", **changes)
+    run = short_runs.trainer(GRPOTrainer, policy, args, eval_dataset=short_runs.PROMPTS.select(range(4)))
+    best = tmp_path / "run" / "checkpoint-1"
+    best.mkdir(parents=True)
+    (best / "model.safetensors").write_bytes(bytes(99))
+    write_manifest(best, Manifest(1, 1, False, {}), each_node=False, writes=True)
+    state = SimpleNamespace(best_model_checkpoint=str(best))
+    run.checkpoints._check_best(args, state)
+    _flip(best / "model.safetensors")
+    with pytest.raises(CheckpointDamaged, match=r"model.safetensors is damaged.*`load_best_model_at_end`"):
+        run.checkpoints._check_best(args, state)
+
+
+def test_our_trainer_alone_refuses_a_damaged_checkpoint_too(tmp_path: Path) -> None:
+    policy = launching.build_policy(tmp_path / "policy").as_posix()
+
+    def run() -> GRPOTrainer:
+        args = short_runs.arguments(tmp_path / "run", max_steps=3, save_strategy="steps", save_steps=1)
+        return short_runs.trainer(GRPOTrainer, policy, args)
+
+    run().train()
+    expected = launching.parameters(tmp_path / "run" / "checkpoint-3")
+    _flip(tmp_path / "run" / "checkpoint-3" / "optimizer.pt")
+    again = run()
+    again.train(resume_from_checkpoint=True)
+    assert again.checkpoints.first_step == 2
+    assert all(expected[key].equal(value) for key, value in launching.parameters(tmp_path / "run/checkpoint-3").items())
+    _flip(tmp_path / "run" / "checkpoint-3" / "optimizer.pt")
+    with pytest.raises(CheckpointDamaged, match=r"optimizer.pt is damaged"):
+        run().train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+
+
+def test_a_checkpoint_of_trl_is_resumed_and_said_to_be_unchecked(
+    recipes: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = recipes("stock", sync_ref_model=None, ref_model_sync_steps=None, ref_model_mixup_alpha=None)
+    output = recipe.parent / "run"
+    policy = str(recipe.parent.parent / "policy")
+    args = short_runs.arguments(output, max_steps=2, save_strategy="steps", save_steps=1, learning_rate=1e-3)
+    short_runs.trainer(TRLGRPOTrainer, policy, args).train()
+    assert read_manifest(output / "checkpoint-2") is None
+    resume = ["--config", str(recipe), "--resume_from_checkpoint", "true"]
+    assert train.main([*resume, "--learning_rate", "1e-4", "--lr_scheduler_type", "constant"]) == 2
+    assert "`learning_rate` is 0.0001" in capsys.readouterr().err.splitlines()[-1]
+    shutil.rmtree(output / "completions")
+    (output / "run.json").unlink()
+    assert train.main([*resume, "--lr_scheduler_type", "constant"]) == 0
+    assert capsys.readouterr().out.count("is of another trainer, without a manifest") == 1
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3, 8])
+def test_every_file_has_one_reader_on_each_disk(readers: int) -> None:
+    """On two disks, of which each rank sees its own; and on a shared one, where a rank may not yet see every file."""
+    sizes = {f"shard-{number}": 1000 - number for number in range(20)}
+    for disks in (["shared"] * readers, [f"node {rank % 2}" for rank in range(readers)]):
+        listings = [(disk, sizes) for disk in disks]
+        shares = [share(listings, rank) for rank in range(readers)]
+        for disk in set(disks):
+            read = [name for where, names in zip(disks, shares, strict=True) if where == disk for name in names]
+            assert sorted(read) == sorted(sizes)
+    late = [
+        ("shared", {name: size for name, size in sizes.items() if rank == 0 or name[-1] == str(rank)})
+        for rank in range(readers)
+    ]
+    shares = [share(late, rank) for rank in range(readers)]
+    assert sorted(name for names in shares for name in names) == sorted(sizes)
+    assert all(name in late[rank][1] for rank, names in enumerate(shares) for name in names)
+
+
+def test_a_manifest_lists_every_file_and_notices_a_change_to_itself(tmp_path: Path) -> None:
+    (tmp_path / "global_step3").mkdir()
+    for name in ("model.safetensors", "global_step3/zero_pp_rank_0.pt", ".metadata"):
+        (tmp_path / name).write_bytes(name.encode())
+    write_manifest(tmp_path, Manifest(3, 2, False, {}), each_node=False, writes=True)
+    manifest = read_manifest(tmp_path)
+    assert manifest is not None
+    assert (manifest.step, manifest.num_processes, manifest.model_only) == (3, 2, False)
+    assert set(manifest.files) == {"model.safetensors", "global_step3/zero_pp_rank_0.pt", ".metadata"}
+    text = (tmp_path / MANIFEST).read_bytes()
+    for place in range(len(text)):
+        (tmp_path / MANIFEST).write_bytes(text[:place] + bytes([text[place] ^ 1]) + text[place + 1 :])
+        with pytest.raises(CheckpointDamaged, match="manifest.json is damaged"):
+            read_manifest(tmp_path)

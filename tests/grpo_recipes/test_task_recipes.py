@@ -1,0 +1,105 @@
+"""A recipe for each task beside final answers, on data made here: thirty steps of a tiny policy, whose reward rises.
+
+The data are in GSM8K's schema, with the columns that the rewards read beside it; `answer` is what a row must have, and only
+the first task's reward reads it.
+"""
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_recipes import train
+from tests import tiny
+from tests.grpo_rewards.chat_server import completion, serving
+
+pytestmark = pytest.mark.slow
+
+RECIPE: dict[str, Any] = {
+    "dtype": "float32",
+    "bf16": False,
+    "use_cpu": True,
+    "num_generations": 8,
+    "per_device_train_batch_size": 64,
+    "max_steps": 30,
+    "temperature": 1.0,
+    "beta": 0.0,
+    "learning_rate": 3e-2,
+    "lr_scheduler_type": "constant",
+    "gradient_checkpointing": False,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "seed": 0,
+}
+
+
+def trained(folder: Path, words: list[str], rows: list[dict[str, Any]], rewards: list[Any], tokens: int) -> list[float]:
+    """The mean reward of each step of a recipe, on a policy whose vocabulary is `words`."""
+    vocabulary = ["<pad>", "<eos>", *words]
+    policy = folder / "policy"
+    tiny.policy(vocab_size=len(vocabulary), initializer_range=0.02).save_pretrained(policy)
+    tiny.word_tokenizer(vocabulary).save_pretrained(policy)
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = {
+        **RECIPE,
+        "model_name_or_path": str(policy),
+        "dataset": {"name": "gsm8k", "path": str(data), "prompt_format": "text", "prompt_style": "none"},
+        "rewards": rewards,
+        "max_completion_length": tokens,
+        "output_dir": str(folder / "run"),
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert train.main(["--config", str(folder / "recipe.yaml")]) == 0
+    history = json.loads((folder / "run" / "trainer_state.json").read_text())["log_history"]
+    steps = [entry["reward"] for entry in history if "reward" in entry and "loss" in entry]
+    assert len(steps) == 30
+    return steps
+
+
+def rises(steps: list[float], by: float) -> bool:
+    """Whether the mean of the last five steps is above that of the first five by so much."""
+    return sum(steps[-5:]) / 5 - sum(steps[:5]) / 5 > by
+
+
+def test_multiple_choice(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    cities = ["Rome", "Paris", "Oslo", "Bern"]
+    rows = []
+    for number in range(64):
+        choices = dict(zip("ABCD", rng.sample(cities, 4), strict=True))
+        gold = rng.choice("ABCD")
+        rows.append({"question": f"{number} {choices[gold]}", "answer": gold, "choices": choices})
+    words = ["A", "B", "C", "D", "or", "not", "maybe", "is", *cities]
+    assert rises(trained(tmp_path, words, rows, ["choice_correctness"], 2), by=0.1)
+
+
+def test_json(tmp_path: Path) -> None:
+    schema = {
+        "type": "object",
+        "required": ["age", "name"],
+        "properties": {"age": {"type": "integer"}, "name": {"type": "string"}},
+    }
+    words = ['{"age": 7', '{"age": "x"', '{"name": "x"', ', "name": "x"}', ', "age": 7}', "}", "{", "Sure:"]
+    rows = [{"question": f"{n} ?", "answer": "-", "schema": json.dumps(schema)} for n in range(64)]
+    assert rises(trained(tmp_path, words, rows, ["json_schema"], 2), by=0.1)
+
+
+def polite(request: dict[str, Any], handler: Any) -> tuple[int, Any]:
+    """A judge that counts the words of thanks in the response, up to 10."""
+    ((_, said),) = re.findall(r"The response:\n(MATERIAL-\w+)\n(.*)\n\1", request["messages"][1]["content"])
+    score = min(10, 5 * json.loads(said).count("thanks"))
+    return 200, completion(json.dumps({"reason": "counted", "score": score}))
+
+
+def test_a_judge(tmp_path: Path) -> None:
+    words = ["thanks", "hello", "no", "why", "so", "well"]
+    rows = [{"question": f"{n} hello", "answer": "-"} for n in range(64)]
+    with serving(polite) as server:
+        judge = {"name": "judge", "kwargs": {"base_url": server.url, "model": "stub", "cache": str(tmp_path / "cache")}}
+        assert rises(trained(tmp_path, words, rows, [judge], 2), by=0.2)
+    assert len(server.requests) < 30 * 64  # equal requests are made once

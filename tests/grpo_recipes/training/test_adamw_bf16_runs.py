@@ -1,0 +1,90 @@
+"""Runs with `optim: adamw_bf16`: killed and resumed on one process, two, and under FSDP2; and what DeepSpeed keeps instead."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.grpo_recipes import launching
+from tests.grpo_recipes.training.test_reference_distributed import FSDP2
+
+pytestmark = pytest.mark.slow
+MODULE = "tests.grpo_recipes.train_reading_states"
+KEPT = ["torch.float32", "torch.int16"]
+CURED = {"dtype": "bfloat16", "optim": "adamw_bf16", "learning_rate": 1e-5, "max_steps": 6, "save_total_limit": 3}
+LORA = {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"], "lora_r": 4}
+
+
+def layout_file(layout: str, folder: Path, **changes: Any) -> str:
+    """A layout's name or file; FSDP2 on two CPU processes ships in no file."""
+    if layout != "fsdp2":
+        return layout
+    path = folder / "fsdp2.yaml"
+    path.write_text(yaml.safe_dump({**FSDP2, **changes}))
+    return str(path)
+
+
+def dtypes(output: Path) -> dict[str, list[str]]:
+    return json.loads((output / "dtypes-rank0.json").read_text())
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("layout", "tuning"), [("cpu", "full"), ("cpu", "lora"), ("ddp_cpu", "full"), ("fsdp2", "full")]
+)
+def test_a_killed_run_ends_like_one_left_alone(layout: str, tuning: str, tmp_path: Path) -> None:
+    """Parameters, completions, moments and the kept bits, all to the bit."""
+    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 16)
+    processes = 1 if layout == "cpu" else 2
+    changes = {**CURED, **(LORA if tuning == "lora" else {}), "per_device_train_batch_size": 16 // processes}
+    alone = launching.write_recipe(tmp_path / "alone.yaml", policy, rows, tmp_path / "alone", **changes)
+    launching.launch(layout_file(layout, tmp_path), alone, module=MODULE)
+    output = tmp_path / "killed"
+    killed = launching.write_recipe(tmp_path / "killed.yaml", policy, rows, output, **changes)
+    process = launching.start(layout_file(layout, tmp_path), killed, module=MODULE)
+    assert launching.wait_for((output / "checkpoint-4").is_dir, process)
+    launching.kill_tree(process.pid)
+    launching.finish(process)
+    assert not (output / "trainer_state.json").exists()
+    said = launching.launch(layout_file(layout, tmp_path), killed, "--resume_from_checkpoint", "true", module=MODULE)
+    assert "going on from" in said
+    launching.assert_same_run(tmp_path / "alone", output)
+    for rank in range(processes):
+        kept = [torch.load(folder / f"state-rank{rank}.pt") for folder in (tmp_path / "alone", output)]
+        assert len(kept[0]) == len(kept[1]) > 0
+        assert all(map(torch.equal, *kept))
+    expected = ["torch.float32"] if tuning == "lora" else ["torch.bfloat16"]
+    assert dtypes(output)["weights"] == expected  # PEFT keeps an adapter on a bfloat16 base in float32
+    assert dtypes(output)["state"] == (["torch.float32"] if tuning == "lora" else KEPT)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_bf16"])
+def test_deepspeed_keeps_float32_weights_of_its_own(stage: int, optim: str, tmp_path: Path, extensions: str) -> None:
+    """Which is why `adamw_bf16` is refused there: the weights are bfloat16, and what a step updates is not."""
+    pytest.importorskip("deepspeed")
+    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 16)
+    zero3 = yaml.safe_load((launching.ROOT / "accelerate_configs" / "zero3_cpu.yaml").read_text())
+    zero3["deepspeed_config"] |= {"zero_stage": stage, "zero3_init_flag": stage == 3}
+    layout = tmp_path / "zero.yaml"
+    layout.write_text(yaml.safe_dump(zero3))
+    changes = {**CURED, "optim": optim, "max_steps": 2, "save_strategy": "no", "save_steps": None}
+    recipe = launching.write_recipe(tmp_path / "r.yaml", policy, rows, tmp_path / "run", **changes)
+    process = launching.start(str(layout), recipe, module=MODULE, TORCH_EXTENSIONS_DIR=extensions)
+    said = launching.finish(process)
+    if optim == "adamw_bf16":
+        assert process.returncode != 0
+        assert "DeepSpeed keeps float32 weights of its own, so that no update is lost: remove `optim`" in said
+        return
+    assert process.returncode == 0, said[-5000:]
+    assert "stored in bfloat16, updated in float32 by adamw_torch" in said
+    seen = dtypes(tmp_path / "run")
+    assert seen["weights"] == ["torch.bfloat16"]
+    assert seen["updated"] == ["torch.float32"]
+    assert seen["state"] == ["torch.float32"]

@@ -1,0 +1,172 @@
+"""The sample of what a step changes: against every weight of a model, and in the logs of runs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from grpo_recipes import GRPOTrainer, train
+from grpo_recipes.results.diagnostics import diagnose
+from grpo_recipes.results.run import Run
+from grpo_recipes.training.adamw_bf16 import AdamWBF16, adamw_bf16, merge
+from grpo_recipes.training.updates import CHANGED, EXPECTED, SAMPLE, UpdateSample, draw
+from grpo_rewards.errors import UserError
+from tests.grpo_recipes import launching, short_runs
+from tests.tiny import policy, save_policy
+
+NOTHING: Any = None
+
+
+def parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    tensors = [0.02 * torch.randn(300, 200), torch.ones(500), torch.zeros(40, 50), 0.02 * torch.randn(100, 100)]
+    return [torch.nn.Parameter(tensor.to(dtype)) for tensor in tensors]
+
+
+def step(params: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, list[float]]:
+    """What is logged of one step, on noise; the last parameter has no gradient."""
+    metrics: dict[str, list[float]] = defaultdict(list)
+    sample = UpdateSample(metrics)
+    sample.on_train_begin(NOTHING, NOTHING, NOTHING, optimizer=optimizer)
+    for param in params[:-1]:
+        param.grad = torch.randn_like(param)
+    sample.on_step_begin(NOTHING, NOTHING, NOTHING)
+    optimizer.step()
+    sample.on_optimizer_step(NOTHING, NOTHING, NOTHING, optimizer=optimizer)
+    return metrics
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sample_is_a_count_of_every_weight(dtype: torch.dtype) -> None:
+    params = parameters(dtype)
+    before = torch.cat([param.detach().double().flatten() for param in params[:-1]])
+    metrics = step(params, torch.optim.AdamW(params, lr=2e-5, weight_decay=0.0))
+    after = torch.cat([param.detach().double().flatten() for param in params[:-1]])
+    bits = {torch.float32: 24, torch.bfloat16: 8}[dtype]
+    spacing = 2.0 ** (before.abs().log2().floor() - bits + 1)  # 0 has a spacing of 0, and any update moves it
+    whole = (2e-5 / spacing).clamp(max=1)  # the first step of Adam is as large as the rate
+    assert metrics[CHANGED] == [pytest.approx(float((after != before).double().mean()), abs=0.05)]
+    assert metrics[EXPECTED] == [pytest.approx(float(whole.mean()), abs=0.05)]
+
+
+def test_the_sample_is_the_same_in_every_run_and_spread_by_size() -> None:
+    params = parameters(torch.float32)
+    one, other = draw(params), draw(params)
+    assert all(torch.equal(a.places, b.places) for a, b in zip(one, other, strict=True))
+    assert sum(len(part.places) for part in one) == SAMPLE
+    largest = next(part for part in one if part.parameter is params[0])
+    assert len(largest.places) / SAMPLE == pytest.approx(60_000 / 72_500, abs=0.15)
+    assert draw([torch.nn.Parameter(torch.ones(3), requires_grad=False)]) == []
+
+
+def test_it_leaves_the_random_state_alone() -> None:
+    state = torch.get_rng_state()
+    draw(parameters(torch.float32))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_optimiser_without_adams_moments_has_no_expected_share() -> None:
+    params = parameters(torch.float32)
+    metrics = step(params, torch.optim.SGD(params, lr=0.1))
+    assert EXPECTED not in metrics
+    assert metrics[CHANGED][0] == pytest.approx(62_500 / 72_500, abs=0.15)
+
+
+def test_a_step_that_a_gradient_scaler_skips_is_not_counted() -> None:
+    params = parameters(torch.float32)
+    optimizer = torch.optim.AdamW(params)
+    optimizer.step_was_skipped = True  # type: ignore[attr-defined]
+    assert not step(params, optimizer)
+
+
+def test_weights_that_are_rounded_in_between_fall_behind() -> None:
+    """A cast of float32 weights in place, as TRL's continuous batching makes it."""
+    params = parameters(torch.float32)
+    optimizer, metrics = torch.optim.AdamW(params, lr=1e-6), defaultdict(list)
+    sample = UpdateSample(metrics)
+    sample.on_train_begin(NOTHING, NOTHING, NOTHING, optimizer=optimizer)
+    for param in params:
+        param.data = param.data.bfloat16()
+    for _ in range(3):
+        sample.on_step_begin(NOTHING, NOTHING, NOTHING)
+        for param in params:
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        sample.on_optimizer_step(NOTHING, NOTHING, NOTHING, optimizer=optimizer)
+    assert metrics[CHANGED][-1] < 0.2
+    assert metrics[EXPECTED][-1] > 0.9
+
+
+def test_every_run_logs_it_and_the_optimiser_is_handed_over(tmp_path: Path) -> None:
+    args = short_runs.arguments(tmp_path, max_steps=2, beta=0.0, learning_rate=1e-5)
+    run = short_runs.trainer(GRPOTrainer, policy().to(torch.bfloat16), args, optimizer_cls_and_kwargs=adamw_bf16(args))
+    run.train()
+    assert isinstance(run.optimizer.optimizer, AdamWBF16)
+    group = run.optimizer.param_groups[0]
+    assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0.0)
+    logged = [entry for entry in run.state.log_history if CHANGED in entry]
+    assert len(logged) == 2
+    assert all(0 < entry[CHANGED] <= 1 and 0 < entry[EXPECTED] <= 1 for entry in logged)
+
+
+def test_an_adapter_that_trl_casts_for_a_quantised_base_keeps_its_updates(tmp_path: Path) -> None:
+    """TRL's cast goes by this attribute of the model, which bitsandbytes sets; the base here is whole."""
+    model = policy().to(torch.bfloat16)
+    model.is_loaded_in_4bit = True
+    args = short_runs.arguments(tmp_path, max_steps=2, beta=0.0, learning_rate=1e-6)
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
+    run = short_runs.trainer(GRPOTrainer, model, args, peft_config=config, optimizer_cls_and_kwargs=adamw_bf16(args))
+    adapter = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+    assert {parameter.dtype for parameter in adapter} == {torch.bfloat16}
+    before = [parameter.detach().float().clone() for parameter in adapter]
+    run.train()
+    state = run.optimizer.state
+    moved = [merge(p.detach(), state[p]["low_bits"]) != b for p, b in zip(adapter, before, strict=True)]
+    assert torch.cat([m.flatten() for m in moved]).float().mean() > 0.9
+    stored = [p.detach().float() != b for p, b in zip(adapter, before, strict=True)]
+    assert torch.cat([s.flatten() for s in stored]).float().mean() < 0.1
+
+
+@pytest.mark.parametrize("tuning", ["full", "adapter"])
+def test_continuous_batching_may_not_cast_what_is_trained(tmp_path: Path, tuning: str) -> None:
+    more = {"peft_config": LoraConfig(r=2, task_type="CAUSAL_LM")} if tuning == "adapter" else {}
+    args = short_runs.arguments(tmp_path, use_transformers_continuous_batching=True)
+    args.bf16 = True  # on a CPU, `GRPOConfig` itself refuses it
+    model = policy() if tuning == "full" else policy().to(torch.bfloat16)
+    with pytest.raises(UserError, match="casts the trained weights to torch.bfloat16 in place"):
+        short_runs.trainer(GRPOTrainer, model, args, **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "optim", "found"),
+    [
+        ("bfloat16", "adamw_torch_fused", True),
+        ("bfloat16", "adamw_bf16", False),
+        ("float32", "adamw_torch_fused", False),
+    ],
+)
+def test_lost_updates_are_found_in_a_run_and_kept_ones_are_not(
+    dtype: str, optim: str, found: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy_folder, rows = (
+        save_policy(tmp_path / "policy", initializer_range=0.02),
+        launching.write_rows(tmp_path / "rows.jsonl", 64),
+    )
+    changes = {"dtype": dtype, "optim": optim, "max_steps": 60, "learning_rate": 5e-6, "save_strategy": "no"}
+    recipe = launching.write_recipe(
+        tmp_path / "r.yaml", policy_folder, rows, tmp_path / "run", save_steps=None, **changes
+    )
+    assert train.main(["--config", str(recipe)]) == 0
+    diagnosis = diagnose(Run.read(tmp_path / "run"))
+    assert "lost_updates" not in diagnosis.unchecked
+    assert ("lost_updates" in {finding.check for finding in diagnosis.findings}) is found
+    said = capsys.readouterr().out
+    assert f"trained weights stored in {dtype}" in said
+    assert ("of an update survives the rounding" in said) is found

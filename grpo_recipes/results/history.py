@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from grpo_recipes.runs.files import NUMBER, STEP, RunError, check_ordinary, mismatch, one_line
+from grpo_recipes.runs.files import NUMBER, STEP, RunError, Shape, check_ordinary, mismatch, one_line
 
 _CHARACTERS = 1 << 18
-_ENTRY = {"step": STEP}
+_ENTRY: Shape = {"step": STEP}
+_KEYS: Mapping[Any, Shape] = {"log_history": [_ENTRY], "global_step": STEP}
 _IN_NUMBERS = "0123456789+-.eE"  # a number that is followed by one of these has not been read to its end
 _FIX = "restore or remove the file"
 
@@ -68,8 +69,8 @@ def read_log(path: Path, tick: Callable[[], None] = lambda: None) -> Log:
                         raise RunError(f"{path}: {problem}; {_FIX}")
                     log.add(entry)
                     tick()
-            elif key == "log_history":
-                raise RunError(f"{path}: {mismatch(value, [], key)}; {_FIX}")
+            elif problem := mismatch(value, _KEYS[key], key) if key in _KEYS else None:
+                raise RunError(f"{path}: {problem}; {_FIX}")
     if not found:
         raise RunError(f"{path}: it has no `log_history`; {_FIX}")
     return log

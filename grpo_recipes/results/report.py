@@ -122,7 +122,8 @@ def _reward_figure(runs: Sequence[Run], name: str) -> Figure:
             spread = run.series(f"rewards/{name}/std")
             if means.steps == spread.steps:
                 mean, std = np.array(means.values), np.array(spread.values)
-                low, high = _drawable(mean - std), _drawable(mean + std)
+                with np.errstate(over="ignore"):  # beyond the largest float it is infinite, and drawn at the edge
+                    low, high = _drawable(mean - std), _drawable(mean + std)
                 kept = np.union1d(envelope(low), envelope(high))
                 steps = np.array(means.steps)[kept]
                 axes.fill_between(steps, low[kept], high[kept], color=colour, alpha=0.15, linewidth=0)

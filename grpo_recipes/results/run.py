@@ -118,6 +118,8 @@ class Run:
         Completions are read at their first use, and raise it then. `within` so many seconds from now everything must be
         read; what is not raises `OutOfTime`.
         """
+        if not folder.is_dir():
+            raise files.RunError(f"{folder}: there is no such folder; name the `output_dir` of a run")
         run = cls.read_evaluations(folder, within)
         return replace(run, log=_newest_log(folder, run.check_time))
 
@@ -323,8 +325,6 @@ def _listed(value: Any) -> Any:
 
 def _newest_log(folder: Path, tick: Callable[[], None]) -> Log:
     """The log in the `trainer_state.json` of the highest step, of the folder or a checkpoint. A damaged one is skipped."""
-    if not folder.is_dir():
-        raise files.RunError(f"{folder}: there is no such folder; name the `output_dir` of a run")
     states: list[tuple[int, Path]] = []
     damaged: files.RunError | None = None
     for path in (folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")):

@@ -64,7 +64,7 @@ TEXT = Kind("a text", lambda value: isinstance(value, str))
 TEXT_OR_NULL = Kind("a text", lambda value: value is None or isinstance(value, str))
 INTEGER = Kind("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool))
 INTEGER_OR_NULL = Kind("an integer", lambda value: value is None or INTEGER.holds(value))
-STEP = Kind("a step", lambda value: INTEGER.holds(value) and 0 <= value < 2**63)
+STEP = Kind("an integer from 0", lambda value: INTEGER.holds(value) and 0 <= value < 2**63)
 NUMBER = Kind("a number", lambda value: isinstance(value, float) or (INTEGER.holds(value) and abs(value) < 2**63))
 SHARE = Kind("a share with an interval (low <= value <= high)", lambda value: _is_share(value))
 

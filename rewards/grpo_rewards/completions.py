@@ -75,14 +75,16 @@ def listed_scores(reward: str, scores: Any, completions: int) -> list[Any]:
         ValueError: it is nothing, a single value, a mapping or a set, or has another number of entries; the message
             names the reward.
     """
-    one_each = "it must return a list with one score for each, None where it has none"
+    one_each = "it must return one for each, None where it has none"
     try:
         if isinstance(scores, (str, bytes, Mapping, Set)):
             raise TypeError
         listed = list(scores)
     except TypeError as error:
         kind = "None" if scores is None else f"a {type(scores).__name__}"
-        raise ValueError(f"reward `{reward}` returned {kind} for {completions} completions: {one_each}") from error
+        raise ValueError(
+            f"reward `{reward}` returned {kind}, not a list of scores for {completions} completions: {one_each}"
+        ) from error
     if len(listed) != completions:
         raise ValueError(f"reward `{reward}` returned {len(listed)} scores for {completions} completions: {one_each}")
     return listed

@@ -1009,7 +1009,7 @@ REWARDS: list[Case] = [
     Case("grpo-rewards score rows.jsonl --reward own_mapping.reward", ("`reward` returned a dict, not a list",),
          files=own("own_mapping", "completions, **columns): return {}")),
     Case("grpo-rewards score rows.jsonl --reward own_signature.reward",
-         ("`reward` can't be called", "missing a required argument: 'response'", "prompts, completions"),
+         ("`own_signature.reward` can't take `prompts` and `completions` by name", "f(prompts=..., completions=..."),
          files=own("own_signature", "response): return [0.0]")),
     Case("grpo-rewards score rows.jsonl --reward own_closed.reward",
          ("`reward` can't be called", "unexpected keyword argument", "**columns"),

@@ -69,9 +69,9 @@ def without(value: dict[str, Any], key: str) -> dict[str, Any]:
 # What a run's files hold, the exit codes of `diagnose` and `report`, and what the sentence names where they refuse.
 RUNS: dict[str, tuple[dict[str, Any], int, str]] = {
     "entries without a step": ({"state": state({"reward": 1.0})}, 2, "`log_history[0]` has no `step`"),
-    "a step that is text": ({"state": state(HISTORY[0], {"step": "two"})}, 2, '`log_history[1].step` is "two", not a step'),
-    "a step of 400 digits": ({"state": state({"step": 10**400, "reward": 1.0})}, 2, "not a step"),
-    "a negative step": ({"state": state({"step": -1, "reward": 1.0})}, 2, "not a step"),
+    "a step that is text": ({"state": state(HISTORY[0], {"step": "two"})}, 2, '[1].step` is "two", not an integer from 0'),
+    "a step of 400 digits": ({"state": state({"step": 10**400, "reward": 1.0})}, 2, "not an integer from 0"),
+    "a negative step": ({"state": state({"step": -1, "reward": 1.0})}, 2, "not an integer from 0"),
     "an entry that is a number": ({"state": state(7)}, 2, "`log_history[0]` is 7, not an object"),
     "a log that is text": ({"state": state() | {"log_history": "all"}}, 2, '`log_history` is "all", not a list'),
     "no log": ({"state": {"global_step": 3}}, 2, "it has no `log_history`"),

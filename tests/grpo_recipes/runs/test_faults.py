@@ -44,12 +44,12 @@ def test_what_is_finite_passes_as_it_is(completions: list) -> None:
 
 
 SHAPES = {
-    "None": (None, "returned None for 3 completions"),
-    "a number": (0.5, "returned a float for 3 completions"),
-    "a mapping": ({0: 1.0, 1: 1.0, 2: 1.0}, "returned a dict for 3 completions"),
-    "a set": ({1.0, 2.0, 3.0}, "returned a set for 3 completions"),
-    "text": ("123", "returned a str for 3 completions"),
-    "a tensor without dimensions": (torch.tensor(0.5), "returned a Tensor for 3 completions"),
+    "None": (None, "returned None, not a list of scores for 3 completions"),
+    "a number": (0.5, "returned a float, not a list of scores for 3 completions"),
+    "a mapping": ({0: 1.0, 1: 1.0, 2: 1.0}, "returned a dict, not a list of scores for 3 completions"),
+    "a set": ({1.0, 2.0, 3.0}, "returned a set, not a list of scores for 3 completions"),
+    "text": ("123", "returned a str, not a list of scores for 3 completions"),
+    "a tensor without dimensions": (torch.tensor(0.5), "returned a Tensor, not a list of scores for 3 completions"),
     "one score for all": ([1.0], "returned 1 scores for 3 completions"),
     "too many": ([1.0] * 4, "returned 4 scores for 3 completions"),
     "none at all": ([], "returned 0 scores for 3 completions"),
@@ -72,7 +72,7 @@ def test_what_is_no_list_of_scores_is_refused_by_name(shape: str, is_async: bool
         return await faults.checked_reward(judge_async)(prompts=TEXTS, completions=TEXTS)
 
     guard = faults.checked_reward(judge)
-    with pytest.raises(faults.RewardFault, match=f"reward `judge(_async)?` {says}: it must return a list with one"):
+    with pytest.raises(faults.RewardFault, match=f"reward `judge(_async)?` {says}: it must return one for each"):
         asyncio.run(awaited()) if is_async else guard(prompts=TEXTS, completions=TEXTS)
 
 
@@ -276,7 +276,11 @@ def test_a_recipe_is_refused_while_the_lock_lies_there(
             "rank 1: reward `raises_on_rank_1` raised ValueError: the judge did not answer",
         ),
         ("ddp_cpu", "infinite_on_rank_1", "rank 1: reward `infinite_on_rank_1` returned inf for row 3"),
-        ("ddp_cpu", "nothing_on_rank_1", "rank 1: reward `nothing_on_rank_1` returned None for 8 completions"),
+        (
+            "ddp_cpu",
+            "nothing_on_rank_1",
+            "rank 1: reward `nothing_on_rank_1` returned None, not a list of scores for 8 completions",
+        ),
         ("ddp_cpu", "one_on_rank_1", "rank 1: reward `one_on_rank_1` returned 1 scores for 8 completions"),
         ("ddp_cpu", "kills_rank_1", "another rank ended without an error of its own; it was probably killed"),
     ],

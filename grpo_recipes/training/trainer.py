@@ -25,7 +25,7 @@ from grpo_recipes.training import micro_batches as microbatch
 from grpo_recipes.training import offline
 from grpo_recipes.training.continuous_batching import ContinuousBatching, refuse_cast
 from grpo_recipes.training.eval_completions import separate_eval_completions
-from grpo_recipes.training.full_kl import FullKL, Projection, last_hidden_states
+from grpo_recipes.training.full_kl import FullKL, Projection, check_full_kl, last_hidden_states
 from grpo_recipes.training.generation_check import Generation, unfit_layout
 from grpo_recipes.training.log_probs import LogProbs, PerToken
 from grpo_recipes.training.packing import Layout, Rows
@@ -83,14 +83,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         self._efficiency: microbatch.Efficiency | None = None
         self._full_kl = None
         if kl_estimator == "full":
-            if self.beta == 0.0:
-                raise ValueError("`kl_estimator: full` needs a reference: set `beta` above 0")
-            if self._is_vlm:
-                raise ValueError("`kl_estimator: full` does not support models with images: use `sampled`")
-            if self.is_fsdp_enabled:
-                raise ValueError("`kl_estimator: full` does not support FSDP: use DDP or DeepSpeed")
-            if self.loss_type not in LOSS_TYPES:
-                raise ValueError(f"`kl_estimator: full` does not know how `loss_type: {self.loss_type}` weighs tokens")
+            check_full_kl(self.beta, self.loss_type, images=self._is_vlm, fsdp=self.is_fsdp_enabled)
             self._full_kl = FullKL(_causal_lm(self.model), self.temperature)
         self._exact = microbatch.exactness(
             self.loss_type,

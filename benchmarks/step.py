@@ -12,7 +12,7 @@ steps; ratios are stock TRL over ours. Memory is the peak above what was in use 
 generation, in which every row ends with as many tokens as its recorded completion has, and measures each phase of a step:
 for stock TRL, with transformers' loop and with its continuous batching, for ours, without and with group decoding, and for
 a loop written from the description of the from-scratch documents: full logits, one rectangle, the frozen copy as the
-reference. Its memory is that of generation.
+reference. Its memory is that of generation; a step of (d) warms up before those that count.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ MODELS = {"small": (192, 4, 4), "large": (512, 6, 8)}
 WORKLOADS = ("a", "b", "c", "d")
 PHASES = ("generation", "reference", "forward", "backward")
 MEASURING = "measuring"
+OTHERS = ("TRL, continuous batching", "from scratch", "ours, generation off", "ours")
+"""Who else than TRL takes whole steps."""
 
 
 @dataclass(frozen=True)
@@ -486,8 +488,10 @@ def training_phase(
         )
 
 
-def whole_step(size: str, workload: str, beta: float, steps: int, seed: int) -> Iterator[str]:
-    """Rows of the table of whole steps."""
+def whole_step(
+    size: str, workload: str, beta: float, steps: int, seed: int, others: Sequence[str] = OTHERS
+) -> Iterator[str]:
+    """Rows of the table of whole steps: TRL and `others`."""
     folder = tempfile.mkdtemp()
     config = {
         "gradient_checkpointing": False,
@@ -500,18 +504,20 @@ def whole_step(size: str, workload: str, beta: float, steps: int, seed: int) -> 
     def contestant(cls: type[TRLGRPOTrainer], **more: Any) -> Trainer:
         return Trainer(cls, policy(size, folder), True, False, **config, **more)
 
-    contestants = {
-        "TRL": contestant(TRLGRPOTrainer),
-        "TRL, continuous batching": contestant(
+    known: dict[str, Callable[[], Any]] = {
+        "TRL": lambda: contestant(TRLGRPOTrainer),
+        "TRL, continuous batching": lambda: contestant(
             TRLGRPOTrainer,
             use_transformers_continuous_batching=True,
             transformers_continuous_batching_config=paged_cache(workload),
         ),
-        "from scratch": FromScratch(policy(size, folder), policy(size, folder), beta),
-        "ours, generation off": contestant(GRPOTrainer, generation="off"),
-        "ours": contestant(GRPOTrainer),
+        "from scratch": lambda: FromScratch(policy(size, folder), policy(size, folder), beta),
+        "ours, generation off": lambda: contestant(GRPOTrainer, generation="off"),
+        "ours": lambda: contestant(GRPOTrainer),
     }
-    gap = compete(contestants, [Batch.draw(workload, seed + step) for step in range(steps)])
+    contestants = {name: known[name]() for name in ("TRL", *others)}
+    # A step of (d) warms up: in it, ours checks the whole batch and the model.
+    gap = compete(contestants, [Batch.draw("d", seed), *(Batch.draw(workload, seed + step) for step in range(steps))])
     stock = contestants["TRL"].measured
     for name, each in contestants.items():
         measured = each.measured
@@ -524,8 +530,8 @@ def whole_step(size: str, workload: str, beta: float, steps: int, seed: int) -> 
 
 
 def median(values: Sequence[float]) -> float:
-    """The median, without the first step where there are more than two: it warms up and checks the model."""
-    return statistics.median(values[1:] if len(values) > 2 else values)
+    """The median, without the first step where there are more: it warms up and checks the model."""
+    return statistics.median(values[1:] or values)
 
 
 def table(head: str, rows: Callable[[], Iterator[str]]) -> None:
@@ -543,12 +549,15 @@ def main() -> None:
     parser.add_argument("--tuning", nargs="+", choices=("full", "lora"), default=["full"])
     parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off"])
     parser.add_argument("--layouts", nargs="+", choices=("packed", "trimmed"), default=["packed", "trimmed"])
-    parser.add_argument("--steps", type=int, default=6, help="steps of each; the first one warms up")
+    parser.add_argument(
+        "--steps", type=int, default=6, help="steps of each; without --whole-step the first one warms up"
+    )
     parser.add_argument("--seed", type=int, default=0, help="the seed of the first step's batch (--whole-step)")
     parser.add_argument("--beta", nargs="+", type=float, default=[0.0], help="weights of the KL term (--whole-step)")
     parser.add_argument(
         "--whole-step", action="store_true", help="generation included, against the from-scratch loop too"
     )
+    parser.add_argument("--others", nargs="+", choices=OTHERS, default=OTHERS, help="beside TRL (--whole-step)")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -562,7 +571,7 @@ def main() -> None:
             "largest parameter difference after 3 steps |"
         )
         cases = list(product(asked.models, asked.workloads, asked.beta))
-        table(head, lambda: (row for case in cases for row in whole_step(*case, asked.steps, asked.seed)))
+        table(head, lambda: (row for case in cases for row in whole_step(*case, asked.steps, asked.seed, asked.others)))
         return
     layouts = {"packed": "auto", "trimmed": {"pack": False}}
     head = (

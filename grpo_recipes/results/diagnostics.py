@@ -352,7 +352,8 @@ def _where_answers_are(run: Run, name: str) -> str:
 
 def _strict_shares(run: Run) -> list[Mapping[str, float]]:
     """The strict accuracy before and after, as far as there are both."""
-    return [run.evaluations[label]["strict"] for label in (BEFORE, AFTER) if label in run.evaluations]
+    evaluations = [run.evaluations[label] for label in (BEFORE, AFTER) if label in run.evaluations]
+    return [evaluation["strict"] for evaluation in evaluations if "strict" in evaluation]
 
 
 def _strict_rises(run: Run) -> bool:

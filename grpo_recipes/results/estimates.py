@@ -1,4 +1,4 @@
-"""Shares with their 95 % intervals, and differences of shares on the same problems.
+"""Shares and means with their 95 % intervals, and differences of them on the same problems.
 
 The unit is the problem: samples of one problem are alike, so that k of them tell less than k problems would.
 """
@@ -16,7 +16,7 @@ Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 
 @dataclass(frozen=True)
 class Estimate:
-    """A share, or a difference of shares, with the ends of its 95 % interval."""
+    """A share, a mean, or a difference of two, with the ends of its 95 % interval."""
 
     value: float
     low: float
@@ -54,6 +54,50 @@ def mean_share(shares: Sequence[float]) -> Estimate:
     variance = math.fsum((share - value) ** 2 for share in shares) / len(shares) ** 2
     trials = value * (1 - value) / variance if variance > 1e-15 else float(len(shares))
     return Estimate(value, *_score_interval(min(1.0, max(0.0, value)), trials))
+
+
+def mean_value(values: Sequence[float]) -> Estimate:
+    """The mean of one number for each problem, of any range, with Student's interval.
+
+    Raises:
+        ValueError: fewer than two problems, of which no spread is known.
+    """
+    if len(values) < 2:
+        raise ValueError(f"no interval of a mean from {len(values)} problems")
+    n = len(values)
+    value = math.fsum(values) / n
+    error = math.sqrt(math.fsum((one - value) ** 2 for one in values) / (n - 1) / n)
+    half_width = _student_quantile(n - 1) * error
+    return Estimate(value, value - half_width, value + half_width)
+
+
+def paired_mean(first: Sequence[float], second: Sequence[float]) -> Estimate:
+    """The mean of second - first over the same problems, of any range, with Student's interval.
+
+    Raises:
+        ValueError: fewer than two problems, or not the same number of both.
+    """
+    return mean_value([after - before for before, after in zip(first, second, strict=True)])
+
+
+def _student_quantile(freedom: int) -> float:
+    """The quantile of Student's distribution for a two-sided 95 % interval.
+
+    Hill's expansion of the normal quantile (1970, "Algorithm 396: Student's t-quantiles"), within 0.1 % from 4 degrees on;
+    exact for 1 and 2.
+    """
+    tail = 1 - CONFIDENCE
+    if freedom == 1:
+        return 1 / math.tan(tail * math.pi / 2)
+    if freedom == 2:
+        return math.sqrt(2 / (tail * (2 - tail)) - 2)
+    terms = (
+        (Z**3 + Z) / 4,
+        (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96,
+        (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
+        (79 * Z**9 + 776 * Z**7 + 1482 * Z**5 - 1920 * Z**3 - 945 * Z) / 92160,
+    )
+    return Z + sum(term / freedom ** (power + 1) for power, term in enumerate(terms))
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:

@@ -1,8 +1,8 @@
-"""Accuracy of a policy on held-out problems: what is evaluated, its files, its shares; `grpo-recipes evaluate`.
+"""A policy on held-out problems: what is evaluated, its files, its accuracy and pay; `grpo-recipes evaluate`.
 
-*Strict* accuracy asks for what the recipe's own rewards ask for (`results/strict.py`), layout and answer together; *lenient*
-accuracy accepts any recognised final answer. Their difference tells a model that learnt to calculate from one that learnt a
-layout.
+Every reward of the recipe is measured (`results/paid.py`). Where the rows have golds, accuracy is too: *strict* accuracy asks
+for what the recipe's own rewards ask for (`results/strict.py`), layout and answer together; *lenient* accuracy accepts any
+recognised final answer. Their difference tells a model that learnt to calculate from one that learnt a layout.
 
 `evaluate_into` writes `completions.parquet`, every completion with its verdict, and `evaluation.json`, the shares with
 their 95 % intervals. Until then `request.json` says what is evaluated, and `parts/` holds the finished batches, so that a
@@ -18,6 +18,7 @@ import math
 import os
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -32,13 +33,15 @@ from grpo_recipes.recipe.generation import stop_strings
 from grpo_recipes.recipe.hub import hub_answers, is_missing
 from grpo_recipes.recipe.sources import has_one_split
 from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_recipes.results import strict
+from grpo_recipes.results import paid, strict
 from grpo_recipes.results.engines import Complete, EvaluationError, load_engine
 from grpo_recipes.results.estimates import Estimate, mcnemar, mean_share, paired_difference, pass_at_k
 from grpo_recipes.runs import checkpoints, files
 from grpo_recipes.runs.record import read_record
 from grpo_rewards.answers import Judge, answer_number, read_gold
+from grpo_rewards.redaction import redacted
 from grpo_rewards.registry import RewardSpecError
+from grpo_rewards.terminal import visible
 
 DEFAULT_NEW_TOKENS = 512
 REQUEST = "request.json"
@@ -60,7 +63,8 @@ class Settings:
         max_new_tokens: the longest completion, in tokens.
         batch_size: how many completions are made at once; with sampling, part of what a seed reproduces.
         seed: of the sampling. The global random state is left as it was.
-        strict: the rewards that a strictly right completion must earn in full; empty for the default with `tags`.
+        strict: the rewards that a strictly right completion must earn in full; empty for the default with `tags`, None where
+            the rows have no golds, so that no accuracy is measured.
         stop: strings that end a completion, as in training; the recipe's `generation_kwargs.stop`.
 
     Raises:
@@ -73,11 +77,11 @@ class Settings:
     max_new_tokens: int = 256
     batch_size: int = 64
     seed: int = 0
-    strict: tuple[strict.Asked, ...] = ()
+    strict: tuple[strict.Asked, ...] | None = ()
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.strict:
+        if self.strict == ():
             object.__setattr__(self, "strict", strict.asked_by((), self.tags))
         for name in ("samples", "batch_size", "max_new_tokens"):
             if (value := getattr(self, name)) < 1:
@@ -89,16 +93,22 @@ class Settings:
 
 
 def evaluate_into(
-    folder: Path, complete: Complete, dataset: Dataset, settings: Settings, described: dict[str, Any]
+    folder: Path,
+    complete: Complete,
+    dataset: Dataset,
+    settings: Settings,
+    described: dict[str, Any],
+    rewards: Sequence[paid.OwnReward] = (),
 ) -> dict[str, Any]:
     """Evaluate into a folder, or continue the same evaluation there; one that is finished is only read.
 
     Args:
         folder: receives `evaluation.json` and `completions.parquet`.
         complete: the policy; called once for each batch, whose seed is `settings.seed` and the batch's number.
-        dataset: columns `prompt` and `answer`.
+        dataset: a column `prompt`, and the columns that the rewards read.
         settings: how to sample and judge.
-        described: what else identifies the evaluation (the model, its weights, the dataset), ready for JSON.
+        described: what else identifies the evaluation (the model, its weights, the dataset, its rewards), ready for JSON.
+        rewards: the recipe's own, which are measured too.
 
     Returns:
         What `evaluation.json` holds.
@@ -108,24 +118,26 @@ def evaluate_into(
         RunError: a file of the folder is damaged.
         ValueError: the dataset is empty, or an answer can't be read as a gold.
     """
-    answers = _answers(dataset, settings)
-    rows = {"problems": len(answers), "rows": _rows_fingerprint(dataset, settings)}
-    asked = json.loads(json.dumps({**described, **rows, "settings": asdict(settings)}))
+    golds = _golds(dataset, settings)
+    rows = {"problems": len(dataset), "rows": _rows_fingerprint(dataset, settings)}
+    chosen = {key: value for key, value in asdict(settings).items() if value is not None}
+    asked = json.loads(json.dumps({**described, **rows, "settings": chosen}))
     parts = files.inside(folder, "parts")
     if _is_finished(folder, asked):
         return files.read_object(folder / "evaluation.json", files.EVALUATION)
     parts.mkdir(parents=True, exist_ok=True)
     files.write_atomically(folder / REQUEST, json.dumps(asked))
     size = max(1, settings.batch_size // settings.samples)
-    batches = [range(start, min(start + size, len(answers))) for start in range(0, len(answers), size)]
+    batches = [range(start, min(start + size, len(dataset))) for start in range(0, len(dataset), size)]
     for number, problems in enumerate(tqdm(batches, desc="evaluating", unit="batch")):
         part = parts / f"{number:06d}.parquet"
         if not part.is_file():
             batch_settings = replace(settings, seed=settings.seed * 1_000_003 + number)
-            table = _completed(problems, complete, dataset, answers, batch_settings)
+            table = _completed(problems, complete, dataset, golds, batch_settings, rewards)
             _write_table(part, table)
     again = "remove the file: the same command makes it again"
-    made = (files.read_table(parts / f"{number:06d}.parquet", files.EVALUATED, again) for number in range(len(batches)))
+    columns = {**files.EVALUATED, **paid.columns_of(rewards)}
+    made = (files.read_table(parts / f"{number:06d}.parquet", columns, again) for number in range(len(batches)))
     table = pd.concat(made, ignore_index=True)
     summary = {**asked, **summarise(table)}
     _write_table(folder / "completions.parquet", table)
@@ -139,26 +151,32 @@ def summarise(table: pd.DataFrame) -> dict[str, Any]:
     """The shares of an evaluation, each with its 95 % interval, from its completions (columns of `completions.parquet`).
 
     `strict` and `lenient` are mean shares over problems; `pass_at` the chance that one of k completions is strictly right;
-    `majority` the share of problems whose commonest stated answer is right, the first stated winning a tie.
+    `majority` the share of problems whose commonest stated answer is right, the first stated winning a tie; all of them only
+    where there are golds. `rewards` is what `paid.summarised` says of the recipe's own.
     """
+    rewards = {"rewards": paid.summarised(table)} if paid.names_in(table) else {}
+    return {**(_accuracy(table) if "strict" in table else {}), **rewards}
+
+
+def _accuracy(table: pd.DataFrame) -> dict[str, Any]:
     problems = [rows for _, rows in table.groupby("problem", sort=True)]
     samples = len(problems[0])
     shares = {name: mean_share([rows[name].mean() for rows in problems]) for name in ("strict", "lenient")}
     summary: dict[str, Any] = {name: share.as_dict() for name, share in shares.items()}
     if samples > 1:
-        sizes = sorted({2**power for power in range(samples.bit_length())} | {samples})
         summary["pass_at"] = {
             str(k): mean_share([pass_at_k(samples, int(rows["strict"].sum()), k) for rows in problems]).as_dict()
-            for k in sizes
+            for k in paid.powers(samples)
         }
         summary["majority"] = mean_share([float(_majority(rows)) for rows in problems]).as_dict()
     return summary
 
 
 def compare(first: Path, second: Path) -> dict[str, Any]:
-    """Two finished evaluations of the same problems: the paired difference second - first, and McNemar's test.
+    """Two finished evaluations of the same problems: the paired differences second - first, and McNemar's test.
 
-    With several samples a problem the difference is of shares, and the test of majority votes.
+    With several samples a problem the difference is of shares, and the test of majority votes. Of rewards those are compared
+    that both recipes have alike.
 
     Raises:
         EvaluationError: a folder has no finished evaluation, or they are not on the same problems, or not judged alike.
@@ -170,12 +188,17 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
             f"{first} and {second} mean different things by strict (`settings.strict` of their evaluation.json): evaluate both "
             "with the same --recipe"
         )
-    tables = [_read_completions(folder) for folder in (first, second)]
+    alike = [spec for spec in records[0].get("paid_by", []) if spec in records[1].get("paid_by", [])]
+    tables = [_read_completions(folder, alike) for folder in (first, second)]
     prompts = [table.groupby("problem")["prompt"].first() for table in tables]
     if not prompts[0].equals(prompts[1]):
         raise EvaluationError(f"{first} and {second} are not on the same problems: evaluate both with the same options")
-    groups = [[rows for _, rows in table.groupby("problem", sort=True)] for table in tables]
     result: dict[str, Any] = {"problems": len(prompts[0])}
+    if rewards := paid.compared(*tables):
+        result["rewards"] = rewards
+    if not all("strict" in table for table in tables):
+        return result
+    groups = [[rows for _, rows in table.groupby("problem", sort=True)] for table in tables]
     for name in ("strict", "lenient"):
         shares = [[float(rows[name].mean()) for rows in problems] for problems in groups]
         result[name] = {
@@ -191,22 +214,43 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
 
 def describe(summary: dict[str, Any]) -> str:
     """The shares of an evaluation, a line each."""
-    rows = {"strict": summary["strict"], "lenient": summary["lenient"]}
+    rows: dict[str, Any] = {name: summary[name] for name in ("strict", "lenient") if name in summary}
     rows |= {f"pass@{k}": share for k, share in summary.get("pass_at", {}).items()}
     if "majority" in summary:
         rows["majority"] = summary["majority"]
     samples = summary["settings"]["samples"]
     head = f"{summary['problems']} problems, {samples} completion{'s' * (samples > 1)} each; 95 % intervals"
     lines = [f"  {name:10} {Estimate.from_dict(share)}" for name, share in rows.items()]
-    return "\n".join([head, *lines, f"  strict: {strict.describe(summary['settings']['strict'])}"])
+    if "strict" in summary:
+        lines.append(f"  strict: {strict.describe(summary['settings']['strict'])}")
+    for name, entry in summary.get("rewards", {}).items():
+        lines += _described_reward(visible(name), entry)
+    return "\n".join([head, *lines])
+
+
+def _described_reward(name: str, entry: dict[str, Any]) -> list[str]:
+    """The lines on one of the recipe's rewards."""
+    mean = f"mean {Estimate.from_dict(entry['mean'])}" if "mean" in entry else "no mean: fewer than two problems scored"
+    passed = f", passed {Estimate.from_dict(entry['passed'])}" if "passed" in entry else ""
+    unscored = f", {entry['unscored']} not scored" if entry["unscored"] else ""
+    passes = ", ".join(f"@{k} {Estimate.from_dict(share)}" for k, share in entry.get("pass_at", {}).items())
+    return [f"  {name}: {mean}{passed}{unscored}", *([f"    passed {passes}"] if passes else [])]
 
 
 def describe_comparison(result: dict[str, Any]) -> str:
-    """Two evaluations side by side, their paired difference, and McNemar's test."""
+    """Two evaluations side by side, their paired differences, and McNemar's test."""
     lines = [f"{result['problems']} problems, the same for both; 95 % intervals"]
-    for name in ("strict", "lenient"):
-        first, second, difference = (Estimate.from_dict(result[name][key]) for key in ("first", "second", "difference"))
+    shown: dict[str, Any] = {name: result[name] for name in ("strict", "lenient") if name in result}
+    shown |= {
+        f"{visible(name)}, {what}": values
+        for name, entry in result.get("rewards", {}).items()
+        for what, values in entry.items()
+    }
+    for name, values in shown.items():
+        first, second, difference = (Estimate.from_dict(values[key]) for key in ("first", "second", "difference"))
         lines.append(f"  {name:8} A {first}   B {second}   B - A {difference}")
+    if "mcnemar" not in result:
+        return "\n".join(lines)
     test = result["mcnemar"]
     lines.append(
         f"  McNemar: A alone right on {test['only_first']}, B alone on {test['only_second']}; exact p = {test['p']:.3g}"
@@ -231,20 +275,31 @@ def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
         check_model_folder(Path(options.model))
     recipe = _recipe(options)
     spec = held_out_spec(recipe.get("dataset", {}), options)
-    settings = _settings(recipe, spec, options)
     dataset = load(spec, evaluation=spec.eval_share is not None)
     if options.limit is not None:
         dataset = dataset.select(range(min(options.limit, len(dataset))))
+    settings = _settings(recipe, spec, options, dataset)
+    specs = recipe.get("rewards") or []
+    try:
+        rewards, left_out = paid.own_rewards(specs, dataset[0], settings.samples, is_trusted=options.recipe is not None)
+    except RewardSpecError as error:
+        raise EvaluationError(f"the recipe's `rewards`: {str(error).rstrip('.')}") from error
+    paid.say_left_out(left_out)
+    if settings.strict is None and not rewards:
+        raise EvaluationError(
+            "nothing to measure: the held-out rows have no `answer`, and no reward of a recipe can score them: give --recipe"
+        )
     weights = weights_fingerprint(options.model)
     described = {
         "model": options.model,
         **({} if weights is None else {"weights": weights}),
         "engine": "vllm" if options.vllm else "transformers",
         "dataset": spec.as_dict(),
+        **({"paid_by": redacted(_measured(specs, rewards))} if rewards else {}),
     }
     folder = options.output or _output(options.model, options.samples)
     try:
-        return evaluate_into(folder, _loaded_when_called(options), dataset, settings, described)
+        return evaluate_into(folder, _loaded_when_called(options), dataset, settings, described, rewards)
     except KeyboardInterrupt as error:
         raise EvaluationInterrupted(_what_is_saved(folder)) from error
     except OSError as error:
@@ -253,6 +308,17 @@ def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise EvaluationError(str(error)) from error
+
+
+def _measured(specs: Sequence[Any], rewards: Sequence[paid.OwnReward]) -> list[dict[str, Any]]:
+    """The specs of the rewards that are measured, without their weights, which make no difference."""
+    names = {reward.name for reward in rewards}
+    mappings = [{"name": spec} if isinstance(spec, str) else dict(spec) for spec in specs]
+    return [
+        {key: value for key, value in spec.items() if key != "weight"}
+        for spec in mappings
+        if (spec.get("alias") or str(spec["name"]).rpartition(".")[2]) in names
+    ]
 
 
 class EvaluationInterrupted(KeyboardInterrupt):
@@ -395,7 +461,7 @@ def _recipe(options: argparse.Namespace) -> dict[str, Any]:
     return {}
 
 
-def _settings(recipe: dict[str, Any], spec: DatasetSpec, options: argparse.Namespace) -> Settings:
+def _settings(recipe: dict[str, Any], spec: DatasetSpec, options: argparse.Namespace, dataset: Dataset) -> Settings:
     tags = tuple(options.tags) if options.tags else _tags(recipe, spec)
     values = {key: getattr(options, key) for key in ("samples", "temperature", "max_new_tokens", "batch_size", "seed")}
     if values["temperature"] is None:
@@ -408,7 +474,9 @@ def _settings(recipe: dict[str, Any], spec: DatasetSpec, options: argparse.Names
         raise EvaluationError(f"the recipe's `rewards`: {str(error).rstrip('.')}") from error
     except ValueError as error:
         raise EvaluationError(f"--tags: {error}") from error
-    return Settings(tags=tags, strict=asked, stop=stop_strings(recipe.get("generation_kwargs")), **values)
+    has_golds = "answer" in dataset.column_names
+    stop = stop_strings(recipe.get("generation_kwargs"))
+    return Settings(tags=tags, strict=asked if has_golds else None, stop=stop, **values)
 
 
 def _tags(recipe: dict[str, Any], spec: DatasetSpec) -> tuple[str, str]:
@@ -428,46 +496,64 @@ def _output(model: str, samples: int) -> Path:
 
 
 def _completed(
-    problems: range, complete: Complete, dataset: Dataset, answers: list[str], settings: Settings
+    problems: range,
+    complete: Complete,
+    dataset: Dataset,
+    golds: list[str] | None,
+    settings: Settings,
+    rewards: Sequence[paid.OwnReward],
 ) -> pd.DataFrame:
-    """One row for each completion of some problems, with its verdict."""
+    """One row for each completion of some problems, with its verdict and what the recipe's rewards pay."""
     places = [problem for problem in problems for _ in range(settings.samples)]
     rows = [dataset[place] for place in places]
-    prompts, golds = [row["prompt"] for row in rows], [answers[place] for place in places]
+    prompts = [row["prompt"] for row in rows]
     columns = {name: [row[name] for row in rows] for name in dataset.column_names if name != "prompt"}
     completions = complete(prompts, settings)
-    stated = strict.stated_answers(settings.strict, completions, columns, settings.tags)
-    strictly = strict.is_right(settings.strict, completions, columns)
-    judge = Judge()
-    verdicts = [judge.verdict(read_gold(gold), answer) for gold, answer in zip(golds, stated, strict=True)]
     table = {
         "problem": places,
         "sample": [sample for _ in problems for sample in range(settings.samples)],
         "prompt": [prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False) for prompt in prompts],
-        "gold": golds,
         "completion": completions,
-        "answer": stated,
-        "strict": strictly,
-        "lenient": [right or verdict in _RIGHT for right, verdict in zip(strictly, verdicts, strict=True)],
+        **paid.judged(rewards, prompts, completions, columns),
     }
-    return pd.DataFrame(table).astype({"answer": "string"})
+    if golds is not None:
+        table |= _verdicts(completions, [golds[place] for place in places], columns, settings)
+        return pd.DataFrame(table).astype({"answer": "string"})
+    return pd.DataFrame(table)
 
 
-def _answers(dataset: Dataset, settings: Settings) -> list[str]:
+def _verdicts(
+    completions: list[str], golds: list[str], columns: dict[str, list[Any]], settings: Settings
+) -> dict[str, list[Any]]:
+    """The columns that hold completions against golds."""
+    assert settings.strict is not None, "there are golds"
+    stated = strict.stated_answers(settings.strict, completions, columns, settings.tags)
+    strictly = strict.is_right(settings.strict, completions, columns)
+    judge = Judge()
+    verdicts = [judge.verdict(read_gold(gold), answer) for gold, answer in zip(golds, stated, strict=True)]
+    lenient = [right or verdict in _RIGHT for right, verdict in zip(strictly, verdicts, strict=True)]
+    return {"gold": golds, "answer": stated, "strict": strictly, "lenient": lenient}
+
+
+def _golds(dataset: Dataset, settings: Settings) -> list[str] | None:
+    """The golds as text, each of which strict can judge; None where no accuracy is measured."""
+    if len(dataset) == 0:
+        raise ValueError("nothing to evaluate on: the dataset is empty")
+    if settings.strict is None:
+        return None
     columns = {name: list(dataset[name]) for name in dataset.column_names if name != "prompt"}
     judged = strict.can_judge(settings.strict, len(dataset), columns)
-    if not judged:
-        raise ValueError("nothing to evaluate on: the dataset is empty")
     if not all(judged):
         asked = strict.describe([asdict(reward) for reward in settings.strict])
         raise ValueError(f"row {judged.index(False) + 1} can't be scored by what strict asks for, {asked}")
-    return columns["answer"]
+    return list(map(str, columns["answer"]))
 
 
 def _rows_fingerprint(dataset: Dataset, settings: Settings) -> str:
     """A hash of the rows, as far as they count, in order: a path and a split don't say which rows they name today."""
-    read = {name for reward in settings.strict for name in strict.columns_read(reward)} - {"answer"}
-    counting = ["prompt", "answer", *sorted(read & set(dataset.column_names))]
+    read = {name for reward in settings.strict or () for name in strict.columns_read(reward)} - {"answer"}
+    golds = ["answer"] if settings.strict is not None else []
+    counting = ["prompt", *golds, *sorted(read & set(dataset.column_names))]
     digest = hashlib.sha256()
     for row in dataset.select_columns(counting):
         digest.update(json.dumps([row[name] for name in counting], sort_keys=True, default=str).encode() + b"\n")
@@ -514,6 +600,7 @@ def _difference(found: dict[str, Any], asked: dict[str, Any], prefix: str = "") 
         "weights": "the model's weights have changed since",
         "rows": "the problems have changed since",
         "strict": "what strict asks for (`settings.strict`) has changed since",
+        "paid_by": "the rewards of the recipe have changed since",
     }
     for key, value in asked.items():
         other = found.get(key)
@@ -547,8 +634,13 @@ def _read_record(folder: Path) -> dict[str, Any]:
         ) from error
 
 
-def _read_completions(folder: Path) -> pd.DataFrame:
-    table = files.read_table(folder / "completions.parquet", files.EVALUATED, "evaluate anew, into another --output")
+def _read_completions(folder: Path, specs: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """The completions of an evaluation, with the pay of the rewards that some specs describe."""
+    names = [spec.get("alias") or str(spec.get("name")).rpartition(".")[2] for spec in specs]
+    pays: dict[str, files.Kind] = {f"{paid.PAY.format(name)}?": files.NUMBERS for name in names}
+    pays |= {f"{paid.PASSED.format(name)}?": files.BOOLEANS for name in names}
+    columns = {**files.EVALUATED, **pays}
+    table = files.read_table(folder / "completions.parquet", columns, "evaluate anew, into another --output")
     if not len(table):
         raise EvaluationError(f"{folder / 'completions.parquet'}: it holds no completions; evaluate anew")
     return table

@@ -69,6 +69,7 @@ def _accuracy(folder: Path) -> str:
     rows = [
         f"| `evaluate`, {label} | {result['problems']} | {_estimate(result['strict'])} | {_estimate(result['lenient'])} |"
         for label, result in run.evaluations.items()
+        if "strict" in result
     ]
     trained = run.held_out_accuracy()
     rows += [f"| in training, step {step} | | {_estimate(vars(estimate))} | |" for step, estimate in trained]

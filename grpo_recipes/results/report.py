@@ -95,7 +95,7 @@ def _numbered(name: str) -> Iterator[str]:
 
 def draw(runs: Sequence[Run]) -> Iterator[Picture]:
     """Every picture for which one of the runs logged something."""
-    if any(run.evaluations for run in runs):
+    if any("strict" in evaluation for run in runs for evaluation in run.evaluations.values()):
         yield _finish("evaluation", "Accuracy on held-out problems", _evaluation_figure(runs))
     if any(run.held_out_accuracy() for run in runs):
         yield _finish("held-out-accuracy", "Accuracy on the held-out split while training", _held_out_figure(runs))
@@ -144,7 +144,7 @@ def _line_figure(runs: Sequence[Run], unit: str, keys: Sequence[str], logged: Se
 
 def _evaluation_figure(runs: Sequence[Run]) -> Figure:
     figure, axes = _figure("share right", across="")
-    bars = [(run, label, evaluation) for run in runs for label, evaluation in _labelled(run)]
+    bars = [(run, label, evaluation) for run in runs for label, evaluation in _labelled(run) if "strict" in evaluation]
     for place, (run, _, evaluation) in enumerate(bars):
         for name, shift, face in (("strict", -0.2, True), ("lenient", 0.2, False)):
             share, colour = Estimate.from_dict(evaluation[name]), COLOURS[list(runs).index(run) % len(COLOURS)]
@@ -300,8 +300,18 @@ def _evaluations(run: Run) -> str:
         passes = ", ".join(f"@{k} {Estimate.from_dict(share)}" for k, share in evaluation.get("pass_at", {}).items())
         rows.append([f"{run.name}, {label}", str(evaluation["problems"]), *shares, passes])
     head = ["", "problems", *(f"{name} [95 %]" for name in columns), "pass"]
-    kept = [place for place in range(len(head)) if place < 4 or any(row[place] for row in rows)]
-    return _table([head[place] for place in kept], [[row[place] for place in kept] for row in rows])
+    kept = [place for place in range(len(head)) if place < 2 or any(row[place] for row in rows)]
+    return _table([head[place] for place in kept], [[row[place] for place in kept] for row in rows]) + _own(run)
+
+
+def _own(run: Run) -> str:
+    """What each reward of the recipe pays in a run's evaluations."""
+    rows = []
+    for label, evaluation in _labelled(run):
+        for name, entry in evaluation.get("rewards", {}).items():
+            numbers = [str(Estimate.from_dict(entry[key])) if key in entry else "" for key in ("mean", "passed")]
+            rows.append([f"{run.name}, {label}", name, *numbers])
+    return _table(["", "reward", "mean [95 %]", "passed [95 %]"], rows) if rows else ""
 
 
 def _pictures(pictures: list[Picture]) -> str:
@@ -335,6 +345,8 @@ def _changes(run: Run) -> str:
     if not all(table.is_file() for table in tables):
         return ""
     before, after = (read_table(table, EVALUATED).query("sample == 0").set_index("problem") for table in tables)
+    if "strict" not in before or "strict" not in after:
+        return ""
     both = before.join(after, rsuffix="_after", how="inner")
     both = both[both["prompt"] == both["prompt_after"]]
     changed = {

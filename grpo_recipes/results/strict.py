@@ -77,6 +77,17 @@ def is_right(asked: Sequence[Asked], completions: Sequence[str], columns: Mappin
     return [list(row) == most for row in zip(*pays, strict=True)]
 
 
+def passing(spec: Spec) -> Asked | None:
+    """What a completion that passes one of our correctness rewards earns in full, whatever a spec says of pay.
+
+    None for every other reward, and for one whose answers all earn the same.
+    """
+    built = judge_of({"name": spec} if isinstance(spec, str) else spec)
+    if built is None or built.kind != "correctness":
+        return None
+    return next(iter(_plain(built)), None)
+
+
 def can_judge(asked: Sequence[Asked], rows: int, columns: Mapping[str, Sequence[Any]]) -> list[bool]:
     """Whether every reward can score each of the rows: one says by None that it can't, whatever the completion.
 

@@ -8,6 +8,7 @@ names the file.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,7 @@ INTEGER_OR_NULL = Kind("an integer", lambda value: value is None or INTEGER.hold
 STEP = Kind("an integer from 0", lambda value: INTEGER.holds(value) and 0 <= value < 2**63)
 NUMBER = Kind("a number", lambda value: isinstance(value, float) or (INTEGER.holds(value) and abs(value) < 2**63))
 SHARE = Kind("a share with an interval (low <= value <= high)", lambda value: _is_share(value))
+ESTIMATE = Kind("a number with an interval (low <= value <= high)", lambda value: _is_estimate(value))
 
 # Of columns. A column without any value has no type of its own.
 INTEGERS = Kind("integers", lambda column: column.dtype.kind in "iu")
@@ -82,11 +84,13 @@ be absent, and `*?` for every other key."""
 
 EVALUATION: Shape = {
     "problems": INTEGER,
-    "strict": SHARE,
-    "lenient": SHARE,
+    # Where the rows have golds.
+    "strict?": SHARE,
+    "lenient?": SHARE,
     "majority?": SHARE,
     "pass_at?": {"*?": SHARE},
     "settings": {"samples": INTEGER, "strict?": [{"name": TEXT}]},
+    "rewards?": {"*?": {"mean?": ESTIMATE, "passed?": SHARE, "pass_at?": {"*?": SHARE}, "unscored": INTEGER}},
 }
 ADAPTER: Shape = {"base_model_name_or_path": TEXT_OR_NULL}
 
@@ -95,11 +99,12 @@ EVALUATED = {
     "problem": INTEGERS,
     "sample": INTEGERS,
     "prompt": TEXTS,
-    "gold": TEXTS,
     "completion": TEXTS,
-    "answer": TEXTS_OR_NULL,
-    "strict": BOOLEANS,
-    "lenient": BOOLEANS,
+    # Where the rows have golds.
+    "gold?": TEXTS,
+    "answer?": TEXTS_OR_NULL,
+    "strict?": BOOLEANS,
+    "lenient?": BOOLEANS,
 }
 
 
@@ -266,9 +271,13 @@ def shown(text: str, most: int = 40) -> str:
 
 
 def _is_share(value: Any) -> bool:
+    return _is_estimate(value) and value["low"] >= 0 and value["high"] <= 1
+
+
+def _is_estimate(value: Any) -> bool:
     if not isinstance(value, dict) or not all(NUMBER.holds(value.get(key)) for key in ("low", "value", "high")):
         return False
-    return 0 <= value["low"] <= value["value"] <= value["high"] <= 1  # false for NaN
+    return -math.inf < value["low"] <= value["value"] <= value["high"] < math.inf  # false for NaN
 
 
 def _is_conversation(value: Any) -> bool:

@@ -376,7 +376,7 @@ def test_a_runs_own_rewards_say_what_is_strict(tiny_model: Path, tmp_path: Path,
     recipe["rewards"] = ["gsm8k_correctness"]
     (run_folder / "run.json").write_text(json.dumps({"recipe": recipe}))
     assert cli.main(arguments) == 2
-    assert "what strict asks for (`settings.strict`) has changed" in capsys.readouterr().err
+    assert "the rewards of the recipe have changed since" in capsys.readouterr().err
 
 
 def test_majority_votes_count_numbers_whatever_their_form() -> None:

@@ -461,13 +461,14 @@ def _answers(dataset: Dataset, settings: Settings) -> list[str]:
     if not all(judged):
         asked = strict.describe([asdict(reward) for reward in settings.strict])
         raise ValueError(f"row {judged.index(False) + 1} can't be scored by what strict asks for, {asked}")
-    return columns["answer"]
+    golds = columns.get(strict.gold_column(settings.strict), [None] * len(dataset))
+    return ["" if gold is None else str(gold) for gold in golds]
 
 
 def _rows_fingerprint(dataset: Dataset, settings: Settings) -> str:
     """A hash of the rows, as far as they count, in order: a path and a split don't say which rows they name today."""
     read = {name for reward in settings.strict for name in strict.columns_read(reward)} - {"answer"}
-    counting = ["prompt", "answer", *sorted(read & set(dataset.column_names))]
+    counting = [name for name in ("prompt", "answer", *sorted(read)) if name in dataset.column_names]
     digest = hashlib.sha256()
     for row in dataset.select_columns(counting):
         digest.update(json.dumps([row[name] for name in counting], sort_keys=True, default=str).encode() + b"\n")

@@ -92,6 +92,12 @@ def columns_read(reward: Asked) -> set[str]:
     return {*getattr(reward, "columns_read", ()), getattr(reward, "choices_column", None) or ""} - {""}
 
 
+def gold_column(asked: Sequence[Asked]) -> str:
+    """Where the first correctness reward finds its golds; `answer` for one that has none."""
+    judge = next(reward for reward in asked if reward.kind == "correctness")
+    return getattr(judge, "gold_column", "answer")
+
+
 def stated_answers(
     asked: Sequence[Asked], completions: Sequence[str], columns: Mapping[str, Sequence[Any]], tags: Tags
 ) -> list[str | None]:
@@ -154,7 +160,7 @@ def _plain(reward: Any) -> Iterator[Asked]:
     """A reward without what makes no difference to which completions earn its highest pay; nothing if none earns any."""
     if isinstance(reward, GSM8KCorrectness):
         if reward.pay_exact > reward.pay_wrong:
-            kept = {key: getattr(reward, key) for key in ("extract", "tags", "prefilled", "deadline")}
+            kept = {key: getattr(reward, key) for key in ("extract", "tags", "prefilled", "gold_column", "deadline")}
             yield GSM8KCorrectness(pay_exact=1.0, pay_equal=float(reward.pay_equal > reward.pay_wrong), **kept)
     elif reward.highest_pay > 0:
         known = {field.name: field.default for field in fields(reward)}

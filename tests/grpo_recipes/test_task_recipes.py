@@ -1,8 +1,4 @@
-"""A recipe for each task beside final answers, on data made here: thirty steps of a tiny policy, whose reward rises.
-
-The data are in GSM8K's schema, with the columns that the rewards read beside it; `answer` is what a row must have, and only
-the first task's reward reads it.
-"""
+"""A recipe for each task beside final answers, on data made here: thirty steps of a tiny policy, whose reward rises."""
 
 import json
 import random
@@ -48,7 +44,7 @@ def trained(folder: Path, words: list[str], rows: list[dict[str, Any]], rewards:
     recipe = {
         **RECIPE,
         "model_name_or_path": str(policy),
-        "dataset": {"name": "gsm8k", "path": str(data), "prompt_format": "text", "prompt_style": "none"},
+        "dataset": {"path": str(data), "prompt_format": "text", "prompt_template": "{{ question }}"},
         "rewards": rewards,
         "max_completion_length": tokens,
         "output_dir": str(folder / "run"),
@@ -85,7 +81,7 @@ def test_json(tmp_path: Path) -> None:
         "properties": {"age": {"type": "integer"}, "name": {"type": "string"}},
     }
     words = ['{"age": 7', '{"age": "x"', '{"name": "x"', ', "name": "x"}', ', "age": 7}', "}", "{", "Sure:"]
-    rows = [{"question": f"{n} ?", "answer": "-", "schema": json.dumps(schema)} for n in range(64)]
+    rows = [{"question": f"{n} ?", "schema": json.dumps(schema)} for n in range(64)]
     assert rises(trained(tmp_path, words, rows, ["json_schema"], 2), by=0.1)
 
 
@@ -98,7 +94,7 @@ def polite(request: dict[str, Any], handler: Any) -> tuple[int, Any]:
 
 def test_a_judge(tmp_path: Path) -> None:
     words = ["thanks", "hello", "no", "why", "so", "well"]
-    rows = [{"question": f"{n} hello", "answer": "-"} for n in range(64)]
+    rows = [{"question": f"{n} hello"} for n in range(64)]
     with serving(polite) as server:
         judge = {"name": "judge", "kwargs": {"base_url": server.url, "model": "stub", "cache": str(tmp_path / "cache")}}
         assert rises(trained(tmp_path, words, rows, [judge], 2), by=0.2)

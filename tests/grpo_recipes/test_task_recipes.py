@@ -19,12 +19,12 @@ RECIPE: dict[str, Any] = {
     "dtype": "float32",
     "bf16": False,
     "use_cpu": True,
-    "num_generations": 8,
-    "per_device_train_batch_size": 64,
+    "num_generations": 16,
+    "per_device_train_batch_size": 128,
     "max_steps": 30,
     "temperature": 1.0,
     "beta": 0.0,
-    "learning_rate": 3e-2,
+    "learning_rate": 2e-2,
     "lr_scheduler_type": "constant",
     "gradient_checkpointing": False,
     "logging_steps": 1,
@@ -80,9 +80,10 @@ def test_json(tmp_path: Path) -> None:
         "required": ["age", "name"],
         "properties": {"age": {"type": "integer"}, "name": {"type": "string"}},
     }
-    words = ['{"age": 7', '{"age": "x"', '{"name": "x"', ', "name": "x"}', ', "age": 7}', "}", "{", "Sure:"]
+    # Whole objects as single tokens: two tokens that must fit together are not found reliably in thirty steps.
+    words = ['{"age": 7, "name": "x"}', '{"age": "7", "name": "x"}', '{"age": 7}', "{}", "Sure:", "no", "yes"]
     rows = [{"question": f"{n} ?", "schema": json.dumps(schema)} for n in range(64)]
-    assert rises(trained(tmp_path, words, rows, ["json_schema"], 2), by=0.1)
+    assert rises(trained(tmp_path, words, rows, ["json_schema"], 1), by=0.2)
 
 
 def polite(request: dict[str, Any], handler: Any) -> tuple[int, Any]:
@@ -98,4 +99,4 @@ def test_a_judge(tmp_path: Path) -> None:
     with serving(polite) as server:
         judge = {"name": "judge", "kwargs": {"base_url": server.url, "model": "stub", "cache": str(tmp_path / "cache")}}
         assert rises(trained(tmp_path, words, rows, [judge], 2), by=0.2)
-    assert len(server.requests) < 30 * 64  # equal requests are made once
+    assert len(server.requests) < 30 * 128  # equal requests are made once

@@ -80,9 +80,9 @@ def test_json(tmp_path: Path) -> None:
         "required": ["age", "name"],
         "properties": {"age": {"type": "integer"}, "name": {"type": "string"}},
     }
-    # Whole objects as single tokens: two tokens that must fit together are not found reliably in thirty steps.
+    # Whole objects as single tokens. The question holds a word of the vocabulary: a prompt of padding alone teaches nothing.
     words = ['{"age": 7, "name": "x"}', '{"age": "7", "name": "x"}', '{"age": 7}', "{}", "Sure:", "no", "yes"]
-    rows = [{"question": f"{n} ?", "schema": json.dumps(schema)} for n in range(64)]
+    rows = [{"question": f"{n} Sure:", "schema": json.dumps(schema)} for n in range(64)]
     assert rises(trained(tmp_path, words, rows, ["json_schema"], 1), by=0.2)
 
 

@@ -474,7 +474,12 @@ def _settings(recipe: dict[str, Any], spec: DatasetSpec, options: argparse.Names
         raise EvaluationError(f"the recipe's `rewards`: {str(error).rstrip('.')}") from error
     except ValueError as error:
         raise EvaluationError(f"--tags: {error}") from error
-    has_golds = "answer" in dataset.column_names
+    # A recipe that judges no correctness is held to golds by default, where there are any.
+    has_golds = (
+        strict.judges_correctness(recipe.get("rewards") or [])
+        or not recipe.get("rewards")
+        or "answer" in dataset.column_names
+    )
     stop = stop_strings(recipe.get("generation_kwargs"))
     return Settings(tags=tags, strict=asked if has_golds else None, stop=stop, **values)
 
@@ -546,14 +551,14 @@ def _golds(dataset: Dataset, settings: Settings) -> list[str] | None:
     if not all(judged):
         asked = strict.describe([asdict(reward) for reward in settings.strict])
         raise ValueError(f"row {judged.index(False) + 1} can't be scored by what strict asks for, {asked}")
-    return list(map(str, columns["answer"]))
+    golds = columns.get(strict.gold_column(settings.strict), [None] * len(dataset))
+    return ["" if gold is None else str(gold) for gold in golds]
 
 
 def _rows_fingerprint(dataset: Dataset, settings: Settings) -> str:
     """A hash of the rows, as far as they count, in order: a path and a split don't say which rows they name today."""
     read = {name for reward in settings.strict or () for name in strict.columns_read(reward)} - {"answer"}
-    golds = ["answer"] if settings.strict is not None else []
-    counting = ["prompt", *golds, *sorted(read & set(dataset.column_names))]
+    counting = [name for name in ("prompt", "answer", *sorted(read)) if name in dataset.column_names]
     digest = hashlib.sha256()
     for row in dataset.select_columns(counting):
         digest.update(json.dumps([row[name] for name in counting], sort_keys=True, default=str).encode() + b"\n")

@@ -70,6 +70,11 @@ def asked_by(specs: Sequence[Spec], tags: Tags, *, override_tags: bool = False) 
     return tuple(sorted(dict.fromkeys(known), key=repr))
 
 
+def judges_correctness(specs: Sequence[Spec]) -> bool:
+    """Whether one of a recipe's rewards that decide is of the kind correctness."""
+    return any(reward.kind == "correctness" for reward in _known(specs, ("think", "answer")))
+
+
 def is_right(asked: Sequence[Asked], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> list[bool]:
     """Whether each completion earns the most that every reward can pay; `columns` are the dataset's, `answer` the golds."""
     pays = [reward(completions=completions, **columns) for reward in asked]
@@ -101,6 +106,12 @@ def can_judge(asked: Sequence[Asked], rows: int, columns: Mapping[str, Sequence[
 def columns_read(reward: Asked) -> set[str]:
     """The dataset columns that tell one row from another to a reward."""
     return {*getattr(reward, "columns_read", ()), getattr(reward, "choices_column", None) or ""} - {""}
+
+
+def gold_column(asked: Sequence[Asked]) -> str:
+    """Where the first correctness reward finds its golds; `answer` for one that has none."""
+    judge = next(reward for reward in asked if reward.kind == "correctness")
+    return getattr(judge, "gold_column", "answer")
 
 
 def stated_answers(
@@ -165,7 +176,7 @@ def _plain(reward: Any) -> Iterator[Asked]:
     """A reward without what makes no difference to which completions earn its highest pay; nothing if none earns any."""
     if isinstance(reward, GSM8KCorrectness):
         if reward.pay_exact > reward.pay_wrong:
-            kept = {key: getattr(reward, key) for key in ("extract", "tags", "prefilled", "deadline")}
+            kept = {key: getattr(reward, key) for key in ("extract", "tags", "prefilled", "gold_column", "deadline")}
             yield GSM8KCorrectness(pay_exact=1.0, pay_equal=float(reward.pay_equal > reward.pay_wrong), **kept)
     elif reward.highest_pay > 0:
         known = {field.name: field.default for field in fields(reward)}

@@ -1,8 +1,4 @@
-"""A recipe for each task beside final answers, on data made here: thirty steps of a tiny policy, whose reward rises.
-
-The data are in GSM8K's schema, with the columns that the rewards read beside it; `answer` is what a row must have, and only
-the first task's reward reads it.
-"""
+"""A recipe for each task beside final answers, on data made here: thirty steps of a tiny policy, whose reward rises."""
 
 import json
 import random
@@ -23,12 +19,12 @@ RECIPE: dict[str, Any] = {
     "dtype": "float32",
     "bf16": False,
     "use_cpu": True,
-    "num_generations": 8,
-    "per_device_train_batch_size": 64,
+    "num_generations": 16,
+    "per_device_train_batch_size": 128,
     "max_steps": 30,
     "temperature": 1.0,
     "beta": 0.0,
-    "learning_rate": 3e-2,
+    "learning_rate": 2e-2,
     "lr_scheduler_type": "constant",
     "gradient_checkpointing": False,
     "logging_steps": 1,
@@ -48,7 +44,7 @@ def trained(folder: Path, words: list[str], rows: list[dict[str, Any]], rewards:
     recipe = {
         **RECIPE,
         "model_name_or_path": str(policy),
-        "dataset": {"name": "gsm8k", "path": str(data), "prompt_format": "text", "prompt_style": "none"},
+        "dataset": {"path": str(data), "prompt_format": "text", "prompt_template": "{{ question }}"},
         "rewards": rewards,
         "max_completion_length": tokens,
         "output_dir": str(folder / "run"),
@@ -84,9 +80,10 @@ def test_json(tmp_path: Path) -> None:
         "required": ["age", "name"],
         "properties": {"age": {"type": "integer"}, "name": {"type": "string"}},
     }
-    words = ['{"age": 7', '{"age": "x"', '{"name": "x"', ', "name": "x"}', ', "age": 7}', "}", "{", "Sure:"]
-    rows = [{"question": f"{n} ?", "answer": "-", "schema": json.dumps(schema)} for n in range(64)]
-    assert rises(trained(tmp_path, words, rows, ["json_schema"], 2), by=0.1)
+    # Whole objects as single tokens. The question holds a word of the vocabulary: a prompt of padding alone teaches nothing.
+    words = ['{"age": 7, "name": "x"}', '{"age": "7", "name": "x"}', '{"age": 7}', "{}", "Sure:", "no", "yes"]
+    rows = [{"question": f"{n} Sure:", "schema": json.dumps(schema)} for n in range(64)]
+    assert rises(trained(tmp_path, words, rows, ["json_schema"], 1), by=0.2)
 
 
 def polite(request: dict[str, Any], handler: Any) -> tuple[int, Any]:
@@ -98,8 +95,8 @@ def polite(request: dict[str, Any], handler: Any) -> tuple[int, Any]:
 
 def test_a_judge(tmp_path: Path) -> None:
     words = ["thanks", "hello", "no", "why", "so", "well"]
-    rows = [{"question": f"{n} hello", "answer": "-"} for n in range(64)]
+    rows = [{"question": f"{n} hello"} for n in range(64)]
     with serving(polite) as server:
         judge = {"name": "judge", "kwargs": {"base_url": server.url, "model": "stub", "cache": str(tmp_path / "cache")}}
         assert rises(trained(tmp_path, words, rows, [judge], 2), by=0.2)
-    assert len(server.requests) < 30 * 64  # equal requests are made once
+    assert len(server.requests) < 30 * 128  # equal requests are made once

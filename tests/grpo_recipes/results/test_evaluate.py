@@ -77,8 +77,8 @@ COMPLETIONS = {  # completion: (strict, lenient) against the gold 18
 
 def scripted_run(tokenizer, prompts, script, folder, columns=None, **settings):
     model = Scripted(tokenizer, script)
-    golds = {"answer": ["18"] * len(prompts)}
-    dataset = datasets.Dataset.from_dict({"prompt": prompts, **golds, **(columns or {})})
+    columns = {"answer": ["18"] * len(prompts)} if columns is None else columns
+    dataset = datasets.Dataset.from_dict({"prompt": prompts, **columns})
     return evaluate_into(folder, transformers_engine(model, tokenizer), dataset, Settings(**settings), {}), model
 
 
@@ -147,13 +147,14 @@ def test_strict_is_what_the_recipe_asks_for(tokenizer, tmp_path: Path, rewards: 
 
 
 CITIES = {"choices": ["Rome", "Paris"], "answer": "B"}
-AGE = {"schema": '{"required": ["age"], "properties": {"age": {"type": "integer"}}}', "answer": "-"}
-QUIET = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [{}, {}], "answer": "-"}
+AGE = {"schema": '{"required": ["age"], "properties": {"age": {"type": "integer"}}}'}
+QUIET = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [{}, {}]}
 DECLARED = [  # a recipe's rewards; a row's columns; what is strictly right by them; what is not
     (["choice_correctness"], CITIES, ["The answer is B.", "<answer>Paris</answer>"], ["A", "A or B", ""]),
     (["choice_correctness", "well_formed"], CITIES, ["<think>a</think><answer>B</answer>"], ["B"]),
     ([{"name": "choice_correctness", "kwargs": {"pay_wrong": -1, "gold_column": "key"}, "alias": "c"}],
      {**CITIES, "key": "A"}, ["A"], ["B"]),
+    (["choice_correctness"], {**CITIES, "answer": 1}, ["B"], ["A"]),
     (["string_match"], {"answer": "the Danube"}, ["<answer>danube</answer>"], ["danube", "<answer>Rhine</answer>"]),
     ([{"name": "string_match", "kwargs": {"match": "f1"}}], {"answer": "red cat"}, ["<answer>Red cat.</answer>"],
      ["<answer>red cats</answer>", "<answer>the red big cat</answer>"]),
@@ -175,6 +176,16 @@ def test_strict_is_the_kind_that_a_reward_declares(tokenizer, tmp_path: Path, re
     assert table["strict"].tolist() == [True] * len(right) + [False] * len(wrong)
     assert (table["lenient"] | ~table["strict"]).all()
     assert "full pay of" in describe(summary)
+
+
+def test_golds_may_lie_in_another_column(tokenizer, tmp_path: Path):
+    asked = asked_by([{"name": "gsm8k_correctness", "kwargs": {"gold_column": "solution"}}], ("think", "answer"))
+    said = {"p0": "<answer>18</answer>", "p1": "So 18.\n#### 18", "p2": "<answer>17</answer>"}
+    scripted_run(tokenizer, list(said), said, tmp_path / "e", {"solution": ["18"] * 3}, strict=asked)
+    table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
+    assert table[["strict", "lenient"]].values.tolist() == [[True, True], [False, True], [False, False]]
+    with pytest.raises(ValueError, match="needs the dataset column `solution`"):
+        scripted_run(tokenizer, ["p0"], said, tmp_path / "f", strict=asked)
 
 
 def test_the_choice_that_is_named_is_the_stated_answer(tokenizer, tmp_path: Path):

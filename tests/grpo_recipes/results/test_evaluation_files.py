@@ -513,7 +513,6 @@ def test_vllm_draws_every_sample_of_a_prompt_anew(tiny_model: Path, monkeypatch)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "required: model"),
         (["/no/such-folder", "--dataset", "arithmetic", "--limit", "2"], "can't be loaded"),
         (["MODEL", "--dataset", "arithmatic"], "did you mean `arithmetic`"),
         (["MODEL", "--dataset", "arithmetic", "--samples", "4", "--temperature", "0"], "greedy samples"),

@@ -1,7 +1,8 @@
 """Presets: tables of a known form, as a row of one table each: the columns read, and what a row is made into.
 
-`name: gsm8k` is short for the columns, the reading of the gold and the system prompt that its entry states. A preset reads
-no file: where rows lie, which are taken and how a prompt is phrased is the same with and without one.
+`name: gsm8k` is short for the columns and the reading of the gold that its entry states, and for a system prompt
+(`DatasetSpec.SYSTEM_PROMPTS`). A preset reads no file: where rows lie, which are taken and how a prompt is phrased is the
+same with and without one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ class Preset:
         read: a row's parts, by the keys of `columns`, and its place for an error: the turns, and the columns made of it,
             which are text.
         keeps: the columns read that stay in the row for rewards.
-        system_prompt: the system prompt unless the recipe names one.
         hub_id: where the table lies on the hub, if the preset has a home there.
         hub_config: its configuration.
     """
@@ -42,7 +42,6 @@ class Preset:
     columns: Mapping[str, tuple[str, ...]]
     read: Callable[[Mapping[str, Any], str], tuple[Turns, dict[str, Any]]]
     keeps: tuple[str, ...] = ()
-    system_prompt: str = "reasoning"
     hub_id: str | None = None
     hub_config: str | None = None
 
@@ -130,7 +129,6 @@ PRESETS: Mapping[DatasetName, Preset] = MappingProxyType(
             {"question": ("problem", "question"), "answer": ("answer", "solution")},
             _boxed,
             keeps=("solution",),
-            system_prompt="boxed",
             hub_id="DigitalLearningGmbH/MATH-lighteval",
         ),
         "multiple_choice": Preset(

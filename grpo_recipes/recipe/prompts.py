@@ -284,9 +284,8 @@ def _is_text(table: datasets.Dataset, reading: _Reading, spec: DatasetSpec) -> b
 
 
 def _system_prompt(spec: DatasetSpec) -> str | None:
-    """The text of the system prompt that the recipe asks for, or else the preset's."""
-    preset = PRESETS.get(spec.name) if spec.name else None
-    asked = str(spec.system_prompt or (preset.system_prompt if preset else "none"))
+    """The text of the system prompt, if there is one."""
+    asked = str(spec.system_prompt or "none")
     return SYSTEM_PROMPTS.get(asked, asked)
 
 

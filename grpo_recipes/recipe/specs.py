@@ -171,6 +171,12 @@ class DatasetSpec(Spec):
     }
     """The keys that a dataset does not use; of those not named here, the keys of `arithmetic`."""
 
+    SYSTEM_PROMPTS: ClassVar[Mapping[DatasetName, str]] = {
+        **dict.fromkeys(("gsm8k", "multiple_choice", "rlaif", "arithmetic"), "reasoning"),
+        "math": "boxed",
+    }
+    """The system prompt of each preset unless the recipe names another."""
+
     name: DatasetName | None = None
     path: str | list[Any] | None = None
     config: str | None = None
@@ -200,7 +206,8 @@ class DatasetSpec(Spec):
         self._check_held_out()
         for key in ("path", "eval_path"):
             self._parse_sources(key)
-        object.__setattr__(self, "system_prompt", _prompt_text(self.system_prompt))
+        default = self.SYSTEM_PROMPTS.get(self.name) if self.name else None
+        object.__setattr__(self, "system_prompt", _prompt_text(self.system_prompt) or default)
         if self.name is not None and self.prompt_format is None:
             object.__setattr__(self, "prompt_format", "text" if self.name == "scored" else "conversational")
 

@@ -338,13 +338,14 @@ NAMED = [
 ]
 
 
-@pytest.mark.parametrize("inside", mostly_slow([False, True], (0,)))
+@pytest.mark.parametrize("inside", mostly_slow([True, False], (0,)))
 @pytest.mark.parametrize("spec", mostly_slow(NAMED, (1,)))
 def test_a_plan_calls_no_factory_of_others_unless_asked(
     evil_module: Path, tmp_path: Path, spec: Any, inside: bool
 ) -> None:
     rows = launching.write_rows(tmp_path / "rows.jsonl", 8)
-    rewards = [{"name": "gate", "reward": "tag_count", "only_if": spec} if inside else spec]
+    own = {"name": "group_length", "kwargs": {"correctness": spec}}
+    rewards = [{"name": "gate", "reward": own, "only_if": spec} if inside else spec]
     launching.write_recipe(tmp_path / "mine.yaml", tmp_path, rows, tmp_path / "run", rewards=rewards)
     code, said = run_command("grpo-recipes plan mine.yaml")
     assert code == 0
@@ -396,10 +397,11 @@ HOSTILE_SPECS = [
     {"name": "grpo_rewards.registry.resolve", "kwargs": {"name": "strangers_on_import.x"}},
     {"name": "sum", "alias": "factory", "rewards": [{"name": "strangers.factory", "kwargs": {}}]},
     {"name": "trl.rewards.other_rewards.leave", "kwargs": {}},
+    {"name": "group_length", "kwargs": {"correctness": {"name": "strangers.factory", "kwargs": {}}}},
 ]
 
 
-@pytest.mark.parametrize("spec", mostly_slow(HOSTILE_SPECS, (0, 3)))
+@pytest.mark.parametrize("spec", mostly_slow(HOSTILE_SPECS, (0, 3, 7)))
 def test_a_strangers_record_names_code_in_vain(evil_module: Path, tmp_path: Path, tiny_model: Path, spec: Any) -> None:
     """`diagnose`, `report` and `evaluate` read the rewards of a `run.json`: only ours are built from it."""
     (tmp_path / "strangers_on_import.py").write_text("from strangers import leave\nleave()\nx = 1\n")

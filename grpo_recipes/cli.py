@@ -1,7 +1,9 @@
-"""The command line: `grpo-recipes plan | evaluate | diagnose | report`.
+"""The command line: `grpo-recipes init | plan | train | evaluate | compare | diagnose | report | merge`.
 
-`plan` says what a recipe would do on a machine, without loading a model; `evaluate` measures accuracy on held-out problems;
-`diagnose` says what looks wrong in a run; `report` makes one page of it.
+`init` writes a first recipe for a table; `plan` says what a recipe would do on a machine, without loading a model; `train`
+checks it and launches it; `evaluate` measures accuracy on held-out problems, and `compare` holds two such measurements
+against each other; `diagnose` says what looks wrong in a run; `report` makes one page of it; `merge` makes an adapter a
+model of its own.
 """
 
 from __future__ import annotations
@@ -19,17 +21,19 @@ from grpo_rewards.command_line import Parser
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.terminal import say, say_error, visible_messages
 
-DESCRIPTION = "What surrounds a GRPO training: plan it, measure its policy, judge the run."
-EPILOG = """`grpo-recipes COMMAND --help` says more. Training itself:
+DESCRIPTION = "GRPO training from a recipe: plan it, run it, measure its policy, judge the run."
+EPILOG = """`grpo-recipes COMMAND --help` says more, and `python -m grpo_recipes.train --help` what a recipe may say. On several
+machines, start training with accelerate's own launcher on each:
 
   accelerate launch --config_file FILE -m grpo_recipes.train --config RECIPE
-  python -m grpo_recipes.train --help
 """
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line. Returns 0, 1 if `diagnose` found something, or 2 if what was asked can't be done."""
     arguments = sys.argv[1:] if args is None else list(args)
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a reward of the user's own is found from here, as with `python -m`
     parser = Parser(
         prog="grpo-recipes",
         description=DESCRIPTION,
@@ -38,7 +42,7 @@ def main(args: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for add in (_add_plan, _add_evaluate, _add_diagnose, _add_report):
+    for add in (_add_init, _add_plan, _add_train, _add_evaluate, _add_compare, _add_diagnose, _add_report, _add_merge):
         add(commands)
     asked = next((word for word in arguments if not word.startswith("-")), None)
     if asked is not None and asked not in commands.choices:
@@ -48,25 +52,49 @@ def main(args: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.error(f"name a command, {_either(commands.choices)}: `grpo-recipes --help` says what each does")
     known = commands.choices[options.command].long_options
-    if rest and options.command != "plan":  # whose recipe they override
+    if rest and options.command not in ("plan", "train"):  # whose recipe they override
         parser.error(f"unknown argument `{rest[0]}`{did_you_mean(rest[0].partition('=')[0], known)}")
     try:
         with visible_messages():
-            if options.command == "plan":
-                return plan_recipe(options, rest, known)
-            if options.command == "evaluate":
-                return evaluate_policy(options)
-            if options.command == "report":
-                return report_run(options.run, options.other, options.output)
-            return diagnose_run(options.run)
+            return _run(options, rest, known)
     except UserError as error:
         say_error(error)
         return 2
 
 
+def _run(options: argparse.Namespace, rest: Sequence[str], known: Sequence[str]) -> int:
+    """What the command does; `rest` overrides a recipe's keys."""
+    match options.command:
+        case "init":
+            return first_recipe(options.path, options.output, options.model)
+        case "plan":
+            return plan_recipe(options, rest, known)
+        case "train":
+            return train_recipe(options, rest, known)
+        case "evaluate":
+            return evaluate_policy(options)
+        case "compare":
+            return compare_evaluations(options.first, options.second)
+        case "report":
+            return report_run(options.run, options.other, options.output)
+        case "merge":
+            return merge_adapter(options.run, options.output)
+        case _:
+            return diagnose_run(options.run)
+
+
 def _either(names: Iterable[str]) -> str:
     *others, last = names
     return f"{', '.join(others)} or {last}"
+
+
+def _add_init(commands: Any) -> None:
+    init = commands.add_parser("init", help="write a first recipe for a table of problems")
+    init.add_argument("path", help="a CSV, JSON, JSONL or Parquet file, a glob of them, a saved folder, or a hub id")
+    init.add_argument("--model", metavar="MODEL", help="the model to train: a folder or a hub id (default: a Qwen2.5)")
+    init.add_argument(
+        "--output", metavar="FILE", type=Path, help="the recipe's file (default: the table's name, .yaml)"
+    )
 
 
 def _add_plan(commands: Any) -> None:
@@ -75,7 +103,9 @@ def _add_plan(commands: Any) -> None:
         help="check a recipe and print its batch geometry and memory",
         epilog="Further --key value pairs override the recipe, as in training.",
     )
-    plan.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
+    plan.add_argument(
+        "recipe", nargs="?", help="a YAML file, or the name of a shipped recipe (without one: lists those)"
+    )
     plan.add_argument(
         "--accelerate_config",
         metavar="FILE",
@@ -90,6 +120,39 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--model_config", metavar="FILE", help="the model's config.json, where the hub can't be reached")
     plan.add_argument("--build", action="store_true", help="also build rewards of other packages, as training does")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON, sizes in bytes")
+    plan.add_argument(
+        "--resolved", action="store_true", help="print the recipe, TRL's defaults included, as YAML instead"
+    )
+
+
+def _add_train(commands: Any) -> None:
+    train = commands.add_parser(
+        "train",
+        help="check a recipe, then train it",
+        epilog="Further --key value pairs override the recipe; `python -m grpo_recipes.train --help` lists the keys.",
+    )
+    train.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
+    train.add_argument(
+        "--accelerate_config",
+        metavar="FILE",
+        help="how processes are laid out: an accelerate configuration, or the name of a shipped one (default: one process, "
+        "or one for each GPU)",
+    )
+    train.add_argument("--num_processes", metavar="N", type=int, help="start this many processes (default: the file's)")
+
+
+def _add_compare(commands: Any) -> None:
+    compare = commands.add_parser(
+        "compare", help="two evaluations on the same problems: the difference, with its interval"
+    )
+    compare.add_argument("first", metavar="A", type=Path, help="the folder of a finished evaluation")
+    compare.add_argument("second", metavar="B", type=Path, help="the folder of another")
+
+
+def _add_merge(commands: Any) -> None:
+    merge = commands.add_parser("merge", help="make a run's adapter and its base one model")
+    merge.add_argument("run", type=Path, help="a run with an adapter, or one of its checkpoints")
+    merge.add_argument("--output", metavar="FOLDER", type=Path, required=True, help="folder for the model")
 
 
 def _add_diagnose(commands: Any) -> None:
@@ -106,13 +169,34 @@ def _add_report(commands: Any) -> None:
     )
 
 
+@quiet.libraries()
+def first_recipe(path: str, output: Path | None, model: str | None) -> int:
+    """Write a first recipe for a table and check it. Returns 0; raises `UserError` for a table that can't be used."""
+    from grpo_recipes.recipe import first_recipe as first
+    from grpo_recipes.recipe.checks import Machine, check
+    from grpo_recipes.recipe.recipe import parse_recipe
+
+    file, machine = output or first.default_output(path), Machine.here()
+    guess = first.write_first_recipe(path, file, model or first.MODEL, has_gpu=machine.bf16)
+    say(f"wrote {file}: {guess.describe()}")
+    check(parse_recipe(["--config", str(file)]), machine)
+    say(f"next: grpo-recipes plan {file}, then grpo-recipes train {file}")
+    return 0
+
+
 def plan_recipe(options: argparse.Namespace, overrides: Sequence[str], known: Sequence[str] = ()) -> int:
     """Print what a recipe comes to. Returns 0; raises `UserError` if it can't run as written.
 
     `known` are the command's own options, one of which an unknown override may mean.
     """
-    from grpo_recipes.recipe.plan import plan
+    from grpo_recipes.recipe.plan import plan, resolved_yaml, shipped_recipes
 
+    if options.recipe is None:
+        say(shipped_recipes())
+        return 0
+    if options.resolved:
+        say(resolved_yaml(["--config", options.recipe, *overrides], known).rstrip())
+        return 0
     planned = plan(
         ["--config", options.recipe, *overrides],
         accelerate_config=options.accelerate_config,
@@ -126,10 +210,26 @@ def plan_recipe(options: argparse.Namespace, overrides: Sequence[str], known: Se
     return 0
 
 
+@quiet.libraries()
+def train_recipe(options: argparse.Namespace, overrides: Sequence[str], known: Sequence[str]) -> int:
+    """Check a recipe and train it. Returns the exit code of the training; raises `UserError` if it can't run as written."""
+    from grpo_recipes import launch
+
+    try:
+        return launch.launch(
+            options.recipe,
+            overrides,
+            accelerate_config=options.accelerate_config,
+            num_processes=options.num_processes,
+            options=known,
+        )
+    except KeyboardInterrupt:
+        return launch.interrupted()
+
+
 def _add_evaluate(commands: Any) -> None:
     evaluate = commands.add_parser("evaluate", help="accuracy on held-out problems, with 95 %% intervals; resumable")
-    evaluate.add_argument("model", nargs="?", help="a model or adapter: a folder, a run, or a hub id")
-    evaluate.add_argument("--compare", nargs=2, metavar=("A", "B"), type=Path, help="two finished evaluations' folders")
+    evaluate.add_argument("model", help="a model or adapter: a folder, a run, or a hub id")
     evaluate.add_argument(
         "--recipe", metavar="RECIPE", help="take dataset, tags and lengths from this recipe (default: the run's own)"
     )
@@ -138,7 +238,7 @@ def _add_evaluate(commands: Any) -> None:
     evaluate.add_argument(
         "--split", metavar="SPLIT", help="default: the recipe's eval_split, unless --path is given; else test"
     )
-    evaluate.add_argument("--prompt_style", metavar="NAME", help="a system prompt by name")
+    evaluate.add_argument("--system_prompt", metavar="TEXT", help="a system prompt: its name, or the text")
     evaluate.add_argument("--prompt_format", metavar="FORMAT", help="conversational or text")
     evaluate.add_argument("--tags", nargs=2, metavar=("REASONING", "ANSWER"), help="the two tags of the asked format")
     evaluate.add_argument("--samples", metavar="N", type=int, default=1, help="completions a problem (default 1)")
@@ -160,24 +260,36 @@ def _add_evaluate(commands: Any) -> None:
 
 @quiet.libraries()
 def evaluate_policy(options: argparse.Namespace) -> int:
-    """Evaluate a model, or compare two evaluations, and print the result.
+    """Evaluate a model and print the result.
 
     Returns 0, or 130 after Ctrl-C; raises `UserError` for what can't be evaluated.
     """
     try:
         from grpo_recipes.results import evaluate
 
-        if options.compare:
-            say(evaluate.describe_comparison(evaluate.compare(*options.compare)))
-        elif options.model:
-            say(evaluate.describe(evaluate.evaluate_model(options)))
-        else:
-            raise UserError("nothing to evaluate: name a model, or two finished evaluations after --compare")
+        say(evaluate.describe(evaluate.evaluate_model(options)))
         return 0
     except KeyboardInterrupt as interrupted:
         # Without words of its own it came while modules were loaded or files read.
         say(str(interrupted) or "stopped by Ctrl-C: nothing was evaluated", to_stderr=True)
         return 130
+
+
+def compare_evaluations(first: Path, second: Path) -> int:
+    """Print how two evaluations differ. Returns 0; raises `UserError` if they can't be compared."""
+    from grpo_recipes.results import evaluate
+
+    say(evaluate.describe_comparison(evaluate.compare(first, second)))
+    return 0
+
+
+@quiet.libraries()
+def merge_adapter(folder: Path, output: Path) -> int:
+    """Write a run's adapter and its base as one model. Returns 0; raises `UserError` where that is not possible."""
+    from grpo_recipes.results.merge import merge
+
+    say(merge(folder, output))
+    return 0
 
 
 def report_run(folder: Path, other: Path | None, output: Path | None) -> int:

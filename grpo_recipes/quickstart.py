@@ -29,7 +29,8 @@ from trl import SFTConfig, SFTTrainer
 
 from grpo_recipes import cli
 from grpo_recipes.recipe.arithmetic import arithmetic_problems
-from grpo_recipes.recipe.data import final_answer, load
+from grpo_recipes.recipe.data import load
+from grpo_recipes.recipe.presets import final_answer
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe, shipped
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.runs import quiet

@@ -27,15 +27,15 @@ if __name__ == "__main__":  # before the imports that take seconds
     leave_on_interrupt()
 
 from peft import PeftModel
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig, get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
 from grpo_recipes import __version__
-from grpo_recipes.recipe import checks, data, limits
+from grpo_recipes.decoding.stop_strings import StopStrings
+from grpo_recipes.recipe import checks, limits, prompts
 from grpo_recipes.recipe.checks import Checked, Machine
-from grpo_recipes.recipe.hub import is_missing
 from grpo_recipes.recipe.precision import ADAMW_BF16, Precision
 from grpo_recipes.recipe.recipe import (
     DEFAULTS,
@@ -49,11 +49,13 @@ from grpo_recipes.recipe.recipe import (
     shipped_names,
 )
 from grpo_recipes.recipe.reward_checks import describe_rewards
+from grpo_recipes.recipe.tokenizer import check_chat_template, load_tokenizer
 from grpo_recipes.results.diagnostics import describe, diagnose
 from grpo_recipes.results.model_card import write_model_card
 from grpo_recipes.results.run import OutOfTime, Run
 from grpo_recipes.runs import checkpoints, faults, quiet, restart
 from grpo_recipes.runs.files import RECORD
+from grpo_recipes.runs.last_sentence import say_last
 from grpo_recipes.runs.lock import only_launch
 from grpo_recipes.runs.record import add_launch, data_order, describe_launch, read_record
 from grpo_recipes.training import updates
@@ -185,7 +187,7 @@ class Prepared:
 def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     """Check and build everything that does not need the policy, before it is loaded.
 
-    Raises `RecipeError`, `data.DatasetUnreachable` or `faults.BuildLocked`.
+    Raises `RecipeError`, `sources.DatasetUnreachable` or `faults.BuildLocked`.
     """
     checks.check_output_dir(recipe, machine)
     checks.check_packages(recipe)
@@ -197,7 +199,9 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     checked = checks.check(recipe, machine)
     checks.check_adapter(recipe)
     tokenizer = load_tokenizer(recipe)
+    check_chat_template(recipe, tokenizer, checked.train_dataset[0]["prompt"])
     with recipe.naming_this_file():
+        StopStrings.of(recipe.config.generation_kwargs, tokenizer)  # raises for a tokenizer that can't be searched
         checked = limit_prompts(recipe, checked, tokenizer)
         rollout = None
         if recipe.offline is not None:
@@ -242,30 +246,6 @@ def confirm_checkpoint(prepared: Prepared) -> Prepared:
     return replace(prepared, point=point, steps_before=steps)
 
 
-def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer, padding on the left. Raises `RecipeError` if it can't be loaded or has no chat template."""
-    name = checkpoints.tokenizer_source(recipe.model["model_name_or_path"])
-    if is_missing(name):
-        raise recipe.error(f"`model_name_or_path` {name}: there is no such folder")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name,
-            revision=recipe.model.get("model_revision", "main"),
-            trust_remote_code=recipe.config.trust_remote_code,
-            padding_side="left",
-            truncation_side="left",
-        )
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise recipe.error(f"`model_name_or_path` {name}: no tokenizer could be loaded: {reason}") from error
-    if recipe.dataset.prompt_format == "conversational" and tokenizer.chat_template is None:
-        raise recipe.error(
-            f"the tokenizer of {name} has no chat template: set `dataset.prompt_format: text`, or use a model "
-            "that has one"
-        )
-    return tokenizer
-
-
 def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:
     """What TRL's `model` argument gets: the model's name, or, if that is an adapter's, the adapter on its base, trainable.
 
@@ -307,13 +287,14 @@ def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:
 def limit_prompts(recipe: Recipe, checked: Checked, tokenizer: PreTrainedTokenizerBase) -> Checked:
     """Apply `dataset.max_prompt_tokens`, say how many prompts it touched, and check that enough are left."""
     spec, given, eval_dataset = recipe.dataset, checked.train_dataset, checked.eval_dataset
-    train_dataset, touched = data.limit_prompts(given, spec, tokenizer)
+    template_kwargs = recipe.config.chat_template_kwargs
+    train_dataset, touched = prompts.limit_prompts(given, spec, tokenizer, template_kwargs)
     if touched:
         done = "dropped" if spec.overlong_prompts == "drop" else "cut from the left"
         _say(f"{touched} of {len(given)} prompts over {spec.max_prompt_tokens} tokens were {done}")
     checked.geometry.check_dataset(len(train_dataset))
     if eval_dataset is not None:
-        eval_dataset, _ = data.limit_prompts(eval_dataset, spec, tokenizer)
+        eval_dataset, _ = prompts.limit_prompts(eval_dataset, spec, tokenizer, template_kwargs)
     return replace(checked, train_dataset=train_dataset, eval_dataset=eval_dataset)
 
 
@@ -592,13 +573,15 @@ def attempt(recipe: Recipe, loss: str, function: Callable[..., Any], *args: Any)
 def _stopped(prepared: Prepared, trainer: GRPOTrainer) -> int:
     """Say where a run goes on that was asked to stop, and end it."""
     trainer.accelerator.wait_for_everyone()  # a rank that leaves may take its node, and the others' saves, with it
+    code = INTERRUPTED if prepared.interruption.requested == signal.SIGINT else 0
     rest = "`--resume_from_checkpoint true` goes on from there"
     if prepared.training_args.save_only_model:
         rest = "without its optimiser (`save_only_model`), so no run can go on from there"
     by, state = prepared.interruption.name, trainer.state
-    _say(f"stopped by {by} after step {state.global_step} of {state.max_steps}, which is saved: {rest}")
     trainer.end()
-    return INTERRUPTED if prepared.interruption.requested == signal.SIGINT else 0
+    if _is_first_rank():
+        say_last(f"stopped by {by} after step {state.global_step} of {state.max_steps}, which is saved: {rest}", code)
+    return code
 
 
 def _stopped_at_once(prepared: Prepared | None) -> int:
@@ -612,7 +595,7 @@ def _stopped_at_once(prepared: Prepared | None) -> int:
 
 def _interrupted(rest: str) -> int:
     if _is_first_rank():
-        say(f"stopped by Ctrl-C: {rest}", to_stderr=True)
+        say_last(f"stopped by Ctrl-C: {rest}", INTERRUPTED)
     return INTERRUPTED
 
 
@@ -662,8 +645,7 @@ def _refuse(sentence: str) -> int:
     """Print why the recipe can't run, once per launch; a lone failure of another rank is printed after a while."""
     if not _is_first_rank():
         time.sleep(SILENCE_SECONDS)
-    say_error(sentence)
-    return 2
+    return say_last(f"error: {sentence}", 2)
 
 
 def leave(code: int) -> None:

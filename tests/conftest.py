@@ -1,6 +1,7 @@
 """Fixtures that every test folder shares."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,10 @@ import pytest
 
 # Tiny models gain nothing from threads, and lose a factor of ten to them where cores are shared.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The tables that tests make go with the tests, those of the processes that they start too.
+_CACHE = tempfile.TemporaryDirectory(prefix="datasets-of-tests-")
+os.environ["HF_DATASETS_CACHE"] = _CACHE.name
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -18,6 +18,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("train",),
     ("training", "results"),
+    ("decoding",),
     ("recipe",),
     ("runs",),
 )

@@ -15,7 +15,7 @@ from typing import Literal
 from datasets import Dataset
 from trl import get_peft_config
 
-from grpo_recipes.recipe import data, memory, packages, reward_checks
+from grpo_recipes.recipe import data, memory, packages, recorded, reward_checks
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.hub import is_missing
 from grpo_recipes.recipe.precision import ADAMW_BF16, Precision
@@ -91,7 +91,7 @@ class Checked:
 
 
 def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> Checked:
-    """Every check that needs no model, cheapest first. Raises `RecipeError`, or `data.DatasetUnreachable`.
+    """Every check that needs no model, cheapest first. Raises `RecipeError`, or `sources.DatasetUnreachable`.
 
     Unless `call_factories`, what other packages' factories would make is imported and not built.
     """
@@ -103,13 +103,18 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
         _check_offline(recipe, geometry)
         check_machine(recipe, machine)
         check_precision(recipe, machine)
-        train_dataset = recipe.load_dataset()
+        trained = recipe.load_prompts()
+        train_dataset = trained.dataset
         geometry.check_dataset(len(train_dataset))
         geometry.check_steps(recipe.config, len(train_dataset))
         geometry.check_saves(recipe.config, len(train_dataset))
         if recipe.offline is not None:
-            data.check_responses(train_dataset, recipe.offline, geometry.num_generations)
-        eval_dataset = recipe.load_dataset(evaluation=True) if recipe.evaluates else None
+            recorded.check_responses(train_dataset, recipe.offline, geometry.num_generations)
+        eval_dataset = None
+        if recipe.evaluates:
+            held_out = recipe.load_prompts(evaluation=True)
+            data.check_disjoint(trained, held_out, recipe.dataset)
+            eval_dataset = held_out.dataset
         for dataset in (train_dataset, eval_dataset):
             if dataset is not None:
                 # With recorded responses, what they were paid is all that reaches a reward.

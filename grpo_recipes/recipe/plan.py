@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from grpo_recipes.recipe import limits, memory, packages
 from grpo_recipes.recipe.checks import Machine, check, dry_config, model_shape, optimiser, precision_of
-from grpo_recipes.recipe.data import DatasetUnreachable
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.precision import ADAMW_BF16, Precision, initial_weights
-from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, model_config, parse_recipe
+from grpo_recipes.recipe.prompt_report import PromptReport, prompt_report
+from grpo_recipes.recipe.recipe import (
+    Recipe,
+    RecipeError,
+    find_file,
+    model_config,
+    parse_recipe,
+    resolved,
+    shipped_names,
+)
 from grpo_recipes.recipe.reward_checks import describe_rewards
+from grpo_recipes.recipe.sources import DatasetUnreachable
+from grpo_rewards.redaction import redacted
 from grpo_rewards.registry import BuiltReward, UnbuiltReward, leaves, spec_parts
 
 WIDTH = 100
@@ -33,6 +46,8 @@ class Plan:
     surviving: float | None
     """The share of an update that rounding leaves, of 1; None where it is not known."""
     notes: Sequence[str]
+    shown: PromptReport | None = None
+    """The prompts, where the dataset can be reached."""
 
     def describe(self) -> str:
         """The plan as text."""
@@ -49,8 +64,10 @@ class Plan:
         notes = [f"  note            {note}" for note in self.notes]
         precision = self.precision.describe(self.surviving)
         before = _wrapped([self.recipe.source, rewards, precision, self.geometry.describe(), ""])
-        after = _wrapped(["", epoch, "", "  memory of one GPU", need, *notes])
-        return "\n".join([*before, self.geometry.picture(), *after])
+        head, prompt = self.shown.describe(self.recipe.dataset) if self.shown else ([], [])
+        after = _wrapped(["", epoch, *head])
+        last = _wrapped(["", "  memory of one GPU", need, *notes])
+        return "\n".join([*before, self.geometry.picture(), *after, *prompt, *last])
 
     def as_dict(self) -> dict[str, Any]:
         """The plan for `--json`: what is unknown is null, with its reason in `unknown`. Sizes are in bytes."""
@@ -58,6 +75,7 @@ class Plan:
             "recipe": self.recipe.source,
             "geometry": {**self.geometry.as_dict(), "cells": self.geometry.cells()},
             "epoch": self._epoch(self.prompts) if isinstance(self.prompts, int) else None,
+            "prompts": self.shown.as_dict() if self.shown else None,
             "memory": memory.as_dict(self.memory) if isinstance(self.memory, memory.MemoryPlan) else None,
             "precision": {**asdict(self.precision), "updated": self.precision.updated, "surviving": self.surviving},
             "unknown": [reason for reason in (self.prompts, self.memory) if isinstance(reason, str)],
@@ -113,9 +131,11 @@ def plan(
     rewards = recipe.build_rewards(call_factories=build)
     notes = [*_notes(recipe), *_unbuilt(rewards)]
     prompts: int | str
+    shown = None
     try:
         checked = check(recipe, machine, call_factories=build)
         prompts = len(checked.train_dataset)
+        shown = prompt_report(recipe, checked.train_dataset)
         notes += [checked.golds.describe()] if checked.golds else []
     except DatasetUnreachable as error:
         prompts = str(error)
@@ -126,7 +146,27 @@ def plan(
     )
     surviving = precision.surviving(initial_weights(spread))
     notes += _precision_notes(precision, surviving, need)
-    return Plan(recipe, geometry, rewards, prompts, need, precision, surviving, notes)
+    return Plan(recipe, geometry, rewards, prompts, need, precision, surviving, notes, shown)
+
+
+def resolved_yaml(arguments: Sequence[str], options: Sequence[str] = ()) -> str:
+    """The recipe that `arguments` name as YAML, with TRL's default for every key that it leaves out.
+
+    Raises `RecipeError` if a key or its value is wrong.
+    """
+    recipe = parse_recipe(arguments, options)
+    return yaml.safe_dump(redacted(resolved(recipe.as_dict())), sort_keys=False, allow_unicode=True)
+
+
+def shipped_recipes() -> str:
+    """The recipes that ship, each with the first sentence of its head."""
+    lines = ["The recipes that ship; `grpo-recipes plan NAME` says what one does."]
+    for name in shipped_names("recipes"):
+        head = find_file("recipes", name).read_text(encoding="utf-8").partition("\n#\n")[0]
+        text = " ".join(line.removeprefix("#").strip() for line in head.splitlines() if line.startswith("#"))
+        sentence = re.split(r"\.(?=\s|$)", text)[0]
+        lines += ["", f"  {name}", *textwrap.wrap(sentence, WIDTH, initial_indent="    ", subsequent_indent="    ")]
+    return "\n".join(lines)
 
 
 def _wrapped(paragraphs: Sequence[str]) -> list[str]:

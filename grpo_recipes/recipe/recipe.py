@@ -23,10 +23,12 @@ from datasets import Dataset
 from transformers.training_args import OptimizerNames
 from trl import GRPOConfig, ModelConfig, TrlParser
 
-from grpo_recipes.recipe import data, limits, specs
+from grpo_recipes.recipe import data, generation, limits, specs
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.precision import ADAMW_BF16
+from grpo_recipes.recipe.prompts import Prompts
+from grpo_recipes.recipe.sources import DatasetUnreachable
 from grpo_recipes.recipe.specs import (
     DatasetSpec,
     GenerationMode,
@@ -70,7 +72,7 @@ def naming(source: str, errors: tuple[type[Exception], ...] = (UserError,)) -> I
     """Inside this block an error of these becomes a `RecipeError` that names `source` first."""
     try:
         yield
-    except (RecipeError, data.DatasetUnreachable):
+    except (RecipeError, DatasetUnreachable):
         raise
     except errors as error:
         raise RecipeError(f"{source}: {error}") from error
@@ -82,7 +84,8 @@ class Recipe:
 
     # Our keys; each with what `--help` says of it.
     dataset: Annotated[
-        DatasetSpec, "which rows, and how they become prompts: name, path, split, eval_split, prompt_style, ..."
+        DatasetSpec,
+        "which rows, and how they become prompts: name, path, columns, split, eval_split, system_prompt, ...",
     ]
     rewards: Annotated[
         list[Any], "what is paid: names, or mappings of name, weight, alias, kwargs; `grpo-rewards list`"
@@ -99,7 +102,7 @@ class Recipe:
     ] = field(default_factory=MicroBatching)
     generation: Annotated[
         GenerationMode, "whether transformers generates each prompt of a group once, where that is exact: auto, off"
-    ] = "off"
+    ] = "auto"
     offline: Annotated[OfflineSpec | None, "recorded, scored responses in place of generation: group or batch"] = None
 
     source: str
@@ -148,9 +151,13 @@ class Recipe:
             return build_rewards(self.rewards, num_generations=generations, call_factories=call_factories)
 
     def load_dataset(self, *, evaluation: bool = False) -> Dataset:
-        """The training or the held-out prompts. Raises `RecipeError`; `data.DatasetUnreachable` passes through."""
+        """The training or the held-out prompts as a dataset; see `load_prompts`."""
+        return self.load_prompts(evaluation=evaluation).dataset
+
+    def load_prompts(self, *, evaluation: bool = False) -> Prompts:
+        """The training or the held-out prompts. Raises `RecipeError`; `sources.DatasetUnreachable` passes through."""
         with self.naming_this_file():
-            return data.load(self.dataset, evaluation=evaluation)
+            return data.load_prompts(self.dataset, evaluation=evaluation)
 
     def naming_this_file(self, errors: tuple[type[Exception], ...] = (UserError,)) -> AbstractContextManager[None]:
         """A block in which an error of these becomes a `RecipeError` that names this recipe's file first."""
@@ -215,6 +222,7 @@ def _build(raw: dict[str, Any], values: Mapping[str, Any], source: str, args: Se
         raise UserError(
             f"`{hidden}` is the placeholder of a secret, which no file keeps: give it again with `--{hidden}`"
         )
+    generation.check(recipe.config)
     if recipe.kl_estimator == "full" and recipe.config.beta == 0.0:
         raise UserError("`kl_estimator: full` needs a reference policy: set `beta` above 0")
     return recipe

@@ -9,6 +9,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from grpo_recipes.recipe.prompts import hash_sample
 from grpo_rewards.errors import UserError
 from grpo_rewards.registry import BoundReward, BuiltReward, leaves
 
@@ -21,25 +22,32 @@ NAMED_ROWS = 20
 
 @dataclass(frozen=True)
 class GoldCheck:
-    """How many golds the correctness rewards can't score, of how many, and the first `NAMED_ROWS` rows, counted from 1."""
+    """How many golds the correctness rewards can't score, of how many, and the first `NAMED_ROWS` rows, counted from 1.
+
+    Of more than `prompts.SAMPLE` rows a hash sample is looked at; `total` is then its size, and `dataset_rows` theirs.
+    """
 
     count: int
     total: int
     rows: tuple[int, ...]
     rewards: tuple[str, ...]
+    dataset_rows: int | None = None
 
     def describe(self) -> str:
         """A sentence that names the rows."""
         more = f" and {self.count - len(self.rows)} more" if self.count > len(self.rows) else ""
         rows = ", ".join(map(str, self.rows))
+        sampled = "" if self.dataset_rows is None else f" (a hash sample of {self.dataset_rows:,} rows)"
+        total = f"{self.total:,}" if sampled else str(self.total)
         return (
-            f"{self.count} of {self.total} golds can't be scored by {' or '.join(self.rewards)}: no completion earns "
+            f"{self.count} of {total} golds{sampled} can't be scored by {' or '.join(self.rewards)}: no completion earns "
             f"anything from it on row{'s' * (self.count > 1)} {rows}{more} (counted from 1)"
         )
 
     def as_dict(self) -> dict[str, Any]:
         """What `run.json` keeps."""
-        return {"count": self.count, "total": self.total, "rows": list(self.rows)}
+        sampled = {} if self.dataset_rows is None else {"dataset_rows": self.dataset_rows}
+        return {"count": self.count, "total": self.total, "rows": list(self.rows), **sampled}
 
 
 def describe_rewards(rewards: Iterable[BuiltReward]) -> str:
@@ -93,7 +101,8 @@ def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset) -> GoldCheck |
     """Hold every gold against the correctness rewards; None if there are none, or they can score all.
 
     A reward says by None that it can't score a gold, whatever the completion, so each gold is asked about once with an
-    empty one: nothing is compared symbolically. A row counts where no reward can score it.
+    empty one: nothing is compared symbolically. A row counts where no reward can score it. Of many rows a sample is
+    held: `prompts.hash_sample`.
 
     Raises:
         UserError: not one gold can be scored.
@@ -101,11 +110,13 @@ def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset) -> GoldCheck |
     judges = [(reward.name, judges) for reward in rewards if (judges := _judges(reward))]
     if not judges:
         return None
+    looked_at, all_rows = hash_sample(len(dataset)), len(dataset)
+    dataset = dataset.select(looked_at) if len(looked_at) < all_rows else dataset
     scorable = [False] * len(dataset)
     for _, parts in judges:
         by_part = [_can_score(part, dataset) for part in parts]
         scorable = [known or all(row) for known, row in zip(scorable, zip(*by_part, strict=True), strict=True)]
-    rows = [number for number, is_scorable in enumerate(scorable, start=1) if not is_scorable]
+    rows = [int(index) + 1 for index, is_scorable in zip(looked_at, scorable, strict=True) if not is_scorable]
     names = tuple(name for name, _ in judges)
     if len(rows) == len(dataset):
         judge = judges[0][1][0]
@@ -114,7 +125,8 @@ def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset) -> GoldCheck |
             f"`rewards`: {' and '.join(names)} can score none of the {len(dataset)} golds in the column `{column}` (the first is "
             f"{_excerpt(dataset[0][column])}): {judge.gold_forms}"
         )
-    return GoldCheck(len(rows), len(dataset), tuple(rows[:NAMED_ROWS]), names) if rows else None
+    sampled_from = all_rows if len(dataset) < all_rows else None
+    return GoldCheck(len(rows), len(dataset), tuple(rows[:NAMED_ROWS]), names, sampled_from) if rows else None
 
 
 def _judges(reward: BuiltReward) -> list[Any]:

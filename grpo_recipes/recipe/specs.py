@@ -5,6 +5,7 @@ A new key of ours is a field of `recipe.Recipe`, whose type is a `Literal`, a pl
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -22,8 +23,8 @@ KLEstimator = Literal["sampled", "full"]
 GenerationMode = Literal["auto", "off"]
 """Whether transformers' `generate` runs each prompt of a batch once and drops finished rows, where that is exact."""
 
-DatasetName = Literal["gsm8k", "rlaif", "arithmetic", "scored"]
-PromptStyle = Literal["reasoning", "think", "minimind", "none"]
+DatasetName = Literal["gsm8k", "math", "multiple_choice", "rlaif", "arithmetic", "scored"]
+SYSTEM_PROMPT_NAMES = ("reasoning", "think", "boxed", "minimind", "none")
 
 RECORDED_REWARD = "recorded_reward"
 """The column in which rewards find what was recorded for a response."""
@@ -93,41 +94,93 @@ class Spec:
 
 
 @dataclass(frozen=True)
+class SourceSpec(Spec):
+    """One table of a mixture, under the keys of TRL's `DatasetConfig`, with its meanings.
+
+    Attributes:
+        path: what `dataset.path` may be.
+        name: the hub configuration.
+        data_dir: handed to `datasets.load_dataset`, as is `data_files`.
+        data_files: files inside `path`, or of the format that `path` names (`json`, `csv`, `parquet`).
+        split: the split, or slices of it.
+        columns: which columns to take, as a list; or new names for columns, as a mapping from new to old, which keeps
+            the others as they are.
+        fraction: this source's share of the mixture, relative to the other fractions: of every source the first rows,
+            as many as leave none short. All sources have one, or none.
+    """
+
+    KEY = "dataset.path"
+
+    path: str
+    name: str | None = None
+    data_dir: str | None = None
+    data_files: str | list[str] | dict[str, Any] | None = None
+    split: str = "train"
+    columns: list[str] | dict[str, Any] | None = None
+    fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fraction is not None and not 0 < self.fraction <= 1:
+            raise SpecError(
+                f"`dataset.path`: the `fraction` of {self.path} is {self.fraction}: set it above 0, at most 1"
+            )
+        _check_columns(self.columns)
+
+
+def _check_columns(columns: Any) -> None:
+    names = [*columns, *columns.values()] if isinstance(columns, dict) else columns or []
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise SpecError(
+                f"`dataset.columns` has {name!r} where the name of a column belongs: write `question: problem`"
+            )
+
+
+@dataclass(frozen=True)
 class DatasetSpec(Spec):
     """Which rows to read and how to phrase them as prompts.
 
     Attributes:
-        name: which reader: `gsm8k`, `rlaif`, `arithmetic` or `scored`.
-        path: a hub id, a `save_to_disk` folder, or a `.jsonl` file; `gsm8k` reads `openai/gsm8k` when absent.
-        config: the hub configuration; `main` for `openai/gsm8k`.
+        name: a preset, for tables of a known form: `gsm8k`, `math`, `multiple_choice`, `rlaif`, `arithmetic`, `scored`.
+        path: a hub id, a `save_to_disk` folder, a JSONL, JSON, CSV or Parquet file, a glob of such files, or a list of
+            sources (`SourceSpec`); a preset with a home on the hub reads that when absent.
+        config: the hub configuration.
         split: the split to train on. Slices such as `train[:5%]` work for every kind of path; a file or folder
             that holds a single split is sliced under any name.
         eval_split: the split to evaluate on, used when evaluation is on.
-        eval_path: where the held-out rows lie, if not under `path`; needed for JSONL, which holds one split.
-        prompt_style: a system prompt of `data.PROMPT_STYLES`, for rows that do not bring their own.
+        eval_share: the share of the rows to evaluate on instead, chosen by a hash of what makes a row's prompt.
+        eval_path: where the held-out rows lie, if not under `path`: all that `path` may be.
+        columns: new names for columns, as a mapping from new to old (`{question: problem, answer: solution}`), or a
+            list of those to take.
+        system_prompt: a name of `prompts.SYSTEM_PROMPTS`, or the text itself, or `{file: prompt.txt}`, for prompts
+            that do not bring their own; the preset's when absent, and none without a preset.
+        prompt_template: the user's message as a jinja2 template over the row's columns.
         prompt_format: `conversational` (messages, rendered by the model's chat template) or `text` (the stripped contents
-            joined with newlines). The prompts of `scored` are text as recorded; other datasets are conversational by
-            default.
-        max_prompt_tokens: the longest prompt in tokens, as rendered; None for no limit. See `data.limit_prompts`.
+            joined with newlines). A column `prompt` stays what it is when absent; other prompts are conversational.
+        max_prompt_tokens: the longest prompt in tokens, as rendered; None for no limit. See `prompts.limit_prompts`.
         overlong_prompts: what becomes of a longer one: `drop` it, or `cut_left` its earlier turns, then the question.
         size: problems in each split of `arithmetic`; 2,000 when absent.
         seed: which `arithmetic` problems are drawn.
     """
 
     KEY = "dataset"
-    FOREIGN: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "arithmetic": ("path", "eval_path", "config"),
-        "scored": ("config", "size", "seed", "prompt_style"),
+    FOREIGN: ClassVar[Mapping[str | None, tuple[str, ...]]] = {
+        "arithmetic": ("path", "eval_path", "config", "columns"),
+        "scored": ("config", "size", "seed", "system_prompt", "prompt_template", "eval_share"),
     }
     """The keys that a dataset does not use; of those not named here, the keys of `arithmetic`."""
 
-    name: DatasetName
-    path: str | None = None
+    name: DatasetName | None = None
+    path: str | list[Any] | None = None
     config: str | None = None
     split: str = "train"
     eval_split: str | None = None
-    eval_path: str | None = None
-    prompt_style: PromptStyle = "reasoning"
+    eval_share: float | None = None
+    eval_path: str | list[Any] | None = None
+    columns: list[str] | dict[str, Any] | None = None
+    system_prompt: str | dict[str, Any] | None = None
+    prompt_template: str | None = None
     prompt_format: Literal["conversational", "text"] | None = None
     max_prompt_tokens: int | None = None
     overlong_prompts: Literal["drop", "cut_left"] = "drop"
@@ -139,18 +192,102 @@ class DatasetSpec(Spec):
         for key in ("max_prompt_tokens", "size"):
             if (value := getattr(self, key)) is not None and value < 1:
                 raise SpecError(f"`dataset.{key}` is {value}: set it to at least 1, or leave the key out")
-        if self.name == "rlaif" and self.path is None:
-            raise SpecError("`dataset.path` is missing: name the .jsonl file, folder or hub id that `rlaif` is to read")
+        if self.path is None and self.name in (None, "rlaif", "multiple_choice", "scored"):
+            what = f"that `{self.name}` is to read" if self.name else "to read, or a preset with `dataset.name`"
+            raise SpecError(f"`dataset.path` is missing: name the file, folder or hub id {what}")
+        self._check_foreign()
+        _check_columns(self.columns)
+        self._check_held_out()
+        for key in ("path", "eval_path"):
+            self._parse_sources(key)
+        object.__setattr__(self, "system_prompt", _prompt_text(self.system_prompt))
+        if self.name is not None and self.prompt_format is None:
+            object.__setattr__(self, "prompt_format", "text" if self.name == "scored" else "conversational")
+
+    def _check_foreign(self) -> None:
         defaults = {field.name: field.default for field in fields(self)}
         for key in self.FOREIGN.get(self.name, ("size", "seed")):
             if getattr(self, key) != defaults[key]:
-                raise SpecError(f"`dataset.{key}`: the dataset `{self.name}` does not use it: remove the key")
-        if self.name == "scored" and (self.path is None or not self.path.endswith(".jsonl")):
-            raise SpecError(f"`dataset.path`: `scored` reads a .jsonl file, not {self.path!r}: name the file")
+                raise SpecError(f"`dataset.{key}`: the dataset `{self.name or 'path'}` does not use it: remove the key")
+        if self.name == "scored" and not str(self.path).endswith((".jsonl", ".json", ".csv", ".parquet")):
+            raise SpecError(f"`dataset.path`: `scored` reads a file, not {self.path!r}: name a .jsonl file")
         if self.name == "scored" and self.prompt_format == "conversational":
             raise SpecError("`dataset.prompt_format`: recorded prompts are text as they stand: remove the key")
-        if self.prompt_format is None:
-            object.__setattr__(self, "prompt_format", "text" if self.name == "scored" else "conversational")
+
+    def _check_held_out(self) -> None:
+        if self.eval_share is None:
+            return
+        if not 0 < self.eval_share < 1:
+            raise SpecError(f"`dataset.eval_share` is {self.eval_share}: set it above 0 and below 1, as in 0.1")
+        for key in ("eval_split", "eval_path"):
+            if getattr(self, key) is not None:
+                raise SpecError(f"`dataset` has both `eval_share` and `{key}`: keep the one that says what is held out")
+
+    def _parse_sources(self, key: str) -> None:
+        """Read the list of a mixture; its sources bring their own splits and hub configurations."""
+        entries = getattr(self, key)
+        if not isinstance(entries, list):
+            return
+        if not entries:
+            raise SpecError(f"`dataset.{key}` is an empty list: name at least one source")
+        sources = [SourceSpec.parse(entry) for entry in entries]
+        taken = [source.fraction for source in sources]
+        if None in taken and any(fraction is not None for fraction in taken):
+            raise SpecError(f"`dataset.{key}`: give every source a `fraction`, or none of them")
+        for unused in ("config",) if key == "eval_path" else ("config", "eval_split"):
+            if getattr(self, unused) is not None:
+                raise SpecError(
+                    f"`dataset.{unused}` does not go with a list of sources: write `name` and `split` in each"
+                )
+        if key == "path" and self.split != "train":
+            raise SpecError("`dataset.split` does not go with a list of sources: write `split` in each")
+        if key == "eval_path" and self.eval_split is not None:
+            raise SpecError("`dataset.eval_split` does not go with a list of sources: write `split` in each")
+        object.__setattr__(self, key, sources)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The mapping as a recipe writes it, the sources of a mixture as mappings too."""
+        written = super().as_dict()
+        for key in ("path", "eval_path"):
+            if isinstance(sources := getattr(self, key), list):
+                written[key] = [source.as_dict() for source in sources]
+        return written
+
+    @classmethod
+    def expand(cls, raw: Any) -> Mapping[str, Any]:
+        """`raw` as a mapping: a plain string is the name of a preset."""
+        names = typing.get_args(DatasetName)
+        if isinstance(raw, str) and raw not in names:
+            nearest = did_you_mean(raw, names, otherwise=f": choose {' or '.join(names)}, or write `{{path: {raw}}}`")
+            raise SpecError(f"`dataset.name` can't be `{raw}`{nearest}")
+        return super().expand(raw)
+
+
+def _prompt_text(given: Any) -> str | None:
+    """The name or the text of a system prompt, read from its file if it is `{file: ...}`. Raises `SpecError`."""
+    if given is None:
+        return None
+    place = ""
+    if isinstance(given, Mapping):
+        if set(given) != {"file"} or not isinstance(given["file"], str):
+            raise SpecError(f"`dataset.system_prompt` must be a name, the text, or {{file: prompt.txt}}, not {given!r}")
+        place = f" (read from {given['file']})"
+        try:
+            given = Path(given["file"]).expanduser().read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
+            raise SpecError(
+                f"`dataset.system_prompt`: {place[12:-1]} can't be read ({reason}): correct the path"
+            ) from error
+    text = given.strip()
+    if not text:
+        raise SpecError(f"`dataset.system_prompt`{place} is empty: write `none` for no system prompt")
+    # A lone word is taken for a name, so that a misspelt one does not become the prompt.
+    if re.fullmatch(r"[A-Za-z0-9_-]+", text) and (place or text not in SYSTEM_PROMPT_NAMES):
+        names = " or ".join(SYSTEM_PROMPT_NAMES)
+        nearest = did_you_mean(text, SYSTEM_PROMPT_NAMES, otherwise=f": choose {names}, or write a text")
+        raise SpecError(f"`dataset.system_prompt`{place} can't be the one word `{text}`{nearest}")
+    return text
 
 
 @dataclass(frozen=True)
@@ -162,7 +299,9 @@ class ReferenceSpec(Spec):
     name: Literal["initial", "base"] | None = None
     """`initial` if neither this nor `adapter` is given."""
     adapter: str | None = None
+    """A folder with an adapter, a hub id, or the name of an adapter of the model's."""
     reset_optimizer_on_sync: bool = False
+    """Whether the optimiser starts afresh when `sync_ref_model` refreshes the reference."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from grpo_recipes.decoding.check import differences, disagreement, has_whole_precision
+from grpo_recipes.decoding.groups import Turn, decoding
+from grpo_recipes.decoding.models import base_model, unfit
+from grpo_recipes.decoding.stop_strings import Ends, StopStrings
 from grpo_recipes.runs.checkpoints import ADAPTER_CONFIG, tokenizer_source
 from grpo_rewards.errors import UserError
 
 if TYPE_CHECKING:
     from grpo_recipes.results.evaluate import Settings
+
+
+CHECKED = 32
+"""Rows of the first batch whose log-probabilities are held against the model."""
+
+logger = logging.getLogger(__name__)
 
 
 class EvaluationError(UserError):
@@ -64,11 +74,19 @@ def load_engine(name: str, use_vllm: bool) -> Complete:
 
 
 def transformers_engine(model: Any, tokenizer: Any) -> Complete:
-    """Completions by transformers: continuous batching on a GPU, padded batches on a CPU.
+    """Completions by transformers: continuous batching on a GPU, padded batches on a CPU and for stop strings.
 
-    Continuous batching starts prompts as others end; with sampling, two runs may therefore draw differently.
+    Continuous batching starts prompts as others end; with sampling, two runs may therefore draw differently. It knows no
+    stop strings.
     """
-    return partial(complete_continuously if model.device.type == "cuda" else complete_padded, model, tokenizer)
+    padded = Padded(model, tokenizer)
+
+    def engine(prompts: list[Any], settings: Settings) -> list[str]:
+        if model.device.type == "cuda" and not settings.stop:
+            return complete_continuously(model, tokenizer, prompts, settings)
+        return padded(prompts, settings)
+
+    return engine
 
 
 def vllm_engine(name: str, tokenizer: Any) -> Complete:
@@ -83,7 +101,13 @@ def vllm_engine(name: str, tokenizer: Any) -> Complete:
         # vLLM seeds each request by itself: copies of a prompt with one seed would all get the same completion.
         seeds = random.Random(settings.seed).sample(range(2**31), len(prompts))
         sampling = [
-            SamplingParams(temperature=settings.temperature, max_tokens=settings.max_new_tokens, seed=seed)
+            SamplingParams(
+                temperature=settings.temperature,
+                max_tokens=settings.max_new_tokens,
+                seed=seed,
+                stop=list(settings.stop),
+                include_stop_str_in_output=True,  # as in training
+            )
             for seed in seeds
         ]
         inputs = [{"prompt_token_ids": ids} for ids in _token_ids(prompts, tokenizer)]
@@ -93,25 +117,76 @@ def vllm_engine(name: str, tokenizer: Any) -> Complete:
     return engine
 
 
-@torch.no_grad()
-def complete_padded(model: Any, tokenizer: Any, prompts: list[Any], settings: Settings) -> list[str]:
-    """Completions by transformers' `generate`, in padded batches."""
-    was_training = model.training
-    model.eval()
-    completions: list[str] = []
-    try:
-        with _seeded(model, settings.seed):
-            for start in range(0, len(prompts), settings.batch_size):
-                texts, is_text = _texts(prompts[start : start + settings.batch_size], tokenizer)
-                inputs = tokenizer(
-                    texts, add_special_tokens=is_text, padding=True, padding_side="left", return_tensors="pt"
-                ).to(model.device)
-                tokens = model.generate(**inputs, **_generation(model, tokenizer, settings))
-                new_tokens = tokens[:, inputs["input_ids"].shape[1] :]
-                completions += tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
-    finally:
-        model.train(was_training)
-    return completions
+class Padded:
+    """Completions by transformers' `generate`, in padded batches, each prompt run once and finished rows dropped.
+
+    A few rows of the first batch are held against the model, as in training; if they differ, transformers' own loop
+    generates all of them.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model, self.tokenizer, self.is_checked = model, tokenizer, False
+        self.stock_because = ""
+        """Why transformers' own loop generates, if it does."""
+
+    @torch.no_grad()
+    def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
+        """One completion of each prompt, in order."""
+        was_training = self.model.training
+        self.model.eval()
+        if not self.stock_because and (reason := unfit(self.model)):
+            self._leave_to_transformers(reason)
+        completions: list[str] = []
+        stop = _stop_strings(settings, self.tokenizer)
+        try:
+            with _seeded(self.model, settings.seed):
+                for start in range(0, len(prompts), settings.batch_size):
+                    batch = prompts[start : start + settings.batch_size]
+                    tokens, doubt = self._complete(batch, settings, stop)
+                    if doubt:
+                        self._leave_to_transformers(doubt)
+                        tokens, _ = self._complete(batch, settings, stop)
+                    completions += self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        finally:
+            self.model.train(was_training)
+        return completions
+
+    def _complete(
+        self, prompts: list[Any], settings: Settings, stop: StopStrings | None
+    ) -> tuple[list[list[int]], str]:
+        """The tokens of each completion and what pads them, and why they can't be trusted, if they can't."""
+        inputs = _inputs(prompts, self.tokenizer).to(self.model.device)
+        turn = None
+        if not self.stock_because:
+            every = 0 if self.is_checked else max(1, len(prompts) // CHECKED)
+            turn = Turn(score_every=every, temperature=settings.temperature or 1.0)
+        ends = [] if stop is None else [Ends(stop)]
+        with decoding(base_model(self.model), turn, ends):
+            tokens = self.model.generate(**inputs, **_generation(self.model, self.tokenizer, settings))
+        completions = tokens[:, inputs["input_ids"].shape[1] :].tolist()
+        for end in ends:
+            completions = end.cut(completions)
+        if turn is not None and turn.declined:
+            self._leave_to_transformers(turn.declined)
+        return completions, self._doubt(inputs, completions, turn, settings)
+
+    def _doubt(self, inputs: Any, completions: list[list[int]], turn: Turn | None, settings: Settings) -> str:
+        """By how much the scored rows differ from the model's own log-probabilities; empty within the tolerance."""
+        if turn is None or turn.log_probs is None:
+            return ""
+        rows = turn.scored(len(completions))
+        prompts = [inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist() for row in rows]
+        ends = set(_end_tokens(self.model, self.tokenizer))
+        made = [_up_to_end(completions[row], ends) for row in rows]
+        gaps = differences(self.model, prompts, made, turn.log_probs, turn.temperature)
+        self.is_checked = True
+        whole = has_whole_precision(self.model)
+        reason = disagreement(gaps.mean(), gaps.max(), whole_precision=whole, where="the first batch")
+        return reason and f"group decoding picks tokens under other log-probabilities than the model's ({reason})"
+
+    def _leave_to_transformers(self, reason: str) -> None:
+        self.stock_because = reason
+        logger.warning("completions are generated by transformers' own loop: %s", reason)
 
 
 @torch.no_grad()
@@ -173,6 +248,21 @@ def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
     declared = model.generation_config.eos_token_id
     ids = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
     return sorted({token for token in ids if token is not None})
+
+
+def _up_to_end(tokens: list[int], ends: set[int]) -> list[int]:
+    """A completion without the padding behind its end."""
+    return tokens[: next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))]
+
+
+def _stop_strings(settings: Settings, tokenizer: Any) -> StopStrings | None:
+    return StopStrings(settings.stop, tokenizer) if settings.stop else None
+
+
+def _inputs(prompts: list[Any], tokenizer: Any) -> Any:
+    """Prompts as tensors, padded on the left."""
+    texts, is_text = _texts(prompts, tokenizer)
+    return tokenizer(texts, add_special_tokens=is_text, padding=True, padding_side="left", return_tensors="pt")
 
 
 def _token_ids(prompts: list[Any], tokenizer: Any) -> list[list[int]]:

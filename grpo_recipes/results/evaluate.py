@@ -28,7 +28,9 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 
 from grpo_recipes.recipe.data import load
+from grpo_recipes.recipe.generation import stop_strings
 from grpo_recipes.recipe.hub import hub_answers, is_missing
+from grpo_recipes.recipe.sources import has_one_split
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.results import strict
 from grpo_recipes.results.engines import Complete, EvaluationError, load_engine
@@ -59,6 +61,7 @@ class Settings:
         batch_size: how many completions are made at once; with sampling, part of what a seed reproduces.
         seed: of the sampling. The global random state is left as it was.
         strict: the rewards that a strictly right completion must earn in full; empty for the default with `tags`.
+        stop: strings that end a completion, as in training; the recipe's `generation_kwargs.stop`.
 
     Raises:
         EvaluationError: a number below 1, a temperature below 0, or several samples of greedy decoding.
@@ -71,6 +74,7 @@ class Settings:
     batch_size: int = 64
     seed: int = 0
     strict: tuple[strict.Asked, ...] = ()
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.strict:
@@ -217,7 +221,7 @@ def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
         EvaluationError: it can't be made as asked.
         EvaluationInterrupted: Ctrl-C.
         RunError: a file of the model, or of its run, is damaged or missing.
-        RecipeError, DatasetError: the recipe or the dataset can't be read.
+        RecipeError, UserError: the recipe or the dataset can't be read.
     """
     if options.limit is not None and options.limit < 1:
         raise EvaluationError(f"--limit is {options.limit}: set it to at least 1, or leave it out for all problems")
@@ -228,7 +232,7 @@ def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
     recipe = _recipe(options)
     spec = held_out_spec(recipe.get("dataset", {}), options)
     settings = _settings(recipe, spec, options)
-    dataset = load(spec)
+    dataset = load(spec, evaluation=spec.eval_share is not None)
     if options.limit is not None:
         dataset = dataset.select(range(min(options.limit, len(dataset))))
     weights = weights_fingerprint(options.model)
@@ -236,7 +240,7 @@ def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
         "model": options.model,
         **({} if weights is None else {"weights": weights}),
         "engine": "vllm" if options.vllm else "transformers",
-        "dataset": {key: value for key, value in vars(spec).items() if value is not None},
+        "dataset": spec.as_dict(),
     }
     folder = options.output or _output(options.model, options.samples)
     try:
@@ -344,10 +348,13 @@ def held_out_spec(trained: dict[str, Any], options: argparse.Namespace) -> Datas
 
     With `--path` the recipe's `eval_path` and `eval_split` are left out: they belong to the file that it trained on.
 
-    Raises `EvaluationError` if only the rows trained on are known, or rows without a gold, and `data.DatasetError` for a
+    Raises `EvaluationError` if only the rows trained on are known, or rows without a gold, and `UserError` for a
     wrong key.
     """
     raw = dict(trained) if options.dataset in (None, trained.get("name")) else {"name": options.dataset}
+    if raw.get("eval_share") is not None and not (options.path or options.split):
+        return DatasetSpec.parse({**raw, **_given(options)})
+    raw.pop("eval_share", None)
     if raw.get("name") == "scored":
         raise EvaluationError(
             "the dataset scored holds recorded responses and no final answers to evaluate on: name problems that have them, "
@@ -358,20 +365,21 @@ def held_out_spec(trained: dict[str, Any], options: argparse.Namespace) -> Datas
         held_out = dict.fromkeys(held_out)
     trained_path = raw.get("path")
     is_known = options.split or any(held_out.values()) or options.path not in (None, trained_path)
-    if not is_known and trained_path is not None and _holds_one_split(trained_path):
+    if not is_known and trained_path is not None and (isinstance(trained_path, list) or has_one_split(trained_path)):
         raise EvaluationError(
             f"the run trained on {trained_path}: name the held-out problems with --path, or a --split of it"
         )
-    given = {key: getattr(options, key) for key in ("path", "split", "prompt_style", "prompt_format")}
     known = [field.name for field in fields(DatasetSpec)]
-    layers = ({"name": "gsm8k"}, raw, {"split": "test"}, held_out, given)  # a later one prevails
+    default = {} if raw else {"name": "gsm8k"}
+    test = {} if isinstance(held_out["path"] or trained_path, list) else {"split": "test"}
+    layers = (default, raw, test, held_out, _given(options))  # a later one prevails
     return DatasetSpec.parse({key: layer[key] for layer in layers for key in known if layer.get(key) is not None})
 
 
-def _holds_one_split(path: str) -> bool:
-    """Whether the path holds one split, which is read whatever split is named: a JSONL file, or one saved `Dataset`."""
-    folder = Path(path).expanduser()
-    return path.endswith(".jsonl") or (folder.is_dir() and not (folder / "dataset_dict.json").is_file())
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The keys of the dataset that the command line gives."""
+    given = {key: getattr(options, key) for key in ("path", "split", "system_prompt", "prompt_format")}
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def _recipe(options: argparse.Namespace) -> dict[str, Any]:
@@ -400,7 +408,7 @@ def _settings(recipe: dict[str, Any], spec: DatasetSpec, options: argparse.Names
         raise EvaluationError(f"the recipe's `rewards`: {str(error).rstrip('.')}") from error
     except ValueError as error:
         raise EvaluationError(f"--tags: {error}") from error
-    return Settings(tags=tags, strict=asked, **values)
+    return Settings(tags=tags, strict=asked, stop=stop_strings(recipe.get("generation_kwargs")), **values)
 
 
 def _tags(recipe: dict[str, Any], spec: DatasetSpec) -> tuple[str, str]:
@@ -408,7 +416,7 @@ def _tags(recipe: dict[str, Any], spec: DatasetSpec) -> tuple[str, str]:
     for reward in strict.single_specs(recipe.get("rewards") or []):
         if tags := (reward.get("kwargs") or {}).get("tags"):
             return tags[0], tags[1]
-    return ("reasoning", "answer") if spec.prompt_style == "reasoning" else ("think", "answer")
+    return ("reasoning", "answer") if spec.system_prompt in (None, "reasoning") else ("think", "answer")
 
 
 def _output(model: str, samples: int) -> Path:

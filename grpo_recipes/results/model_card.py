@@ -17,7 +17,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from grpo_recipes.recipe.data import GSM8K_HUB_ID
+from grpo_recipes.recipe.presets import PRESETS
 from grpo_recipes.results.run import Run
 from grpo_recipes.runs.files import write_atomically
 from grpo_recipes.runs.record import launches, read_record
@@ -116,8 +116,12 @@ def _base_model(record: Mapping[str, Any]) -> str:
 
 
 def _dataset(record: Mapping[str, Any]) -> str:
+    """Where the rows came from: a path, the first of a mixture with how many more, or the home or name of a preset."""
     spec = record["recipe"]["dataset"]
-    return str(spec.get("path") or (GSM8K_HUB_ID if spec["name"] == "gsm8k" else spec["name"]))
+    path, preset = spec.get("path"), PRESETS.get(spec.get("name"))
+    if isinstance(path, list):
+        return f"{path[0]['path']} and {len(path) - 1} more" if len(path) > 1 else str(path[0]["path"])
+    return str(path or (preset.hub_id if preset is not None and preset.hub_id else spec["name"]))
 
 
 def _linked(name: str, record: Mapping[str, Any], kind: str = "") -> str:
@@ -130,7 +134,7 @@ def _is_hub_id(name: str, record: Mapping[str, Any]) -> bool:
         validate_repo_id(name)
     except HFValidationError:
         return False
-    return name != record["recipe"]["dataset"]["name"] and not Path(record["directory"], name).exists()
+    return name != record["recipe"]["dataset"].get("name") and not Path(record["directory"], name).exists()
 
 
 def _name(path: str) -> str:

@@ -25,10 +25,11 @@ from transformers import TrainerCallback
 from trl.trainer.utils import is_async_callable
 
 from grpo_recipes.runs.files import FAULT_FILES, write_atomically
+from grpo_recipes.runs.last_sentence import say_last
 from grpo_rewards.completions import completion_text, listed_scores
 from grpo_rewards.errors import UserError
 from grpo_rewards.redaction import scrubbed
-from grpo_rewards.terminal import say, say_error
+from grpo_rewards.terminal import say
 
 Reward = Callable[..., Any]
 
@@ -109,7 +110,7 @@ def report(
             _leave(found, trace, error, folder, rank)
     with suppress(OSError):
         _tell_launcher(found)
-    say_error(found)
+    say_last(f"error: {found}", 1)
 
 
 def is_curable(error: Exception, *, began: bool) -> bool:

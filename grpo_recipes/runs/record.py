@@ -12,7 +12,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from grpo_recipes.runs.files import INTEGER, INTEGER_OR_NULL, NUMBER, RECORD, TE
 from grpo_rewards.redaction import redacted, redacted_arguments
 from grpo_rewards.registry import BuiltReward, Spec, spec_parts
 
+_SLICE = 10_000
 VERSIONED = ("trl", "transformers", "peft", "accelerate", "datasets", "torch")
 
 SHAPE: Shape = {
@@ -111,11 +112,14 @@ def data_order(geometry: Mapping[str, Any], prompts: Sequence[Any], config: Mapp
     }
 
 
-def prompts_digest(prompts: Iterable[Any]) -> str:
+def prompts_digest(prompts: Sequence[Any]) -> str:
     """The SHA-256 of prompts in their order, texts or messages."""
     digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(json.dumps(prompt).encode() + b"\n")
+    for start in range(
+        0, len(prompts), _SLICE
+    ):  # a column of a table gives a slice far sooner than its rows one by one
+        for prompt in prompts[start : start + _SLICE]:
+            digest.update(json.dumps(prompt).encode() + b"\n")
     return digest.hexdigest()
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
+from grpo_recipes.recipe.losses import LOSS_TYPES
+
 # Configuration keys by which a model scales or caps its logits after the head, each with the value that has no effect.
 # The kernel computes logits as hidden states times head, so it would silently leave these out.
 _LOGIT_TRANSFORMS = {
@@ -41,6 +43,18 @@ class Projection:
         """The projection of the last `length` tokens from hidden states (B, L, H), with the head in use right now."""
         head = model.get_output_embeddings()
         return cls(states[:, -length - 1 : -1], head.weight, head.bias)
+
+
+def check_full_kl(beta: float, loss_type: str, *, images: bool, fsdp: bool) -> None:
+    """Raise `ValueError` for a trainer that this KL can't serve."""
+    if beta == 0.0:
+        raise ValueError("`kl_estimator: full` needs a reference: set `beta` above 0")
+    if images:
+        raise ValueError("`kl_estimator: full` does not support models with images: use `sampled`")
+    if fsdp:
+        raise ValueError("`kl_estimator: full` does not support FSDP: use DDP or DeepSpeed")
+    if loss_type not in LOSS_TYPES:
+        raise ValueError(f"`kl_estimator: full` does not know how `loss_type: {loss_type}` weighs tokens")
 
 
 def token_kl(policy: Projection, reference: Projection, mask: Tensor, temperature: float) -> Tensor:

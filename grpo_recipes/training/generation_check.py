@@ -18,17 +18,12 @@ from trl import GRPOConfig
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import pad
 
-from grpo_recipes.training.generation import Turn, decoding
-from grpo_recipes.training.log_probs import (
-    TOLERANCE_16BIT,
-    TOLERANCE_FP32,
-    PerToken,
-    base_model,
-    eval_no_grad,
-    has_dropout,
-)
+from grpo_recipes.decoding.check import disagreement, has_whole_precision
+from grpo_recipes.decoding.groups import Turn, decoding
+from grpo_recipes.decoding.models import base_model, unfit
+from grpo_recipes.decoding.stop_strings import Ends, StopStrings
+from grpo_recipes.training.log_probs import PerToken, eval_no_grad
 from grpo_recipes.training.packing import Rows
-from grpo_recipes.training.stop_strings import Ends, StopStrings
 
 WATCHED = 2
 """Rows of a batch whose log-probabilities are checked once the first batch has passed."""
@@ -113,13 +108,9 @@ class Generation:
         return by_rank[:, 0], by_rank[:, 1]
 
     def _doubt(self, policy: nn.Module, mean: Tensor, largest: Tensor) -> str:
-        """By how much the first batch differs, as a phrase; empty within the tolerance that packed rows have."""
-        exact = (
-            next(policy.parameters()).dtype in (torch.float32, torch.float64)
-            and self.accelerator.mixed_precision == "no"
-        )
-        value, limit = (largest, TOLERANCE_FP32) if exact else (mean, TOLERANCE_16BIT)
-        return "" if value <= limit else f"by {value:.1e} on the first batch, {limit:.0e} allowed"
+        """By how much the first batch differs, as a phrase; empty within the tolerance that packed rows have too."""
+        whole = has_whole_precision(policy) and self.accelerator.mixed_precision == "no"
+        return disagreement(mean, largest, whole_precision=whole, where="the first batch")
 
     def _say(self, reason: str) -> None:
         if reason not in self._said:
@@ -135,18 +126,6 @@ def unfit_layout(trainer: Any) -> str:
         return "ZeRO-3 shards the weights, with ds3_gather_for_generation: false"
     if trainer.tools and trainer.accelerator.num_processes > 1:
         return "ranks take different numbers of turns with tools, and the check of each turn is a collective"
-    return ""
-
-
-def unfit(policy: nn.Module) -> str:
-    """Why a policy, as it is now, is not decoded in groups; empty if nothing speaks against it."""
-    adapter = getattr(policy, "active_peft_config", None)
-    if adapter is not None and adapter.is_prompt_learning:
-        return "the adapter puts virtual tokens before the prompt"
-    if getattr(adapter, "alora_invocation_tokens", None):
-        return "the adapter is given the place in each row from which it acts (aLoRA)"
-    if policy.training and has_dropout(base_model(policy)):
-        return "the model has dropout, and completions of a prompt would share its mask"
     return ""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,14 +24,10 @@ from transformers import PreTrainedModel
 from trl import GRPOConfig
 from trl.models.utils import disable_gradient_checkpointing
 
+from grpo_recipes.decoding.check import disagreement, has_whole_precision
+from grpo_recipes.decoding.models import base_model, has_dropout, rotary_of_the_longest
 from grpo_recipes.runs.restart import on_any_rank
 from grpo_recipes.training.packing import ATTENTION, Layout, PackedRow, Rows, order, pack, register_attention
-
-TOLERANCE_FP32 = 1e-4
-"""Largest difference of a log-probability on the first micro-batch, in float32."""
-TOLERANCE_16BIT = 5e-2
-"""Mean difference of the log-probabilities on the first micro-batch, in bfloat16 or float16. The largest is no measure
-there: over thousands of tokens, two correct kernels differ by more than that on some."""
 
 EXTRA_PADDING = 8
 """Columns of padding added on the left for the check, so that a model whose result depends on padding is noticed even
@@ -242,10 +238,8 @@ class LogProbs:
         gap = (got - expected).abs()[rows.completion_mask.bool()].float()
         if not gap.numel():
             return ""
-        whole_precision = next(model.parameters()).dtype in (torch.float32, torch.float64)
-        exact = whole_precision and self.accelerator.mixed_precision == "no"
-        value, limit = (gap.max(), TOLERANCE_FP32) if exact else (gap.mean(), TOLERANCE_16BIT)
-        return "" if value <= limit else f"by {value:.1e} on the first micro-batch, {limit:.0e} allowed"
+        whole = has_whole_precision(model) and self.accelerator.mixed_precision == "no"
+        return disagreement(gap.mean(), gap.max(), whole_precision=whole, where="the first micro-batch")
 
     def _fits(self, model: nn.Module, rows: Rows) -> Tensor:
         """Which rows can be packed, (B,): their masks have no holes and they lie inside the model's attention window."""
@@ -289,11 +283,6 @@ def _scatter_rows(values: Tensor, call: ModelCall) -> Tensor:
     return wide.new_zeros(len(call.rows.input_ids), wide.size(1)).index_copy(0, call.index, wide)
 
 
-def base_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside a PEFT model."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
-
-
 def text_config(model: nn.Module) -> Any:
     """The configuration of the language model."""
     return base_model(model).config.get_text_config()
@@ -321,17 +310,6 @@ def attention_window(config: Any) -> int | None:
     kinds = getattr(config, "layer_types", None)
     slides = kinds is None or "sliding_attention" in kinds
     return getattr(config, "sliding_window", None) if slides else None
-
-
-def rotary_of_the_longest(config: Any) -> str | None:
-    """The type of a rotary table that transformers chooses by the largest position of each forward, None without one.
-
-    TRL pads every pass over a generation batch to one width, and so gives all of them one table.
-    """
-    parameters = getattr(config, "rope_parameters", None) or {}
-    tables = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]  # or by layer type
-    kinds = [table.get("rope_type") or "default" for table in tables]
-    return next((kind for kind in kinds if "dynamic" in kind or kind == "longrope"), None)
 
 
 def unsupported(model: nn.Module) -> str | None:
@@ -373,15 +351,3 @@ def _learns_positions(model: PreTrainedModel) -> bool:
     """Whether the model has an embedding table other than that of its tokens."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     return any(table is not model.get_input_embeddings() for table in tables)
-
-
-def has_dropout(model: nn.Module) -> bool:
-    """Whether a module drops activations: an `nn.Dropout` or the like, or a layer that holds its rate as a number.
-
-    Transformers' attention layers call it `attention_dropout` or, as OPT's, `dropout`.
-    """
-    return any(
-        isinstance(value, float) and value > 0 and "drop" in f"{type(module).__name__}.{name}".lower()
-        for module in model.modules()
-        for name, value in vars(module).items()
-    )

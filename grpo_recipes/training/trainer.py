@@ -15,19 +15,22 @@ from torch.utils.data import Sampler
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
+from grpo_recipes.decoding.stop_strings import StopStrings
+from grpo_recipes.recipe.generation import check as check_generation
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.specs import GenerationMode, KLEstimator, MicroBatching, ReferenceSpec, typed
 from grpo_recipes.runs.restart import EpochSampler, TellEpoch
 from grpo_recipes.runs.saving import CompleteCheckpoints
-from grpo_recipes.training import continuous_batching, offline
 from grpo_recipes.training import micro_batches as microbatch
+from grpo_recipes.training import offline
+from grpo_recipes.training.continuous_batching import ContinuousBatching, refuse_cast
 from grpo_recipes.training.eval_completions import separate_eval_completions
-from grpo_recipes.training.full_kl import FullKL, Projection, last_hidden_states
+from grpo_recipes.training.full_kl import FullKL, Projection, check_full_kl, last_hidden_states
 from grpo_recipes.training.generation_check import Generation, unfit_layout
 from grpo_recipes.training.log_probs import LogProbs, PerToken
 from grpo_recipes.training.packing import Layout, Rows
 from grpo_recipes.training.reference import reference_in, set_reference, without_trl_reference
-from grpo_recipes.training.stop_strings import StopStrings, corrected, take_over_mask
+from grpo_recipes.training.stop_strings import corrected, take_over_mask
 from grpo_recipes.training.updates import UpdateSample
 
 logger = logging.getLogger(__name__)
@@ -62,13 +65,15 @@ class GRPOTrainer(TRLGRPOTrainer):
         reference: str | Mapping[str, Any] | ReferenceSpec | None = None,
         kl_estimator: KLEstimator = "sampled",
         micro_batching: str | Mapping[str, bool] | MicroBatching = "auto",
-        generation: GenerationMode = "off",
+        generation: GenerationMode = "auto",
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
         self.micro_batching = MicroBatching.parse(micro_batching)
         typed("kl_estimator", kl_estimator, KLEstimator)
         generation = typed("generation", generation, GenerationMode)
+        if args is not None:
+            check_generation(args)
         with without_trl_reference(args):  # TRL builds no reference of its own
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
@@ -78,14 +83,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         self._efficiency: microbatch.Efficiency | None = None
         self._full_kl = None
         if kl_estimator == "full":
-            if self.beta == 0.0:
-                raise ValueError("`kl_estimator: full` needs a reference: set `beta` above 0")
-            if self._is_vlm:
-                raise ValueError("`kl_estimator: full` does not support models with images: use `sampled`")
-            if self.is_fsdp_enabled:
-                raise ValueError("`kl_estimator: full` does not support FSDP: use DDP or DeepSpeed")
-            if self.loss_type not in LOSS_TYPES:
-                raise ValueError(f"`kl_estimator: full` does not know how `loss_type: {self.loss_type}` weighs tokens")
+            check_full_kl(self.beta, self.loss_type, images=self._is_vlm, fsdp=self.is_fsdp_enabled)
             self._full_kl = FullKL(_causal_lm(self.model), self.temperature)
         self._exact = microbatch.exactness(
             self.loss_type,
@@ -112,8 +110,8 @@ class GRPOTrainer(TRLGRPOTrainer):
             together=self._dist.is_zero3,
         )
         if self.use_transformers_continuous_batching:
-            continuous_batching.refuse(self.generation_config, self._stop, self.model, self.args)
-            self._continuous_batching = continuous_batching.ContinuousBatching(self.continuous_batching_config)
+            refuse_cast(self.model, self.args)
+            self._continuous_batching = ContinuousBatching(self.continuous_batching_config)
         self.checkpoints = CompleteCheckpoints(self)
         self.add_callback(self.checkpoints)
 
@@ -217,7 +215,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         with reference_in(self) as model, torch.no_grad():
-            causal_lm = _causal_lm(self.accelerator.unwrap_model(model))
+            causal_lm = _causal_lm(self._log_probs.bare(model))
             with last_hidden_states(causal_lm) as states, self.accelerator.autocast():
                 model(input_ids=ids, attention_mask=mask, logits_to_keep=1, use_cache=False)
             return Projection.of(causal_lm, states[0], inputs["completion_ids"].shape[1])

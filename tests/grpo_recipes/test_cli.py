@@ -29,11 +29,12 @@ def test_plan_for_another_machine(capsys: pytest.CaptureFixture[str], gsm8k_file
 
 def test_plan_without_the_hub_leaves_the_epoch_unknown(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     from grpo_recipes.recipe import data
+    from grpo_recipes.recipe.sources import DatasetUnreachable
 
     def unreachable(*args: object, **kwargs: object) -> None:
-        raise data.DatasetUnreachable("no network")
+        raise DatasetUnreachable("no network")
 
-    monkeypatch.setattr(data, "load", unreachable)
+    monkeypatch.setattr(data, "load_prompts", unreachable)
     assert main(["plan", "gsm8k-qwen2.5-1.5b-24gb", "--accelerate_config", "single_gpu"]) == 0
     assert "unknown: no network" in capsys.readouterr().out
 
@@ -90,7 +91,7 @@ HELP = {"grpo-recipes": main, "grpo-rewards": rewards_cli.main, "train": train.m
             ["plan", "evaluate", "diagnose", "report", "95 % intervals", "grpo_recipes.train"],
         ),
         ("grpo-recipes", ["plan", "--help"], ["--gpu_memory SIZE", "override the recipe"]),
-        ("grpo-recipes", ["evaluate", "--help"], ["--compare A B", "--samples N"]),
+        ("grpo-recipes", ["evaluate", "--help"], ["--samples N"]),
         ("grpo-recipes", ["diagnose", "--help"], ["output_dir"]),
         ("grpo-recipes", ["report", "--help"], ["report.html"]),
         ("grpo-recipes", ["--version"], [f"grpo-recipes {__version__}"]),
@@ -122,7 +123,7 @@ def test_the_sentences_of_a_plan_are_wrapped(capsys: pytest.CaptureFixture[str],
     assert main(["plan", "quickstart"]) == 0
     said = capsys.readouterr().out
     assert "runs/quickstart/policy-seed0: there is no such folder" in " ".join(said.split())
-    assert max(map(len, said.splitlines()[1:])) <= 100
+    assert max(len(line) for line in said.splitlines()[1:] if not line.startswith("  | ")) <= 100  # but for the prompt
     assert "  0            0×8 … 7×8\n" in said, "the table is left alone"
     assert said.endswith("a limit\n")
 

@@ -17,7 +17,7 @@ from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards import gsm8k_correctness, well_formed
 from grpo_rewards.answers import extract_answer
 
-PROMPTS = DatasetSpec("arithmetic", prompt_style="think")
+PROMPTS = DatasetSpec("arithmetic", system_prompt="think")
 SMALL = WarmStart(demonstrations=300)
 
 
@@ -32,7 +32,7 @@ def tokenizer(conversations):
 
 
 def test_every_demonstration_is_right_and_the_shares_are_as_asked(conversations):
-    golds = load(DatasetSpec("arithmetic", prompt_style="think", size=SMALL.demonstrations))["answer"]
+    golds = load(DatasetSpec("arithmetic", system_prompt="think", size=SMALL.demonstrations))["answer"]
     completions = [conversation["completion"][0]["content"] for conversation in conversations]
     tagged = well_formed(completions=completions)
     assert gsm8k_correctness(completions=completions, answer=golds) == [2.0 * is_tagged for is_tagged in tagged]
@@ -45,7 +45,7 @@ def test_every_demonstration_is_right_and_the_shares_are_as_asked(conversations)
 
 def test_no_held_out_problem_is_demonstrated():
     asked = {message["content"] for c in demonstrations(WarmStart(), PROMPTS) for message in c["prompt"]}
-    held_out = load(DatasetSpec("arithmetic", split="test", size=quickstart.HELD_OUT_PROBLEMS, prompt_style="none"))
+    held_out = load(DatasetSpec("arithmetic", split="test", size=quickstart.HELD_OUT_PROBLEMS, system_prompt="none"))
     assert not asked & {prompt[0]["content"] for prompt in held_out["prompt"]}
 
 
@@ -102,7 +102,7 @@ def test_a_policy_made_by_equal_settings_is_used_again(counted_fine_tuning, tmp_
     [
         (WarmStart(demonstrations=300, seed=1), PROMPTS),
         (WarmStart(demonstrations=300, learning_rate=1e-3), PROMPTS),
-        (SMALL, DatasetSpec("arithmetic", prompt_style="none")),
+        (SMALL, DatasetSpec("arithmetic", system_prompt="none")),
     ],
 )
 def test_other_settings_or_prompts_make_another_policy(counted_fine_tuning, tmp_path, settings, prompts):

@@ -42,7 +42,7 @@ def test_the_recipe_has_the_settings_of_full_vocabulary_kl() -> None:
     recipe = parse_recipe(["--config", NAME])
     values = vars(recipe.config)
     assert recipe.model["model_name_or_path"] == "Qwen/Qwen2-0.5B-Instruct"
-    assert (recipe.dataset.split, recipe.dataset.prompt_style) == ("train[:5%]", "think")
+    assert (recipe.dataset.split, recipe.dataset.system_prompt) == ("train[:5%]", "think")
     assert recipe.kl_estimator == "full"
     expected = {
         "beta": 0.1,

@@ -12,7 +12,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from grpo_recipes.recipe.arithmetic import MAX_ARITHMETIC_SIZE, arithmetic_problems
-from grpo_recipes.recipe.data import DatasetUnreachable, final_answer, limit_prompts, load
+from grpo_recipes.recipe.data import load
+from grpo_recipes.recipe.presets import final_answer
+from grpo_recipes.recipe.prompts import limit_prompts
+from grpo_recipes.recipe.sources import DatasetUnreachable
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards.errors import UserError
 
@@ -46,9 +49,9 @@ def test_a_plain_string_is_the_name():
 
 
 def test_a_mapping_gives_every_key():
-    raw = {"name": "arithmetic", "split": "train[:5%]", "size": 40, "seed": 3, "prompt_style": "think"}
+    raw = {"name": "arithmetic", "split": "train[:5%]", "size": 40, "seed": 3, "system_prompt": "think"}
     assert DatasetSpec.parse(raw) == DatasetSpec(
-        "arithmetic", split="train[:5%]", size=40, seed=3, prompt_style="think"
+        "arithmetic", split="train[:5%]", size=40, seed=3, system_prompt="think"
     )
 
 
@@ -56,15 +59,16 @@ def test_a_mapping_gives_every_key():
     ("raw", "message"),
     [
         ("gsm9k", r"`dataset\.name` can't be `gsm9k`: did you mean `gsm8k`\?"),
-        ({"path": "x.jsonl"}, r"`dataset\.name` is missing: choose gsm8k or rlaif or arithmetic or scored"),
+        ({"split": "test"}, r"`dataset\.path` is missing: name the file, folder or hub id to read, or a preset"),
+        ("rows.jsonl", r"`dataset\.name` can't be `rows.jsonl`: .*write `\{path: rows\.jsonl\}`"),
         (
-            {"name": "gsm8k", "promt_style": "think"},
-            r"unknown key `dataset\.promt_style`: did you mean `prompt_style`\?",
+            {"name": "gsm8k", "sistem_prompt": "think"},
+            r"unknown key `dataset\.sistem_prompt`: did you mean `system_prompt`\?",
         ),
-        ({"name": "gsm8k", "prompt_style": "thinking"}, r"`dataset\.prompt_style` .*did you mean `think`\?"),
+        ({"name": "gsm8k", "system_prompt": "thinking"}, r"`dataset\.system_prompt` .*did you mean `think`\?"),
         ({"name": "gsm8k", "prompt_format": "chat"}, r"`dataset\.prompt_format` .*choose conversational or text"),
         ({"name": "gsm8k", "overlong_prompts": "cut"}, r"`dataset\.overlong_prompts` .*did you mean `cut_left`\?"),
-        ({"name": "gsm8k", "path": ["x"]}, r"`dataset\.path` must be text, not \['x'\]"),
+        ({"name": "gsm8k", "path": {"x": 1}}, r"`dataset\.path` must be text or a list, not \{'x': 1\}"),
         ({"name": "gsm8k", "split": None}, r"`dataset\.split` must be text, not None"),
         ({"name": "arithmetic", "size": "ten"}, r"`dataset\.size` must be a whole number, not 'ten'"),
         ({"name": "arithmetic", "size": True}, r"`dataset\.size` must be a whole number, not True"),
@@ -85,13 +89,13 @@ def test_a_bad_spec_names_the_key_and_the_fix(raw, message):
 
 def test_the_prompt_of_grpo_from_scratch_as_text(tmp_path):
     path = write_jsonl(tmp_path / "one.jsonl", [{"question": " How many? ", "answer": "So 1+1=2\n#### 2"}])
-    row = load(DatasetSpec("gsm8k", path=path, prompt_style="reasoning", prompt_format="text"))[0]
+    row = load(DatasetSpec("gsm8k", path=path, system_prompt="reasoning", prompt_format="text"))[0]
     system = "Respond in the following format:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>"
     assert row == {"prompt": f"{system}\nHow many?", "answer": "2"}
 
 
 def test_the_prompt_of_full_vocabulary_kl_as_messages(jsonl):
-    row = load(DatasetSpec("gsm8k", path=jsonl, prompt_style="think", split="train[3:4]"))[0]
+    row = load(DatasetSpec("gsm8k", path=jsonl, system_prompt="think", split="train[3:4]"))[0]
     system = (
         "Solve the math problem step-by-step, providing reasoning in <think> tags and the final answer in <answer> "
     )
@@ -103,7 +107,7 @@ def test_the_prompt_of_full_vocabulary_kl_as_messages(jsonl):
 
 
 def test_the_system_prompt_of_minimind(jsonl):
-    prompt = load(DatasetSpec("gsm8k", path=jsonl, prompt_style="minimind"))[0]["prompt"]
+    prompt = load(DatasetSpec("gsm8k", path=jsonl, system_prompt="minimind"))[0]["prompt"]
     assert prompt[0] == {"role": "system", "content": "你是 MiniMind，是一个有用的人工智能助手。"}
 
 
@@ -112,7 +116,7 @@ def test_the_system_prompt_of_minimind(jsonl):
     [("text", "What is 0 + 0?"), ("conversational", [{"role": "user", "content": "What is 0 + 0?"}])],
 )
 def test_style_none_sends_the_question_alone(jsonl, prompt_format, prompt):
-    spec = DatasetSpec("gsm8k", path=jsonl, prompt_style="none", prompt_format=prompt_format)
+    spec = DatasetSpec("gsm8k", path=jsonl, system_prompt="none", prompt_format=prompt_format)
     assert load(spec)[0]["prompt"] == prompt
 
 
@@ -219,8 +223,8 @@ def test_a_row_without_a_column_of_the_others_has_none_there(tmp_path):
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
-        ("level", (3, "hard"), r"`dataset`: the column 'level' has values of several types"),
-        ("level", (3, 2**80), r"`dataset`: the column 'level' has values of several types"),
+        ("level", (3, "hard"), r"rows\.jsonl, line 2: the column 'level' has values of several types"),
+        ("level", (3, 2**80), r"rows\.jsonl, line 2: the column 'level' has values of several types"),
         ("completions", (1, 2), r"rows\.jsonl, line 1 has a column 'completions', a name that the trainer takes"),
     ],
 )
@@ -271,9 +275,12 @@ def test_evaluation_needs_held_out_rows(jsonl):
         ("[" * 100_000, r"rows\.jsonl, line 3 is not JSON"),
         ('{"question": "\\ud800?", "answer": "#### 1"}', r"rows\.jsonl, line 3 has half of a surrogate pair"),
         ('["question", "answer"]', r"rows\.jsonl, line 3 is not a JSON object"),
-        ('{"question": "q"}', r"rows\.jsonl, line 3 has no 'answer'"),
-        ('{"problem": "q", "answer": "1"}', r"rows\.jsonl, line 3 has no 'question'"),
-        ('{"question": "q", "answer": 1}', r"rows\.jsonl, line 3 has the answer 1: it must be text"),
+        ('{"question": "q"}', r"rows\.jsonl, line 3 has the answer None"),
+        ('{"problem": "q", "answer": "1"}', r"rows\.jsonl, line 3 has the question None"),
+        (
+            '{"question": "q", "answer": 1}',
+            r"rows\.jsonl, line 3: the column 'answer' has values of several types, here 1",
+        ),
         ('{"question": " ", "answer": "1"}', r"rows\.jsonl, line 3 has the question ' '"),
         ('{"question": "q", "answer": "so\\n#### "}', r"rows\.jsonl, line 3 has the answer"),
     ],
@@ -304,7 +311,7 @@ def test_windows_line_ends_and_a_byte_order_mark_are_read(tmp_path):
         ("absent.jsonl", None, r"`dataset\.path`: .*absent\.jsonl can't be read \(No such file"),
         ("latin.jsonl", "é".encode("latin-1"), r"`dataset\.path`: .*latin\.jsonl is not UTF-8"),
         ("empty.jsonl", b"\n", r"`dataset\.split`: 'train' of .*empty\.jsonl is empty"),
-        ("rows.csv", b"question,answer\n", r"`dataset\.path`: .*rows\.csv is not a \.jsonl file"),
+        ("rows.xls", b"question", r"`dataset\.path`: .*rows\.xls is not a \.jsonl, \.json, \.csv or \.parquet file"),
         ("no/such/folder", None, r"`dataset\.path`: there is no file or folder .*no/such/folder"),
     ],
 )
@@ -329,7 +336,7 @@ def test_a_folder_of_something_else_is_named(tmp_path):
 
 def test_a_missing_column_of_a_folder_is_named(tmp_path):
     datasets.Dataset.from_list([{"problem": "q", "answer": "1"}]).save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(UserError, match=r"saved has no column 'question' \(it has problem, answer\)"):
+    with pytest.raises(UserError, match=r"saved, row 1 has the columns problem, answer, and none is 'question'"):
         load(DatasetSpec("gsm8k", path=str(tmp_path / "saved")))
 
 
@@ -389,7 +396,7 @@ def test_the_largest_size_can_be_made_for_both_splits():
 
 def test_arithmetic_by_name():
     spec = DatasetSpec(
-        "arithmetic", size=30, seed=4, split="train[10:20]", eval_split="test[:50%]", prompt_style="none"
+        "arithmetic", size=30, seed=4, split="train[10:20]", eval_split="test[:50%]", system_prompt="none"
     )
     assert questions(load(spec)) == [row["question"] for row in arithmetic_problems("train", 30, 4)[10:20]]
     assert questions(load(spec, evaluation=True)) == [row["question"] for row in arithmetic_problems("test", 15, 4)]

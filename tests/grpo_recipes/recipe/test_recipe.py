@@ -95,7 +95,7 @@ def test_micro_batching(write, written: object, arguments: list[str], expected: 
 @pytest.mark.parametrize(
     ("written", "arguments", "expected"),
     [
-        (..., [], "off"),
+        (..., [], "auto"),
         ("auto", [], "auto"),
         ("off", [], "off"),
         (False, [], "off"),

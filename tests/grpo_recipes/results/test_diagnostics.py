@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from grpo_recipes import cli, train
-from grpo_recipes.recipe.data import PROMPT_STYLES
+from grpo_recipes.recipe.prompts import SYSTEM_PROMPTS
 from grpo_recipes.results.diagnostics import CHECKS, Finding, describe, diagnose
 from grpo_recipes.results.run import Run, Series
 from grpo_recipes.runs.files import RunError
@@ -421,7 +421,7 @@ def test_a_hackable_recipe_is_found_out_on_a_real_run(tmp_path: Path, gsm8k_file
 
     set_seed(0)
     tokenizer = Qwen2Tokenizer().train_new_from_iterator(
-        [PROMPT_STYLES["think"]] * 4, vocab_size=300, new_special_tokens=["<|im_end|>"], show_progress=False
+        [SYSTEM_PROMPTS["think"]] * 4, vocab_size=300, new_special_tokens=["<|im_end|>"], show_progress=False
     )
     tokenizer.add_tokens([AddedToken(tag, special=False) for tag in ("<think>", "</think>", "<answer>", "</answer>")])
     tokenizer.eos_token, tokenizer.chat_template = "<|im_end|>", CHAT_TEMPLATE
@@ -442,7 +442,7 @@ def test_a_hackable_recipe_is_found_out_on_a_real_run(tmp_path: Path, gsm8k_file
         json.dumps(
             {
                 "model_name_or_path": str(tmp_path / "model"),
-                "dataset": {"name": "gsm8k", "path": str(gsm8k_file), "prompt_style": "none"},
+                "dataset": {"name": "gsm8k", "path": str(gsm8k_file), "system_prompt": "none"},
                 "rewards": ["tag_presence"],
                 "per_device_train_batch_size": 32,
                 "max_completion_length": 24,

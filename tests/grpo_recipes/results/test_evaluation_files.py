@@ -355,9 +355,13 @@ def test_an_adapter_that_lacks_a_tensor_is_not_evaluated(tiny_model: Path, tmp_p
 def test_a_runs_own_rewards_say_what_is_strict(tiny_model: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     run_folder = Path(shutil.copytree(tiny_model, tmp_path / "run"))
     boxed = {"name": "gsm8k_correctness", "kwargs": {"extract": "boxed"}}
-    recipe = {"dataset": {"name": "arithmetic", "prompt_style": "none"}, "rewards": [boxed], "max_completion_length": 4}
+    recipe = {
+        "dataset": {"name": "arithmetic", "system_prompt": "none"},
+        "rewards": [boxed],
+        "max_completion_length": 4,
+    }
     (run_folder / "run.json").write_text(json.dumps({"recipe": recipe}))
-    rows = load(DatasetSpec("arithmetic", split="test", prompt_style="none"))
+    rows = load(DatasetSpec("arithmetic", split="test", system_prompt="none"))
     golds = {row["prompt"][0]["content"]: row["answer"].rpartition("#### ")[2] for row in rows}
 
     def engine(prompts: list, settings: Settings) -> list[str]:
@@ -402,12 +406,12 @@ def test_two_evaluations_are_compared_problem_by_problem(tmp_path: Path, capsys:
     result = compare(tmp_path / "a", tmp_path / "b")
     assert result["strict"]["difference"]["value"] == pytest.approx(0.6)
     assert result["mcnemar"] == {"only_first": 0, "only_second": 6, "p": 2 / 2**6}
-    assert cli.main(["evaluate", "--compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert "exact p = 0.0312" in capsys.readouterr().out
     evaluate_into(tmp_path / "c", policy, dataset(4), Settings(), {})
     with pytest.raises(EvaluationError, match="not on the same problems"):
         compare(tmp_path / "a", tmp_path / "c")
-    assert cli.main(["evaluate", "--compare", str(tmp_path / "a"), str(tmp_path / "nothing")]) == 2
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "nothing")]) == 2
     assert "no finished evaluation" in capsys.readouterr().err
 
 
@@ -435,7 +439,7 @@ def test_continuous_batching_says_what_padded_batches_say(tiny_model: Path, monk
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
     prompts = ["1 + 1 =", "Ann has 3 figs.", "How many?"]
     settings = Settings(max_new_tokens=5, batch_size=2)
-    padded = engines.complete_padded(model, tokenizer, prompts, settings)
+    padded = engines.Padded(model, tokenizer)(prompts, settings)
     # On a CPU it would take 60 % of the memory that is free.
     cache = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     monkeypatch.setattr(model, "generate_batch", partial(model.generate_batch, continuous_batching_config=cache))
@@ -544,7 +548,7 @@ def test_a_run_is_evaluated_on_what_it_did_not_train_on(
     for file in tiny_model.iterdir():
         (run_folder / file.name).write_bytes(file.read_bytes())
     recipe = {
-        "dataset": {"name": "gsm8k", "path": str(gsm8k_file), "prompt_style": "reasoning"},
+        "dataset": {"name": "gsm8k", "path": str(gsm8k_file), "system_prompt": "reasoning"},
         "max_completion_length": 4,
     }
     (run_folder / "run.json").write_text(json.dumps({"recipe": recipe}))
@@ -560,7 +564,7 @@ def test_a_run_is_evaluated_on_what_it_did_not_train_on(
 
 def asked(**options: str) -> argparse.Namespace:
     """The options of `evaluate` that say which problems."""
-    keys = ("dataset", "path", "split", "prompt_style", "prompt_format")
+    keys = ("dataset", "path", "split", "system_prompt", "prompt_format")
     return argparse.Namespace(**dict.fromkeys(keys) | options)
 
 

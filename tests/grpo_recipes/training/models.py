@@ -91,10 +91,8 @@ def trainer(
     policy.generation_config.eos_token_id = ENDS
     names = ("generation", "peft_config", "reference", "eval_dataset", "processing_class", "micro_batching")
     ours = {name: more.pop(name) for name in names if name in more}
-    if issubclass(cls, GRPOTrainer):
-        ours.setdefault("generation", "auto")
-        if ours.get("peft_config") is not None:
-            ours["reference"] = "base"
+    if issubclass(cls, GRPOTrainer) and ours.get("peft_config") is not None:
+        ours["reference"] = "base"
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "use_cpu": True,

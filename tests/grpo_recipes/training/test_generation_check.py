@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 from torch import nn
 from trl import GRPOTrainer as TRLGRPOTrainer
 
-from grpo_recipes.training import generation, kv_cache
-from grpo_recipes.training.generation_check import unfit, unfit_layout
+from grpo_recipes.decoding import groups, kv_cache
+from grpo_recipes.decoding.models import unfit
+from grpo_recipes.training.generation_check import unfit_layout
 from grpo_rewards.errors import UserError
 from tests.grpo_recipes.launching import ROOT, completions, finish
 from tests.grpo_recipes.recorded import model
@@ -134,7 +135,7 @@ FAULTS = {
     "a row takes another's keys": (kv_cache.Buffer, "keep", moved_nothing),
     "a row takes another prompt's keys": (kv_cache.Buffer, "take", next_prompt),
     "a token is cut with the padding": (kv_cache.Buffer, "cut", cut_one_more),
-    "positions are off": (generation, "decode_step", one_position_late(generation.decode_step)),
+    "positions are off": (groups, "decode_step", one_position_late(groups.decode_step)),
 }
 
 
@@ -230,6 +231,13 @@ def test_a_reason_that_generate_finds_is_said_once(tmp_path: Path, said: Any) ->
     stock = trainer(tmp_path / "off", generation="off", cache_implementation="static")
     stock.train()
     assert_same_run(run, stock)
+
+
+def test_a_model_that_padding_changes_is_left_alone(tmp_path: Path, said: Any) -> None:
+    """TRL's left padding moves GPT-2's learnt positions: its rows are not what was sampled from."""
+    run = trainer(tmp_path, policy=tiny("GPT2Config"), max_steps=1)
+    run.train()
+    assert "other log-probabilities than the policy's (by" in said()[0]
 
 
 def test_adapters_that_are_given_more_than_tokens() -> None:

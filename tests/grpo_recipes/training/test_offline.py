@@ -125,7 +125,7 @@ def test_log_probabilities_for_some_responses_are_refused(tmp_path: Path) -> Non
         ({"path": None}, "path"),
         ({"path": "openai/gsm8k"}, "path"),
         ({"prompt_format": "conversational"}, "prompt_format"),
-        ({"prompt_style": "think"}, "prompt_style"),
+        ({"system_prompt": "think"}, "system_prompt"),
         ({"size": 3}, "size"),
     ],
 )

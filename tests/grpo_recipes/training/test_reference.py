@@ -594,8 +594,8 @@ def test_trls_trainer_is_served_as_ours_is(policy: Path, tmp_path: Path) -> None
     """Hard refresh of a full model on TRL's own class: its own callback would act a second time."""
     args = arguments(tmp_path, max_steps=4, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.5)
     runs = []
-    # Equal to the last bit, so with TRL's own micro-batches.
-    for trainer_class, more in ((TRLGRPOTrainer, {}), (GRPOTrainer, {"micro_batching": "off"})):
+    # Equal to the last bit, so with TRL's own micro-batches and completions.
+    for trainer_class, more in ((TRLGRPOTrainer, {}), (GRPOTrainer, {"micro_batching": "off", "generation": "off"})):
         run = trainer(trainer_class, load(policy), args, **more)
         if trainer_class is TRLGRPOTrainer:
             set_reference(run, "initial")

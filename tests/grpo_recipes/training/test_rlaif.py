@@ -15,7 +15,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grpo_recipes import train
 from grpo_recipes.recipe.checks import Machine, check
-from grpo_recipes.recipe.data import PROMPT_STYLES, limit_prompts, load
+from grpo_recipes.recipe.data import load
+from grpo_recipes.recipe.prompts import SYSTEM_PROMPTS, limit_prompts
 from grpo_recipes.recipe.recipe import parse_recipe, shipped
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards.errors import UserError
@@ -24,11 +25,11 @@ from grpo_rewards.reward_model import RewardModelScore
 from tests.tiny import chat_tokenizer, save_internlm2, save_reward_model
 
 RLAIF_FILE = Path(__file__).parents[2] / "data" / "rlaif.jsonl"
-SYSTEM = {"role": "system", "content": PROMPT_STYLES["minimind"]}
+SYSTEM = {"role": "system", "content": SYSTEM_PROMPTS["minimind"]}
 
 
 def spec(path=RLAIF_FILE, **settings):
-    return DatasetSpec("rlaif", path=str(path), prompt_style="minimind", **settings)
+    return DatasetSpec("rlaif", path=str(path), system_prompt="minimind", **settings)
 
 
 def write(path, *conversations):
@@ -80,7 +81,7 @@ def test_a_bad_row_is_named(tmp_path, turns, message):
 
 def test_a_missing_column_or_path_is_named(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"question": "?"}\n')
-    with pytest.raises(UserError, match="line 1 has no 'conversations'"):
+    with pytest.raises(UserError, match="line 1 has the columns question, and none is 'conversations'"):
         load(spec(tmp_path / "bad.jsonl"))
     with pytest.raises(UserError, match=r"`dataset\.path` is missing"):
         DatasetSpec("rlaif")

@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOTrainer as TRLGRPOTrainer
+from trl.trainer import grpo_trainer
 
-from grpo_recipes.training.stop_strings import Ends, StopStrings
+from grpo_recipes.decoding.stop_strings import Ends, StopStrings
 from grpo_rewards.errors import UserError
 from tests.grpo_recipes import recorded
 from tests.grpo_recipes.training.models import ENDS, PROMPTS, trainer
@@ -58,20 +59,6 @@ def test_a_string_that_begins_in_the_prompt_ends_nothing() -> None:
     assert ends(torch.tensor([[*prompt, *ids("z")]]), None).tolist() == [False]
     assert ends(torch.tensor([[*prompt, *ids("zz")]]), None).tolist() == [True]
     assert ends.cut([[*ids("zz"), 0, 0]]) == [ids("zz")]
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"stop": [""]}, "`generation_kwargs.stop` must be a string or a list of strings"),
-        ({"stop": [3]}, "`generation_kwargs.stop` must be a string or a list of strings"),
-        ({"stop": {"a": 1}}, "`generation_kwargs.stop` must be a string or a list of strings"),
-        ({"stop_strings": ["a"]}, "`generation_kwargs.stop_strings`: write `stop` instead"),
-    ],
-)
-def test_what_is_no_string(asked: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        StopStrings.of(asked, byte_tokenizer())
 
 
 def test_a_tokenizer_that_cant_be_searched() -> None:
@@ -173,6 +160,40 @@ def test_evaluation_stops_too(tmp_path: Path) -> None:
     (entry,) = run.state.log_history
     assert entry["eval_completions/clipped_ratio"] < 0.9
     assert entry["eval_completions/mean_terminated_length"] > 0
+
+
+class ServedByAStub:
+    """What TRL calls of vLLM: it ends a completion with a stop string that it was handed, and leaves the other one open."""
+
+    def __init__(self, generation_kwargs: dict[str, Any], **_: Any) -> None:
+        self.stop = generation_kwargs["stop"]
+
+    def sync_weights(self) -> None: ...
+
+    def generate(self, prompts: list[list[int]], **_: Any) -> Any:
+        texts = [f"x{self.stop[0]}" if row % 2 else "xy" for row in range(len(prompts))]
+        completions = [ids(text) for text in texts]
+        return prompts, completions, [[[0.0]] * len(tokens) for tokens in completions], None
+
+
+def test_vllm_is_handed_the_stop_strings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", ServedByAStub)
+    run = stopping(
+        tmp_path,
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_importance_sampling_correction=False,
+        mask_truncated_completions=True,
+        max_steps=1,
+    )
+    made: list[dict[str, Any]] = []
+    original = run._generate_and_score_completions
+    run._generate_and_score_completions = lambda inputs: made.append(original(inputs)) or made[-1]
+    run.train()
+    (entry,) = [entry for entry in run.state.log_history if "reward" in entry]
+    assert entry["completions/clipped_ratio"] == 0.5
+    assert entry["completions/mean_terminated_length"] == 2
+    assert made[0]["tool_mask"].sum(1).unique().tolist() == [0, 2]
 
 
 def test_without_stop_strings_trl_masks(tmp_path: Path) -> None:

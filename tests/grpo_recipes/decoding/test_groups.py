@@ -14,8 +14,9 @@ import transformers
 from torch import Tensor, nn
 from transformers import GenerationMixin, LogitsProcessor, PreTrainedModel, TextStreamer, cache_utils
 
-from grpo_recipes.training import generation, kv_cache
-from grpo_recipes.training.generation import Turn, decoding
+from grpo_recipes.decoding import groups, kv_cache
+from grpo_recipes.decoding.groups import Turn, decoding
+from grpo_recipes.decoding.sampling import drawn
 from tests.grpo_recipes.recorded import tokenizer
 from tests.grpo_recipes.training.models import ARCHITECTURES, ENDS, SETTINGS, batch, config, tiny
 
@@ -80,7 +81,7 @@ def test_rows_end_at_many_lengths_in_these_tests() -> None:
 
 @pytest.mark.parametrize("architecture", ["LlamaConfig", "MistralConfig", "Gemma3TextConfig"])
 def test_buffers_that_grow_again_and_again(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (generation, kv_cache):
+    for module in (groups, kv_cache):
         monkeypatch.setattr(module, "ROOM", 2)
     assert_same(tiny(architecture))
 
@@ -179,6 +180,24 @@ def test_the_free_stream_samples_the_policy() -> None:
         assert cells > 15
         assert rest < 0.4 * group
         assert statistic < cells + 4 * (2 * cells) ** 0.5, "four standard deviations of a chi-square"
+
+
+def test_a_token_without_probability_is_never_drawn() -> None:
+    """Between, before and behind the others; rows are drawn by their own probabilities."""
+    rows = torch.tensor([[0.0, 0.2, 0.0, 0.8, 0.0], [0.5, 0.0, 0.0, 0.0, 0.5], [0.0, 0.0, 0.0, 0.0, 1.0]])
+    torch.manual_seed(0)
+    tokens = drawn(rows.repeat(20_000, 1)).reshape(-1, 3)
+    for row, column in zip(rows, tokens.T, strict=True):
+        shares = column.bincount(minlength=5) / len(column)
+        torch.testing.assert_close(shares, row, atol=0.02, rtol=0)
+        assert not shares[row == 0].any()
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_the_ends_of_what_is_drawn_from(uniform: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.tensor([[0.0, 0.1, 0.7, 0.2, 0.0]])
+    monkeypatch.setattr(torch, "rand", lambda *size, **how: torch.full(size, uniform, **how))
+    assert drawn(rows).tolist() == [3 if uniform == 0 else 1]
 
 
 # ---- less work
@@ -342,7 +361,7 @@ def test_the_model_is_as_it_was_afterwards() -> None:
 def test_what_transformers_hands_to_a_loop() -> None:
     """`generate` calls a loop of one's own as it calls `_sample`, and takes the layers of its cache from two classes."""
     stock = inspect.signature(GenerationMixin._sample).parameters
-    loop = inspect.signature(generation.Batch).parameters
+    loop = inspect.signature(groups.Batch).parameters
     named = {name for name, parameter in loop.items() if parameter.kind is not parameter.VAR_KEYWORD}
     assert named - {"turn", "model"} <= set(stock)
     assert set(stock) - named == {"self", "model_kwargs", "synced_gpus", "streamer"}

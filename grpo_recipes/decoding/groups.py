@@ -22,8 +22,9 @@ from transformers.generation import LogitsProcessorList
 from transformers.generation import logits_process as processors
 from transformers.generation.configuration_utils import GenerationMode
 
-from grpo_recipes.training.kv_cache import LAYERS, ROOM, Buffer
-from grpo_recipes.training.log_probs import rotary_of_the_longest
+from grpo_recipes.decoding.kv_cache import LAYERS, ROOM, Buffer
+from grpo_recipes.decoding.models import rotary_of_the_longest
+from grpo_recipes.decoding.sampling import drawn
 
 ROW_WISE = {
     processors.EpsilonLogitsWarper, processors.EtaLogitsWarper, processors.ExponentialDecayLengthPenalty,
@@ -246,7 +247,7 @@ class Batch:
         if not self.samples:
             return scores.argmax(-1)
         if not self.turn.same_stream:
-            return scores.softmax(-1).multinomial(1)[:, 0]
+            return drawn(scores.softmax(-1))
         noise = torch.empty(self.size, scores.shape[1], device=scores.device).exponential_(1)  # as multinomial does
         return (scores.softmax(-1) / noise[self.index]).argmax(-1)
 

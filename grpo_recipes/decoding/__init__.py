@@ -1,0 +1,1 @@
+"""How completions are sampled by transformers, for training and for evaluation."""

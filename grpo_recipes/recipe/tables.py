@@ -1,0 +1,72 @@
+"""Tables on disk, memory-mapped: what is made here once, by whichever process comes first, and read by all.
+
+A row is never held as a Python object for longer than its batch, so that a table may be larger than memory and several
+processes share its pages.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import xxhash
+from filelock import FileLock
+
+from grpo_rewards.errors import UserError
+
+BATCH = 10_000
+"""Rows that are read, changed and written at once."""
+
+
+def fingerprint(*parts: object) -> str:
+    """The name under which a table is kept that was made from `parts`, whose text tells them from others."""
+    return xxhash.xxh3_128_hexdigest("\0".join(map(str, parts)).encode(errors="surrogateescape"))
+
+
+def stored(name: str, batches: Callable[[], Iterator[pa.Table]]) -> datasets.Dataset:
+    """The table kept as `name`, written from `batches` (all of one schema) unless it is there already.
+
+    Of several processes one writes and the others wait. Raises `UserError` if the cache can't be written.
+    """
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "grpo_recipes"
+    path = folder / f"{name}.arrow"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                _write(path, batches)
+    except OSError as error:
+        raise UserError(
+            f"`dataset`: its table can't be kept in {folder} ({error.strerror or error}): make room there, or set "
+            "HF_DATASETS_CACHE to another folder"
+        ) from error
+    return datasets.Dataset.from_file(str(path))
+
+
+class Widened(Exception):
+    """What the batches raise whose later rows need a wider schema than was written: they are to be written anew."""
+
+
+def _write(path: Path, batches: Callable[[], Iterator[pa.Table]]) -> None:
+    """Write the batches beside `path` and move them there, so that what is at `path` is whole."""
+    partial = path.with_suffix(f".{os.getpid()}")
+    try:
+        try:
+            _write_stream(partial, batches())
+        except Widened:
+            _write_stream(partial, batches())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write_stream(path: Path, batches: Iterator[pa.Table]) -> None:
+    with pa.OSFile(str(path), "wb") as sink:
+        first = next(batches, pa.table({}))
+        with pa.ipc.new_stream(sink, first.schema) as writer:
+            writer.write_table(first)
+            for batch in batches:
+                writer.write_table(batch)

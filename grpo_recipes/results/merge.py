@@ -1,0 +1,101 @@
+"""`grpo-recipes merge`: a run's adapter and its base as one model, checked against the two of them."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from huggingface_hub import ModelCard
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from grpo_recipes.runs import checkpoints
+from grpo_rewards.errors import UserError
+
+PROBE_TOKENS = 64
+
+# How far logits may move, as a share of the largest: rounding a merged weight to 16 bits is felt, a lost adapter far more.
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+TOLERANCE_16_BIT = 5e-2
+
+
+class MergeError(UserError):
+    """An adapter that can't be merged; the message names the folder."""
+
+
+def merge(folder: Path, output: Path) -> str:
+    """Merge the adapter in `folder` into its base, in the base's dtype, and save the model, tokenizer and card in `output`.
+
+    Returns what was done, with the largest change of a logit. Raises `MergeError`; then nothing is written.
+    """
+    config = checkpoints.adapter_config(folder) if (folder / checkpoints.ADAPTER_CONFIG).is_file() else None
+    if config is None:
+        raise MergeError(f"{folder} holds no adapter (no readable adapter_config.json): a full model needs no merging")
+    if config.is_prompt_learning:
+        raise MergeError(f"{folder} holds an adapter of kind {config.peft_type.value}, whose tokens no weight can hold")
+    if output.exists():
+        raise MergeError(f"--output {output} exists: name a folder that does not")
+    try:
+        base = AutoModelForCausalLM.from_pretrained(
+            config.base_model_name_or_path, revision=config.revision or "main", dtype="auto", trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(checkpoints.tokenizer_source(str(folder)), trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise MergeError(
+            f"{folder}: its base {config.base_model_name_or_path} can't be loaded: set `base_model_name_or_path` in its "
+            f"adapter_config.json ({' '.join(str(error).split())})"
+        ) from error
+    merged, report = _merged(base, folder)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent) as parts:
+        whole = Path(parts) / "model"
+        merged.save_pretrained(whole)
+        tokenizer.save_pretrained(whole)
+        _write_card(folder, whole)
+        whole.rename(output)
+    return f"{output}: {folder} merged into {config.base_model_name_or_path}, {report}"
+
+
+def _merged(base: PreTrainedModel, folder: Path) -> tuple[PreTrainedModel, str]:
+    """The merged model, and how far its logits lie from those of the two. Raises `MergeError` if too far."""
+    dtype, before = base.dtype, _logits(base)
+    adapted = PeftModel.from_pretrained(base, str(folder))
+    expected = _logits(adapted)
+    try:
+        merged = adapted.merge_and_unload(safe_merge=True)
+    except (AttributeError, NotImplementedError, ValueError) as error:
+        kind = adapted.active_peft_config.peft_type.value
+        raise MergeError(f"{folder}: peft can't merge an adapter of kind {kind} ({error}): use it as it is") from error
+    changed = (_logits(merged) - expected).abs().max().item()
+    allowed = TOLERANCE.get(dtype, TOLERANCE_16_BIT) * expected.abs().max().item()
+    name = str(dtype).removeprefix("torch.")
+    if not changed <= allowed:
+        raise MergeError(
+            f"{folder}: merged in {name}, its logits change by up to {changed:.2g}, where {allowed:.2g} could be rounding: "
+            "peft does not merge this adapter exactly, use it as it is"
+        )
+    moved = (expected - before).abs().max().item()
+    return (
+        merged,
+        f"{name}; the adapter moves logits by up to {moved:.2g}, merging it changes them by up to {changed:.2g}",
+    )
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel | PeftModel) -> torch.Tensor:
+    """The logits of a fixed row of tokens from all of the vocabulary, in float32: (tokens, vocabulary)."""
+    model.eval()
+    vocabulary = model.get_input_embeddings().num_embeddings
+    row = torch.linspace(0, vocabulary - 1, min(PROBE_TOKENS, vocabulary)).long()
+    return model(input_ids=row[None].to(model.device)).logits[0].float()
+
+
+def _write_card(folder: Path, whole: Path) -> None:
+    """The run's model card, if it has one, as that of a model."""
+    if not (folder / "README.md").is_file():
+        return
+    card = ModelCard.load(folder / "README.md")
+    card.data.library_name = "transformers"
+    card.text = f"{card.text.rstrip()}\n\nThe adapter is merged into its base here.\n"
+    card.save(whole / "README.md")

@@ -269,6 +269,11 @@ VERBS = [
     "grpo-recipes evaluate known --dataset arithmetic --limit 2 --max_new_tokens 2",
     "grpo-recipes diagnose evil",
     "grpo-recipes report evil",
+    "grpo-recipes merge adapter --output merged",
+    "grpo-recipes compare evil known",
+    "grpo-recipes init rows.jsonl --output first.yaml --model evil",
+    "grpo-recipes train mine.yaml",
+    "grpo-recipes plan mine.yaml --resolved",
     "grpo-rewards list",
     "grpo-rewards score rows.jsonl --reward '{name: reward_model, kwargs: {model: evil}}'",
     "grpo-rewards check rows.jsonl --reward '{name: reward_model, kwargs: {model: evil}}'",
@@ -277,7 +282,7 @@ VERBS = [
 ]
 
 
-@pytest.mark.parametrize("line", mostly_slow(VERBS, (0, 3, 5, 9)))
+@pytest.mark.parametrize("line", mostly_slow(VERBS, (0, 3, 5, 14)))
 def test_no_verb_runs_code_that_a_folder_brings(
     line: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -502,7 +507,11 @@ HOSTILE_LINES = [
     "grpo-recipes evaluate model --dataset arithmetic --limit 1",
     "grpo-recipes evaluate run --dataset arithmetic --limit 1",
     "grpo-recipes evaluate finished --dataset arithmetic --limit 1 --output finished/out",
-    "grpo-recipes evaluate --compare run run",
+    "grpo-recipes compare run run",
+    "grpo-recipes init rows.jsonl --output first.yaml",
+    "grpo-recipes init odd_columns.jsonl --output first.yaml",
+    "grpo-recipes merge run --output merged",
+    "grpo-recipes plan odd_names.yaml --resolved",
     "grpo-recipes \x1b[2J",
     "grpo-rewards \x1b[2J",
     "grpo-rewards list",
@@ -517,7 +526,7 @@ HOSTILE_LINES = [
 ]
 
 
-@pytest.mark.parametrize("line", mostly_slow(HOSTILE_LINES, (0, 5, 13, 18, 22)))
+@pytest.mark.parametrize("line", mostly_slow(HOSTILE_LINES, (0, 5, 13, 22, 26)))
 def test_no_verb_prints_a_control_character(line: str, tmp_path: Path, tiny_model: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -536,6 +545,9 @@ def test_no_verb_prints_a_control_character(line: str, tmp_path: Path, tiny_mode
         "def reward(prompts, completions, **columns): return [1.0] * len(completions)\n"
         f"def fails(prompts, completions, **columns): raise ValueError({HOSTILE!r})\n"
     )
+    odd = {f"question{HOSTILE}": HOSTILE, "question": HOSTILE, "answer": "7"}
+    (tmp_path / "odd_columns.jsonl").write_text(json.dumps(odd).replace("\\ud800", "") + "\n")
+    launching.write_recipe(tmp_path / "odd_names.yaml", Path(HOSTILE), tmp_path / "rows.jsonl", tmp_path / "out")
     launching.write_recipe(tmp_path / "mine.yaml", tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "out")
     launching.write_recipe(
         tmp_path / "fine.yaml", tmp_path / "model", launching.write_rows(tmp_path / "fine.jsonl", 8), tmp_path / "out"

@@ -706,3 +706,17 @@ def test_a_table_of_completions_is_data(tmp_path: Path) -> None:
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert len(pd.read_parquet(next((folder / "completions").glob("*.parquet"))))
+
+
+# docs/security.md
+
+
+def test_the_commands_and_the_files_of_the_page_are_there() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "security.md").read_text()
+    commands = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    assert commands == ["grpo-recipes plan quickstart --build\n"]
+    assert run_command(commands[0])[0] == 0
+    for name in re.findall(r"`([\w/]+\.py)`", page):
+        places = [root / name, root / "rewards" / name, *(root / "tests").glob(f"*/**/{name}")]
+        assert any(place.is_file() for place in places), name

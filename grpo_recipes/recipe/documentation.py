@@ -16,6 +16,7 @@ from trl import GRPOConfig, ModelConfig
 
 from grpo_recipes.recipe.recipe import CHOICES, DEFAULTS, OUR_KEYS, Recipe
 from grpo_recipes.recipe.specs import Spec, hints, spec_of
+from grpo_rewards.terminal import say
 
 HEAD = """# The keys of a recipe
 
@@ -45,7 +46,7 @@ differs from TRL's, it is ours.
 
 def main() -> None:
     """Print the page."""
-    print(page(), end="")
+    say(page().removesuffix("\n"))
 
 
 def page() -> str:

@@ -17,6 +17,7 @@ from grpo_recipes.recipe.specs import SourceSpec
 from grpo_rewards.answers import extract_answer, parse_number
 from grpo_rewards.choices import read_choices, read_gold
 from grpo_rewards.errors import UserError
+from grpo_rewards.writing import write_atomically
 
 LOOKED_AT = 100
 """How many rows the answer's form is guessed from."""
@@ -119,7 +120,7 @@ def write_first_recipe(path: str, output: Path, model: str = MODEL, *, has_gpu: 
     guess = guessed(rows.table)
     text = recipe_text(path, guess, model, has_gpu=has_gpu, rows=len(rows.table))
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text, encoding="utf-8")
+    write_atomically(output, text)
     return guess
 
 

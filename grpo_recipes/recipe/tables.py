@@ -43,7 +43,15 @@ def stored(name: str, batches: Callable[[], Iterator[pa.Table]]) -> datasets.Dat
             f"`dataset`: its table can't be kept in {folder} ({error.strerror or error}): make room there, or set "
             "HF_DATASETS_CACHE to another folder"
         ) from error
-    return datasets.Dataset.from_file(str(path))
+    try:
+        return datasets.Dataset.from_file(str(path))
+    except (
+        ValueError
+    ) as error:  # Arrow ends the name of a column at a NUL, and its table has other columns than its schema
+        path.unlink(missing_ok=True)
+        raise UserError(
+            "`dataset`: a table can't be made of its columns: rename those with control characters in their names"
+        ) from error
 
 
 class Widened(Exception):

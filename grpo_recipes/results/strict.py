@@ -15,7 +15,7 @@ from grpo_rewards.answers import answer_extractor
 from grpo_rewards.completions import Kind
 from grpo_rewards.correctness import GSM8KCorrectness
 from grpo_rewards.format_tags import WellFormed
-from grpo_rewards.registry import TRL_REWARDS, Spec, build_rewards, own_name, spec_parts
+from grpo_rewards.registry import TRL_REWARDS, Spec, build_rewards, own_name, resolve, spec_parts
 from grpo_rewards.terminal import visible
 
 Tags = tuple[str, str]
@@ -154,10 +154,11 @@ def judge_of(spec: Mapping[str, Any]) -> Any | None:
 
     The spec may come from a run of somebody else's, so that nothing is imported or called by a name that it gives.
     """
-    if own_name(str(spec.get("name"))) is None:
+    own = own_name(str(spec.get("name")))
+    # By the class, before anything is built: a reward of another kind may take the spec of a further one, or a model's name.
+    if own is None or getattr(resolve(own), "kind", None) not in ("correctness", "format"):
         return None
-    reward = build_rewards([spec])[0]
-    return reward.function if reward.kind in ("correctness", "format") else None
+    return build_rewards([spec])[0].function
 
 
 def _known(specs: Sequence[Spec], tags: Tags) -> Iterator[Asked]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from contextlib import suppress
 from pathlib import Path
 
-from grpo_rewards.terminal import visible
+from grpo_rewards.terminal import say, visible
 
 VARIABLE = "GRPO_RECIPES_LAST_SENTENCE"
 """The environment variable that names the file."""
@@ -28,7 +27,7 @@ def say_last(sentence: str, code: int) -> int:
         with suppress(OSError):  # a full disk, perhaps: it is printed here then
             left = _leave(Path(path), {"sentence": sentence, "code": code})
     if not left:
-        print(visible(sentence), file=sys.stderr, flush=True)
+        say(visible(sentence), to_stderr=True)
     return code
 
 

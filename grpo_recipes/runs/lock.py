@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from grpo_rewards.errors import UserError
+from grpo_rewards.terminal import say
 
 LOCK = "_run.lock"  # transformers pushes no file whose name begins so
 BEAT_SECONDS = 10.0
@@ -123,7 +124,7 @@ def _remove_left_behind(lock: Path) -> None:
             with suppress(FileExistsError):
                 os.link(aside, lock)
         aside.unlink()
-        print(f"{lock}: left by a launch that was killed ({_named(holder)}), and taken over", flush=True)
+        say(f"{lock}: left by a launch that was killed ({_named(holder)}), and taken over")
 
 
 def _is_touched(lock: Path) -> bool:
@@ -134,7 +135,7 @@ def _is_touched(lock: Path) -> bool:
     age = probe.stat().st_mtime - first
     probe.unlink()
     if age < STALE_SECONDS:
-        print(f"{lock}: waiting up to {STALE_SECONDS:.0f} s for a sign of the launch that holds it", flush=True)
+        say(f"{lock}: waiting up to {STALE_SECONDS:.0f} s for a sign of the launch that holds it")
     deadline = time.monotonic() + max(0.0, STALE_SECONDS - max(0.0, age))
     while time.monotonic() < deadline:
         if _touched(lock) != first:

@@ -220,14 +220,14 @@ class _Explanations:
     def show(self, rewards: Sequence[BuiltReward], scores: Mapping[str, list], rows: Rows) -> None:
         """Print every row with its scores and what was said of each."""
         for index, (number, row) in enumerate(rows):
-            print(f"row {number}: {_excerpt(row['completion'])}")
+            say(f"row {number}: {_excerpt(row['completion'])}")
             for reward in rewards:
                 score = scores[reward.name][index]
                 said = self._said[reward.name].get(number, {})
                 prefix = f"{reward.name}/"
                 terms = [f"{key.removeprefix(prefix)} {_told(value)}" for key, value in said.items() if value != ""]
                 shown = "no score" if score is None else f"{score:g}"
-                print(f"  {reward.name} {shown}: {', '.join(terms) or 'it gives no reason'}")
+                say(f"  {reward.name} {shown}: {', '.join(terms) or 'it gives no reason'}")
 
 
 def _takes(function: Callable[..., Any], keyword: str) -> bool:

@@ -503,6 +503,9 @@ def _instantiate(name: str, kwargs: Any, building: _Building) -> Reward:
         _check_arguments(name, type(target) if ready else target, arguments, num_generations)
         if own_name(name) is None and not building.call_factories:
             return _unbuilt(name, target)
+        for key in getattr(target, "reward_fields", ()):
+            if isinstance(arguments.get(key), (str, Mapping)):  # a reward of its own, built as the others are
+                arguments[key] = build_rewards([arguments[key]], **vars(building))[0].function
         reward = _checked(name, lambda: replace(target, **arguments) if ready else target(**arguments))
     else:
         reward = target if num_generations is None else _with_group_size(target, num_generations)

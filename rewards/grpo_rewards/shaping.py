@@ -35,6 +35,8 @@ class GroupLength(NamedReward):
     needs_whole_groups: ClassVar[bool] = True
     kind: ClassVar[Kind] = "length"
     highest_pay: ClassVar[float] = 0.5
+    reward_fields: ClassVar[tuple[str, ...]] = ("correctness",)
+    """The fields that may hold the spec of another reward."""
 
     num_generations: int | None = None
     correctness: Callable[..., Any] | Mapping[str, Any] | str = gsm8k_correctness

@@ -269,6 +269,11 @@ VERBS = [
     "grpo-recipes evaluate known --dataset arithmetic --limit 2 --max_new_tokens 2",
     "grpo-recipes diagnose evil",
     "grpo-recipes report evil",
+    "grpo-recipes merge adapter --output merged",
+    "grpo-recipes compare evil known",
+    "grpo-recipes init rows.jsonl --output first.yaml --model evil",
+    "grpo-recipes train mine.yaml",
+    "grpo-recipes plan mine.yaml --resolved",
     "grpo-rewards list",
     "grpo-rewards score rows.jsonl --reward '{name: reward_model, kwargs: {model: evil}}'",
     "grpo-rewards check rows.jsonl --reward '{name: reward_model, kwargs: {model: evil}}'",
@@ -277,7 +282,7 @@ VERBS = [
 ]
 
 
-@pytest.mark.parametrize("line", mostly_slow(VERBS, (0, 3, 5, 9)))
+@pytest.mark.parametrize("line", mostly_slow(VERBS, (0, 3, 5, 14)))
 def test_no_verb_runs_code_that_a_folder_brings(
     line: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,13 +343,14 @@ NAMED = [
 ]
 
 
-@pytest.mark.parametrize("inside", mostly_slow([False, True], (0,)))
+@pytest.mark.parametrize("inside", mostly_slow([True, False], (0,)))
 @pytest.mark.parametrize("spec", mostly_slow(NAMED, (1,)))
 def test_a_plan_calls_no_factory_of_others_unless_asked(
     evil_module: Path, tmp_path: Path, spec: Any, inside: bool
 ) -> None:
     rows = launching.write_rows(tmp_path / "rows.jsonl", 8)
-    rewards = [{"name": "gate", "reward": "tag_count", "only_if": spec} if inside else spec]
+    own = {"name": "group_length", "kwargs": {"correctness": spec}}
+    rewards = [{"name": "gate", "reward": own, "only_if": spec} if inside else spec]
     launching.write_recipe(tmp_path / "mine.yaml", tmp_path, rows, tmp_path / "run", rewards=rewards)
     code, said = run_command("grpo-recipes plan mine.yaml")
     assert code == 0
@@ -396,10 +402,11 @@ HOSTILE_SPECS = [
     {"name": "grpo_rewards.registry.resolve", "kwargs": {"name": "strangers_on_import.x"}},
     {"name": "sum", "alias": "factory", "rewards": [{"name": "strangers.factory", "kwargs": {}}]},
     {"name": "trl.rewards.other_rewards.leave", "kwargs": {}},
+    {"name": "group_length", "kwargs": {"correctness": {"name": "strangers.factory", "kwargs": {}}}},
 ]
 
 
-@pytest.mark.parametrize("spec", mostly_slow(HOSTILE_SPECS, (0, 3)))
+@pytest.mark.parametrize("spec", mostly_slow(HOSTILE_SPECS, (0, 3, 7)))
 def test_a_strangers_record_names_code_in_vain(evil_module: Path, tmp_path: Path, tiny_model: Path, spec: Any) -> None:
     """`diagnose`, `report` and `evaluate` read the rewards of a `run.json`: only ours are built from it."""
     (tmp_path / "strangers_on_import.py").write_text("from strangers import leave\nleave()\nx = 1\n")
@@ -500,7 +507,11 @@ HOSTILE_LINES = [
     "grpo-recipes evaluate model --dataset arithmetic --limit 1",
     "grpo-recipes evaluate run --dataset arithmetic --limit 1",
     "grpo-recipes evaluate finished --dataset arithmetic --limit 1 --output finished/out",
-    "grpo-recipes evaluate --compare run run",
+    "grpo-recipes compare run run",
+    "grpo-recipes init rows.jsonl --output first.yaml",
+    "grpo-recipes init odd_columns.jsonl --output first.yaml",
+    "grpo-recipes merge run --output merged",
+    "grpo-recipes plan odd_names.yaml --resolved",
     "grpo-recipes \x1b[2J",
     "grpo-rewards \x1b[2J",
     "grpo-rewards list",
@@ -515,7 +526,7 @@ HOSTILE_LINES = [
 ]
 
 
-@pytest.mark.parametrize("line", mostly_slow(HOSTILE_LINES, (0, 5, 13, 18, 22)))
+@pytest.mark.parametrize("line", mostly_slow(HOSTILE_LINES, (0, 5, 13, 22, 26)))
 def test_no_verb_prints_a_control_character(line: str, tmp_path: Path, tiny_model: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -534,6 +545,9 @@ def test_no_verb_prints_a_control_character(line: str, tmp_path: Path, tiny_mode
         "def reward(prompts, completions, **columns): return [1.0] * len(completions)\n"
         f"def fails(prompts, completions, **columns): raise ValueError({HOSTILE!r})\n"
     )
+    odd = {f"question{HOSTILE}": HOSTILE, "question": HOSTILE, "answer": "7"}
+    (tmp_path / "odd_columns.jsonl").write_text(json.dumps(odd).replace("\\ud800", "") + "\n")
+    launching.write_recipe(tmp_path / "odd_names.yaml", Path(HOSTILE), tmp_path / "rows.jsonl", tmp_path / "out")
     launching.write_recipe(tmp_path / "mine.yaml", tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "out")
     launching.write_recipe(
         tmp_path / "fine.yaml", tmp_path / "model", launching.write_rows(tmp_path / "fine.jsonl", 8), tmp_path / "out"
@@ -692,3 +706,17 @@ def test_a_table_of_completions_is_data(tmp_path: Path) -> None:
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert len(pd.read_parquet(next((folder / "completions").glob("*.parquet"))))
+
+
+# docs/security.md
+
+
+def test_the_commands_and_the_files_of_the_page_are_there() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "security.md").read_text()
+    commands = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    assert commands == ["grpo-recipes plan quickstart --build\n"]
+    assert run_command(commands[0])[0] == 0
+    for name in re.findall(r"`([\w/]+\.py)`", page):
+        places = [root / name, root / "rewards" / name, *(root / "tests").glob(f"*/**/{name}")]
+        assert any(place.is_file() for place in places), name

@@ -38,7 +38,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 RENAMES = ("rename", "renameat", "renameat2")
 WRITING = ("openat", "mkdir", *RENAMES, "fsync", "unlink", "unlinkat")
-LAUNCHERS = ("ACCELERATE_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "FSDP_")
 TRACED_BY_ANYONE = (0x59616D61, -1)  # prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY): strace is not the parent
 CALL = re.compile(r"(\d+) +(\w+)\((.*)")
 
@@ -94,21 +93,10 @@ def context() -> multiprocessing.context.ForkServerContext:
     return server
 
 
-def leave_environment() -> None:
-    """Write this rank's environment into the folder that the run's recipe names: what `accelerate launch` sets."""
-    folder = Path(sys.argv[sys.argv.index("--config") + 1])
-    if "ACCELERATE_USE_DEEPSPEED" in os.environ:
-        import deepspeed
-
-        deepspeed.init_distributed("gloo")  # builds an extension the first time, which strace would slow down
-    kept = {key: value for key, value in os.environ.items() if key.startswith(LAUNCHERS)}
-    (folder / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(kept))
-
-
 def environments(layout: str, folder: Path) -> list[dict[str, str]]:
     """The environment of each rank of a layout, by rank."""
     folder.mkdir()
-    launching.launch(layout, folder, module="tests.grpo_recipes.boundaries")
+    launching.launch(layout, folder, module="tests.grpo_recipes.leave_environment")
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(PROCESSES[layout])]
 
 
@@ -299,7 +287,3 @@ def kill_everywhere(layout: str, kills: int, rng: random.Random, folder: Path) -
         series.finish()
         lines += mine
     return lines, counts
-
-
-if __name__ == "__main__":
-    leave_environment()

@@ -61,7 +61,7 @@ class Precision:
         mixed = "bfloat16" if bf16 else "float16" if config.fp16 else None
         stored = {None: "float32", "auto": "bfloat16"}.get(dtype, str(dtype))  # of the models that recipes name
         if backend == "deepspeed":
-            stored = mixed or stored  # its engine casts the model
+            stored = mixed or "float32"  # its engine casts the model
         elif is_adapter and quantised:
             stored = "bfloat16"  # TRL casts what is trained on a quantised base
         elif is_adapter:

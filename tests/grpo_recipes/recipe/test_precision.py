@@ -89,6 +89,7 @@ def test_nothing_is_lost_in_float32_and_what_is_not_known_is_not_guessed() -> No
         ({**BF16, "optim": "adamw_bf16"}, "torch", "bfloat16", "float32", "bfloat16"),
         (BF16, "deepspeed", "bfloat16", "float32", "bfloat16"),
         ({}, "deepspeed", "bfloat16", "float32", "bfloat16"),
+        ({**BF16, "bf16": False, "use_cpu": True}, "deepspeed", "float32", "float32", "float32"),
         (BF16, "fsdp", "float32", "float32", "bfloat16"),
         ({**BF16, "bf16": False, "use_cpu": True}, "fsdp", "bfloat16", "bfloat16", "bfloat16"),
         (LORA, "torch", "float32", "float32", "bfloat16"),

@@ -72,9 +72,10 @@ def test_deepspeed_keeps_float32_weights_of_its_own(stage: int, optim: str, tmp_
     policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 16)
     zero3 = yaml.safe_load((launching.ROOT / "accelerate_configs" / "zero3_cpu.yaml").read_text())
     zero3["deepspeed_config"] |= {"zero_stage": stage, "zero3_init_flag": stage == 3}
+    zero3["mixed_precision"] = "bf16"
     layout = tmp_path / "zero.yaml"
     layout.write_text(yaml.safe_dump(zero3))
-    changes = {**CURED, "optim": optim, "max_steps": 2, "save_strategy": "no", "save_steps": None}
+    changes = {**CURED, "optim": optim, "bf16": True, "max_steps": 2, "save_strategy": "no", "save_steps": None}
     recipe = launching.write_recipe(tmp_path / "r.yaml", policy, rows, tmp_path / "run", **changes)
     process = launching.start(str(layout), recipe, module=MODULE, TORCH_EXTENSIONS_DIR=extensions)
     said = launching.finish(process)

@@ -42,7 +42,7 @@ def test_the_cure_goes_where_float32_goes_and_plain_bfloat16_does_not(
     assert ours.error < 0.03
     assert ours.second_moment == pytest.approx(1, abs=1e-6)
     assert plain.projection < 0.2
-    assert plain.second_moment > 1.1  # in bfloat16 it can't decay
+    assert plain.second_moment > 1.03  # in bfloat16 it can't decay as it should
     floor = results["float32, its last weights rounded to bfloat16"]
     assert ours.stored_error == pytest.approx(floor.stored_error, rel=1e-3)
     lines = benchmark.table("title", results).splitlines()

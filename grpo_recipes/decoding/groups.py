@@ -54,9 +54,7 @@ class Turn:
     """What a call of `generate` is asked for beyond its arguments, and what it notes."""
 
     score_every: int = 0
-    """Note the log-probabilities of the tokens of every so many rows; 0 for none."""
-    offset: int = 0
-    """The first of those rows."""
+    """Note the log-probabilities of the tokens of every so many rows, the first among them; 0 for none."""
     temperature: float = 1.0
     """What divides the logits in those log-probabilities. No other processor enters them, as none enters the loss."""
     same_stream: bool = False
@@ -70,7 +68,7 @@ class Turn:
 
     def scored(self, size: int) -> list[int]:
         """Which of `size` rows are scored."""
-        return list(range(self.offset % self.score_every, size, self.score_every)) if self.score_every else []
+        return list(range(0, size, self.score_every)) if self.score_every else []
 
     def decode(self, model: PreTrainedModel, input_ids: Tensor, **given: Any) -> Tensor:
         """The loop, as `generate` takes it in `custom_generate`. Raises `Declined`."""

@@ -2,12 +2,12 @@
 
 A mistake in the cache would give completions of another distribution without any error. So the log-probabilities under
 which tokens were picked are held against a plain forward of the policy: those of all rows of the first batch, which
-decides, and of `WATCHED` rows of each batch after it, which is logged under TRL's names for the same difference with vLLM.
+decides, and of `WATCHED` rows of each batch, which is logged under TRL's names for the same difference with vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,7 +26,7 @@ from grpo_recipes.training.log_probs import PerToken, eval_no_grad
 from grpo_recipes.training.packing import Rows
 
 WATCHED = 2
-"""Rows of a batch whose log-probabilities are checked once the first batch has passed."""
+"""Rows of a batch whose log-probabilities are logged: always those at the same places, as after a restart."""
 
 Completions = list[list[int]]
 
@@ -51,8 +51,8 @@ class Generation:
         self.stop, self.asked, self.stock_because, self.together = stop, asked, stock_because, together
         self.same_stream = False
         """See `Turn.same_stream`."""
-        self.batches = 0
-        """How many have been checked; none is trusted before the first."""
+        self.is_verified = False
+        """Whether the first batch has passed."""
         self._said: set[str] = set()
 
     def __call__(
@@ -64,10 +64,11 @@ class Generation:
         """
         policy = self.accelerator.unwrap_model(model)
         reason = self.stock_because or unfit(policy)
-        every = 1 if not self.batches else max(len(prompts) // WATCHED, 1)
+        watched = max(len(prompts) // WATCHED, 1)
         turn = None
         if self.asked == "auto" and not reason:
-            turn = Turn(every, self.batches, self.temperature, self.same_stream, self.together)
+            every = watched if self.is_verified else 1
+            turn = Turn(every, self.temperature, self.same_stream, self.together)
         ends = [] if self.stop is None else [Ends(self.stop)]
         with decoding(base_model(policy), turn, ends):
             completions = generate()
@@ -77,13 +78,18 @@ class Generation:
             if self.asked == "auto":
                 self._say(turn.declined if turn is not None else reason)
             return completions, None
-        mean, largest = self._difference(model, policy, prompts, completions, turn)
-        if not self.batches and (doubt := self._doubt(policy, mean.max(), largest.max())):
-            self.stock_because = (
-                f"group decoding picks tokens under other log-probabilities than the policy's ({doubt})"
-            )
-            return self(generate, model, prompts)
-        self.batches += 1
+        assert turn.log_probs is not None
+        noted = dict(zip(turn.scored(len(prompts)), turn.log_probs, strict=True))
+        if not self.is_verified:
+            mean, largest = self._difference(model, policy, prompts, completions, noted)
+            if doubt := self._doubt(policy, mean.max(), largest.max()):
+                self.stock_because = (
+                    f"group decoding picks tokens under other log-probabilities than the policy's ({doubt})"
+                )
+                return self(generate, model, prompts)
+            self.is_verified = True
+        few = {row: noted[row] for row in range(0, len(prompts), watched)}
+        mean, largest = self._difference(model, policy, prompts, completions, few)
         return completions, (mean.mean().item(), largest.max().item())
 
     def _difference(
@@ -92,17 +98,16 @@ class Generation:
         policy: nn.Module,
         prompts: Sequence[Sequence[int]],
         completions: Completions,
-        turn: Turn,
+        noted: Mapping[int, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Of each rank, the mean and the largest difference over the scored rows' tokens, (ranks,) each."""
-        index = turn.scored(len(prompts))
+        """Of each rank, the mean and the largest difference over the tokens of the `noted` rows, (ranks,) each."""
+        index = list(noted)
         rows = padded([prompts[row] for row in index], [completions[row] for row in index], self.accelerator.device)
         size = self.args.per_device_train_batch_size if policy.training else self.args.per_device_eval_batch_size
         chunks = torch.arange(len(index)).split(size)  # equally many on all ranks: under ZeRO-3 each is a collective
         with eval_no_grad(policy), disable_gradient_checkpointing(policy, self.args.gradient_checkpointing_kwargs):
             expected = torch.cat([self.plain(model, rows.select(chunk), False)[0] for chunk in chunks])
-        assert turn.log_probs is not None
-        picked = turn.log_probs[:, : rows.logits_to_keep].to(expected.device)
+        picked = torch.stack(list(noted.values()))[:, : rows.logits_to_keep].to(expected.device)
         gap = (picked - expected).abs()[rows.completion_mask.bool()].float()
         by_rank = self.accelerator.gather(torch.stack([gap.mean(), gap.max()])[None])
         return by_rank[:, 0], by_rank[:, 1]

@@ -578,12 +578,12 @@ TWO_EVALUATIONS = {**stored.evaluation_files("a"), **stored.evaluation_files("b"
 BOXED = {"settings": {"samples": 1, "strict": [{"name": "gsm8k_correctness", "extract": "boxed"}]}}
 RESULTS: list[Case] = [
     # What stays fine.
-    Case("grpo-recipes diagnose run", ("nothing looks wrong", "9 of 11 checks had data"), 0, stored.run_files()),
+    Case("grpo-recipes diagnose run", ("nothing looks wrong", "10 of 11 checks had data"), 0, stored.run_files()),
     Case("grpo-recipes report run", ("report.html",), 0, stored.run_files()),
     Case("grpo-recipes report run other", ("report.html",), 0, {**stored.run_files(), **stored.run_files("other")}),
     Case(
         "grpo-recipes diagnose run",
-        ("nothing looks wrong", "7 of 11 checks had data", "length_into_cap (no `run.json` says"),
+        ("nothing looks wrong", "8 of 11 checks had data", "length_into_cap (no `run.json` says"),
         0,
         stored.run_files(record=None),
     ),

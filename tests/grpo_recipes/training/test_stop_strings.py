@@ -91,7 +91,7 @@ def test_a_completion_goes_to_its_first_stop_string(generation: str, pad_is_eos:
     run = stopping(tmp_path, pad_is_eos=pad_is_eos, generation=generation)
     prompts = [ids(prompt) for prompt in ("1 =", "33 + 4 =", "bz") for _ in range(40)]
     completions, _ = run._generate_single_turn(prompts, None, {}, 40)
-    assert (run._generation.batches > 0) is (generation == "auto")
+    assert run._generation.is_verified is (generation == "auto")
     ends = [first_end(tokens) for tokens in completions]
     assert all(end in (len(tokens), None) for end, tokens in zip(ends, completions, strict=True)), (
         "cut at the first one"

@@ -16,7 +16,7 @@ PACKAGES = {"grpo_recipes": ROOT / "grpo_recipes", "grpo_rewards": ROOT / "rewar
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("quickstart",),
     ("cli",),
-    ("train",),
+    ("train", "launch"),
     ("training", "results"),
     ("decoding",),
     ("recipe",),

@@ -21,7 +21,7 @@ from grpo_recipes.results.engines import EvaluationError
 from grpo_recipes.results.estimates import mean_share, mean_value, paired_difference, paired_mean, pass_at_k
 from grpo_recipes.runs.files import BOOLEANS, NUMBERS, Kind
 from grpo_rewards.completions import listed_scores
-from grpo_rewards.registry import BuiltReward, Spec, build_rewards, leaves, own_name, spec_parts
+from grpo_rewards.registry import BuiltReward, Spec, build_rewards, leaves, own_name, resolve, spec_parts
 
 PAY, PASSED = "reward/{}", "passed/{}"
 """The columns of `completions.parquet` for a reward."""
@@ -102,9 +102,13 @@ def own_rewards(
 
 
 def _names(spec: Spec) -> Iterable[str]:
-    """The names in a spec, of composed rewards and of their parts."""
-    yield spec if isinstance(spec, str) else str(spec.get("name"))
-    for part in spec_parts(spec if isinstance(spec, Mapping) else {"name": spec}):
+    """The names in a spec: its own, and those of the rewards that it is made of or takes as an argument."""
+    mapping = spec if isinstance(spec, Mapping) else {"name": spec}
+    name = str(mapping.get("name"))
+    yield name
+    taken = getattr(resolve(own), "reward_fields", ()) if (own := own_name(name)) else ()
+    kwargs = mapping.get("kwargs") or {}
+    for part in [*spec_parts(mapping), *(kwargs[key] for key in taken if key in kwargs)]:
         yield from _names(part)
 
 

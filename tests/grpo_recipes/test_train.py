@@ -373,7 +373,7 @@ def test_ctrl_c_saves_and_a_resume_ends_like_a_run_left_alone(
     output = tmp_path / "run"
     assert train.main(given(output, "interrupted_once")) == 130
     said = capsys.readouterr()
-    assert "stopped by Ctrl-C after step 2 of 4, which is saved: `--resume_from_checkpoint true` goes on" in said.out
+    assert "stopped by Ctrl-C after step 2 of 4, which is saved: `--resume_from_checkpoint true` goes on" in said.err
     assert "Traceback" not in said.out + said.err
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-2"]
     assert not (output / "model.safetensors").exists()

@@ -234,7 +234,12 @@ def _add_evaluate(commands: Any) -> None:
         "--recipe", metavar="RECIPE", help="take dataset, tags and lengths from this recipe (default: the run's own)"
     )
     evaluate.add_argument("--dataset", metavar="NAME", help="gsm8k (the default), rlaif or arithmetic")
-    evaluate.add_argument("--path", help="a hub id, a save_to_disk folder or a .jsonl file")
+    evaluate.add_argument(
+        "--path",
+        nargs="+",
+        default=[],
+        help="a table: a file, a folder or a hub id; of several, each has a folder of its own inside --output",
+    )
     evaluate.add_argument(
         "--split", metavar="SPLIT", help="default: the recipe's eval_split, unless --path is given; else test"
     )
@@ -267,7 +272,13 @@ def evaluate_policy(options: argparse.Namespace) -> int:
     try:
         from grpo_recipes.results import evaluate
 
-        say(evaluate.describe(evaluate.evaluate_model(options)))
+        given = {key: value for key, value in vars(options).items() if key not in ("command", "path")}
+        given["tags"] = tuple(options.tags) if options.tags else None
+        requests = evaluate.Request(**given).on_each(options.path)
+        for request in requests:
+            if len(requests) > 1:
+                say(f"{request.path}:")
+            say(evaluate.describe(evaluate.evaluate_request(request)))
         return 0
     except KeyboardInterrupt as interrupted:
         # Without words of its own it came while modules were loaded or files read.

@@ -27,7 +27,7 @@ if __name__ == "__main__":  # before the imports that take seconds
     leave_on_interrupt()
 
 from peft import PeftModel
-from transformers import PreTrainedTokenizerBase
+from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig, get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
@@ -146,6 +146,23 @@ def main(args: Sequence[str] | None = None) -> int:
     finally:
         if prepared is not None:
             prepared.interruption.forget()
+
+
+@quiet.libraries()
+def run_recipe(recipe: Recipe) -> int:
+    """Check and train a recipe in this process, alone or as one of those that a launcher started: `main` without its words.
+
+    Returns 0, or 130 if Ctrl-C stopped it after a checkpoint. Raises `UserError` for what is refused before a model is loaded,
+    and otherwise what the training raised.
+    """
+    prepared = prepare(recipe, Machine.here())
+    try:
+        with recipe.naming_this_file(), only_launch(recipe.output_dir):
+            prepared = confirm_checkpoint(prepared)
+            load_reward_models(recipe, prepared.checked)
+            return run(prepared)
+    finally:
+        prepared.interruption.forget()
 
 
 @dataclass(frozen=True)
@@ -530,6 +547,8 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
     if prepared.checkpoint is not None:
         trainer.add_callback(restart.ContinueSchedule())
     trainer.add_callback(prepared.interruption)
+    if recipe.early_stopping_patience is not None:
+        trainer.add_callback(EarlyStoppingCallback(recipe.early_stopping_patience))
 
     def create_model_card(**ignored: Any) -> None:
         if trainer.accelerator.is_main_process:

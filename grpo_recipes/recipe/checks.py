@@ -101,6 +101,7 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
         _check_rewards(geometry, rewards)
         check_reference(recipe)
         _check_offline(recipe, geometry)
+        check_early_stopping(recipe)
         check_machine(recipe, machine)
         check_precision(recipe, machine)
         trained = recipe.load_prompts()
@@ -122,6 +123,20 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
                 reward_checks.check_columns(rewards, columns)
         golds = reward_checks.check_golds(rewards, train_dataset)
     return Checked(geometry, rewards, train_dataset, eval_dataset, golds)
+
+
+def check_early_stopping(recipe: Recipe) -> None:
+    """Raise `RecipeError` if nothing says which evaluation is the best, or none is made."""
+    config, patience = recipe.config, recipe.early_stopping_patience
+    if patience is None:
+        return
+    if patience < 1:
+        raise recipe.error(f"`early_stopping_patience` is {patience}: set it to at least 1")
+    if not (recipe.evaluates and config.load_best_model_at_end and config.metric_for_best_model):
+        raise recipe.error(
+            "`early_stopping_patience` compares evaluations: set `eval_strategy`, `load_best_model_at_end: true` and "
+            "`metric_for_best_model: eval_reward`"
+        )
 
 
 def check_machine(recipe: Recipe, machine: Machine) -> None:

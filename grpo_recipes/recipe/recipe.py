@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -103,6 +104,10 @@ class Recipe:
     generation: Annotated[
         GenerationMode, "whether transformers generates each prompt of a group once, where that is exact: auto, off"
     ] = "auto"
+    early_stopping_patience: Annotated[
+        int | None,
+        "how many evaluations in a row may be no better than the best before training stops (transformers' callback)",
+    ] = None
     offline: Annotated[OfflineSpec | None, "recorded, scored responses in place of generation: group or batch"] = None
 
     source: str
@@ -113,6 +118,15 @@ class Recipe:
     """Keys of `ModelConfig` that the recipe sets."""
     arguments: Sequence[str] = ()
     """The command line that it was read from."""
+
+    @classmethod
+    def load(cls, path: str | Path, **overrides: Any) -> Recipe:
+        """Read a recipe's file, or the shipped one of this name, with keys that replace its own (`**{"dataset.path": ...}`).
+
+        Raises `RecipeError` for what `parse_recipe` refuses.
+        """
+        given = {key: value if isinstance(value, str) else json.dumps(value) for key, value in overrides.items()}
+        return parse_recipe(["--config", str(path), *(f"--{key}={text}" for key, text in given.items())])
 
     @cached_property
     def config(self) -> SimpleNamespace:

@@ -11,13 +11,11 @@ killed evaluation continues where it stopped.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
 import os
 import shutil
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
@@ -38,7 +36,7 @@ from grpo_recipes.results.engines import Complete, EvaluationError, load_engine
 from grpo_recipes.results.estimates import Estimate, mcnemar, mean_share, paired_difference, pass_at_k
 from grpo_recipes.runs import checkpoints, files
 from grpo_recipes.runs.record import read_record
-from grpo_rewards.answers import Judge, answer_number, read_gold
+from grpo_rewards.answers import Judge, read_gold
 from grpo_rewards.redaction import redacted
 from grpo_rewards.registry import RewardSpecError
 from grpo_rewards.terminal import visible
@@ -233,8 +231,9 @@ def _described_reward(name: str, entry: dict[str, Any]) -> list[str]:
     mean = f"mean {Estimate.from_dict(entry['mean'])}" if "mean" in entry else "no mean: fewer than two problems scored"
     passed = f", passed {Estimate.from_dict(entry['passed'])}" if "passed" in entry else ""
     unscored = f", {entry['unscored']} not scored" if entry["unscored"] else ""
+    agreed = f", majority {Estimate.from_dict(entry['majority'])}" if "majority" in entry else ""
     passes = ", ".join(f"@{k} {Estimate.from_dict(share)}" for k, share in entry.get("pass_at", {}).items())
-    return [f"  {name}: {mean}{passed}{unscored}", *([f"    passed {passes}"] if passes else [])]
+    return [f"  {name}: {mean}{passed}{unscored}", *([f"    passed {passes}{agreed}"] if passes else [])]
 
 
 def describe_comparison(result: dict[str, Any]) -> str:
@@ -258,8 +257,47 @@ def describe_comparison(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def evaluate_model(options: argparse.Namespace) -> dict[str, Any]:
-    """Evaluate `options.model`, or continue its evaluation, and return what `evaluation.json` holds.
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is evaluated: a model, and how that differs from its recipe's own held-out rows. As the options of the command."""
+
+    model: str
+    recipe: str | None = None
+    dataset: str | None = None
+    path: str | None = None
+    split: str | None = None
+    system_prompt: str | None = None
+    prompt_format: str | None = None
+    tags: tuple[str, str] | None = None
+    samples: int = 1
+    temperature: float | None = None
+    max_new_tokens: int | None = None
+    limit: int | None = None
+    batch_size: int = 64
+    seed: int = 0
+    vllm: bool = False
+    output: Path | None = None
+
+    def on_each(self, paths: Sequence[str]) -> list[Request]:
+        """The same for several held-out sets, each with a folder of its own under the one folder."""
+        if len(paths) < 2:
+            return [replace(self, path=paths[0] if paths else None)]
+        names = [Path(path).name.partition(".")[0] or "rows" for path in paths]
+        names = [name if names.count(name) == 1 else f"{name}-{place}" for place, name in enumerate(names)]
+        folder = self.output or _output(self.model, self.samples)
+        return [replace(self, path=path, output=folder / name) for path, name in zip(paths, names, strict=True)]
+
+
+def evaluate_model(model: str | Path, **options: Any) -> dict[str, Any]:
+    """Evaluate a model on held-out rows, or continue to; `options` are the fields of `Request`.
+
+    Returns what `evaluation.json` holds. Raises as `evaluate_request`.
+    """
+    return evaluate_request(Request(model=str(model), **options))
+
+
+def evaluate_request(options: Request) -> dict[str, Any]:
+    """Evaluate what is asked for, or continue its evaluation, and return what `evaluation.json` holds.
 
     Raises:
         EvaluationError: it can't be made as asked.
@@ -334,7 +372,7 @@ def _what_is_saved(folder: Path) -> str:
     return f"stopped by Ctrl-C: {batches} saved in {folder / 'parts'}; the same command goes on from there"
 
 
-def _loaded_when_called(options: argparse.Namespace) -> Complete:
+def _loaded_when_called(options: Request) -> Complete:
     """An engine that loads its model for the first batch: a finished evaluation needs none."""
     engine = cache(lambda: load_engine(options.model, options.vllm))
     return lambda prompts, settings: engine()(prompts, settings)
@@ -409,7 +447,7 @@ def _hub_revision(name: str) -> str | None:
     return None
 
 
-def held_out_spec(trained: dict[str, Any], options: argparse.Namespace) -> DatasetSpec:
+def held_out_spec(trained: dict[str, Any], options: Request) -> DatasetSpec:
     """The problems to evaluate on: the recipe's held-out rows, with the command line's keys in their place.
 
     With `--path` the recipe's `eval_path` and `eval_split` are left out: they belong to the file that it trained on.
@@ -442,13 +480,13 @@ def held_out_spec(trained: dict[str, Any], options: argparse.Namespace) -> Datas
     return DatasetSpec.parse({key: layer[key] for layer in layers for key in known if layer.get(key) is not None})
 
 
-def _given(options: argparse.Namespace) -> dict[str, Any]:
+def _given(options: Request) -> dict[str, Any]:
     """The keys of the dataset that the command line gives."""
     given = {key: getattr(options, key) for key in ("path", "split", "system_prompt", "prompt_format")}
     return {key: value for key, value in given.items() if value is not None}
 
 
-def _recipe(options: argparse.Namespace) -> dict[str, Any]:
+def _recipe(options: Request) -> dict[str, Any]:
     """The keys of the recipe that is named, or of the run that made the model or checkpoint; {} if there is none."""
     if options.recipe is not None:
         from grpo_recipes.recipe.recipe import parse_recipe
@@ -461,8 +499,8 @@ def _recipe(options: argparse.Namespace) -> dict[str, Any]:
     return {}
 
 
-def _settings(recipe: dict[str, Any], spec: DatasetSpec, options: argparse.Namespace, dataset: Dataset) -> Settings:
-    tags = tuple(options.tags) if options.tags else _tags(recipe, spec)
+def _settings(recipe: dict[str, Any], spec: DatasetSpec, options: Request, dataset: Dataset) -> Settings:
+    tags = options.tags or _tags(recipe, spec)
     values = {key: getattr(options, key) for key in ("samples", "temperature", "max_new_tokens", "batch_size", "seed")}
     if values["temperature"] is None:
         values["temperature"] = 0.0 if options.samples == 1 else 1.0
@@ -566,24 +604,11 @@ def _rows_fingerprint(dataset: Dataset, settings: Settings) -> str:
 
 
 def _majority(rows: pd.DataFrame) -> bool:
-    """Whether the commonest stated answer is right; numbers count as equal whatever their form."""
-    stated = [(_canonical(answer), right) for answer, right in zip(rows["answer"], rows["lenient"], strict=True)]
-    votes = Counter(answer for answer, _ in stated if answer is not None)
-    if not votes:
-        return False
-    winner = votes.most_common(1)[0][0]
-    return any(right for answer, right in stated if answer == winner)
+    return paid.majority(rows["answer"], rows["lenient"])
 
 
 def _vote(rows: pd.DataFrame) -> bool:
     return bool(rows["strict"].iloc[0]) if len(rows) == 1 else _majority(rows)
-
-
-def _canonical(answer: Any) -> Any:
-    if answer is None or pd.isna(answer):
-        return None
-    number = answer_number(answer)
-    return answer.strip().casefold() if number is None else number
 
 
 def _is_finished(folder: Path, asked: dict[str, Any]) -> bool:

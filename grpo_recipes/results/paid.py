@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from grpo_recipes.results import strict
 from grpo_recipes.results.engines import EvaluationError
 from grpo_recipes.results.estimates import mean_share, mean_value, paired_difference, paired_mean, pass_at_k
 from grpo_recipes.runs.files import BOOLEANS, NUMBERS, Kind
+from grpo_rewards.answers import answer_number
 from grpo_rewards.completions import listed_scores
 from grpo_rewards.registry import BuiltReward, Spec, build_rewards, leaves, own_name, resolve, spec_parts
 
@@ -177,6 +179,9 @@ def summarised(table: pd.DataFrame) -> dict[str, Any]:
         if PASSED.format(name) in table:
             right = groups[PASSED.format(name)].sum().astype(int)
             entry["passed"] = mean_share([count / samples for count in right]).as_dict()
+            if samples > 1 and "answer" in table:
+                votes = [majority(rows["answer"], rows[PASSED.format(name)]) for _, rows in groups]
+                entry["majority"] = mean_share([float(vote) for vote in votes]).as_dict()
             if samples > 1:
                 entry["pass_at"] = {
                     str(k): mean_share([pass_at_k(samples, count, k) for count in right]).as_dict()
@@ -184,6 +189,23 @@ def summarised(table: pd.DataFrame) -> dict[str, Any]:
                 }
         summary[name] = entry
     return summary
+
+
+def majority(answers: Iterable[Any], right: Iterable[Any]) -> bool:
+    """Whether the commonest stated answer is right, the first stated winning a tie; numbers are equal whatever their form."""
+    stated = [(_canonical(answer), bool(is_right)) for answer, is_right in zip(answers, right, strict=True)]
+    votes = Counter(answer for answer, _ in stated if answer is not None)
+    if not votes:
+        return False
+    winner = votes.most_common(1)[0][0]
+    return any(is_right for answer, is_right in stated if answer == winner)
+
+
+def _canonical(answer: Any) -> Any:
+    if answer is None or pd.isna(answer):
+        return None
+    number = answer_number(answer)
+    return answer.strip().casefold() if number is None else number
 
 
 def powers(samples: int) -> list[int]:

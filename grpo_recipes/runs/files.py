@@ -90,7 +90,9 @@ EVALUATION: Shape = {
     "majority?": SHARE,
     "pass_at?": {"*?": SHARE},
     "settings": {"samples": INTEGER, "strict?": [{"name": TEXT}]},
-    "rewards?": {"*?": {"mean?": ESTIMATE, "passed?": SHARE, "pass_at?": {"*?": SHARE}, "unscored": INTEGER}},
+    "rewards?": {
+        "*?": {"mean?": ESTIMATE, "passed?": SHARE, "majority?": SHARE, "pass_at?": {"*?": SHARE}, "unscored": INTEGER}
+    },
 }
 ADAPTER: Shape = {"base_model_name_or_path": TEXT_OR_NULL}
 

@@ -50,6 +50,7 @@ MAY_CHANGE = (
     "load_best_model_at_end",
     "metric_for_best_model",
     "greater_is_better",
+    "early_stopping_patience",
     "push_to_hub",
     "hub_*",
     # evaluation

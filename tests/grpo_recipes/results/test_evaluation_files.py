@@ -303,7 +303,7 @@ def test_ctrl_c_before_the_evaluation_is_no_traceback(monkeypatch, capsys) -> No
     def interrupted(options: argparse.Namespace) -> dict:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(evaluate, "evaluate_model", interrupted)
+    monkeypatch.setattr(evaluate, "evaluate_request", interrupted)
     assert cli.main(["evaluate", "model"]) == 130
     assert capsys.readouterr().err == "stopped by Ctrl-C: nothing was evaluated\n"
 

@@ -97,6 +97,8 @@ def test_several_samples_give_pass_at_k(evaluated: Callable) -> None:
     assert correctness["passed"]["value"] == 0.75  # both samples of even problems, one of odd ones
     assert correctness["pass_at"]["1"]["value"] == 0.75
     assert correctness["pass_at"]["2"]["value"] == 1.0
+    # Odd problems: one wrong answer, then the right one; of a tie the first counts.
+    assert correctness["majority"]["value"] == 0.5
 
 
 def test_a_task_without_golds(evaluated: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,7 @@ class Server:
         return None if self._process is None else self._process.pid
 
     def compare(self, gold: str, answer: str, deadline: float) -> bool | None:
-        """Ask for one comparison. A server that died since the last one, or dies during this one, is restarted, once.
+        """Ask for one comparison. A server that died since the last one is replaced; if the new one dies too, once more.
 
         Raises:
             RuntimeError: the server can't be started.
@@ -104,8 +104,10 @@ class Server:
                 raise
 
     def _compared(self, gold: str, answer: str, deadline: float) -> bool | None:
-        """The verdict; None at the deadline, or where the server died twice."""
-        for is_last in (False, True):
+        """The verdict; None at the deadline, or where two servers died of this comparison."""
+        # A server that died since the last comparison did not die of this one.
+        attempts = 2 if self._process is None else 3
+        for is_last in [False] * (attempts - 1) + [True]:
             start = time.monotonic()
             try:
                 process = self._started()

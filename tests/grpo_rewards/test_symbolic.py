@@ -182,6 +182,18 @@ def test_a_server_killed_while_it_starts_is_retried_once(tmp_path):
     assert (once.read_text(), twice.read_text()) == ("xx", "xx")
 
 
+def test_a_server_found_dead_leaves_the_next_one_its_second_try(tmp_path):
+    """One dies between two comparisons, and the one that replaces it while it starts."""
+    starts = tmp_path / "starts"
+    second_dies = f"open({str(starts)!r}, 'a').write('x')\nif len(open({str(starts)!r}).read()) == 2: os._exit(9)"
+    server = symbolic.Server(stub(second_dies))
+    assert server.compare("0 ms", "0 ms", 5.0) is True
+    os.kill(server.pid, signal.SIGKILL)
+    assert server.compare("0 ms", "other", 5.0) is False
+    assert starts.read_text() == "xxx"
+    server.close()
+
+
 def test_a_reply_of_another_number_is_no_verdict():
     """As one would be that an interrupt left in the pipe at the one moment at which the server could not be ended."""
     server = symbolic.Server(stub("time.sleep(0)"))

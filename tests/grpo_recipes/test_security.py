@@ -406,7 +406,7 @@ HOSTILE_SPECS = [
 ]
 
 
-@pytest.mark.parametrize("spec", mostly_slow(HOSTILE_SPECS, (0, 3, 7)))
+@pytest.mark.parametrize("spec", mostly_slow(HOSTILE_SPECS, (7,)))
 def test_a_strangers_record_names_code_in_vain(evil_module: Path, tmp_path: Path, tiny_model: Path, spec: Any) -> None:
     """`diagnose`, `report` and `evaluate` read the rewards of a `run.json`: only ours are built from it."""
     (tmp_path / "strangers_on_import.py").write_text("from strangers import leave\nleave()\nx = 1\n")
@@ -609,6 +609,7 @@ def test_a_report_replaces_a_link_and_does_not_follow_it(tmp_path: Path, outside
     assert not any(path.is_symlink() for path in (folder / "report").iterdir())
 
 
+@pytest.mark.slow
 def test_a_report_is_not_written_through_a_linked_folder(tmp_path: Path, outside: Path) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "report").symlink_to(outside)
@@ -697,6 +698,7 @@ def test_a_pipe_in_a_run_is_not_waited_for(tmp_path: Path, name: str, verb: str)
     assert (code, f"{folder / name}: it is no ordinary file" in said) == (2, True), said
 
 
+@pytest.mark.slow
 def test_a_table_of_completions_is_data(tmp_path: Path) -> None:
     """An image of a page that a completion asks for is not loaded, and its tags are text: the browser test opens one."""
     rows = [{**row, "completion": "<script>alert(1)</script><img src=http://x>"} for row in healthy_completions()]

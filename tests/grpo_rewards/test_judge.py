@@ -529,6 +529,7 @@ def test_ranks_share_a_cache(tmp_path):
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".json"]
 
 
+@pytest.mark.slow
 def test_the_same_in_threads_processes_and_coroutines():
     texts = [*SPEAKING.values()]
     with serving(by_length) as server:

@@ -17,7 +17,10 @@ from tests.mathematics.training import compare_training
 
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "every"])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(
+    "loss_type",
+    [pytest.param(name, marks=() if name in ("grpo", "dapo") else pytest.mark.slow) for name in LOSS_TYPES],
+)
 def test_training_on_one_process(loss_type: str, every: int, checkpoint: Path, record_cell: Callable) -> None:
     for index, geometry in list(enumerate(GEOMETRIES))[LOSS_TYPES.index(loss_type) % every :: every]:
         objective = Objective(loss_type, ("token", "sequence")[index % 2], beta=0.04)

@@ -412,6 +412,7 @@ def test_the_command_answers_with_its_exit_code(tmp_path: Path, capsys: pytest.C
         Run.read(tmp_path / "missing")
 
 
+@pytest.mark.slow
 def test_a_hackable_recipe_is_found_out_on_a_real_run(tmp_path: Path, gsm8k_file: Path, capsys) -> None:
     """Paid for the presence of tags alone, a policy that can write them in one token each learns to do so."""
     from tokenizers import AddedToken

@@ -102,6 +102,7 @@ def test_the_page_is_self_contained_and_says_what_happened(run_folder: Path) -> 
     assert sum(tag == "img" for tag in page.tags) == len(pngs)
 
 
+@pytest.mark.slow
 def test_two_runs_share_their_pictures(run_folder: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "run-b", {"kl": None}, seed=1)
     alone = len(list(report(run_folder).loads))
@@ -194,6 +195,7 @@ def test_the_screenshot_is_not_blank(run_folder: Path, tmp_path: Path) -> None:
     assert Run.read(run_folder).evaluations["after"]["strict"] == BETTER
 
 
+@pytest.mark.slow
 def test_dollars_in_a_name_are_no_formula(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name) for name in (r"a$\frac$b", "of $5 and $6")]
     for folder in folders:

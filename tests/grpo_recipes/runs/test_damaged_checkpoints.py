@@ -232,6 +232,7 @@ def test_a_damaged_best_checkpoint_is_not_ended_with(tmp_path: Path) -> None:
         run.checkpoints._check_best(args, state)
 
 
+@pytest.mark.slow
 def test_our_trainer_alone_refuses_a_damaged_checkpoint_too(tmp_path: Path) -> None:
     policy = launching.build_policy(tmp_path / "policy").as_posix()
 
@@ -251,6 +252,7 @@ def test_our_trainer_alone_refuses_a_damaged_checkpoint_too(tmp_path: Path) -> N
         run().train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_trl_is_resumed_and_said_to_be_unchecked(
     recipes: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

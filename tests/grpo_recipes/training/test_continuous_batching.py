@@ -19,6 +19,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 def test_it_runs_beside_packed_rows_in_a_cache_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = trainer(tmp_path, max_steps=2, max_completion_length=8, **CB)
     seen: list[tuple[str, int, int]] = []

@@ -182,6 +182,7 @@ def test_the_users_reference_is_taken_unasked(policy: Path, tmp_path: Path) -> N
     assert kl_to_reference(ours, TEXTS) > SEEN
 
 
+@pytest.mark.slow
 def test_a_restart_keeps_the_original_reference(policy: Path, tmp_path: Path) -> None:
     adapted(policy, lora(), continued=True).save_pretrained(tmp_path / "sft")
     args = arguments(tmp_path / "run", max_steps=4, save_strategy="steps", save_steps=2)

@@ -180,7 +180,7 @@ class Batch:
             for processor in logits_processor
         )
         self.scored = {row: place for place, row in enumerate(turn.scored(self.size))}
-        self.log_probs = torch.zeros(len(self.scored), room, device=input_ids.device)
+        self.log_probs = torch.zeros(len(self.scored), room, dtype=torch.float32, device=input_ids.device)
 
     def run(self) -> Tensor:
         """Prompts and completions of all rows, (rows, columns), padded on the right after a row's end."""

@@ -72,19 +72,30 @@ def write_run(folder: Path, steps: int, rows: int) -> Path:
     return folder
 
 
+# The peak since this program began: what a process was before it began another program counts in its rusage too.
+MEASURED = """
+import re, resource, sys
+from pathlib import Path
+from grpo_recipes.cli import main
+code = main(sys.argv[1:])
+status = Path("/proc/self/status")
+peak = re.search(r"VmHWM:\\s+(\\d+)", status.read_text()) if status.exists() else None
+usage = resource.getrusage(resource.RUSAGE_SELF)
+kilobytes = int(peak[1]) if peak else usage.ru_maxrss / 1024
+print(usage.ru_utime + usage.ru_stime, kilobytes / 1024, file=sys.stderr)
+sys.exit(code)
+"""
+
+
 def measure(*arguments: str) -> tuple[float, float, float]:
     """Seconds, seconds of CPU and peak resident MB of a command in a process of its own."""
     started = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "grpo_recipes.cli", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
-    assert process.stderr is not None
-    said = process.stderr.read().decode()
-    _, status, usage = os.wait4(process.pid, 0)
-    if os.waitstatus_to_exitcode(status) not in (0, 1):
-        raise RuntimeError(said)
-    megabytes = usage.ru_maxrss / (1024 if platform.system() == "Linux" else 1 << 20)
-    return time.perf_counter() - started, usage.ru_utime + usage.ru_stime, megabytes
+    command = [sys.executable, "-c", MEASURED, *arguments]
+    process = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    if process.returncode not in (0, 1):
+        raise RuntimeError(process.stderr)
+    cpu, megabytes = map(float, process.stderr.splitlines()[-1].split())
+    return time.perf_counter() - started, cpu, megabytes
 
 
 def main() -> None:

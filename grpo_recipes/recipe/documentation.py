@@ -26,6 +26,7 @@ A recipe is a YAML mapping: our few keys beside those of TRL's `GRPOConfig` and 
 command line overrides it: `--learning_rate 1e-6`, inside a mapping with dots (`--dataset.path train.jsonl`), inside a list by
 number (`--rewards.0.weight 2`). An unknown key is refused, with the nearest valid one. `grpo-recipes plan RECIPE --resolved`
 prints a recipe with every default. A recipe names Python functions that will be called: it is code, like a Makefile.
+[docs/data.md](data.md) has worked examples: boxed maths from a CSV, multiple choice, a task without golds.
 """
 
 REWARDS = """

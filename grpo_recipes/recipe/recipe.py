@@ -104,6 +104,9 @@ class Recipe:
     generation: Annotated[
         GenerationMode, "whether transformers generates each prompt of a group once, where that is exact: auto, off"
     ] = "auto"
+    generation_check: Annotated[
+        bool, "whether completions are compared with the policy, and the run stops where another one sampled them"
+    ] = True
     early_stopping_patience: Annotated[
         int | None,
         "how many evaluations in a row may be no better than the best before training stops (transformers' callback)",

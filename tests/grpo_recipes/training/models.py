@@ -89,7 +89,15 @@ def trainer(
     """A trainer whose completions end at many lengths. Ours draws the stock loop's random numbers."""
     policy = model() if policy is None else policy
     policy.generation_config.eos_token_id = ENDS
-    names = ("generation", "peft_config", "reference", "eval_dataset", "processing_class", "micro_batching")
+    names = (
+        "generation",
+        "generation_check",
+        "peft_config",
+        "reference",
+        "eval_dataset",
+        "processing_class",
+        "micro_batching",
+    )
     ours = {name: more.pop(name) for name in names if name in more}
     if issubclass(cls, GRPOTrainer) and ours.get("peft_config") is not None:
         ours["reference"] = "base"

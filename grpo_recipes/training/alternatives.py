@@ -158,7 +158,8 @@ class Adapters:
     @contextmanager
     def earlier(self) -> Iterator[None]:
         """While it lasts, the adapter is as it was at the step before the newest."""
-        now, before = [self.kept[step] for step in sorted(self.kept, reverse=True)]
+        now = [parameter.detach().clone() for parameter in self.trained]
+        before = self.kept[min(self.kept)]
         try:
             self._set(before)
             yield

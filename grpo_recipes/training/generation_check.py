@@ -145,7 +145,7 @@ class GenerationCheck:
         if not self.asked:
             return None
         if self.reason or noted is None:
-            self._say(f"whether completions are the policy's is not checked: {self.reason or reason}")
+            self._say(f"whether completions are the policy's is not checked: {self.reason or reason}", once="unchecked")
             return None
         self.adapters.keep(self.trainer.state.global_step)
         due, first = self.is_due(len(prompts)), self.batches < FIRST
@@ -197,7 +197,8 @@ class GenerationCheck:
             worst = max(ranks, key=lambda rank: rank.mean)
             self._say(
                 f"the generator computes in 16 bits and the policy in 32: their log-probabilities differ by {worst.mean:.1e} in "
-                f"the mean, and the policy's in bfloat16 by {worst.others[HALF].total / worst.tokens:.1e}"
+                f"the mean, and the policy's in bfloat16 by {worst.others[HALF].total / worst.tokens:.1e}",
+                once="half",
             )
         for name in names & set(READINGS):
             self._read(name)
@@ -215,12 +216,14 @@ class GenerationCheck:
         if nearer:
             self._say(
                 f"the generator's log-probabilities are nearer to those of {WEIGHTS[nearer[0]]} than to the policy's, by no more "
-                "than 16 bits explain: an adapter loses its smallest updates where it is merged into 16-bit weights"
+                "than 16 bits explain: an adapter loses its smallest updates where it is merged into 16-bit weights",
+                once="nearer",
             )
         elif worst.differs(self.whole):
             self._say(
                 f"the generator's log-probabilities differ from the policy's by {worst.mean:.1e} on average, more than their "
-                "dtypes explain, and nothing that can be computed here explains it"
+                "dtypes explain, and nothing that can be computed here explains it",
+                once="unexplained",
             )
         self._say_truncation(worst)
         unclear = tuple(dict.fromkeys(name for verdict in verdicts for name in verdict.unclear))
@@ -240,8 +243,9 @@ class GenerationCheck:
         cut = rank.others[RAW].total / max(rank.tokens, 1.0)
         self._say(
             f"vLLM's log-probabilities are of the distribution after {self.scorer.processing}, those of the loss before: "
-            f"`vllm_importance_sampling_correction` takes that difference, {cut:.2g} a token on average, for one of the policies "
-            "(huggingface/trl#6789); leave these keys out, or set it to false"
+            "`vllm_importance_sampling_correction` takes that for a difference of policies (huggingface/trl#6789), at step "
+            f"{self.trainer.state.global_step} {cut:.2g} a token on average; leave these keys out, or set it to false",
+            once="truncation",
         )
 
     def _sentence(self, rank: int | None, evidence: Evidence, verdict: Verdict) -> str:
@@ -268,14 +272,16 @@ class GenerationCheck:
             self.scorer.padded = False
             self._say(
                 "the policy's log-probabilities depend on padding: the loss, which pads prompts as TRL does, does not score "
-                "tokens as they were sampled"
+                "tokens as they were sampled",
+                once="padding",
             )
         else:
             self.scorer.processing = None
 
-    def _say(self, sentence: str) -> None:
-        if sentence not in self._said:
-            self._said.add(sentence)
+    def _say(self, sentence: str, once: str) -> None:
+        """Warn, but only once of each matter."""
+        if once not in self._said:
+            self._said.add(once)
             logger.warning(sentence)
 
     # Their arithmetic

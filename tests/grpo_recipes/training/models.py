@@ -133,4 +133,4 @@ def trainer(
 
 def adapter(**changes: Any) -> LoraConfig:
     """An adapter whose every weight matters from the start."""
-    return LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **{"lora_dropout": 0.0, **changes})
+    return LoraConfig(r=4, target_modules="all-linear", **{"init_lora_weights": False, "lora_dropout": 0.0, **changes})

@@ -1,0 +1,312 @@
+"""Is the generator the policy: the faults that other trainers had, each planted and named, and none where there is none."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from peft.helpers import rescale_adapter_scale
+from transformers import GenerationMixin
+
+from grpo_recipes.runs.faults import NotThePolicy
+from grpo_recipes.training import alternatives, generation_check
+from grpo_recipes.training.alternatives import AGO, HALF, OFF, RAW, TWICE, UNPADDED, WEIGHTS, Processing
+from grpo_recipes.training.verdict import Alternative, Evidence, judge
+from tests.grpo_recipes.recorded import model
+from tests.grpo_recipes.training.engine import SETTINGS, serve
+from tests.grpo_recipes.training.models import adapter, trainer
+
+CONTINUED = {"peft_config": adapter()}
+"""An adapter that makes a difference from the start."""
+NEW = {"peft_config": adapter(init_lora_weights=True)}
+"""An adapter that makes none before the first update."""
+MEAN = "sampling/sampling_logp_difference/mean"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Any:
+    """The sentences that the check has logged."""
+    caplog.set_level(logging.INFO)
+    name = "grpo_recipes.training.generation_check"
+    return lambda: [record.getMessage().removeprefix("[RANK 0] ") for record in caplog.records if record.name == name]
+
+
+# ---- planted faults: each stops the run within two steps, with its name
+
+OFF_, TWICE_, AGO_, REFERENCE_ = (WEIGHTS[name] for name in ("off", "twice", "ago", "reference"))
+STALE = "they agreed before"
+PLANTED: dict[str, tuple[str, dict[str, Any], int, str]] = {
+    # the fault of the engine, the run, at which step it stops, what it names
+    "TRL 1.16, LoRA and a server, continued adapter": ("off", CONTINUED, 0, OFF_),
+    "TRL 1.16, LoRA and a server, new adapter": ("off", NEW, 1, OFF_),
+    "unsloth 8701, adapter ignored": ("off", {**CONTINUED, "vllm_importance_sampling_correction": False}, 0, OFF_),
+    "verl 7495, adapter never delivered": ("start", NEW, 1, OFF_),
+    "verl 7495, continued adapter": ("start", CONTINUED, 1, AGO_),
+    "TRL 5312, weights reloaded after sleep, LoRA": ("disk", NEW, 1, OFF_),
+    "TRL 5312, full model and a reference": ("disk", {"beta": 0.04}, 1, REFERENCE_),
+    "TRL 5312, full model": ("disk", {}, 1, STALE),
+    "ms-swift 8233, adapter applied twice": ("twice", CONTINUED, 0, TWICE_),
+    "ms-swift 8233, new adapter": ("twice", NEW, 1, TWICE_),
+    "an update late, LoRA": ("ago", CONTINUED, 1, AGO_),
+    "an update late, full model": ("ago", {}, 1, STALE),
+}
+QUICK = ("TRL 1.16, LoRA and a server, new adapter", "verl 7495, continued adapter", "TRL 5312, full model")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in PLANTED])
+def test_a_planted_fault_is_named_within_two_steps(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
+) -> None:
+    fault, changes, step, cause = PLANTED[name]
+    serve(monkeypatch, fault)
+    run = trainer(tmp_path, **SETTINGS, **changes)
+    with pytest.raises(NotThePolicy) as caught:
+        run.train()
+    assert run.state.global_step == step
+    assert f"at step {step} " in str(caught.value)
+    assert cause in str(caught.value)
+    others = [sentence for sentence in WEIGHTS.values() if sentence != cause and sentence in str(caught.value)]
+    # After one update a new adapter as it was a step ago is the adapter switched off.
+    assert others == ([AGO_] if cause == OFF_ and changes is NEW else [])
+
+
+@pytest.mark.parametrize("fault", ["off", pytest.param("twice", marks=pytest.mark.slow)])
+def test_a_16_bit_engine_hides_no_fault(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+    serve(monkeypatch, fault, torch.bfloat16)
+    run = trainer(tmp_path, **SETTINGS, **CONTINUED)
+    with pytest.raises(NotThePolicy, match=WEIGHTS[fault]):
+        run.train()
+    assert run.state.global_step == 0
+
+
+@pytest.mark.parametrize("generation", ["auto", "off"])
+def test_transformers_generate_without_the_adapter(
+    generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = GenerationMixin.generate
+    run = trainer(tmp_path, generation=generation, **CONTINUED)
+
+    def without(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with run.model.disable_adapter():
+            return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "generate", without)
+    with pytest.raises(NotThePolicy, match=OFF_):
+        run.train()
+    assert run.state.global_step == 0
+
+
+@pytest.mark.slow
+def test_the_stock_loop_with_the_adapter_twice_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = GenerationMixin.generate
+    run = trainer(tmp_path, generation="off", max_steps=20, **CONTINUED)
+
+    def twice(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if run.state.global_step < 10:
+            return stock(self, *args, **kwargs)
+        with rescale_adapter_scale(run.model, 2):
+            return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "generate", twice)
+    with pytest.raises(NotThePolicy, match=TWICE_):
+        run.train()
+    assert run.state.global_step == 10
+
+
+def test_the_check_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+    serve(monkeypatch, "off")
+    run = trainer(tmp_path, generation_check=False, max_steps=2, **SETTINGS, **CONTINUED)
+    run.train()
+    assert run.state.global_step == 2
+    assert said() == []
+
+
+# ---- what is not a fault
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        ({**NEW, "top_p": 0.9, "top_k": 12}, torch.bfloat16),
+        pytest.param({**CONTINUED, "temperature": 0.7}, None, marks=pytest.mark.slow),
+        pytest.param({"min_p": 0.05, "repetition_penalty": 1.3}, None, marks=pytest.mark.slow),
+        pytest.param({"beta": 0.04}, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_a_healthy_engine(
+    changes: dict[str, Any], dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
+) -> None:
+    serve(monkeypatch, "", dtype)
+    run = trainer(tmp_path, **SETTINGS, **changes)
+    run.train()
+    assert run.state.global_step == 3
+    sentences = [sentence for sentence in said() if "can't tell" not in sentence and "is the policy" not in sentence]
+    assert len([s for s in sentences if "computes in 16 bits and the policy in 32" in s]) == (dtype is not None)
+    processed = [s for s in sentences if "huggingface/trl#6789" in s]
+    assert len(processed) == bool(Processing.of(run.args)[0])
+    assert len(sentences) == len(processed) + (dtype is not None)
+
+
+def test_raw_log_probabilities_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+    """Expected to be of a truncated distribution, and returned without: still the policy's."""
+    serve(monkeypatch)
+    run = trainer(tmp_path, max_steps=1, **SETTINGS)
+    run._generation_check.scorer.processing = Processing(top_p=0.5)
+    run.train()
+    assert run._generation_check.scorer.processing is None
+
+
+def test_cannot_tell_before_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+    serve(monkeypatch)
+    run = trainer(tmp_path, **SETTINGS, **NEW)
+    run.train()
+    first, second = said()
+    assert first.endswith(f"is the policy or {OFF_} or {TWICE_}: their log-probabilities are alike")
+    assert second == "step 1: the generator is the policy"
+
+
+def test_an_adapter_is_as_before_once_it_has_been_looked_at(tmp_path: Path) -> None:
+    run = trainer(tmp_path, **CONTINUED)
+    run.train()
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    trains = [parameter.requires_grad for parameter in run.model.parameters()]
+    check = run._generation_check
+    with check.adapters.earlier():
+        moved = [name for name, value in run.model.state_dict().items() if not torch.equal(value, before[name])]
+    assert moved
+    assert all("lora_" in name for name in moved)
+    run.model.train()
+    run._generate_single_turn([[5, 6], [7]], None, {}, 1)
+    assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
+    assert [parameter.requires_grad for parameter in run.model.parameters()] == trains
+
+
+def test_dropout_and_continuous_batching_are_not_compared(tmp_path: Path, said: Any) -> None:
+    dropping = trainer(tmp_path, peft_config=adapter(lora_dropout=0.5), max_steps=1)
+    dropping.train()
+    batching = trainer(tmp_path, use_transformers_continuous_batching=True, max_steps=1)
+    batching.train()
+    first, second = said()
+    assert "is not checked: they are sampled with dropout" in first
+    assert "is not checked: the generator gives no log-probabilities" in second
+
+
+def test_a_small_batch_is_compared_at_steps_that_a_restart_shares(tmp_path: Path) -> None:
+    check = trainer(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1)._generation_check
+    due = []
+    for step in range(9):
+        check.trainer.state.global_step = step
+        due.append(check.is_due(4))
+    assert due == [True, False, False, False, True, False, False, False, True]
+    assert check.is_due(64)
+    assert check.places(16) == [0]
+    assert check.places(64) == [0, 32]
+
+
+# ---- the judgement
+
+
+def evidence(**others: Alternative) -> Evidence:
+    """A thousand tokens whose log-probabilities differ by 0.1."""
+    return Evidence(1000, 100.0, 0.2, 10.0, others)
+
+
+@pytest.mark.parametrize(
+    ("found", "usual", "wrong", "names"),
+    [
+        (Evidence(1000, 0.01, 9e-5, 1e-6), None, False, ()),
+        (evidence(), None, False, ()),  # nothing explains it, and nothing is usual yet
+        (evidence(), 0.001, True, ()),
+        (evidence(), 0.09, False, ()),
+        (evidence(off=Alternative(10.0, 0.1, 100.0)), None, True, (OFF,)),
+        (evidence(off=Alternative(10.0, 6.0, 100.0)), None, False, ()),
+        (evidence(off=Alternative(10.0, 4.0, 9.0), twice=Alternative(10.0, 1.0, 9.0)), None, True, (TWICE,)),
+        (evidence(off=Alternative(10.0, 1.0, 9.0), ago=Alternative(10.0, 1.0, 9.0)), None, True, (OFF, AGO)),
+        (evidence(half=Alternative(4.0, 12.0, 40.0)), None, False, (HALF,)),
+        (evidence(half=Alternative(0.4, 10.0, 4.0)), 1e-6, True, ()),
+        (evidence(off=Alternative(10.0, 0.1, 1.0), half=Alternative(4.0, 12.0, 90.0)), None, True, (OFF,)),
+        (evidence(raw=Alternative(10.0, 0.1, 1.0)), None, False, (RAW,)),
+        (evidence(unpadded=Alternative(10.0, 0.1, 1.0), off=Alternative(9.0, 8.0, 1.0)), None, False, (UNPADDED,)),
+    ],
+)
+def test_judgement_in_whole_precision(found: Evidence, usual: Any, wrong: bool, names: tuple[str, ...]) -> None:
+    verdict = judge(found, whole=True, usual=usual)
+    assert (verdict.wrong, verdict.names) == (wrong, names)
+
+
+def test_16_bit_differences_below_the_tolerance_stop_nothing() -> None:
+    small = Evidence(1000, 20.0, 0.2, 1.0, {OFF: Alternative(1.0, 0.1, 20.0)})
+    verdict = judge(small, whole=False, usual=None)
+    assert (verdict.wrong, verdict.names, verdict.unclear) == (False, (OFF,), (OFF,))
+
+
+def test_noise_is_never_named() -> None:
+    """Independent noise on tokens that two alternatives move: 1,000 draws, of any ratio of noise to movement."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(1000):
+        noise = torch.randn(64, generator=generator) * 0.1
+        scale = 10 ** (4 * torch.rand(1, generator=generator) - 2)
+        moved = torch.randn(64, generator=generator) * 0.1 * scale
+        square, left = noise.square().sum().item(), (noise - moved).square().sum().item()
+        other = Alternative(moved.square().sum().item(), left, moved.abs().sum().item())
+        found = Evidence(64, noise.abs().sum().item(), noise.abs().max().item(), square, {OFF: other})
+        assert judge(found, whole=False, usual=None).names == ()
+
+
+# ---- how tokens are scored
+
+
+@pytest.mark.parametrize(
+    "processing",
+    [Processing(), Processing(top_k=5), Processing(top_p=0.8), Processing(1.4, 0.05, 12, 0.9), Processing(0.7)],
+    ids=str,
+)
+def test_processed_scores_are_those_of_generate(processing: Processing) -> None:
+    policy = model().eval()
+    ids, torch_seed = torch.tensor([[5, 9, 7, 5]]), 3
+    torch.manual_seed(torch_seed)
+    # vLLM filters by min_p first, transformers last: with both kinds the sets of tokens may differ.
+    vllm_like = processing if not (processing.min_p and processing.top_p < 1) else Processing(1.4, 0.0, 12, 0.9)
+    made = policy.generate(
+        input_ids=ids,
+        do_sample=True,
+        temperature=0.8,
+        max_new_tokens=12,
+        eos_token_id=None,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **vars(vllm_like),
+    )
+    tokens = made.sequences[0]
+    scores = torch.stack(made.scores, 1)[0].float().log_softmax(-1)
+    expected = scores.gather(1, tokens[4:, None])[:, 0]
+    with torch.no_grad():
+        logits = policy(tokens[None]).logits[0, 3:-1].float()
+    torch.testing.assert_close(vllm_like.log_probs(logits, tokens, 0.8), expected, atol=1e-5, rtol=0)
+
+
+def test_keys_that_may_change_scores_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve(monkeypatch)
+    known = trainer(tmp_path, generation_kwargs={"seed": 5, "top_p": 0.9}, **SETTINGS)
+    assert known._generation_check.scorer.processing == Processing(top_p=0.9)
+    assert known._generation_check.reason == ""
+    unknown = trainer(tmp_path, generation_kwargs={"logit_bias": {5: 1.0}}, **SETTINGS)
+    assert "logit_bias may change the scores" in unknown._generation_check.reason
+
+
+def test_alternatives_of_a_full_model_and_of_an_adapter(tmp_path: Path) -> None:
+    full = trainer(tmp_path, beta=0.04)._generation_check
+    lora = trainer(tmp_path, **CONTINUED)._generation_check
+    assert isinstance(lora.policy, PeftModel)
+    named = [list(alternatives.alternatives(c.trainer, c.adapters, c.scorer, True)) for c in (full, lora)]
+    assert named == [["reference", "half", "unpadded"], ["off", "twice", "half", "unpadded"]]
+    assert generation_check.WATCHED == 2

@@ -37,7 +37,7 @@ def test_what_stock_generate_sampled_under(architecture: str, how: str) -> None:
     assert turn.log_probs.shape == (len(rows), tokens.shape[1] - width)
     prompts = [inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist() for row in rows]
     completions = [until_end(tokens[row, width:].tolist()) for row in rows]
-    assert len(set(map(len, completions))) > 1
+    assert how == "greedy" or len(set(map(len, completions))) > 1
     assert differences(policy, prompts, completions, turn.log_probs, 0.7).max() < 1e-4
 
 

@@ -5,9 +5,9 @@
 
 Whole steps of benchmarks/step.py (8 prompts × 8 completions, GSM8K's lengths), with LoRA: an adapter has the most alternatives.
 The share is the CPU time inside the check over that of the step around it, of one run: the difference of two runs is smaller
-than their noise. Two kinds of steps: those in which two rows are compared, and those in which the alternatives are computed
-too, as in the first four of a launch and one in 16 from then on. With transformers' own loop the time that noting takes is
-counted where it happens; in group decoding it is timed by noting everything once more.
+than their noise. Three kinds of steps: those in which two rows are compared, those in which the alternatives are computed too,
+of these rows, and the first four of a launch, in which they are computed of eight. With transformers' own loop the time that
+noting takes is counted where it happens; in group decoding it is timed by noting everything once more.
 """
 
 from __future__ import annotations
@@ -80,18 +80,21 @@ def shares(size: str, workload: str, loop: str, steps: int) -> Iterator[str]:
         run = step.Trainer(GRPOTrainer, step.policy(size, tempfile.mkdtemp()), True, True, **config)
         check = run.trainer._generation_check
         run.step(step.Batch.draw("d", 0))  # warms up, and decides whether groups are decoded
-        for kind, batches in (("two rows compared", generation_check.FIRST), ("with alternatives", 0)):
+        every, means = generation_check.EVERY, []
+        for kind, batches in (("15 of 16", 10 * every), ("every 16th", 10 * every - 1), ("the first four", 0)):
             parts, wholes = [], []
             for number in range(steps):
-                # The count decides: the first batches of a launch have their alternatives computed.
-                check.batches = batches if batches == 0 else generation_check.EVERY * 100 + number
+                check.batches = batches  # which decides what is computed
                 run.trainer.state.global_step += 1
                 clock.spent = again.spent = 0.0
                 run.step(step.Batch.draw(workload, number))
                 parts.append(clock.spent + again.spent)
                 wholes.append(run.measured.whole[-1] - again.spent)
             part, whole = statistics.median(parts), statistics.median(wholes)
+            means.append(part / whole)
             yield f"| {size} | {workload} | {loop} | {kind} | {part:.3f} | {whole:.2f} | {part / whole:.2%} |"
+        mean = ((every - 1) * means[0] + means[1]) / every
+        yield f"| {size} | {workload} | {loop} | mean from the fifth on | | | {mean:.2%} |"
     finally:
         GenerationCheck.__call__, groups.Batch.choose, Noted.__call__ = call, choose, noted
 

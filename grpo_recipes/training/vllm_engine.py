@@ -1,4 +1,4 @@
-"""The weights that TRL sends to vLLM: those of the policy, its adapter merged, under the model's own names.
+"""What TRL leaves between the policy and vLLM: weights that are the policy's, and the recipe's seed.
 
 TRL 1.16 merges the adapter, hands out views of the parameters one by one, and unmerges after the last
 (`VLLMGeneration._iter_named_params`). A vLLM server's weights are packed 1 GiB at a time, so the last pack, of a small model
@@ -8,10 +8,25 @@ the only one, is read after that: the server generates with the base. docs/upstr
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from accelerate import PartialState
 from peft import PeftModel
-from trl import GRPOTrainer
+from transformers import set_seed
+from trl import GRPOConfig, GRPOTrainer
+
+
+@contextmanager
+def sampling_by_seed(args: GRPOConfig | None) -> Iterator[None]:
+    """Build a trainer inside this block and `args.seed` decides what a colocated vLLM samples.
+
+    The engine draws from this process's random state, which it seeds when it is built, and TRL hands it the rank: every run
+    would sample with the same noise. Ranks that share an engine (tensor parallel) must draw alike, the others not.
+    """
+    yield
+    if args is not None and args.use_vllm and args.vllm_mode == "colocate":
+        set_seed(args.seed + PartialState().process_index // args.vllm_tensor_parallel_size)
 
 
 def send_policy(trainer: GRPOTrainer) -> None:

@@ -1,4 +1,4 @@
-"""The weights that reach vLLM are the policy's, also where they are read after TRL's iterator has ended.
+"""The weights that reach vLLM are the policy's, also where they are read after TRL's iterator has ended; the seed is the run's.
 
 tests/vllm runs the same against vLLM itself.
 """
@@ -12,7 +12,9 @@ import torch
 from peft import IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftConfig, PeftModel
 from trl import GRPOTrainer as TRLGRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
 
+from grpo_recipes import GRPOTrainer
 from grpo_recipes.training.reference import set_reference, without_trl_reference
 from tests import tiny
 from tests.grpo_recipes.short_runs import adapted, arguments, trainer
@@ -117,3 +119,24 @@ def test_trl_sends_the_base(policy: Path, kind: str) -> None:
     assert (sent[layer] - expected[layer]).abs().max() > 0.01
     unmerged = base.model.layers[0].mlp.up_proj.get_base_layer().weight
     assert torch.equal(sent[layer], unmerged)
+
+
+class SeededEngine:
+    """An engine as vLLM seeds it when it is built: the process's random state, by the rank that TRL hands it."""
+
+    def __init__(self, **settings: Any) -> None:
+        torch.manual_seed(0)
+
+
+def test_the_seed_decides_what_a_colocated_engine_draws(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", SeededEngine)
+
+    def drawn(trainer_class: Any, seed: int) -> list[float]:
+        args = arguments(tmp_path, seed=seed, use_vllm=True, vllm_mode="colocate", beta=0.0)
+        trainer(trainer_class, str(policy), args)
+        return torch.rand(4).tolist()
+
+    assert drawn(TRLGRPOTrainer, 1) == drawn(TRLGRPOTrainer, 2), "if this fails, TRL has mended it"
+    assert drawn(GRPOTrainer, 1) == drawn(GRPOTrainer, 1) != drawn(GRPOTrainer, 2)

@@ -206,7 +206,9 @@ class Local:
         rows = [{"prompt_token_ids": ids} for ids in inputs]
         more = {"lora_request": self.request} if self.request is not None else {}
         outputs = self.llm.generate(rows, sampling, use_tqdm=False, **more)
-        return [output.outputs[0].text for output in outputs]
+        # Not vLLM's text, which lacks the bytes of a character that was cut off.
+        made = [output.outputs[0].token_ids for output in outputs]
+        return self.tokenizer.batch_decode(made, skip_special_tokens=True)
 
 
 class Served:
@@ -282,12 +284,14 @@ class Server:
                 "stop": list(settings.stop),
                 "stop_token_ids": self.ends,
                 "include_stop_str_in_output": True,
+                "return_token_ids": True,
             }
             for ids, seed in zip(inputs, _seeds(settings.seed, len(inputs)), strict=True)
         ]
         with ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool:
             answers = pool.map(lambda body: self.server.ask("/v1/completions", body), bodies)
-            return [answer["choices"][0]["text"] for answer in answers]
+            made = [answer["choices"][0]["token_ids"] for answer in answers]
+        return self.tokenizer.batch_decode(made, skip_special_tokens=True)
 
 
 def check_lengths(prompts: list[list[int]], max_new_tokens: int, limit: int) -> None:

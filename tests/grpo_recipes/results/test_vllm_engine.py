@@ -38,7 +38,11 @@ class StubLLM:
         assert len(sampling) == len(inputs)
         self.sampling.extend(sampling)
         texts = [f"{row.seed} {row.temperature} {row.max_tokens}" for row in sampling]
-        return [SimpleNamespace(outputs=[SimpleNamespace(text=text)]) for text in texts]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens(text))]) for text in texts]
+
+
+def tokens(text: str) -> list[int]:
+    return tiny.byte_tokenizer()(text)["input_ids"]
 
 
 @pytest.fixture
@@ -147,7 +151,8 @@ class StubServer(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append(body)
-        self.answer({"choices": [{"text": f"{len(body['prompt'])} {body['seed']}"}]})
+        assert body["return_token_ids"]
+        self.answer({"choices": [{"token_ids": tokens(f"{len(body['prompt'])} {body['seed']}")}]})
 
     def answer(self, value: Any) -> None:
         self.send_response(200)

@@ -238,7 +238,7 @@ def _add_evaluate(commands: Any) -> None:
         "--path",
         nargs="+",
         default=[],
-        help="a table: a file, a folder or a hub id; of several, each has a folder of its own inside --output",
+        help="a table: a file, a folder or a hub id; of several, each has a folder of its own",
     )
     evaluate.add_argument(
         "--split", metavar="SPLIT", help="default: the recipe's eval_split, unless --path is given; else test"
@@ -259,7 +259,8 @@ def _add_evaluate(commands: Any) -> None:
         "--output",
         metavar="FOLDER",
         type=Path,
-        help="folder for the result (default: MODEL/evaluations/after, and after-N-samples with --samples N)",
+        help="folder for the result, or for those of several tables (default: MODEL/evaluations/after, with -TABLE added for "
+        "each of several tables, and -N-samples with --samples N)",
     )
 
 

@@ -15,8 +15,8 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -131,9 +131,7 @@ def main(args: Sequence[str] | None = None) -> int:
         recipe = parse_recipe(arguments)
         with visible_messages():
             prepared = prepare(recipe, Machine.here())
-            with recipe.naming_this_file(), only_launch(recipe.output_dir):
-                prepared = confirm_checkpoint(prepared)
-                load_reward_models(recipe, prepared.checked)
+            with only_run(prepared) as prepared:
                 return run(prepared)
     except UserError as error:
         return _refuse(str(error))
@@ -157,10 +155,8 @@ def run_recipe(recipe: Recipe) -> int:
     """
     prepared = prepare(recipe, Machine.here())
     try:
-        with recipe.naming_this_file(), only_launch(recipe.output_dir):
-            prepared = confirm_checkpoint(prepared)
-            load_reward_models(recipe, prepared.checked)
-            return run(prepared)
+        with only_run(prepared) as confirmed:
+            return run(confirmed)
     finally:
         prepared.interruption.forget()
 
@@ -249,6 +245,15 @@ def leave_token_to_environment(training_args: GRPOConfig) -> GRPOConfig:
         os.environ["HF_TOKEN"], training_args.hub_token = training_args.hub_token, None
         _say("  note            `hub_token` is kept in this process's HF_TOKEN: no file of the run holds it")
     return training_args
+
+
+@contextmanager
+def only_run(prepared: Prepared) -> Iterator[Prepared]:
+    """Hold the run's folder alone; yields what was prepared, its checkpoint confirmed, and the reward models loaded."""
+    with prepared.recipe.naming_this_file(), only_launch(prepared.recipe.output_dir):
+        prepared = confirm_checkpoint(prepared)
+        load_reward_models(prepared.recipe, prepared.checked)
+        yield prepared
 
 
 def confirm_checkpoint(prepared: Prepared) -> Prepared:
@@ -497,9 +502,8 @@ def measured_precision(prepared: Prepared, trainer: GRPOTrainer) -> tuple[Precis
         is_adapter=isinstance(trainer.model, PeftModel),
         quantised=get_quantization_config(model_config(recipe)) is not None,
     )
-    if (
-        precision.updated == "float32" or not _is_first_rank()
-    ):  # where FSDP loads on one rank, others hold no values yet
+    # Where FSDP loads on one rank, the others hold no values yet.
+    if precision.updated == "float32" or not _is_first_rank():
         return precision, 1.0
     sample = updates.stored_values(updates.draw(trainer.model.parameters()))
     return precision, precision.surviving(sample.cpu().numpy())

@@ -279,13 +279,13 @@ class Request:
     output: Path | None = None
 
     def on_each(self, paths: Sequence[str]) -> list[Request]:
-        """The same for several held-out sets, each with a folder of its own under the one folder."""
+        """The same for several held-out sets, each with a folder of its own: in `output`, or else beside the default one."""
         if len(paths) < 2:
             return [replace(self, path=paths[0] if paths else None)]
         names = [Path(path).name.partition(".")[0] or "rows" for path in paths]
         names = [name if names.count(name) == 1 else f"{name}-{place}" for place, name in enumerate(names)]
-        folder = self.output or _output(self.model, self.samples)
-        return [replace(self, path=path, output=folder / name) for path, name in zip(paths, names, strict=True)]
+        folders = [self.output / name if self.output else _output(self.model, self.samples, name) for name in names]
+        return [replace(self, path=path, output=folder) for path, folder in zip(paths, folders, strict=True)]
 
 
 def evaluate_model(model: str | Path, **options: Any) -> dict[str, Any]:
@@ -530,12 +530,12 @@ def _tags(recipe: dict[str, Any], spec: DatasetSpec) -> tuple[str, str]:
     return ("reasoning", "answer") if spec.system_prompt in (None, "reasoning") else ("think", "answer")
 
 
-def _output(model: str, samples: int) -> Path:
-    """Where an evaluation goes by default; one with several samples a problem has a folder of its own."""
-    several = f"-{samples}-samples" if samples > 1 else ""
+def _output(model: str, samples: int, table: str = "") -> Path:
+    """Where an evaluation goes by default; one with several samples a problem, or of one of several tables, beside it."""
+    suffix = (f"-{table}" if table else "") + (f"-{samples}-samples" if samples > 1 else "")
     if os.path.isdir(model):
-        return files.inside(Path(model), files.EVALUATIONS, f"{files.AFTER}{several}")
-    return Path("runs") / files.EVALUATIONS / f"{model.replace('/', '--')}{several}"
+        return files.inside(Path(model), files.EVALUATIONS, f"{files.AFTER}{suffix}")
+    return Path("runs") / files.EVALUATIONS / f"{model.replace('/', '--')}{suffix}"
 
 
 def _completed(

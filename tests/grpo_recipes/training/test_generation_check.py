@@ -24,6 +24,7 @@ from grpo_recipes.decoding import groups, kv_cache
 from grpo_recipes.decoding.models import unfit
 from grpo_recipes.training.generation_check import unfit_layout
 from grpo_rewards.errors import UserError
+from tests.grids import only
 from tests.grpo_recipes.launching import ROOT, completions, finish
 from tests.grpo_recipes.recorded import model
 from tests.grpo_recipes.training.models import PROMPTS, adapter, tiny, trainer
@@ -71,10 +72,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        pytest.param(run, id=name, marks=() if name in ("lora", "filters") else pytest.mark.slow)
-        for name, run in RUNS.items()
-    ],
+    [pytest.param(run, id=name, marks=() if name == "lora" else pytest.mark.slow) for name, run in RUNS.items()],
 )
 def test_the_run_of_transformers_own_loop(changes: dict[str, Any], tmp_path: Path, said: Any) -> None:
     ours = trainer(tmp_path / "auto", **changes)
@@ -145,7 +143,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", only(["a row takes another's keys"], FAULTS))
 def test_a_fault_is_noticed_on_the_first_batch(
     fault: str, tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,7 @@ from grpo_recipes.training.reference import (
 )
 from grpo_rewards.errors import UserError
 from tests import tiny
-from tests.grids import covering
+from tests.grids import only
 from tests.grpo_recipes.short_runs import (
     TEXTS,
     adapted,
@@ -550,7 +550,8 @@ class KillAt(TrainerCallback):
             raise Killed
 
 
-@pytest.mark.parametrize(("kind", "alpha"), covering(["new LoRA", "embedding LoRA", "full"], [1.0, 0.6]))
+@pytest.mark.parametrize("kind", only(["new LoRA"], ["new LoRA", "embedding LoRA", "full"]))
+@pytest.mark.parametrize("alpha", only([0.6], [1.0, 0.6]))
 def test_a_killed_run_resumes_bit_equal_in_a_refresh_period(
     policy: Path, tmp_path: Path, kind: str, alpha: float
 ) -> None:

@@ -316,6 +316,7 @@ def compare_in_fork(queue):
     queue.put((equivalent("x+1", "1+x"), symbolic._server().pid))
 
 
+@pytest.mark.slow
 def test_a_fork_has_a_server_of_its_own():
     equivalent("x+1", "1+x")
     queue = multiprocessing.get_context("fork").Queue()

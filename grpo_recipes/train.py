@@ -34,7 +34,7 @@ from trl.trainer.utils import create_model_from_path
 
 from grpo_recipes import __version__
 from grpo_recipes.decoding.stop_strings import StopStrings
-from grpo_recipes.recipe import checks, limits, prompts
+from grpo_recipes.recipe import checks, limits, prompts, vllm_checks
 from grpo_recipes.recipe.checks import Checked, Machine
 from grpo_recipes.recipe.precision import ADAMW_BF16, Precision
 from grpo_recipes.recipe.recipe import (
@@ -216,6 +216,7 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     with recipe.naming_this_file():
         StopStrings.of(recipe.config.generation_kwargs, tokenizer)  # raises for a tokenizer that can't be searched
         checked = limit_prompts(recipe, checked, tokenizer)
+        vllm_checks.check_prompts(recipe.config, [checked.train_dataset, checked.eval_dataset], tokenizer)
         rollout = None
         if recipe.offline is not None:
             limit = recipe.config.max_completion_length

@@ -15,7 +15,7 @@ from typing import Literal
 from datasets import Dataset
 from trl import get_peft_config
 
-from grpo_recipes.recipe import data, memory, packages, recorded, reward_checks
+from grpo_recipes.recipe import data, memory, packages, recorded, reward_checks, vllm_checks
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.hub import is_missing
 from grpo_recipes.recipe.precision import ADAMW_BF16, Precision
@@ -104,6 +104,7 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
         check_early_stopping(recipe)
         check_machine(recipe, machine)
         check_precision(recipe, machine)
+        vllm_checks.check(recipe.config, machine.num_processes, recipe.model["model_name_or_path"])
         trained = recipe.load_prompts()
         train_dataset = trained.dataset
         geometry.check_dataset(len(train_dataset))

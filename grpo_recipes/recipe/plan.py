@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.recipe import limits, memory, packages
+from grpo_recipes.recipe import limits, memory, packages, vllm_checks
 from grpo_recipes.recipe.checks import Machine, check, dry_config, model_shape, optimiser, precision_of
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.precision import ADAMW_BF16, Precision, initial_weights
@@ -136,6 +136,10 @@ def plan(
         checked = check(recipe, machine, call_factories=build)
         prompts = len(checked.train_dataset)
         shown = prompt_report(recipe, checked.train_dataset)
+        longest = shown.lengths.longest_trained(recipe.dataset) if shown.lengths else None
+        if longest is not None:
+            with recipe.naming_this_file():
+                vllm_checks.check_lengths(recipe.config, longest)
         notes += [checked.golds.describe()] if checked.golds else []
     except DatasetUnreachable as error:
         prompts = str(error)

@@ -32,6 +32,7 @@ from grpo_recipes.training.packing import Layout, Rows
 from grpo_recipes.training.reference import reference_in, set_reference, without_trl_reference
 from grpo_recipes.training.stop_strings import corrected, take_over_mask
 from grpo_recipes.training.updates import UpdateSample
+from grpo_recipes.training.vllm_engine import sampling_by_seed
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         generation = typed("generation", generation, GenerationMode)
         if args is not None:
             check_generation(args)
-        with without_trl_reference(args):  # TRL builds no reference of its own
+        with without_trl_reference(args), sampling_by_seed(args):  # TRL builds no reference of its own
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         if not self.is_deepspeed_enabled:  # its optimiser holds float32 weights of its own

@@ -24,7 +24,6 @@ from peft import (
 )
 from transformers import TrainerCallback
 from trl import GRPOTrainer as TRLGRPOTrainer
-from trl.generation.vllm_generation import VLLMGeneration
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.training.reference import (
@@ -295,35 +294,6 @@ def test_trainable_tokens_on_a_tied_head(tied_policy: Path, tmp_path: Path, cont
     ours = trainer(GRPOTrainer, model(), arguments(tmp_path, max_steps=2))
     kls = logged_kl(ours)
     assert kls[0] <= ZERO < kls[1]
-
-
-class GatherNothing:
-    """TRL's `DistributedBackend` on one process."""
-
-    is_fsdp = False
-
-    def gather_params(self, parameters: list[torch.Tensor]) -> Any:
-        return torch.no_grad()
-
-
-@pytest.mark.parametrize("name", ["default", "policy"])
-def test_vllm_gets_no_tensor_of_the_reference(policy: Path, tmp_path: Path, name: str) -> None:
-    def exporter(model: PeftModel) -> VLLMGeneration:
-        vllm = object.__new__(VLLMGeneration)
-        vllm.model, vllm._dist = model, GatherNothing()
-        return vllm
-
-    config = lora(modules_to_save=["lm_head"])
-    if name == "default":
-        plain = trainer(TRLGRPOTrainer, adapted(policy, config, continued=True), arguments(tmp_path))
-        assert "lm_head.modules_to_save.ref.weight" in [key for key, _ in exporter(plain.model)._iter_named_params()]
-    ours = trainer(GRPOTrainer, adapted(policy, config, continued=True, name=name), arguments(tmp_path))
-    ours.vllm_generation = exporter(ours.model)
-    set_reference(ours, "initial")
-    exported = {key: tensor.clone() for key, tensor in ours.vllm_generation._iter_named_params()}
-    assert exported.keys() == dict(load(policy).named_parameters()).keys()
-    head = ours.model.get_base_model().lm_head.modules_to_save[name].weight
-    assert torch.equal(exported["lm_head.weight"], head)
 
 
 # Kind of adapter × new or continued, and full fine-tuning.

@@ -543,6 +543,7 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
         kl_estimator=recipe.kl_estimator,
         micro_batching=recipe.micro_batching,
         generation=recipe.generation,
+        sampling=recipe.sampling,
         reference=recipe.reference,
         optimizer_cls_and_kwargs=adamw_bf16(training_args) if optimiser == ADAMW_BF16 else None,
     )

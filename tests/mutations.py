@@ -133,7 +133,8 @@ def _changes(node: Any) -> Iterator[ast.AST | str]:
             yield repr(value + 1)
         case ast.Set() | ast.Tuple() | ast.List() if len(node.elts) > 1:
             for element in node.elts:  # without this one
-                yield type(node)([other for other in node.elts if other is not element], ast.Load())
+                rest = [other for other in node.elts if other is not element]
+                yield ast.Set(rest) if isinstance(node, ast.Set) else type(node)(rest, ast.Load())
         case ast.IfExp():
             yield ast.IfExp(ast.UnaryOp(ast.Not(), node.test), node.body, node.orelse)
         case ast.Slice(lower=lower, upper=upper) if lower or upper:

@@ -7,7 +7,7 @@ from tests.mutations import mutants_of
 
 SOURCE = '''def é(x, *, low=0):
     """A docstring."""
-    if x < 1 and x not in (2, 3):
+    if x < 1 and x not in {2, 3}:
         raise ValueError(f"{x + 1} is wrong")
     return max(
         x,
@@ -24,9 +24,9 @@ def test_each_mutant_is_one_change_that_still_compiles() -> None:
     assert len({*texts, SOURCE}) == len(texts) + 1
     lines = dict(mutant.lines_of(SOURCE)[::-1] for mutant in found)
     assert {
-        "if (x <= 1) and x not in (2, 3):",
-        "if (x < 1 or x not in (2, 3)):",
-        "if x < 1 and (x in (2, 3)):",
+        "if (x <= 1) and x not in {2, 3}:",
+        "if (x < 1 or x not in {2, 3}):",
+        "if x < 1 and (x in {2, 3}):",
     } <= lines.keys()
     assert {"return (min(x, int(low) + 1))", "(round(low)) + 1,", "def é(x, *, low=1):", "pass"} <= lines.keys()
     assert not any("wrong" in line or "docstring" in line for line in lines)

@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install quickstart tutorial test test-slow test-nightly torture lint bench gpu-bundle clean
+.PHONY: help install quickstart tutorial test test-slow test-nightly torture models mutants lint bench gpu-bundle clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -31,6 +31,12 @@ test-nightly: $(INSTALLED)  ## the largest grids and fuzzing, the tutorial: tens
 
 torture: $(INSTALLED)  ## kill training 60 times at files of a save, 20 at random moments; resume, compare (SEED=0)
 	$(BIN)/python -m tests.grpo_recipes.torture --kills 60 --random-kills 20 --seed $(SEED) --record benchmarks/results/torture.md
+
+mutants: $(INSTALLED)  ## 300 single changes of training/, runs/ and the comparison of answers: how many the quick tests notice (SEED=0)
+	$(BIN)/python -m tests.mutants --seed $(SEED) --record docs/mutants.md
+
+models: $(INSTALLED)  ## every causal language model of transformers, tiny: its layout and its gradient against TRL's
+	$(BIN)/python -m tests.models --record docs/model-layouts.md
 
 tutorial: $(INSTALLED)  ## the quickstart, evaluated, diagnosed and reported; makes the pictures of docs/tutorial.md
 	$(BIN)/python docs/tutorial.py

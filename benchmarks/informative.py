@@ -197,7 +197,7 @@ def table(results: dict[str, dict[str, Any]], before: Sequence[bool]) -> str:
     floor = np.mean([seed["informative"]["kept_by_floor"] for seed in results.values()])
     steps = {seed[arm]["steps"] for seed in results.values() for arm in ARMS}
     cpu = {arm: sum(seed[arm]["cpu_seconds"] for seed in results.values()) for arm in ARMS}
-    inside = -MARGIN < widest[0] and widest[1] < MARGIN
+    inside = widest[0] > -MARGIN and widest[1] < MARGIN
     return "\n".join(
         [
             *lines,

@@ -28,9 +28,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 from peft import PeftModel
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase
-from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig, get_peft_config, get_quantization_config
-from trl.trainer.utils import create_model_from_path
 
 from grpo_recipes import __version__
 from grpo_recipes.decoding.stop_strings import StopStrings
@@ -61,6 +59,7 @@ from grpo_recipes.runs.record import add_launch, data_order, describe_launch, re
 from grpo_recipes.training import updates
 from grpo_recipes.training.adamw_bf16 import adamw_bf16
 from grpo_recipes.training.offline import RecordedRollout
+from grpo_recipes.training.policy import load_adapter
 from grpo_recipes.training.reference import REF
 from grpo_recipes.training.trainer import GRPOTrainer
 from grpo_rewards.errors import UserError
@@ -280,31 +279,11 @@ def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:
         return name
     if model_args.use_peft:
         raise UserError("`use_peft` asks for a new adapter, and `model_name_or_path` is one: remove `use_peft`")
-    init = {
-        **(training_args.model_init_kwargs or {}),
-        "revision": config.revision or "main",
-        "trust_remote_code": training_args.trust_remote_code,
-    }
+    init = {}
     if (quantization := get_quantization_config(model_args)) is not None:
         init["quantization_config"] = quantization
-    if training_args.distributed_state.num_processes > 1:
-        init["device_map"] = None
-    training_args.model_init_kwargs = None  # used up here: TRL would warn that it ignores them
-    try:
-        base = create_model_from_path(config.base_model_name_or_path, **init)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"`model_name_or_path` {name} is an adapter, and its base {config.base_model_name_or_path} can't be loaded: set "
-            f"`base_model_name_or_path` in its adapter_config.json ({' '.join(str(error).split())})"
-        ) from error
-    # ZeRO-3 needs one dtype (huggingface/trl#6089), as TRL sees to for a new adapter.
-    return PeftModel.from_pretrained(
-        base,
-        name,
-        is_trainable=True,
-        revision=model_args.model_revision,
-        autocast_adapter_dtype=not is_deepspeed_zero3_enabled(),
-    )
+    revision = model_args.model_revision
+    return load_adapter(name, config, training_args, "model_name_or_path", adapter_revision=revision, **init)
 
 
 def limit_prompts(recipe: Recipe, checked: Checked, tokenizer: PreTrainedTokenizerBase) -> Checked:

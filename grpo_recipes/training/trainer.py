@@ -29,6 +29,7 @@ from grpo_recipes.training.full_kl import FullKL, Projection, check_full_kl, las
 from grpo_recipes.training.generation_check import Generation, unfit_layout
 from grpo_recipes.training.log_probs import LogProbs, PerToken
 from grpo_recipes.training.packing import Layout, Rows
+from grpo_recipes.training.policy import with_its_base
 from grpo_recipes.training.prompt_sampler import PromptSampling
 from grpo_recipes.training.reference import reference_in, set_reference, without_trl_reference
 from grpo_recipes.training.stop_strings import corrected, take_over_mask
@@ -79,7 +80,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         if args is not None:
             check_generation(args)
         with without_trl_reference(args), sampling_by_seed(args):  # TRL builds no reference of its own
-            super().__init__(model, reward_funcs, args, *rest, **kwargs)
+            super().__init__(with_its_base(model, args), reward_funcs, args, *rest, **kwargs)
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         if not self.is_deepspeed_enabled:  # its optimiser holds float32 weights of its own
             self.add_callback(UpdateSample(self._metrics["train"]))
@@ -97,10 +98,8 @@ class GRPOTrainer(TRLGRPOTrainer):
             router_loss=self.aux_loss_enabled,
         )
         untouched = "the full-vocabulary KL reads the hidden states of TRL's rows" if self._full_kl is not None else ""
-        asked = microbatch.asked_layout(self.micro_batching)
-        self._log_probs = LogProbs(
-            self.accelerator, self.args, self._plain_log_probs, asked, self.aux_loss_enabled, untouched
-        )
+        asked, plain = microbatch.asked_layout(self.micro_batching), self._plain_log_probs
+        self._log_probs = LogProbs(self.accelerator, self.args, plain, asked, self.aux_loss_enabled, untouched)
         self._stop = StopStrings.of(self.args.generation_kwargs, self._tokenizer)
         self._masks_truncated = self._stop is not None and take_over_mask(self)
         self._generation = Generation(

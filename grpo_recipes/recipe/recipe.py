@@ -110,6 +110,9 @@ class Recipe:
         SamplingSpec | None,
         "which prompts are generated: all, or fewer of those without variance (informative, {informative: unbiased})",
     ] = None
+    generation_check: Annotated[
+        bool, "whether completions are compared with the policy, and the run stops where another one sampled them"
+    ] = True
     early_stopping_patience: Annotated[
         int | None,
         "how many evaluations in a row may be no better than the best before training stops (transformers' callback)",

@@ -26,7 +26,8 @@ from grpo_recipes.training import offline
 from grpo_recipes.training.continuous_batching import ContinuousBatching, refuse_cast
 from grpo_recipes.training.eval_completions import separate_eval_completions
 from grpo_recipes.training.full_kl import FullKL, Projection, check_full_kl, last_hidden_states
-from grpo_recipes.training.generation_check import Generation, unfit_layout
+from grpo_recipes.training.generation import Generation
+from grpo_recipes.training.generation_check import GenerationCheck
 from grpo_recipes.training.log_probs import LogProbs, PerToken
 from grpo_recipes.training.packing import Layout, Rows
 from grpo_recipes.training.policy import with_its_base
@@ -54,6 +55,8 @@ class GRPOTrainer(TRLGRPOTrainer):
         generation: "auto" or "off": whether transformers' `generate` runs each prompt of a batch once and drops finished
             rows, where the tokens stay what they are. Concerns neither vLLM nor continuous batching.
         sampling: "informative" or a mapping: leaves out prompts whose last groups had no variance. See docs/sampling.md.
+        generation_check: whether completions are compared with the policy, and a run is stopped where they are not its own.
+            See docs/generation-check.md.
         optimizer_cls_and_kwargs: transformers' own argument, which TRL's trainer leaves out: an optimiser by its class.
     """
 
@@ -71,6 +74,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         micro_batching: str | Mapping[str, bool] | MicroBatching = "auto",
         generation: GenerationMode = "auto",
         sampling: str | Mapping[str, Any] | SamplingSpec | None = None,
+        generation_check: bool = True,
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -102,16 +106,8 @@ class GRPOTrainer(TRLGRPOTrainer):
         self._log_probs = LogProbs(self.accelerator, self.args, plain, asked, self.aux_loss_enabled, untouched)
         self._stop = StopStrings.of(self.args.generation_kwargs, self._tokenizer)
         self._masks_truncated = self._stop is not None and take_over_mask(self)
-        self._generation = Generation(
-            self.accelerator,
-            self.args,
-            self._plain_log_probs,
-            self.temperature,
-            self._stop,
-            generation,
-            unfit_layout(self),
-            together=self._dist.is_zero3,
-        )
+        self._generation_check = GenerationCheck(self, self._plain_log_probs, generation_check)
+        self._generation = Generation(self, self._generation_check, self._stop, generation)
         if self.use_transformers_continuous_batching:
             refuse_cast(self.model, self.args)
             self._continuous_batching = ContinuousBatching(self.continuous_batching_config)
@@ -238,18 +234,22 @@ class GRPOTrainer(TRLGRPOTrainer):
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, **more: Any
     ) -> tuple[list[list[int]], Any]:
         turn = partial(super()._generate_single_turn, prompt_ids, images, multimodal_fields, num_generations, **more)
+        log_probs = None
         if self.use_vllm:
-            return turn()
-        if self.use_transformers_continuous_batching:
+            completion_ids, log_probs = turn()
+            difference = self._generation_check.of_vllm(prompt_ids, completion_ids, log_probs)
+        elif self.use_transformers_continuous_batching:
             bare = self._log_probs.bare(self.model)
             with self._continuous_batching.around(bare, prompt_ids, self.max_completion_length):
-                return turn()
-        completion_ids, difference = self._generation(lambda: turn()[0], self.model, prompt_ids)
+                completion_ids, _ = turn()
+            difference = self._generation_check(prompt_ids, completion_ids, None)
+        else:
+            completion_ids, difference = self._generation(lambda: turn()[0], self.model, prompt_ids)
         if difference is not None:
             metrics = self._metrics["train" if self.model.training else "eval"]
             for name, value in zip(("mean", "max"), difference, strict=True):
                 metrics[f"sampling/sampling_logp_difference/{name}"].append(value)
-        return completion_ids, None
+        return completion_ids, log_probs
 
     def _generate(self, prompts: list[Any]) -> Any:
         """TRL's completions, its metrics and mask of truncated ones corrected for those that end with a stop string."""

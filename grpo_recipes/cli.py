@@ -76,7 +76,7 @@ def _run(options: argparse.Namespace, rest: Sequence[str], known: Sequence[str])
         case "compare":
             return compare_evaluations(options.first, options.second)
         case "report":
-            return report_run(options.run, options.other, options.output)
+            return report_run([options.run, *options.others], options.output)
         case "merge":
             return merge_adapter(options.run, options.output)
         case _:
@@ -162,10 +162,10 @@ def _add_diagnose(commands: Any) -> None:
 
 def _add_report(commands: Any) -> None:
     report = commands.add_parser("report", help="one page on a run: pictures, completions, findings, the recipe")
-    report.add_argument("run", type=Path, help="the `output_dir` of a run")
-    report.add_argument("other", type=Path, nargs="?", help="a second run, drawn into the same pictures")
+    report.add_argument("run", type=Path, help="the `output_dir` of a run, finished or under way")
+    report.add_argument("others", metavar="run", type=Path, nargs="*", help="more runs, drawn into the same pictures")
     report.add_argument(
-        "--output", metavar="FOLDER", type=Path, help="folder for report.html and the PNGs (default: RUN/report)"
+        "--output", metavar="FOLDER", type=Path, help="folder for report.html and the SVGs (default: RUN/report)"
     )
 
 
@@ -303,16 +303,16 @@ def merge_adapter(folder: Path, output: Path) -> int:
     return 0
 
 
-def report_run(folder: Path, other: Path | None, output: Path | None) -> int:
-    """Write the report of a run, or of two. Returns 0, or 2 if a run holds nothing to check; raises `UserError`."""
+def report_run(folders: Sequence[Path], output: Path | None) -> int:
+    """Write the report of one or more runs. Returns 0, or 2 if a run holds nothing to check; raises `UserError`."""
     from grpo_recipes.results.diagnostics import diagnose
     from grpo_recipes.results.report import write_report
     from grpo_recipes.results.run import Run
     from grpo_recipes.runs.files import inside
 
-    runs = [Run.read(path) for path in (folder, other) if path is not None]
+    runs = [Run.read(path) for path in folders]
     try:
-        say(write_report(runs, output or inside(folder, "report")))
+        say(write_report(runs, output or inside(folders[0], "report")))
     except OSError as error:
         raise UserError(f"the report can't be written ({error}): give another --output") from error
     for run in runs:

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from grpo_recipes.results.charts import number, percent
-from grpo_recipes.results.diagnostics import CHECKS, Diagnosis, diagnose
+from grpo_recipes.results.diagnostics import CHECKS, Diagnosis, diagnose, looks_for
 from grpo_recipes.results.estimates import Estimate, mcnemar, paired_difference
 from grpo_recipes.results.run import Run
 from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATED, EVALUATIONS, read_table
@@ -131,7 +131,7 @@ class Answer:
     def checks(self) -> list[Check]:
         """Every check: what was found first, then what had no data, then what is fine."""
         diagnosis = self.diagnosis
-        known = {check.__name__: _looks_for(check) for check in CHECKS}
+        known = {check.__name__: looks_for(check) for check in CHECKS}
         found = [
             Check(finding.check, known.get(finding.check, ""), "found", finding.sentence)
             for finding in diagnosis.findings
@@ -198,10 +198,6 @@ def duration(length: float | None) -> str:
         return f"{minutes} min {rest} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
-
-
-def _looks_for(check: Any) -> str:
-    return (check.__doc__ or "").partition("\n")[0].rstrip(".")
 
 
 def _processes(record: Mapping[str, Any]) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import pandas as pd
 
@@ -18,7 +19,7 @@ from grpo_recipes.results.strict import judge_of, single_specs
 from grpo_recipes.runs.files import AFTER, BEFORE
 from grpo_rewards.correctness import GSM8KCorrectness
 from grpo_rewards.registry import RewardSpecError
-from grpo_rewards.terminal import visible
+from grpo_rewards.terminal import Cell, Part, Table, visible
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,34 @@ def diagnose(run: Run) -> Diagnosis:
     if golds := unscorable_golds(run):
         diagnosis.findings.append(golds)
     return replace(diagnosis, reading=_reading(run))
+
+
+def as_table(diagnosis: Diagnosis) -> list[Part]:
+    """Every check for the terminal: what was found first, then what had no data, then what is fine; and a line of summary."""
+    rows = [(Cell("found", "bad"), finding.check, finding.sentence) for finding in diagnosis.findings]
+    rows += [(Cell("no data", "quiet"), name, Cell(reason, "quiet")) for name, reason in diagnosis.unchecked.items()]
+    done = {finding.check for finding in diagnosis.findings} | set(diagnosis.unchecked)
+    fine = [check for check in CHECKS if check.__name__ not in done]
+    rows += [(Cell("fine", "good"), check.__name__, Cell(f"not found: {looks_for(check)}", "quiet")) for check in fine]
+    head = Cell("diagnosis: nothing looks wrong", "good") if diagnosis.looks_fine else Cell("diagnosis:", "head")
+    return [head, Table(rows), f"  {diagnosis.coverage}"]
+
+
+def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
+    """A diagnosis for `--json`."""
+    return {
+        "looks_fine": diagnosis.looks_fine,
+        "checks": len(CHECKS),
+        "checked": diagnosis.checked,
+        "findings": [asdict(finding) for finding in diagnosis.findings],
+        "unchecked": diagnosis.unchecked,
+        "reading": diagnosis.reading,
+    }
+
+
+def looks_for(check: Callable[[Run], Found | None]) -> str:
+    """What a check looks for, as a clause: the first line of its documentation."""
+    return (check.__doc__ or "").partition("\n")[0].rstrip(".")
 
 
 def describe(diagnosis: Diagnosis) -> str:

@@ -216,7 +216,7 @@ class Run:
                     "completion": [hash(text) for text in batch["completion"]],
                     "total": batch["total"].astype(float),
                     **{
-                        f"pay/{reward.name}": batch[reward.name].astype("float32")
+                        f"pay/{reward.name}": batch[reward.name].astype(float)
                         for reward in self.rewards
                         if reward.name in batch.columns
                     },

@@ -56,7 +56,7 @@ def test_a_thinned_line_covers_what_the_whole_one_covers(length: int) -> None:
     assert list(kept) == sorted(set(kept))
     assert {0, length - 1} <= set(kept)
     assert len(kept) <= max(length if length <= 600 else 0, 602)
-    for stretch in np.array_split(np.arange(length), min(150, length)):  # a few pixels of a picture
+    for stretch in np.array_split(np.arange(length), min(40, length)):  # a few pixels of a picture
         inside = values[kept[(kept >= stretch[0]) & (kept <= stretch[-1])]]
         whole = values[stretch]
         spread = whole.max() - whole.min()

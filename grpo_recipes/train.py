@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import signal
 import sys
 import textwrap
@@ -26,8 +27,9 @@ from grpo_recipes.runs.interrupts import INTERRUPTED, NOTHING_DONE, leave_on_int
 if __name__ == "__main__":  # before the imports that take seconds
     leave_on_interrupt()
 
+import torch
 from peft import PeftModel
-from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase
+from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, ProgressCallback
 from trl import GRPOConfig, get_peft_config, get_quantization_config
 
 from grpo_recipes import __version__
@@ -54,6 +56,7 @@ from grpo_recipes.results.run import OutOfTime, Run
 from grpo_recipes.runs import checkpoints, faults, quiet, restart
 from grpo_recipes.runs.files import RECORD
 from grpo_recipes.runs.last_sentence import say_last
+from grpo_recipes.runs.live import LiveLine, LiveLog
 from grpo_recipes.runs.lock import only_launch
 from grpo_recipes.runs.record import add_launch, data_order, describe_launch, read_record
 from grpo_recipes.training import updates
@@ -412,11 +415,22 @@ def launch_entry(prepared: Prepared) -> dict[str, Any]:
         checked.rewards,
         recipe.arguments,
         source=recipe.source,
+        hardware=hardware(prepared.training_args),
         resumed_from=prepared.checkpoint,
         world_size=prepared.training_args.world_size,
         **order_of(recipe, checked),
         **({"unscorable_golds": checked.golds.as_dict()} if checked.golds else {}),
     )
+
+
+def hardware(training_args: GRPOConfig) -> str:
+    """What a launch runs on: its accelerators by name, or the cores of this machine."""
+    device, count = training_args.device, training_args.world_size
+    if device.type == "cpu":
+        return f"CPU ({platform.machine()}, {os.cpu_count()} cores), {count} process{'es' * (count > 1)}"
+    module = getattr(torch, device.type, None)
+    name = module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
+    return f"{count} × {name}"
 
 
 def _another_run(recipe: Recipe, change: str) -> RecipeError:
@@ -533,6 +547,10 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
     if prepared.checkpoint is not None:
         trainer.add_callback(restart.ContinueSchedule())
     trainer.add_callback(prepared.interruption)
+    trainer.add_callback(LiveLog(recipe.output_dir))
+    if not training_args.disable_tqdm:  # then transformers draws no bar either
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(LiveLine([reward.name for reward in checked.rewards]))
     if recipe.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(recipe.early_stopping_patience))
 
@@ -556,7 +574,7 @@ def _failed(prepared: Prepared, error: Exception) -> int:
 def finish(prepared: Prepared, trainer: GRPOTrainer, seconds: float) -> None:
     """What follows once the model is saved: whatever fails here is a warning, for the run is finished."""
     recipe = prepared.recipe
-    attempt(recipe, "its trainer_state.json was not written", trainer.save_state)
+    attempt(recipe, "its trainer_state.json was not written", save_state, trainer)
     trainer.create_model_card()
     attempt(recipe, "its summary was not made", lambda: _say(summary(trainer, seconds)))
     if trainer.accelerator.is_main_process:
@@ -564,6 +582,14 @@ def finish(prepared: Prepared, trainer: GRPOTrainer, seconds: float) -> None:
     if prepared.training_args.push_to_hub:
         attempt(recipe, "it was not pushed to the hub", trainer.push_to_hub)
     attempt(recipe, "its logs may not be complete", trainer.end)
+
+
+def save_state(trainer: GRPOTrainer) -> None:
+    """Write `trainer_state.json`, in which the whole log now stands."""
+    trainer.save_state()
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, LiveLog):
+            callback.forget()
 
 
 def attempt(recipe: Recipe, loss: str, function: Callable[..., Any], *args: Any) -> None:

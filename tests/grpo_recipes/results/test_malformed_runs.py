@@ -132,18 +132,19 @@ def test_a_malformed_run_gets_a_sentence(
         assert len(said.splitlines()) == 1
         assert len(said) < 600
     assert [path.name for path in tmp_path.iterdir()] == ["run"]  # `../../evil.x` is no way out
-    pictures = list((tmp_path / "run").glob("report/*.png"))
+    pictures = list((tmp_path / "run").glob("report/*.svg"))
     assert all(len(path.name) <= 120 for path in pictures)
 
 
 def test_pictures_of_one_file_name_are_all_kept(tmp_path: Path) -> None:
     entries = [
-        {"step": step, "rewards/a b/mean": 1.0, "rewards/a-b/mean": 2.0, "rewards/A/b/mean": 3.0} for step in (1, 2)
+        {"step": step, "rewards/a b/mean": 1.0 * step, "rewards/a-b/mean": 2.0 * step, "rewards/A/b/mean": 3.0 * step}
+        for step in (1, 2)
     ]
     (tmp_path / "trainer_state.json").write_text(json.dumps(state(*entries)))
     assert cli.main(["report", str(tmp_path)]) == 0
-    pictures = sorted(path.name for path in (tmp_path / "report").glob("*.png"))
-    assert pictures == ["reward-a-b-2.png", "reward-a-b-3.png", "reward-a-b.png"]
+    pictures = sorted(path.name for path in (tmp_path / "report").glob("*.svg"))
+    assert pictures == ["reward-a-b-2.svg", "reward-a-b-3.svg", "reward-a-b.svg"]
 
 
 # Tables that are small and would decode to much

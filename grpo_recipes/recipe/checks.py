@@ -386,6 +386,7 @@ def _check_offline(recipe: Recipe, geometry: Geometry) -> None:
         f"`offline` trains on recorded responses: set `dataset.name: scored`, not `{recipe.dataset.name}`": (
             recipe.dataset.name != "scored"
         ),
+        "`sampling` saves generation, and `offline` generates nothing: remove one of them": recipe.sampling is not None,
         "`use_vllm` generates, and `offline` trains on recorded responses: remove one of them": config.use_vllm,
         "`eval_strategy` generates, and `offline` trains on recorded responses: remove it, and run `grpo-recipes evaluate` "
         "afterwards": recipe.evaluates,

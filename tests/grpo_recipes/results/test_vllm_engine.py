@@ -202,5 +202,5 @@ def test_a_comparison_says_what_was_generated_differently(policy: Path, server: 
     (warning,) = result["warnings"]
     assert "engine transformers and vllm server; version" in warning
     assert "dtype float32 and bfloat16" in warning
-    assert f"warning: {warning}" in evaluate.describe_comparison(result)
+    assert f"  warning: {warning}" in evaluate.describe_comparison(result)
     assert evaluate.compare(tmp_path / "a", tmp_path / "a")["warnings"] == []

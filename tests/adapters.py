@@ -225,7 +225,10 @@ class Row:
 
 
 SITUATIONS = ("new", "continued", "resumed")
-HEADER = "| adapter | layout | distance from TRL's gradient | reference, new | continued | resumed | said |\n|---|---|---|---|---|---|---|"
+HEADER = (
+    "| adapter | layout | distance from TRL's gradient | reference, new | continued | resumed | said |\n"
+    "|---|---|---|---|---|---|---|"
+)
 
 
 def trainer(cls: type[TRLGRPOTrainer], policy: PeftModel, folder: Path, **config: Any) -> TRLGRPOTrainer:

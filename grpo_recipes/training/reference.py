@@ -43,6 +43,7 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_a
 from grpo_recipes.recipe.specs import ReferenceSpec
 from grpo_recipes.runs.checkpoints import adapter_config
 from grpo_recipes.runs.files import replacing
+from grpo_recipes.training.vllm_engine import send_policy
 from grpo_recipes.training.zero3 import gathered
 from grpo_rewards.errors import UserError
 
@@ -99,6 +100,7 @@ def set_reference(trainer: GRPOTrainer, source: str | Mapping[str, Any] | Refere
     _check_trains(model)
     if isinstance(model, PeftModel):
         _give_head_a_bias(model)
+    send_policy(trainer)
     trainer.beta = args.beta
     if args.beta == 0.0:
         sentence = "none: `beta` is 0"
@@ -112,7 +114,6 @@ def set_reference(trainer: GRPOTrainer, source: str | Mapping[str, Any] | Refere
         sentence += _describe_refresh(args)
     if args.disable_dropout:
         _disable_dropout(model)
-    _keep_out_of_vllm(trainer)
     return sentence + _describe_dropout(model, args)
 
 
@@ -492,25 +493,6 @@ def _warn_of_dropout(trainer: GRPOTrainer) -> None:
             "instead of 0: set `disable_dropout: true`",
             stacklevel=2,
         )
-
-
-def _keep_out_of_vllm(trainer: GRPOTrainer) -> None:
-    """Leave the reference out of the weights that TRL sends to vLLM, and give a renamed adapter's their plain names.
-
-    TRL skips what carries the tuner's prefix (`lora_`) and strips `modules_to_save.default.`; the reference's copies of
-    `modules_to_save`, and the policy's under another adapter name, would reach vLLM under names that it does not know.
-    """
-    model, vllm = trainer.model, getattr(trainer, "vllm_generation", None)
-    if vllm is None or not isinstance(model, PeftModel) or hasattr(vllm, "_named_params_of_trl"):
-        return
-    vllm._named_params_of_trl = vllm._iter_named_params
-
-    def exported() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in vllm._named_params_of_trl():
-            if f"modules_to_save.{REF}." not in name:
-                yield name.replace(f"modules_to_save.{_policy_adapter(model)}.", ""), tensor
-
-    vllm._iter_named_params = exported
 
 
 @contextmanager

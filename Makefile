@@ -35,8 +35,9 @@ torture: $(INSTALLED)  ## kill training 60 times at files of a save, 20 at rando
 mutants: $(INSTALLED)  ## 300 single changes of training/, runs/ and the comparison of answers: how many the quick tests notice (SEED=0)
 	$(BIN)/python -m tests.mutants --seed $(SEED) --record docs/mutants.md
 
-models: $(INSTALLED)  ## every causal language model of transformers, tiny: its layout and its gradient against TRL's
+models: $(INSTALLED)  ## every causal language model of transformers and adapter of PEFT, tiny: layout and gradient against TRL's
 	$(BIN)/python -m tests.models --record docs/model-layouts.md
+	$(BIN)/python -m tests.adapters --record docs/adapter-layouts.md
 
 tutorial: $(INSTALLED)  ## the quickstart, evaluated, diagnosed and reported; makes the pictures of docs/tutorial.md
 	$(BIN)/python docs/tutorial.py

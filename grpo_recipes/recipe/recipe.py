@@ -407,7 +407,7 @@ def _expanded(value: str | bool, key: str) -> Any:
     """
     spec = specs.spec_of(hints(Recipe)[key]) if key in OUR_KEYS else None
     if spec is not None and spec.WORDS:
-        return {}
+        return {}  # of `sampling: informative` too, whose fields have the word's settings for defaults
     if spec is not None:
         return spec.expand(value)
     return {"name": value} if isinstance(value, str) else value

@@ -511,6 +511,7 @@ def held_out_spec(trained: dict[str, Any], options: Request) -> DatasetSpec:
     wrong key.
     """
     raw = dict(trained) if options.dataset in (None, trained.get("name")) else {"name": options.dataset}
+    raw.pop("pass_rate", None)  # of rows to train on
     if raw.get("eval_share") is not None and not (options.path or options.split):
         return DatasetSpec.parse({**raw, **_given(options)})
     raw.pop("eval_share", None)

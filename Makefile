@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install quickstart tutorial test test-slow test-nightly torture lint bench clean
+.PHONY: help install quickstart tutorial pictures test test-slow test-nightly torture lint bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -33,6 +33,9 @@ torture: $(INSTALLED)  ## kill training 60 times at files of a save, 20 at rando
 
 tutorial: $(INSTALLED)  ## the quickstart, evaluated, diagnosed and reported; makes the pictures of docs/tutorial.md
 	$(BIN)/python docs/tutorial.py
+
+pictures: $(INSTALLED)  ## the screenshots of README and the documentation, in Chromium
+	$(BIN)/python -m docs.pictures
 
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -3,8 +3,8 @@
 accelerate launch --config_file accelerate_configs/ddp.yaml -m grpo_recipes.train --config recipes/x.yaml [--key value ...]
 
 The recipe is checked before any model is loaded. The run's folder (`output_dir`) then holds `run.json` (the recipe as
-resolved, versions, geometry; an entry for each launch), `trainer_state.json`, `completions/*.parquet`, checkpoints, the final
-model or adapter, and its model card, `README.md`.
+resolved, versions, geometry; an entry for each launch), `trainer_state.json` (`_log.jsonl` while the run goes on),
+`completions/*.parquet`, checkpoints, the final model or adapter, and its model card, `README.md`.
 """
 
 from __future__ import annotations

@@ -45,7 +45,9 @@ def take(shots: Mapping[str, Shot], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as profile, Browser(Path(profile)) as browser:
         return [
-            browser.open(shot.page.resolve(), shot.width, dark=shot.dark).screenshot(folder / f"{name}.png", shot.height)
+            browser.open(shot.page.resolve(), shot.width, dark=shot.dark).screenshot(
+                folder / f"{name}.png", shot.height
+            )
             for name, shot in shots.items()
         ]
 
@@ -57,7 +59,9 @@ def main() -> int:
     if chromium() is None:
         print("error: screenshots need Chromium: apt-get install chromium", file=sys.stderr)
         return 2
-    if not (RUN.parent / "evaluation.json").is_file() and (status := quickstart.main(["--output_dir", str(RUN.parent)])):
+    if not (RUN.parent / "evaluation.json").is_file() and (
+        status := quickstart.main(["--output_dir", str(RUN.parent)])
+    ):
         return status
     if status := cli.main(["report", str(RUN)]):
         return status

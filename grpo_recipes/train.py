@@ -66,6 +66,7 @@ from grpo_recipes.training.adamw_bf16 import adamw_bf16
 from grpo_recipes.training.offline import RecordedRollout
 from grpo_recipes.training.reference import REF
 from grpo_recipes.training.trainer import GRPOTrainer
+from grpo_recipes.training.trainer import logger as efficiency
 from grpo_rewards.errors import UserError
 from grpo_rewards.redaction import redacted, scrubbed, secret_values
 from grpo_rewards.registry import leaves
@@ -443,9 +444,8 @@ def hardware(training_args: GRPOConfig) -> str:
     device, count = training_args.device, training_args.world_size
     if device.type == "cpu":
         return f"CPU ({platform.machine()}, {os.cpu_count()} cores), {count} process{'es' * (count > 1)}"
-    module = getattr(torch, device.type, None)
-    name = module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
-    return f"{count} × {name}"
+    named = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    return f"{count} × {named(device) if named else device.type}"
 
 
 def _another_run(recipe: Recipe, change: str) -> RecipeError:
@@ -564,7 +564,7 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
     trainer.add_callback(LiveLog(recipe.output_dir))
     if not training_args.disable_tqdm:  # then transformers draws no bar either
         trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(LiveLine([reward.name for reward in checked.rewards]))
+        trainer.add_callback(LiveLine([reward.name for reward in checked.rewards], quiet=[efficiency]))
     if recipe.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(recipe.early_stopping_patience))
 

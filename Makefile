@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install quickstart tutorial test test-slow test-nightly torture models mutants lint bench gpu-bundle clean
+.PHONY: help install quickstart tutorial pictures test test-slow test-nightly torture models mutants lint bench gpu-bundle clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -41,6 +41,9 @@ models: $(INSTALLED)  ## every causal language model of transformers and adapter
 
 tutorial: $(INSTALLED)  ## the quickstart, evaluated, diagnosed and reported; makes the pictures of docs/tutorial.md
 	$(BIN)/python docs/tutorial.py
+
+pictures: $(INSTALLED)  ## the screenshots of README and the documentation, in Chromium
+	$(BIN)/python -m docs.pictures
 
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .

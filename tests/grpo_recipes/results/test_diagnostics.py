@@ -424,6 +424,15 @@ def test_the_command_answers_with_its_exit_code(tmp_path: Path, capsys: pytest.C
     assert "nothing looks wrong" in capsys.readouterr().out
     assert cli.main(["diagnose", str(write_run(tmp_path / "ill", {"kl": ramp(2, 3)}))]) == 1
     assert "KL to the reference" in capsys.readouterr().out
+    assert cli.main(["diagnose", str(tmp_path / "ill"), "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert [(finding["check"], finding["step"]) for finding in said["findings"]] == [("kl_blow_up", 1)]
+    assert (said["checked"], said["checks"], list(said["unchecked"]), said["looks_fine"]) == (
+        10,
+        11,
+        ["overfitting"],
+        False,
+    )
     assert cli.main(["diagnose", str(tmp_path)]) == 2
     assert "trainer_state.json" in capsys.readouterr().err
     with pytest.raises(RunError):

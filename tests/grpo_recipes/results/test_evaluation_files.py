@@ -407,6 +407,8 @@ def test_two_evaluations_are_compared_problem_by_problem(tmp_path: Path, capsys:
     assert result["mcnemar"] == {"only_first": 0, "only_second": 6, "p": 2 / 2**6}
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert "exact p = 0.0312" in capsys.readouterr().out
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == result
     evaluate_into(tmp_path / "c", policy, dataset(4), Settings(), {})
     with pytest.raises(EvaluationError, match="not on the same problems"):
         compare(tmp_path / "a", tmp_path / "c")
@@ -421,6 +423,8 @@ def test_the_command_evaluates_a_model_by_its_recipe(tiny_model: Path, tmp_path:
     assert cli.main(command) == 0
     assert "6 problems, 1 completion each" in capsys.readouterr().out
     summary = json.loads((folder / "evaluation.json").read_text())
+    assert cli.main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == summary
     assert summary["dataset"]["name"] == "arithmetic"
     assert summary["dataset"]["split"] == "test"
     assert summary["settings"]["tags"] == ["think", "answer"]

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install quickstart tutorial test test-slow test-nightly torture lint bench clean
+.PHONY: help install quickstart tutorial test test-slow test-nightly torture lint docs bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -38,6 +38,9 @@ lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(INSTALLED)  ## the documentation as a site in build/site, which opens from the file system: build/site/index.html
+	$(BIN)/python docs/build_site.py
 
 bench: $(INSTALLED)  ## every benchmark that runs on a CPU, each printing a table of ratios
 	for file in benchmarks/*.py; do $(BIN)/python $$file || exit 1; done

@@ -27,7 +27,7 @@ if __name__ == "__main__":  # before the imports that take seconds
     leave_on_interrupt()
 
 from peft import PeftModel
-from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase
+from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, ProgressCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig, get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
@@ -62,6 +62,7 @@ from grpo_recipes.training import updates
 from grpo_recipes.training.adamw_bf16 import adamw_bf16
 from grpo_recipes.training.offline import RecordedRollout
 from grpo_recipes.training.reference import REF
+from grpo_recipes.training.trackers import RecipeInTrackers
 from grpo_recipes.training.trainer import GRPOTrainer
 from grpo_rewards.errors import UserError
 from grpo_rewards.redaction import redacted, scrubbed, secret_values
@@ -229,6 +230,7 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         faults.check_build_locks()
     training_args = leave_token_to_environment(grpo_config(recipe))
+    training_args.run_name = training_args.run_name or recipe.output_dir.resolve().name  # what trackers call the run
     num_prompts = len(checked.train_dataset)
     interruption = restart.StopOnSignal(lambda step: checked.geometry.ends_generation(step, num_prompts))
     return Prepared(
@@ -547,8 +549,16 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
     if prepared.checkpoint is not None:
         trainer.add_callback(restart.ContinueSchedule())
     trainer.add_callback(prepared.interruption)
+    for callback in [*trainer.callback_handler.callbacks]:
+        # In a notebook. transformers 5.23's own bar raises when a run ends after one step, as Ctrl-C may end it, and its
+        # table has a column for the loss alone.
+        if type(callback).__name__ == "NotebookProgressCallback":
+            trainer.remove_callback(callback)
+            trainer.add_callback(ProgressCallback)
     if recipe.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(recipe.early_stopping_patience))
+    if training_args.report_to:
+        trainer.add_callback(RecipeInTrackers(redacted(resolved(recipe.as_dict())), trainer.callback_handler))
 
     def create_model_card(**ignored: Any) -> None:
         if trainer.accelerator.is_main_process:

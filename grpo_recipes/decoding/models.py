@@ -26,6 +26,23 @@ def rotary_of_the_longest(config: Any) -> str | None:
     return next((kind for kind in kinds if "dynamic" in kind or kind == "longrope"), None)
 
 
+def scaled_by_position(config: Any) -> str | None:
+    """What makes a model scale its attention by a token's place in the row, padding included; None if nothing does.
+
+    transformers has one name for it per family: Ministral 3 and Mistral 4, Llama 4, Inkling, and Beam, whose layers without
+    a rotary table always do.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    tables = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
+    if any(table.get("llama_4_scaling_beta") for table in tables):
+        return "llama_4_scaling_beta"
+    if getattr(config, "model_type", None) == "beam" and None in parameters.values():
+        return "scalable softmax"
+    return next(
+        (name for name in ("attn_temperature_tuning", "log_scaling_n_floor") if getattr(config, name, None)), None
+    )
+
+
 def has_dropout(model: nn.Module) -> bool:
     """Whether a module drops activations: an `nn.Dropout` or the like, or a layer that holds its rate as a number.
 

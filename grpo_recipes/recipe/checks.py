@@ -15,7 +15,7 @@ from typing import Literal
 from datasets import Dataset
 from trl import get_peft_config
 
-from grpo_recipes.recipe import data, memory, packages, recorded, reward_checks
+from grpo_recipes.recipe import data, memory, packages, recorded, reward_checks, vllm_checks
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.hub import is_missing
 from grpo_recipes.recipe.precision import ADAMW_BF16, Precision
@@ -104,6 +104,7 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
         check_early_stopping(recipe)
         check_machine(recipe, machine)
         check_precision(recipe, machine)
+        vllm_checks.check(recipe.config, machine.num_processes, recipe.model["model_name_or_path"])
         trained = recipe.load_prompts()
         train_dataset = trained.dataset
         geometry.check_dataset(len(train_dataset))
@@ -385,6 +386,7 @@ def _check_offline(recipe: Recipe, geometry: Geometry) -> None:
         f"`offline` trains on recorded responses: set `dataset.name: scored`, not `{recipe.dataset.name}`": (
             recipe.dataset.name != "scored"
         ),
+        "`sampling` saves generation, and `offline` generates nothing: remove one of them": recipe.sampling is not None,
         "`use_vllm` generates, and `offline` trains on recorded responses: remove one of them": config.use_vllm,
         "`eval_strategy` generates, and `offline` trains on recorded responses: remove it, and run `grpo-recipes evaluate` "
         "afterwards": recipe.evaluates,

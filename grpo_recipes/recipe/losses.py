@@ -24,6 +24,11 @@ class LossType:
     counts_other_rows: bool = False
     """Whether the weight of a row depends on how long the other rows of its micro-batch are."""
 
+    @property
+    def is_sum_over_rows(self) -> bool:
+        """Whether the loss is a sum of one term for each row, divided by a constant and the number of rows."""
+        return self.divisor is not None and not self.counts_other_rows
+
     def token_weights(
         self, mask: Tensor, accumulation: int, max_completion_length: int, step_tokens: Tensor | float
     ) -> Tensor:

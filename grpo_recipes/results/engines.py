@@ -172,7 +172,7 @@ class Padded:
 
     def _doubt(self, inputs: Any, completions: list[list[int]], turn: Turn | None, settings: Settings) -> str:
         """By how much the scored rows differ from the model's own log-probabilities; empty within the tolerance."""
-        if turn is None or turn.log_probs is None:
+        if turn is None or turn.declined or turn.log_probs is None:
             return ""
         rows = turn.scored(len(completions))
         prompts = [inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist() for row in rows]

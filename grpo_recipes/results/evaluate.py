@@ -39,7 +39,7 @@ from grpo_recipes.runs.record import read_record
 from grpo_rewards.answers import Judge, read_gold
 from grpo_rewards.redaction import redacted
 from grpo_rewards.registry import RewardSpecError
-from grpo_rewards.terminal import visible
+from grpo_rewards.terminal import Cell, Part, Table
 
 DEFAULT_NEW_TOKENS = 512
 REQUEST = "request.json"
@@ -210,51 +210,62 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
     return result
 
 
-def describe(summary: dict[str, Any]) -> str:
-    """The shares of an evaluation, a line each."""
+def describe(summary: dict[str, Any]) -> list[Part]:
+    """An evaluation for the terminal: its shares in a table, and in another what each reward pays."""
     rows: dict[str, Any] = {name: summary[name] for name in ("strict", "lenient") if name in summary}
     rows |= {f"pass@{k}": share for k, share in summary.get("pass_at", {}).items()}
     if "majority" in summary:
         rows["majority"] = summary["majority"]
     samples = summary["settings"]["samples"]
     head = f"{summary['problems']} problems, {samples} completion{'s' * (samples > 1)} each; 95 % intervals"
-    lines = [f"  {name:10} {Estimate.from_dict(share)}" for name, share in rows.items()]
+    parts: list[Part] = [Cell(head, "head")]
+    if rows:
+        parts.append(Table([(name, Estimate.from_dict(share)) for name, share in rows.items()], ("accuracy", "share")))
     if "strict" in summary:
-        lines.append(f"  strict: {strict.describe(summary['settings']['strict'])}")
-    for name, entry in summary.get("rewards", {}).items():
-        lines += _described_reward(visible(name), entry)
-    return "\n".join([head, *lines])
+        parts.append(Cell(f"  strict: {strict.describe(summary['settings']['strict'])}", "quiet"))
+    if rewards := summary.get("rewards", {}):
+        parts += ["", _described_rewards(rewards)]
+    return parts
 
 
-def _described_reward(name: str, entry: dict[str, Any]) -> list[str]:
-    """The lines on one of the recipe's rewards."""
-    mean = f"mean {Estimate.from_dict(entry['mean'])}" if "mean" in entry else "no mean: fewer than two problems scored"
-    passed = f", passed {Estimate.from_dict(entry['passed'])}" if "passed" in entry else ""
-    unscored = f", {entry['unscored']} not scored" if entry["unscored"] else ""
-    agreed = f", majority {Estimate.from_dict(entry['majority'])}" if "majority" in entry else ""
-    passes = ", ".join(f"@{k} {Estimate.from_dict(share)}" for k, share in entry.get("pass_at", {}).items())
-    return [f"  {name}: {mean}{passed}{unscored}", *([f"    passed {passes}{agreed}"] if passes else [])]
-
-
-def describe_comparison(result: dict[str, Any]) -> str:
-    """Two evaluations side by side, their paired differences, and McNemar's test."""
-    lines = [f"{result['problems']} problems, the same for both; 95 % intervals"]
-    shown: dict[str, Any] = {name: result[name] for name in ("strict", "lenient") if name in result}
-    shown |= {
-        f"{visible(name)}, {what}": values
-        for name, entry in result.get("rewards", {}).items()
-        for what, values in entry.items()
+def _described_rewards(rewards: dict[str, Any]) -> Table:
+    """What each of the recipe's rewards pays: a column for each thing that one of them has."""
+    columns = {
+        "mean": lambda entry: (
+            Estimate.from_dict(entry["mean"]) if "mean" in entry else "fewer than two problems scored"
+        ),
+        "passed": lambda entry: Estimate.from_dict(entry["passed"]) if "passed" in entry else "",
+        "majority": lambda entry: Estimate.from_dict(entry["majority"]) if "majority" in entry else "",
+        "pass": lambda entry: ", ".join(
+            f"@{k} {Estimate.from_dict(share)}" for k, share in entry.get("pass_at", {}).items()
+        ),
+        "not scored": lambda entry: entry["unscored"] or "",
     }
-    for name, values in shown.items():
+    table = {head: [str(read(entry)) for entry in rewards.values()] for head, read in columns.items()}
+    table = {head: cells for head, cells in table.items() if any(cells)}
+    return Table(list(zip(rewards, *table.values(), strict=True)), ("reward", *table))
+
+
+def describe_comparison(result: dict[str, Any]) -> list[Part]:
+    """Two evaluations side by side for the terminal, their paired differences, and McNemar's test."""
+    compared: dict[str, Any] = {name: result[name] for name in ("strict", "lenient") if name in result}
+    compared |= {
+        f"{name}, {what}": values for name, entry in result.get("rewards", {}).items() for what, values in entry.items()
+    }
+    rows: list[tuple[object, ...]] = []
+    for name, values in compared.items():
         first, second, difference = (Estimate.from_dict(values[key]) for key in ("first", "second", "difference"))
-        lines.append(f"  {name:8} A {first}   B {second}   B - A {difference}")
-    if "mcnemar" not in result:
-        return "\n".join(lines)
-    test = result["mcnemar"]
-    lines.append(
-        f"  McNemar: A alone right on {test['only_first']}, B alone on {test['only_second']}; exact p = {test['p']:.3g}"
-    )
-    return "\n".join(lines)
+        style = "good" if difference.low > 0 else "bad" if difference.high < 0 else ""
+        rows.append((name, first, second, Cell(difference, style)))
+    parts: list[Part] = [
+        Cell(f"{result['problems']} problems, the same for both; 95 % intervals", "head"),
+        Table(rows, ("", "A", "B", "B - A")),
+    ]
+    if "mcnemar" in result:
+        test = result["mcnemar"]
+        alone = f"A alone right on {test['only_first']}, B alone on {test['only_second']}"
+        parts.append(f"  McNemar: {alone}; exact p = {test['p']:.3g}")
+    return parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,13 +290,13 @@ class Request:
     output: Path | None = None
 
     def on_each(self, paths: Sequence[str]) -> list[Request]:
-        """The same for several held-out sets, each with a folder of its own under the one folder."""
+        """The same for several held-out sets, each with a folder of its own: in `output`, or else beside the default one."""
         if len(paths) < 2:
             return [replace(self, path=paths[0] if paths else None)]
         names = [Path(path).name.partition(".")[0] or "rows" for path in paths]
         names = [name if names.count(name) == 1 else f"{name}-{place}" for place, name in enumerate(names)]
-        folder = self.output or _output(self.model, self.samples)
-        return [replace(self, path=path, output=folder / name) for path, name in zip(paths, names, strict=True)]
+        folders = [self.output / name if self.output else _output(self.model, self.samples, name) for name in names]
+        return [replace(self, path=path, output=folder) for path, folder in zip(paths, folders, strict=True)]
 
 
 def evaluate_model(model: str | Path, **options: Any) -> dict[str, Any]:
@@ -530,12 +541,12 @@ def _tags(recipe: dict[str, Any], spec: DatasetSpec) -> tuple[str, str]:
     return ("reasoning", "answer") if spec.system_prompt in (None, "reasoning") else ("think", "answer")
 
 
-def _output(model: str, samples: int) -> Path:
-    """Where an evaluation goes by default; one with several samples a problem has a folder of its own."""
-    several = f"-{samples}-samples" if samples > 1 else ""
+def _output(model: str, samples: int, table: str = "") -> Path:
+    """Where an evaluation goes by default; one with several samples a problem, or of one of several tables, beside it."""
+    suffix = (f"-{table}" if table else "") + (f"-{samples}-samples" if samples > 1 else "")
     if os.path.isdir(model):
-        return files.inside(Path(model), files.EVALUATIONS, f"{files.AFTER}{several}")
-    return Path("runs") / files.EVALUATIONS / f"{model.replace('/', '--')}{several}"
+        return files.inside(Path(model), files.EVALUATIONS, f"{files.AFTER}{suffix}")
+    return Path("runs") / files.EVALUATIONS / f"{model.replace('/', '--')}{suffix}"
 
 
 def _completed(

@@ -5,7 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install quickstart tutorial pictures test test-slow test-nightly torture models mutants lint bench gpu-bundle clean
+.PHONY: help install quickstart tutorial pictures test test-slow test-nightly torture models mutants lint docs bench \
+	gpu-bundle dist test-oldest next-trl clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -49,6 +50,9 @@ lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(INSTALLED)  ## the documentation as a site in build/site, which opens from the file system: build/site/index.html
+	$(BIN)/python docs/build_site.py
 
 bench: $(INSTALLED)  ## every benchmark that runs on a CPU, each printing a table of ratios
 	for file in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$file || exit 1; done

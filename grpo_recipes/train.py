@@ -29,7 +29,8 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import torch
 from peft import PeftModel
-from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, ProgressCallback
+from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from trl import GRPOConfig, get_peft_config, get_quantization_config
 
 from grpo_recipes import __version__
@@ -64,6 +65,7 @@ from grpo_recipes.training.adamw_bf16 import adamw_bf16
 from grpo_recipes.training.offline import RecordedRollout
 from grpo_recipes.training.policy import load_adapter
 from grpo_recipes.training.reference import REF
+from grpo_recipes.training.trackers import RecipeInTrackers
 from grpo_recipes.training.trainer import GRPOTrainer
 from grpo_recipes.training.trainer import logger as efficiency
 from grpo_rewards.errors import UserError
@@ -229,6 +231,7 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         faults.check_build_locks()
     training_args = leave_token_to_environment(grpo_config(recipe))
+    training_args.run_name = training_args.run_name or recipe.output_dir.resolve().name  # what trackers call the run
     num_prompts = len(checked.train_dataset)
     interruption = restart.StopOnSignal(lambda step: checked.geometry.ends_generation(step, num_prompts))
     return Prepared(
@@ -549,10 +552,13 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
     trainer.add_callback(prepared.interruption)
     trainer.add_callback(LiveLog(recipe.output_dir))
     if not training_args.disable_tqdm:  # then transformers draws no bar either
-        trainer.remove_callback(ProgressCallback)
+        # In a notebook another one, which in transformers 5.23 raises when a run ends after its first step.
+        trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)
         trainer.add_callback(LiveLine([reward.name for reward in checked.rewards], quiet=[efficiency]))
     if recipe.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(recipe.early_stopping_patience))
+    if training_args.report_to:
+        trainer.add_callback(RecipeInTrackers(redacted(resolved(recipe.as_dict())), trainer.callback_handler))
 
     def create_model_card(**ignored: Any) -> None:
         if trainer.accelerator.is_main_process:

@@ -132,7 +132,7 @@ def sampling_note(recipe: Recipe, geometry: Geometry, num_prompts: int) -> list[
     if recipe.sampling is None or geometry.optimizer_steps(recipe.config, num_prompts) > epoch:
         return []
     return [
-        f"`sampling` learns from one epoch for the next, and this run ends within the first ({epoch} steps): it leaves nothing out"
+        f"`sampling` learns in an epoch for the next, and this run ends in the first ({epoch} steps): it does nothing"
     ]
 
 

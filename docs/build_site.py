@@ -86,12 +86,12 @@ def relinked(source: str, places: Mapping[str, str]) -> str:
         path, anchor = link[1], link[2] or ""
         target = PurePosixPath(os.path.normpath(PurePosixPath(source).parent / path)).as_posix()
         place = places.get(target) or MADE_AT.get(target)
-        if place is None and target.startswith("docs/") and not target.endswith((".md", ".py")):
+        if place is None and not (ROOT / target).exists():
+            raise MissingTarget(f"{source}: the link to {path} leads nowhere")
+        if place is None and PurePosixPath(target).match("docs/*/*"):  # a picture, which lies beside the pages
             place = target.removeprefix("docs/")
         if place is not None:
             return os.path.relpath(place, PurePosixPath(places[source]).parent) + anchor
-        if not (ROOT / target).exists():
-            raise MissingTarget(f"{source}: the link to {path} leads nowhere")
         return f"{SOURCE_URL}/{target}{anchor}"
 
     return LINK.sub(target_of, (ROOT / source).read_text(encoding="utf-8"))

@@ -33,7 +33,7 @@ ALL = [(page, command) for page in PAGES for command in dict.fromkeys(commands(p
 
 @pytest.mark.parametrize(("page", "command"), ALL, ids=[command for _, command in ALL])
 def test_a_command_of_a_page(page: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`plan` of a shipped recipe runs as it stands, or refuses where the page says so; the others are commands with such options."""
+    """`plan` runs as it stands, or refuses where the page says so; the others are commands with such options."""
     verb, *rest = shlex.split(command.removeprefix(PROGRAM))
     if verb == "plan" and rest and "RECIPE" not in rest:
         refused = any(option in rest for option in ("--lerning_rate", "--dataset.size")) or "7" in rest
@@ -102,7 +102,11 @@ def test_the_readme_is_two_screens() -> None:
     [
         ("own data", "grpo-recipes init problems.csv", 0),
         ("own data, its columns", "columns: {question: problem, answer: solution}", 1),
-        ("LoRA on 24 GB", "grpo-recipes plan gsm8k-qwen2.5-1.5b-lora --accelerate_config single_gpu --gpu_memory 24GB", 0),
+        (
+            "LoRA on 24 GB",
+            "grpo-recipes plan gsm8k-qwen2.5-1.5b-lora --accelerate_config single_gpu --gpu_memory 24GB",
+            0,
+        ),
         ("LoRA on 24 GB, its recipe", "lora_target_modules: all-linear", 2),
         ("own reward", "--rewards my_package.rewards.brevity", 0),
         ("own reward, its code", "def brevity(prompts, completions, **columns):", 1),
@@ -124,7 +128,9 @@ def test_an_answer_is_found_within_two_clicks(task: str, needed: str, clicks: in
             found
             for page, text in texts.items()
             for path, _ in build_site.LINK.findall(text)
-            if (found := linked(page, path)) not in seen and (ROOT / found).is_file() and found.endswith((".md", ".yaml"))
+            if (found := linked(page, path)) not in seen
+            and (ROOT / found).is_file()
+            and found.endswith((".md", ".yaml"))
         ]
     pytest.fail(f"{task}: more than two clicks away")
 

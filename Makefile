@@ -5,8 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install quickstart tutorial test test-slow test-nightly torture models mutants lint docs bench gpu-bundle dist \
-	test-oldest next-trl clean
+.PHONY: help install quickstart tutorial pictures test test-slow test-nightly torture models mutants lint docs bench \
+	gpu-bundle dist test-oldest next-trl clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -36,11 +36,15 @@ torture: $(INSTALLED)  ## kill training 60 times at files of a save, 20 at rando
 mutants: $(INSTALLED)  ## 300 single changes of training/, runs/ and the comparison of answers: how many the quick tests notice (SEED=0)
 	$(BIN)/python -m tests.mutants --seed $(SEED) --record docs/mutants.md
 
-models: $(INSTALLED)  ## every causal language model of transformers, tiny: its layout and its gradient against TRL's
+models: $(INSTALLED)  ## every causal language model of transformers and adapter of PEFT, tiny: layout and gradient against TRL's
 	$(BIN)/python -m tests.models --record docs/model-layouts.md
+	$(BIN)/python -m tests.adapters --record docs/adapter-layouts.md
 
 tutorial: $(INSTALLED)  ## the quickstart, evaluated, diagnosed and reported; makes the pictures of docs/tutorial.md
 	$(BIN)/python docs/tutorial.py
+
+pictures: $(INSTALLED)  ## the screenshots of README and the documentation, in Chromium
+	$(BIN)/python -m docs.pictures
 
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -3,8 +3,8 @@
 accelerate launch --config_file accelerate_configs/ddp.yaml -m grpo_recipes.train --config recipes/x.yaml [--key value ...]
 
 The recipe is checked before any model is loaded. The run's folder (`output_dir`) then holds `run.json` (the recipe as
-resolved, versions, geometry; an entry for each launch), `trainer_state.json`, `completions/*.parquet`, checkpoints, the final
-model or adapter, and its model card, `README.md`.
+resolved, versions, geometry; an entry for each launch), `trainer_state.json` (`_log.jsonl` while the run goes on),
+`completions/*.parquet`, checkpoints, the final model or adapter, and its model card, `README.md`.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ from grpo_recipes.training.policy import load_adapter
 from grpo_recipes.training.reference import REF
 from grpo_recipes.training.trackers import RecipeInTrackers
 from grpo_recipes.training.trainer import GRPOTrainer
+from grpo_recipes.training.trainer import logger as efficiency
 from grpo_rewards.errors import UserError
 from grpo_rewards.redaction import redacted, scrubbed, secret_values
 from grpo_rewards.registry import leaves
@@ -431,9 +432,8 @@ def hardware(training_args: GRPOConfig) -> str:
     device, count = training_args.device, training_args.world_size
     if device.type == "cpu":
         return f"CPU ({platform.machine()}, {os.cpu_count()} cores), {count} process{'es' * (count > 1)}"
-    module = getattr(torch, device.type, None)
-    name = module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
-    return f"{count} × {name}"
+    named = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    return f"{count} × {named(device) if named else device.type}"
 
 
 def _another_run(recipe: Recipe, change: str) -> RecipeError:
@@ -554,7 +554,7 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
     if not training_args.disable_tqdm:  # then transformers draws no bar either
         # In a notebook another one, which in transformers 5.23 raises when a run ends after its first step.
         trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)
-        trainer.add_callback(LiveLine([reward.name for reward in checked.rewards]))
+        trainer.add_callback(LiveLine([reward.name for reward in checked.rewards], quiet=[efficiency]))
     if recipe.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(recipe.early_stopping_patience))
     if training_args.report_to:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from peft import PeftModel
+from peft import PeftModel, PeftType
 from torch import nn
 from transformers import PreTrainedModel
+
+MIXES_TOKENS = {PeftType.LILY, PeftType.SHADOW}
+"""Adapters whose effect on a token depends on the rest of the batch (Lily), or on a cache of their own (Shadow)."""
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
@@ -62,6 +65,8 @@ def unfit(policy: nn.Module) -> str:
         return "the adapter puts virtual tokens before the prompt"
     if getattr(adapter, "alora_invocation_tokens", None):
         return "the adapter is given the place in each row from which it acts (aLoRA)"
+    if adapter is not None and adapter.peft_type in MIXES_TOKENS:
+        return f"the adapter ({adapter.peft_type.value}) computes a token from more than those before it"
     if policy.training and has_dropout(base_model(policy)):
         return "the model has dropout, and completions of a prompt would share its mask"
     return ""

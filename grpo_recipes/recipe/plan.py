@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.recipe import limits, memory, packages, vllm_checks
+from grpo_recipes.recipe import limits, losses, memory, packages, vllm_checks
 from grpo_recipes.recipe.checks import Machine, check, dry_config, model_shape, optimiser, precision_of
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.precision import ADAMW_BF16, Precision, initial_weights
@@ -163,12 +163,14 @@ def plan(
 
 
 def resolved_yaml(arguments: Sequence[str], options: Sequence[str] = ()) -> str:
-    """The recipe that `arguments` name as YAML, with TRL's default for every key that it leaves out.
+    """The recipe that `arguments` name as YAML, with TRL's default for every key that it leaves out and that has an effect.
 
     Raises `RecipeError` if a key or its value is wrong.
     """
     recipe = parse_recipe(arguments, options)
-    return yaml.safe_dump(redacted(resolved(recipe.as_dict())), sort_keys=False, allow_unicode=True)
+    ignored = losses.ignored_keys(recipe.config.loss_type)
+    values = {key: value for key, value in resolved(recipe.as_dict()).items() if key not in ignored}
+    return yaml.safe_dump(redacted(values), sort_keys=False, allow_unicode=True)
 
 
 def shipped_recipes() -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -266,7 +267,7 @@ def _held_out(runs: Sequence[Run]) -> Iterator[Chart]:
         )
 
 
-def labelled(run: Run) -> list[tuple[str, dict]]:
+def labelled(run: Run) -> list[tuple[str, Mapping[str, Any]]]:
     """A run's evaluations: before, others by name, after."""
     order = {BEFORE: 0, AFTER: 2}
     return sorted(run.evaluations.items(), key=lambda item: (order.get(item[0], 1), item[0]))

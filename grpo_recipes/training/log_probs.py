@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from trl import GRPOConfig
 from trl.models.utils import disable_gradient_checkpointing
 
-from grpo_recipes.decoding.check import TOLERANCE_16BIT, disagreement, has_whole_precision
+from grpo_recipes.decoding.check import disagreement, has_whole_precision
 from grpo_recipes.decoding.models import base_model, has_dropout, rotary_of_the_longest, scaled_by_position
 from grpo_recipes.runs.restart import on_any_rank
 from grpo_recipes.training import layout_check as check
@@ -41,8 +41,8 @@ MAX_PACKED_SHARE = 0.95
 _ELSEWHERE = "on another rank"
 
 _DOUBTS = {
-    Layout.TRIMMED: "the gradient of this model depends on padding",
-    Layout.PACKED: "packed rows give another gradient",
+    Layout.TRIMMED: "what this model computes depends on padding",
+    Layout.PACKED: "packed rows give something else",
 }
 
 PerToken = tuple[Tensor, Tensor | None]
@@ -249,7 +249,7 @@ class LogProbs:
             self.say_once("under ZeRO-3 and FSDP layouts are compared by their log-probabilities, not by gradients")
         widen = not sharded and not self._any_rank(not check.fits_in_float32(bare, device))
         if not sharded and not widen:
-            self.say_once("the weights don't fit into memory in float32, so layouts are compared in 16 bit")
+            self.say_once("layouts are compared in 16 bit: the weights are quantised, or have no room in float32")
         whole = widen or self._has_whole_precision(bare)
         packable = self._packable(bare, rows) if found is Layout.PACKED else rows.completion_mask.any(1).nonzero()
         few = check.sample(rows, packable.flatten())
@@ -262,29 +262,34 @@ class LogProbs:
                 log_probs = self._run(call, target, False)[0][:, : few.logits_to_keep]
                 return log_probs.detach(), check.gradients(log_probs, parameters)
 
-        with check.in_float32(bare, self.accelerator) if widen else nullcontext(), check.perturbed(bare):
-            expected, slopes = computed(ModelCall(Layout.PLAIN, wide, wide, torch.arange(len(wide.input_ids))))
-            for layout in (Layout.TRIMMED, Layout.PACKED)[:found]:
-                below = Layout(layout - 1)
-                if layout is Layout.PACKED and self._any_rank(self._draws(target, bare, few, whole)):
-                    return below, "in training the model draws random numbers, which a packed prompt would share"
-                got, mine = computed(ModelCall(layout, few, *few.trimmed()))
-                doubt = self._disagreement(got, expected, few, bare, whole) or check.gradient_disagreement(
-                    mine, slopes, whole_precision=whole
-                )
-                if self._any_rank(bool(doubt)):
-                    return below, f"{_DOUBTS[layout]}, as it may become in training ({doubt or _ELSEWHERE})"
-        return found, ""
+        def doubt_of(got: tuple[Tensor, check.Gradients], expected: tuple[Tensor, check.Gradients]) -> str:
+            doubt = self._disagreement(got[0], expected[0], few, bare, whole)
+            return (
+                f"log-probabilities {doubt}"
+                if doubt
+                else check.gradient_disagreement(got[1], expected[1], whole_precision=whole)
+            )
 
-    def _draws(self, model: nn.Module, bare: nn.Module, rows: Rows, whole: bool) -> bool:
-        """Whether the model in training mode gives the same rows other log-probabilities each time."""
-        device = self.accelerator.device
-        with check.in_training(bare, device):
-            before = check.random_state(device)
-            first, second = (self.plain(model, rows, False)[0] for _ in range(2))
-            drew = not torch.equal(before, check.random_state(device))
-        gap = (first - second).abs().max()
-        return bool(gap > (check.GENERATOR_TOLERANCE if whole else TOLERANCE_16BIT)) or (drew and bool(gap > 0))
+        def best(up_to: Layout, expected: tuple[Tensor, check.Gradients]) -> tuple[Layout, str]:
+            for layout in (Layout.TRIMMED, Layout.PACKED)[:up_to]:
+                doubt = doubt_of(computed(ModelCall(layout, few, *few.trimmed())), expected)
+                if self._any_rank(bool(doubt)):
+                    return Layout(layout - 1), f"{_DOUBTS[layout]} once it has trained ({doubt or _ELSEWHERE})"
+            return up_to, ""
+
+        plain = ModelCall(Layout.PLAIN, wide, wide, torch.arange(len(wide.input_ids)))
+        with check.in_float32(bare, self.accelerator) if widen else nullcontext(), check.perturbed(bare):
+            with check.in_training(bare, device):
+                before = check.random_state(device)
+                expected, again = computed(plain), computed(plain)
+                drew, gap = not torch.equal(before, check.random_state(device)), (again[0] - expected[0]).abs().max()
+                noise = bool(gap > (check.NOISE_FP32 if whole else 0.0 if drew else math.inf))
+                if not self._any_rank(noise or bool(doubt_of(again, expected))):
+                    return best(found, expected)
+            # Random numbers can't be compared: without them, and never in a packed row, whose prompt would share them.
+            most, doubt = best(min(found, Layout.TRIMMED), computed(plain))
+        noisy = "in training the model draws random numbers, which a packed prompt would share"
+        return most, doubt or (noisy if found is Layout.PACKED else "")
 
     def _doubt_of_packing(
         self, model: nn.Module, bare: nn.Module, rows: Rows, packable: Tensor, expected: Tensor
@@ -312,12 +317,16 @@ class LogProbs:
     def _disagreement(
         self, got: Tensor, expected: Tensor, rows: Rows, model: nn.Module, whole: bool | None = None
     ) -> str:
-        """By how much two computations differ where there are labels, as a phrase; empty within the tolerance."""
+        """By how much two computations differ where there are labels, as a phrase; empty within the tolerance.
+
+        Without `whole`, the precision is the model's own, and the rows are those of the first micro-batch.
+        """
         gap = (got - expected).abs()[rows.completion_mask.bool()].float()
         if not gap.numel():
             return ""
+        where = "a few short rows" if whole is not None else "the first micro-batch"
         whole = self._has_whole_precision(model) if whole is None else whole
-        return disagreement(gap.mean(), gap.max(), whole_precision=whole, where="the first micro-batch")
+        return disagreement(gap.mean(), gap.max(), whole_precision=whole, where=where)
 
     def _fits(self, model: nn.Module, rows: Rows) -> Tensor:
         """Which rows can be packed, (B,): their masks have no holes and they lie inside the model's attention window."""

@@ -1100,7 +1100,7 @@ REWARDS: list[Case] = [
          files=SCORED),
     Case("grpo-rewards score rows.jsonl --reward group_length --num-generations 3", ("whole number of groups of 3",),
          files=SCORED),
-    Case("grpo-rewards score rows.jsonl --reward group_length", ("needs the kwarg num_generations",), files=SCORED),
+    Case("grpo-rewards score rows.jsonl --reward group_length", ("needs num_generations",), files=SCORED),
     Case("grpo-rewards score rows.jsonl --reward tag_count --out scores.csv", (".jsonl or .parquet",), files=SCORED),
     Case("grpo-rewards score rows.jsonl --reward tag_count --out rows.jsonl", ("is the file to score",), files=SCORED),
     Case("grpo-rewards score rows.jsonl --reward tag_count --out there.jsonl", ("there.jsonl can't be written",),

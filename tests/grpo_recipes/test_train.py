@@ -352,7 +352,7 @@ def test_nothing_after_the_save_fails_a_run(
         monkeypatch.setattr(train, "finish", pushing)
     assert train.main(arguments(tiny_model, gsm8k_file, tmp_path / "run", "--max_steps=1", "--save_steps=9")) == 0
     warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
-    assert len(warnings) == 1
+    assert len(set(warnings)) == 1, "the card is tried again: with the last checkpoint, and at the end"
     assert str(tmp_path / "run") in warnings[0]
     assert "(ConnectionError: the hub did not answer)" in warnings[0]
     assert generates(AutoModelForCausalLM.from_pretrained(tmp_path / "run"), tmp_path / "run")

@@ -14,11 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from tests.grpo_recipes import launching
-from tests.grpo_recipes.short_runs import moved
 from tests.vllm.conftest import Server, free_port
 from tests.vllm.cpu import ENVIRONMENT
 
@@ -68,16 +65,6 @@ SHORTEST = ("colocate, new LoRA, one process", "server, new LoRA, one process")
 def parameters() -> list[Any]:
     marks = {row.name: () if row.name in SHORTEST else pytest.mark.nightly for row in MATRIX}
     return [pytest.param(row, id=row.name, marks=marks[row.name]) for row in MATRIX]
-
-
-@pytest.fixture(scope="session")
-def adapter(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained LoRA of the policy."""
-    torch.manual_seed(1)
-    config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear")
-    folder = tmp_path_factory.mktemp("adapter")
-    moved(get_peft_model(AutoModelForCausalLM.from_pretrained(policy), config)).save_pretrained(folder)
-    return folder
 
 
 def recipe(row: Row, policy: Path, rows: Path, folder: Path, server: Server | None) -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from peft import PromptTuningConfig, get_peft_model
+from peft import LilyConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from trl import GRPOTrainer as TRLGRPOTrainer
@@ -258,6 +258,8 @@ def test_adapters_that_are_given_more_than_tokens() -> None:
     assert "virtual tokens" in unfit(get_peft_model(tiny("LlamaConfig"), prompts))
     activated = adapter(task_type="CAUSAL_LM", alora_invocation_tokens=[5])
     assert "aLoRA" in unfit(get_peft_model(tiny("LlamaConfig"), activated))
+    mixing = LilyConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])
+    assert "LILY" in unfit(get_peft_model(tiny("LlamaConfig"), mixing))
     assert unfit(get_peft_model(tiny("LlamaConfig"), adapter(task_type="CAUSAL_LM"))) == ""
 
 

@@ -51,11 +51,11 @@ def checked(policy: PreTrainedModel, folder: Path, **config: Any) -> Layout:
 
 TARGETS = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
 MIXES_TOKENS: dict[str, tuple[peft.PeftConfig, Layout, str]] = {
-    "Lily": (peft.LilyConfig(r=4, num_B=2, **TARGETS), Layout.PLAIN, "depends on padding, as it may become"),
+    "Lily": (peft.LilyConfig(r=4, num_B=2, **TARGETS), Layout.PLAIN, "depends on padding once it has trained"),
     "Shadow": (
         peft.ShadowConfig(r=4, shadow_dropout=0.0, task_type="CAUSAL_LM"),
         Layout.TRIMMED,
-        "packed rows give another gradient, as it may become",
+        "packed rows give something else once it has trained",
     ),
     "aLoRA": (LoraConfig(r=4, alora_invocation_tokens=[7], **TARGETS), Layout.TRIMMED, "invocation tokens"),
     "VeLoRA": (LoraConfig(r=4, velora_config={"num_groups": 4}, **TARGETS), Layout.PLAIN, "VeLoRA"),

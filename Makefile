@@ -68,5 +68,31 @@ gpu-bundle: $(INSTALLED)  ## wheels for benchmarks/gpu.py on a GPU machine witho
 	@du -sh dist/gpu
 	@echo 'there: pip install --no-deps --no-index --find-links dist/gpu dist/gpu/*.whl && python benchmarks/gpu.py'
 
+dist:  ## both packages as wheels and source archives in dist, checked by twine
+	rm -rf dist/*.whl dist/*.tar.gz
+	$(PYTHON) -m venv build/dist-env
+	build/dist-env/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt build twine
+	build/dist-env/bin/python -m build --outdir dist rewards
+	build/dist-env/bin/python -m build --outdir dist .
+	build/dist-env/bin/python -m twine check --strict dist/*.whl dist/*.tar.gz
+
+# Environments of their own, beside .venv. uv resolves, since pip knows no lowest versions.
+test-oldest: dist  ## the quick tests on the oldest versions of what both packages need
+	$(PYTHON) -m venv build/oldest
+	build/oldest/bin/python -m pip install --quiet --disable-pip-version-check uv
+	build/oldest/bin/uv pip compile --quiet --resolution lowest-direct --find-links dist --output-file build/oldest.txt \
+		--python build/oldest/bin/python pyproject.toml rewards/pyproject.toml
+	build/oldest/bin/uv pip install --quiet --python build/oldest/bin/python --constraint build/oldest.txt \
+		--editable ./rewards --editable '.[dev]'
+	build/oldest/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+# The range in pyproject.toml ends before the next minor version, so the packages themselves are put beside it without it.
+next-trl:  ## the tests of the seams, on the newest trl and transformers that the index has, pre-releases included
+	$(PYTHON) -m venv build/next
+	build/next/bin/python -m pip install --quiet --disable-pip-version-check --editable ./rewards --editable '.[dev]'
+	build/next/bin/python -m pip install --quiet --disable-pip-version-check --pre --upgrade trl transformers
+	build/next/bin/python -m pip list --format=freeze | grep -E '^(trl|transformers|torch|accelerate|peft)=='
+	build/next/bin/python -m pytest -n 2 --dist worksteal -m "not slow" tests/grpo_recipes/training tests/mathematics
+
 clean:  ## remove the virtual environment and caches (not runs/)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

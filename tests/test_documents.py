@@ -33,7 +33,7 @@ ALL = [(page, command) for page in PAGES for command in dict.fromkeys(commands(p
 
 @pytest.mark.parametrize(("page", "command"), ALL, ids=[command for _, command in ALL])
 def test_a_command_of_a_page(page: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`plan` of a shipped recipe runs as it stands, or refuses where the page says so; the others are commands with such options."""
+    """`plan` runs as it stands, or refuses where the page says so; the others are commands with such options."""
     verb, *rest = shlex.split(command.removeprefix(PROGRAM))
     if verb == "plan" and rest and "RECIPE" not in rest:
         refused = any(option in rest for option in ("--lerning_rate", "--dataset.size")) or "7" in rest

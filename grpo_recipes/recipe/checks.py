@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from datasets import Dataset
 from trl import get_peft_config
 
-from grpo_recipes.recipe import data, memory, packages, recorded, reward_checks
+from grpo_recipes.recipe import data, memory, packages, recorded, reward_checks, vllm_checks
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.hub import is_missing
 from grpo_recipes.recipe.precision import ADAMW_BF16, Precision
@@ -98,12 +98,13 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
     geometry = recipe.geometry(machine.num_processes)
     rewards = recipe.build_rewards(call_factories=call_factories)
     with recipe.naming_this_file():
-        _check_rewards(geometry, rewards)
+        _check_rewards(recipe.config, geometry, rewards)
         check_reference(recipe)
         _check_offline(recipe, geometry)
         check_early_stopping(recipe)
         check_machine(recipe, machine)
         check_precision(recipe, machine)
+        vllm_checks.check(recipe.config, machine.num_processes, recipe.model["model_name_or_path"])
         trained = recipe.load_prompts()
         train_dataset = trained.dataset
         geometry.check_dataset(len(train_dataset))
@@ -123,6 +124,16 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
                 reward_checks.check_columns(rewards, columns)
         golds = reward_checks.check_golds(rewards, train_dataset)
     return Checked(geometry, rewards, train_dataset, eval_dataset, golds)
+
+
+def sampling_note(recipe: Recipe, geometry: Geometry, num_prompts: int) -> list[str]:
+    """What to know about `sampling` in a run of this length, if it will do nothing."""
+    epoch = geometry.optimizer_steps_per_epoch(num_prompts)
+    if recipe.sampling is None or geometry.optimizer_steps(recipe.config, num_prompts) > epoch:
+        return []
+    return [
+        f"`sampling` learns in an epoch for the next, and this run ends in the first ({epoch} steps): it does nothing"
+    ]
 
 
 def check_early_stopping(recipe: Recipe) -> None:
@@ -385,6 +396,7 @@ def _check_offline(recipe: Recipe, geometry: Geometry) -> None:
         f"`offline` trains on recorded responses: set `dataset.name: scored`, not `{recipe.dataset.name}`": (
             recipe.dataset.name != "scored"
         ),
+        "`sampling` saves generation, and `offline` generates nothing: remove one of them": recipe.sampling is not None,
         "`use_vllm` generates, and `offline` trains on recorded responses: remove one of them": config.use_vllm,
         "`eval_strategy` generates, and `offline` trains on recorded responses: remove it, and run `grpo-recipes evaluate` "
         "afterwards": recipe.evaluates,
@@ -400,8 +412,8 @@ def _check_offline(recipe: Recipe, geometry: Geometry) -> None:
             raise recipe.error(sentence)
 
 
-def _check_rewards(geometry: Geometry, rewards: Sequence[BuiltReward]) -> None:
-    """Raise `UserError` for rewards that pay nothing, or that need groups which this layout does not keep whole."""
+def _check_rewards(config: Any, geometry: Geometry, rewards: Sequence[BuiltReward]) -> None:
+    """Raise `UserError` for rewards that pay nothing, or that need groups or advantages which they would not get."""
     reward_checks.check_weights(rewards)
     for reward in rewards:
         if not getattr(reward.function, "needs_whole_groups", False):
@@ -417,3 +429,28 @@ def _check_rewards(geometry: Geometry, rewards: Sequence[BuiltReward]) -> None:
                 f"over processes: make per_device_train_batch_size × steps_per_generation "
                 f"({geometry.completions_per_rank}) a multiple of num_generations ({geometry.num_generations})"
             )
+        if reward.normalises_groups:
+            _check_normalised(config, reward, rewards)
+
+
+def _check_normalised(config: Any, reward: BuiltReward, rewards: Sequence[BuiltReward]) -> None:
+    """Raise `UserError` unless the advantage is what `reward`, divided by the mean of its group, pays less its mean."""
+    divided = f"`rewards`: {reward.name} divides by the mean of its group"
+    if others := [other.name for other in rewards if other is not reward and other.weight]:
+        raise UserError(
+            f"{divided}, and {others[0]} would be added to the quotient: put both in a `sum` inside it, or give {others[0]} "
+            "the weight 0"
+        )
+    if config.scale_rewards != "none" or config.multi_objective_aggregation != "sum_then_normalize":
+        key = "scale_rewards: none"
+        if config.multi_objective_aggregation != "sum_then_normalize":
+            key = "multi_objective_aggregation: sum_then_normalize"
+        raise UserError(f"{divided}, and the advantage would be divided by a standard deviation too: set `{key}`")
+    generations = config.num_generations_eval or config.num_generations
+    if str(config.eval_strategy) != "no" and (
+        generations != config.num_generations or config.per_device_eval_batch_size % generations
+    ):
+        raise UserError(
+            f"{divided}, in an evaluation too: leave `num_generations_eval` out, and make `per_device_eval_batch_size` a "
+            f"multiple of num_generations ({config.num_generations})"
+        )

@@ -114,14 +114,23 @@ def outside_thinking(text: str, tag: str = "think", prefilled: bool = False) -> 
         tag: the reasoning tag.
         prefilled: whether the prompt already opened the block, so that the completion starts inside it.
     """
-    closing = f"</{tag}>"
-    # From the right, so that a long chain of thought costs nothing: it is neither read nor copied.
-    end = text.rfind(closing)
-    if end >= 0:
-        text = text[end + len(closing) :]
-    elif prefilled:
-        return ""
-    return text.partition(f"<{tag}>")[0]
+    return thinking_remover(tag, prefilled)(text)
+
+
+def thinking_remover(tag: str, prefilled: bool) -> Callable[[str], str]:
+    """Return `outside_thinking` for one tag, for calls on many texts: building the tags costs more than finding them."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+
+    def outside(text: str) -> str:
+        # From the right, so that a long chain of thought costs nothing: it is neither read nor copied.
+        end = text.rfind(closing)
+        if end >= 0:
+            text = text[end + len(closing) :]
+        elif prefilled:
+            return ""
+        return text[: text.index(opening)] if opening in text else text
+
+    return outside
 
 
 def group_slices(rows: int, num_generations: int) -> list[slice]:
@@ -144,3 +153,23 @@ def group_slices(rows: int, num_generations: int) -> list[slice]:
             "num_generations (and per_device_eval_batch_size too)"
         )
     return [slice(start, start + num_generations) for start in range(0, rows, num_generations)]
+
+
+def prompt_groups(reward: str, prompts: Sequence[Any], num_generations: int | None) -> list[slice]:
+    """Return `group_slices` of a reward that compares the completions of a prompt, checked against the prompts.
+
+    Raises:
+        ValueError: `num_generations` is not known, the rows are not whole groups, or one holds different prompts; the message
+            names the reward.
+    """
+    if num_generations is None:
+        raise ValueError(f"reward `{reward}` needs num_generations, the trainer's completions per prompt")
+    groups = group_slices(len(prompts), num_generations)
+    for group in groups:
+        if any(prompt != prompts[group.start] for prompt in prompts[group]):
+            raise ValueError(
+                f"reward `{reward}`: rows {group.start} to {group.stop - 1} hold different prompts, so groups "
+                f"are not {num_generations} neighbouring rows: set num_generations to the trainer's "
+                "(num_generations_eval included), with no group split over ranks"
+            )
+    return groups

@@ -16,6 +16,7 @@ from grpo_recipes.recipe.prompts import SYSTEM_PROMPTS
 from grpo_recipes.results.diagnostics import CHECKS, Finding, describe, diagnose
 from grpo_recipes.results.run import Run, Series
 from grpo_recipes.runs.files import RunError
+from tests.grids import only
 from tests.grpo_recipes.synthetic import HEALTHY, healthy_completions, ramp, write_run
 
 
@@ -395,7 +396,7 @@ def test_the_newest_state_that_can_be_read_is_taken(tmp_path: Path) -> None:
         Run.read(tmp_path)
 
 
-@pytest.mark.parametrize("damage", [b"", b"PAR1 cut off", None])
+@pytest.mark.parametrize("damage", only([b"PAR1 cut off"], [b"", b"PAR1 cut off", None]))
 def test_damaged_completions_are_named(
     tmp_path: Path, damage: bytes | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -423,6 +424,15 @@ def test_the_command_answers_with_its_exit_code(tmp_path: Path, capsys: pytest.C
     assert "nothing looks wrong" in capsys.readouterr().out
     assert cli.main(["diagnose", str(write_run(tmp_path / "ill", {"kl": ramp(2, 3)}))]) == 1
     assert "KL to the reference" in capsys.readouterr().out
+    assert cli.main(["diagnose", str(tmp_path / "ill"), "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert [(finding["check"], finding["step"]) for finding in said["findings"]] == [("kl_blow_up", 1)]
+    assert (said["checked"], said["checks"], list(said["unchecked"]), said["looks_fine"]) == (
+        10,
+        11,
+        ["overfitting"],
+        False,
+    )
     assert cli.main(["diagnose", str(tmp_path)]) == 2
     assert "trainer_state.json" in capsys.readouterr().err
     with pytest.raises(RunError):

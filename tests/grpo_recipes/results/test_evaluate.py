@@ -14,6 +14,7 @@ from grpo_recipes.results.engines import EvaluationError, transformers_engine
 from grpo_recipes.results.estimates import mean_share
 from grpo_recipes.results.evaluate import Settings, describe, evaluate_into
 from grpo_recipes.results.strict import asked_by
+from grpo_rewards.terminal import rendered
 
 SAMPLED = Settings(temperature=1.0)
 
@@ -175,7 +176,7 @@ def test_strict_is_the_kind_that_a_reward_declares(tokenizer, tmp_path: Path, re
     table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
     assert table["strict"].tolist() == [True] * len(right) + [False] * len(wrong)
     assert (table["lenient"] | ~table["strict"]).all()
-    assert "full pay of" in describe(summary)
+    assert "full pay of" in rendered(describe(summary))
 
 
 def test_golds_may_lie_in_another_column(tokenizer, tmp_path: Path):

@@ -39,7 +39,7 @@ def test_recipes_travel_in_the_wheel(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     for kind in ("recipes", "accelerate_configs"):
-        shipped = {f"grpo_recipes/{kind}/{path.name}" for path in (ROOT / kind).glob("*.yaml")}
+        shipped = {f"grpo_recipes/{kind}/{path.relative_to(ROOT / kind)}" for path in (ROOT / kind).rglob("*.yaml")}
         assert shipped
         assert shipped <= set(names)
     unpacked = tmp_path / "unpacked"

@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--rows", type=int, default=96_000)
     options = parser.parse_args()
-    names = ("pandas", "pyarrow", "matplotlib")
+    names = ("pandas", "pyarrow")
     print(
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, ",
         end="",

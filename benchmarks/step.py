@@ -153,27 +153,65 @@ def policy(size: str, folder: str) -> PreTrainedModel:
 # ---- a step of each contestant
 
 
+@dataclass(frozen=True)
+class Meter:
+    """The clock and the memory of a device: CPU time and resident memory, or a GPU's wall time and its allocator's peak."""
+
+    device: str = "cpu"
+
+    def now(self) -> float:
+        """Seconds, once the device has done what it was given."""
+        if self.device == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def in_use(self) -> float:
+        """MiB in use, from which `peak` counts anew (of the process on Linux, or of the GPU's tensors)."""
+        gc.collect()
+        if self.device != "cpu":
+            torch.cuda.reset_peak_memory_stats()
+            return torch.cuda.memory_allocated() / 2**20
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+        return status("VmRSS") / 1024
+
+    def peak(self) -> float:
+        """The most MiB in use since `in_use`."""
+        return status("VmHWM") / 1024 if self.device == "cpu" else torch.cuda.max_memory_allocated() / 2**20
+
+
 @dataclass
 class Measured:
     """What one contestant's steps cost."""
 
+    meter: Meter = Meter()
     training: list[float] = field(default_factory=list)
-    """CPU seconds of each step without generation and scoring."""
+    """Seconds of each step without generation and scoring."""
     whole: list[float] = field(default_factory=list)
-    """CPU seconds of each step."""
+    """Seconds of each step."""
     memory: list[float] = field(default_factory=list)
     """Peak MiB above the baseline of each step, or of its generation."""
     phases: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """CPU seconds of each phase of each step."""
+    """Seconds of each phase of each step."""
     step: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """The phases of the step that is going on."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add what happens meanwhile to a phase of the step."""
-        start = time.process_time()
+        start = self.meter.now()
         yield
-        self.step[name] += time.process_time() - start
+        self.step[name] += self.meter.now() - start
+
+    @contextmanager
+    def peak_memory(self) -> Iterator[None]:
+        """Note the peak above what is in use at the start."""
+        with self.phase(MEASURING):
+            before = self.meter.in_use()
+        yield
+        self.memory.append(self.meter.peak() - before)
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, counted as a phase."""
@@ -196,10 +234,18 @@ class Measured:
 class Trainer:
     """A trainer driven step by step, with SGD, on batches that it is handed."""
 
-    def __init__(self, cls: type[TRLGRPOTrainer], model: PreTrainedModel, generates: bool, lora: bool, **config: Any):
+    def __init__(
+        self,
+        cls: type[TRLGRPOTrainer],
+        model: PreTrainedModel,
+        generates: bool,
+        lora: bool,
+        device: str = "cpu",
+        **config: Any,
+    ):
         settings = {
             "output_dir": tempfile.mkdtemp(),
-            "use_cpu": True,
+            "use_cpu": device == "cpu",
             "bf16": False,
             "report_to": "none",
             "disable_tqdm": True,
@@ -225,7 +271,7 @@ class Trainer:
         self.trainer.current_gradient_accumulation_steps = MICRO_BATCHES
         if settings["gradient_checkpointing"]:
             self.trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.measured = Measured()
+        self.measured = Measured(Meter(device))
         self.generation = 0.0
         self._time_generation()
         if generates:
@@ -245,11 +291,11 @@ class Trainer:
         original = self.trainer._generate_and_score_completions
 
         def timed(inputs: Any) -> Any:
-            start = time.process_time()
+            start = self.measured.meter.now()
             try:
                 return original(inputs)
             finally:
-                self.generation = time.process_time() - start
+                self.generation = self.measured.meter.now() - start
 
         self.trainer._generate_and_score_completions = timed
 
@@ -258,7 +304,7 @@ class Trainer:
         prompts = [prompt for prompt in self.batch.prompts for _ in range(GROUP)]
         if self.generates:
             with (
-                peak_memory(self.measured),
+                self.measured.peak_memory(),
                 self.measured.phase("generation"),
                 recorded_lengths(trainer.model, self.batch),
             ):
@@ -275,12 +321,12 @@ class Trainer:
         self.batch = batch
         rows = [{"prompt": text} for text in batch.text for _ in range(GROUP)]
         torch.manual_seed(0)
-        start = time.process_time()
-        with nullcontext() if self.generates else peak_memory(self.measured):
+        start = self.measured.meter.now()
+        with nullcontext() if self.generates else self.measured.peak_memory():
             for _ in range(MICRO_BATCHES):
                 self.trainer.training_step(self.trainer.model, rows, None)
             sgd(self.trainer.model)
-        spent = self.measured.end_step(time.process_time() - start)
+        spent = self.measured.end_step(self.measured.meter.now() - start)
         self.measured.training.append(spent - self.generation)
 
     @property
@@ -298,11 +344,11 @@ class FromScratch:
 
     def step(self, batch: Batch) -> None:
         """Generate, score with policy and frozen copy on one padded rectangle, and step once."""
-        start = time.process_time()
-        with peak_memory(self.measured), self.measured.phase("generation"):
+        start = self.measured.meter.now()
+        with self.measured.peak_memory(), self.measured.phase("generation"):
             generate(self.model, batch)
         self._train(batch)
-        self.measured.end_step(time.process_time() - start)
+        self.measured.end_step(self.measured.meter.now() - start)
 
     def _train(self, batch: Batch) -> None:
         pairs = [(p, c) for p, group in zip(batch.prompts, batch.completions, strict=True) for c in group]
@@ -347,7 +393,7 @@ class Lengths(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """Which rows end, (rows,)."""
         self.width = self.width or input_ids.shape[1] - 1
-        return input_ids.shape[1] - self.width >= self.lengths
+        return input_ids.shape[1] - self.width >= self.lengths.to(input_ids.device)
 
 
 @contextmanager
@@ -408,24 +454,6 @@ def sgd(model: torch.nn.Module) -> None:
         if parameter.grad is not None:
             parameter -= LEARNING_RATE * parameter.grad
             parameter.grad = None
-
-
-class peak_memory:
-    """Records the peak of the resident memory above what is in use at the start, in MiB (Linux)."""
-
-    def __init__(self, measured: Measured):
-        self.measured = measured
-
-    def __enter__(self) -> None:
-        with self.measured.phase(MEASURING):
-            gc.collect()
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
-            with open("/proc/self/clear_refs", "w") as file:
-                file.write("5")
-            self.before = status("VmRSS")
-
-    def __exit__(self, *_: object) -> None:
-        self.measured.memory.append((status("VmHWM") - self.before) / 1024)
 
 
 def status(key: str) -> int:

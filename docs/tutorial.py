@@ -36,7 +36,7 @@ def main() -> int:
     pictures = Path(__file__).parent / "pictures"
     pictures.mkdir(exist_ok=True)
     for name in PICTURES:
-        shutil.copy(RUN / "report" / f"{name}.png", pictures)
+        shutil.copy(RUN / "report" / f"{name}.svg", pictures)
     return 0
 
 

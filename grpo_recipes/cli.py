@@ -19,7 +19,7 @@ from grpo_recipes import __version__
 from grpo_recipes.runs import quiet
 from grpo_rewards.command_line import Parser
 from grpo_rewards.errors import UserError, did_you_mean
-from grpo_rewards.terminal import say, say_error, visible_messages
+from grpo_rewards.terminal import say, say_error, show, visible_messages
 
 DESCRIPTION = "GRPO training from a recipe: plan it, run it, measure its policy, judge the run."
 EPILOG = """`grpo-recipes COMMAND --help` says more, and `python -m grpo_recipes.train --help` what a recipe may say. On several
@@ -74,13 +74,13 @@ def _run(options: argparse.Namespace, rest: Sequence[str], known: Sequence[str])
         case "evaluate":
             return evaluate_policy(options)
         case "compare":
-            return compare_evaluations(options.first, options.second)
+            return compare_evaluations(options.first, options.second, as_json=options.json)
         case "report":
-            return report_run(options.run, options.other, options.output)
+            return report_run([options.run, *options.others], options.output)
         case "merge":
             return merge_adapter(options.run, options.output)
         case _:
-            return diagnose_run(options.run)
+            return diagnose_run(options.run, as_json=options.json)
 
 
 def _either(names: Iterable[str]) -> str:
@@ -147,6 +147,7 @@ def _add_compare(commands: Any) -> None:
     )
     compare.add_argument("first", metavar="A", type=Path, help="the folder of a finished evaluation")
     compare.add_argument("second", metavar="B", type=Path, help="the folder of another")
+    compare.add_argument("--json", action="store_true", help="print the comparison as JSON")
 
 
 def _add_merge(commands: Any) -> None:
@@ -158,14 +159,15 @@ def _add_merge(commands: Any) -> None:
 def _add_diagnose(commands: Any) -> None:
     diagnose = commands.add_parser("diagnose", help="say what looks wrong in a run (exit code 1 if anything does)")
     diagnose.add_argument("run", type=Path, help="the `output_dir` of a run, finished or under way")
+    diagnose.add_argument("--json", action="store_true", help="print the diagnosis as JSON")
 
 
 def _add_report(commands: Any) -> None:
     report = commands.add_parser("report", help="one page on a run: pictures, completions, findings, the recipe")
-    report.add_argument("run", type=Path, help="the `output_dir` of a run")
-    report.add_argument("other", type=Path, nargs="?", help="a second run, drawn into the same pictures")
+    report.add_argument("run", type=Path, help="the `output_dir` of a run, finished or under way")
+    report.add_argument("others", metavar="run", type=Path, nargs="*", help="more runs, drawn into the same pictures")
     report.add_argument(
-        "--output", metavar="FOLDER", type=Path, help="folder for report.html and the PNGs (default: RUN/report)"
+        "--output", metavar="FOLDER", type=Path, help="folder for report.html and the SVGs (default: RUN/report)"
     )
 
 
@@ -206,7 +208,10 @@ def plan_recipe(options: argparse.Namespace, overrides: Sequence[str], known: Se
         build=options.build,
         options=known,
     )
-    say(json.dumps(planned.as_dict(), indent=2) if options.json else planned.describe())
+    if options.json:
+        say(json.dumps(planned.as_dict(), indent=2))
+    else:
+        show(*planned.describe())
     return 0
 
 
@@ -238,7 +243,7 @@ def _add_evaluate(commands: Any) -> None:
         "--path",
         nargs="+",
         default=[],
-        help="a table: a file, a folder or a hub id; of several, each has a folder of its own inside --output",
+        help="a table: a file, a folder or a hub id; of several, each has a folder of its own",
     )
     evaluate.add_argument(
         "--split", metavar="SPLIT", help="default: the recipe's eval_split, unless --path is given; else test"
@@ -254,13 +259,23 @@ def _add_evaluate(commands: Any) -> None:
     evaluate.add_argument("--limit", metavar="N", type=int, help="only the first so many problems")
     evaluate.add_argument("--batch_size", metavar="N", type=int, default=64, help="completions at once (default 64)")
     evaluate.add_argument("--seed", metavar="N", type=int, default=0, help="of the sampling (default 0)")
-    evaluate.add_argument("--vllm", action="store_true", help="generate with vLLM (a full model, not an adapter)")
+    evaluate.add_argument("--vllm", action="store_true", help="generate with vLLM, in the checkpoint's own dtype")
+    evaluate.add_argument("--vllm_server_base_url", metavar="URL", help="a running vLLM server of the model")
+    evaluate.add_argument("--vllm_tensor_parallel_size", metavar="N", type=int, help="GPUs that share the model")
+    evaluate.add_argument(
+        "--vllm_max_model_length", metavar="N", type=int, help="tokens of prompt and completion (default: the model's)"
+    )
+    evaluate.add_argument(
+        "--vllm_gpu_memory_utilization", metavar="SHARE", type=float, help="of each GPU's memory (default: vLLM's)"
+    )
     evaluate.add_argument(
         "--output",
         metavar="FOLDER",
         type=Path,
-        help="folder for the result (default: MODEL/evaluations/after, and after-N-samples with --samples N)",
+        help="folder for the result, or for those of several tables (default: MODEL/evaluations/after, with -TABLE added for "
+        "each of several tables, and -N-samples with --samples N)",
     )
+    evaluate.add_argument("--json", action="store_true", help="print what evaluation.json holds; of several, by --path")
 
 
 @quiet.libraries()
@@ -272,13 +287,17 @@ def evaluate_policy(options: argparse.Namespace) -> int:
     try:
         from grpo_recipes.results import evaluate
 
-        given = {key: value for key, value in vars(options).items() if key not in ("command", "path")}
+        given = {key: value for key, value in vars(options).items() if key not in ("command", "path", "json")}
         given["tags"] = tuple(options.tags) if options.tags else None
         requests = evaluate.Request(**given).on_each(options.path)
+        found = {}
         for request in requests:
-            if len(requests) > 1:
-                say(f"{request.path}:")
-            say(evaluate.describe(evaluate.evaluate_request(request)))
+            result = evaluate.evaluate_request(request)
+            found[str(request.path)] = result
+            if not options.json:
+                show(*([f"{request.path}:"] if len(requests) > 1 else []), *evaluate.describe(result))
+        if options.json:
+            say(json.dumps(found if len(requests) > 1 else result, indent=2))
         return 0
     except KeyboardInterrupt as interrupted:
         # Without words of its own it came while modules were loaded or files read.
@@ -286,11 +305,15 @@ def evaluate_policy(options: argparse.Namespace) -> int:
         return 130
 
 
-def compare_evaluations(first: Path, second: Path) -> int:
+def compare_evaluations(first: Path, second: Path, *, as_json: bool = False) -> int:
     """Print how two evaluations differ. Returns 0; raises `UserError` if they can't be compared."""
     from grpo_recipes.results import evaluate
 
-    say(evaluate.describe_comparison(evaluate.compare(first, second)))
+    result = evaluate.compare(first, second)
+    if as_json:
+        say(json.dumps(result, indent=2))
+    else:
+        show(*evaluate.describe_comparison(result))
     return 0
 
 
@@ -303,16 +326,16 @@ def merge_adapter(folder: Path, output: Path) -> int:
     return 0
 
 
-def report_run(folder: Path, other: Path | None, output: Path | None) -> int:
-    """Write the report of a run, or of two. Returns 0, or 2 if a run holds nothing to check; raises `UserError`."""
+def report_run(folders: Sequence[Path], output: Path | None) -> int:
+    """Write the report of one or more runs. Returns 0, or 2 if a run holds nothing to check; raises `UserError`."""
     from grpo_recipes.results.diagnostics import diagnose
     from grpo_recipes.results.report import write_report
     from grpo_recipes.results.run import Run
     from grpo_recipes.runs.files import inside
 
-    runs = [Run.read(path) for path in (folder, other) if path is not None]
+    runs = [Run.read(path) for path in folders]
     try:
-        say(write_report(runs, output or inside(folder, "report")))
+        say(write_report(runs, output or inside(folders[0], "report")))
     except OSError as error:
         raise UserError(f"the report can't be written ({error}): give another --output") from error
     for run in runs:
@@ -321,17 +344,19 @@ def report_run(folder: Path, other: Path | None, output: Path | None) -> int:
     return 0
 
 
-def diagnose_run(folder: Path) -> int:
+def diagnose_run(folder: Path, *, as_json: bool = False) -> int:
     """Print what looks wrong in a run, and which checks had data.
 
     Returns 0 if nothing does, 1 if something does; raises `UserError` if the run can't be read or no check had data.
     """
-    from grpo_recipes.results.diagnostics import describe, diagnose
+    from grpo_recipes.results.diagnostics import as_dict, as_table, diagnose
     from grpo_recipes.results.run import Run
 
     diagnosis = diagnose(Run.read(folder))
-    if diagnosis.findings or diagnosis.checked:
-        say(describe(diagnosis))
+    if as_json:
+        say(json.dumps(as_dict(diagnosis), indent=2))
+    elif diagnosis.findings or diagnosis.checked:
+        show(*as_table(diagnosis))
     if not diagnosis.checked:
         raise UserError(f"{folder}: {diagnosis.coverage}")
     return 1 if diagnosis.findings else 0

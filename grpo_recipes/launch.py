@@ -22,7 +22,7 @@ from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, parse_rec
 from grpo_recipes.runs import last_sentence
 from grpo_recipes.runs.checkpoints import last_complete_checkpoint
 from grpo_recipes.runs.interrupts import INTERRUPTED, NOTHING_DONE
-from grpo_rewards.terminal import say
+from grpo_rewards.terminal import say, visible
 
 MODULE = "grpo_recipes.train"
 
@@ -103,7 +103,7 @@ def launch(
     if found is None and code == 0:
         return 0
     sentence, code = found or _without_sentence(recipe, machine, code, signalled)
-    say(sentence, to_stderr=True)
+    say(visible(sentence), to_stderr=True)  # it may quote a file: one line
     return code
 
 

@@ -3,20 +3,21 @@
 accelerate launch --config_file accelerate_configs/ddp.yaml -m grpo_recipes.train --config recipes/x.yaml [--key value ...]
 
 The recipe is checked before any model is loaded. The run's folder (`output_dir`) then holds `run.json` (the recipe as
-resolved, versions, geometry; an entry for each launch), `trainer_state.json`, `completions/*.parquet`, checkpoints, the final
-model or adapter, and its model card, `README.md`.
+resolved, versions, geometry; an entry for each launch), `trainer_state.json` (`_log.jsonl` while the run goes on),
+`completions/*.parquet`, checkpoints, the final model or adapter, and its model card, `README.md`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import platform
 import signal
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,15 @@ from grpo_recipes.runs.interrupts import INTERRUPTED, NOTHING_DONE, leave_on_int
 if __name__ == "__main__":  # before the imports that take seconds
     leave_on_interrupt()
 
+import torch
 from peft import PeftModel
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase
-from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from trl import GRPOConfig, get_peft_config, get_quantization_config
-from trl.trainer.utils import create_model_from_path
 
 from grpo_recipes import __version__
 from grpo_recipes.decoding.stop_strings import StopStrings
-from grpo_recipes.recipe import checks, limits, prompts
+from grpo_recipes.recipe import checks, limits, prompts, vllm_checks
 from grpo_recipes.recipe.checks import Checked, Machine
 from grpo_recipes.recipe.precision import ADAMW_BF16, Precision
 from grpo_recipes.recipe.recipe import (
@@ -56,13 +57,17 @@ from grpo_recipes.results.run import OutOfTime, Run
 from grpo_recipes.runs import checkpoints, faults, quiet, restart
 from grpo_recipes.runs.files import RECORD
 from grpo_recipes.runs.last_sentence import say_last
+from grpo_recipes.runs.live import LiveLine, LiveLog
 from grpo_recipes.runs.lock import only_launch
 from grpo_recipes.runs.record import add_launch, data_order, describe_launch, read_record
 from grpo_recipes.training import updates
 from grpo_recipes.training.adamw_bf16 import adamw_bf16
 from grpo_recipes.training.offline import RecordedRollout
+from grpo_recipes.training.policy import load_adapter
 from grpo_recipes.training.reference import REF
+from grpo_recipes.training.trackers import RecipeInTrackers
 from grpo_recipes.training.trainer import GRPOTrainer
+from grpo_recipes.training.trainer import logger as efficiency
 from grpo_rewards.errors import UserError
 from grpo_rewards.redaction import redacted, scrubbed, secret_values
 from grpo_rewards.registry import leaves
@@ -131,9 +136,7 @@ def main(args: Sequence[str] | None = None) -> int:
         recipe = parse_recipe(arguments)
         with visible_messages():
             prepared = prepare(recipe, Machine.here())
-            with recipe.naming_this_file(), only_launch(recipe.output_dir):
-                prepared = confirm_checkpoint(prepared)
-                load_reward_models(recipe, prepared.checked)
+            with only_run(prepared) as prepared:
                 return run(prepared)
     except UserError as error:
         return _refuse(str(error))
@@ -157,10 +160,8 @@ def run_recipe(recipe: Recipe) -> int:
     """
     prepared = prepare(recipe, Machine.here())
     try:
-        with recipe.naming_this_file(), only_launch(recipe.output_dir):
-            prepared = confirm_checkpoint(prepared)
-            load_reward_models(recipe, prepared.checked)
-            return run(prepared)
+        with only_run(prepared) as confirmed:
+            return run(confirmed)
     finally:
         prepared.interruption.forget()
 
@@ -220,6 +221,7 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     with recipe.naming_this_file():
         StopStrings.of(recipe.config.generation_kwargs, tokenizer)  # raises for a tokenizer that can't be searched
         checked = limit_prompts(recipe, checked, tokenizer)
+        vllm_checks.check_prompts(recipe.config, [checked.train_dataset, checked.eval_dataset], tokenizer)
         rollout = None
         if recipe.offline is not None:
             limit = recipe.config.max_completion_length
@@ -229,6 +231,7 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         faults.check_build_locks()
     training_args = leave_token_to_environment(grpo_config(recipe))
+    training_args.run_name = training_args.run_name or recipe.output_dir.resolve().name  # what trackers call the run
     num_prompts = len(checked.train_dataset)
     interruption = restart.StopOnSignal(lambda step: checked.geometry.ends_generation(step, num_prompts))
     return Prepared(
@@ -249,6 +252,15 @@ def leave_token_to_environment(training_args: GRPOConfig) -> GRPOConfig:
         os.environ["HF_TOKEN"], training_args.hub_token = training_args.hub_token, None
         _say("  note            `hub_token` is kept in this process's HF_TOKEN: no file of the run holds it")
     return training_args
+
+
+@contextmanager
+def only_run(prepared: Prepared) -> Iterator[Prepared]:
+    """Hold the run's folder alone; yields what was prepared, its checkpoint confirmed, and the reward models loaded."""
+    with prepared.recipe.naming_this_file(), only_launch(prepared.recipe.output_dir):
+        prepared = confirm_checkpoint(prepared)
+        load_reward_models(prepared.recipe, prepared.checked)
+        yield prepared
 
 
 def confirm_checkpoint(prepared: Prepared) -> Prepared:
@@ -274,31 +286,11 @@ def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:
         return name
     if model_args.use_peft:
         raise UserError("`use_peft` asks for a new adapter, and `model_name_or_path` is one: remove `use_peft`")
-    init = {
-        **(training_args.model_init_kwargs or {}),
-        "revision": config.revision or "main",
-        "trust_remote_code": training_args.trust_remote_code,
-    }
+    init = {}
     if (quantization := get_quantization_config(model_args)) is not None:
         init["quantization_config"] = quantization
-    if training_args.distributed_state.num_processes > 1:
-        init["device_map"] = None
-    training_args.model_init_kwargs = None  # used up here: TRL would warn that it ignores them
-    try:
-        base = create_model_from_path(config.base_model_name_or_path, **init)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"`model_name_or_path` {name} is an adapter, and its base {config.base_model_name_or_path} can't be loaded: set "
-            f"`base_model_name_or_path` in its adapter_config.json ({' '.join(str(error).split())})"
-        ) from error
-    # ZeRO-3 needs one dtype (huggingface/trl#6089), as TRL sees to for a new adapter.
-    return PeftModel.from_pretrained(
-        base,
-        name,
-        is_trainable=True,
-        revision=model_args.model_revision,
-        autocast_adapter_dtype=not is_deepspeed_zero3_enabled(),
-    )
+    revision = model_args.model_revision
+    return load_adapter(name, config, training_args, "model_name_or_path", adapter_revision=revision, **init)
 
 
 def limit_prompts(recipe: Recipe, checked: Checked, tokenizer: PreTrainedTokenizerBase) -> Checked:
@@ -427,11 +419,21 @@ def launch_entry(prepared: Prepared) -> dict[str, Any]:
         checked.rewards,
         recipe.arguments,
         source=recipe.source,
+        hardware=hardware(prepared.training_args),
         resumed_from=prepared.checkpoint,
         world_size=prepared.training_args.world_size,
         **order_of(recipe, checked),
         **({"unscorable_golds": checked.golds.as_dict()} if checked.golds else {}),
     )
+
+
+def hardware(training_args: GRPOConfig) -> str:
+    """What a launch runs on: its accelerators by name, or the cores of this machine."""
+    device, count = training_args.device, training_args.world_size
+    if device.type == "cpu":
+        return f"CPU ({platform.machine()}, {os.cpu_count()} cores), {count} process{'es' * (count > 1)}"
+    named = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    return f"{count} × {named(device) if named else device.type}"
 
 
 def _another_run(recipe: Recipe, change: str) -> RecipeError:
@@ -482,6 +484,7 @@ def describe_run(prepared: Prepared, trainer: GRPOTrainer) -> None:
     _say(checked.geometry.describe_epoch(len(checked.train_dataset)))
     warning = precision.warning(surviving)
     golds = [checked.golds.describe()] if checked.golds else []
+    golds += checks.sampling_note(recipe, checked.geometry, len(checked.train_dataset))
     for note in [*limits.cautions(recipe.config), *([warning] if warning else []), *golds]:
         _say(f"  note            {note}")
 
@@ -497,9 +500,8 @@ def measured_precision(prepared: Prepared, trainer: GRPOTrainer) -> tuple[Precis
         is_adapter=isinstance(trainer.model, PeftModel),
         quantised=get_quantization_config(model_config(recipe)) is not None,
     )
-    if (
-        precision.updated == "float32" or not _is_first_rank()
-    ):  # where FSDP loads on one rank, others hold no values yet
+    # Where FSDP loads on one rank, the others hold no values yet.
+    if precision.updated == "float32" or not _is_first_rank():
         return precision, 1.0
     sample = updates.stored_values(updates.draw(trainer.model.parameters()))
     return precision, precision.surviving(sample.cpu().numpy())
@@ -538,6 +540,8 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
         kl_estimator=recipe.kl_estimator,
         micro_batching=recipe.micro_batching,
         generation=recipe.generation,
+        sampling=recipe.sampling,
+        generation_check=recipe.generation_check,
         reference=recipe.reference,
         optimizer_cls_and_kwargs=adamw_bf16(training_args) if optimiser == ADAMW_BF16 else None,
     )
@@ -547,8 +551,15 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
     if prepared.checkpoint is not None:
         trainer.add_callback(restart.ContinueSchedule())
     trainer.add_callback(prepared.interruption)
+    trainer.add_callback(LiveLog(recipe.output_dir))
+    if not training_args.disable_tqdm:  # then transformers draws no bar either
+        # In a notebook another one, which in transformers 5.23 raises when a run ends after its first step.
+        trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)
+        trainer.add_callback(LiveLine([reward.name for reward in checked.rewards], quiet=[efficiency]))
     if recipe.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(recipe.early_stopping_patience))
+    if training_args.report_to:
+        trainer.add_callback(RecipeInTrackers(redacted(resolved(recipe.as_dict())), trainer.callback_handler))
 
     def create_model_card(**ignored: Any) -> None:
         if trainer.accelerator.is_main_process:
@@ -570,7 +581,7 @@ def _failed(prepared: Prepared, error: Exception) -> int:
 def finish(prepared: Prepared, trainer: GRPOTrainer, seconds: float) -> None:
     """What follows once the model is saved: whatever fails here is a warning, for the run is finished."""
     recipe = prepared.recipe
-    attempt(recipe, "its trainer_state.json was not written", trainer.save_state)
+    attempt(recipe, "its trainer_state.json was not written", save_state, trainer)
     trainer.create_model_card()
     attempt(recipe, "its summary was not made", lambda: _say(summary(trainer, seconds)))
     if trainer.accelerator.is_main_process:
@@ -578,6 +589,14 @@ def finish(prepared: Prepared, trainer: GRPOTrainer, seconds: float) -> None:
     if prepared.training_args.push_to_hub:
         attempt(recipe, "it was not pushed to the hub", trainer.push_to_hub)
     attempt(recipe, "its logs may not be complete", trainer.end)
+
+
+def save_state(trainer: GRPOTrainer) -> None:
+    """Write `trainer_state.json`, in which the whole log now stands."""
+    trainer.save_state()
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, LiveLog):
+            callback.forget()
 
 
 def attempt(recipe: Recipe, loss: str, function: Callable[..., Any], *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Grids of parameters of which a covering set is quick and the rest slow."""
+"""Grids of parameters of which a part is quick and the rest slow."""
 
 from collections.abc import Iterable
 from itertools import combinations, product
@@ -6,6 +6,12 @@ from typing import Any
 
 import pytest
 from _pytest.mark.structures import ParameterSet
+
+
+def only(quick: Iterable[Any], values: Iterable[Any]) -> list[ParameterSet]:
+    """The values as parameters, those outside `quick` marked slow."""
+    kept = list(quick)
+    return [pytest.param(value, marks=() if value in kept else pytest.mark.slow) for value in values]
 
 
 def covering(*axes: Iterable[Any], strength: int = 1) -> list[ParameterSet]:

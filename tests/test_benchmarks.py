@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,43 @@ def step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setitem(step.MODELS, "small", (32, 1, 4))
     torch.set_num_threads(1)
     return step
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the benchmark reads /proc")
+def test_the_gpu_benchmark_runs_to_its_end_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What it says is right is right here too, and each section says what it could not run, and why."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import gpu
+
+    file = tmp_path / "gpu.json"
+    assert gpu.main(["--tiny", "--device", "cpu", "--output", str(file)]) == 0
+    found = json.loads(file.read_text())["sections"]
+    assert found.keys() == gpu.SECTIONS.keys()
+    verdicts = {row["check"]: row["result"] for row in found["correctness"]}
+    varlen = {check for check in verdicts if "varlen" in check}
+    assert all(verdicts[check] == "not run: the packed row went through SDPA" for check in varlen)
+    assert {verdicts[check] for check in verdicts.keys() - varlen} == {"ok"}
+    timed = [row for name in ("training", "generation", "whole_step") for row in found[name] if "result" not in row]
+    assert len(timed) == 6 + 2 + 1
+    assert all(float(row["TRL ÷ ours"]) > 0 for row in timed)
+    (said,) = found["pretrained"]
+    assert said["result"].startswith("not run: `--policy FOLDER`")
+
+
+@pytest.mark.slow
+def test_a_wrong_gradient_is_told_on_the_gpu_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import gpu
+
+    gradient = gpu.gradient
+
+    def twice(*args: Any, packed: bool, **kwargs: Any) -> Any:
+        return [(2 if packed else 1) * grad for grad in gradient(*args, packed=packed, **kwargs)]
+
+    monkeypatch.setattr(gpu, "gradient", twice)
+    options = ["--tiny", "--device", "cpu", "--sections", "correctness", "--output", str(tmp_path / "gpu.json")]
+    assert gpu.main(options) == 1
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def test_findings_do_not_end_the_tutorial(
     pictures.mkdir(parents=True)
     (tutorial.RUN.parent / "evaluation.json").write_text("{}")
     for name in tutorial.PICTURES:
-        (pictures / f"{name}.png").write_bytes(b"")
+        (pictures / f"{name}.svg").write_bytes(b"")
     called = []
 
     def run(command: Sequence[str]) -> int:
@@ -80,4 +80,4 @@ def test_every_command_of_the_tutorial_runs_as_written(
     for words in ("B - A", "pass@8", "majority", "report.html"):
         assert words in said
     for picture in tutorial.PICTURES:
-        assert (Path("pictures") / f"{picture}.png").stat().st_size > 1_000
+        assert (Path("pictures") / f"{picture}.svg").stat().st_size > 1_000

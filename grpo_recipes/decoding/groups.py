@@ -10,7 +10,7 @@ where that is not certain, this one declines before the first forward, and `gene
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from grpo_recipes.decoding.kv_cache import LAYERS, ROOM, Buffer
 from grpo_recipes.decoding.models import rotary_of_the_longest
+from grpo_recipes.decoding.noted import Noted
 from grpo_recipes.decoding.sampling import drawn
 
 ROW_WISE = {
@@ -53,6 +54,8 @@ class Declined(Exception):
 class Turn:
     """What a call of `generate` is asked for beyond its arguments, and what it notes."""
 
+    grouped: bool = True
+    """Whether groups are decoded at all; otherwise transformers' own loop runs, and its log-probabilities are noted."""
     score_every: int = 0
     """Note the log-probabilities of the tokens of every so many rows, the first among them; 0 for none."""
     temperature: float = 1.0
@@ -64,7 +67,7 @@ class Turn:
     declined: str = ""
     """Why transformers' own loop ran; empty where this one did."""
     log_probs: Tensor | None = None
-    """The noted log-probabilities, (scored rows, tokens), zero after a row's end."""
+    """The noted log-probabilities, (scored rows, tokens), without meaning after a row's end. None if there are none."""
 
     def scored(self, size: int) -> list[int]:
         """Which of `size` rows are scored."""
@@ -76,16 +79,30 @@ class Turn:
             raise Declined(reason)
         return Batch(self, model, input_ids, **given).run()
 
+    def note(self, model: PreTrainedModel, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Transformers' own `generate`, with its log-probabilities noted."""
+        prompts = kwargs.get("input_ids", args[0] if args else None)
+        if not self.score_every or not isinstance(prompts, Tensor):
+            return stock(*args, **kwargs)
+        noted = Noted(self.scored(len(prompts)), self.temperature)
+        criteria = StoppingCriteriaList([*(kwargs.pop("stopping_criteria", None) or ()), noted])
+        with noted.reading(model):
+            output = stock(*args, stopping_criteria=criteria, **kwargs)
+        self.log_probs = noted.log_probs
+        return output
+
 
 @contextmanager
 def decoding(model: PreTrainedModel, turn: Turn | None, stopping: Sequence[StoppingCriteria] = ()) -> Iterator[None]:
-    """While it lasts, `model.generate` decodes groups (with None, as ever) and has the criteria of `stopping` too."""
+    """While it lasts, `model.generate` does what `turn` asks (with None, as ever) and has the criteria of `stopping` too."""
     stock, own = model.generate, "generate" in vars(model)
 
     def generate(*args: Any, **kwargs: Any) -> Any:
         if stopping:
             kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or ()), *stopping])
-        if turn is not None:
+        if turn is None:
+            return stock(*args, **kwargs)
+        if turn.grouped:
             try:
                 if own:
                     raise Declined("the model brings a `generate` of its own")
@@ -94,7 +111,7 @@ def decoding(model: PreTrainedModel, turn: Turn | None, stopping: Sequence[Stopp
                 return stock(*args, custom_generate=turn.decode, **kwargs)
             except Declined as reason:
                 turn.declined = str(reason)
-        return stock(*args, **kwargs)
+        return stock(*args, **kwargs) if own else turn.note(model, stock, *args, **kwargs)
 
     model.generate = generate
     try:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from datasets import Dataset
 from trl import get_peft_config
 
-from grpo_recipes.recipe import data, memory, packages, recorded, reward_checks
+from grpo_recipes.recipe import data, memory, packages, recorded, reward_checks, vllm_checks
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.hub import is_missing
 from grpo_recipes.recipe.precision import ADAMW_BF16, Precision
@@ -104,6 +104,7 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
         check_early_stopping(recipe)
         check_machine(recipe, machine)
         check_precision(recipe, machine)
+        vllm_checks.check(recipe.config, machine.num_processes, recipe.model["model_name_or_path"])
         trained = recipe.load_prompts()
         train_dataset = trained.dataset
         geometry.check_dataset(len(train_dataset))
@@ -123,6 +124,16 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
                 reward_checks.check_columns(rewards, columns)
         golds = reward_checks.check_golds(rewards, train_dataset)
     return Checked(geometry, rewards, train_dataset, eval_dataset, golds)
+
+
+def sampling_note(recipe: Recipe, geometry: Geometry, num_prompts: int) -> list[str]:
+    """What to know about `sampling` in a run of this length, if it will do nothing."""
+    epoch = geometry.optimizer_steps_per_epoch(num_prompts)
+    if recipe.sampling is None or geometry.optimizer_steps(recipe.config, num_prompts) > epoch:
+        return []
+    return [
+        f"`sampling` learns in an epoch for the next, and this run ends in the first ({epoch} steps): it does nothing"
+    ]
 
 
 def check_early_stopping(recipe: Recipe) -> None:
@@ -385,6 +396,7 @@ def _check_offline(recipe: Recipe, geometry: Geometry) -> None:
         f"`offline` trains on recorded responses: set `dataset.name: scored`, not `{recipe.dataset.name}`": (
             recipe.dataset.name != "scored"
         ),
+        "`sampling` saves generation, and `offline` generates nothing: remove one of them": recipe.sampling is not None,
         "`use_vllm` generates, and `offline` trains on recorded responses: remove one of them": config.use_vllm,
         "`eval_strategy` generates, and `offline` trains on recorded responses: remove it, and run `grpo-recipes evaluate` "
         "afterwards": recipe.evaluates,

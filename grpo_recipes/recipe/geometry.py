@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from grpo_rewards.errors import UserError
+from grpo_rewards.terminal import Table
 
 
 @dataclass(frozen=True)
@@ -187,19 +188,15 @@ class Geometry:
             for micro_batch in range(self.steps_per_generation)
         ]
 
-    def picture(self) -> str:
+    def picture(self) -> Table:
         """The first generation as a table: rows are micro-batches, columns ranks, cells prompts × their completions."""
         ranks, rows = _ends(self.num_processes), _ends(self.steps_per_generation)
         cells = self.cells()
-        table = [["micro-batch", *(f"rank {rank}" if rank is not None else "…" for rank in ranks)]]
+        table = []
         for row in rows:
             shown = ["…" if None in (row, rank) else _runs(cells[row or 0][rank or 0]) for rank in ranks]
             table.append([str(row) if row is not None else "…", *shown])
-        widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-        return "\n".join(
-            "  " + "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-            for line in table
-        )
+        return Table(table, ("micro-batch", *(f"rank {rank}" if rank is not None else "…" for rank in ranks)))
 
     def as_dict(self) -> dict[str, Any]:
         """Fields and derived counts, for `run.json`."""

@@ -30,6 +30,11 @@ class LossType:
     levels: tuple[str, ...] = ("token",)
     """The values of `importance_sampling_level` with which it is the objective of its paper."""
 
+    @property
+    def is_sum_over_rows(self) -> bool:
+        """Whether the loss is a sum of one term for each row, divided by a constant and the number of rows."""
+        return self.divisor is not None and not self.counts_other_rows
+
     def token_weights(
         self, mask: Tensor, accumulation: int, max_completion_length: int, step_tokens: Tensor | float
     ) -> Tensor:

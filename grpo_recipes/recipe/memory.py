@@ -18,6 +18,7 @@ from grpo_recipes.recipe.hub import hub_answers, is_missing
 from grpo_recipes.recipe.precision import ADAMW_BF16
 from grpo_rewards import strict_yaml
 from grpo_rewards.errors import UserError
+from grpo_rewards.terminal import Cell, Labelled, Part, Table
 
 GIB = 2**30
 
@@ -467,25 +468,27 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
-def describe(plan: MemoryPlan, accumulation: int) -> str:
-    """Memory of one GPU by part, whether it fits, and what to change if not, as lines of text."""
-    lines = [f"  {name:<16} {size / GIB:7.1f} GiB" for name, size in plan.parts().items() if size]
-    peak = f"  {'peak':<15} {plan.peak() / GIB:8.1f} GiB"
+def describe(plan: MemoryPlan, accumulation: int) -> list[Part]:
+    """Memory of one GPU by part, whether it fits, and what to change if not, for the terminal."""
+    sizes = {name: size for name, size in plan.parts().items() if size} | {"peak": plan.peak()}
+    if plan.host():
+        sizes["host memory, each machine"] = plan.host()
+    rows = [(Cell(name, "head" if name == "peak" else ""), f"{size / GIB:.1f} GiB") for name, size in sizes.items()]
+    parts: list[Part] = [Table(rows, numbers=frozenset({1}))]
     usable = plan.usable()
     if usable is None or plan.gpu_memory is None:
-        return "\n".join([*lines, peak])
-    verdict = "fits in" if plan.fits() else "does not fit in"
-    lines.append(f"{peak} {verdict} {gib(usable)}: a GPU of {gib(plan.gpu_memory)} less context and fragmentation")
+        return parts
+    verdict = Cell("  fits in", "good") if plan.fits() else Cell("  does not fit in", "bad")
+    of = f"{gib(usable)}: a GPU of {gib(plan.gpu_memory)} less context and fragmentation"
+    parts.append(replace(verdict, text=f"{verdict.text} {of}"))
     if plan.vllm_weights() >= plan.vllm_budget():
-        lines.append(
+        parts.append(
             f"  vLLM's share of {gib(plan.vllm_budget())} can't hold its {gib(plan.vllm_weights())} of weights: raise "
             "`vllm_gpu_memory_utilization` or `vllm_tensor_parallel_size`"
         )
-    if plan.host():
-        lines.append(f"  {'host memory':<15} {plan.host() / GIB:8.1f} GiB on each machine")
     if not plan.fits():
-        lines += [f"  would fit       {change}" for change in changes_that_fit(plan, accumulation)]
-    return "\n".join(lines)
+        parts += [Labelled("would fit", change) for change in changes_that_fit(plan, accumulation)]
+    return parts
 
 
 def as_dict(plan: MemoryPlan) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.recipe import limits, losses, memory, packages
-from grpo_recipes.recipe.checks import Machine, check, dry_config, model_shape, optimiser, precision_of
+from grpo_recipes.recipe import limits, losses, memory, packages, vllm_checks
+from grpo_recipes.recipe.checks import Machine, check, dry_config, model_shape, optimiser, precision_of, sampling_note
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.precision import ADAMW_BF16, Precision, initial_weights
 from grpo_recipes.recipe.prompt_report import PromptReport, prompt_report
@@ -29,8 +29,9 @@ from grpo_recipes.recipe.reward_checks import describe_rewards
 from grpo_recipes.recipe.sources import DatasetUnreachable
 from grpo_rewards.redaction import redacted
 from grpo_rewards.registry import BuiltReward, UnbuiltReward, leaves, spec_parts
+from grpo_rewards.terminal import WIDTH, Cell, Labelled, Part
 
-WIDTH = 100
+_TEXT = len("  optimiser step  ")  # where the text of a line begins
 
 
 @dataclass(frozen=True)
@@ -49,25 +50,33 @@ class Plan:
     shown: PromptReport | None = None
     """The prompts, where the dataset can be reached."""
 
-    def describe(self) -> str:
-        """The plan as text."""
+    def describe(self) -> list[Part]:
+        """The plan for the terminal."""
         config = self.recipe.config
         if isinstance(self.prompts, int):
             epoch = self.geometry.describe_epoch(self.prompts, config.max_completion_length)
         else:
             epoch = f"  epoch           unknown: {self.prompts}"
+        rewards = f"  rewards         {describe_rewards(self.rewards)}"
+        precision = self.precision.describe(self.surviving)
+        head, prompt = self.shown.describe(self.recipe.dataset) if self.shown else ([], [])
         if isinstance(self.memory, memory.MemoryPlan):
             need = memory.describe(self.memory, config.gradient_accumulation_steps)
         else:
-            need = f"  memory          unknown: {self.memory}"
-        rewards = f"  rewards         {describe_rewards(self.rewards)}"
-        notes = [f"  note            {note}" for note in self.notes]
-        precision = self.precision.describe(self.surviving)
-        before = _wrapped([self.recipe.source, rewards, precision, self.geometry.describe(), ""])
-        head, prompt = self.shown.describe(self.recipe.dataset) if self.shown else ([], [])
-        after = _wrapped(["", epoch, *head])
-        last = _wrapped(["", "  memory of one GPU", need, *notes])
-        return "\n".join([*before, self.geometry.picture(), *after, *prompt, *last])
+            need = [Labelled("memory", f"unknown: {self.memory}")]
+        return [
+            Cell(self.recipe.source, "head"),
+            *_labelled([rewards, precision, self.geometry.describe()]),
+            "",
+            self.geometry.picture(),
+            "",
+            *_labelled([epoch, *head]),
+            *prompt,
+            "",
+            Cell("  memory of one GPU", "head"),
+            *need,
+            *(Labelled("note", note) for note in self.notes),
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         """The plan for `--json`: what is unknown is null, with its reason in `unknown`. Sizes are in bytes."""
@@ -136,7 +145,12 @@ def plan(
         checked = check(recipe, machine, call_factories=build)
         prompts = len(checked.train_dataset)
         shown = prompt_report(recipe, checked.train_dataset)
+        longest = shown.lengths.longest_trained(recipe.dataset) if shown.lengths else None
+        if longest is not None:
+            with recipe.naming_this_file():
+                vllm_checks.check_lengths(recipe.config, longest)
         notes += [checked.golds.describe()] if checked.golds else []
+        notes += sampling_note(recipe, geometry, len(checked.train_dataset))
     except DatasetUnreachable as error:
         prompts = str(error)
     need = unsupported or _memory(recipe, machine, geometry, layout, usable, model_config_file, notes)
@@ -171,13 +185,10 @@ def shipped_recipes() -> str:
     return "\n".join(lines)
 
 
-def _wrapped(paragraphs: Sequence[str]) -> list[str]:
-    """Lines of at most `WIDTH`, what is left of one standing under its text and not under its name."""
-    lines = [line for paragraph in paragraphs for line in paragraph.split("\n")]
-    wrapper = textwrap.TextWrapper(
-        WIDTH, subsequent_indent=" " * len("  optimiser step  "), break_long_words=False, break_on_hyphens=False
-    )
-    return [part for line in lines for part in wrapper.wrap(line) or [""]]
+def _labelled(texts: Sequence[str]) -> list[Part]:
+    """Lines of `  label  text`, as the parts of a plan give them, the label in its column."""
+    lines = [line for text in texts for line in text.split("\n")]
+    return [Labelled(line[:_TEXT].strip(), line[_TEXT:]) for line in lines]
 
 
 def _memory(

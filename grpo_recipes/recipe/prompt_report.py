@@ -39,6 +39,12 @@ class Lengths:
         over = None if limit is None else int((lengths > limit).sum())
         return cls(len(lengths), rows, low, middle, high, top, over)
 
+    def longest_trained(self, spec: DatasetSpec) -> int | None:
+        """The longest prompt, none over `max_prompt_tokens`; None where some are dropped, and only training measures the rest."""
+        if not self.over_limit:
+            return self.longest
+        return spec.max_prompt_tokens if spec.overlong_prompts == "cut_left" else None
+
     def describe(self, spec: DatasetSpec) -> str:
         """The summary as one sentence."""
         sampled = "" if self.measured == self.rows else f", of a hash sample of {self.measured:,} of {self.rows:,}"

@@ -37,6 +37,7 @@ from grpo_recipes.recipe.specs import (
     MicroBatching,
     OfflineSpec,
     ReferenceSpec,
+    SamplingSpec,
     Spec,
     hints,
 )
@@ -54,6 +55,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "scale_rewards": ("group", "batch", "none"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "vllm_mode": ("server", "colocate"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     "optim": (*(name.value for name in OptimizerNames), ADAMW_BF16),
 }
 
@@ -104,6 +106,13 @@ class Recipe:
     generation: Annotated[
         GenerationMode, "whether transformers generates each prompt of a group once, where that is exact: auto, off"
     ] = "auto"
+    sampling: Annotated[
+        SamplingSpec | None,
+        "which prompts are generated: all, or fewer of those without variance (informative, {informative: unbiased})",
+    ] = None
+    generation_check: Annotated[
+        bool, "whether completions are compared with the policy, and the run stops where another one sampled them"
+    ] = True
     early_stopping_patience: Annotated[
         int | None,
         "how many evaluations in a row may be no better than the best before training stops (transformers' callback)",
@@ -237,6 +246,8 @@ def _build(raw: dict[str, Any], values: Mapping[str, Any], source: str, args: Se
             f"`{hidden}` is the placeholder of a secret, which no file keeps: give it again with `--{hidden}`"
         )
     generation.check(recipe.config)
+    if recipe.sampling is not None:
+        recipe.sampling.check(recipe.config)
     losses.check(recipe.training, recipe.config, sampled_kl=recipe.kl_estimator == "sampled")
     if recipe.kl_estimator == "full" and recipe.config.beta == 0.0:
         raise UserError("`kl_estimator: full` needs a reference policy: set `beta` above 0")
@@ -403,7 +414,7 @@ def _expanded(value: str | bool, key: str) -> Any:
     """
     spec = specs.spec_of(hints(Recipe)[key]) if key in OUR_KEYS else None
     if spec is not None and spec.WORDS:
-        return {}
+        return {}  # of `sampling: informative` too, whose fields have the word's settings for defaults
     if spec is not None:
         return spec.expand(value)
     return {"name": value} if isinstance(value, str) else value

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, Literal, Self, cast
 
+from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.redaction import HIDDEN, is_secret, redacted
 
@@ -138,6 +139,28 @@ def _check_columns(columns: Any) -> None:
 
 
 @dataclass(frozen=True)
+class PassRateSpec(Spec):
+    """The training rows that an evaluation solved neither too often nor too rarely.
+
+    Attributes:
+        evaluation: the folder of an evaluation of the training split, `grpo-recipes evaluate --split train --samples N`.
+        keep: the smallest and the largest share of right samples of a row that is kept.
+    """
+
+    KEY = "dataset.pass_rate"
+
+    evaluation: str
+    keep: list[float]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.keep) != 2 or not 0 <= self.keep[0] <= self.keep[1] <= 1:
+            raise SpecError(
+                f"`dataset.pass_rate.keep` is {self.keep}: give the smallest and the largest share, as in [0.1, 0.9]"
+            )
+
+
+@dataclass(frozen=True)
 class DatasetSpec(Spec):
     """Which rows to read and how to phrase them as prompts.
 
@@ -160,6 +183,7 @@ class DatasetSpec(Spec):
             joined with newlines). A column `prompt` stays what it is when absent; other prompts are conversational.
         max_prompt_tokens: the longest prompt in tokens, as rendered; None for no limit. See `prompts.limit_prompts`.
         overlong_prompts: what becomes of a longer one: `drop` it, or `cut_left` its earlier turns, then the question.
+        pass_rate: which training rows to keep by how often an evaluation solved them (`PassRateSpec`); all when absent.
         size: problems in each split of `arithmetic`; 2,000 when absent.
         seed: which `arithmetic` problems are drawn.
     """
@@ -167,7 +191,7 @@ class DatasetSpec(Spec):
     KEY = "dataset"
     FOREIGN: ClassVar[Mapping[str | None, tuple[str, ...]]] = {
         "arithmetic": ("path", "eval_path", "config", "columns"),
-        "scored": ("config", "size", "seed", "system_prompt", "prompt_template", "eval_share"),
+        "scored": ("config", "size", "seed", "pass_rate", "system_prompt", "prompt_template", "eval_share"),
     }
     """The keys that a dataset does not use; of those not named here, the keys of `arithmetic`."""
 
@@ -190,6 +214,7 @@ class DatasetSpec(Spec):
     prompt_format: Literal["conversational", "text"] | None = None
     max_prompt_tokens: int | None = None
     overlong_prompts: Literal["drop", "cut_left"] = "drop"
+    pass_rate: PassRateSpec | None = None
     size: int | None = None
     seed: int = 0
 
@@ -381,6 +406,59 @@ class OfflineSpec(Spec):
     def compares_whole_batch(self) -> bool:
         """Whether a response is compared with the whole generation batch, one response a prompt."""
         return self.baseline == "batch"
+
+
+@dataclass(frozen=True)
+class SamplingSpec(Spec):
+    """Which prompts of a generation are generated: fewer of those whose last groups had no variance."""
+
+    KEY = "sampling"
+    WORDS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"informative": {}}
+
+    informative: Literal["biased", "unbiased"] = "biased"
+    """`biased` counts a prompt that is left out as a group without variance; `unbiased` divides the advantages of the others
+    by their probabilities, so that the expected gradient is that of the whole generation."""
+    exploration: float = 0.5
+    """The probability with which a prompt is generated after one group without variance; its square after two in a row, ..."""
+    floor: float = 0.1
+    """The smallest probability, so that no prompt is left out for ever."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("exploration", "floor"):
+            if not 0 < getattr(self, key) <= 1:
+                raise SpecError(f"`sampling.{key}` is {getattr(self, key)}: set it above 0, at most 1")
+
+    @property
+    def is_unbiased(self) -> bool:
+        """Whether the advantages are weighed by the inverse of their probabilities."""
+        return self.informative == "unbiased"
+
+    def check(self, config: Any, *, router_loss: bool = False) -> None:
+        """Raise `SpecError` where the weights can't keep the objective of `config` (attributes of `GRPOConfig`)."""
+        if not self.is_unbiased:
+            return
+        key = "`sampling: {informative: unbiased}`"
+        allowed = [name for name, loss in LOSS_TYPES.items() if loss.is_sum_over_rows]
+        mistakes = {
+            f"{key} needs a loss whose divisor does not depend on which prompts are drawn, and that of `loss_type: "
+            f"{config.loss_type}` counts their tokens: choose {' or '.join(allowed)}": config.loss_type not in allowed,
+            f"{key} weighs advantages, which the KL term of `beta` does not have: set `beta: 0`": config.beta != 0,
+            f"{key} needs advantages that do not depend on the other prompts: set `scale_rewards: group` or `none`": (
+                str(config.scale_rewards).lower() == "batch"
+            ),
+            f"{key}: `multi_objective_aggregation: normalize_then_sum` divides by a deviation over all prompts drawn: set "
+            "`sum_then_normalize`": config.multi_objective_aggregation == "normalize_then_sum",
+            f"{key}: `top_entropy_quantile` is a threshold over all prompts drawn: set it to 1": (
+                config.top_entropy_quantile < 1
+            ),
+            f"{key} weighs advantages, which an entropy bonus does not have: remove `entropy_coef` and "
+            "`use_adaptive_entropy`": bool(config.entropy_coef or config.use_adaptive_entropy),
+            f"{key} weighs advantages, which the router's loss does not have: set `router_aux_loss_coef: 0`": router_loss,
+        }
+        for sentence, is_made in mistakes.items():
+            if is_made:
+                raise SpecError(sentence)
 
 
 @cache

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import pandas as pd
 
@@ -18,7 +19,7 @@ from grpo_recipes.results.strict import judge_of, single_specs
 from grpo_recipes.runs.files import AFTER, BEFORE
 from grpo_rewards.correctness import GSM8KCorrectness
 from grpo_rewards.registry import RewardSpecError
-from grpo_rewards.terminal import visible
+from grpo_rewards.terminal import Cell, Part, Table, visible
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,14 @@ class Finding:
 
 # How many of the last logged completions are looked at for where they state their answers.
 LATEST_TEXTS = 1000
+
+# Where the checks find something; the report draws these into its pictures.
+KL_LIMIT = 1.0  # nats a token
+TRUNCATED_LIMIT = 0.25  # of the completions
+FLAT_GROUPS_LIMIT = 0.5  # of the groups
+LENGTH_LIMIT = 0.8  # of `max_completion_length`
+ENTROPY_LIMIT = 0.1  # of the entropy at the start
+UPDATES_LIMIT = 0.6  # of the weights that would change if no update were lost
 
 Found = tuple[int, str]
 """What a check found: the step and the sentence."""
@@ -85,6 +94,36 @@ def diagnose(run: Run) -> Diagnosis:
     return replace(diagnosis, reading=_reading(run))
 
 
+def as_table(diagnosis: Diagnosis) -> list[Part]:
+    """Every check for the terminal: what was found first, then what had no data, then what is fine; and a line of summary."""
+    rows: list[tuple[Cell, str, object]] = [
+        (Cell("found", "bad"), finding.check, finding.sentence) for finding in diagnosis.findings
+    ]
+    rows += [(Cell("no data", "quiet"), name, Cell(reason, "quiet")) for name, reason in diagnosis.unchecked.items()]
+    done = {finding.check for finding in diagnosis.findings} | set(diagnosis.unchecked)
+    fine = [check for check in CHECKS if check.__name__ not in done]
+    rows += [(Cell("fine", "good"), check.__name__, Cell(f"not found: {looks_for(check)}", "quiet")) for check in fine]
+    head = Cell("diagnosis: nothing looks wrong", "good") if diagnosis.looks_fine else Cell("diagnosis:", "head")
+    return [head, Table(rows), f"  {diagnosis.coverage}"]
+
+
+def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
+    """A diagnosis for `--json`."""
+    return {
+        "looks_fine": diagnosis.looks_fine,
+        "checks": len(CHECKS),
+        "checked": diagnosis.checked,
+        "findings": [asdict(finding) for finding in diagnosis.findings],
+        "unchecked": diagnosis.unchecked,
+        "reading": diagnosis.reading,
+    }
+
+
+def looks_for(check: Callable[[Run], Found | None]) -> str:
+    """What a check looks for, as a clause: the first line of its documentation."""
+    return (check.__doc__ or "").partition("\n")[0].rstrip(".")
+
+
 def describe(diagnosis: Diagnosis) -> str:
     """The findings, and which checks had data, as lines of text."""
     head = "diagnosis: nothing looks wrong" if diagnosis.looks_fine else "diagnosis:"
@@ -128,9 +167,9 @@ def length_into_cap(run: Run) -> Found | None:
     lengths, cap = _trending(run, "completions/mean_length"), run.config.get("max_completion_length")
     if not run.config:
         raise NoData("no `run.json` says `max_completion_length`")
-    if cap is None or lengths.trend <= 0 or lengths.end < 1.25 * lengths.start or lengths.end < 0.8 * cap:
+    if cap is None or lengths.trend <= 0 or lengths.end < 1.25 * lengths.start or lengths.end < LENGTH_LIMIT * cap:
         return None
-    step = _first_step(lengths, lambda value: value >= 0.8 * cap)
+    step = _first_step(lengths, lambda value: value >= LENGTH_LIMIT * cap)
     return step, (
         f"completions grow from {lengths.start:.0f} to {lengths.end:.0f} tokens, into the cap of {cap} "
         f"(`max_completion_length`) from step {step}"
@@ -140,7 +179,7 @@ def length_into_cap(run: Run) -> Found | None:
 def truncated(run: Run) -> Found | None:
     """More than a quarter of the completions, at the end of the run, are cut off at the cap."""
     share = _logged(run, "completions/clipped_ratio")
-    if share.end <= 0.25:
+    if share.end <= TRUNCATED_LIMIT:
         return None
     step = _last_step(share)
     return step, (
@@ -168,9 +207,9 @@ def identical_completions(run: Run) -> Found | None:
 def entropy_collapse(run: Run) -> Found | None:
     """The policy's entropy falls below a tenth of what it was."""
     entropy = _trending(run, "entropy")
-    if entropy.trend >= 0 or entropy.end >= 0.1 * entropy.start:
+    if entropy.trend >= 0 or entropy.end >= ENTROPY_LIMIT * entropy.start:
         return None
-    step = _first_step(entropy, lambda value: value < 0.1 * entropy.start)
+    step = _first_step(entropy, lambda value: value < ENTROPY_LIMIT * entropy.start)
     return step, (
         f"entropy falls from {entropy.start:.3f} to {entropy.end:.3f} nats a token, below a tenth from step {step}: the policy "
         "has stopped exploring"
@@ -180,9 +219,9 @@ def entropy_collapse(run: Run) -> Found | None:
 def zero_variance(run: Run) -> Found | None:
     """Over the run, more than half of the groups have one reward for all completions, and so no gradient."""
     share = _logged(run, "frac_reward_zero_std")
-    if share.mean <= 0.5:
+    if share.mean <= FLAT_GROUPS_LIMIT:
         return None
-    step = _first_step(share, lambda value: value > 0.5)
+    step = _first_step(share, lambda value: value > FLAT_GROUPS_LIMIT)
     return step, (
         f"{share.mean:.0%} of the groups have no variance in their rewards, more than half first at step {step}"
         f"{_easy_or_hard(run)}"
@@ -192,9 +231,9 @@ def zero_variance(run: Run) -> Found | None:
 def kl_blow_up(run: Run) -> Found | None:
     """The KL to the reference exceeds 1 nat a token."""
     kl = _logged(run, "kl", ", as `beta` is 0" if run.config.get("beta") == 0 else "")
-    if max(kl.values) <= 1:
+    if max(kl.values) <= KL_LIMIT:
         return None
-    step = _first_step(kl, lambda value: value > 1)
+    step = _first_step(kl, lambda value: value > KL_LIMIT)
     return step, (
         f"KL to the reference reaches {max(kl.values):.1f} nats a token, above 1 from step {step}: lower `learning_rate` "
         "or raise `beta`"
@@ -282,7 +321,7 @@ def lost_updates(run: Run) -> Found | None:
     changed, expected = (_after(_logged(run, key), 20) for key in ("updates/changed", "updates/expected"))
     if not len(changed) or not len(expected):
         raise NoData("the run has no more than 20 steps")
-    if changed.mean >= 0.6 * expected.mean:
+    if changed.mean >= UPDATES_LIMIT * expected.mean:
         return None
     step = _last_step(changed)
     return step, (

@@ -10,7 +10,7 @@ import json
 import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,11 +28,12 @@ _FIX = "restore or remove the file"
 class Log:
     """The numbers that a run logged, by metric in order of appearance: at which step, and what; NaN and infinities left out.
 
-    `last_step` is the highest step of an entry, 0 without any.
+    `last_step` is the highest step of an entry, 0 without any; `max_steps` how long the run is to be, 0 if it does not say.
     """
 
     metrics: dict[str, tuple[array[int], array[float]]] = field(default_factory=dict)
     last_step: int = 0
+    max_steps: int = 0
 
     def add(self, entry: Mapping[str, Any]) -> None:
         """Add an entry, which has a `step`."""
@@ -71,9 +72,40 @@ def read_log(path: Path, tick: Callable[[], None] = lambda: None) -> Log:
                     tick()
             elif problem := mismatch(value, _KEYS[key], key) if key in _KEYS else None:
                 raise RunError(f"{path}: {problem}; {_FIX}")
+            elif key == "max_steps" and STEP.holds(value):
+                log.max_steps = value
     if not found:
         raise RunError(f"{path}: it has no `log_history`; {_FIX}")
     return log
+
+
+def add_live(log: Log, path: Path, tick: Callable[[], None] = lambda: None) -> bool:
+    """Add to a log what a run has logged since, from its `_log.jsonl`. Returns whether there is such a file.
+
+    A last line that is still being written is left for the next reader. Raises `RunError` if the file is damaged.
+    """
+    with suppress(FileNotFoundError):
+        check_ordinary(path, _FIX)
+        known = log.last_step
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file):
+                if not line.endswith("\n"):
+                    break
+                try:
+                    entry = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise RunError(
+                        f"{path}: line {number + 1} can't be read as JSON ({one_line(error)}); {_FIX}"
+                    ) from error
+                if problem := mismatch(entry, _ENTRY, f"line {number + 1}"):
+                    raise RunError(f"{path}: {problem}; {_FIX}")
+                if STEP.holds(most := entry.pop("max_steps", None)):
+                    log.max_steps = most
+                elif entry["step"] > known:
+                    log.add(entry)
+                tick()
+        return True
+    return False
 
 
 def read_step(path: Path) -> int:

@@ -1,15 +1,15 @@
 """What a run left in its folder, read back: `Run.read(folder)`. Nothing here imports torch.
 
 Read are `run.json` (absent for a run of TRL alone, which can be read too), `trainer_state.json` (the newest: the folder's, or
-that of its last checkpoint while a run is under way), `completions/*.parquet` (`eval_*` from evaluations during training) and
-`evaluations/*/evaluation.json`.
+that of its last checkpoint) and what a run under way has logged since (`_log.jsonl`), `completions/*.parquet` (`eval_*` from
+evaluations during training) and `evaluations/*/evaluation.json`.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +19,10 @@ import numpy as np
 import pandas as pd
 
 from grpo_recipes.results.estimates import Estimate, mean_share
-from grpo_recipes.results.history import Log, read_log, read_step
+from grpo_recipes.results.history import Log, add_live, read_log, read_step
 from grpo_recipes.runs import files
+from grpo_recipes.runs.files import LIVE
+from grpo_recipes.runs.lock import is_held
 from grpo_recipes.runs.record import read_record
 from grpo_rewards.completions import completion_text
 from grpo_rewards.registry import REGISTERED, TRL_REWARDS, resolve
@@ -86,12 +88,14 @@ class RunReward:
     kind: str = "other"
     parts: tuple[RunReward, ...] = ()
     """The rewards that a `sum` adds."""
+    highest_pay: float | None = None
+    """The most that it pays a completion, without the weight; None if it does not say."""
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> RunReward:
         """The reward that an entry of `run.json` describes."""
         parts = tuple(map(cls.from_dict, entry.get("parts", ())))
-        return cls(entry["name"], entry.get("weight", 1.0), entry.get("kind", "other"), parts)
+        return cls(entry["name"], entry.get("weight", 1.0), entry.get("kind", "other"), parts, entry.get("highest_pay"))
 
 
 class OutOfTime(files.RunError):
@@ -110,6 +114,8 @@ class Run:
     log: Log
     evaluations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     deadline: float = math.inf
+    is_running: bool = False
+    """Whether a launch was writing to the folder when it was read."""
 
     @classmethod
     def read(cls, folder: Path, within: float = math.inf) -> Run:
@@ -121,7 +127,8 @@ class Run:
         if not folder.is_dir():
             raise files.RunError(f"{folder}: there is no such folder; name the `output_dir` of a run")
         run = cls.read_evaluations(folder, within)
-        return replace(run, log=_newest_log(folder, run.check_time))
+        is_running = is_held(folder)
+        return replace(run, log=_newest_log(folder, run.check_time, is_running=is_running), is_running=is_running)
 
     @classmethod
     def read_evaluations(cls, folder: Path, within: float = math.inf) -> Run:
@@ -196,7 +203,8 @@ class Run:
         """What the logged completions were paid, without their texts: a row for each, in order.
 
         Columns: `file` and `row`, where it stands; `step`; `prompt` and `completion`, equal where the texts are equal and
-        otherwise without meaning; `total`, the weighted sum of the rewards, NaN where none scored the row.
+        otherwise without meaning; `total`, the weighted sum of the rewards, NaN where none scored the row; `pay/NAME`, what
+        each reward paid, NaN where it did not.
         """
         parts = [
             pd.DataFrame(
@@ -207,6 +215,11 @@ class Run:
                     "prompt": [hash(text) for text in batch["prompt"]],
                     "completion": [hash(text) for text in batch["completion"]],
                     "total": batch["total"].astype(float),
+                    **{
+                        f"pay/{reward.name}": batch[reward.name].astype(float)
+                        for reward in self.rewards
+                        if reward.name in batch.columns
+                    },
                 }
             )
             for number, file in enumerate(self.completion_files.kept)
@@ -219,13 +232,15 @@ class Run:
     def texts(self, rows: pd.DataFrame) -> pd.DataFrame:
         """The completions at some of `rows`, in the same order, with their texts.
 
-        Columns: those of the file, `prompt` and `completion` as text, `question`, which is the prompt's last message, and
-        `total`.
+        Columns: `prompt` and `completion` as text, `question`, which is the prompt's last message, the rewards, `total`, and
+        `advantage`, `gold` and `verdict` as far as the file has them.
         """
         found: dict[tuple[int, int], pd.Series] = {}
         for number, places in rows.groupby("file")["row"]:
             wanted = set(places)
-            for start, batch in self._completions(self.completion_files.kept[int(number)]):
+            for start, batch in self._completions(
+                self.completion_files.kept[int(number)], ("advantage", "gold", "verdict")
+            ):
                 here = [place for place in wanted if start <= place < start + len(batch)]
                 found |= {(int(number), place): batch.iloc[place - start] for place in here}
                 if max(wanted) < start + len(batch):
@@ -233,9 +248,14 @@ class Run:
         order = zip(rows["file"].astype(int), rows["row"].astype(int), strict=True)
         return pd.DataFrame([found[place] for place in order])
 
-    def _completions(self, file: Path) -> Iterator[tuple[int, pd.DataFrame]]:
-        """The completions of a file as `texts` gives them, some at a time, and the number of the first of them."""
-        columns = {"step": files.INTEGERS, "prompt": files.CONVERSATIONS, "completion": files.CONVERSATIONS}
+    def _completions(self, file: Path, more: Iterable[str] = ()) -> Iterator[tuple[int, pd.DataFrame]]:
+        """The completions of a file, some at a time, with the columns `more` if it has them, and the number of the first."""
+        columns: dict[str, files.Kind] = {
+            "step": files.INTEGERS,
+            "prompt": files.CONVERSATIONS,
+            "completion": files.CONVERSATIONS,
+        }
+        columns |= {f"{name}?": files.ANYTHING for name in more}
         start = 0
         for batch in files.read_batches(file, columns | {f"{reward.name}?": files.NUMBERS for reward in self.rewards}):
             self.check_time()
@@ -323,7 +343,27 @@ def _listed(value: Any) -> Any:
     return value if isinstance(value, str) else list(value)
 
 
-def _newest_log(folder: Path, tick: Callable[[], None]) -> Log:
+def _newest_log(folder: Path, tick: Callable[[], None], *, is_running: bool) -> Log:
+    """The log of the newest `trainer_state.json`, and what a run under way, or one that was killed, has logged since."""
+    log = Log()
+    try:
+        log = _saved_log(folder, tick)
+    except NothingSaved:
+        if not add_live(log, folder / LIVE, tick):
+            raise
+        if not log.last_step:
+            found = "has logged nothing yet: ask again after its first step" if is_running else "logged nothing"
+            raise files.RunError(f"{folder}: the run {found}") from None
+        return log
+    add_live(log, folder / LIVE, tick)
+    return log
+
+
+class NothingSaved(files.RunError):
+    """A folder has no `trainer_state.json`."""
+
+
+def _saved_log(folder: Path, tick: Callable[[], None]) -> Log:
     """The log in the `trainer_state.json` of the highest step, of the folder or a checkpoint. A damaged one is skipped."""
     states: list[tuple[int, Path]] = []
     damaged: files.RunError | None = None
@@ -343,7 +383,7 @@ def _newest_log(folder: Path, tick: Callable[[], None]) -> Log:
             raise
         except files.RunError as error:
             damaged = error
-    raise damaged or files.RunError(
+    raise damaged or NothingSaved(
         f"{folder}: no `trainer_state.json` here or in a checkpoint; name the `output_dir` of a run"
     )
 

@@ -55,6 +55,10 @@ class NothingTrained(RuntimeError):
     """A run that ended without an optimiser step, so that its model is unchanged."""
 
 
+class NotThePolicy(RuntimeError):
+    """Completions were sampled from another distribution than the policy's, so that training on them is training on nothing."""
+
+
 class BuildLocked(UserError):
     """A lock of torch's extension builder that no process holds: DeepSpeed would wait for it without end."""
 
@@ -131,7 +135,7 @@ def sentence(error: Exception, rank: int, checkpoint: Path | None, *, curable: b
     where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     if _is_lost_contact(error):
         what = "another rank ended without an error of its own; it was probably killed (out of memory, or its machine failed)"
-    elif isinstance(error, (RewardFault, NothingTrained)):
+    elif isinstance(error, (RewardFault, NothingTrained, NotThePolicy)):
         what = str(error)
     else:
         what = f"{type(error).__name__}: {error}"

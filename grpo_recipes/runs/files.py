@@ -22,7 +22,7 @@ from grpo_rewards.errors import UserError
 from grpo_rewards.writing import replacing as replacing
 from grpo_rewards.writing import write_atomically as write_atomically
 
-RECORD = "run.json"
+RECORD, LIVE = "run.json", "_log.jsonl"  # transformers pushes no file whose name begins with `_`
 EVALUATIONS, BEFORE, AFTER = "evaluations", "before", "after"
 FAULT_FILES = "fault-rank*.json"
 
@@ -67,6 +67,7 @@ INTEGER = Kind("an integer", lambda value: isinstance(value, int) and not isinst
 INTEGER_OR_NULL = Kind("an integer", lambda value: value is None or INTEGER.holds(value))
 STEP = Kind("an integer from 0", lambda value: INTEGER.holds(value) and 0 <= value < 2**63)
 NUMBER = Kind("a number", lambda value: isinstance(value, float) or (INTEGER.holds(value) and abs(value) < 2**63))
+NUMBER_OR_NULL = Kind("a number", lambda value: value is None or NUMBER.holds(value))
 SHARE = Kind("a share with an interval (low <= value <= high)", lambda value: _is_share(value))
 ESTIMATE = Kind("a number with an interval (low <= value <= high)", lambda value: _is_estimate(value))
 
@@ -90,6 +91,7 @@ EVALUATION: Shape = {
     "majority?": SHARE,
     "pass_at?": {"*?": SHARE},
     "settings": {"samples": INTEGER, "strict?": [{"name": TEXT}]},
+    "made_with?": {},
     "rewards?": {
         "*?": {"mean?": ESTIMATE, "passed?": SHARE, "majority?": SHARE, "pass_at?": {"*?": SHARE}, "unscored": INTEGER}
     },

@@ -93,6 +93,20 @@ def only_launch(folder: Path) -> Iterator[None]:
                 folder.rmdir()  # stays if the run left anything there
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a launch seems to write to `folder` just now; asked at once, by the lock's time where only time can tell."""
+    lock = folder / LOCK
+    try:
+        if not lock.is_file():
+            return False
+        holder = Holder.read(lock)
+        if holder is not None and holder.processes == _processes():
+            return holder.runs()
+        return time.time() - _touched(lock) < STALE_SECONDS
+    except (OSError, OverflowError, TypeError):  # released meanwhile, or no lock of ours
+        return False
+
+
 def _taken(lock: Path, me: Holder) -> bool:
     """Write the lock unless there is one. A link appears whole or not at all, on network file systems too."""
     part = lock.with_name(f".{lock.name}.{me.host}.{me.pid}")

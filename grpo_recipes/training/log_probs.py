@@ -1,7 +1,8 @@
 """Per-token log-probabilities in the cheapest layout that is exact for the model: packed, trimmed, or as TRL pads them.
 
 A wrong attention mask gives wrong log-probabilities without any error, so a model is packed only after its configuration
-has been inspected and its first micro-batch agrees with TRL's own computation. See docs/efficiency.md.
+has been inspected, its first micro-batch agrees with TRL's own computation, and a few short rows agree in their gradients
+too, whatever has been learnt (`layout_check`). See docs/efficiency.md.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -25,18 +26,24 @@ from trl import GRPOConfig
 from trl.models.utils import disable_gradient_checkpointing
 
 from grpo_recipes.decoding.check import disagreement, has_whole_precision
-from grpo_recipes.decoding.models import base_model, has_dropout, rotary_of_the_longest
+from grpo_recipes.decoding.models import base_model, has_dropout, rotary_of_the_longest, scaled_by_position
 from grpo_recipes.runs.restart import on_any_rank
+from grpo_recipes.training import layout_check as check
 from grpo_recipes.training.packing import ATTENTION, Layout, PackedRow, Rows, order, pack, register_attention
 
 EXTRA_PADDING = 8
-"""Columns of padding added on the left for the check, so that a model whose result depends on padding is noticed even
+"""Columns of padding added on either side for the check, so that a model whose result depends on padding is noticed even
 where the first micro-batch has none."""
 
 MAX_PACKED_SHARE = 0.95
 """Pack only where the packed row has at most this share of the tokens of trimmed rows; a rectangle is quicker per token."""
 
 _ELSEWHERE = "on another rank"
+
+_DOUBTS = {
+    Layout.TRIMMED: "what this model computes depends on padding",
+    Layout.PACKED: "packed rows give something else",
+}
 
 PerToken = tuple[Tensor, Tensor | None]
 """Log-probabilities and, if they were asked for, entropies, each (B, T)."""
@@ -80,6 +87,8 @@ class LogProbs:
     plain_because: str = ""
     """Why TRL's rows must stay as they are, if they must: something else reads them in the forward."""
     _layouts: WeakKeyDictionary[nn.Module, Layout] = field(default_factory=WeakKeyDictionary)
+    _checked: WeakKeyDictionary[nn.Module, set[tuple[str, ...]]] = field(default_factory=WeakKeyDictionary)
+    """The active adapters under which the layout was found to be exact."""
     _bare: WeakKeyDictionary[nn.Module, ReferenceType[nn.Module]] = field(default_factory=WeakKeyDictionary)
     _said: set[str] = field(default_factory=set)
 
@@ -96,12 +105,17 @@ class LogProbs:
         return torch.cat(log_probs)[back], torch.cat(entropies)[back] if compute_entropy else None
 
     def layout(self, model: nn.Module, rows: Rows, chunk: int) -> Layout:
-        """The layout that this model is run in; chosen on the first `chunk` rows it meets, for all ranks alike."""
+        """The layout that this model is run in, chosen on the first `chunk` rows it meets, for all ranks alike.
+
+        Under other adapters, a reference's for one, it is another function, and is checked anew: one layout serves all.
+        """
         bare = self.bare(model)
-        if bare not in self._layouts:
+        state, checked = check.adapter_state(bare), self._checked.setdefault(bare, set())
+        if state not in checked:
             found = self._choose_layout(model, bare, rows.select(slice(chunk)))
             if found is None:  # no row has a label to compare: run these plainly, and choose on the next rows
                 return Layout.PLAIN
+            checked.add(state)
             self._layouts[bare] = found
         return self._layouts[bare]
 
@@ -157,16 +171,21 @@ class LogProbs:
 
     def _choose_layout(self, model: nn.Module, bare: nn.Module, rows: Rows) -> Layout | None:
         """Inspect the model, then compare the layout with TRL's plain rows; None if no rank has a label."""
+        wanted = self._layouts.get(bare, self.wanted)
         found, reason = self._allowed(bare)
+        found = min(found, wanted)
         if found is not Layout.PLAIN:
             if not self._any_rank(bool(rows.completion_mask.any())):
                 return None
             with eval_no_grad(bare), disable_gradient_checkpointing(bare, self.args.gradient_checkpointing_kwargs):
                 found, doubt = self._verify(model, bare, rows, found)
+                if found is not Layout.PLAIN:
+                    found, late = self._try_out(model, bare, rows, found)
+                    doubt = late or doubt
             reason = doubt or reason
         if found is not Layout.PACKED:
             stock_attention(bare)
-        if found < self.wanted:
+        if found < wanted:
             self.say_once(f"micro-batches are {found}: {reason}")
         return found
 
@@ -176,35 +195,37 @@ class LogProbs:
             return Layout.PLAIN, "pad_to_multiple_of asks for the shapes that TRL makes"
         if self.plain_because:
             return Layout.PLAIN, self.plain_because
-        rotary = rotary_of_the_longest(text_config(model))
-        if rotary:
-            return Layout.PLAIN, f"a rotary table of type {rotary} depends on the longest row, padding included"
+        if self.args.neftune_noise_alpha is not None:
+            return Layout.PLAIN, "neftune_noise_alpha adds noise by the width of the rows, padding included"
+        if reason := follows_the_width(text_config(model)):
+            return Layout.PLAIN, reason
+        if getattr(getattr(model, "active_peft_config", None), "velora_config", None) is not None:
+            return Layout.PLAIN, "the adapter's gradient is compressed by an average over whole micro-batches (VeLoRA)"
         if self.wanted is not Layout.PACKED:
             return self.wanted, ""
-        reason = unsupported(model)
+        unsupported_because = unsupported(model)
         if self.router_loss:
-            reason = "a packed row would count a prompt once in the router loss"
+            unsupported_because = "a packed row would count a prompt once in the router loss"
         elif self.args.torch_compile:
-            reason = "torch.compile would compile each packed shape anew"
-        return (Layout.TRIMMED, reason) if reason else (Layout.PACKED, "")
+            unsupported_because = "torch.compile would compile each packed shape anew"
+        return (Layout.TRIMMED, unsupported_because) if unsupported_because else (Layout.PACKED, "")
 
     def _verify(self, model: nn.Module, bare: nn.Module, rows: Rows, wanted: Layout) -> tuple[Layout, str]:
         """The best layout up to `wanted` that agrees with TRL's rows on every rank, and why it isn't `wanted`.
 
         Under ZeRO-3 and FSDP a model call is a collective, so the ranks decide each stage together, whatever their rows are.
         """
-        room = (getattr(text_config(bare), "max_position_embeddings", None) or math.inf) - rows.input_ids.size(1)
-        columns = int(max(0, min(EXTRA_PADDING, room)))
-        if self._any_rank(not columns and _learns_positions(base_model(bare))):
+        wide = _widened(rows, bare)
+        if self._any_rank(wide is rows and _learns_positions(base_model(bare))):
             return Layout.PLAIN, "its positions are learnt, and the rows leave no room to check whether padding matters"
-        expected, _ = self.plain(model, rows.widen(columns), False)
+        expected = self.plain(model, wide, False)[0][:, : rows.logits_to_keep]
         got, _ = self._run(ModelCall(Layout.TRIMMED, rows, *rows.trimmed()), model, False)
         doubt = self._disagreement(got, expected, rows, bare)
         if self._any_rank(bool(doubt)):
             return Layout.PLAIN, f"the log-probabilities of this model depend on padding ({doubt or _ELSEWHERE})"
         if wanted is not Layout.PACKED:
             return Layout.TRIMMED, ""
-        packable = (self._fits(bare, rows) & rows.completion_mask.any(1)).nonzero().flatten()
+        packable = self._packable(bare, rows)
         if not self._any_rank(len(packable) > 0):
             return Layout.TRIMMED, "no row of the first micro-batch can be packed"
         packing_attention(bare)
@@ -212,6 +233,63 @@ class LogProbs:
         if self._any_rank(bool(doubt)):
             return Layout.TRIMMED, doubt or f"packed rows give other log-probabilities ({_ELSEWHERE})"
         return Layout.PACKED, ""
+
+    def _packable(self, bare: nn.Module, rows: Rows) -> Tensor:
+        """The rows that can be packed and have a label."""
+        return (self._fits(bare, rows) & rows.completion_mask.any(1)).nonzero().flatten()
+
+    def _try_out(self, model: nn.Module, bare: nn.Module, rows: Rows, found: Layout) -> tuple[Layout, str]:
+        """The best layout up to `found` on a few short rows, in log-probabilities and gradients, and why it isn't `found`.
+
+        Tensors that hold one value are perturbed for it: a new adapter adds nothing, and agrees in every layout. As far as
+        memory allows it is done in float32, where a difference is a mistake and no rounding.
+        """
+        sharded, device = check.is_sharded(bare), self.accelerator.device
+        if sharded:  # a model call is a collective of all ranks, and gradients lie in parts
+            self.say_once("under ZeRO-3 and FSDP layouts are compared by their log-probabilities, not by gradients")
+        widen = not sharded and not self._any_rank(not check.fits_in_float32(bare, device))
+        if not sharded and not widen:
+            self.say_once("layouts are compared in 16 bit: the weights are quantised, or have no room in float32")
+        whole = widen or self._has_whole_precision(bare)
+        packable = self._packable(bare, rows) if found is Layout.PACKED else rows.completion_mask.any(1).nonzero()
+        few = check.sample(rows, packable.flatten())
+        wide = _widened(few, bare)
+        target = model if sharded else bare
+        parameters = [] if sharded else check.compared(bare)
+
+        def computed(call: ModelCall) -> tuple[Tensor, check.Gradients]:
+            with torch.set_grad_enabled(bool(parameters)):
+                log_probs = self._run(call, target, False)[0][:, : few.logits_to_keep]
+                return log_probs.detach(), check.gradients(log_probs, parameters)
+
+        def doubt_of(got: tuple[Tensor, check.Gradients], expected: tuple[Tensor, check.Gradients]) -> str:
+            doubt = self._disagreement(got[0], expected[0], few, bare, whole)
+            return (
+                f"log-probabilities {doubt}"
+                if doubt
+                else check.gradient_disagreement(got[1], expected[1], whole_precision=whole)
+            )
+
+        def best(up_to: Layout, expected: tuple[Tensor, check.Gradients]) -> tuple[Layout, str]:
+            for layout in (Layout.TRIMMED, Layout.PACKED)[:up_to]:
+                doubt = doubt_of(computed(ModelCall(layout, few, *few.trimmed())), expected)
+                if self._any_rank(bool(doubt)):
+                    return Layout(layout - 1), f"{_DOUBTS[layout]} once it has trained ({doubt or _ELSEWHERE})"
+            return up_to, ""
+
+        plain = ModelCall(Layout.PLAIN, wide, wide, torch.arange(len(wide.input_ids)))
+        with check.in_float32(bare, self.accelerator) if widen else nullcontext(), check.perturbed(bare):
+            with check.in_training(bare, device):
+                before = check.random_state(device)
+                expected, again = computed(plain), computed(plain)
+                drew, gap = not torch.equal(before, check.random_state(device)), (again[0] - expected[0]).abs().max()
+                noise = bool(gap > (check.NOISE_FP32 if whole else 0.0 if drew else math.inf))
+                if not self._any_rank(noise or bool(doubt_of(again, expected))):
+                    return best(found, expected)
+            # Random numbers can't be compared: without them, and never in a packed row, whose prompt would share them.
+            most, doubt = best(min(found, Layout.TRIMMED), computed(plain))
+        noisy = "in training the model draws random numbers, which a packed prompt would share"
+        return most, doubt or (noisy if found is Layout.PACKED else "")
 
     def _doubt_of_packing(
         self, model: nn.Module, bare: nn.Module, rows: Rows, packable: Tensor, expected: Tensor
@@ -233,13 +311,22 @@ class LogProbs:
     def _any_rank(self, flag: bool) -> bool:
         return on_any_rank(flag, self.accelerator.device)
 
-    def _disagreement(self, got: Tensor, expected: Tensor, rows: Rows, model: nn.Module) -> str:
-        """By how much two computations differ where there are labels, as a phrase; empty within the tolerance."""
+    def _has_whole_precision(self, model: nn.Module) -> bool:
+        return has_whole_precision(model) and self.accelerator.mixed_precision == "no"
+
+    def _disagreement(
+        self, got: Tensor, expected: Tensor, rows: Rows, model: nn.Module, whole: bool | None = None
+    ) -> str:
+        """By how much two computations differ where there are labels, as a phrase; empty within the tolerance.
+
+        Without `whole`, the precision is the model's own, and the rows are those of the first micro-batch.
+        """
         gap = (got - expected).abs()[rows.completion_mask.bool()].float()
         if not gap.numel():
             return ""
-        whole = has_whole_precision(model) and self.accelerator.mixed_precision == "no"
-        return disagreement(gap.mean(), gap.max(), whole_precision=whole, where="the first micro-batch")
+        where = "a few short rows" if whole is not None else "the first micro-batch"
+        whole = self._has_whole_precision(model) if whole is None else whole
+        return disagreement(gap.mean(), gap.max(), whole_precision=whole, where=where)
 
     def _fits(self, model: nn.Module, rows: Rows) -> Tensor:
         """Which rows can be packed, (B,): their masks have no holes and they lie inside the model's attention window."""
@@ -283,6 +370,14 @@ def _scatter_rows(values: Tensor, call: ModelCall) -> Tensor:
     return wide.new_zeros(len(call.rows.input_ids), wide.size(1)).index_copy(0, call.index, wide)
 
 
+def _widened(rows: Rows, model: nn.Module) -> Rows:
+    """The rows with `EXTRA_PADDING` on either side, as far as the model has positions for it."""
+    longest = getattr(text_config(model), "max_position_embeddings", None) or math.inf
+    left = int(max(0, min(EXTRA_PADDING, longest - rows.input_ids.size(1))))
+    right = int(max(0, min(EXTRA_PADDING, longest - rows.input_ids.size(1) - left)))
+    return rows.widen(left, right) if left else rows
+
+
 def text_config(model: nn.Module) -> Any:
     """The configuration of the language model."""
     return base_model(model).config.get_text_config()
@@ -303,6 +398,17 @@ def stock_attention(model: nn.Module) -> None:
     """Give the model stock SDPA back if it has ours."""
     if has_packing_attention(model):
         base_model(model).set_attn_implementation("sdpa")
+
+
+def follows_the_width(config: Any) -> str:
+    """Why the results of a model with this configuration follow the width of the rows; empty if nothing in it says so."""
+    if rotary := rotary_of_the_longest(config):
+        return f"a rotary table of type {rotary} depends on the longest row, padding included"
+    if scale := scaled_by_position(config):
+        return f"attention is scaled by a token's place in the row, padding included ({scale})"
+    if getattr(config, "index_topk", None):
+        return "attention keeps the index_topk highest scores, and padding decides between equal ones"
+    return ""
 
 
 def attention_window(config: Any) -> int | None:
@@ -329,6 +435,8 @@ def unsupported(model: nn.Module) -> str | None:
         return f"the forward of {type(base.base_model).__name__} takes no position_ids or no further arguments"
     if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
         return "the adapter puts virtual tokens before the prompt"
+    if getattr(getattr(model, "active_peft_config", None), "alora_invocation_tokens", None):
+        return "the adapter acts from its invocation tokens to the end of a row (aLoRA)"
     if has_dropout(base):
         return "the model has dropout, and a packed prompt would share one mask among its completions"
     return None

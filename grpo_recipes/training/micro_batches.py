@@ -10,7 +10,8 @@ divisor and every rank makes the same calls.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -196,6 +197,18 @@ def mark_idle(ours: Sequence[MicroBatch], totals: Tensor) -> Efficiency:
         if not number:
             batch[IDLE] = True
     return Efficiency(computed, needed, rectangle, rows, skipped)
+
+
+@contextmanager
+def idle_unlogged(batch: MicroBatch, metrics: dict[str, list[float]]) -> Iterator[None]:
+    """Keep a micro-batch in which no rank has a row that contributes out of the averages that TRL logs."""
+    before = {name: len(values) for name, values in metrics.items()}
+    yield
+    if IDLE in batch:
+        for name in list(metrics):
+            del metrics[name][before.get(name, 0) :]
+            if not metrics[name]:
+                del metrics[name]
 
 
 def needed_tokens(batches: Sequence[MicroBatch], layout: Layout) -> int:

@@ -147,10 +147,10 @@ class Rows:
         mask[:, -self.logits_to_keep :] = 0
         return Rows(self.input_ids, mask, self.logits_to_keep)
 
-    def widen(self, columns: int) -> Rows:
-        """The same rows with columns of padding added on the left."""
-        ids = pad(self.input_ids, (columns, 0), value=int(self.input_ids[0, -1]))
-        return Rows(ids, pad(self.attention_mask, (columns, 0)), self.logits_to_keep)
+    def widen(self, left: int, right: int) -> Rows:
+        """The same rows with columns of padding added on both sides."""
+        ids = pad(self.input_ids, (left, right), value=int(self.input_ids[0, -1]))
+        return Rows(ids, pad(self.attention_mask, (left, right)), self.logits_to_keep + right)
 
     @property
     def completion_mask(self) -> Tensor:

@@ -43,6 +43,8 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_a
 from grpo_recipes.recipe.specs import ReferenceSpec
 from grpo_recipes.runs.checkpoints import adapter_config
 from grpo_recipes.runs.files import replacing
+from grpo_recipes.training.vllm_engine import send_policy
+from grpo_recipes.training.zero3 import gathered
 from grpo_rewards.errors import UserError
 
 REF = "ref"  # the adapter name that TRL's scoring looks for
@@ -98,19 +100,21 @@ def set_reference(trainer: GRPOTrainer, source: str | Mapping[str, Any] | Refere
     _check_trains(model)
     if isinstance(model, PeftModel):
         _give_head_a_bias(model)
+    send_policy(trainer)
     trainer.beta = args.beta
     if args.beta == 0.0:
-        return "none: `beta` is 0"
-    _check_backend(trainer)
-    if isinstance(model, PeftModel):
-        sentence = _adapter_reference(model, spec, keep_copy=args.sync_ref_model)
+        sentence = "none: `beta` is 0"
     else:
-        sentence = _model_reference(trainer, spec)
+        _check_backend(trainer)
+        if isinstance(model, PeftModel):
+            sentence = _adapter_reference(model, spec, keep_copy=args.sync_ref_model)
+        else:
+            sentence = _model_reference(trainer, spec)
+        trainer.add_callback(ReferenceCallback(trainer, spec, made_ref=spec.adapter != REF))
+        sentence += _describe_refresh(args)
     if args.disable_dropout:
         _disable_dropout(model)
-    _keep_out_of_vllm(trainer)
-    trainer.add_callback(ReferenceCallback(trainer, spec, made_ref=spec.adapter != REF))
-    return sentence + _describe_refresh(args) + _describe_dropout(model, args)
+    return sentence + _describe_dropout(model, args)
 
 
 @torch.no_grad()
@@ -277,6 +281,14 @@ def _check_policy_adapter(model: PeftModel, policy: str) -> None:
             f"the adapter trains the base's biases (`bias: {bias}`), which switching it off or copying it leaves trained: "
             "set `bias: none`, or `beta: 0`"
         )
+    own = {id(tensor) for tensor in adapter_tensors(model, policy).values()}
+    beside = [name for name, tensor in model.named_parameters() if tensor.requires_grad and id(tensor) not in own]
+    if beside:
+        raise ReferencePolicyError(
+            f"{len(beside)} parameters beside the adapter `{policy}` would train ({beside[0]} is the first), which switching "
+            "it off or copying it leaves trained: name their modules in the adapter's `modules_to_save`, freeze them, or set "
+            "`beta: 0`"
+        )
 
 
 def _add_reference(model: PeftModel, policy: str, spec: ReferenceSpec) -> str:
@@ -311,12 +323,12 @@ def _is_neutral(name: str, tensor: torch.Tensor, every: Tensors) -> bool:
     if {"lora_A", "lora_embedding_B", "trainable_tokens_original"} & set(parts):
         return True
     if {"lora_B", "lora_embedding_A"} & set(parts):
-        with _gathered([tensor]):
+        with gathered([tensor]):
             return not tensor.any()
     for kept, original in _ORIGINALS.items():
         if kept in parts:
             base = every.get(name.replace(kept, original))
-            with _gathered([tensor, base]):
+            with gathered([tensor, base]):
                 return base is not None and torch.equal(tensor, base)
     return False
 
@@ -327,15 +339,24 @@ def _copy_adapter(model: PeftModel, name: str) -> None:
     config.inference_mode = True
     if hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True  # the weights are copied in; "pissa" and its like would change the base again
+    if hasattr(config, "layer_replication"):
+        config.layer_replication = None  # the base's layers are replicated already: PEFT would do it again
+
+    def impossible(reason: str) -> ReferencePolicyError:
+        return ReferencePolicyError(
+            f"PEFT can't hold a second {config.peft_type.value} adapter like `{name}` ({reason}): use `reference: base` if the "
+            "adapter is new, or merge the adapter into the model"
+        )
+
     try:
         model.add_adapter(REF, config)
     except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise ReferencePolicyError(
-            f"PEFT can't hold a second {config.peft_type.value} adapter like `{name}` ({' '.join(str(error).split())}): use "
-            "`reference: base` if the adapter is new, or merge the adapter into the model"
-        ) from error
+        raise impossible(" ".join(str(error).split())) from error
     _match_dtype(model, name)  # first: a copy into a narrower type would round
-    for source, target in _paired(adapter_tensors(model, name), adapter_tensors(model, REF)):
+    policy, reference = adapter_tensors(model, name), adapter_tensors(model, REF)
+    if policy.keys() != reference.keys():
+        raise impossible(f"{min(policy.keys() ^ reference.keys())} is in one of them only")
+    for source, target in _paired(policy, reference):
         _blend(source, target, 1.0)
 
 
@@ -352,6 +373,11 @@ def _load_adapter(model: PeftModel, where: str) -> str | None:
         raise ReferencePolicyError(
             f"`reference.adapter`: {where} was initialised with {config.init_lora_weights!r}, which changes the base's "
             "weights: convert it to plain LoRA first (`path_initial_model_for_weight_conversion` of PEFT's `save_pretrained`)"
+        )
+    if getattr(config, "layer_replication", None):
+        raise ReferencePolicyError(
+            f"`reference.adapter`: {where} has `layer_replication`, and PEFT would replicate the policy's layers with it: use "
+            "`reference: initial` or `base`"
         )
     training = model.training
     try:
@@ -469,25 +495,6 @@ def _warn_of_dropout(trainer: GRPOTrainer) -> None:
         )
 
 
-def _keep_out_of_vllm(trainer: GRPOTrainer) -> None:
-    """Leave the reference out of the weights that TRL sends to vLLM, and give a renamed adapter's their plain names.
-
-    TRL skips what carries the tuner's prefix (`lora_`) and strips `modules_to_save.default.`; the reference's copies of
-    `modules_to_save`, and the policy's under another adapter name, would reach vLLM under names that it does not know.
-    """
-    model, vllm = trainer.model, getattr(trainer, "vllm_generation", None)
-    if vllm is None or not isinstance(model, PeftModel) or hasattr(vllm, "_named_params_of_trl"):
-        return
-    vllm._named_params_of_trl = vllm._iter_named_params
-
-    def exported() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in vllm._named_params_of_trl():
-            if f"modules_to_save.{REF}." not in name:
-                yield name.replace(f"modules_to_save.{_policy_adapter(model)}.", ""), tensor
-
-    vllm._iter_named_params = exported
-
-
 @contextmanager
 def reference_in(trainer: GRPOTrainer) -> Iterator[torch.nn.Module]:
     """The model that scores the reference; where policy and reference share one, with the reference's adapter active."""
@@ -535,24 +542,11 @@ def _shape(tensor: torch.Tensor) -> torch.Size:
 @torch.no_grad()
 def _blend(source: torch.Tensor, target: torch.Tensor, alpha: float) -> None:
     """target <- (1 - alpha) target + alpha source; an exact copy at alpha 1 and of a tensor that is not floating-point."""
-    with _gathered([source, target], write=True):
+    with gathered([source, target], write=True):
         if alpha == 1.0 or not target.is_floating_point():
             target.copy_(source)
         else:
             target.mul_(1.0 - alpha).add_(source, alpha=alpha)
-
-
-@contextmanager
-def _gathered(tensors: Sequence[torch.Tensor | None], *, write: bool = False) -> Iterator[None]:
-    """Gather tensors that ZeRO-3 has partitioned on every rank; with `write`, what rank 0 writes into them is kept."""
-    partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
-    if not partitioned:
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0 if write else None):
-        yield
 
 
 def _reset(optimizer: torch.optim.Optimizer) -> None:
@@ -574,7 +568,7 @@ def _store(trainer: GRPOTrainer, checkpoint: Path) -> None:
     """Write the whole reference into `checkpoint` from rank 0; a collective call where it is partitioned."""
     whole = {}
     for name, tensor in _reference_tensors(trainer).items():
-        with _gathered([tensor]):
+        with gathered([tensor]):
             value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if trainer.args.should_save:
                 whole[name] = value.detach().to("cpu", copy=True).contiguous()
@@ -597,7 +591,7 @@ def _restore(trainer: GRPOTrainer, checkpoint: Path) -> None:
         raise ReferencePolicyError(f"{checkpoint / WEIGHTS} is of another model: resume with the recipe that wrote it")
     for name, tensor in tensors.items():
         value = stored[name].to(tensor.device)
-        with _gathered([tensor], write=True):
+        with gathered([tensor], write=True):
             if isinstance(tensor, DTensor):
                 value = distribute_tensor(value, tensor.device_mesh, tensor.placements)
             tensor.copy_(value)

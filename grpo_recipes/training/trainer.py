@@ -18,7 +18,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes.decoding.stop_strings import StopStrings
 from grpo_recipes.recipe.generation import check as check_generation
 from grpo_recipes.recipe.losses import LOSS_TYPES
-from grpo_recipes.recipe.specs import GenerationMode, KLEstimator, MicroBatching, ReferenceSpec, typed
+from grpo_recipes.recipe.specs import GenerationMode, KLEstimator, MicroBatching, ReferenceSpec, SamplingSpec, typed
 from grpo_recipes.runs.restart import EpochSampler, TellEpoch
 from grpo_recipes.runs.saving import CompleteCheckpoints
 from grpo_recipes.training import micro_batches as microbatch
@@ -26,12 +26,16 @@ from grpo_recipes.training import offline
 from grpo_recipes.training.continuous_batching import ContinuousBatching, refuse_cast
 from grpo_recipes.training.eval_completions import separate_eval_completions
 from grpo_recipes.training.full_kl import FullKL, Projection, check_full_kl, last_hidden_states
-from grpo_recipes.training.generation_check import Generation, unfit_layout
+from grpo_recipes.training.generation import Generation
+from grpo_recipes.training.generation_check import GenerationCheck
 from grpo_recipes.training.log_probs import LogProbs, PerToken
 from grpo_recipes.training.packing import Layout, Rows
+from grpo_recipes.training.policy import with_its_base
+from grpo_recipes.training.prompt_sampler import PromptSampling
 from grpo_recipes.training.reference import reference_in, set_reference, without_trl_reference
 from grpo_recipes.training.stop_strings import corrected, take_over_mask
 from grpo_recipes.training.updates import UpdateSample
+from grpo_recipes.training.vllm_engine import sampling_by_seed
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +54,9 @@ class GRPOTrainer(TRLGRPOTrainer):
             padding, repeated prompts and rows without a gradient. See docs/efficiency.md.
         generation: "auto" or "off": whether transformers' `generate` runs each prompt of a batch once and drops finished
             rows, where the tokens stay what they are. Concerns neither vLLM nor continuous batching.
+        sampling: "informative" or a mapping: leaves out prompts whose last groups had no variance. See docs/sampling.md.
+        generation_check: whether completions are compared with the policy, and a run is stopped where they are not its own.
+            See docs/generation-check.md.
         optimizer_cls_and_kwargs: transformers' own argument, which TRL's trainer leaves out: an optimiser by its class.
     """
 
@@ -66,6 +73,8 @@ class GRPOTrainer(TRLGRPOTrainer):
         kl_estimator: KLEstimator = "sampled",
         micro_batching: str | Mapping[str, bool] | MicroBatching = "auto",
         generation: GenerationMode = "auto",
+        sampling: str | Mapping[str, Any] | SamplingSpec | None = None,
+        generation_check: bool = True,
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -74,8 +83,8 @@ class GRPOTrainer(TRLGRPOTrainer):
         generation = typed("generation", generation, GenerationMode)
         if args is not None:
             check_generation(args)
-        with without_trl_reference(args):  # TRL builds no reference of its own
-            super().__init__(model, reward_funcs, args, *rest, **kwargs)
+        with without_trl_reference(args), sampling_by_seed(args):  # TRL builds no reference of its own
+            super().__init__(with_its_base(model, args), reward_funcs, args, *rest, **kwargs)
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         if not self.is_deepspeed_enabled:  # its optimiser holds float32 weights of its own
             self.add_callback(UpdateSample(self._metrics["train"]))
@@ -93,25 +102,16 @@ class GRPOTrainer(TRLGRPOTrainer):
             router_loss=self.aux_loss_enabled,
         )
         untouched = "the full-vocabulary KL reads the hidden states of TRL's rows" if self._full_kl is not None else ""
-        asked = microbatch.asked_layout(self.micro_batching)
-        self._log_probs = LogProbs(
-            self.accelerator, self.args, self._plain_log_probs, asked, self.aux_loss_enabled, untouched
-        )
+        asked, plain = microbatch.asked_layout(self.micro_batching), self._plain_log_probs
+        self._log_probs = LogProbs(self.accelerator, self.args, plain, asked, self.aux_loss_enabled, untouched)
         self._stop = StopStrings.of(self.args.generation_kwargs, self._tokenizer)
         self._masks_truncated = self._stop is not None and take_over_mask(self)
-        self._generation = Generation(
-            self.accelerator,
-            self.args,
-            self._plain_log_probs,
-            self.temperature,
-            self._stop,
-            generation,
-            unfit_layout(self),
-            together=self._dist.is_zero3,
-        )
+        self._generation_check = GenerationCheck(self, self._plain_log_probs, generation_check)
+        self._generation = Generation(self, self._generation_check, self._stop, generation)
         if self.use_transformers_continuous_batching:
             refuse_cast(self.model, self.args)
             self._continuous_batching = ContinuousBatching(self.continuous_batching_config)
+        self._prompts = PromptSampling.added_to(self, sampling)
         self.checkpoints = CompleteCheckpoints(self)
         self.add_callback(self.checkpoints)
 
@@ -126,6 +126,13 @@ class GRPOTrainer(TRLGRPOTrainer):
             self._regroup(self._buffered_inputs)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return offline.with_recorded_log_probs(inputs, self.rollout_func)
+
+    def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
+        """TRL's, of the prompts that are drawn."""
+        generate = super()._generate_and_score_completions
+        if self._prompts is None or not self.model.training:
+            return generate(inputs)
+        return self._prompts.generate(inputs, generate)
 
     def _regroup(self, padded: list[dict[str, Any]]) -> None:
         """Replace TRL's micro-batches with ours, and log what that saves over all ranks."""
@@ -178,7 +185,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """TRL's loss; with `kl_estimator` "full", the KL over the vocabulary takes the place of its sampled KL term."""
-        with self._idle_unlogged(inputs):
+        with microbatch.idle_unlogged(inputs, self._metrics["train"]):
             if self._full_kl is None:
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             mask = microbatch.loss_mask(inputs)
@@ -188,18 +195,6 @@ class GRPOTrainer(TRLGRPOTrainer):
             assert kl is not None, "TRL's loss runs the policy's forward"
             self._log_full_kl(kl.detach(), mask)
             return loss + self.beta * (kl * self._token_weights(inputs, mask)).sum()
-
-    @contextmanager
-    def _idle_unlogged(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """Keep a micro-batch in which no rank has a row left out of the averages that TRL logs."""
-        metrics = self._metrics["train"]
-        before = {name: len(values) for name, values in metrics.items()}
-        yield
-        if microbatch.IDLE in inputs:
-            for name in list(metrics):
-                del metrics[name][before.get(name, 0) :]
-                if not metrics[name]:
-                    del metrics[name]
 
     @contextmanager
     def _kl_logged_only(self) -> Iterator[None]:
@@ -239,18 +234,22 @@ class GRPOTrainer(TRLGRPOTrainer):
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, **more: Any
     ) -> tuple[list[list[int]], Any]:
         turn = partial(super()._generate_single_turn, prompt_ids, images, multimodal_fields, num_generations, **more)
+        log_probs = None
         if self.use_vllm:
-            return turn()
-        if self.use_transformers_continuous_batching:
+            completion_ids, log_probs = turn()
+            difference = self._generation_check.of_vllm(prompt_ids, completion_ids, log_probs)
+        elif self.use_transformers_continuous_batching:
             bare = self._log_probs.bare(self.model)
             with self._continuous_batching.around(bare, prompt_ids, self.max_completion_length):
-                return turn()
-        completion_ids, difference = self._generation(lambda: turn()[0], self.model, prompt_ids)
+                completion_ids, _ = turn()
+            difference = self._generation_check(prompt_ids, completion_ids, None)
+        else:
+            completion_ids, difference = self._generation(lambda: turn()[0], self.model, prompt_ids)
         if difference is not None:
             metrics = self._metrics["train" if self.model.training else "eval"]
             for name, value in zip(("mean", "max"), difference, strict=True):
                 metrics[f"sampling/sampling_logp_difference/{name}"].append(value)
-        return completion_ids, None
+        return completion_ids, log_probs
 
     def _generate(self, prompts: list[Any]) -> Any:
         """TRL's completions, its metrics and mask of truncated ones corrected for those that end with a stop string."""
@@ -287,8 +286,9 @@ class GRPOTrainer(TRLGRPOTrainer):
     # Seam 5: the order of the prompts.
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
-        """TRL's order of prompts, also after a resume past the first epoch."""
-        sampler = EpochSampler.like(offline.with_baseline(super()._get_train_sampler(dataset), self.rollout_func))
+        """TRL's order of prompts, also after a resume past the first epoch; with `sampling` some are marked to be left out."""
+        plain = offline.with_baseline(super()._get_train_sampler(dataset), self.rollout_func)
+        sampler = EpochSampler.like(plain) if self._prompts is None else self._prompts.sampler_like(plain)
         self.remove_callback(TellEpoch)
         self.add_callback(TellEpoch(sampler))
         return sampler

@@ -71,9 +71,8 @@ class UpdateSample(TrainerCallback):
         moves = update > 0
         exponent = torch.frexp(self.before).exponent
         bits = torch.cat([torch.full_like(part.places, _significant_bits(part.dtype)) for part in self.sample])
-        expected = torch.ldexp(update, bits - exponent).clamp(
-            max=1
-        )  # a weight of 0 has exponent 0, and any update moves it
+        expected = torch.ldexp(update, bits - exponent).clamp(max=1)
+        # A weight of 0 has exponent 0, and any update moves it.
         expected = torch.where(self.before == 0, 1.0, expected)
         counts = torch.stack([moves.sum(), (changed & moves).sum(), (expected * moves).sum()]).tolist()
         if counts[0]:

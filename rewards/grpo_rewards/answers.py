@@ -27,7 +27,7 @@ from functools import lru_cache
 from numbers import Real
 from typing import NamedTuple
 
-from grpo_rewards.completions import outside_thinking
+from grpo_rewards.completions import thinking_remover
 from grpo_rewards.format_tags import check_choice
 from grpo_rewards.prose import stated_quantity
 from grpo_rewards.symbolic import equivalent
@@ -133,11 +133,13 @@ def answer_extractor(layout: str, tags: tuple[str, str], prefilled: bool = False
     use_tag = layout in ("answer_tag", "auto")
     find_otherwise = _first_layout if layout == "auto" else _LAYOUTS.get(layout)
 
+    outside = thinking_remover(tags[0], prefilled)
+
     def extract(text: str) -> str | None:
-        text = outside_thinking(text, tags[0], prefilled)
-        if use_tag and answer_opening in text:
-            answer, closed, _ = text.rpartition(answer_opening)[2].partition(answer_closing)
-            return answer.strip() or None if closed else None
+        text = outside(text)
+        if use_tag and (start := text.rfind(answer_opening)) >= 0:
+            end = text.find(answer_closing, start)
+            return text[start + len(answer_opening) : end].strip() or None if end >= 0 else None
         return find_otherwise(text) or None if find_otherwise else None
 
     return extract

@@ -19,7 +19,7 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from grpo_rewards.completions import needed_column
-from grpo_rewards.golds import AgainstGold, Judgement, LogMetric
+from grpo_rewards.golds import AgainstGold, Judgement, Judgements, LogMetric
 
 # An answer longer than the longest choice by more than this names none.
 _MAX_EXTRA_CHARS = 1000
@@ -551,13 +551,13 @@ class ChoiceCorrectness(AgainstGold):
             return super().columns_read
         return *super().columns_read, self.choices_column
 
-    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> list[Judgement]:
+    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> Judgements:
         golds = needed_column(self, "gold_column", columns, texts)
         given: Sequence[Any] = [None] * len(texts)
         if self.choices_column is not None and (self.choices_column != "choices" or "choices" in columns):
             given = needed_column(self, "choices_column", columns, texts)
         rows = zip(texts, self._questions(golds, given), strict=True)
-        return [self._judgement(text, choices, gold) for text, (choices, gold) in rows]
+        return Judgements.of([self._judgement(text, choices, gold) for text, (choices, gold) in rows])
 
     def _questions(self, golds: Sequence[Any], given: Sequence[Any]) -> Iterator[tuple[Choices | None, str | None]]:
         letters_alone = self.choices_column is None or all(choices is None for choices in given)

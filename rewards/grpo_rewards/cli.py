@@ -23,7 +23,7 @@ from grpo_rewards.completions import completion_text, listed_scores
 from grpo_rewards.correctness import GSM8KCorrectness
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards, leaves, registered_names, resolve
-from grpo_rewards.terminal import say, say_error, visible, visible_messages
+from grpo_rewards.terminal import Cell, Part, Table, say, say_error, show, visible, visible_messages
 from grpo_rewards.writing import replacing
 
 Rows = list[tuple[int, dict[str, Any]]]  # line (or row) number from 1, and the row
@@ -73,6 +73,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         "--out", type=Path, metavar="FILE", help="write every row with its scores (.jsonl or .parquet)"
     )
     command.add_argument("--explain", action="store_true", help="print why each row earned what it did")
+    command.add_argument("--json", action="store_true", help="print the result as JSON")
     command.set_defaults(run=_score)
 
     command = commands.add_parser("check", help="check that each gold earns full pay against itself")
@@ -125,16 +126,22 @@ def _score(options: argparse.Namespace) -> int:
         raise CommandError(f"{options.file}: {complaints[0]}: mend it first, since a lost row would shift the groups")
     explain = _Explanations() if options.explain else None
     scores = _score_rows(rewards, rows, gold_column, explain)
-    if explain:
-        explain.show(rewards, scores, rows)
-    for reward in rewards:
-        _report(reward, scores[reward.name], rows)
+    summaries = {reward.name: _summary(reward, scores[reward.name], rows) for reward in rewards}
+    if options.json:
+        said = {"explained": explain.as_rows(rewards, scores, rows)} if explain else {}
+        say(json.dumps({"file": str(options.file), "rewards": summaries, **said}, indent=2))
+    else:
+        if explain:
+            explain.show(rewards, scores, rows)
+        for name, summary in summaries.items():
+            show(*_described(name, summary))
     if options.out:
         scored = [
             {**row, **{name: column[index] for name, column in scores.items()}} for index, (_, row) in enumerate(rows)
         ]
         _write(options.out, scored)
-        say(f"\nwrote {len(scored)} rows to {options.out}")
+        if not options.json:
+            say(f"\nwrote {len(scored)} rows to {options.out}")
     complaints += [
         f"{reward.name} could score none of {len(rows)} rows: {_why_unscorable(reward, rows[0], gold_column)}"
         for reward in rewards
@@ -217,6 +224,22 @@ class _Explanations:
 
         return {key: log for key in ("log_extra", "log_reason") if _takes(reward.unbound, key)}
 
+    def as_rows(self, rewards: Sequence[BuiltReward], scores: Mapping[str, list], rows: Rows) -> list[dict[str, Any]]:
+        """Every row with its scores and what was said of each, ready for JSON."""
+        return [
+            {
+                "row": number,
+                "pay": {reward.name: scores[reward.name][index] for reward in rewards},
+                "said": {
+                    reward.name: {
+                        key: _json_value(value) for key, value in self._said[reward.name].get(number, {}).items()
+                    }
+                    for reward in rewards
+                },
+            }
+            for index, (number, _) in enumerate(rows)
+        ]
+
     def show(self, rewards: Sequence[BuiltReward], scores: Mapping[str, list], rows: Rows) -> None:
         """Print every row with its scores and what was said of each."""
         for index, (number, row) in enumerate(rows):
@@ -243,6 +266,11 @@ def _told(value: Any) -> str:
         return "none" if value is None else f"{value:g}"
     text = str(value)
     return f"`{visible(text if len(text) <= _TOLD_CHARS else text[:_TOLD_CHARS] + '…')}`"
+
+
+def _json_value(value: Any) -> Any:
+    """What a reward logged, which may be anything: text where JSON has no word for it."""
+    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
 
 
 def _call(reward: BuiltReward, batch: Mapping[str, Any], numbers: Sequence[int]) -> list[float | None]:
@@ -293,23 +321,47 @@ def _failure(name: str, error: Exception) -> str:
     return f"reward `{name}` raised {type(error).__name__}: {said or '(no message)'} ({frame.filename}, line {frame.lineno})"
 
 
-def _report(reward: BuiltReward, column: Sequence[float | None], rows: Rows) -> None:
+def _summary(reward: BuiltReward, column: Sequence[float | None], rows: Rows) -> dict[str, Any]:
+    """What a reward paid a file of completions, ready for JSON."""
     scored = sorted((score, index) for index, score in enumerate(column) if score is not None)
-    say(f"\n{visible(reward.name)}: {len(column)} rows, {len(column) - len(scored)} unscorable")
+    summary: dict[str, Any] = {"rows": len(column), "unscorable": len(column) - len(scored)}
     if not scored:
-        return
+        return summary
     values = [score for score, _ in scored]
-    say(f"  mean {statistics.fmean(values):.4f}, standard deviation {statistics.pstdev(values):.4f}")
-    for label, share, count in _histogram(values):
-        say(f"  {label:>16} {'█' * round(40 * share):40} {count:>7} ({share:.1%})")
+    summary |= {"mean": statistics.fmean(values), "standard_deviation": statistics.pstdev(values)}
+    summary["histogram"] = [{"pay": label, "share": share, "rows": count} for label, share, count in _histogram(values)]
     for title, examples in (("worst", scored[:_EXAMPLES]), ("best", scored[: -_EXAMPLES - 1 : -1])):
-        for score, index in examples:
-            number, row = rows[index]
-            say(f"  {title}: row {number}, {score:g}: {_excerpt(row['completion'])}")
+        summary[title] = [
+            {"row": rows[index][0], "pay": score, "completion": _excerpt(rows[index][1]["completion"])}
+            for score, index in examples
+        ]
     if isinstance(reward.function, GSM8KCorrectness):
         note = reward.function.unparsed_note([row["completion"] for _, row in rows])
-        if note:
-            say(f"  {note}")
+        summary |= {"note": note} if note else {}
+    return summary
+
+
+def _described(name: str, summary: Mapping[str, Any]) -> Iterator[Part]:
+    """The same for the terminal: what share of the rows earned what, and the worst and best of them."""
+    yield ""
+    yield Cell(f"{name}: {summary['rows']} rows, {summary['unscorable']} unscorable", "head")
+    if "mean" not in summary:
+        return
+    yield f"  mean {summary['mean']:.4f}, standard deviation {summary['standard_deviation']:.4f}"
+    bars = [
+        (bar["pay"], "█" * round(40 * bar["share"]), f"{bar['rows']:,}", f"{bar['share']:.1%}")
+        for bar in summary["histogram"]
+    ]
+    yield Table(bars, ("pay", "", "rows", "share"), frozenset({0, 2, 3}))
+    yield Table(
+        [
+            (f"{title}: row {one['row']}, {one['pay']:g}: {one['completion']}",)
+            for title in ("worst", "best")
+            for one in summary[title]
+        ]
+    )
+    if "note" in summary:
+        yield f"  {summary['note']}"
 
 
 def _histogram(values: Sequence[float], bins: int = 8) -> Iterator[tuple[str, float, int]]:

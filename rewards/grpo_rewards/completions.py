@@ -114,14 +114,23 @@ def outside_thinking(text: str, tag: str = "think", prefilled: bool = False) -> 
         tag: the reasoning tag.
         prefilled: whether the prompt already opened the block, so that the completion starts inside it.
     """
-    closing = f"</{tag}>"
-    # From the right, so that a long chain of thought costs nothing: it is neither read nor copied.
-    end = text.rfind(closing)
-    if end >= 0:
-        text = text[end + len(closing) :]
-    elif prefilled:
-        return ""
-    return text.partition(f"<{tag}>")[0]
+    return thinking_remover(tag, prefilled)(text)
+
+
+def thinking_remover(tag: str, prefilled: bool) -> Callable[[str], str]:
+    """Return `outside_thinking` for one tag, for calls on many texts: building the tags costs more than finding them."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+
+    def outside(text: str) -> str:
+        # From the right, so that a long chain of thought costs nothing: it is neither read nor copied.
+        end = text.rfind(closing)
+        if end >= 0:
+            text = text[end + len(closing) :]
+        elif prefilled:
+            return ""
+        return text[: text.index(opening)] if opening in text else text
+
+    return outside
 
 
 def group_slices(rows: int, num_generations: int) -> list[slice]:

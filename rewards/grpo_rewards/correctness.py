@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from grpo_rewards.answers import LAYOUTS, Gold, Judge, answer_extractor, read_gold
 from grpo_rewards.completions import completion_text, needed_column
 from grpo_rewards.format_tags import checked_number
-from grpo_rewards.golds import GoldReward, Judgement, LogMetric
+from grpo_rewards.golds import GoldReward, Judgements, LogMetric
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class GSM8KCorrectness(GoldReward):
         if self.deadline <= 0:
             raise ValueError(f"deadline must be a positive number of seconds, not {self.deadline!r}")
 
-    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> list[Judgement]:
+    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> Judgements:
         golds = _read_golds(needed_column(self, "gold_column", columns, texts))
         answers = self._answers(texts, self.extract)
         judge = Judge(self.deadline)
@@ -61,10 +61,8 @@ class GSM8KCorrectness(GoldReward):
             log_metric(f"rewards/{self.name}/symbolic", judge.symbolic_rows / len(verdicts))
             log_metric(f"rewards/{self.name}/timeouts", float(verdicts.count("timeout")))
         pays = {"exact": self.pay_exact, "equal": self.pay_equal, "symbolic": self.pay_equal, "no gold": None}
-        return [
-            Judgement(answer, gold and gold.text, verdict, pays.get(verdict, self.pay_wrong))
-            for answer, gold, verdict in zip(answers, golds, verdicts, strict=True)
-        ]
+        paid = [pays.get(verdict, self.pay_wrong) for verdict in verdicts]
+        return Judgements(answers, [gold and gold.text for gold in golds], verdicts, paid)
 
     def unparsed_note(self, completions: Sequence[Any]) -> str | None:
         """Say that no completion states an answer where this reward looks, and where they do; None if any has one."""

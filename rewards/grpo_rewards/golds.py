@@ -25,6 +25,25 @@ class Judgement(NamedTuple):
     pay: float | None
 
 
+class Judgements(NamedTuple):
+    """The columns of a batch of `Judgement`s: a row costs less as an entry of each than as an object of its own."""
+
+    extracted: list[str | None]
+    gold: list[str | None]
+    verdict: list[str]
+    pay: list[float | None]
+
+    @classmethod
+    def of(cls, rows: Sequence[Judgement]) -> Judgements:
+        """The columns of these rows."""
+        return cls(
+            [row.extracted for row in rows],
+            [row.gold for row in rows],
+            [row.verdict for row in rows],
+            [row.pay for row in rows],
+        )
+
+
 @dataclass(frozen=True)
 class GoldReward(NamedReward):
     """A reward that holds a completion's answer against a gold; what a row earns, a subclass says in `_judged`."""
@@ -72,18 +91,17 @@ class GoldReward(NamedReward):
             ValueError: the batch lacks a column that the reward reads, or one is not a list with an entry per completion.
         """
         check_rows(self.name, completions=completions)
-        rows = self._judged(
-            [row if type(row) is str else completion_text(row) for row in completions], columns, log_metric
-        )
+        texts = [row if type(row) is str else completion_text(row) for row in completions]
+        judged = self._judged(texts, columns, log_metric)
         if log_extra is not None:
             for key in ("extracted", "gold", "verdict"):
-                log_extra(f"{self.prefix}{key}", [getattr(row, key) for row in rows])
-        if log_metric is not None and rows:
-            parsed = sum(row.extracted is not None for row in rows)
-            log_metric(f"rewards/{self.name}/parsed", parsed / len(rows))
-        return [row.pay for row in rows]
+                log_extra(f"{self.prefix}{key}", getattr(judged, key))
+        if log_metric is not None and texts:
+            parsed = sum(answer is not None for answer in judged.extracted)
+            log_metric(f"rewards/{self.name}/parsed", parsed / len(texts))
+        return judged.pay
 
-    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> list[Judgement]:
+    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> Judgements:
         raise NotImplementedError
 
     def _answer(self, text: str, layout: str) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from grpo_rewards.completions import needed_column
 from grpo_rewards.format_tags import check_choice
-from grpo_rewards.golds import AgainstGold, Judgement, LogMetric
+from grpo_rewards.golds import AgainstGold, Judgement, Judgements, LogMetric
 from grpo_rewards.patterns import linear_search
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -140,12 +140,13 @@ class StringMatch(AgainstGold):
         """The dataset columns that the reward needs: none where one pattern serves every row."""
         return () if self.pattern is not None else super().columns_read
 
-    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> list[Judgement]:
+    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> Judgements:
         answers = self._answers(texts, self.extract)
         if self.pattern is not None:
-            return [self._judgement(answer, [self.pattern]) for answer in answers]
-        golds = needed_column(self, "gold_column", columns, texts)
-        return [self._judgement(answer, self._golds(gold)) for answer, gold in zip(answers, golds, strict=True)]
+            golds = [[self.pattern]] * len(answers)
+        else:
+            golds = [self._golds(gold) for gold in needed_column(self, "gold_column", columns, texts)]
+        return Judgements.of(list(map(self._judgement, answers, golds)))
 
     def _golds(self, gold: Any) -> list[str]:
         golds = read_golds(gold)

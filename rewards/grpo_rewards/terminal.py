@@ -1,23 +1,62 @@
 """What is printed: text of models, datasets and other people's files can't steer the terminal that shows it.
 
 An escape sequence can clear a screen, rename its window or write to its clipboard; a bidirectional override shows text in
-another order than it has. Everything that either command prints goes through `say` or `say_error`.
+another order than it has. Everything that either command prints goes through `say`, `say_error` or `show`.
 """
 
 from __future__ import annotations
 
+import io
 import logging
+import os
+import shutil
 import sys
 import unicodedata
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 # Controls, formats (bidirectional overrides among them), lone surrogates, unassigned and private characters, and the two
 # separators that some programs take for a line's end.
 _CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"})
 _JOINERS = "\u200c\u200d"  # formats too, but Persian is spelled with one and emoji with the other
+
+WIDTH = 100  # of text in a file or a pipe, where a table's cells are not wrapped at all
+_UNWRAPPED = 10_000
+_LABEL = 16
+_STYLES = {"good": "green", "bad": "red", "quiet": "dim", "head": "bold"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table, or a line, that stands out on a terminal: `good`, `bad`, `quiet` or `head`."""
+
+    text: object
+    style: str = ""
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A short label and a text that is wrapped beside it."""
+
+    label: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells, which may be of any type, under a head; `numbers` are the columns that end at one edge."""
+
+    rows: Sequence[Sequence[object]]
+    head: Sequence[str] = ()
+    numbers: frozenset[int] = frozenset()
+
+
+Part = str | Cell | Labelled | Table
+"""What `show` prints; text stands as it is, one part under the other."""
 
 
 def visible(text: object) -> str:
@@ -36,6 +75,77 @@ def visible_lines(text: object) -> str:
 def say(text: object = "", *, to_stderr: bool = False) -> None:
     """Print text, its line feeds as they are and every other control character made visible."""
     print(visible_lines(text), file=sys.stderr if to_stderr else sys.stdout, flush=True)
+
+
+def show(*parts: Part) -> None:
+    """Print text and tables: aligned, wrapped to the terminal's width, in colours only on a terminal."""
+    is_terminal = sys.stdout.isatty()
+    has_colours = is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    width = shutil.get_terminal_size().columns if is_terminal else None
+    print(rendered(parts, width, has_colours=has_colours), flush=True)
+
+
+def rendered(parts: Iterable[Part], width: int | None = None, *, has_colours: bool = False) -> str:
+    """What `show` prints on a terminal of `width` columns, or of None into a file; every control character made visible."""
+    from rich.console import Console  # takes a tenth of a second, which a reward should not
+
+    file = io.StringIO()
+    console = Console(
+        file=file,
+        force_terminal=has_colours,
+        color_system="standard" if has_colours else None,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        legacy_windows=False,
+    )
+    for kind, group in groupby(parts, type):
+        if kind is Labelled:
+            console.width = width or WIDTH
+            console.print(_sheet([part for part in group if isinstance(part, Labelled)]))
+            continue
+        console.width = width or _UNWRAPPED
+        for part in group:
+            if isinstance(part, Table):
+                console.print(_grid(part, wraps=width is not None))
+            else:
+                console.print(_text(part), soft_wrap=width is None)
+    return "\n".join(line.rstrip() for line in file.getvalue().split("\n")).rstrip("\n")
+
+
+def _text(part: object) -> Any:
+    from rich.text import Text
+
+    content, style = (part.text, part.style) if isinstance(part, Cell) else (part, "")
+    return Text(visible_lines(content), style=_STYLES.get(style, ""))
+
+
+def _sheet(parts: Sequence[Labelled]) -> Any:
+    from rich.table import Table as Grid
+
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="bold", min_width=_LABEL, no_wrap=True)
+    grid.add_column(overflow="fold")
+    for part in parts:
+        grid.add_row(_text("  " + part.label), _text(part.text))
+    return grid
+
+
+def _grid(table: Table, *, wraps: bool) -> Any:
+    from rich import box
+    from rich.table import Table as Grid
+
+    style = box.SIMPLE_HEAD if wraps and table.head else None
+    grid = Grid(box=style, show_header=bool(table.head), pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
+    columns = max([len(table.head), *map(len, table.rows)])
+    for column in range(columns):
+        title = "  " * (not column) + table.head[column] if column < len(table.head) else ""
+        grid.add_column(_text(title), justify="right" if column in table.numbers else "left", overflow="fold")
+    for row in table.rows:
+        cells = [_text(cell) for cell in row]
+        cells[0] = _text("  ") + cells[0]
+        grid.add_row(*cells)
+    return grid
 
 
 def say_error(sentence: object, kind: str = "error") -> None:

@@ -158,7 +158,8 @@ def gradients(trainer: TRLGRPOTrainer, rows: list[dict[str, str]], generations: 
             named = trainer.model.named_parameters()
             steps.append({name: p.grad.clone() for name, p in named if p.grad is not None})
             trainer.model.zero_grad()
-            trainer.model.load_state_dict(moved(trainer.model.state_dict(), seed=micro_step))
+            trained = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
+            trainer.model.load_state_dict(moved(trained, seed=micro_step), strict=False)
     return steps
 
 

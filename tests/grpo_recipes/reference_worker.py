@@ -21,7 +21,8 @@ from trl import GRPOConfig
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.train import leave
-from grpo_recipes.training.reference import REF, _gathered, adapter_tensors
+from grpo_recipes.training.reference import REF, adapter_tensors
+from grpo_recipes.training.zero3 import gathered
 from tests.grpo_recipes.short_runs import arguments, load, moved, trainer
 
 REFRESH, SAVE, STEPS = 3, 4, 5
@@ -51,7 +52,7 @@ def reference_tensors(ours: GRPOTrainer) -> list[torch.Tensor]:
 def whole(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     values = []
     for tensor in tensors:
-        with _gathered([tensor]):
+        with gathered([tensor]):
             value = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             values.append(value.detach().clone())
     return values

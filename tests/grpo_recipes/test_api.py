@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 import grpo_recipes
 from grpo_recipes import cli
 from grpo_recipes.recipe.recipe import RecipeError
+from grpo_recipes.results import evaluate
 from tests.grpo_recipes import launching
 
 
@@ -95,6 +96,17 @@ def test_several_held_out_sets_in_one_call(recipe: Path, tmp_path: Path, capsys:
     ]
     assert counts == [3, 4]
     assert said.index("easy.jsonl:") < said.index("3 problems") < said.index("hard.jsonl:") < said.index("4 problems")
+
+
+def test_held_out_sets_lie_beside_the_evaluation_of_the_run() -> None:
+    paths = ["data/easy.csv", "data/hard.csv"]
+    requests = evaluate.Request(model=".", samples=2).on_each(paths)
+    folders = [Path("evaluations") / f"after-{name}-2-samples" for name in ("easy", "hard")]
+    assert [request.output for request in requests] == folders
+    of_the_hub = evaluate.Request(model="org/model").on_each(paths)
+    assert [request.output for request in of_the_hub] == [
+        Path("runs/evaluations") / f"org--model-{name}" for name in ("easy", "hard")
+    ]
 
 
 def test_the_package_names_what_a_script_needs() -> None:

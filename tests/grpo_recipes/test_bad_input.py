@@ -248,6 +248,30 @@ RECIPE: list[Case] = [
         ("`use_vllm` needs vLLM, which is not installed", "grpo-recipes[vllm]"),
     ),
     Case("grpo-recipes plan {recipe} --use_vllm true", ("note", "`use_vllm` needs vLLM, which is not installed"), 0),
+    # What vLLM can't do with a recipe.
+    Case(
+        "grpo-recipes plan {recipe} --vllm_importance_sampling_mode sequence_maks",
+        ("`vllm_importance_sampling_mode` can't be `sequence_maks`: did you mean `sequence_mask`?",),
+    ),
+    Case(
+        "grpo-recipes plan {recipe} --num_processes 4 --vllm_tensor_parallel_size 3",
+        ("`vllm_tensor_parallel_size` 3 does not divide the 4 process(es)",),
+        changes={"use_vllm": True},
+    ),
+    Case(
+        "grpo-recipes plan {recipe}",
+        ("`vllm_max_model_length` is 20, and the longest prompt of", "`max_completion_length`", "raise the first"),
+        changes={"use_vllm": True, "vllm_max_model_length": 20},
+    ),
+    *allowed("vllm_tensor_parallel_size", 3, use_vllm=True, vllm_mode="server"),
+    *allowed("vllm_max_model_length", 20, use_vllm=True, vllm_mode="server"),
+    *allowed("vllm_max_model_length", 2000, use_vllm=True),
+    Case(
+        "grpo-recipes plan {recipe} --model_name_or_path prompts",
+        ("prompts is an adapter of the kind PROMPT_TUNING", "can't be merged", "`use_vllm: false`"),
+        files={"prompts/adapter_config.json": '{"peft_type": "PROMPT_TUNING", "base_model_name_or_path": "base"}'},
+        changes={"use_vllm": True},
+    ),
     # Adapters.
     Case(
         "train --config {recipe}",

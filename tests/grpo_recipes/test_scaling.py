@@ -154,6 +154,7 @@ def test_a_server_gets_each_prompt_once_and_each_rank_its_own_slice(
         "use_vllm": True,
         "vllm_mode": "server",
         "vllm_importance_sampling_correction": False,
+        "generation_check": False,  # the stub samples from nothing
         "rewards": ["tests.grpo_recipes.launching.continues_its_prompt"],
         "max_completion_length": 16,
         "max_steps": 2,

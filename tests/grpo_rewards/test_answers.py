@@ -141,6 +141,7 @@ def test_a_form_of_the_right_value_is_accepted_and_of_a_wrong_one_is_not(form):
         ("1 1/2", Fraction(3, 2)), ("1\\frac{1}{2}", Fraction(3, 2)), ("1½", Fraction(3, 2)), ("½", Fraction(1, 2)),
         ("-1 1/2", Fraction(-3, 2)), ("-\\frac12", Fraction(-1, 2)), ("0.5", Fraction(1, 2)), (".5", Fraction(1, 2)),
         ("33.33", Fraction(3333, 100)), ("3/4 cups", Fraction(3, 4)), ("1.5 million", 1500000), ("$18k", 18000),
+        ("3 100/200", Fraction(7, 2)), ("1 4/4", None), ("1,200 1/2", Fraction(2401, 2)), ("1 200 / 3", None),
         ("two and a half", None), ("1/0", None), ("1 3/2", None), ("1/2/3", None), ("", None), ("...", None),
         ("1" * 400, int("1" * 400)), ("1" * 2000, None), ("1e999999999", None), ("1e-999999999", None),
         ("twelve hundred", 1200), ("a hundred", 100), ("five twenty", None), ("twenty zero", None),
@@ -211,6 +212,8 @@ def test_a_misplaced_gold_earns_nothing(text, extract):
     [
         ("answer_tag", "<answer>17</answer> then <answer> 18 </answer> done", "18"),
         ("answer_tag", "no thinking opened </think><answer>18</answer>", "18"),
+        ("answer_tag", "a </think><answer>17</answer> b </think><answer>18</answer>", "18"),
+        ("answer_tag", "a </think><answer>17</answer> b </think>", None),
         ("answer_tag", "<answer>17<answer>18</answer>", "18"),
         ("answer_tag", "18", None),
         ("hashes", "#### 17\nmore\n####18 \nend", "18"),

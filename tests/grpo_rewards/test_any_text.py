@@ -115,8 +115,9 @@ ADVERSARIAL = {
 }
 # Each text is scored by every reward in five places, three times over: the longest go to the slow part.
 LONGEST_QUICK = 300_000
+COSTLY = ("A lines", "hashes")
 KINDS = [
-    pytest.param(kind, marks=pytest.mark.slow) if len(text) > LONGEST_QUICK else kind
+    pytest.param(kind, marks=pytest.mark.slow) if len(text) > LONGEST_QUICK or kind in COSTLY else kind
     for kind, text in ADVERSARIAL.items()
 ]
 PLACES = ["{}", "<answer>{}</answer>", "<think>a</think><answer>{}</answer>", "\\boxed{{{}}}", "<think>{}</think>"]

@@ -7,6 +7,7 @@ import pytest
 
 from grpo_rewards import choice_correctness
 from grpo_rewards.choices import ChoiceCorrectness, read_choices, read_gold
+from tests.grids import only
 from tests.grpo_rewards.growth import growth
 
 CITIES = ["Paris", "New York", "New York City", "London"]
@@ -393,11 +394,13 @@ def test_right_answers_are_accepted_and_wrong_ones_are_not():
     assert len(missed) <= 0.01 * sum(right), missed[:10]
 
 
-@pytest.mark.parametrize(
-    "piece",
-    ["A", "A ", "(", "answer is ", "answer is\n", "The answer is A. ", "A is correct ", "<answer>", "\\boxed{", "\\text{",
-     "**", "not ", "Paris ", "A, ", "because ", "x" * 40 + "\n", "\u0301", "Answer: A\n", ": is correct", "`", "$", '"'],
-)  # fmt: skip
+PIECES = [
+    "A", "A ", "(", "answer is ", "answer is\n", "The answer is A. ", "A is correct ", "<answer>", "\\boxed{", "\\text{",
+    "**", "not ", "Paris ", "A, ", "because ", "x" * 40 + "\n", "\u0301", "Answer: A\n", ": is correct", "`", "$", '"',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", only(PIECES[::5], PIECES))
 def test_the_cost_is_linear(piece):
     for place in ("{}", "<answer>{}</answer>", "The answer is {}"):
 

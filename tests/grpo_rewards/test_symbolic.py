@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from grpo_rewards import answers, symbolic
 from grpo_rewards.correctness import GSM8KCorrectness, MathCorrectness
 from grpo_rewards.symbolic import equivalent
+from tests.grids import only
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the server forks")
 
@@ -315,6 +316,7 @@ def compare_in_fork(queue):
     queue.put((equivalent("x+1", "1+x"), symbolic._server().pid))
 
 
+@pytest.mark.slow
 def test_a_fork_has_a_server_of_its_own():
     equivalent("x+1", "1+x")
     queue = multiprocessing.get_context("fork").Queue()
@@ -342,7 +344,10 @@ def test_a_fork_that_exits_leaves_the_parents_server_alone():
     assert symbolic._server().pid == before
 
 
-@pytest.mark.parametrize("ending", ["", "raise SystemExit(1)", "os.kill(os.getpid(), signal.SIGKILL)"])
+ENDINGS = ["", "raise SystemExit(1)", "os.kill(os.getpid(), signal.SIGKILL)"]
+
+
+@pytest.mark.parametrize("ending", only(ENDINGS[2:], ENDINGS))
 def test_no_process_outlives_its_owner(ending):
     # Written as a user's script would be: at module level, without an `if __name__ == "__main__"` guard.
     script = textwrap.dedent(f"""

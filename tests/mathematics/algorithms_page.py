@@ -126,6 +126,9 @@ reward, on-policy, for a reward of whole completions.
 | `temperature` | the gradient is that of the tempered policy, which is the one sampled from |
 | `top_p`, `top_k`, `min_p` | sample from a part of the policy whose whole is scored: biased |
 | `top_entropy_quantile` | keeps the terms of the most uncertain tokens: biased |
+| `sampling: informative` | leaves out groups that will probably have no variance: biased where the prediction is wrong ([docs/sampling.md](sampling.md)) |
+| `sampling: {informative: unbiased}` | the same gradient in expectation, at more variance; `grpo`, `dr_grpo`, `luspo`, `sapo` at `beta: 0` |
+| `dataset.pass_rate` | another distribution of prompts: the gradient of the expected reward on the rows kept |
 | `num_generations` | G: less variance, (G − 1)/G nearer 1, and of `max_rl` the order |
 | `micro_batching`, `gradient_accumulation_steps`, ranks | nothing (`bnpo`, an entropy bonus and a router loss excepted: [docs/mathematics.md](mathematics.md)) |
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from trl.kernels import chunked_divergence
 
+from grpo_recipes.recipe.losses import LOSS_TYPES as LOSS_TABLE
 from grpo_recipes.training.full_kl import FullKL, Projection, token_kl
 from grpo_recipes.training.trainer import GRPOTrainer
 from tests.mathematics import oracle
@@ -260,15 +265,88 @@ def test_evaluation_is_not_divided_by_accumulation(loss_type: str, scenario: Sce
     assert "kl/full" in trainer._metrics["eval"]
 
 
+@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "bnpo"])
+def test_the_term_of_two_ranks_averages_to_that_of_one(
+    loss_type: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DDP averages gradients over ranks. (`bnpo` divides by the tokens of each rank's own micro-batch.)"""
+    trainer = make_trainer(checkpoint, torch.float32, trainer=FULL, beta=0.3, loss_type=loss_type)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 2
+    kl, mask = torch.rand(4, 6), torch.tensor([[1] * 6, [1] * 2 + [0] * 4, [1] * 4 + [0] * 2, [0] * 6])
+    inputs = {"num_items_in_batch": mask.sum()}
+
+    def term(rows: slice) -> Tensor:
+        return (kl[rows] * trainer._token_weights(inputs, mask[rows])).sum()
+
+    whole = term(slice(4))
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    assert torch.stack([term(slice(2)), term(slice(2, 4))]).mean() == pytest.approx(whole.item(), rel=1e-6)
+    assert whole.isfinite()
+
+
+def test_the_logged_kl_is_over_the_tokens_of_all_ranks() -> None:
+    """Two ranks, a thread each, in a stand-in for accelerate's sum over ranks."""
+    kls, masks = torch.rand(2, 2, 5), torch.tensor([[[1] * 5] * 2, [[1, 0, 0, 0, 0], [0] * 5]])
+    kls = kls * masks
+    barrier, parts = Barrier(2, timeout=20), [torch.empty(0)] * 2
+
+    def log(rank: int) -> float:
+        def reduce(part: Tensor) -> Tensor:
+            parts[rank] = part
+            barrier.wait()
+            return parts[0] + parts[1]
+
+        logged: dict[str, list[float]] = defaultdict(list)
+        parted = SimpleNamespace(
+            accelerator=SimpleNamespace(reduce=reduce),
+            model=SimpleNamespace(training=True),
+            _metrics={"train": logged},
+        )
+        GRPOTrainer._log_full_kl(parted, kls[rank], masks[rank])  # type: ignore[arg-type]
+        return logged["kl/full"][0]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(log, range(2)))
+    assert found == pytest.approx([float(kls.sum() / masks.sum())] * 2)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_row_without_a_counted_token_weighs_nothing(loss_type: str) -> None:
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
+    for some in (mask, mask[1:]):
+        weights = LOSS_TABLE[loss_type].token_weights(some, 2, 3, torch.tensor(5.0))
+        assert weights.isfinite().all()
+        assert not weights[-1].any()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"final_logit_softcapping": 30.0},
+        {"logit_scale": 0.5},
+        {"output_multiplier": 2.0},
+        {"lm_head_multiplier": 0.1},
+        {"logits_scaling": 8.0},  # Granite
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_model_that_changes_its_logits_behind_the_head_is_refused(change: dict[str, float], checkpoint: Path) -> None:
+    policy = load_policy(checkpoint, torch.float32)
+    for key, value in change.items():
+        setattr(policy.config, key, value)
+    with pytest.raises(ValueError, match=f"does not support models with `{next(iter(change))}`"):
+        FullKL(policy, 1.0)
+    for key in change:
+        setattr(policy.config, key, None if key == "final_logit_softcapping" else 1.0)
+    FullKL(policy, 1.0)
+
+
 def test_what_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="set `beta` above 0"):
         make_trainer(checkpoint, torch.float32, trainer=FULL, beta=0.0)
     with pytest.raises(ValueError, match="choose sampled or full"):
         make_trainer(checkpoint, torch.float32, trainer=partial(GRPOTrainer, kl_estimator="exact"), beta=0.1)
-    capped = load_policy(checkpoint, torch.float32)
-    capped.config.final_logit_softcapping = 30.0
-    with pytest.raises(ValueError, match="final_logit_softcapping"):
-        FullKL(capped, 1.0)
 
 
 def peak_mebibytes(tokens: int, vocabulary: int, kl: Callable[[Projection, Projection, Tensor], Tensor]) -> float:

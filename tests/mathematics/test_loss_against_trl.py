@@ -25,7 +25,7 @@ UPPER_CLIPS = (None, 0.28)
 TEMPERATURES = (1.0, 0.8)
 COMBINATIONS = tuple(product(KL_TERMS, DELTAS, UPPER_CLIPS, TEMPERATURES))
 
-QUICK = 16
+QUICK = 24
 """The quick part compares one cell of so many, in float64."""
 
 LIMIT = {torch.float32: 1e-5, torch.float64: 1e-10}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.grids import covering
 from tests.mathematics import oracle
 from tests.mathematics.conftest import ScenarioFactory
 from tests.mathematics.harness import (
@@ -32,20 +33,22 @@ ON_POLICY = Geometry(1, 1, 1)
 ACCUMULATED = Geometry(2, 4, 1)
 OFF_POLICY = Geometry(1, 1, 3)
 
+OPTIONS: list[dict[str, Any]] = [
+    {"top_entropy_quantile": 0.4},
+    {"entropy_coef": 0.05},
+    {"top_entropy_quantile": 0.4, "entropy_coef": 0.05},
+    {"off_policy_mask_threshold": 0.05},
+    {"epsilon": 0.1, "epsilon_high": 0.3, "sapo_temperature_pos": 0.7, "sapo_temperature_neg": 1.3},
+    {"vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5, "vespo_k_neg": 2.0, "vespo_lambda_neg": 1.0},
+]
+
 
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"top_entropy_quantile": 0.4},
-        {"entropy_coef": 0.05},
-        {"top_entropy_quantile": 0.4, "entropy_coef": 0.05},
-        {"off_policy_mask_threshold": 0.05},
-        {"epsilon": 0.1, "epsilon_high": 0.3, "sapo_temperature_pos": 0.7, "sapo_temperature_neg": 1.3},
-        {"vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5, "vespo_k_neg": 2.0, "vespo_lambda_neg": 1.0},
-    ],
-    ids=lambda options: " ".join(options),
+    ("loss_type", "options"),
+    # From the back, where the last losses meet the options that are theirs alone.
+    covering(LOSS_TYPES[::-1], OPTIONS[::-1]),
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else value,
 )
 def test_options(loss_type: str, options: dict[str, Any], scenario: ScenarioFactory, record_cell: Callable) -> None:
     for geometry in (ACCUMULATED, OFF_POLICY):
@@ -78,8 +81,7 @@ def test_truncated_completions_are_masked(loss_type: str, checkpoint: Path, reco
 
 
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(("loss_type", "level"), covering(LOSS_TYPES, ["token", "sequence"]))
 def test_tool_tokens_are_masked(loss_type: str, level: str, scenario: ScenarioFactory, record_cell: Callable) -> None:
     def by_tool(position: int) -> bool:
         return position % 3 == 1
@@ -166,8 +168,7 @@ def test_sampler_weights(
 
 
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(("loss_type", "mode"), covering(LOSS_TYPES, MODES))
 def test_loss_with_sampler_weights(
     loss_type: str, mode: str, checkpoint: Path, scenario: ScenarioFactory, record_cell: Callable
 ) -> None:

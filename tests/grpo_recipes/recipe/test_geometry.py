@@ -15,6 +15,7 @@ from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_rewards.errors import UserError
+from grpo_rewards.terminal import rendered
 
 DEFAULTS = {field.name: field.default for field in fields(GRPOConfig)}
 
@@ -108,12 +109,12 @@ def test_the_picture_is_what_each_rank_gets_and_what_trl_refuses_is_refused(layo
     for micro_batch, row in enumerate(predicted.cells()):
         for rank, cell in enumerate(row):
             assert [order[prompt] for prompt in cell] == ranks[rank][micro_batch * size : (micro_batch + 1) * size]
-    assert predicted.picture().count("\n") == min(predicted.steps_per_generation, 8)
+    assert rendered([predicted.picture()]).count("\n") == min(predicted.steps_per_generation, 8)
 
 
 def test_the_picture() -> None:
     layout = geometry(2, per_device_train_batch_size=3, num_generations=2, steps_per_generation=2)
-    assert layout.picture().splitlines() == [
+    assert rendered([layout.picture()]).splitlines() == [
         "  micro-batch  rank 0   rank 1",
         "  0            0×2 1×1  3×2 4×1",
         "  1            1×1 2×2  4×1 5×2",

@@ -14,6 +14,7 @@ from grpo_recipes.results.engines import EvaluationError, transformers_engine
 from grpo_recipes.results.estimates import mean_share
 from grpo_recipes.results.evaluate import Settings, describe, evaluate_into
 from grpo_recipes.results.strict import asked_by
+from grpo_rewards.terminal import rendered
 
 SAMPLED = Settings(temperature=1.0)
 
@@ -175,7 +176,7 @@ def test_strict_is_the_kind_that_a_reward_declares(tokenizer, tmp_path: Path, re
     table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
     assert table["strict"].tolist() == [True] * len(right) + [False] * len(wrong)
     assert (table["lenient"] | ~table["strict"]).all()
-    assert "full pay of" in describe(summary)
+    assert "full pay of" in rendered(describe(summary))
 
 
 def test_golds_may_lie_in_another_column(tokenizer, tmp_path: Path):
@@ -298,6 +299,27 @@ def test_a_seed_reproduces_the_samples_and_leaves_the_global_state_alone(model, 
     torch.rand(5)
     assert torch.equal(sampled(model, tokenizer, monkeypatch, seed=3), first)
     assert not torch.equal(sampled(model, tokenizer, monkeypatch, seed=4), first)
+
+
+def test_each_batch_draws_from_a_seed_of_its_own(tokenizer, tmp_path: Path):
+    """One seed for all would give equal problems of two batches equal completions."""
+    script = {f"p{n}": "18" for n in range(6)}
+    dataset = datasets.Dataset.from_dict({"prompt": list(script), "answer": ["18"] * 6})
+    engine = transformers_engine(Scripted(tokenizer, script), tokenizer)
+
+    def seeds(folder: str, seed: int) -> list[int]:
+        used = []
+
+        def complete(prompts, settings):
+            used.append(settings.seed)
+            return engine(prompts, settings)
+
+        evaluate_into(tmp_path / folder, complete, dataset, Settings(batch_size=2, seed=seed), {})
+        return used
+
+    first, again, other = seeds("first", 1), seeds("again", 1), seeds("other", 2)
+    assert first == again
+    assert len({*first, *other}) == 6
 
 
 def test_sampling_is_the_policys_whatever_its_generation_config_says(model, tokenizer, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from benchmarks import large_run
 from grpo_recipes import train
 from grpo_recipes.results import diagnostics
 from grpo_recipes.results import run as run_module
-from grpo_recipes.results.report import draw, envelope
+from grpo_recipes.results.charts import envelope
+from grpo_recipes.results.pictures import groups
 from grpo_recipes.results.run import OutOfTime, Run, Series
 from tests.grpo_recipes.synthetic import healthy_completions, ramp, write_run
 from tests.grpo_rewards.growth import FACTOR, growth
@@ -47,14 +49,14 @@ def test_a_trend_is_that_of_the_formula() -> None:
     assert Series(list(range(40)), values[::-1]).trend == -1
 
 
-@pytest.mark.parametrize("length", [5, 2000, 2001, 10_007])
+@pytest.mark.parametrize("length", [5, 600, 601, 10_007])
 def test_a_thinned_line_covers_what_the_whole_one_covers(length: int) -> None:
     values = np.random.default_rng(length).normal(size=length).cumsum()
     kept = envelope(values)
     assert list(kept) == sorted(set(kept))
     assert {0, length - 1} <= set(kept)
-    assert len(kept) <= max(length if length <= 2000 else 0, 2002)
-    for stretch in np.array_split(np.arange(length), min(200, length)):  # a few pixels of a picture
+    assert len(kept) <= max(length if length <= 600 else 0, 602)
+    for stretch in np.array_split(np.arange(length), min(40, length)):  # a few pixels of a picture
         inside = values[kept[(kept >= stretch[0]) & (kept <= stretch[-1])]]
         whole = values[stretch]
         spread = whole.max() - whole.min()
@@ -64,19 +66,17 @@ def test_a_thinned_line_covers_what_the_whole_one_covers(length: int) -> None:
     assert values[kept].min() == values.min()
 
 
-def test_no_picture_draws_more_points_than_it_has_pixels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_picture_draws_more_points_than_it_has_pixels(tmp_path: Path) -> None:
     entries = [
-        {"step": step, "reward": step % 7, "rewards/x/mean": 1.0, "rewards/x/std": step % 3} for step in range(9000)
+        {"step": step, "reward": step % 7, "rewards/x/mean": step % 5, "rewards/x/std": step % 3}
+        for step in range(9000)
     ]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": entries}))
-    drawn: list[int] = []
-    finish = "grpo_recipes.results.report._finish"
-    monkeypatch.setattr(
-        finish, lambda name, title, figure: drawn.extend(len(line.get_xdata()) for line in figure.axes[0].lines)
-    )
-    list(draw([Run.read(tmp_path)]))
-    assert len(drawn) == 2
-    assert max(drawn) <= 2002
+    charts = [chart for group in groups([Run.read(tmp_path)]) for chart in group.charts]
+    assert [chart.name for chart in charts] == ["total-reward", "reward-x"]
+    drawn = [len(points.split()) for chart in charts for points in re.findall('points="([^"]+)"', chart.svg())]
+    assert len(drawn) == 4, "each metric and its moving mean"
+    assert max(drawn) <= 602
 
 
 def test_completions_of_too_many_steps_are_read_evenly_and_said_so(

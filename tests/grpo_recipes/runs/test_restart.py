@@ -50,12 +50,13 @@ def test_any_epoch_can_be_the_first(prompts: int, epochs: int, seed: int, shuffl
         assert len(resumed) == len(expected[epoch])
 
 
-def test_a_resumed_epoch_on_two_ranks_goes_on_where_it_stopped() -> None:
+@pytest.mark.parametrize("epoch", [1.25, 1.6])
+def test_a_resumed_epoch_on_two_ranks_goes_on_where_it_stopped(epoch: float) -> None:
     plain = repeat_sampler(12)
     list(plain)
     second_epoch = list(plain)
     sampler = EpochSampler.like(repeat_sampler(12))
-    state = TrainerState(epoch=1.25)
+    state = TrainerState(epoch=epoch)
     TellEpoch(sampler).on_epoch_begin(SimpleNamespace(), state, TrainerControl())
     seen = []
     for rank in range(2):

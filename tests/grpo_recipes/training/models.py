@@ -89,7 +89,15 @@ def trainer(
     """A trainer whose completions end at many lengths. Ours draws the stock loop's random numbers."""
     policy = model() if policy is None else policy
     policy.generation_config.eos_token_id = ENDS
-    names = ("generation", "peft_config", "reference", "eval_dataset", "processing_class", "micro_batching")
+    names = (
+        "generation",
+        "generation_check",
+        "peft_config",
+        "reference",
+        "eval_dataset",
+        "processing_class",
+        "micro_batching",
+    )
     ours = {name: more.pop(name) for name in names if name in more}
     if issubclass(cls, GRPOTrainer) and ours.get("peft_config") is not None:
         ours["reference"] = "base"
@@ -125,4 +133,4 @@ def trainer(
 
 def adapter(**changes: Any) -> LoraConfig:
     """An adapter whose every weight matters from the start."""
-    return LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **{"lora_dropout": 0.0, **changes})
+    return LoraConfig(r=4, target_modules="all-linear", **{"init_lora_weights": False, "lora_dropout": 0.0, **changes})

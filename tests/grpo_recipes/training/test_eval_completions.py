@@ -14,6 +14,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer, cli, train
 from grpo_recipes.results.run import Run
+from tests.grids import only
 from tests.grpo_recipes.probe_rewards import distinct_characters
 from tests.grpo_recipes.synthetic import write_run
 
@@ -73,7 +74,7 @@ def held_out_prompts(file: Path) -> list[str]:
     return sorted(pd.read_parquet(file)["prompt"])
 
 
-@pytest.mark.parametrize("handed_over", [False, True])
+@pytest.mark.parametrize("handed_over", only([True], [False, True]))
 def test_several_datasets_are_evaluated_one_by_one(tiny_model: Path, tmp_path: Path, handed_over: bool) -> None:
     """A dict of datasets, the trainer's own or handed over, is evaluated one by one."""
 

@@ -1,34 +1,34 @@
-"""Group decoding inside the trainer: the run that transformers' own loop gives, and the guard around it."""
+"""Is the generator the policy: the faults that other trainers had, each planted and named, and none where there is none."""
 
 from __future__ import annotations
 
-import inspect
-import json
 import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
-from peft import PromptTuningConfig, get_peft_model
-from safetensors.torch import load_file
-from torch import nn
-from trl import GRPOTrainer as TRLGRPOTrainer
+from peft import PeftModel
+from peft.helpers import rescale_adapter_scale
+from transformers import GenerationMixin
 
-from grpo_recipes.decoding import groups, kv_cache
-from grpo_recipes.decoding.models import unfit
-from grpo_recipes.training.generation_check import unfit_layout
-from grpo_rewards.errors import UserError
-from tests.grpo_recipes.launching import ROOT, completions, finish
+from grpo_recipes.runs.faults import NotThePolicy
+from grpo_recipes.training import alternatives, generation_check
+from grpo_recipes.training.alternatives import AGO, HALF, OFF, RAW, TWICE, UNPADDED, WEIGHTS, Processing
+from grpo_recipes.training.verdict import Alternative, Evidence, judge
+from tests.grpo_recipes.launching import ROOT, finish
 from tests.grpo_recipes.recorded import model
-from tests.grpo_recipes.training.models import PROMPTS, adapter, tiny, trainer
+from tests.grpo_recipes.training.engine import SETTINGS, serve
+from tests.grpo_recipes.training.models import adapter, trainer
 
-MEAN, LARGEST = (f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max"))
+CONTINUED = {"peft_config": adapter()}
+"""An adapter that makes a difference from the start."""
+NEW = {"peft_config": adapter(init_lora_weights=True)}
+"""An adapter that makes none before the first update."""
+MEAN = "sampling/sampling_logp_difference/mean"
 
 
 @pytest.fixture(autouse=True)
@@ -38,333 +38,340 @@ def _one_thread() -> None:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Any:
-    """The sentences logged by the check."""
-    caplog.set_level(logging.WARNING)
+    """The sentences that the check has logged."""
+    caplog.set_level(logging.INFO)
     name = "grpo_recipes.training.generation_check"
-    return lambda: [record.getMessage() for record in caplog.records if record.name == name]
+    return lambda: [record.getMessage().removeprefix("[RANK 0] ") for record in caplog.records if record.name == name]
 
 
-def history(trained: Any) -> list[tuple[float, ...]]:
-    """What depends on the sampled tokens, by step."""
-    names = ("reward", "completions/mean_length", "completions/clipped_ratio", "num_tokens")
-    return [tuple(entry[name] for name in names) for entry in trained.state.log_history if "reward" in entry]
+# ---- planted faults: each stops the run within two steps, with its name
 
-
-def assert_same_run(ours: Any, theirs: Any) -> None:
-    assert history(ours) == history(theirs)
-    assert len(set(history(ours))) > 1
-    for (name, mine), other in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
-        assert torch.equal(mine, other), name
-
-
-# ---- the same run
-
-RUNS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "lora": {"peft_config": adapter(), "beta": 0.04},
-    "num_iterations": {"num_iterations": 2, "max_steps": 4},
-    "evaluation": {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": PROMPTS.select(range(4))},
-    "one token": {"max_completion_length": 1},
-    "filters": {"temperature": 0.8, "top_k": 12, "repetition_penalty": 1.2},
+OFF_, TWICE_, AGO_, REFERENCE_ = (WEIGHTS[name] for name in ("off", "twice", "ago", "reference"))
+STALE = "they agreed before"
+PLANTED: dict[str, tuple[str, dict[str, Any], int, str]] = {
+    # the fault of the engine, the run, at which step it stops, what it names
+    "TRL 1.16, LoRA and a server, continued adapter": ("off", CONTINUED, 0, OFF_),
+    "TRL 1.16, LoRA and a server, new adapter": ("off", NEW, 1, OFF_),
+    "unsloth 8701, adapter ignored": ("off", {**CONTINUED, "vllm_importance_sampling_correction": False}, 0, OFF_),
+    "verl 7495, adapter never delivered": ("start", NEW, 1, OFF_),
+    "verl 7495, continued adapter": ("start", CONTINUED, 1, AGO_),
+    "TRL 5312, weights reloaded after sleep, LoRA": ("disk", NEW, 1, OFF_),
+    "TRL 5312, full model and a reference": ("disk", {"beta": 0.04}, 1, REFERENCE_),
+    "TRL 5312, full model": ("disk", {}, 1, STALE),
+    "ms-swift 8233, adapter applied twice": ("twice", CONTINUED, 0, TWICE_),
+    "ms-swift 8233, new adapter": ("twice", NEW, 1, TWICE_),
+    "an update late, LoRA": ("ago", CONTINUED, 1, AGO_),
+    "an update late, full model": ("ago", {}, 1, STALE),
 }
+QUICK = ("TRL 1.16, LoRA and a server, new adapter", "verl 7495, continued adapter", "TRL 5312, full model")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param(run, id=name, marks=() if name in ("lora", "filters") else pytest.mark.slow)
-        for name, run in RUNS.items()
-    ],
-)
-def test_the_run_of_transformers_own_loop(changes: dict[str, Any], tmp_path: Path, said: Any) -> None:
-    ours = trainer(tmp_path / "auto", **changes)
-    ours.train()
-    assert ours._generation.is_verified
-    assert said() == []
-    stock = trainer(tmp_path / "off", generation="off", **changes)
-    stock.train()
-    assert not stock._generation.is_verified
-    assert said() == []
-    assert_same_run(ours, stock)
-
-
-def test_the_completions_of_stock_trl(tmp_path: Path) -> None:
-    ours = trainer(tmp_path / "ours", max_steps=1)
-    ours.train()
-    stock = trainer(tmp_path / "trl", TRLGRPOTrainer, max_steps=1)
-    stock.train()
-    assert history(ours) == history(stock)
-    assert list(ours._logs["completion"]) == list(stock._logs["completion"])
-
-
-def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
-    """With the stream that users get. The guard looks at the first batch after the resume, and must not disturb it."""
-    runs = []
-    for folder, resume in (("whole", None), ("resumed", str(tmp_path / "whole" / "checkpoint-2"))):
-        run = trainer(tmp_path / folder, max_steps=4, save_strategy="steps", save_steps=2)
-        run._generation.same_stream = False
-        run.train(resume_from_checkpoint=resume)
-        runs.append(run)
-    whole, resumed = runs
-    assert history(resumed)[-2:] == history(whole)[-2:]
-    for mine, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(mine, other)
-
-
-# ---- the guard
-
-
-def moved_nothing(self: Any, holes: list[int], movers: list[int], count: int) -> None:
-    """A cache that drops its last rows, whichever have finished."""
-    self.buffers = [buffer[:count] for buffer in self.buffers]
-    self.show(self.start, self.last)
-
-
-def next_prompt(self: Any, layer: Any, rows: torch.Tensor, room: int, take: Any = kv_cache.Buffer.take) -> None:
-    """Keys and values of another prompt than the row's."""
-    take(self, layer, (rows + 1) % (rows.max() + 1), room)
-
-
-def cut_one_more(self: Any, columns: int) -> None:
-    self.show(self.start + columns + 1, self.last)
-
-
-def one_position_late(step: Any) -> Any:
-    def run(*args: Any, position_ids: torch.Tensor, **inputs: Any) -> Any:
-        late = position_ids + (0 if inputs.get("is_first_iteration") else 3)
-        return step(*args, position_ids=late, **inputs)
-
-    return run
-
-
-FAULTS = {
-    "a row takes another's keys": (kv_cache.Buffer, "keep", moved_nothing),
-    "a row takes another prompt's keys": (kv_cache.Buffer, "take", next_prompt),
-    "a token is cut with the padding": (kv_cache.Buffer, "cut", cut_one_more),
-    "positions are off": (groups, "decode_step", one_position_late(groups.decode_step)),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_noticed_on_the_first_batch(
-    fault: str, tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in PLANTED])
+def test_a_planted_fault_is_named_within_two_steps(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
 ) -> None:
-    monkeypatch.setattr(*FAULTS[fault])
-    run = trainer(tmp_path, max_completion_length=64, seed=46)  # the rows of the longest prompt leave before others
-    run.train()
-    (sentence,) = said()
-    assert "transformers' own loop: group decoding picks tokens under other log-probabilities" in sentence
-    assert "1e-04 allowed" in sentence
-    assert not any(LARGEST in entry for entry in run.state.log_history)
-    assert not run._generation.is_verified
+    fault, changes, step, cause = PLANTED[name]
+    serve(monkeypatch, fault)
+    run = trainer(tmp_path, **SETTINGS, **changes)
+    with pytest.raises(NotThePolicy) as caught:
+        run.train()
+    assert run.state.global_step == step
+    assert f"at step {step} " in str(caught.value)
+    assert cause in str(caught.value)
+    others = [sentence for sentence in WEIGHTS.values() if sentence != cause and sentence in str(caught.value)]
+    # After one update a new adapter as it was a step ago is the adapter switched off.
+    assert others == ([AGO_] if cause == OFF_ and changes is NEW else [])
 
 
-def test_the_first_batch_is_generated_again_after_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache.Buffer, "keep", moved_nothing)
-    run, calls = trainer(tmp_path, max_steps=1), []
-    original = TRLGRPOTrainer._generate_single_turn
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(original(self, *args, **kwargs))
-        return calls[-1]
-
-    monkeypatch.setattr(TRLGRPOTrainer, "_generate_single_turn", counted)
-    run.train()
-    assert len(calls) == 2
-    shown = run.processing_class.batch_decode(calls[1][0], skip_special_tokens=True)
-    assert list(run._logs["completion"]) == shown
+@pytest.mark.parametrize("fault", ["off", pytest.param("twice", marks=pytest.mark.slow)])
+def test_a_16_bit_engine_hides_no_fault(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+    serve(monkeypatch, fault, torch.bfloat16)
+    run = trainer(tmp_path, **SETTINGS, **CONTINUED)
+    with pytest.raises(NotThePolicy, match=WEIGHTS[fault]):
+        run.train()
+    assert run.state.global_step == 0
 
 
-def test_a_later_fault_shows_in_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
-    run = trainer(tmp_path, max_steps=3)
-    original = run._generate_and_score_completions
+@pytest.mark.parametrize("generation", ["auto", "off"])
+def test_transformers_generate_without_the_adapter(
+    generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = GenerationMixin.generate
+    run = trainer(tmp_path, generation=generation, **CONTINUED)
 
-    def with_a_fault(inputs: Any) -> Any:
-        if run.state.global_step == 2:
-            monkeypatch.setattr(*FAULTS["positions are off"])
-        return original(inputs)
+    def without(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with run.model.disable_adapter():
+            return stock(self, *args, **kwargs)
 
-    run._generate_and_score_completions = with_a_fault
-    run.train()
-    assert said() == []
-    logged = [(entry[MEAN], entry[LARGEST]) for entry in run.state.log_history if MEAN in entry]
-    assert len(logged) == 3
-    assert all(0 < mean < largest < 1e-5 for mean, largest in logged[:2])
-    assert logged[2][1] > 1e-2
-
-
-def test_only_a_few_rows_are_checked_after_the_first_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, sizes = trainer(tmp_path), []
-    plain = run._generation.plain
-    run._generation.plain = lambda model, rows, entropy: (
-        sizes.append(len(rows.input_ids)) or plain(model, rows, entropy)
-    )
-    run.train()
-    assert sizes == [8, 8, 2, 2, 2]  # what is logged of the first batch is computed as of the others
-
-
-def test_evaluation_logs_the_difference_too(tmp_path: Path) -> None:
-    run = trainer(tmp_path, eval_dataset=PROMPTS.select(range(4)))
-    run.evaluate()
-    (entry,) = run.state.log_history
-    assert 0 < entry[f"eval_{MEAN}"] < entry[f"eval_{LARGEST}"] < 1e-5
-
-
-def test_bfloat16_passes_the_check(tmp_path: Path, said: Any) -> None:
-    run = trainer(tmp_path, policy=model().bfloat16())
-    run.train()
-    assert said() == []
-    assert all(entry[MEAN] < 5e-2 for entry in run.state.log_history if "reward" in entry)
-
-
-# ---- where transformers' own loop generates
-
-
-def test_dropout_while_training_only(tmp_path: Path, said: Any) -> None:
-    run = trainer(tmp_path, peft_config=adapter(lora_dropout=0.5), eval_dataset=PROMPTS.select(range(4)))
-    run.evaluate()
-    assert said() == []
-    run.train()
-    (sentence,) = said()
-    assert "own loop: the model has dropout, and completions of a prompt would share its mask" in sentence
-
-
-def test_a_reason_that_generate_finds_is_said_once(tmp_path: Path, said: Any) -> None:
-    run = trainer(tmp_path, cache_implementation="static")
-    run.train()
-    (sentence,) = said()
-    assert "the cache is a StaticCache" in sentence
-    stock = trainer(tmp_path / "off", generation="off", cache_implementation="static")
-    stock.train()
-    assert_same_run(run, stock)
-
-
-def test_a_model_that_padding_changes_is_left_alone(tmp_path: Path, said: Any) -> None:
-    """TRL's left padding moves GPT-2's learnt positions: its rows are not what was sampled from."""
-    run = trainer(tmp_path, policy=tiny("GPT2Config"), max_steps=1)
-    run.train()
-    assert "other log-probabilities than the policy's (by" in said()[0]
-
-
-def test_adapters_that_are_given_more_than_tokens() -> None:
-    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    assert "virtual tokens" in unfit(get_peft_model(tiny("LlamaConfig"), prompts))
-    activated = adapter(task_type="CAUSAL_LM", alora_invocation_tokens=[5])
-    assert "aLoRA" in unfit(get_peft_model(tiny("LlamaConfig"), activated))
-    assert unfit(get_peft_model(tiny("LlamaConfig"), adapter(task_type="CAUSAL_LM"))) == ""
-
-
-def test_an_activated_adapter_is_declined_before_the_prefill(tmp_path: Path, said: Any) -> None:
-    activated = adapter(task_type="CAUSAL_LM", alora_invocation_tokens=[5])
-    run = trainer(tmp_path, peft_config=activated, max_steps=1)
-    run.train()
-    assert "aLoRA" in said()[0]
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({}, ""),
-        ({"is_fsdp_enabled": True}, "FSDP"),
-        ({"is_zero3": True}, ""),
-        ({"is_zero3": True, "ds3_gather_for_generation": False}, "ds3_gather_for_generation"),
-        ({"tools": [print]}, ""),
-        ({"tools": [print], "num_processes": 2}, "tools"),
-    ],
-)
-def test_layouts_that_are_not_decoded_in_groups(changes: dict[str, Any], reason: str) -> None:
-    known = {
-        "is_fsdp_enabled": False,
-        "is_zero3": False,
-        "ds3_gather_for_generation": True,
-        "tools": [],
-        "num_processes": 1,
-    }
-    known |= changes
-    said = unfit_layout(
-        SimpleNamespace(
-            is_fsdp_enabled=known["is_fsdp_enabled"],
-            _dist=SimpleNamespace(is_zero3=known["is_zero3"]),
-            args=SimpleNamespace(ds3_gather_for_generation=known["ds3_gather_for_generation"]),
-            tools=known["tools"],
-            accelerator=SimpleNamespace(num_processes=known["num_processes"]),
-        )
-    )
-    assert reason in said
-    assert bool(said) == bool(reason)
-
-
-def test_another_word_than_auto_or_off(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="`generation` can't be `fast`: choose auto or off"):
-        trainer(tmp_path, generation="fast")
-
-
-# ---- several ranks
+    monkeypatch.setattr(GenerationMixin, "generate", without)
+    with pytest.raises(NotThePolicy, match=OFF_):
+        run.train()
+    assert run.state.global_step == 0
 
 
 @pytest.mark.slow
+def test_the_stock_loop_with_the_adapter_twice_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = GenerationMixin.generate
+    run = trainer(tmp_path, generation="off", max_steps=20, **CONTINUED)
+
+    def twice(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if run.state.global_step < 10:
+            return stock(self, *args, **kwargs)
+        with rescale_adapter_scale(run.model, 2):
+            return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "generate", twice)
+    with pytest.raises(NotThePolicy, match=TWICE_):
+        run.train()
+    assert run.state.global_step == 10
+
+
+def test_the_check_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+    serve(monkeypatch, "off")
+    run = trainer(tmp_path, generation_check=False, max_steps=2, **SETTINGS, **CONTINUED)
+    run.train()
+    assert run.state.global_step == 2
+    assert said() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", ["ddp_cpu", pytest.param("zero3_cpu", marks=pytest.mark.nightly)])
+def test_all_ranks_stop_where_one_engine_is_wrong(layout: str, tmp_path: Path, extensions: str) -> None:
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{layout}.yaml"]
+    launcher += ["--main_process_port", "0", "-m", "tests.grpo_recipes.training.train_one_rank_wrong", str(tmp_path)]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "rewards")])
+    process = subprocess.Popen(
+        [sys.executable, *launcher],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": extensions},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    said = finish(process, timeout=300)
+    assert process.returncode == 0, said[-4000:]
+    first, second = [(tmp_path / f"said-{rank}.txt").read_text() for rank in (0, 1)]
+    assert first == second
+    assert "the generator of rank 1 is not the policy: at step 0" in first
+    assert OFF_ in first
+
+
+# ---- what is not a fault
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        ({**NEW, "top_p": 0.9, "top_k": 12}, torch.bfloat16),
+        pytest.param({**CONTINUED, "temperature": 0.7}, None, marks=pytest.mark.slow),
+        pytest.param({"min_p": 0.05, "repetition_penalty": 1.3}, None, marks=pytest.mark.slow),
+        pytest.param({"beta": 0.04}, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_a_healthy_engine(
+    changes: dict[str, Any], dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
+) -> None:
+    serve(monkeypatch, "", dtype)
+    run = trainer(tmp_path, **SETTINGS, **changes)
+    run.train()
+    assert run.state.global_step == 3
+    sentences = [sentence for sentence in said() if "can't tell" not in sentence and "is the policy" not in sentence]
+    assert len([s for s in sentences if "computes in 16 bits and the policy in 32" in s]) == (dtype is not None)
+    processed = [s for s in sentences if "huggingface/trl#6789" in s]
+    assert len(processed) == bool(Processing.of(run.args)[0])
+    assert len(sentences) == len(processed) + (dtype is not None)
+
+
+LONG = {"learning_rate": 2e-3, "num_generations": 4, "logging_steps": 50}
+HEALTHY: dict[str, tuple[int, dict[str, Any], Any, bool]] = {
+    # steps, the run, the engine's dtype, whether the policy is in bfloat16
+    "new adapter, bfloat16 engine": (200, {**SETTINGS, **NEW}, torch.bfloat16, False),
+    "adapter, top_p and top_k, bfloat16 engine": (
+        200,
+        {**SETTINGS, **CONTINUED, "top_p": 0.9, "top_k": 12},
+        torch.bfloat16,
+        False,
+    ),
+    "full, min_p, penalty": (100, {**SETTINGS, "min_p": 0.05, "repetition_penalty": 1.2}, None, False),
+    "full and a reference, both bfloat16": (150, {**SETTINGS, "beta": 0.04, "temperature": 0.8}, None, True),
+    "group decoding, bfloat16": (100, {}, None, True),
+    "group decoding, adapter": (100, {**NEW, "top_p": 0.9}, None, False),
+    "stock loop, adapter": (100, {**CONTINUED, "generation": "off"}, None, False),
+    "full, bfloat16 engine, small batch": (
+        50,
+        {**SETTINGS, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_completion_length": 6},
+        torch.bfloat16,
+        False,
+    ),
+}
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("config", "options"), [("ddp_cpu", []), ("ddp_cpu", ["--lora"]), ("zero3_cpu", [])])
-def test_ranks_of_very_different_lengths(config: str, options: list[str], tmp_path: Path, extensions: str) -> None:
-    """Rank 1's completions all end with their first token; the run is that of transformers' own loop."""
-    runs = {}
-    for mode in ("auto", "off"):
-        launcher = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yaml"]
-        launcher += ["--main_process_port", "0", "-m", "tests.grpo_recipes.training.train_uneven"]
-        paths = os.pathsep.join([str(ROOT), str(ROOT / "rewards")])
-        process = subprocess.Popen(
-            [sys.executable, *launcher, mode, str(tmp_path / mode), *options],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": extensions},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        said = finish(process, timeout=300)
-        assert process.returncode == 0, said[-4000:]
-        assert "own loop" not in said
-        runs[mode] = load_file(next((tmp_path / mode).glob("*model.safetensors")))
-    assert all(torch.equal(value, runs["off"][name]) for name, value in runs["auto"].items())
-    tables = [completions(tmp_path / mode)[["step", "prompt", "completion"]] for mode in ("auto", "off")]
-    pd.testing.assert_frame_equal(*tables)
-    log = [entry for entry in json.loads((tmp_path / "auto" / "log.json").read_text()) if "loss" in entry]
-    assert len(log) == 3
-    for entry in log:
-        assert entry["completions/min_length"] == 1
-        assert entry["completions/max_length"] > 5
-        assert 0 < entry[LARGEST] < 1e-4
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_thousand_healthy_steps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+    """1,000 steps over all rows of the table: none is stopped, and nothing is said but what is the case."""
+    steps, changes, dtype, half = HEALTHY[name]
+    serve(monkeypatch, "", dtype)
+    run = trainer(tmp_path, policy=model().bfloat16() if half else model(), max_steps=steps, **{**LONG, **changes})
+    run.train()
+    assert run.state.global_step == steps
+    known = ("can't tell yet", "is the policy", "computes in 16 bits and the policy in 32", "huggingface/trl#6789")
+    assert [sentence for sentence in said() if not any(part in sentence for part in known)] == []
 
 
-# ---- what this is built on
+def test_raw_log_probabilities_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+    """Expected to be of a truncated distribution, and returned without: still the policy's."""
+    serve(monkeypatch)
+    run = trainer(tmp_path, max_steps=1, **SETTINGS)
+    run._generation_check.scorer.processing = Processing(top_p=0.5)
+    run.train()
+    assert run._generation_check.scorer.processing is None
 
 
-def test_contract_with_trl() -> None:
-    """Seam 6: TRL generates in one method, through `generate` of the unwrapped model, for training and evaluation."""
-    turn = inspect.signature(TRLGRPOTrainer._generate_single_turn).parameters
-    known = ["self", "prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"]
-    assert list(turn) == known
-    source = inspect.getsource(TRLGRPOTrainer._generate_single_turn)
-    assert "unwrapped_model.generate(\n" in source
-    assert "**generate_inputs, generation_config=self.generation_config" in source
-    assert "return completion_ids, logprobs" in source
-    vllm = inspect.getsource(TRLGRPOTrainer._generate_and_score_completions)
-    assert f'"{MEAN}"' in vllm
-    assert f'"{LARGEST}"' in vllm
+def test_cannot_tell_before_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+    serve(monkeypatch)
+    run = trainer(tmp_path, **SETTINGS, **NEW)
+    run.train()
+    first, second = said()
+    assert first.endswith(f"is the policy or {OFF_} or {TWICE_}: their log-probabilities are alike")
+    assert second == "step 1: the generator is the policy"
 
 
-def test_the_check_leaves_the_random_state_and_the_model_alone(tmp_path: Path) -> None:
-    run = trainer(tmp_path, peft_config=adapter())
+def test_an_adapter_is_as_before_once_it_has_been_looked_at(tmp_path: Path) -> None:
+    run = trainer(tmp_path, **CONTINUED)
+    run.train()
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    trains = [parameter.requires_grad for parameter in run.model.parameters()]
+    check = run._generation_check
+    with check.adapters.earlier():
+        moved = [name for name, value in run.model.state_dict().items() if not torch.equal(value, before[name])]
+    assert moved
+    assert all("lora_" in name for name in moved)
     run.model.train()
-    modes = [module.training for module in run.model.modules()]
-    before: list[torch.Tensor] = []
-    plain = run._generation.plain
-
-    def watched(policy: nn.Module, *args: Any) -> Any:
-        assert not policy.training
-        before.append(torch.get_rng_state())
-        return plain(policy, *args)
-
-    run._generation.plain = watched
     run._generate_single_turn([[5, 6], [7]], None, {}, 1)
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert [module.training for module in run.model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
+    assert [parameter.requires_grad for parameter in run.model.parameters()] == trains
+
+
+def test_dropout_and_continuous_batching_are_not_compared(tmp_path: Path, said: Any) -> None:
+    dropping = trainer(tmp_path, peft_config=adapter(lora_dropout=0.5), max_steps=1)
+    dropping.train()
+    batching = trainer(tmp_path, use_transformers_continuous_batching=True, max_steps=1)
+    batching.train()
+    first, second = said()
+    assert "is not checked: they are sampled with dropout" in first
+    assert "is not checked: the generator gives no log-probabilities" in second
+
+
+def test_a_small_batch_is_compared_at_steps_that_a_restart_shares(tmp_path: Path) -> None:
+    check = trainer(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1)._generation_check
+    due = []
+    for step in range(9):
+        check.trainer.state.global_step = step
+        due.append(check.is_due(4))
+    assert due == [True, False, False, False, True, False, False, False, True]
+    assert check.is_due(64)
+    watched = {rows: list(range(0, rows, generation_check.watched_every(rows))) for rows in (1, 16, 33, 64)}
+    assert watched == {1: [0], 16: [0], 33: [0, 17], 64: [0, 32]}
+
+
+# ---- the judgement
+
+
+def evidence(**others: Alternative) -> Evidence:
+    """A thousand tokens whose log-probabilities differ by 0.1."""
+    return Evidence(1000, 100.0, 0.2, 10.0, others)
+
+
+@pytest.mark.parametrize(
+    ("found", "usual", "wrong", "names"),
+    [
+        (Evidence(1000, 0.01, 9e-5, 1e-6), None, False, ()),
+        (evidence(), None, False, ()),  # nothing explains it, and nothing is usual yet
+        (evidence(), 0.001, True, ()),
+        (evidence(), 0.09, False, ()),
+        (evidence(off=Alternative(10.0, 0.1, 100.0)), None, True, (OFF,)),
+        (evidence(off=Alternative(10.0, 6.0, 100.0)), None, False, ()),
+        (evidence(off=Alternative(10.0, 4.0, 9.0), twice=Alternative(10.0, 1.0, 9.0)), None, True, (TWICE,)),
+        (evidence(off=Alternative(10.0, 1.0, 9.0), ago=Alternative(10.0, 1.0, 9.0)), None, True, (OFF, AGO)),
+        (evidence(half=Alternative(4.0, 12.0, 40.0)), None, False, (HALF,)),
+        (evidence(half=Alternative(0.4, 10.0, 4.0)), 1e-6, True, ()),
+        (evidence(off=Alternative(10.0, 0.1, 1.0), half=Alternative(4.0, 12.0, 90.0)), None, True, (OFF,)),
+        (evidence(raw=Alternative(10.0, 0.1, 1.0)), None, False, (RAW,)),
+        (evidence(unpadded=Alternative(10.0, 0.1, 1.0), off=Alternative(9.0, 8.0, 1.0)), None, False, (UNPADDED,)),
+    ],
+)
+def test_judgement_in_whole_precision(found: Evidence, usual: Any, wrong: bool, names: tuple[str, ...]) -> None:
+    verdict = judge(found, whole=True, usual=usual)
+    assert (verdict.wrong, verdict.names) == (wrong, names)
+
+
+def test_16_bit_differences_below_the_tolerance_stop_nothing() -> None:
+    small = Evidence(1000, 20.0, 0.2, 1.0, {OFF: Alternative(1.0, 0.1, 20.0)})
+    verdict = judge(small, whole=False, usual=None)
+    assert (verdict.wrong, verdict.names, verdict.unclear) == (False, (OFF,), (OFF,))
+
+
+def test_noise_is_never_named() -> None:
+    """Independent noise on tokens that two alternatives move: 1,000 draws, of any ratio of noise to movement."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(1000):
+        noise = torch.randn(64, generator=generator) * 0.1
+        scale = 10 ** (4 * torch.rand(1, generator=generator) - 2)
+        moved = torch.randn(64, generator=generator) * 0.1 * scale
+        square, left = noise.square().sum().item(), (noise - moved).square().sum().item()
+        other = Alternative(moved.square().sum().item(), left, moved.abs().sum().item())
+        found = Evidence(64, noise.abs().sum().item(), noise.abs().max().item(), square, {OFF: other})
+        assert judge(found, whole=False, usual=None).names == ()
+
+
+# ---- how tokens are scored
+
+
+@pytest.mark.parametrize(
+    "processing",
+    [Processing(), Processing(top_k=5), Processing(top_p=0.8), Processing(1.4, 0.05, 12, 0.9), Processing(0.7)],
+    ids=str,
+)
+def test_processed_scores_are_those_of_generate(processing: Processing) -> None:
+    policy = model().eval()
+    ids, torch_seed = torch.tensor([[5, 9, 7, 5]]), 3
+    torch.manual_seed(torch_seed)
+    # vLLM filters by min_p first, transformers last: with both kinds the sets of tokens may differ.
+    vllm_like = processing if not (processing.min_p and processing.top_p < 1) else Processing(1.4, 0.0, 12, 0.9)
+    made = policy.generate(
+        input_ids=ids,
+        do_sample=True,
+        temperature=0.8,
+        max_new_tokens=12,
+        eos_token_id=None,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **vars(vllm_like),
+    )
+    tokens = made.sequences[0]
+    scores = torch.stack(made.scores, 1)[0].float().log_softmax(-1)
+    expected = scores.gather(1, tokens[4:, None])[:, 0]
+    with torch.no_grad():
+        logits = policy(tokens[None]).logits[0, 3:-1].float()
+    torch.testing.assert_close(vllm_like.log_probs(logits, tokens, 0.8), expected, atol=1e-5, rtol=0)
+
+
+def test_keys_that_may_change_scores_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve(monkeypatch)
+    known = trainer(tmp_path, generation_kwargs={"seed": 5, "top_p": 0.9}, **SETTINGS)
+    assert known._generation_check.scorer.processing == Processing(top_p=0.9)
+    assert known._generation_check.reason == ""
+    unknown = trainer(tmp_path, generation_kwargs={"logit_bias": {5: 1.0}}, **SETTINGS)
+    assert "logit_bias may change the scores" in unknown._generation_check.reason
+
+
+def test_alternatives_of_a_full_model_and_of_an_adapter(tmp_path: Path) -> None:
+    full = trainer(tmp_path, beta=0.04)._generation_check
+    lora = trainer(tmp_path, **CONTINUED)._generation_check
+    assert isinstance(lora.policy, PeftModel)
+    named = [list(alternatives.alternatives(c.trainer, c.adapters, c.scorer, True)) for c in (full, lora)]
+    assert named == [["reference", "half", "unpadded"], ["off", "twice", "half", "unpadded"]]
+    assert generation_check.WATCHED == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import MixtralConfig, PreTrainedModel
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
@@ -42,8 +44,9 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def gap(recording: Recording, folder: Path, **config: Any) -> float:
-    return compare(recording, folder, **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, **config})
+def gap(recording: Recording, folder: Path, *build: Callable[[], PreTrainedModel], **config: Any) -> float:
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, **config}
+    return compare(recording, folder, *build, **settings)
 
 
 # ---- the same gradient
@@ -86,6 +89,28 @@ def test_options(option: dict[str, Any], loss_type: str, tmp_path: Path) -> None
     for group in recording.completions:  # truncated: no end in it
         group[0][-1] = 7
     assert gap(recording, tmp_path, loss_type=loss_type, **option) <= LIMIT
+
+
+def test_a_router_loss_keeps_the_rows_that_it_is_taken_over(tmp_path: Path) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
+    assert gap(UNEVEN, tmp_path, lambda: model(MixtralConfig, sliding_window=None, **experts)) <= LIMIT
+
+
+class FarOldPolicy(GRPOTrainer):
+    """A trainer whose rows without an advantage were sampled by a policy that held them for impossible."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        batch = super()._generate_and_score_completions(inputs)
+        batch["old_per_token_logps"][batch["advantages"] == 0] = -300.0
+        return batch
+
+
+def test_an_emptied_row_can_not_overflow(tmp_path: Path) -> None:
+    """exp(300) is infinite in float32, and infinite times a mask of 0 is NaN."""
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_iterations": 2}
+    trainer = make_trainer(FarOldPolicy, UNEVEN, model(), tmp_path, **settings)
+    for step in gradients(trainer, UNEVEN.rows()):
+        assert all(gradient.isfinite().all() for gradient in step.values())
 
 
 @pytest.mark.parametrize("micro_batching", ["auto", TRIM_ONLY], ids=["packed", "trimmed"])
@@ -226,8 +251,36 @@ def test_without_packing_rows_of_a_length_meet() -> None:
     assert [batch["completion_ids"].shape[1] for batch in ours] == [2, 4, 6, 8]
 
 
-def test_images_keep_the_micro_batches_as_they_are() -> None:
-    buffer = [{**batch, "pixel_values": torch.zeros(9, 3)} for batch in buffer_of([(1, 2, 0.0), (2, 1, 1.0)], 2)]
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_row_keeps_its_weight_where_a_divisor_counts_the_tokens_of_a_micro_batch(skip: bool) -> None:
+    """`bnpo`: advantage over active tokens, those of tools left out, is what it was before the rows moved."""
+    sizes = [(1, completion, advantage) for completion, advantage in ((1, 1.0), (5, -2.0), (2, 0.0), (6, 3.0))]
+    buffer = buffer_of(sizes, 2)
+    for batch in buffer:
+        batch["tool_mask"] = batch["completion_mask"].clone()
+        batch["tool_mask"][:, 1::2] = 0
+
+    def weights(batches: list[dict[str, Any]]) -> dict[str, float]:
+        found = {}
+        for batch in batches:
+            tokens = sum(
+                int(completion) * int(tool)
+                for pair in zip(batch["completion_mask"], batch["tool_mask"], strict=True)
+                for completion, tool in zip(*pair, strict=True)
+            )
+            rows = zip(batch["extra"], batch["advantages"].tolist(), strict=True)
+            found.update({label: advantage / tokens for label, advantage in rows if advantage})
+        return found
+
+    ours = regroup(buffer, 2, Layout.TRIMMED, Exactness(True, True, rescale=True), skip)
+    assert [batch["extra"] for batch in ours] != [batch["extra"] for batch in buffer]
+    assert weights(ours) == pytest.approx(weights(buffer))
+
+
+@pytest.mark.parametrize("key", ["pixel_values", "num_images", "token_type_ids", "mm_token_type_ids"])
+def test_images_keep_the_micro_batches_as_they_are(key: str) -> None:
+    values = torch.zeros(1, 2 + 2)  # one entry a row, as wide as prompts and completions together
+    buffer = [{**batch, key: values} for batch in buffer_of([(1, 2, 0.0), (2, 1, 1.0)], 2)]
     ours = regroup(buffer, 2, Layout.TRIMMED, Exactness(True, True))
     assert all(mine is theirs for mine, theirs in zip(ours, buffer, strict=True))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from trl.trainer import grpo_trainer
 
 from grpo_recipes.decoding.stop_strings import Ends, StopStrings
 from grpo_rewards.errors import UserError
+from tests.grids import covering
 from tests.grpo_recipes import recorded
 from tests.grpo_recipes.training.models import ENDS, PROMPTS, trainer
 from tests.tiny import byte_tokenizer
@@ -86,7 +86,7 @@ def first_end(tokens: list[int]) -> int | None:
     return None
 
 
-@pytest.mark.parametrize(("generation", "pad_is_eos"), list(product(["auto", "off"], [False, True])))
+@pytest.mark.parametrize(("generation", "pad_is_eos"), covering(["auto", "off"], [False, True]))
 def test_a_completion_goes_to_its_first_stop_string(generation: str, pad_is_eos: bool, tmp_path: Path) -> None:
     run = stopping(tmp_path, pad_is_eos=pad_is_eos, generation=generation)
     prompts = [ids(prompt) for prompt in ("1 =", "33 + 4 =", "bz") for _ in range(40)]
@@ -112,7 +112,7 @@ def test_both_loops_stop_alike(tmp_path: Path) -> None:
     assert rows[0] == rows[1]
 
 
-@pytest.mark.parametrize(("generation", "pad_is_eos"), list(product(["auto", "off"], [False, True])))
+@pytest.mark.parametrize(("generation", "pad_is_eos"), covering(["auto", "off"], [False, True]))
 def test_metrics_and_mask_know_which_rows_stopped(generation: str, pad_is_eos: bool, tmp_path: Path) -> None:
     run = stopping(tmp_path, pad_is_eos=pad_is_eos, generation=generation, mask_truncated_completions=True)
     made: list[dict[str, Any]] = []

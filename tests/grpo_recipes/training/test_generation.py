@@ -1,0 +1,382 @@
+"""Group decoding inside the trainer: the run that transformers' own loop gives, and the guard around it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from peft import LilyConfig, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+from trl import GRPOTrainer as TRLGRPOTrainer
+
+from grpo_recipes.decoding import groups, kv_cache
+from grpo_recipes.decoding.models import unfit
+from grpo_recipes.runs.faults import NotThePolicy
+from grpo_recipes.training import generation_check
+from grpo_recipes.training.generation import unfit_for_groups
+from grpo_rewards.errors import UserError
+from tests.grids import only
+from tests.grpo_recipes.launching import ROOT, completions, finish
+from tests.grpo_recipes.recorded import model
+from tests.grpo_recipes.training.models import PROMPTS, adapter, tiny, trainer
+
+MEAN, LARGEST = (f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max"))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Any:
+    """The sentences logged by the check."""
+    caplog.set_level(logging.WARNING)
+    name = "grpo_recipes.training.generation"
+    return lambda: [record.getMessage() for record in caplog.records if record.name == name]
+
+
+def history(trained: Any) -> list[tuple[float, ...]]:
+    """What depends on the sampled tokens, by step."""
+    names = ("reward", "completions/mean_length", "completions/clipped_ratio", "num_tokens")
+    return [tuple(entry[name] for name in names) for entry in trained.state.log_history if "reward" in entry]
+
+
+def assert_same_run(ours: Any, theirs: Any) -> None:
+    assert history(ours) == history(theirs)
+    assert len(set(history(ours))) > 1
+    for (name, mine), other in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
+        assert torch.equal(mine, other), name
+
+
+# ---- the same run
+
+RUNS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"peft_config": adapter(), "beta": 0.04},
+    "num_iterations": {"num_iterations": 2, "max_steps": 4},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": PROMPTS.select(range(4))},
+    "one token": {"max_completion_length": 1},
+    "filters": {"temperature": 0.8, "top_k": 12, "repetition_penalty": 1.2},
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param(run, id=name, marks=() if name == "lora" else pytest.mark.slow) for name, run in RUNS.items()],
+)
+def test_the_run_of_transformers_own_loop(changes: dict[str, Any], tmp_path: Path, said: Any) -> None:
+    ours = trainer(tmp_path / "auto", **changes)
+    ours.train()
+    assert ours._generation.is_verified
+    assert said() == []
+    stock = trainer(tmp_path / "off", generation="off", **changes)
+    stock.train()
+    assert not stock._generation.is_verified
+    assert said() == []
+    assert_same_run(ours, stock)
+
+
+def test_the_completions_of_stock_trl(tmp_path: Path) -> None:
+    ours = trainer(tmp_path / "ours", max_steps=1)
+    ours.train()
+    stock = trainer(tmp_path / "trl", TRLGRPOTrainer, max_steps=1)
+    stock.train()
+    assert history(ours) == history(stock)
+    assert list(ours._logs["completion"]) == list(stock._logs["completion"])
+
+
+def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
+    """With the stream that users get. The guard looks at the first batch after the resume, and must not disturb it."""
+    runs = []
+    for folder, resume in (("whole", None), ("resumed", str(tmp_path / "whole" / "checkpoint-2"))):
+        run = trainer(tmp_path / folder, max_steps=4, save_strategy="steps", save_steps=2)
+        run._generation.same_stream = False
+        run.train(resume_from_checkpoint=resume)
+        runs.append(run)
+    whole, resumed = runs
+    assert history(resumed)[-2:] == history(whole)[-2:]
+    for mine, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+# ---- the guard
+
+
+def moved_nothing(self: Any, holes: list[int], movers: list[int], count: int) -> None:
+    """A cache that drops its last rows, whichever have finished."""
+    self.buffers = [buffer[:count] for buffer in self.buffers]
+    self.show(self.start, self.last)
+
+
+def next_prompt(self: Any, layer: Any, rows: torch.Tensor, room: int, take: Any = kv_cache.Buffer.take) -> None:
+    """Keys and values of another prompt than the row's."""
+    take(self, layer, (rows + 1) % (rows.max() + 1), room)
+
+
+def cut_one_more(self: Any, columns: int) -> None:
+    self.show(self.start + columns + 1, self.last)
+
+
+def one_position_late(step: Any) -> Any:
+    def run(*args: Any, position_ids: torch.Tensor, **inputs: Any) -> Any:
+        late = position_ids + (0 if inputs.get("is_first_iteration") else 3)
+        return step(*args, position_ids=late, **inputs)
+
+    return run
+
+
+FAULTS = {
+    "a row takes another's keys": (kv_cache.Buffer, "keep", moved_nothing),
+    "a row takes another prompt's keys": (kv_cache.Buffer, "take", next_prompt),
+    "a token is cut with the padding": (kv_cache.Buffer, "cut", cut_one_more),
+    "positions are off": (groups, "decode_step", one_position_late(groups.decode_step)),
+}
+
+
+@pytest.mark.parametrize("fault", only(["a row takes another's keys"], FAULTS))
+def test_a_fault_is_noticed_on_the_first_batch(
+    fault: str, tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*FAULTS[fault])
+    run = trainer(tmp_path, max_completion_length=64, seed=46)  # the rows of the longest prompt leave before others
+    run.train()
+    (sentence,) = said()
+    assert "transformers' own loop: group decoding picks tokens under other log-probabilities" in sentence
+    assert "1e-04 allowed" in sentence
+    assert not run._generation.is_verified
+    logged = [entry[LARGEST] for entry in run.state.log_history if LARGEST in entry]
+    assert len(logged) == 3  # of transformers' own loop
+    assert max(logged) < 1e-5
+
+
+def test_the_first_batch_is_generated_again_after_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache.Buffer, "keep", moved_nothing)
+    run, calls = trainer(tmp_path, max_steps=1), []
+    original = TRLGRPOTrainer._generate_single_turn
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(original(self, *args, **kwargs))
+        return calls[-1]
+
+    monkeypatch.setattr(TRLGRPOTrainer, "_generate_single_turn", counted)
+    run.train()
+    assert len(calls) == 2
+    shown = run.processing_class.batch_decode(calls[1][0], skip_special_tokens=True)
+    assert list(run._logs["completion"]) == shown
+
+
+def test_a_later_fault_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+    run = trainer(tmp_path, max_steps=3)
+    original = run._generate_and_score_completions
+
+    def with_a_fault(inputs: Any) -> Any:
+        if run.state.global_step == 2:
+            monkeypatch.setattr(*FAULTS["positions are off"])
+        return original(inputs)
+
+    run._generate_and_score_completions = with_a_fault
+    with pytest.raises(
+        NotThePolicy, match=r"at step 2 .* nothing that can be computed here explains it; they agreed before"
+    ):
+        run.train()
+    assert said() == []
+    logged = [(entry[MEAN], entry[LARGEST]) for entry in run.state.log_history if MEAN in entry]
+    assert len(logged) == 2
+    assert all(0 <= mean <= largest < 1e-5 for mean, largest in logged)
+
+
+def test_only_a_few_rows_are_checked_after_the_first_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, sizes = trainer(tmp_path), []
+    scorer = run._generation_check.scorer
+    plain = scorer.plain
+    scorer.plain = lambda model, rows, entropy: sizes.append(len(rows.input_ids)) or plain(model, rows, entropy)
+    run._generation_check.batches = generation_check.FIRST  # whose alternatives are computed in any case
+    run.train()
+    assert sizes == [8, 8, 1, 1, 1]  # what is logged of the first batch is computed as of the others
+
+
+def test_evaluation_logs_the_difference_too(tmp_path: Path) -> None:
+    run = trainer(tmp_path, eval_dataset=PROMPTS.select(range(4)))
+    run.evaluate()
+    (entry,) = run.state.log_history
+    assert 0 < entry[f"eval_{MEAN}"] < entry[f"eval_{LARGEST}"] < 1e-5
+
+
+def test_bfloat16_passes_the_check(tmp_path: Path, said: Any) -> None:
+    run = trainer(tmp_path, policy=model().bfloat16())
+    run.train()
+    assert said() == []
+    assert all(entry[MEAN] < 5e-2 for entry in run.state.log_history if "reward" in entry)
+
+
+# ---- where transformers' own loop generates
+
+
+def test_dropout_while_training_only(tmp_path: Path, said: Any) -> None:
+    run = trainer(tmp_path, peft_config=adapter(lora_dropout=0.5), eval_dataset=PROMPTS.select(range(4)))
+    run.evaluate()
+    assert said() == []
+    run.train()
+    (sentence,) = said()
+    assert "own loop: the model has dropout, and completions of a prompt would share its mask" in sentence
+
+
+def test_a_reason_that_generate_finds_is_said_once(tmp_path: Path, said: Any) -> None:
+    run = trainer(tmp_path, cache_implementation="static")
+    run.train()
+    (sentence,) = said()
+    assert "the cache is a StaticCache" in sentence
+    stock = trainer(tmp_path / "off", generation="off", cache_implementation="static")
+    stock.train()
+    assert_same_run(run, stock)
+
+
+def test_a_model_that_padding_changes_is_compared_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """TRL's left padding moves GPT-2's learnt positions: its rows are not what was sampled from, which is said once."""
+    run = trainer(tmp_path, policy=tiny("GPT2Config"), max_steps=2)
+    caplog.clear()
+    run.train()
+    (sentence,) = [record.getMessage() for record in caplog.records if "pads prompts as TRL" in record.getMessage()]
+    assert "does not score tokens as they were sampled" in sentence
+    assert run._generation.is_verified
+
+
+def test_adapters_that_are_given_more_than_tokens() -> None:
+    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    assert "virtual tokens" in unfit(get_peft_model(tiny("LlamaConfig"), prompts))
+    activated = adapter(task_type="CAUSAL_LM", alora_invocation_tokens=[5])
+    assert "aLoRA" in unfit(get_peft_model(tiny("LlamaConfig"), activated))
+    mixing = LilyConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])
+    assert "LILY" in unfit(get_peft_model(tiny("LlamaConfig"), mixing))
+    assert unfit(get_peft_model(tiny("LlamaConfig"), adapter(task_type="CAUSAL_LM"))) == ""
+
+
+def test_an_activated_adapter_is_declined_before_the_prefill(tmp_path: Path, said: Any) -> None:
+    activated = adapter(task_type="CAUSAL_LM", alora_invocation_tokens=[5])
+    run = trainer(tmp_path, peft_config=activated, max_steps=1)
+    # PEFT switches the adapter off in `generate` where a prompt lacks its token; TRL's forward of the loss has it on.
+    with pytest.raises(NotThePolicy, match="those of the model with its adapter switched off"):
+        run.train()
+    assert "aLoRA" in said()[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"is_fsdp_enabled": True}, "FSDP"),
+        ({"is_zero3": True}, ""),
+        ({"is_zero3": True, "ds3_gather_for_generation": False}, "ds3_gather_for_generation"),
+        ({"tools": [print]}, ""),
+        ({"tools": [print], "num_processes": 2}, "tools"),
+    ],
+)
+def test_layouts_that_are_not_decoded_in_groups(changes: dict[str, Any], reason: str) -> None:
+    known = {
+        "is_fsdp_enabled": False,
+        "is_zero3": False,
+        "ds3_gather_for_generation": True,
+        "tools": [],
+        "num_processes": 1,
+    }
+    known |= changes
+    said = unfit_for_groups(
+        SimpleNamespace(
+            is_fsdp_enabled=known["is_fsdp_enabled"],
+            _dist=SimpleNamespace(is_zero3=known["is_zero3"]),
+            args=SimpleNamespace(ds3_gather_for_generation=known["ds3_gather_for_generation"]),
+            tools=known["tools"],
+            accelerator=SimpleNamespace(num_processes=known["num_processes"]),
+        )
+    )
+    assert reason in said
+    assert bool(said) == bool(reason)
+
+
+def test_another_word_than_auto_or_off(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="`generation` can't be `fast`: choose auto or off"):
+        trainer(tmp_path, generation="fast")
+
+
+# ---- several ranks
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("config", "options"), [("ddp_cpu", []), ("ddp_cpu", ["--lora"]), ("zero3_cpu", [])])
+def test_ranks_of_very_different_lengths(config: str, options: list[str], tmp_path: Path, extensions: str) -> None:
+    """Rank 1's completions all end with their first token; the run is that of transformers' own loop."""
+    runs = {}
+    for mode in ("auto", "off"):
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yaml"]
+        launcher += ["--main_process_port", "0", "-m", "tests.grpo_recipes.training.train_uneven"]
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "rewards")])
+        process = subprocess.Popen(
+            [sys.executable, *launcher, mode, str(tmp_path / mode), *options],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": extensions},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        said = finish(process, timeout=300)
+        assert process.returncode == 0, said[-4000:]
+        assert "own loop" not in said
+        runs[mode] = load_file(next((tmp_path / mode).glob("*model.safetensors")))
+    assert all(torch.equal(value, runs["off"][name]) for name, value in runs["auto"].items())
+    tables = [completions(tmp_path / mode)[["step", "prompt", "completion"]] for mode in ("auto", "off")]
+    pd.testing.assert_frame_equal(*tables)
+    log = [entry for entry in json.loads((tmp_path / "auto" / "log.json").read_text()) if "loss" in entry]
+    assert len(log) == 3
+    for entry in log:
+        assert entry["completions/min_length"] == 1
+        assert entry["completions/max_length"] > 5
+        assert 0 < entry[LARGEST] < 1e-4
+
+
+# ---- what this is built on
+
+
+def test_contract_with_trl() -> None:
+    """Seam 6: TRL generates in one method, through `generate` of the unwrapped model, for training and evaluation."""
+    turn = inspect.signature(TRLGRPOTrainer._generate_single_turn).parameters
+    known = ["self", "prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"]
+    assert list(turn) == known
+    source = inspect.getsource(TRLGRPOTrainer._generate_single_turn)
+    assert "unwrapped_model.generate(\n" in source
+    assert "**generate_inputs, generation_config=self.generation_config" in source
+    assert "return completion_ids, logprobs" in source
+    vllm = inspect.getsource(TRLGRPOTrainer._generate_and_score_completions)
+    assert f'"{MEAN}"' in vllm
+    assert f'"{LARGEST}"' in vllm
+
+
+def test_the_check_leaves_the_random_state_and_the_model_alone(tmp_path: Path) -> None:
+    run = trainer(tmp_path, peft_config=adapter())
+    run.model.train()
+    modes = [module.training for module in run.model.modules()]
+    before: list[torch.Tensor] = []
+    scorer = run._generation_check.scorer
+    plain = scorer.plain
+
+    def watched(policy: nn.Module, *args: Any) -> Any:
+        assert not policy.training
+        before.append(torch.get_rng_state())
+        return plain(policy, *args)
+
+    scorer.plain = watched
+    run._generate_single_turn([[5, 6], [7]], None, {}, 1)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert [module.training for module in run.model.modules()] == modes

@@ -1,0 +1,282 @@
+"""What the first micro-batch can't show: layouts tried on short rows, with adapters that have an effect and with gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from grpo_recipes.training import layout_check, log_probs
+from grpo_recipes.training.packing import Layout
+from tests.grpo_recipes.recorded import Recording, model
+from tests.grpo_recipes.training.test_packing import flat, layout_of, padded, scored, trainer_on
+
+RAGGED = Recording.random(prompts=3, group=3, seed=3)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Any:
+    """The sentences logged about the layout."""
+    return lambda: [record.getMessage() for record in caplog.records if record.name == log_probs.__name__]
+
+
+def adapted(config: peft.PeftConfig) -> peft.PeftModel:
+    """A new adapter on a tiny Llama: it adds nothing yet."""
+    torch.manual_seed(1)
+    return get_peft_model(model(transformers.LlamaConfig), config)
+
+
+def checked(policy: PreTrainedModel, folder: Path, **config: Any) -> Layout:
+    """The layout that a trainer chooses for a policy."""
+    trainer = trainer_on(policy, folder, **config)
+    trainer.model.train()
+    scored(trainer, flat(RAGGED))
+    return layout_of(trainer)
+
+
+# ---- adapters
+
+
+TARGETS = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
+MIXES_TOKENS: dict[str, tuple[peft.PeftConfig, Layout, str]] = {
+    "Lily": (peft.LilyConfig(r=4, num_B=2, **TARGETS), Layout.PLAIN, "depends on padding once it has trained"),
+    "Shadow": (
+        peft.ShadowConfig(r=4, shadow_dropout=0.0, task_type="CAUSAL_LM"),
+        Layout.TRIMMED,
+        "packed rows give something else once it has trained",
+    ),
+    "aLoRA": (LoraConfig(r=4, alora_invocation_tokens=[7], **TARGETS), Layout.TRIMMED, "invocation tokens"),
+    "VeLoRA": (LoraConfig(r=4, velora_config={"num_groups": 4}, **TARGETS), Layout.PLAIN, "VeLoRA"),
+    "PVeRA": (peft.PveraConfig(r=8, **TARGETS), Layout.TRIMMED, "in training the model draws random numbers"),
+}
+
+
+@pytest.mark.parametrize("kind", MIXES_TOKENS)
+def test_a_new_adapter_that_will_mix_tokens(kind: str, tmp_path: Path, said: Any) -> None:
+    """It adds nothing yet: the log-probabilities of packed rows are those of TRL's rows."""
+    config, layout, reason = MIXES_TOKENS[kind]
+    assert checked(adapted(config), tmp_path) is layout
+    (sentence,) = said()
+    assert reason in sentence
+
+
+def test_an_ordinary_new_adapter_is_packed(tmp_path: Path, said: Any) -> None:
+    assert checked(adapted(LoraConfig(r=4, lora_dropout=0.0, **TARGETS)), tmp_path) is Layout.PACKED
+    assert said() == []
+
+
+def test_a_reference_that_is_scored_first_does_not_settle_the_layout(tmp_path: Path) -> None:
+    """With the adapter switched off this is an ordinary model."""
+    trainer = trainer_on(adapted(peft.LilyConfig(r=4, num_B=2, **TARGETS)), tmp_path)
+    with trainer.model.disable_adapter():
+        scored(trainer, flat(RAGGED))
+        assert layout_of(trainer) is Layout.PACKED
+    scored(trainer, flat(RAGGED))
+    assert layout_of(trainer) is Layout.PLAIN
+    assert trainer.model.get_base_model().config._attn_implementation == "sdpa"
+    with trainer.model.disable_adapter():
+        scored(trainer, flat(RAGGED))
+    assert layout_of(trainer) is Layout.PLAIN
+
+
+# ---- what the check leaves behind
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_check_leaves_no_trace(dtype: torch.dtype, tmp_path: Path) -> None:
+    policy = adapted(LoraConfig(r=4, lora_dropout=0.0, **TARGETS)).to(dtype)
+    zeros = [parameter for parameter in policy.parameters() if parameter.requires_grad and not parameter.any()]
+    zeros[0].data[0, 0] = -0.0
+    trainer = trainer_on(policy, tmp_path)
+    trainer.model.train()
+    tensors = {name: (tensor, tensor.clone()) for name, tensor in policy.state_dict(keep_vars=True).items()}
+    places = {name: tensor.data_ptr() for name, (tensor, _) in tensors.items()}
+    state = torch.get_rng_state()
+    scored(trainer, flat(RAGGED))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.training for module in policy.modules())
+    bits = torch.int32 if dtype is torch.float32 else torch.int16
+    for name, (tensor, before) in tensors.items():
+        assert (tensor.dtype, tensor.data_ptr(), tensor.grad) == (before.dtype, places[name], None)
+        assert torch.equal(tensor.detach().view(bits), before.detach().view(bits))
+    assert trainer.accelerator.native_amp == (trainer.accelerator.mixed_precision != "no")
+
+
+def test_every_tensor_of_one_value_has_others_meanwhile() -> None:
+    policy = adapted(LoraConfig(r=4, **TARGETS))
+    policy.get_base_model().model.norm.weight.requires_grad_(True)
+    trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    with layout_check.perturbed(policy):
+        assert all(len(parameter.unique()) > 1 for parameter in trained.values())
+        assert (policy.get_base_model().model.norm.weight > 0).all()
+    assert all(not parameter.any() for name, parameter in trained.items() if "lora_B" in name)
+
+
+def test_a_sample_is_two_completions_each_of_two_prompts_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_check, "SAMPLE_TOKENS", 2)
+    rows = padded([[5, 6, 7], [8], [5, 6, 7], [9, 9]], [[10, 11, 3], [12], [14], [15]])
+    few = layout_check.sample(rows, torch.tensor([0, 1, 2, 3]))
+    assert few.input_ids.tolist() == [[6, 7, 10, 11], [6, 7, 14, 0], [9, 9, 15, 0], [9, 9, 15, 0]]
+    assert few.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0]]
+    assert not layout_check.sample(rows, torch.tensor([], dtype=torch.long)).completion_mask.any()
+
+
+# ---- gradients
+
+
+class MixesGradients(torch.autograd.Function):
+    """The identity, whose gradient is that of all tokens together."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient + gradient.mean(dim=(0, 1), keepdim=True)
+
+
+class WithMixedGradients(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(MixesGradients.apply(hidden))
+
+
+def test_a_gradient_that_mixes_tokens_is_noticed(tmp_path: Path, said: Any) -> None:
+    """Its log-probabilities agree in every layout."""
+    policy = model(transformers.LlamaConfig)
+    policy.model.layers[0].mlp = WithMixedGradients(policy.model.layers[0].mlp)
+    assert checked(policy, tmp_path) is Layout.PLAIN
+    (sentence,) = said()
+    assert "gradients by" in sentence
+
+
+# ---- noise in training
+
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0, "head_dim": 8}
+NOISY: dict[str, tuple[str, dict[str, Any], Layout]] = {
+    "a jittered router": ("MixtralConfig", {**EXPERTS, "router_jitter_noise": 0.1}, Layout.TRIMMED),
+    "a jittered router, small": ("MixtralConfig", {**EXPERTS, "router_jitter_noise": 0.001}, Layout.TRIMMED),
+    "a router without jitter": ("MixtralConfig", EXPERTS, Layout.PACKED),
+    "PhiMoE": ("PhimoeConfig", {**EXPERTS, "input_jitter_noise": 0.01}, Layout.TRIMMED),
+}
+
+
+@pytest.mark.parametrize("case", NOISY)
+def test_noise_in_training(case: str, tmp_path: Path) -> None:
+    name, config, layout = NOISY[case]
+    assert checked(model(getattr(transformers, name), **config), tmp_path) is layout
+
+
+def test_noise_by_the_width_of_the_rows(tmp_path: Path, said: Any) -> None:
+    assert checked(model(), tmp_path, neftune_noise_alpha=5.0) is Layout.PLAIN
+    assert "neftune_noise_alpha" in said()[0]
+
+
+# ---- positions and widths
+
+
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+INDEXED = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 2, "attn_implementation": "eager"}
+MISTRAL_4 = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 8}
+CPM_ANT = {"dim_head": 8, "dim_ff": 64, "prompt_length": 4, "prompt_types": 4, "segment_types": 4, "dropout_p": 0.0}
+FOLLOWS_THE_WIDTH: dict[str, tuple[str, dict[str, Any], str]] = {
+    "Ministral 3": (
+        "Ministral3Config",
+        {"head_dim": 8, "rope_parameters": {**MISTRAL_4, "llama_4_scaling_beta": 0.1}, "sliding_window": None},
+        "llama_4_scaling_beta",
+    ),
+    "Beam": (
+        "BeamConfig",
+        {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        "",
+    ),
+    "hy_v4": (
+        "HYV4Config",
+        {
+            **LATENT,
+            **INDEXED,
+            "head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        },
+        "index_topk",
+    ),
+    "CPM-Ant": ("CpmAntConfig", {**CPM_ANT, "attn_implementation": "eager"}, "depend on padding"),
+}
+
+
+@pytest.mark.parametrize("case", FOLLOWS_THE_WIDTH)
+def test_a_model_whose_rows_depend_on_their_width_is_left_plain(case: str, tmp_path: Path, said: Any) -> None:
+    name, config, reason = FOLLOWS_THE_WIDTH[case]
+    assert checked(model(getattr(transformers, name), **config), tmp_path) is Layout.PLAIN
+    assert reason in said()[0]
+
+
+def test_padding_on_the_right_that_matters(tmp_path: Path, said: Any) -> None:
+    """Rows without any: only columns added on the right show it."""
+    policy = model(transformers.LlamaConfig)
+
+    class CountsTheRow(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.layer(hidden) + 0.1 * hidden[:, -1:]
+
+    policy.model.layers[0].mlp = CountsTheRow(policy.model.layers[0].mlp)
+    trainer = trainer_on(policy, tmp_path)
+    scored(trainer, padded([[5, 6, 7]] * 2, [[8, 9], [4, 4]]))
+    assert layout_of(trainer) is Layout.PLAIN
+    assert "depend on padding" in said()[0]
+
+
+# ---- 16 bit
+
+
+IN_16_BIT: dict[str, dict[str, Any]] = {
+    "RecurrentGemmaConfig": {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 64, "head_dim": 8},
+    "HunYuanDenseV1Config": {"head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("architecture", IN_16_BIT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_layout_is_that_of_float32(dtype: torch.dtype, architecture: str, tmp_path: Path, said: Any) -> None:
+    """In bfloat16 these models' dependence on padding is as small as its rounding."""
+    policy = model(getattr(transformers, architecture), **IN_16_BIT[architecture]).to(dtype)
+    assert checked(policy, tmp_path) is Layout.PLAIN
+    assert "padding" in said()[0]
+
+
+def test_autocast_is_left_out_of_the_check(tmp_path: Path, said: Any) -> None:
+    policy = model(transformers.HunYuanDenseV1Config, **IN_16_BIT["HunYuanDenseV1Config"])
+    assert checked(policy, tmp_path, bf16=True) is Layout.PLAIN
+    assert "1e-04 allowed" in said()[0]
+
+
+def test_weights_that_do_not_fit_twice_are_compared_as_they_are(
+    tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout_check.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 0}))
+    assert checked(model().bfloat16(), tmp_path) is Layout.PACKED
+    (sentence,) = said()
+    assert "compared in 16 bit" in sentence

@@ -1,0 +1,127 @@
+"""The attention of a packed row where no CPU runs it: the varlen kernel by its documented meaning; and mixed precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from grpo_recipes.decoding.check import disagreement
+from grpo_recipes.training import packing
+from grpo_recipes.training.packing import Layout
+from tests.grpo_recipes.recorded import model
+from tests.grpo_recipes.training.test_packing import RAGGED, flat, layout_of, one_by_one, said, scored, trainer_on
+
+__all__ = ["said"]  # a fixture
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.attention.varlen.varlen_attn` by its documentation: (tokens, heads, D), a sequence at a time.
+
+    Positions are aligned at the end of a sequence, as FlashAttention's are: query i of n stands at key i + (keys - n).
+    """
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert cu_seq_q[-1] == len(query)
+    assert cu_seq_k[-1] == len(key) == len(value)
+    assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
+    heads = query.shape[1] // key.shape[1]
+    assert enable_gqa == (heads > 1)
+    outputs = []
+    for (a, b), (c, d) in zip(cu_seq_q.unfold(0, 2, 1).tolist(), cu_seq_k.unfold(0, 2, 1).tolist(), strict=True):
+        keys, values = (x[c:d].repeat_interleave(heads, dim=1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query[a:b], keys) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        behind = torch.arange(b - a)[:, None] + (d - c) - (b - a) - torch.arange(d - c)  # how far a key lies behind
+        left, right = window_size
+        seen = (behind <= left if left >= 0 else torch.ones_like(behind).bool()) & (
+            behind >= -right if right >= 0 else True
+        )
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("LlamaConfig", {}),  # grouped heads
+        ("GraniteConfig", {"num_key_value_heads": 4, "attention_multiplier": 0.5}),  # a scaling of its own
+    ],
+)
+def test_the_varlen_call_is_the_same_attention(
+    architecture: str, changes: dict[str, Any], tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(packing, "_has_varlen", lambda query, value: True)
+    monkeypatch.setattr(packing, "varlen_attn", lambda *args, **kwargs: calls.append(1) or varlen(*args, **kwargs))
+    policy = model(getattr(transformers, architecture), **changes)
+    expected = one_by_one(policy.eval(), flat(RAGGED))
+    trainer = trainer_on(policy, tmp_path)
+    got = scored(trainer, flat(RAGGED))
+    assert layout_of(trainer) is Layout.PACKED, said()
+    assert calls
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        ({}, True),
+        ({"dtype": torch.float16}, True),
+        ({"dtype": torch.float32}, False),
+        ({"is_cuda": False}, False),
+        ({"shape": (1, 4, 9, 256)}, True),
+        ({"shape": (1, 4, 9, 320)}, False),
+        ({"values": (1, 4, 9, 32)}, False),  # keys and values of unequal width, as latent attention has them
+    ],
+)
+def test_what_the_varlen_kernel_is_given(change: dict[str, Any], taken: bool) -> None:
+    shape = change.get("shape", (1, 4, 9, 64))
+    query = SimpleNamespace(**{"is_cuda": True, "dtype": torch.bfloat16, **change, "shape": shape})
+    assert packing._has_varlen(query, SimpleNamespace(shape=change.get("values", shape))) is taken  # type: ignore[arg-type]
+
+
+def test_a_layer_that_attends_twice_is_not_packed(tmp_path: Path, said: Any) -> None:
+    """DiffLlama: what the second call does to the row is not what was verified layer by layer."""
+    trainer = trainer_on(model(transformers.DiffLlamaConfig), tmp_path)
+    scored(trainer, flat(RAGGED))
+    assert layout_of(trainer) is Layout.TRIMMED
+    assert "4 of its 2 layers keep the completions of a packed row apart" in said()[0]
+
+
+def test_float32_weights_pack_under_bfloat16_autocast(tmp_path: Path, said: Any) -> None:
+    """Two layouts differ by more than float32's tolerance there, and by less than that of 16 bit."""
+    trainer = trainer_on(model(), tmp_path, bf16=True)
+    got = scored(trainer, flat(RAGGED))[0]
+    assert layout_of(trainer) is Layout.PACKED, said()
+    expected = one_by_one(trainer.model.eval(), flat(RAGGED))[0]
+    assert 1e-4 < (got - expected).abs().max() < 0.1
+
+
+def test_one_wrong_token_counts_in_float32_and_the_mean_in_16_bit() -> None:
+    few, many = torch.tensor(1e-5), torch.tensor(1e-3)
+    assert disagreement(few, many, whole_precision=True, where="here") == "by 1.0e-03 on here, 1e-04 allowed"
+    assert disagreement(few, few, whole_precision=True, where="here") == ""
+    assert disagreement(few, torch.tensor(0.4), whole_precision=False, where="here") == ""
+    assert "by 6.0e-02" in disagreement(torch.tensor(0.06), torch.tensor(0.4), whole_precision=False, where="here")

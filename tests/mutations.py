@@ -1,0 +1,175 @@
+"""What a mutant is: each single change that `make mutants` draws from, with its place in the source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+COMPARED: dict[type, list[type[ast.cmpop]]] = {
+    ast.Lt: [ast.LtE, ast.GtE], ast.LtE: [ast.Lt, ast.Gt], ast.Gt: [ast.GtE, ast.LtE], ast.GtE: [ast.Gt, ast.Lt],
+    ast.Eq: [ast.NotEq], ast.NotEq: [ast.Eq, ast.Lt], ast.Is: [ast.IsNot], ast.IsNot: [ast.Is],
+    ast.In: [ast.NotIn], ast.NotIn: [ast.In],
+}  # fmt: skip
+OPERATED: dict[type, type[ast.operator]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Div, ast.Mod: ast.Mult,
+    ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
+RENAMED = {
+    "min": "max", "max": "min", "any": "all", "all": "any", "mean": "max", "find": "rfind", "rfind": "find",
+    "startswith": "endswith", "endswith": "startswith", "partition": "rpartition", "rpartition": "partition",
+    "search": "match", "fullmatch": "match", "floor": "ceil", "ceil": "floor", "int": "round", "round": "int",
+    "sorted": "list", "append": "count", "lstrip": "rstrip", "rstrip": "lstrip", "update": "get", "add": "discard",
+}  # fmt: skip
+UNWRAPPED = {
+    "strip",
+    "clamp",
+    "abs",
+    "detach",
+    "lower",
+    "casefold",
+    "float",
+    "double",
+    "masked_fill",
+    "contiguous",
+    "sum",
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one file."""
+
+    path: str
+    start: int
+    """The change lies in source[start:stop], in characters."""
+    stop: int
+    text: str
+    lines: tuple[int, int]
+    """First and last line of its statement, or of the head of a compound one."""
+
+    def lines_of(self, source: str) -> tuple[str, str]:
+        """The line that changes, and what it becomes, without indentation."""
+        first, last = source.rfind("\n", 0, self.start) + 1, source.find("\n", self.stop)
+        return _flat(source[first:last]), _flat(source[first : self.start] + self.text + source[self.stop : last])
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def mutants_of(path: str, source: str) -> list[Mutant]:
+    """Every mutant of a file, in the order of its text."""
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def place(line: int, column: int) -> int:  # ast counts columns in bytes
+        text = source[starts[line - 1] : starts[line]]
+        return starts[line - 1] + len(text.encode()[:column].decode())
+
+    found = []
+    for node, statement in _nodes(ast.parse(source)):
+        body = getattr(statement, "body", None)
+        last = body[0].lineno - 1 if isinstance(body, list) else statement.end_lineno
+        for change in _changes(node):
+            text = change if isinstance(change, str) else ast.unparse(ast.fix_missing_locations(change))
+            bracketed = isinstance(node, ast.expr) and not isinstance(node, (ast.Constant, ast.Slice))
+            text = f"({text})" if bracketed else text
+            start, stop = place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
+            found.append(Mutant(path, start, stop, text, (statement.lineno, max(statement.lineno, last or 0))))
+    return sorted(found, key=lambda mutant: (mutant.start, mutant.stop, mutant.text))
+
+
+def _nodes(tree: ast.AST) -> Iterator[tuple[Any, ast.stmt]]:
+    """Every node that can change, with its statement; no annotations, imports, texts of errors and logs, or f-strings."""
+
+    def walk(node: ast.AST, statement: ast.stmt | None) -> Iterator[tuple[Any, ast.stmt]]:
+        if isinstance(node, (ast.JoinedStr, ast.Import, ast.ImportFrom)) or _is_docstring(node):
+            return
+        if isinstance(node, ast.stmt):
+            statement = node
+        if statement is not None and hasattr(node, "lineno"):
+            yield node, statement
+        for name, value in ast.iter_fields(node):
+            if name in ("annotation", "returns", "decorator_list", "bases", "targets", "type_comment"):
+                continue
+            if isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and _is_log(node)):
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from walk(child, statement)
+
+    return walk(tree, None)
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_log(node: ast.Call) -> bool:
+    name = ast.unparse(node.func)
+    return name.startswith(("logger.", "warnings.")) or name == "print" or name.endswith("Error")
+
+
+def _changes(node: Any) -> Iterator[ast.AST | str]:
+    """What takes the place of a node in its mutants."""
+    match node:
+        case ast.Compare(ops=[operator]):
+            for other in COMPARED[type(operator)]:
+                yield ast.Compare(node.left, [other()], node.comparators)
+        case ast.BinOp() if type(node.op) in OPERATED:
+            yield ast.BinOp(node.left, OPERATED[type(node.op)](), node.right)
+        case ast.BoolOp():
+            yield ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
+            for value in node.values:  # without this one
+                yield ast.BoolOp(node.op, [other for other in node.values if other is not value])
+        case ast.UnaryOp():
+            yield node.operand
+        case ast.Constant(value=bool() as value):
+            yield repr(not value)
+        case ast.Constant(value=int() | float() as value):
+            yield repr(value + 1)
+        case ast.Set() | ast.Tuple() | ast.List() if len(node.elts) > 1:
+            for element in node.elts:  # without this one
+                rest = [other for other in node.elts if other is not element]
+                yield ast.Set(rest) if isinstance(node, ast.Set) else type(node)(rest, ast.Load())
+        case ast.IfExp():
+            yield ast.IfExp(ast.UnaryOp(ast.Not(), node.test), node.body, node.orelse)
+        case ast.Slice(lower=lower, upper=upper) if lower or upper:
+            yield ast.Slice(None, upper, node.step) if lower else ast.Slice(lower, None, node.step)
+        case ast.Call():
+            yield from _other_calls(node)
+        case ast.Expr(value=ast.Call() as call) if not _is_log(call):
+            yield "pass"
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]) | ast.Raise():
+            yield "pass"
+        case ast.AugAssign():
+            yield f"{ast.unparse(node.target)} = {ast.unparse(node.value)}"
+        case ast.Return(value=value) if value is not None and not _is_none(value):
+            yield "return None"
+        case ast.Break() | ast.Continue():
+            yield "continue" if isinstance(node, ast.Break) else "break"
+
+
+def _other_calls(node: ast.Call) -> Iterator[ast.AST]:
+    """The call by another name, of the object itself, and without each of its keyword arguments."""
+    func, name = node.func, getattr(node.func, "attr", getattr(node.func, "id", ""))
+    if name in RENAMED:
+        other = RENAMED[name]
+        renamed = (
+            ast.Attribute(func.value, other, ast.Load())
+            if isinstance(func, ast.Attribute)
+            else ast.Name(other, ast.Load())
+        )
+        yield ast.Call(renamed, node.args, node.keywords)
+    if name in UNWRAPPED and isinstance(func, ast.Attribute):
+        yield func.value
+    for keyword in node.keywords:
+        if keyword.arg not in (None, "strict"):
+            yield ast.Call(func, node.args, [other for other in node.keywords if other is not keyword])
+
+
+def _is_none(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None

@@ -415,6 +415,7 @@ def _check_offline(recipe: Recipe, geometry: Geometry) -> None:
 def _check_rewards(config: Any, geometry: Geometry, rewards: Sequence[BuiltReward]) -> None:
     """Raise `UserError` for rewards that pay nothing, or that need groups or advantages which they would not get."""
     reward_checks.check_weights(rewards)
+    reward_checks.check_punished_lengths(rewards, config.max_completion_length)
     for reward in rewards:
         if not getattr(reward.function, "needs_whole_groups", False):
             continue

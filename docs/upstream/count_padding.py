@@ -22,7 +22,9 @@ def tokens(prompts: np.ndarray, completions: np.ndarray) -> int:
 
 def main() -> None:
     """Print the table."""
-    print("| completions | longest | padded to the generation batch ÷ to the micro-batch | padded to the micro-batch ÷ without padding |\n|---|---|---|---|")
+    print(
+        "| completions | longest | padded to the generation batch ÷ to the micro-batch | padded to the micro-batch ÷ without padding |\n|---|---|---|---|"
+    )
     for name, (mean, spread, longest) in WORKLOADS.items():
         ratios, rests = [], []
         for seed in range(DRAWS):

@@ -4,8 +4,10 @@ GPU_PYTHON ?= 3.12
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_ROWS ?= slow or not slow
 
-.PHONY: help install quickstart tutorial test test-slow test-nightly torture models mutants lint bench gpu-bundle clean
+.PHONY: help install quickstart tutorial test test-slow test-nightly test-vllm torture models mutants lint bench gpu-bundle clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -28,6 +30,13 @@ test-slow: $(INSTALLED)  ## launches on two processes, full grids, installs: min
 
 test-nightly: $(INSTALLED)  ## the largest grids and fuzzing, the tutorial: tens of minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m nightly
+
+test-vllm: $(VLLM_VENV)/.installed  ## training and evaluation against vLLM itself, on a CPU; two rows: VLLM_ROWS="not slow"
+	@cat $(VLLM_VENV)/unavailable 2>/dev/null || $(VLLM_VENV)/bin/python -m pytest tests/vllm -m "$(VLLM_ROWS)"
+
+$(VLLM_VENV)/.installed: pyproject.toml rewards/pyproject.toml constraints.txt tests/vllm/install.sh tests/vllm/requirements.txt
+	PYTHON=$(PYTHON) tests/vllm/install.sh $(VLLM_VENV)
+	touch $@
 
 torture: $(INSTALLED)  ## kill training 60 times at files of a save, 20 at random moments; resume, compare (SEED=0)
 	$(BIN)/python -m tests.grpo_recipes.torture --kills 60 --random-kills 20 --seed $(SEED) --record benchmarks/results/torture.md
@@ -61,4 +70,4 @@ gpu-bundle: $(INSTALLED)  ## wheels for benchmarks/gpu.py on a GPU machine witho
 	@echo 'there: pip install --no-deps --no-index --find-links dist/gpu dist/gpu/*.whl && python benchmarks/gpu.py'
 
 clean:  ## remove the virtual environment and caches (not runs/)
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,5 +1,6 @@
 """What `pip install` gives someone who has no checkout."""
 
+import json
 import subprocess
 import sys
 import venv
@@ -51,3 +52,14 @@ def test_recipes_travel_in_the_wheel(tmp_path: Path) -> None:
         text=True,
     )
     assert found.stdout.strip() == str(unpacked / "grpo_recipes" / "recipes" / "quickstart.yaml"), found.stderr
+
+
+@pytest.mark.nightly
+def test_vllm_installs_with_the_versions_of_the_tests(tmp_path: Path) -> None:
+    """The command of docs/vllm.md: what it would install is resolved, and nothing installed."""
+    dry = ("--dry-run", "--ignore-installed", "--quiet", "--report", tmp_path / "report.json")
+    run(sys.executable, "-m", "pip", "install", *dry, "-c", ROOT / "constraints.txt", f"{ROOT}[vllm]", ROOT / "rewards")
+    report = json.loads((tmp_path / "report.json").read_text())
+    chosen = {one["metadata"]["name"].lower(): one["metadata"]["version"] for one in report["install"]}
+    assert chosen["vllm"] == "0.30.0"
+    assert chosen["trl"] == "1.16.0"

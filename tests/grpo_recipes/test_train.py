@@ -21,6 +21,7 @@ from grpo_recipes import GRPOTrainer, train
 from grpo_recipes.recipe import data
 from grpo_recipes.recipe.recipe import shipped
 from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.results.run import Run
 from grpo_recipes.runs.manifest import Manifest, write_manifest
 from tests.grids import only
 from tests.grpo_recipes import recorded

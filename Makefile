@@ -59,7 +59,7 @@ bench: $(INSTALLED)  ## every benchmark that runs on a CPU, each printing a tabl
 
 # What a GPU machine with torch, transformers, accelerate, peft, pandas and pyarrow may lack beside the two packages.
 GPU_PACKAGES := trl transformers datasets dill multiprocess xxhash fsspec filelock psutil math-verify latex2sympy2_extended \
-	antlr4-python3-runtime
+	antlr4-python3-runtime rich markdown-it-py mdurl pygments
 gpu-bundle: $(INSTALLED)  ## wheels for benchmarks/gpu.py on a GPU machine without a network, in dist/gpu (GPU_PYTHON=3.12)
 	rm -rf dist/gpu
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist/gpu ./rewards .
@@ -67,6 +67,32 @@ gpu-bundle: $(INSTALLED)  ## wheels for benchmarks/gpu.py on a GPU machine witho
 		--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --dest dist/gpu $(GPU_PACKAGES)
 	@du -sh dist/gpu
 	@echo 'there: pip install --no-deps --no-index --find-links dist/gpu dist/gpu/*.whl && python benchmarks/gpu.py'
+
+dist:  ## both packages as wheels and source archives in dist, checked by twine
+	rm -rf dist/*.whl dist/*.tar.gz
+	$(PYTHON) -m venv build/dist-env
+	build/dist-env/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt build twine
+	build/dist-env/bin/python -m build --outdir dist rewards
+	build/dist-env/bin/python -m build --outdir dist .
+	build/dist-env/bin/python -m twine check --strict dist/*.whl dist/*.tar.gz
+
+# Environments of their own, beside .venv. uv resolves, since pip knows no lowest versions.
+test-oldest: dist  ## the quick tests on the oldest versions of what both packages need
+	$(PYTHON) -m venv build/oldest
+	build/oldest/bin/python -m pip install --quiet --disable-pip-version-check uv
+	build/oldest/bin/uv pip compile --quiet --resolution lowest-direct --find-links dist --output-file build/oldest.txt \
+		--python build/oldest/bin/python pyproject.toml rewards/pyproject.toml
+	build/oldest/bin/uv pip install --quiet --python build/oldest/bin/python --constraint build/oldest.txt \
+		--editable ./rewards --editable '.[dev]'
+	build/oldest/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+# The range in pyproject.toml ends before the next minor version, so the packages themselves are put beside it without it.
+next-trl:  ## the tests of the seams, on the newest trl and transformers that the index has, pre-releases included
+	$(PYTHON) -m venv build/next
+	build/next/bin/python -m pip install --quiet --disable-pip-version-check --editable ./rewards --editable '.[dev]'
+	build/next/bin/python -m pip install --quiet --disable-pip-version-check --pre --upgrade trl transformers
+	build/next/bin/python -m pip list --format=freeze | grep -E '^(trl|transformers|torch|accelerate|peft)=='
+	build/next/bin/python -m pytest -n 2 --dist worksteal -m "not slow" tests/grpo_recipes/training tests/mathematics
 
 clean:  ## remove the virtual environment and caches (not runs/)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

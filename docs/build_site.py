@@ -75,7 +75,8 @@ def pages() -> dict[str, str]:
 
 def written_pages() -> dict[str, str]:
     """The pages that people wrote. Raises `MissingTarget` for a link that leads nowhere."""
-    places = {f"docs/{path.name}": path.name for path in sorted((ROOT / "docs").glob("*.md"))} | ELSEWHERE
+    pages_of_docs = [path.relative_to(ROOT / "docs").as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))]
+    places = {f"docs/{page}": page for page in pages_of_docs} | ELSEWHERE
     return {place: relinked(source, places) for source, place in places.items()}
 
 
@@ -86,12 +87,12 @@ def relinked(source: str, places: Mapping[str, str]) -> str:
         path, anchor = link[1], link[2] or ""
         target = PurePosixPath(os.path.normpath(PurePosixPath(source).parent / path)).as_posix()
         place = places.get(target) or MADE_AT.get(target)
-        if place is None and target.startswith("docs/") and not target.endswith((".md", ".py")):
+        if place is None and not (ROOT / target).exists():
+            raise MissingTarget(f"{source}: the link to {path} leads nowhere")
+        if place is None and any(PurePosixPath(target).match(f"docs/**/{pattern}") for pattern in ASSETS):
             place = target.removeprefix("docs/")
         if place is not None:
             return os.path.relpath(place, PurePosixPath(places[source]).parent) + anchor
-        if not (ROOT / target).exists():
-            raise MissingTarget(f"{source}: the link to {path} leads nowhere")
         return f"{SOURCE_URL}/{target}{anchor}"
 
     return LINK.sub(target_of, (ROOT / source).read_text(encoding="utf-8"))

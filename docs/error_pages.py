@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,6 +40,7 @@ class Refusal:
         return re.compile(".*?".join(map(re.escape, self.sentence.split(GAP))), re.DOTALL)
 
 
+@cache
 def refusals() -> list[Refusal]:
     """Every refusal of both packages, by file and line; one that a sentence of another place repeats is left out."""
     modules = parsed_modules()
@@ -50,6 +52,7 @@ def refusals() -> list[Refusal]:
     return sorted(found.values(), key=lambda one: (one.file, one.line))
 
 
+@cache
 def parsed_modules() -> dict[str, ast.Module]:
     """Every module of both packages by its path from the repository's root."""
     return {

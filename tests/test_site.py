@@ -87,7 +87,7 @@ def said_by(command: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_what_a_command_refuses_stands_on_the_page(command: list[str], refusals: list, capsys) -> None:
     said = " ".join(said_by(command, capsys).split())
     found = [one.sentence for one in refusals if one.pattern.search(said)]
-    assert any(len(re.findall(r"[a-z]+", sentence)) >= 3 for sentence in found), said
+    assert any(len(re.findall(r"[a-z]+", sentence)) >= 2 for sentence in found), said
 
 
 def test_what_a_reward_refuses_stands_on_the_page(refusals: list) -> None:

@@ -21,7 +21,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "upstream"
 PATCHES = sorted(path.stem for path in FOLDER.glob("*.patch"))
-OURS = ("evaluation-completions", "padding-per-micro-batch", "resume-order")
 
 HEAD = """
 import json, sys

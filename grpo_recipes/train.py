@@ -484,6 +484,7 @@ def describe_run(prepared: Prepared, trainer: GRPOTrainer) -> None:
     _say(checked.geometry.describe_epoch(len(checked.train_dataset)))
     warning = precision.warning(surviving)
     golds = [checked.golds.describe()] if checked.golds else []
+    golds += checks.sampling_note(recipe, checked.geometry, len(checked.train_dataset))
     for note in [*limits.cautions(recipe.config), *([warning] if warning else []), *golds]:
         _say(f"  note            {note}")
 

@@ -53,7 +53,7 @@ def test_recipes_travel_in_the_wheel(wheels: dict[str, Path], tmp_path: Path) ->
     wheel = wheels["grpo_recipes"]
     names = zipfile.ZipFile(wheel).namelist()
     for kind in ("recipes", "accelerate_configs"):
-        shipped = {f"grpo_recipes/{kind}/{path.name}" for path in (ROOT / kind).glob("*.yaml")}
+        shipped = {f"grpo_recipes/{kind}/{path.relative_to(ROOT / kind)}" for path in (ROOT / kind).rglob("*.yaml")}
         assert shipped
         assert shipped <= set(names)
     unpacked = tmp_path / "unpacked"

@@ -126,6 +126,16 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
     return Checked(geometry, rewards, train_dataset, eval_dataset, golds)
 
 
+def sampling_note(recipe: Recipe, geometry: Geometry, num_prompts: int) -> list[str]:
+    """What to know about `sampling` in a run of this length, if it will do nothing."""
+    epoch = geometry.optimizer_steps_per_epoch(num_prompts)
+    if recipe.sampling is None or geometry.optimizer_steps(recipe.config, num_prompts) > epoch:
+        return []
+    return [
+        f"`sampling` learns in an epoch for the next, and this run ends in the first ({epoch} steps): it does nothing"
+    ]
+
+
 def check_early_stopping(recipe: Recipe) -> None:
     """Raise `RecipeError` if nothing says which evaluation is the best, or none is made."""
     config, patience = recipe.config, recipe.early_stopping_patience
@@ -405,6 +415,7 @@ def _check_offline(recipe: Recipe, geometry: Geometry) -> None:
 def _check_rewards(config: Any, geometry: Geometry, rewards: Sequence[BuiltReward]) -> None:
     """Raise `UserError` for rewards that pay nothing, or that need groups or advantages which they would not get."""
     reward_checks.check_weights(rewards)
+    reward_checks.check_punished_lengths(rewards, config.max_completion_length)
     for reward in rewards:
         if not getattr(reward.function, "needs_whole_groups", False):
             continue

@@ -149,7 +149,8 @@ def in_float32(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
         if autocast is not None:
             vars(model)["forward"] = vars(model)["_original_forward"]
         torch.set_float32_matmul_precision("highest")
-        yield
+        with torch.autocast(accelerator.device.type, enabled=False):
+            yield
     finally:
         torch.set_float32_matmul_precision(precision)
         if autocast is not None:
@@ -170,7 +171,8 @@ def in_training(model: nn.Module, device: torch.device) -> Iterator[None]:
             yield
     finally:
         for buffer, values in buffers:
-            buffer.copy_(values)
+            if not torch.equal(buffer, values):
+                buffer.copy_(values)
         for module, training in modes:
             module.training = training
 

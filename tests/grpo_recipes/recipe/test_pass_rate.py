@@ -1,14 +1,18 @@
 """`dataset.pass_rate`: rows kept by an evaluation that `grpo-recipes evaluate` would have written."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from grpo_recipes import cli
 from grpo_recipes.recipe.data import load
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe
+from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.results.evaluate import Request, Settings, evaluate_into, held_out_spec
 from tests.grpo_recipes import launching
 
@@ -102,3 +106,19 @@ def test_a_plain_folder_says_what_is_missing(tmp_path: Path) -> None:
     launching.write_rows(tmp_path / "rows.jsonl", 2)
     with pytest.raises(RecipeError, match="`dataset.pass_rate.keep` is missing"):
         recipe(tmp_path, pass_rate="evaluation")
+
+
+def test_the_example_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (launching.ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    rate = DatasetSpec.parse(yaml.safe_load(example)["dataset"]).pass_rate
+    assert rate is not None
+    assert rate.keep == [0.1, 0.9]
+    (command,) = re.findall(r"```console\n(.*?)\n```", page, re.DOTALL)
+    program, verb, _, *options = command.split()
+    assert (program, verb) == ("grpo-recipes", "evaluate")
+    assert rate.evaluation == options[-1]
+    with pytest.raises(SystemExit):
+        cli.main([verb, "--help"])
+    known = capsys.readouterr().out
+    assert all(option in known for option in options if option.startswith("--"))

@@ -17,6 +17,7 @@ import pytest
 
 from grpo_recipes import cli
 from grpo_recipes.results import examples
+from grpo_recipes.results.answer import Answer
 from grpo_recipes.results.pictures import groups
 from grpo_recipes.results.report import write_report
 from grpo_recipes.results.run import Run
@@ -153,6 +154,34 @@ def test_the_page_answers_first(run_folder: Path) -> None:
     for group in ("What was learnt", "Can I trust it?", "How it ran"):
         assert page.count(group) == 2, "in the contents, and over the pictures"
     assert "right in the format that the recipe's rewards ask for" in page
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tone", "says"),
+    [
+        # 40 problems; McNemar's p of 20 : 0 is 2 / 2^20, of 0 : 20 the same.
+        (
+            [False] * 40,
+            [True] * 20 + [False] * 20,
+            "better",
+            "+50 points (95 %: +32 to +63; McNemar's test: p = 2e-06)",
+        ),
+        ([True] * 20 + [False] * 20, [False] * 40, "worse", "-50 points (95 %: -63 to -32; McNemar's test: p = 2e-06)"),
+        ([True, False] * 20, [False, True] * 20, "neutral", "+0 points"),
+    ],
+)
+def test_a_gain_and_a_loss_are_told_apart(tmp_path: Path, before: list, after: list, tone: str, says: str) -> None:
+    folder = write_run(tmp_path / "run")
+    for label, right in (("before", before), ("after", after)):
+        value = sum(right) / len(right)
+        evaluation(folder, label, {"value": value, "low": max(0, value - 0.1), "high": value + 0.1}, right)
+    verdict = Answer(Run.read(folder)).verdict
+    assert verdict.tone == tone
+    assert verdict.sure.startswith(says)
+    (folder / "evaluations" / "before" / "completions.parquet").unlink()  # then by the two intervals
+    verdict = Answer(Run.read(folder)).verdict
+    assert verdict.tone == tone
+    assert "McNemar" not in verdict.sure
 
 
 def test_what_was_not_measured_is_not_claimed(tmp_path: Path) -> None:

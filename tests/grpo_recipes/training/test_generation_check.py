@@ -273,8 +273,8 @@ def test_a_small_batch_is_compared_at_steps_that_a_restart_shares(tmp_path: Path
         due.append(check.is_due(4))
     assert due == [True, False, False, False, True, False, False, False, True]
     assert check.is_due(64)
-    assert check.places(16) == [0]
-    assert check.places(64) == [0, 32]
+    watched = {rows: list(range(0, rows, generation_check.watched_every(rows))) for rows in (1, 16, 33, 64)}
+    assert watched == {1: [0], 16: [0], 33: [0, 17], 64: [0, 32]}
 
 
 # ---- the judgement

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler
 from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes import train
-from grpo_recipes.recipe.checks import Machine, check
+from grpo_recipes.recipe.checks import Machine, check, sampling_note
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
 from grpo_recipes.recipe.specs import SamplingSpec
@@ -231,13 +231,14 @@ def test_words_and_mappings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_losses_whose_divisor_depends_on_the_draw_are_refused(tmp_path: Path, loss_type: str) -> None:
-    given_ = {"sampling": {"informative": "unbiased"}, "loss_type": loss_type}
+    needed = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}.get(loss_type, {})
+    given_ = {"sampling": {"informative": "unbiased"}, "loss_type": loss_type, **needed}
     if loss_type in ("grpo", "dr_grpo", "luspo", "sapo"):
         recipe_with(tmp_path, **given_)
         return
     with pytest.raises(RecipeError, match=r"counts their tokens: choose grpo or dr_grpo or sapo or luspo"):
         recipe_with(tmp_path, **given_)
-    recipe_with(tmp_path, sampling="informative", loss_type=loss_type)
+    recipe_with(tmp_path, **{**given_, "sampling": "informative"})
 
 
 @pytest.mark.parametrize(
@@ -317,6 +318,14 @@ def test_another_sampling_does_not_go_on_with_a_run(tmp_path: Path, capsys: pyte
     resume = ["--config", str(recipe), "--resume_from_checkpoint", "true", "--max_steps", "2"]
     assert train.main([*resume, "--sampling", "informative"]) == 2
     assert "`sampling.informative` was not set and is biased" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("steps", "is_said"), [(2, True), (3, False)])
+def test_a_run_that_ends_within_its_first_epoch_is_noted(tmp_path: Path, steps: int, is_said: bool) -> None:
+    recipe = recipe_with(tmp_path, sampling="informative", max_steps=steps, per_device_train_batch_size=16)
+    notes = sampling_note(recipe, recipe.geometry(1), 8)
+    assert bool(notes) is is_said
+    assert not sampling_note(recipe_with(tmp_path, max_steps=1), recipe.geometry(1), 8)
 
 
 def test_recorded_responses_leave_nothing_to_save(tmp_path: Path) -> None:

@@ -273,9 +273,20 @@ def test_dropout_is_off_without_a_reference_too(policy: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("source", ["initial", "base"])
 def test_what_trains_beside_the_adapter_is_refused(policy: Path, tmp_path: Path, source: str) -> None:
     """No adapter state undoes it: the reference would move with the policy."""
-    model = adapted(policy, lora(), continued=source == "initial")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad or "layernorm" in name)
+
+    def norms_too() -> PeftModel:
+        model = adapted(policy, lora(), continued=source == "initial")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad or "layernorm" in name)
+        return model
+
+    plain = trainer(TRLGRPOTrainer, norms_too(), arguments(tmp_path))
+    with reference_in(plain) as reference:
+        before = log_probabilities(reference, TEXTS[0])
+    moved(plain.model)
+    with reference_in(plain) as reference:
+        assert not torch.allclose(log_probabilities(reference, TEXTS[0]), before, atol=1e-2)
+    model = norms_too()
     with pytest.raises(ReferencePolicyError, match="4 parameters beside the adapter.*layernorm.*`modules_to_save`"):
         trainer(GRPOTrainer, model, arguments(tmp_path), reference=source)
     trainer(GRPOTrainer, model, arguments(tmp_path, beta=0.0))

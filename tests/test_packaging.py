@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests import tiny
 
@@ -22,6 +23,14 @@ def run(*command: object, **options: Any) -> str:
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def test_the_workflow_runs_what_ci_runs() -> None:
+    """Each `make` of `.ci/run` is a job of its own."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    steps = re.findall(r"^make (\S+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert {"lint", "docs", "test", "test-slow", "quickstart"} <= set(steps)
+    assert jobs["make"]["strategy"]["matrix"]["target"] == steps
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "upstream"
 PATCHES = sorted(path.stem for path in FOLDER.glob("*.patch"))
-OURS = ("evaluation-completions", "padding-per-micro-batch", "resume-order")
 
 HEAD = """
 import json, sys
@@ -37,7 +36,7 @@ assert str(HERE) in trl.__file__
 CASES = {
     "evaluation-completions": """
         held_out = Dataset.from_dict({"prompt": [f"{i} held out" for i in range(12)]})
-        more = {"log_completions": True, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+        more = {"log_completions": True, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "beta": 0.0}
         trainer(trl.GRPOTrainer, tiny.policy(), arguments(HERE / "run", **more), eval_dataset=held_out).train()
         found = {}
         for file in (HERE / "run" / "completions").glob("*.parquet"):
@@ -67,7 +66,7 @@ CASES = {
         prompts = Dataset.from_dict({"prompt": ["1 +" + " 1" * (i % 4) for i in range(32)]})
         def train(folder):
             policy, computed = tiny.policy(), []
-            more = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "max_steps": 2}
+            more = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "max_steps": 2, "beta": 0.0}
             more["max_completion_length"] = 48
             args = arguments(HERE / folder, **more)
             count = lambda module, given, named: computed.append(named["input_ids"].numel())

@@ -4,8 +4,11 @@ GPU_PYTHON ?= 3.12
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_ROWS ?= slow or not slow
 
-.PHONY: help install quickstart tutorial test test-slow test-nightly torture models mutants lint bench gpu-bundle clean
+.PHONY: help install quickstart tutorial pictures test test-slow test-nightly test-vllm torture models mutants lint docs bench \
+	gpu-bundle dist test-oldest next-trl clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -29,6 +32,13 @@ test-slow: $(INSTALLED)  ## launches on two processes, full grids, installs: min
 test-nightly: $(INSTALLED)  ## the largest grids and fuzzing, the tutorial: tens of minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m nightly
 
+test-vllm: $(VLLM_VENV)/.installed  ## training and evaluation against vLLM itself, on a CPU; two rows: VLLM_ROWS="not slow"
+	@cat $(VLLM_VENV)/unavailable 2>/dev/null || $(VLLM_VENV)/bin/python -m pytest tests/vllm -m "$(VLLM_ROWS)"
+
+$(VLLM_VENV)/.installed: pyproject.toml rewards/pyproject.toml constraints.txt tests/vllm/install.sh tests/vllm/requirements.txt
+	PYTHON=$(PYTHON) tests/vllm/install.sh $(VLLM_VENV)
+	touch $@
+
 torture: $(INSTALLED)  ## kill training 60 times at files of a save, 20 at random moments; resume, compare (SEED=0)
 	$(BIN)/python -m tests.grpo_recipes.torture --kills 60 --random-kills 20 --seed $(SEED) --record benchmarks/results/torture.md
 
@@ -42,17 +52,23 @@ models: $(INSTALLED)  ## every causal language model of transformers and adapter
 tutorial: $(INSTALLED)  ## the quickstart, evaluated, diagnosed and reported; makes the pictures of docs/tutorial.md
 	$(BIN)/python docs/tutorial.py
 
+pictures: $(INSTALLED)  ## the screenshots of README and the documentation, in Chromium
+	$(BIN)/python -m docs.pictures
+
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(INSTALLED)  ## the documentation as a site in build/site, which opens from the file system: build/site/index.html
+	$(BIN)/python docs/build_site.py
 
 bench: $(INSTALLED)  ## every benchmark that runs on a CPU, each printing a table of ratios
 	for file in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$file || exit 1; done
 
 # What a GPU machine with torch, transformers, accelerate, peft, pandas and pyarrow may lack beside the two packages.
 GPU_PACKAGES := trl transformers datasets dill multiprocess xxhash fsspec filelock psutil math-verify latex2sympy2_extended \
-	antlr4-python3-runtime
+	antlr4-python3-runtime rich markdown-it-py mdurl pygments
 gpu-bundle: $(INSTALLED)  ## wheels for benchmarks/gpu.py on a GPU machine without a network, in dist/gpu (GPU_PYTHON=3.12)
 	rm -rf dist/gpu
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist/gpu ./rewards .
@@ -61,5 +77,31 @@ gpu-bundle: $(INSTALLED)  ## wheels for benchmarks/gpu.py on a GPU machine witho
 	@du -sh dist/gpu
 	@echo 'there: pip install --no-deps --no-index --find-links dist/gpu dist/gpu/*.whl && python benchmarks/gpu.py'
 
+dist:  ## both packages as wheels and source archives in dist, checked by twine
+	rm -rf dist/*.whl dist/*.tar.gz
+	$(PYTHON) -m venv build/dist-env
+	build/dist-env/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt build twine
+	build/dist-env/bin/python -m build --outdir dist rewards
+	build/dist-env/bin/python -m build --outdir dist .
+	build/dist-env/bin/python -m twine check --strict dist/*.whl dist/*.tar.gz
+
+# Environments of their own, beside .venv. uv resolves, since pip knows no lowest versions.
+test-oldest: dist  ## the quick tests on the oldest versions of what both packages need
+	$(PYTHON) -m venv build/oldest
+	build/oldest/bin/python -m pip install --quiet --disable-pip-version-check uv
+	build/oldest/bin/uv pip compile --quiet --resolution lowest-direct --find-links dist --output-file build/oldest.txt \
+		--python build/oldest/bin/python pyproject.toml rewards/pyproject.toml
+	build/oldest/bin/uv pip install --quiet --python build/oldest/bin/python --constraint build/oldest.txt \
+		--editable ./rewards --editable '.[dev]'
+	build/oldest/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+# The range in pyproject.toml ends before the next minor version, so the packages themselves are put beside it without it.
+next-trl:  ## the tests of the seams, on the newest trl and transformers that the index has, pre-releases included
+	$(PYTHON) -m venv build/next
+	build/next/bin/python -m pip install --quiet --disable-pip-version-check --editable ./rewards --editable '.[dev]'
+	build/next/bin/python -m pip install --quiet --disable-pip-version-check --pre --upgrade trl transformers
+	build/next/bin/python -m pip list --format=freeze | grep -E '^(trl|transformers|torch|accelerate|peft)=='
+	build/next/bin/python -m pytest -n 2 --dist worksteal -m "not slow" tests/grpo_recipes/training tests/mathematics
+
 clean:  ## remove the virtual environment and caches (not runs/)
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,11 +2,11 @@
 
     python benchmarks/informative.py [--output runs/informative] [--seeds 5]
 
-The quickstart's policy, warm-started on sums and differences of 4 or 5 operands, is trained on 128 such problems for 20 epochs,
-once with every prompt and once with `sampling: informative`, from the same weights with the same seed and the same number of
-optimiser steps; then each is evaluated, greedily, on the same 1,000 held-out problems. Five seeds.
+The quickstart's policy, warm-started on 20,000 sums and differences of 4 to 6 operands, is trained on 128 such problems of 4
+operands for 20 epochs, once with every prompt and once with `sampling: informative`, from the same weights with the same seed and
+the same number of optimiser steps; then each is evaluated, greedily, on the same 1,000 held-out problems. Five seeds.
 
-Fixed before the first run: all that stands above and below, and what counts as success:
+Fixed before the first run of a pair: all that stands above and below, and what counts as success:
   - the 95 % interval of the difference in strict accuracy lies inside +-0.03. Of two intervals the wider is taken: Student's over
     the seeds' differences, and the bootstrap over seeds and problems together (both resampled, 10,000 times, percentiles);
   - at least 30 % fewer completion tokens are generated.
@@ -41,8 +41,8 @@ from grpo_recipes.results.estimates import mean_value
 from grpo_recipes.runs.files import write_atomically
 from grpo_rewards.terminal import say
 
-TRAINED, HELD_OUT, DEMONSTRATIONS = 128, 1_000, 10_000
-OPERANDS = range(4, 6)
+TRAINED, HELD_OUT, DEMONSTRATIONS = 128, 1_000, 20_000
+SHOWN, POSED = range(4, 7), range(4, 5)  # operands: of the demonstrations; of the problems trained and evaluated on
 NAMES = ("Ann", "Ben", "Carla", "Dev", "Emma", "Femi", "Grace", "Hugo")
 ITEMS = ("apples", "books", "cards", "coins", "eggs", "pens", "shells", "stamps")
 ARMS: dict[str, list[str]] = {"every prompt": [], "informative": ["--sampling", "informative"]}
@@ -60,12 +60,12 @@ model_name_or_path: {folder}/policy
 num_generations: 8
 per_device_train_batch_size: 128  # 16 prompts, 8 optimiser steps an epoch
 gradient_accumulation_steps: 1
-max_completion_length: 64
+max_completion_length: 48
 num_train_epochs: {epochs}
 temperature: 1.0
 loss_type: grpo
 beta: 0.0
-learning_rate: 1.0e-4
+learning_rate: 3.0e-4
 lr_scheduler_type: linear
 gradient_checkpointing: false
 logging_steps: 1
@@ -74,7 +74,7 @@ save_strategy: "no"
 """
 
 
-def problems(split: str, size: int, seed: int = 0) -> list[dict[str, str]]:
+def problems(split: str, size: int, operands: range, seed: int = 0) -> list[dict[str, str]]:
     """Sums and differences of several operands in GSM8K's schema; a checksum of the question says which split it is of."""
     generator = random.Random(f"{split}-{seed}")
     made: dict[str, dict[str, str]] = {}
@@ -82,7 +82,7 @@ def problems(split: str, size: int, seed: int = 0) -> list[dict[str, str]]:
         name, item = generator.choice(NAMES), generator.choice(ITEMS)
         total = generator.randint(2, 9)
         clauses, steps = [f"{name} has {total} {item}"], []
-        for _ in range(generator.choice(OPERANDS) - 1):
+        for _ in range(generator.choice(operands) - 1):
             operand = generator.randint(2, 9)
             loses = total > operand and generator.random() < 0.5
             result = total - operand if loses else total + operand
@@ -96,14 +96,14 @@ def problems(split: str, size: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def prepare(folder: Path, epochs: int) -> None:
-    """Write problems, recipe and the warm-started policy, unless an earlier call did."""
-    if (folder / "prepared").is_file():
-        return
+    """Write problems and recipe, and the warm-started policy unless an earlier call did."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, size in (("train", TRAINED), ("test", HELD_OUT)):
-        lines = "".join(json.dumps(problem) + "\n" for problem in problems(split, size))
+        lines = "".join(json.dumps(problem) + "\n" for problem in problems(split, size, POSED))
         (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
     (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder, epochs=epochs), encoding="utf-8")
+    if (folder / "policy" / "tokenizer_config.json").is_file():  # written last
+        return
     settings = quickstart.WarmStart(demonstrations=DEMONSTRATIONS)
     layouts = random.Random(0).choices(list(quickstart.LAYOUTS), settings.shares, k=DEMONSTRATIONS)
     system = {"role": "system", "content": SYSTEM_PROMPTS["think"]}
@@ -112,7 +112,7 @@ def prepare(folder: Path, epochs: int) -> None:
             "prompt": [system, {"role": "user", "content": problem["question"]}],
             "completion": [{"role": "assistant", "content": solution(problem["answer"], layout)}],
         }
-        for problem, layout in zip(problems("train", DEMONSTRATIONS, seed=1), layouts, strict=True)
+        for problem, layout in zip(problems("train", DEMONSTRATIONS, SHOWN, seed=1), layouts, strict=True)
     ]
     set_seed(0)
     tokenizer = quickstart.build_tokenizer(conversations, settings.vocab_size)
@@ -120,7 +120,6 @@ def prepare(folder: Path, epochs: int) -> None:
     quickstart.fine_tune(policy, tokenizer, conversations, settings, folder / "policy")
     policy.save_pretrained(folder / "policy")
     tokenizer.save_pretrained(folder / "policy")
-    (folder / "prepared").touch()
 
 
 def solution(answer: str, layout: str) -> str:
@@ -202,11 +201,14 @@ def table(results: dict[str, dict[str, Any]], before: Sequence[bool]) -> str:
         [
             *lines,
             "",
-            f"Before training {np.mean(before):.3f}; {', '.join(map(str, steps))} optimiser steps in every run; {len(results)} seeds.",
+            f"Before training {np.mean(before):.3f}; {', '.join(map(str, steps))} optimiser steps in every run; "
+            f"{len(results)} seeds.",
             f"Difference in accuracy, informative - every prompt: {differences.mean():+.4f}; Student's interval over seeds "
-            f"[{student.low:+.4f}, {student.high:+.4f}], bootstrap over seeds and problems [{resampled[0]:+.4f}, {resampled[1]:+.4f}].",
+            f"[{student.low:+.4f}, {student.high:+.4f}], bootstrap over seeds and problems "
+            f"[{resampled[0]:+.4f}, {resampled[1]:+.4f}].",
             f"Asked: the wider one inside +-{MARGIN}: {'held' if inside else 'MISSED'}.",
-            f"Generated completion tokens: {saved:.1%} fewer. Asked: at least {SAVING:.0%}: {'held' if saved >= SAVING else 'MISSED'}.",
+            f"Generated completion tokens: {saved:.1%} fewer. Asked: at least {SAVING:.0%}: "
+            f"{'held' if saved >= SAVING else 'MISSED'}.",
             f"Prompts that the floor alone kept: {floor:.1%} of those generated.",
             f"CPU seconds of training: {cpu['every prompt']:.0f} and {cpu['informative']:.0f}.",
         ]

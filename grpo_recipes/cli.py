@@ -259,7 +259,15 @@ def _add_evaluate(commands: Any) -> None:
     evaluate.add_argument("--limit", metavar="N", type=int, help="only the first so many problems")
     evaluate.add_argument("--batch_size", metavar="N", type=int, default=64, help="completions at once (default 64)")
     evaluate.add_argument("--seed", metavar="N", type=int, default=0, help="of the sampling (default 0)")
-    evaluate.add_argument("--vllm", action="store_true", help="generate with vLLM (a full model, not an adapter)")
+    evaluate.add_argument("--vllm", action="store_true", help="generate with vLLM, in the checkpoint's own dtype")
+    evaluate.add_argument("--vllm_server_base_url", metavar="URL", help="a running vLLM server of the model")
+    evaluate.add_argument("--vllm_tensor_parallel_size", metavar="N", type=int, help="GPUs that share the model")
+    evaluate.add_argument(
+        "--vllm_max_model_length", metavar="N", type=int, help="tokens of prompt and completion (default: the model's)"
+    )
+    evaluate.add_argument(
+        "--vllm_gpu_memory_utilization", metavar="SHARE", type=float, help="of each GPU's memory (default: vLLM's)"
+    )
     evaluate.add_argument(
         "--output",
         metavar="FOLDER",

@@ -3,8 +3,8 @@
 accelerate launch --config_file accelerate_configs/ddp.yaml -m grpo_recipes.train --config recipes/x.yaml [--key value ...]
 
 The recipe is checked before any model is loaded. The run's folder (`output_dir`) then holds `run.json` (the recipe as
-resolved, versions, geometry; an entry for each launch), `trainer_state.json`, `completions/*.parquet`, checkpoints, the final
-model or adapter, and its model card, `README.md`.
+resolved, versions, geometry; an entry for each launch), `trainer_state.json` (`_log.jsonl` while the run goes on),
+`completions/*.parquet`, checkpoints, the final model or adapter, and its model card, `README.md`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import torch
 from peft import PeftModel
-from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, ProgressCallback
+from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from trl import GRPOConfig, get_peft_config, get_quantization_config
 
 from grpo_recipes import __version__
@@ -64,7 +65,9 @@ from grpo_recipes.training.adamw_bf16 import adamw_bf16
 from grpo_recipes.training.offline import RecordedRollout
 from grpo_recipes.training.policy import load_adapter
 from grpo_recipes.training.reference import REF
+from grpo_recipes.training.trackers import RecipeInTrackers
 from grpo_recipes.training.trainer import GRPOTrainer
+from grpo_recipes.training.trainer import logger as efficiency
 from grpo_rewards.errors import UserError
 from grpo_rewards.redaction import redacted, scrubbed, secret_values
 from grpo_rewards.registry import leaves
@@ -228,6 +231,7 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         faults.check_build_locks()
     training_args = leave_token_to_environment(grpo_config(recipe))
+    training_args.run_name = training_args.run_name or recipe.output_dir.resolve().name  # what trackers call the run
     num_prompts = len(checked.train_dataset)
     interruption = restart.StopOnSignal(lambda step: checked.geometry.ends_generation(step, num_prompts))
     return Prepared(
@@ -428,9 +432,8 @@ def hardware(training_args: GRPOConfig) -> str:
     device, count = training_args.device, training_args.world_size
     if device.type == "cpu":
         return f"CPU ({platform.machine()}, {os.cpu_count()} cores), {count} process{'es' * (count > 1)}"
-    module = getattr(torch, device.type, None)
-    name = module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
-    return f"{count} × {name}"
+    named = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    return f"{count} × {named(device) if named else device.type}"
 
 
 def _another_run(recipe: Recipe, change: str) -> RecipeError:
@@ -481,6 +484,7 @@ def describe_run(prepared: Prepared, trainer: GRPOTrainer) -> None:
     _say(checked.geometry.describe_epoch(len(checked.train_dataset)))
     warning = precision.warning(surviving)
     golds = [checked.golds.describe()] if checked.golds else []
+    golds += checks.sampling_note(recipe, checked.geometry, len(checked.train_dataset))
     for note in [*limits.cautions(recipe.config), *([warning] if warning else []), *golds]:
         _say(f"  note            {note}")
 
@@ -549,10 +553,13 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
     trainer.add_callback(prepared.interruption)
     trainer.add_callback(LiveLog(recipe.output_dir))
     if not training_args.disable_tqdm:  # then transformers draws no bar either
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(LiveLine([reward.name for reward in checked.rewards]))
+        # In a notebook another one, which in transformers 5.23 raises when a run ends after its first step.
+        trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)
+        trainer.add_callback(LiveLine([reward.name for reward in checked.rewards], quiet=[efficiency]))
     if recipe.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(recipe.early_stopping_patience))
+    if training_args.report_to:
+        trainer.add_callback(RecipeInTrackers(redacted(resolved(recipe.as_dict())), trainer.callback_handler))
 
     def create_model_card(**ignored: Any) -> None:
         if trainer.accelerator.is_main_process:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from datasets import Dataset
 from trl import get_peft_config
@@ -98,13 +98,13 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
     geometry = recipe.geometry(machine.num_processes)
     rewards = recipe.build_rewards(call_factories=call_factories)
     with recipe.naming_this_file():
-        _check_rewards(geometry, rewards)
+        _check_rewards(recipe.config, geometry, rewards)
         check_reference(recipe)
         _check_offline(recipe, geometry)
         check_early_stopping(recipe)
         check_machine(recipe, machine)
         check_precision(recipe, machine)
-        vllm_checks.check(recipe.config, machine.num_processes, recipe.model["model_name_or_path"])
+        vllm_checks.check(recipe.config, machine.num_processes, recipe.model)
         trained = recipe.load_prompts()
         train_dataset = trained.dataset
         geometry.check_dataset(len(train_dataset))
@@ -124,6 +124,16 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
                 reward_checks.check_columns(rewards, columns)
         golds = reward_checks.check_golds(rewards, train_dataset)
     return Checked(geometry, rewards, train_dataset, eval_dataset, golds)
+
+
+def sampling_note(recipe: Recipe, geometry: Geometry, num_prompts: int) -> list[str]:
+    """What to know about `sampling` in a run of this length, if it will do nothing."""
+    epoch = geometry.optimizer_steps_per_epoch(num_prompts)
+    if recipe.sampling is None or geometry.optimizer_steps(recipe.config, num_prompts) > epoch:
+        return []
+    return [
+        f"`sampling` learns in an epoch for the next, and this run ends in the first ({epoch} steps): it does nothing"
+    ]
 
 
 def check_early_stopping(recipe: Recipe) -> None:
@@ -402,9 +412,10 @@ def _check_offline(recipe: Recipe, geometry: Geometry) -> None:
             raise recipe.error(sentence)
 
 
-def _check_rewards(geometry: Geometry, rewards: Sequence[BuiltReward]) -> None:
-    """Raise `UserError` for rewards that pay nothing, or that need groups which this layout does not keep whole."""
+def _check_rewards(config: Any, geometry: Geometry, rewards: Sequence[BuiltReward]) -> None:
+    """Raise `UserError` for rewards that pay nothing, or that need groups or advantages which they would not get."""
     reward_checks.check_weights(rewards)
+    reward_checks.check_punished_lengths(rewards, config.max_completion_length)
     for reward in rewards:
         if not getattr(reward.function, "needs_whole_groups", False):
             continue
@@ -419,3 +430,28 @@ def _check_rewards(geometry: Geometry, rewards: Sequence[BuiltReward]) -> None:
                 f"over processes: make per_device_train_batch_size × steps_per_generation "
                 f"({geometry.completions_per_rank}) a multiple of num_generations ({geometry.num_generations})"
             )
+        if reward.normalises_groups:
+            _check_normalised(config, reward, rewards)
+
+
+def _check_normalised(config: Any, reward: BuiltReward, rewards: Sequence[BuiltReward]) -> None:
+    """Raise `UserError` unless the advantage is what `reward`, divided by the mean of its group, pays less its mean."""
+    divided = f"`rewards`: {reward.name} divides by the mean of its group"
+    if others := [other.name for other in rewards if other is not reward and other.weight]:
+        raise UserError(
+            f"{divided}, and {others[0]} would be added to the quotient: put both in a `sum` inside it, or give {others[0]} "
+            "the weight 0"
+        )
+    if config.scale_rewards != "none" or config.multi_objective_aggregation != "sum_then_normalize":
+        key = "scale_rewards: none"
+        if config.multi_objective_aggregation != "sum_then_normalize":
+            key = "multi_objective_aggregation: sum_then_normalize"
+        raise UserError(f"{divided}, and the advantage would be divided by a standard deviation too: set `{key}`")
+    generations = config.num_generations_eval or config.num_generations
+    if str(config.eval_strategy) != "no" and (
+        generations != config.num_generations or config.per_device_eval_batch_size % generations
+    ):
+        raise UserError(
+            f"{divided}, in an evaluation too: leave `num_generations_eval` out, and make `per_device_eval_batch_size` a "
+            f"multiple of num_generations ({config.num_generations})"
+        )

@@ -10,6 +10,7 @@ import datasets
 import numpy as np
 
 from grpo_recipes.recipe.arithmetic import DEFAULT_ARITHMETIC_SIZE, arithmetic_problems
+from grpo_recipes.recipe.pass_rate import rows_to_keep
 from grpo_recipes.recipe.presets import PRESETS
 from grpo_recipes.recipe.prompts import Prompts, phrased
 from grpo_recipes.recipe.recorded import grouped
@@ -56,6 +57,8 @@ def load_prompts(spec: DatasetSpec, *, evaluation: bool = False) -> Prompts:
     if spec.eval_share is not None:
         prompts = prompts.select(np.flatnonzero(_is_held_out(prompts.identities, spec.eval_share) == evaluation))
         keys = Keys("path", "eval_share")
+    if spec.pass_rate is not None and not evaluation and len(prompts.dataset):
+        prompts = prompts.select(rows_to_keep(prompts.dataset, spec.pass_rate))
     if len(prompts.dataset) == 0:
         what = f"{spec.eval_share} of the rows" if keys.split == "eval_share" else repr(sources[0].split)
         raise UserError(f"`dataset.{keys.split}`: {what} of {_described(sources)} is empty: choose other rows")

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from trl import GRPOConfig, ModelConfig
 
 from grpo_recipes.recipe.recipe import CHOICES, DEFAULTS, OUR_KEYS, Recipe
-from grpo_recipes.recipe.specs import Spec, hints, spec_of
+from grpo_recipes.recipe.specs import PassRateSpec, SourceSpec, Spec, hints, spec_of
 from grpo_rewards.terminal import say
 
 HEAD = """# The keys of a recipe
@@ -57,17 +57,18 @@ def page() -> str:
     for key, spec in specs.items():
         sections += [f"\n## `{key}`\n\n{_summary(spec)}\n\n", _table(_spec_rows(spec))]
         if key == "dataset":
-            sections += _sources()
+            sections += _inside_dataset()
     sections += ["\n## `rewards`\n", REWARDS, TRL_HEAD]
     sections.append(_table(row for config in (ModelConfig, GRPOConfig) for row in _trl_rows(config)))
     return "".join(sections)
 
 
-def _sources() -> list[str]:
-    from grpo_recipes.recipe.specs import SourceSpec
-
-    head = "\n### A source of a mixture\n\nAn entry of `dataset.path` or `dataset.eval_path`, where that is a list.\n\n"
-    return [head, _table(_spec_rows(SourceSpec))]
+def _inside_dataset() -> list[str]:
+    source = (
+        "\n### A source of a mixture\n\nAn entry of `dataset.path` or `dataset.eval_path`, where that is a list.\n\n"
+    )
+    rate = f"\n### `dataset.pass_rate`\n\n{_summary(PassRateSpec)} [docs/sampling.md](sampling.md).\n\n"
+    return [source, _table(_spec_rows(SourceSpec)), rate, _table(_spec_rows(PassRateSpec))]
 
 
 def _our_rows() -> Iterable[tuple[str, str, str, str]]:

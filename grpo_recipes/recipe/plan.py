@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.recipe import limits, memory, packages, vllm_checks
-from grpo_recipes.recipe.checks import Machine, check, dry_config, model_shape, optimiser, precision_of
+from grpo_recipes.recipe import limits, losses, memory, packages, vllm_checks
+from grpo_recipes.recipe.checks import Machine, check, dry_config, model_shape, optimiser, precision_of, sampling_note
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.precision import ADAMW_BF16, Precision, initial_weights
 from grpo_recipes.recipe.prompt_report import PromptReport, prompt_report
@@ -150,6 +150,7 @@ def plan(
             with recipe.naming_this_file():
                 vllm_checks.check_lengths(recipe.config, longest)
         notes += [checked.golds.describe()] if checked.golds else []
+        notes += sampling_note(recipe, geometry, len(checked.train_dataset))
     except DatasetUnreachable as error:
         prompts = str(error)
     need = unsupported or _memory(recipe, machine, geometry, layout, usable, model_config_file, notes)
@@ -163,12 +164,14 @@ def plan(
 
 
 def resolved_yaml(arguments: Sequence[str], options: Sequence[str] = ()) -> str:
-    """The recipe that `arguments` name as YAML, with TRL's default for every key that it leaves out.
+    """The recipe that `arguments` name as YAML, with TRL's default for every key that it leaves out and that has an effect.
 
     Raises `RecipeError` if a key or its value is wrong.
     """
     recipe = parse_recipe(arguments, options)
-    return yaml.safe_dump(redacted(resolved(recipe.as_dict())), sort_keys=False, allow_unicode=True)
+    ignored = losses.ignored_keys(recipe.config.loss_type)
+    values = {key: value for key, value in resolved(recipe.as_dict()).items() if key not in ignored}
+    return yaml.safe_dump(redacted(values), sort_keys=False, allow_unicode=True)
 
 
 def shipped_recipes() -> str:
@@ -177,7 +180,7 @@ def shipped_recipes() -> str:
     for name in shipped_names("recipes"):
         head = find_file("recipes", name).read_text(encoding="utf-8").partition("\n#\n")[0]
         text = " ".join(line.removeprefix("#").strip() for line in head.splitlines() if line.startswith("#"))
-        sentence = re.split(r"\.(?=\s|$)", text)[0]
+        sentence = re.split(r"(?<!\bDr)\.(?=\s|$)", text)[0]
         lines += ["", f"  {name}", *textwrap.wrap(sentence, WIDTH, initial_indent="    ", subsequent_indent="    ")]
     return "\n".join(lines)
 

@@ -24,7 +24,7 @@ from datasets import Dataset
 from transformers.training_args import OptimizerNames
 from trl import GRPOConfig, ModelConfig, TrlParser
 
-from grpo_recipes.recipe import data, generation, limits, specs
+from grpo_recipes.recipe import data, generation, limits, losses, specs
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.precision import ADAMW_BF16
@@ -248,6 +248,7 @@ def _build(raw: dict[str, Any], values: Mapping[str, Any], source: str, args: Se
     generation.check(recipe.config)
     if recipe.sampling is not None:
         recipe.sampling.check(recipe.config)
+    losses.check(recipe.training, recipe.config, sampled_kl=recipe.kl_estimator == "sampled")
     if recipe.kl_estimator == "full" and recipe.config.beta == 0.0:
         raise UserError("`kl_estimator: full` needs a reference policy: set `beta` above 0")
     return recipe
@@ -285,8 +286,8 @@ def model_config(recipe: Recipe) -> ModelConfig:
 
 def shipped(kind: str, name: str) -> Path | None:
     """The file `name` (with or without `.yaml`) that ships in `kind` (`recipes` or `accelerate_configs`), if there is one."""
-    file = name if name.endswith(".yaml") else f"{name}.yaml"
-    return next((folder / file for folder in _shipped_folders(kind) if (folder / file).is_file()), None)
+    wanted = name.removesuffix(".yaml")
+    return next((file for file in _shipped_files(kind) if file.stem == wanted), None)
 
 
 def _shipped_folders(kind: str) -> list[Path]:
@@ -295,9 +296,15 @@ def _shipped_folders(kind: str) -> list[Path]:
     return [package / kind, package.parent / kind]
 
 
+def _shipped_files(kind: str) -> list[Path]:
+    """All files that ship in `kind`; no two have one name, in whichever folder below it they lie."""
+    found = (folder.rglob("*.yaml") for folder in _shipped_folders(kind))
+    return [file for files in found for file in sorted(files, key=lambda file: (len(file.parts), file))]
+
+
 def shipped_names(kind: str) -> list[str]:
     """The names of all files that ship in `kind`."""
-    return [file.stem for folder in _shipped_folders(kind) for file in sorted(folder.glob("*.yaml"))]
+    return [file.stem for file in _shipped_files(kind)]
 
 
 def find_file(kind: str, name: str) -> Path:
@@ -407,7 +414,7 @@ def _expanded(value: str | bool, key: str) -> Any:
     """
     spec = specs.spec_of(hints(Recipe)[key]) if key in OUR_KEYS else None
     if spec is not None and spec.WORDS:
-        return {}
+        return {}  # of `sampling: informative` too, whose fields have the word's settings for defaults
     if spec is not None:
         return spec.expand(value)
     return {"name": value} if isinstance(value, str) else value

@@ -139,6 +139,28 @@ def _check_columns(columns: Any) -> None:
 
 
 @dataclass(frozen=True)
+class PassRateSpec(Spec):
+    """The training rows that an evaluation solved neither too often nor too rarely.
+
+    Attributes:
+        evaluation: the folder of an evaluation of the training split, `grpo-recipes evaluate --split train --samples N`.
+        keep: the smallest and the largest share of right samples of a row that is kept.
+    """
+
+    KEY = "dataset.pass_rate"
+
+    evaluation: str
+    keep: list[float]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.keep) != 2 or not 0 <= self.keep[0] <= self.keep[1] <= 1:
+            raise SpecError(
+                f"`dataset.pass_rate.keep` is {self.keep}: give the smallest and the largest share, as in [0.1, 0.9]"
+            )
+
+
+@dataclass(frozen=True)
 class DatasetSpec(Spec):
     """Which rows to read and how to phrase them as prompts.
 
@@ -161,6 +183,7 @@ class DatasetSpec(Spec):
             joined with newlines). A column `prompt` stays what it is when absent; other prompts are conversational.
         max_prompt_tokens: the longest prompt in tokens, as rendered; None for no limit. See `prompts.limit_prompts`.
         overlong_prompts: what becomes of a longer one: `drop` it, or `cut_left` its earlier turns, then the question.
+        pass_rate: which training rows to keep by how often an evaluation solved them (`PassRateSpec`); all when absent.
         size: problems in each split of `arithmetic`; 2,000 when absent.
         seed: which `arithmetic` problems are drawn.
     """
@@ -168,7 +191,7 @@ class DatasetSpec(Spec):
     KEY = "dataset"
     FOREIGN: ClassVar[Mapping[str | None, tuple[str, ...]]] = {
         "arithmetic": ("path", "eval_path", "config", "columns"),
-        "scored": ("config", "size", "seed", "system_prompt", "prompt_template", "eval_share"),
+        "scored": ("config", "size", "seed", "pass_rate", "system_prompt", "prompt_template", "eval_share"),
     }
     """The keys that a dataset does not use; of those not named here, the keys of `arithmetic`."""
 
@@ -191,6 +214,7 @@ class DatasetSpec(Spec):
     prompt_format: Literal["conversational", "text"] | None = None
     max_prompt_tokens: int | None = None
     overlong_prompts: Literal["drop", "cut_left"] = "drop"
+    pass_rate: PassRateSpec | None = None
     size: int | None = None
     seed: int = 0
 

@@ -96,7 +96,9 @@ def diagnose(run: Run) -> Diagnosis:
 
 def as_table(diagnosis: Diagnosis) -> list[Part]:
     """Every check for the terminal: what was found first, then what had no data, then what is fine; and a line of summary."""
-    rows = [(Cell("found", "bad"), finding.check, finding.sentence) for finding in diagnosis.findings]
+    rows: list[tuple[Cell, str, object]] = [
+        (Cell("found", "bad"), finding.check, finding.sentence) for finding in diagnosis.findings
+    ]
     rows += [(Cell("no data", "quiet"), name, Cell(reason, "quiet")) for name, reason in diagnosis.unchecked.items()]
     done = {finding.check for finding in diagnosis.findings} | set(diagnosis.unchecked)
     fine = [check for check in CHECKS if check.__name__ not in done]

@@ -1,9 +1,8 @@
-"""What makes the completions of an evaluation: transformers' `generate`, its continuous batching, or vLLM."""
+"""What makes the completions of an evaluation: transformers' `generate` or its continuous batching; vLLM is `vllm_engine`'s."""
 
 from __future__ import annotations
 
 import logging
-import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,8 @@ from grpo_recipes.decoding.check import differences, disagreement, has_whole_pre
 from grpo_recipes.decoding.groups import Turn, decoding
 from grpo_recipes.decoding.models import base_model, unfit
 from grpo_recipes.decoding.stop_strings import Ends, StopStrings
-from grpo_recipes.runs.checkpoints import ADAPTER_CONFIG, tokenizer_source
+from grpo_recipes.recipe.hub import hub_answers
+from grpo_recipes.runs.checkpoints import ADAPTER_CONFIG, adapter_config, tokenizer_source
 from grpo_rewards.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,18 +37,14 @@ Complete = Callable[[list[Any], "Settings"], list[str]]
 """Completes each prompt once, in order, by the temperature, length and seed of the settings."""
 
 
-def load_engine(name: str, use_vllm: bool) -> Complete:
+def load_engine(name: str) -> Complete:
     """The engine of a model or adapter. Raises `EvaluationError` if it can't be loaded, or its weights are incomplete."""
     from peft import AutoPeftModelForCausalLM
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     adapter = Path(name) / ADAPTER_CONFIG
-    if use_vllm and adapter.is_file():
-        raise EvaluationError(f"{name} is an adapter, and --vllm takes a full model: merge it, or leave --vllm out")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_source(name), trust_remote_code=False)
-        if use_vllm:
-            return vllm_engine(name, tokenizer)
+        tokenizer = load_tokenizer(name)
         if adapter.is_file():
             with warnings.catch_warnings():
                 # PEFT only warns where it fills what is missing with the values of a new adapter.
@@ -68,9 +64,51 @@ def load_engine(name: str, use_vllm: bool) -> Complete:
         raise EvaluationError(
             f"{name}: its weights lack {len(missing)} of the model's tensors (such as {missing[0]}): copy or download it again"
         )
+    return transformers_engine(model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model or adapter, which pads with its end token if it has no other."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_source(name), trust_remote_code=False)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return transformers_engine(model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
+    return tokenizer
+
+
+def checkpoint_dtype(name: str) -> str | None:
+    """The dtype that transformers loads a model, or an adapter's base, in: `float32`; None where its configuration has none."""
+    from transformers import AutoConfig
+
+    model = _whole_model(name)
+    here_only = Path(model).exists() or not hub_answers()
+    try:
+        config = AutoConfig.from_pretrained(model, local_files_only=here_only, trust_remote_code=False)
+    except (OSError, ValueError):  # loading it says what is wrong
+        return None
+    dtype = config.get_text_config().dtype or config.dtype
+    return str(dtype).removeprefix("torch.") if dtype is not None else None
+
+
+def declared_ends(name: str, tokenizer: Any) -> list[int]:
+    """`end_tokens` of a model, or of an adapter's base, that is not loaded."""
+    from transformers import AutoConfig, GenerationConfig
+
+    model = _whole_model(name)
+    try:
+        generation = GenerationConfig.from_pretrained(model)
+    except OSError:  # it has none: transformers makes one of its configuration
+        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model, trust_remote_code=False))
+    return end_tokens(generation, tokenizer)
+
+
+def _whole_model(name: str) -> str:
+    """`name` itself, or of an adapter in a folder its base."""
+    if not (Path(name) / ADAPTER_CONFIG).is_file():
+        return name
+    config = adapter_config(name)
+    return name if config is None else str(config.base_model_name_or_path)
 
 
 def transformers_engine(model: Any, tokenizer: Any) -> Complete:
@@ -85,34 +123,6 @@ def transformers_engine(model: Any, tokenizer: Any) -> Complete:
         if model.device.type == "cuda" and not settings.stop:
             return complete_continuously(model, tokenizer, prompts, settings)
         return padded(prompts, settings)
-
-    return engine
-
-
-def vllm_engine(name: str, tokenizer: Any) -> Complete:
-    """Completions by vLLM. Raises `EvaluationError` if it isn't installed."""
-    try:
-        from vllm import LLM, SamplingParams
-    except ImportError as error:
-        raise EvaluationError("vLLM is not installed: leave --vllm out, or install the extra `vllm`") from error
-    llm = LLM(model=name, trust_remote_code=False, generation_config="vllm")  # ignore its generation_config.json
-
-    def engine(prompts: list[Any], settings: Settings) -> list[str]:
-        # vLLM seeds each request by itself: copies of a prompt with one seed would all get the same completion.
-        seeds = random.Random(settings.seed).sample(range(2**31), len(prompts))
-        sampling = [
-            SamplingParams(
-                temperature=settings.temperature,
-                max_tokens=settings.max_new_tokens,
-                seed=seed,
-                stop=list(settings.stop),
-                include_stop_str_in_output=True,  # as in training
-            )
-            for seed in seeds
-        ]
-        inputs = [{"prompt_token_ids": ids} for ids in _token_ids(prompts, tokenizer)]
-        outputs = llm.generate(inputs, sampling, use_tqdm=False)
-        return [output.outputs[0].text for output in outputs]
 
     return engine
 
@@ -176,7 +186,7 @@ class Padded:
             return ""
         rows = turn.scored(len(completions))
         prompts = [inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist() for row in rows]
-        ends = set(_end_tokens(self.model, self.tokenizer))
+        ends = set(end_tokens(self.model.generation_config, self.tokenizer))
         made = [_up_to_end(completions[row], ends) for row in rows]
         gaps = differences(self.model, prompts, made, turn.log_probs, turn.temperature)
         self.is_checked = True
@@ -200,7 +210,7 @@ def complete_continuously(model: Any, tokenizer: Any, prompts: list[Any], settin
 
     with _seeded(model, settings.seed):
         outputs = model.generate_batch(
-            inputs=_token_ids(prompts, tokenizer),
+            inputs=token_ids(prompts, tokenizer),
             generation_config=GenerationConfig(**_generation(model, tokenizer, settings)),
         )
     _check_all_completed(list(outputs.values()), len(prompts))
@@ -227,7 +237,7 @@ def _generation(model: Any, tokenizer: Any, settings: Settings) -> dict[str, Any
         **(sampled if settings.temperature > 0 else greedy),
         "repetition_penalty": 1.0,
         "max_new_tokens": settings.max_new_tokens,
-        "eos_token_id": _end_tokens(model, tokenizer),
+        "eos_token_id": end_tokens(model.generation_config, tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
     }
 
@@ -243,9 +253,9 @@ def _check_all_completed(outputs: list[Any], expected: int) -> None:
         )
 
 
-def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+def end_tokens(generation: Any, tokenizer: Any) -> list[int]:
     """What ends a completion in TRL's training: the tokenizer's end of text, and every one that the model declares."""
-    declared = model.generation_config.eos_token_id
+    declared = generation.eos_token_id
     ids = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
     return sorted({token for token in ids if token is not None})
 
@@ -265,7 +275,8 @@ def _inputs(prompts: list[Any], tokenizer: Any) -> Any:
     return tokenizer(texts, add_special_tokens=is_text, padding=True, padding_side="left", return_tensors="pt")
 
 
-def _token_ids(prompts: list[Any], tokenizer: Any) -> list[list[int]]:
+def token_ids(prompts: list[Any], tokenizer: Any) -> list[list[int]]:
+    """The tokens of each prompt, as the policy sees it in training."""
     texts, is_text = _texts(prompts, tokenizer)
     return tokenizer(texts, add_special_tokens=is_text)["input_ids"]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -106,6 +107,12 @@ RAN = (
         "tokens of a step",
         (("efficiency/tokens_computed", "computed"), ("efficiency/tokens_needed", "needed")),
         "What the micro-batches computed, padding included, and what the loss needed.",
+    ),
+    Metric(
+        "Prompts generated",
+        "share of a generation",
+        (("prompts/generated", "generated"), ("prompts/kept_by_floor", "of these, by the floor alone")),
+        "With `sampling: informative`: the others had no variance the last times.",
     ),
     Metric("Gradient norm", "before clipping", (("grad_norm", ""),)),
     Metric("Learning rate", "", (("learning_rate", ""),)),
@@ -266,7 +273,7 @@ def _held_out(runs: Sequence[Run]) -> Iterator[Chart]:
         )
 
 
-def labelled(run: Run) -> list[tuple[str, dict]]:
+def labelled(run: Run) -> list[tuple[str, Mapping[str, Any]]]:
     """A run's evaluations: before, others by name, after."""
     order = {BEFORE: 0, AFTER: 2}
     return sorted(run.evaluations.items(), key=lambda item: (order.get(item[0], 1), item[0]))

@@ -20,6 +20,7 @@ from markupsafe import Markup, escape
 
 from grpo_recipes.results import charts, examples, strict
 from grpo_recipes.results.answer import Answer, duration, seconds
+from grpo_recipes.results.charts import Chart
 from grpo_recipes.results.estimates import Estimate
 from grpo_recipes.results.pictures import Group, groups, labelled
 from grpo_recipes.results.run import Run
@@ -52,10 +53,17 @@ def page(runs: Sequence[Run], drawn: Sequence[Group]) -> str:
         named=len(runs) > 1,
         runs=described,
         groups=[group for group in drawn if group],
+        first=_first(runs, drawn),
         many=any(run.evaluations[label].get("pass_at") for run in runs for label in run.evaluations),
         asks="; ".join(sorted({one["asks"] for run in described for one in run["evaluations"] if one["asks"]})),
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
+
+
+def _first(runs: Sequence[Run], drawn: Sequence[Group]) -> Chart | None:
+    """The picture beside the answer: accuracy before and after, of one run."""
+    charts = [chart for group in drawn for chart in group.charts if chart.bars]
+    return charts[0] if charts and len(runs) == 1 else None
 
 
 @cache

@@ -91,6 +91,7 @@ EVALUATION: Shape = {
     "majority?": SHARE,
     "pass_at?": {"*?": SHARE},
     "settings": {"samples": INTEGER, "strict?": [{"name": TEXT}]},
+    "made_with?": {},
     "rewards?": {
         "*?": {"mean?": ESTIMATE, "passed?": SHARE, "majority?": SHARE, "pass_at?": {"*?": SHARE}, "unscored": INTEGER}
     },

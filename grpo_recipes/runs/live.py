@@ -69,11 +69,18 @@ class LiveLog(TrainerCallback):
 class LiveLine(TrainerCallback):
     """Shows how a training is doing in one line at the foot of a terminal, in place of transformers' bar and dictionaries.
 
-    Where there is no terminal it is quiet: the same line is printed once a minute at most, so that a log says that it lives.
+    On a terminal the loggers in `quiet` say nothing below a warning meanwhile. Elsewhere the same line is printed once a minute
+    at most, so that a log says that it lives.
     """
 
-    def __init__(self, rewards: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        rewards: Sequence[str],
+        clock: Callable[[], float] = time.monotonic,
+        quiet: Sequence[logging.Logger] = (),
+    ) -> None:
         self.rewards = rewards
+        self._quiet = quiet
         self.training_bar: Line | None = None  # as transformers' callback calls it: a run that fails closes it
         self._clock = clock
         self._logged: dict[str, float] = {}
@@ -85,7 +92,7 @@ class LiveLine(TrainerCallback):
         """Begin the line."""
         if state.is_world_process_zero:
             self._began, self._first = self._clock(), state.global_step
-            self.training_bar = Line(self._clock)
+            self.training_bar = Line(self._clock, self._quiet)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Move on."""
@@ -136,8 +143,9 @@ class Line:
 
     SECONDS = 60.0
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, quiet: Sequence[logging.Logger] = ()) -> None:
         self._clock, self._printed = clock, clock()
+        self._quiet: list[tuple[logging.Logger, int]] = []
         self._live: Any = None
         self._handlers: list[tuple[Any, Any]] = []
         if sys.stderr.isatty():
@@ -148,6 +156,9 @@ class Line:
             redirects = sys.stdout.isatty()  # what is piped away stays in its pipe
             self._live = Live(console=console, transient=True, redirect_stdout=redirects, refresh_per_second=4)
             self._live.start()
+            self._quiet = [(logger, logger.level) for logger in quiet]
+            for logger in quiet:
+                logger.setLevel(logging.WARNING)
             # Handlers have kept the stream from before, and would write over the line.
             roots = [handler for handler in logging.getLogger().handlers if type(handler) is logging.StreamHandler]
             self._handlers = [(handler, handler.setStream(sys.stderr)) for handler in roots]
@@ -167,6 +178,8 @@ class Line:
         if self._live is not None:
             for handler, stream in self._handlers:
                 handler.setStream(stream or sys.__stderr__)
+            for logger, level in self._quiet:
+                logger.setLevel(level)
             self._live.stop()
             self._live = None
 

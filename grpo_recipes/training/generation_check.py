@@ -89,16 +89,11 @@ class GenerationCheck:
 
     # What is noted and compared, the same on every rank
 
-    def places(self, rows: int) -> list[int]:
-        """The rows of a batch that are compared and logged."""
-        count = WATCHED if rows >= WATCHED * ROWS_PER_WATCHED else 1
-        return list(range(0, rows, max(rows // count, 1)))
-
     def score_every(self, rows: int) -> int:
         """Of how many rows one is to be noted; 0 if none is."""
         if not self.asked or self.reason:
             return 0
-        return 1 if self.batches < FIRST else max(rows // len(self.places(rows)), 1)
+        return 1 if self.batches < FIRST else watched_every(rows)
 
     def is_due(self, rows: int) -> bool:
         """Whether a batch of so many rows is one of those that are compared and logged, as after a restart."""
@@ -152,7 +147,7 @@ class GenerationCheck:
         if not due and not first:
             return None
         self.batches += 1
-        few = {row: noted[row] for row in self.places(len(prompts))}
+        few = {row: noted[row] for row in range(0, len(prompts), watched_every(len(prompts)))}
         found = self._measure(*self._rows(prompts, completions, few))
         tokens = sum(rank.tokens for rank in found)
         difference = sum(rank.total for rank in found) / max(tokens, 1.0), max(rank.largest for rank in found)
@@ -185,8 +180,7 @@ class GenerationCheck:
             self._pending = ranks if min(rank.tokens for rank in ranks) < ENOUGH else None
             if self._pending is not None:
                 return
-        known = self.usual is not None and self.usual.tokens >= ENOUGH
-        usual = self.usual.mean if known and self.usual is not None else None
+        usual = None if self.usual is None else self.usual.mean
         verdicts = [judge(rank, whole=self.whole, usual=usual) for rank in ranks]
         for number, (rank, verdict) in enumerate(zip(ranks, verdicts, strict=True)):
             if verdict.wrong:
@@ -254,7 +248,7 @@ class GenerationCheck:
             what = " or ".join(WEIGHTS[name] for name in verdict.names)
             alike = ", which are alike so far" if len(verdict.names) > 1 else ""
             cause = f"they are those of {what}{alike} ({verdict.explained:.0%} of the difference)"
-        elif self.usual is not None and self.usual.tokens >= ENOUGH:
+        elif self.usual is not None:
             cause = (
                 f"nothing that can be computed here explains it; they agreed before (to {self.usual.mean:.1e}), as with weights "
                 "of an earlier step that were not replaced"
@@ -324,10 +318,17 @@ class GenerationCheck:
     def _gathered(self, sums: list[Tensor], names: Sequence[str]) -> list[Evidence]:
         ours = torch.cat(sums).to(self.accelerator.device)
         table = self.accelerator.gather(ours[None]).double().cpu().reshape(-1, len(ours)).tolist()
-        return [
-            Evidence(*row[:4], {name: Alternative(*row[3 * n + 4 : 3 * n + 7]) for n, name in enumerate(names)})
-            for row in table
-        ]
+        found = []
+        for tokens, total, largest, square, *rest in table:
+            others = {name: Alternative(*rest[3 * n : 3 * n + 3]) for n, name in enumerate(names)}
+            found.append(Evidence(tokens, total, largest, square, others))
+        return found
+
+
+def watched_every(rows: int) -> int:
+    """Of how many rows of a batch one is compared and logged."""
+    count = WATCHED if rows >= WATCHED * ROWS_PER_WATCHED else 1
+    return -(-rows // count)
 
 
 def _labelled(rows: Rows, picked: Tensor) -> Tensor:

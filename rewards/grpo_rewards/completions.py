@@ -153,3 +153,23 @@ def group_slices(rows: int, num_generations: int) -> list[slice]:
             "num_generations (and per_device_eval_batch_size too)"
         )
     return [slice(start, start + num_generations) for start in range(0, rows, num_generations)]
+
+
+def prompt_groups(reward: str, prompts: Sequence[Any], num_generations: int | None) -> list[slice]:
+    """Return `group_slices` of a reward that compares the completions of a prompt, checked against the prompts.
+
+    Raises:
+        ValueError: `num_generations` is not known, the rows are not whole groups, or one holds different prompts; the message
+            names the reward.
+    """
+    if num_generations is None:
+        raise ValueError(f"reward `{reward}` needs num_generations, the trainer's completions per prompt")
+    groups = group_slices(len(prompts), num_generations)
+    for group in groups:
+        if any(prompt != prompts[group.start] for prompt in prompts[group]):
+            raise ValueError(
+                f"reward `{reward}`: rows {group.start} to {group.stop - 1} hold different prompts, so groups "
+                f"are not {num_generations} neighbouring rows: set num_generations to the trainer's "
+                "(num_generations_eval included), with no group split over ranks"
+            )
+    return groups

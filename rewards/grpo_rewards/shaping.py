@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_rewards.completions import Kind, LogColumn, NamedReward, check_rows, completion_text, group_slices
+from grpo_rewards.completions import Kind, LogColumn, NamedReward, check_rows, completion_text, prompt_groups
 from grpo_rewards.correctness import gsm8k_correctness
 
 
@@ -71,21 +71,14 @@ class GroupLength(NamedReward):
         Raises:
             ValueError: `num_generations` is not known, or the call does not hold whole groups.
         """
-        if self.num_generations is None:
-            raise ValueError(f"reward `{self.name}` needs the kwarg num_generations, the trainer's num_generations")
         check_rows(self.name, prompts=prompts, completions=completions)
+        groups = prompt_groups(self.name, prompts, self.num_generations)
         lengths = [len(ids) for ids in completion_ids or map(completion_text, completions)]
         assert callable(self.correctness)
         correct = self.correctness(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
         rewards: list[float | None] = []
         reasons: list[str] = []
-        for group in group_slices(len(completions), self.num_generations):
-            if any(prompt != prompts[group.start] for prompt in prompts[group]):
-                raise ValueError(
-                    f"reward `{self.name}`: rows {group.start} to {group.stop - 1} hold different prompts, so groups "
-                    f"are not {self.num_generations} neighbouring rows: set num_generations to the trainer's "
-                    "(num_generations_eval included), with no group split over ranks"
-                )
+        for group in groups:
             rewards += _group_rewards(lengths[group], correct[group])
             reasons += _reasons(lengths[group], correct[group])
         if log_reason is not None:

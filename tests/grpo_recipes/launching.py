@@ -163,6 +163,12 @@ def variety(completions: Sequence[str], **columns: Any) -> list[float]:
     return [float(len(set(text))) for text in completions]
 
 
+def varies_for_odd_numbers(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
+    """`variety` for every other prompt of `write_rows`; the groups of the others never have any variance."""
+    odd = [int(prompt.rpartition(" + ")[2].strip("?")) % 2 for prompt in prompts]
+    return [value * is_odd for value, is_odd in zip(variety(completions), odd, strict=True)]
+
+
 def raises_on_rank_1(completions: Sequence[str], trainer_state: Any, **columns: Any) -> list[float]:
     if os.environ["RANK"] == "1" and trainer_state.global_step == 2:
         raise ValueError("the judge did not answer")

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import Popen
+from typing import Any
 
 import torch
 
@@ -28,14 +29,16 @@ from tests.grpo_recipes import boundaries, launching
 from tests.grpo_recipes.boundaries import PROCESSES, STEPS
 
 
-def torture(layout: str, kills: int, rng: random.Random, rows: Path, folder: Path) -> list[str]:
+def torture(layout: str, kills: int, rng: random.Random, rows: Path, folder: Path, **more: Any) -> list[str]:
     """Kill a run on `layout` `kills` times, resume it each time, and compare it with one that was left alone.
+
+    `more` are further keys of its recipe.
 
     Eight prompts, four a generation: an epoch is 2 steps and the run ends within the eighth. Returns a line per kill.
     """
     policy = launching.build_policy(folder / "policy")
     batch = 16 // PROCESSES[layout]
-    changes = {"max_steps": STEPS, "per_device_train_batch_size": batch, "save_total_limit": 3}
+    changes = {"max_steps": STEPS, "per_device_train_batch_size": batch, "save_total_limit": 3, **more}
     alone = launching.write_recipe(folder / "alone.yaml", policy, rows, folder / "alone", **changes)
     launching.launch(layout, alone)
     killed = launching.write_recipe(folder / "killed.yaml", policy, rows, folder / "killed", **changes)

@@ -56,6 +56,18 @@ def test_score_reports_and_writes_one_column_per_reward(rows, tmp_path, capsys):
     assert "best: row 1, 3" in output
 
 
+def test_score_prints_json(rows, tmp_path, capsys):
+    out = str(tmp_path / "scored.jsonl")
+    assert main(["score", rows, "--reward", "gsm8k_correctness", "--json", "--explain", "--out", out]) == 0
+    said = json.loads(capsys.readouterr().out)
+    paid = said["rewards"]["gsm8k_correctness"]
+    assert (paid["rows"], paid["unscorable"], paid["mean"], paid["standard_deviation"]) == (3, 1, 1.0, 1.0)
+    assert paid["histogram"] == [{"pay": "0", "share": 0.5, "rows": 1}, {"pay": "2", "share": 0.5, "rows": 1}]
+    assert [one["row"] for one in paid["worst"] + paid["best"]] == [2, 1, 1, 2]
+    assert [row["pay"]["gsm8k_correctness"] for row in said["explained"]] == [2.0, 0.0, None]
+    assert said["explained"][0]["said"]["gsm8k_correctness"]["verdict"] == "exact"
+
+
 def test_a_malformed_line_is_named_and_the_rest_is_scored(tmp_path, capsys):
     path = write(
         tmp_path / "rows.jsonl",

@@ -21,6 +21,7 @@ TABLE = {
         "<think>\n<answer>\n1\n</answer>\n</think>\n<answer>\n18\n</answer>", 0.5, 0.5, 0.8, 0),
     "answer before think": ("<answer>\n18\n</answer>\n<think>\na\n</think>", 0, 1, 0.8, 0),
     "swapped tags": ("</answer></think><answer><think>", 0, 1, 0.8, 0),
+    "one line break, for two": ("<think>\n</think>\n<answer>\n18\n</answer>", 0, 1, 0.8, 0),
     "empty bodies": ("<think>\n\n</think>\n<answer>\n\n</answer>", 0.5, 1, 0.8, 0),
     "pre-filled": ("a\n</think>\n<answer>\n18\n</answer>", 0, 0.75, 0.6, 0),
     "truncated": (CANONICAL[:-9], 0, 0.75, 0.6, 0),

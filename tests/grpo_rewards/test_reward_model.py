@@ -122,6 +122,18 @@ TEXTS = [
 ]
 
 
+def test_a_bias_of_the_head_counts(model):
+    reward = RewardModelScore(model, **RAW)
+    chats = {"prompts": [[{"role": "user", "content": "q"}]] * 2, "completions": ["a", "a longer one"]}
+    before = reward(**chats)
+    head = reward.load()._head
+    head.bias = torch.nn.Parameter(torch.tensor([0.7]))
+    try:
+        assert reward(**chats) == pytest.approx([score + 0.7 for score in before], abs=1e-5)
+    finally:
+        head.bias = None  # one copy of the model serves all
+
+
 def test_the_pay_is_the_sources_rule(model):
     loaded = RewardModelScore(model).load()
     spread = [plain_score(loaded, loaded.encode([chat("2+2?", text)])[0]) for text in TEXTS]

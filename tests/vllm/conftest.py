@@ -12,9 +12,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from tests import tiny
 from tests.grpo_recipes import launching
+from tests.grpo_recipes.short_runs import moved
 from tests.vllm.cpu import ENVIRONMENT
 
 try:
@@ -28,6 +32,16 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Heads of 32, since vLLM takes no smaller ones, and an untied head: on a CPU its server keeps a tied one stale."""
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
     return tiny.save_policy(tmp_path_factory.mktemp("policy"), **sizes, tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="session")
+def adapter(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained LoRA of the policy."""
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear")
+    folder = tmp_path_factory.mktemp("adapter")
+    moved(get_peft_model(AutoModelForCausalLM.from_pretrained(policy), config)).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

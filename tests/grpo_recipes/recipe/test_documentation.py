@@ -10,10 +10,20 @@ from trl import GRPOConfig, ModelConfig
 
 from grpo_recipes.recipe import documentation
 from grpo_recipes.recipe.recipe import DEFAULTS, OUR_KEYS, Recipe, parse_recipe
-from grpo_recipes.recipe.specs import DatasetSpec, MicroBatching, OfflineSpec, ReferenceSpec, SourceSpec, hints, spec_of
+from grpo_recipes.recipe.specs import (
+    DatasetSpec,
+    MicroBatching,
+    OfflineSpec,
+    PassRateSpec,
+    ReferenceSpec,
+    SamplingSpec,
+    SourceSpec,
+    hints,
+    spec_of,
+)
 
 PAGE = Path(__file__).parents[3] / "docs" / "recipes.md"
-SPECS = (DatasetSpec, SourceSpec, ReferenceSpec, MicroBatching, OfflineSpec)
+SPECS = (DatasetSpec, SourceSpec, PassRateSpec, ReferenceSpec, MicroBatching, OfflineSpec, SamplingSpec)
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -23,7 +33,7 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_every_spec_of_a_recipe_has_a_table() -> None:
     used = {spec for key in OUR_KEYS if (spec := spec_of(hints(Recipe)[key])) is not None}
-    assert used | {SourceSpec} == set(SPECS)
+    assert used | {SourceSpec, PassRateSpec} == set(SPECS)
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -60,6 +60,8 @@ WRITTEN_FOR = [
     ("gsm8k-qwen2.5-1.5b-iterative", "zero2_offload", None, "24GB", "1.5B"),
     ("gsm8k-qwen2-0.5b-full-kl", "single_gpu", None, "24GB", "0.5B"),
     ("gsm8k-qwen2.5-1.5b-lora", "single_gpu", None, "24GB", "1.5B"),
+    ("gsm8k-qwen2.5-1.5b-lora-vllm", "single_gpu", None, "24GB", "1.5B"),
+    ("gsm8k-qwen2.5-7b-qlora-24gb", "single_gpu", None, "24GB", "7B"),
     ("gsm8k-qwen2.5-1.5b-8xa100", "ddp", 7, "80GB", "1.5B"),
     ("gsm8k-qwen2.5-7b-lora-zero3", "zero3", None, "80GB", "7B"),
     ("gsm8k-qwen2.5-7b-full-zero3", "zero3", None, "80GB", "7B"),

@@ -309,6 +309,23 @@ def test_a_fall_of_held_out_accuracy_is_found(tmp_path: Path) -> None:
     (finding,) = found_in(Run.read(write_run(tmp_path / "run", evaluations=evaluations)))
     assert finding.check == "overfitting"
     assert "from 0.600 to 0.400" in finding.sentence
+    overlapping = {"before": strict(0.6, 0.5, 0.7), "after": strict(0.48, 0.4, 0.56)}
+    assert found_in(Run.read(write_run(tmp_path / "noise", evaluations=overlapping))) == []
+
+
+def test_long_completions_that_hardly_grow_are_no_finding(tmp_path: Path) -> None:
+    """Beyond 80 % of the cap of 256 from the start; 1.15 times as long at the end."""
+    assert found_in(Run.read(write_run(tmp_path / "run", {"completions/mean_length": ramp(212, 244)}))) == []
+
+
+@pytest.mark.parametrize(("weight", "accused"), [(4.0, False), (5.0, True)])
+def test_a_weight_counts_by_its_square(tmp_path: Path, weight: float, accused: bool) -> None:
+    """A spread of 1 at weight 5 against one of 1 at weight 1 is 25/26 of the variance; at weight 4 it is 16/17."""
+    planted = paid_by({"tags": "format", "right": "correctness"}, tags=ramp(0.9, 0.9), right=ramp(0.3, 0.9))
+    planted["metrics"].update({"rewards/tags/std": ramp(1.0, 1.0), "rewards/right/std": ramp(1.0, 1.0)})
+    planted["rewards"][0]["weight"] = weight
+    findings = {finding.check for finding in found_in(Run.read(write_run(tmp_path / "run", **planted)))}
+    assert ("dominant_reward" in findings) == accused
 
 
 @pytest.mark.parametrize(("right", "says"), [(2.0, "100% are too easy"), (0.0, "and 100% too hard")])
@@ -407,6 +424,15 @@ def test_the_command_answers_with_its_exit_code(tmp_path: Path, capsys: pytest.C
     assert "nothing looks wrong" in capsys.readouterr().out
     assert cli.main(["diagnose", str(write_run(tmp_path / "ill", {"kl": ramp(2, 3)}))]) == 1
     assert "KL to the reference" in capsys.readouterr().out
+    assert cli.main(["diagnose", str(tmp_path / "ill"), "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert [(finding["check"], finding["step"]) for finding in said["findings"]] == [("kl_blow_up", 1)]
+    assert (said["checked"], said["checks"], list(said["unchecked"]), said["looks_fine"]) == (
+        10,
+        11,
+        ["overfitting"],
+        False,
+    )
     assert cli.main(["diagnose", str(tmp_path)]) == 2
     assert "trainer_state.json" in capsys.readouterr().err
     with pytest.raises(RunError):

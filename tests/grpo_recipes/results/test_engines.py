@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 
 from grpo_recipes.decoding import groups, kv_cache
 from grpo_recipes.results import engines, evaluate
-from grpo_recipes.results.engines import transformers_engine, vllm_engine
+from grpo_recipes.results.engines import transformers_engine
 from grpo_recipes.results.evaluate import Settings
 from tests.tiny import byte_tokenizer, policy
 
@@ -148,19 +147,6 @@ def test_on_a_gpu_stop_strings_take_padded_batches(monkeypatch: pytest.MonkeyPat
     engine(["1"], Settings())
     engine(["1"], Settings(stop=("b",)))
     assert calls == ["continuously", "padded"]
-
-
-def test_vllm_is_handed_the_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def generate(inputs: list[Any], sampling: list[Any], use_tqdm: bool) -> list[Any]:
-        asked.extend(sampling)
-        return [SimpleNamespace(outputs=[SimpleNamespace(text="a")]) for _ in inputs]
-
-    stub = SimpleNamespace(LLM=lambda **_: SimpleNamespace(generate=generate), SamplingParams=SimpleNamespace)
-    monkeypatch.setitem(sys.modules, "vllm", stub)
-    vllm_engine("m", byte_tokenizer())(["1", "2"], Settings(stop=STOP))
-    assert [(each.stop, each.include_stop_str_in_output) for each in asked] == [(list(STOP), True)] * 2
 
 
 def test_an_evaluation_stops_as_its_recipe_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

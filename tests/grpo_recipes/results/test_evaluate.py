@@ -301,6 +301,27 @@ def test_a_seed_reproduces_the_samples_and_leaves_the_global_state_alone(model, 
     assert not torch.equal(sampled(model, tokenizer, monkeypatch, seed=4), first)
 
 
+def test_each_batch_draws_from_a_seed_of_its_own(tokenizer, tmp_path: Path):
+    """One seed for all would give equal problems of two batches equal completions."""
+    script = {f"p{n}": "18" for n in range(6)}
+    dataset = datasets.Dataset.from_dict({"prompt": list(script), "answer": ["18"] * 6})
+    engine = transformers_engine(Scripted(tokenizer, script), tokenizer)
+
+    def seeds(folder: str, seed: int) -> list[int]:
+        used = []
+
+        def complete(prompts, settings):
+            used.append(settings.seed)
+            return engine(prompts, settings)
+
+        evaluate_into(tmp_path / folder, complete, dataset, Settings(batch_size=2, seed=seed), {})
+        return used
+
+    first, again, other = seeds("first", 1), seeds("again", 1), seeds("other", 2)
+    assert first == again
+    assert len({*first, *other}) == 6
+
+
 def test_sampling_is_the_policys_whatever_its_generation_config_says(model, tokenizer, monkeypatch):
     tokens = sampled(model, tokenizer, monkeypatch, temperature=1.0)
     assert len({tuple(row) for row in tokens[::2].tolist()}) > 1, "top_k 1 would repeat one completion"

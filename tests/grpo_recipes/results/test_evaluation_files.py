@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import shutil
-import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -281,7 +280,7 @@ def test_ctrl_c_says_what_is_saved_and_the_same_command_goes_on(
             raise KeyboardInterrupt
         return [""] * len(prompts)
 
-    monkeypatch.setattr(evaluate, "load_engine", lambda name, use_vllm: engine)
+    monkeypatch.setattr(evaluate, "load_engine", lambda name: engine)
     arguments = ["evaluate", str(tiny_model), "--dataset", "arithmetic", "--limit", "6", "--batch_size", "2"]
     arguments += ["--output", str(tmp_path / "e")]
     said = []
@@ -367,7 +366,7 @@ def test_a_runs_own_rewards_say_what_is_strict(tiny_model: Path, tmp_path: Path,
     def engine(prompts: list, settings: Settings) -> list[str]:
         return [rf"\boxed{{{golds[prompt[0]['content']]}}}" for prompt in prompts]
 
-    monkeypatch.setattr(evaluate, "load_engine", lambda name, use_vllm: engine)
+    monkeypatch.setattr(evaluate, "load_engine", lambda name: engine)
     arguments = ["evaluate", str(run_folder), "--limit", "8", "--samples", "2"]
     assert cli.main(arguments) == 0
     assert "strict: right by `extract: boxed`" in capsys.readouterr().out
@@ -408,6 +407,8 @@ def test_two_evaluations_are_compared_problem_by_problem(tmp_path: Path, capsys:
     assert result["mcnemar"] == {"only_first": 0, "only_second": 6, "p": 2 / 2**6}
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert "exact p = 0.0312" in capsys.readouterr().out
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == result
     evaluate_into(tmp_path / "c", policy, dataset(4), Settings(), {})
     with pytest.raises(EvaluationError, match="not on the same problems"):
         compare(tmp_path / "a", tmp_path / "c")
@@ -422,6 +423,8 @@ def test_the_command_evaluates_a_model_by_its_recipe(tiny_model: Path, tmp_path:
     assert cli.main(command) == 0
     assert "6 problems, 1 completion each" in capsys.readouterr().out
     summary = json.loads((folder / "evaluation.json").read_text())
+    assert cli.main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == summary
     assert summary["dataset"]["name"] == "arithmetic"
     assert summary["dataset"]["split"] == "test"
     assert summary["settings"]["tags"] == ["think", "answer"]
@@ -485,31 +488,6 @@ def test_completions_that_failed_are_no_wrong_answers(tiny_model: Path, outputs:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-class StubVLLM:
-    """vLLM as far as `vllm_engine` knows it: a completion is its row's seed, temperature and length."""
-
-    def __init__(self, model: str, **options: object) -> None: ...
-
-    def generate(self, inputs: list, sampling: list, use_tqdm: bool) -> list[SimpleNamespace]:
-        sampling = sampling if isinstance(sampling, list) else [sampling] * len(inputs)
-        assert len(sampling) == len(inputs)
-        texts = [f"{row.seed} {row.temperature} {row.max_tokens}" for row in sampling]
-        return [SimpleNamespace(outputs=[SimpleNamespace(text=text)]) for text in texts]
-
-
-def test_vllm_draws_every_sample_of_a_prompt_anew(tiny_model: Path, monkeypatch) -> None:
-    from transformers import AutoTokenizer
-
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=StubVLLM, SamplingParams=SimpleNamespace))
-    engine = engines.vllm_engine("m", AutoTokenizer.from_pretrained(tiny_model))
-    settings = Settings(samples=8, temperature=0.5, max_new_tokens=7)
-    first = engine(["1 + 1 ="] * 8, settings)
-    assert len(set(first)) == 8
-    assert all(text.endswith(" 0.5 7") for text in first)
-    assert engine(["1 + 1 ="] * 8, settings) == first
-    assert not set(engine(["1 + 1 ="] * 8, Settings(samples=8, temperature=0.5, max_new_tokens=7, seed=1))) & set(first)
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -517,6 +495,15 @@ def test_vllm_draws_every_sample_of_a_prompt_anew(tiny_model: Path, monkeypatch)
         (["MODEL", "--dataset", "arithmatic"], "did you mean `arithmetic`"),
         (["MODEL", "--dataset", "arithmetic", "--samples", "4", "--temperature", "0"], "greedy samples"),
         (["MODEL", "--dataset", "arithmetic", "--vllm"], "vLLM is not installed"),
+        (["MODEL", "--vllm_max_model_length", "64"], "--vllm_max_model_length says how vLLM generates: add --vllm"),
+        (
+            ["MODEL", "--vllm", "--vllm_server_base_url", "http://x", "--vllm_tensor_parallel_size", "2"],
+            "--vllm_tensor_parallel_size is the server's own",
+        ),
+        (
+            ["MODEL", "--dataset", "arithmetic", "--vllm", "--vllm_server_base_url", "http://127.0.0.1:9"],
+            "does not answer",
+        ),
         (["MODEL", "--dataset", "arithmetic", "--max_new_tokens", "0"], "--max_new_tokens is 0: set it to at least 1"),
         (["MODEL", "--dataset", "arithmetic", "--batch_size", "0"], "--batch_size is 0: set it to at least 1"),
         (["MODEL", "--dataset", "arithmetic", "--limit", "0"], "--limit is 0: set it to at least 1"),

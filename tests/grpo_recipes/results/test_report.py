@@ -16,6 +16,9 @@ import pandas as pd
 import pytest
 
 from grpo_recipes import cli
+from grpo_recipes.results import examples
+from grpo_recipes.results.answer import Answer
+from grpo_recipes.results.pictures import groups
 from grpo_recipes.results.report import write_report
 from grpo_recipes.results.run import Run
 from tests.browser import Browser, chromium
@@ -106,6 +109,128 @@ def test_the_page_is_self_contained_and_says_what_happened(run_folder: Path) -> 
     }
     assert {f"{name}.svg" for name in wanted} <= pictures
     assert page.pictures == len(pictures)
+
+
+def test_nothing_that_a_run_brings_is_markup(tmp_path: Path) -> None:
+    """Names, prompts, completions, golds, verdicts and the recipe are shown as they are, controls as escapes."""
+    evil = "</pre></style><script>alert(1)</script><img src=x onerror=y>&amp;\x1b[2J\u202e"
+    named = [{"name": evil, "source": "x", "weight": 1.0, "kind": "correctness", "highest_pay": 2.0}]
+    rows = [
+        {"step": step, "prompt": evil, "completion": f"<answer>{evil}{number}</answer>", evil: number % 3, "gold": evil}
+        for step in (10, 20)
+        for number in range(12)
+    ]
+    means = {f"rewards/{evil}/mean": ramp(0, 1)}
+    folder = write_run(
+        tmp_path / "<i>run<", means, rewards=[{**one, "verdict": evil} for one in named], completions=rows
+    )
+    (folder / "run.json").write_text(
+        json.dumps(
+            {**json.loads((folder / "run.json").read_text()), "source": evil, "hardware": evil, "arguments": [evil]}
+        )
+    )
+    evaluation(folder, evil.replace("/", ""), SHARE, [True, False])
+    page = report(folder)
+    assert not {"script", "img", "i"} & set(page.tags)
+    assert page.text.count("alert(1)") >= 10
+    assert not [one for one in page.text if not one.isprintable() and one != "\n"]
+    assert not [value for tag, value in page.loads if tag != "a"]
+    pictures = "".join(path.read_text() for path in (folder / "report").glob("*.svg"))
+    assert "&lt;script&gt;" in pictures
+    assert not {"script", "img"} & set(Page(pictures).tags)
+
+
+def test_the_page_answers_first(run_folder: Path) -> None:
+    page = report(run_folder).text
+    first = page[page.index("Report on the run") : page.index("What was learnt")]
+    assert "Accuracy 40 % → 80 % on 4 held-out problems" in first
+    # By hand: 2 of 4 gained and 1 lost; 1/4 of a point, and a coin that falls so 2 : 1 or further apart always does.
+    assert "+25 points (95 %: " in first
+    assert "McNemar's test: p = 1)" in first
+    assert "no clear difference" in first
+    assert "11 of 11 checks had data, 1 found something" in first
+    for fact in ("Model", "tiny", "Optimiser steps", "40", "Time in steps", "1 min 20 s"):
+        assert fact in first
+    for group in ("What was learnt", "Can I trust it?", "How it ran"):
+        assert page.count(group) == 2, "in the contents, and over the pictures"
+    assert "right in the format that the recipe's rewards ask for" in page
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tone", "says"),
+    [
+        # 40 problems; McNemar's p of 20 : 0 is 2 / 2^20, of 0 : 20 the same.
+        (
+            [False] * 40,
+            [True] * 20 + [False] * 20,
+            "better",
+            "+50 points (95 %: +32 to +63; McNemar's test: p = 2e-06)",
+        ),
+        ([True] * 20 + [False] * 20, [False] * 40, "worse", "-50 points (95 %: -63 to -32; McNemar's test: p = 2e-06)"),
+        ([True, False] * 20, [False, True] * 20, "neutral", "+0 points"),
+    ],
+)
+def test_a_gain_and_a_loss_are_told_apart(tmp_path: Path, before: list, after: list, tone: str, says: str) -> None:
+    folder = write_run(tmp_path / "run")
+    for label, right in (("before", before), ("after", after)):
+        value = sum(right) / len(right)
+        evaluation(folder, label, {"value": value, "low": max(0, value - 0.1), "high": value + 0.1}, right)
+    verdict = Answer(Run.read(folder)).verdict
+    assert verdict.tone == tone
+    assert verdict.sure.startswith(says)
+    (folder / "evaluations" / "before" / "completions.parquet").unlink()  # then by the two intervals
+    verdict = Answer(Run.read(folder)).verdict
+    assert verdict.tone == tone
+    assert "McNemar" not in verdict.sure
+
+
+def test_what_was_not_measured_is_not_claimed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    page = report(folder).text
+    assert "Training reward 0.99" in page
+    assert f"grpo-recipes evaluate {folder}" in page
+    evaluation(folder, "after", BETTER, [True, True, True, False])
+    page = report(folder).text
+    assert "Accuracy 80 % on 4 held-out problems" in page
+    assert "what it was before training was not measured" in page
+
+
+def test_flat_metrics_are_a_line_of_text(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    state = json.loads((folder / "trainer_state.json").read_text())
+    for entry in state["log_history"]:
+        entry |= {"learning_rate": 1e-5, "completions/clipped_ratio": 0.0, "step_time": 2.0}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    page = report(folder).text
+    assert "The same at every step: Time of a step 2 seconds; Learning rate 1e-05." in page
+    assert "The same at every step: Truncated completions 0 %." in page
+    assert not (folder / "report" / "learning-rate.svg").exists()
+
+
+def test_the_cards_are_chosen_over_the_run(run_folder: Path) -> None:
+    rows = Run.read(run_folder).rows
+    cards = examples.cards(Run.read(run_folder))
+    assert [card.title for card in cards] == ["First", "Middle", "Last", "Best", "Worst", "Most surprising"]
+    assert [card.step for card in cards[:3]] == [10, 30, 40]
+    assert cards[3].total == f"{rows[rows['step'] == 40]['total'].max():.3g}"
+    assert cards[3].is_right
+    assert not cards[4].is_right
+    assert cards[5].advantage == "+1.50"
+    assert "".join(piece.text for piece in cards[3].pieces) == "<answer>0</answer> <b>40</b>"
+    assert [piece.kind for piece in cards[3].pieces] == ["tag", "answer", "tag", ""]
+
+
+def test_the_bands_lie_where_completions_were_paid(tmp_path: Path) -> None:
+    rows = [{**row, "tag_presence": (index % 8) / 7} for index, row in enumerate(healthy_completions())]
+    folder = write_run(tmp_path / "run", completions=rows)
+    charts = {chart.name: chart for group in groups([Run.read(folder)]) for chart in group.charts}
+    (band,) = charts["reward-tag-presence"].bands
+    assert band.steps == [10, 20, 30, 40]
+    assert band.low == pytest.approx([0.25] * 4)  # quartiles of 0, 1/7, ..., 1, linearly interpolated
+    assert band.high == pytest.approx([0.75] * 4)
+    assert charts["reward-gsm8k-correctness"].bands == [], "it pays one of two amounts: its mean says all"
+    assert {chart.steps for chart in charts.values()} == {(0, 40)}, "one axis for all"
+    assert [limit.value for limit in charts["completion-length"].limits] == [0.8 * 256, 256]
 
 
 @pytest.mark.slow
@@ -300,3 +425,15 @@ def test_a_name_is_shown_as_it_is(tmp_path: Path) -> None:
         rows = [{"step": 10, "prompt": "one", "completion": "7", "gsm8k_correctness": 2.0}]
         pd.DataFrame(rows).to_parquet(folder / "completions" / "eval_completions_00010.parquet")
     assert r"a$\frac$b" in report(*folders).text
+
+
+def test_the_share_of_prompts_that_is_generated_is_drawn(tmp_path: Path) -> None:
+    metrics = {"prompts/generated": ramp(1.0, 0.4), "prompts/kept_by_floor": ramp(0.0, 0.2)}
+    drawn = {
+        chart.name: chart
+        for group in groups([Run.read(write_run(tmp_path / "run", metrics))])
+        for chart in group.charts
+    }
+    assert [label for _, label, _ in drawn["prompts-generated"].legend] == ["generated", "of these, by the floor alone"]
+    plain = groups([Run.read(write_run(tmp_path / "plain", {}))])
+    assert "prompts-generated" not in {chart.name for group in plain for chart in group.charts}

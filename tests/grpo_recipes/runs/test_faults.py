@@ -203,6 +203,11 @@ def test_a_rank_that_lost_another_says_what_the_other_said(
     assert "another rank ended without an error of its own" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_generator_that_is_not_the_policy_is_one_sentence(tmp_path: Path) -> None:
+    said = faults.sentence(faults.NotThePolicy("the generator is not the policy: so"), 0, tmp_path / "checkpoint-4")
+    assert said == ("the generator is not the policy: so; `--resume_from_checkpoint true` goes on from checkpoint-4")
+
+
 @pytest.mark.parametrize("ranks", ["1", "2"])
 @pytest.mark.parametrize(
     "error",

@@ -175,19 +175,24 @@ def test_what_is_printed_stands_above_the_line(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("COLUMNS", "60")
     handler = logging.StreamHandler(terminal)
     monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
-    line = Line()
+    chatty = logging.getLogger("chatty")
+    chatty.setLevel(logging.INFO)
+    line = Line(quiet=[chatty])
+    chatty.info("what the line says too")
     line.show("step 1/2  " + "long " * 30 + "\x1b[2J")
     print("a word of the run")
     logging.getLogger("x").warning("a note of a library")
     line._live.refresh()
     line.close()
     assert handler.stream is terminal
+    assert chatty.level == logging.INFO
     terminal.flush()
     pipe.flush()
     said = os.read(master, 1 << 16).decode()
     assert "step 1/2" in said
     assert "a note of a library" in said
     assert "\x1b[2J" not in said
+    assert "what the line says too" not in said
     assert ("a word of the run" in said) != piped
     assert ("a word of the run" in (tmp_path / "pipe").read_text()) == piped
     assert said.rstrip("\x1b[?25h").endswith("\x1b[2K") or "\x1b[1A" in said, "the line is removed"

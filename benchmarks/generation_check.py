@@ -1,0 +1,122 @@
+"""What it costs to compare what generated with the policy, as a share of the step that it is part of.
+
+    python benchmarks/generation_check.py                   # ten minutes of CPU time
+    python benchmarks/generation_check.py --loops stock --steps 6
+
+Whole steps of benchmarks/step.py (8 prompts × 8 completions, GSM8K's lengths), with LoRA: an adapter has the most alternatives.
+The share is the CPU time inside the check over that of the step around it, of one run: the difference of two runs is smaller
+than their noise. Three kinds of steps: those in which two rows are compared, those in which the alternatives are computed too,
+of these rows, and the first four of a launch, in which they are computed of eight. With transformers' own loop the time that
+noting takes is counted where it happens; in group decoding it is timed by noting everything once more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+import step
+
+from grpo_recipes import GRPOTrainer
+from grpo_recipes.decoding import groups
+from grpo_recipes.decoding.noted import Noted
+from grpo_recipes.training import generation_check
+from grpo_recipes.training.generation_check import GenerationCheck
+
+LOOPS = {"groups": "auto", "stock": "off"}
+
+
+class Clock:
+    """CPU seconds inside some functions, outermost calls only."""
+
+    def __init__(self) -> None:
+        self.spent, self.depth = 0.0, 0
+
+    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, on this clock."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.depth += 1
+            start = time.process_time()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.depth -= 1
+                if not self.depth:
+                    self.spent += time.process_time() - start
+
+        return run
+
+
+def shares(size: str, workload: str, loop: str, steps: int) -> Iterator[str]:
+    """Rows of the table: a kind of step, the CPU time of its check and of all of it, and the share."""
+    clock, again = Clock(), Clock()
+    call, choose = GenerationCheck.__call__, groups.Batch.choose
+    GenerationCheck.__call__ = clock.timed(call)
+    Noted.__call__ = clock.timed(noted := Noted.__call__)
+
+    def noting_again(batch: groups.Batch, logits: Tensor) -> Tensor:
+        places = [place for place, row in enumerate(batch.live) if row in batch.scored]
+        if places:
+            again.timed(
+                lambda: (logits[places] / batch.turn.temperature).log_softmax(-1).gather(1, logits[places, :1].long())
+            )()
+        return choose(batch, logits)
+
+    groups.Batch.choose = noting_again
+    try:
+        config = {"gradient_checkpointing": False, "loss_type": "grpo", "generation": LOOPS[loop]}
+        config["generation_kwargs"] = {"suppress_tokens": [step.EOS]}
+        run = step.Trainer(GRPOTrainer, step.policy(size, tempfile.mkdtemp()), True, True, **config)
+        check = run.trainer._generation_check
+        run.step(step.Batch.draw("d", 0))  # warms up, and decides whether groups are decoded
+        every, means = generation_check.EVERY, []
+        for kind, batches in (("15 of 16", 10 * every), ("every 16th", 10 * every - 1), ("the first four", 0)):
+            parts, wholes = [], []
+            for number in range(steps):
+                check.batches = batches  # which decides what is computed
+                run.trainer.state.global_step += 1
+                clock.spent = again.spent = 0.0
+                run.step(step.Batch.draw(workload, number))
+                parts.append(clock.spent + again.spent)
+                wholes.append(run.measured.whole[-1] - again.spent)
+            part, whole = statistics.median(parts), statistics.median(wholes)
+            means.append(part / whole)
+            yield f"| {size} | {workload} | {loop} | {kind} | {part:.3f} | {whole:.2f} | {part / whole:.2%} |"
+        mean = ((every - 1) * means[0] + means[1]) / every
+        yield f"| {size} | {workload} | {loop} | mean from the fifth on | | | {mean:.2%} |"
+    finally:
+        GenerationCheck.__call__, groups.Batch.choose, Noted.__call__ = call, choose, noted
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["small"], choices=step.MODELS)
+    parser.add_argument("--workloads", nargs="+", default=["a"], choices=step.WORKLOADS)
+    parser.add_argument("--loops", nargs="+", default=list(LOOPS), choices=LOOPS)
+    parser.add_argument("--steps", type=int, default=3)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(
+        "| model | workload | loop | a step | the check, CPU s | the step, CPU s | share |\n|---|---|---|---|---|---|---|"
+    )
+    for size in args.models:
+        for workload in args.workloads:
+            for loop in args.loops:
+                for row in shares(size, workload, loop, args.steps):
+                    print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

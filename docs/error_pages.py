@@ -1,0 +1,232 @@
+"""The page of every sentence that refuses something, from the code that raises it; docs/build_site.py writes it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = (ROOT / "grpo_recipes", ROOT / "rewards" / "grpo_rewards")
+BASES = frozenset({"UserError", "ValueError"})  # of a reward's arguments a ValueError becomes a refusal of the recipe
+GAP = "…"
+"""Where a sentence names a value of the user's."""
+
+HEAD = """# What an error says
+
+Every sentence with which a command, a training or a reward refuses something, by the part that says it, with `…` for what it
+names of yours. Each says what to change. Search for a few words of yours; the mark beside a sentence links to it.
+
+Made from the code that raises them.
+"""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A sentence that refuses something: its text with `GAP` for each value, and where it is raised."""
+
+    sentence: str
+    file: str
+    """From the repository's root."""
+    line: int
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """What a printed sentence of this kind matches as a whole or in part."""
+        return re.compile(".*?".join(map(re.escape, self.sentence.split(GAP))), re.DOTALL)
+
+
+@cache
+def refusals() -> list[Refusal]:
+    """Every refusal of both packages, by file and line; one that a sentence of another place repeats is left out."""
+    modules = parsed_modules()
+    reader = reader_of(modules)
+    found: dict[str, Refusal] = {}
+    for file, tree in modules.items():
+        for line, sentence in reader.sentences(tree):
+            found.setdefault(sentence, Refusal(sentence, file, line))
+    return sorted(found.values(), key=lambda one: (one.file, one.line))
+
+
+@cache
+def parsed_modules() -> dict[str, ast.Module]:
+    """Every module of both packages by its path from the repository's root."""
+    return {
+        str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8"))
+        for package in PACKAGES
+        for path in sorted(package.rglob("*.py"))
+    }
+
+
+def reader_of(modules: Mapping[str, ast.Module]) -> Reader:
+    """A reader that knows the errors and functions of these modules."""
+    return Reader(_error_classes(modules.values()), _functions(modules.values()))
+
+
+def anchors(found: Iterable[Refusal]) -> dict[str, Refusal]:
+    """An anchor for each refusal, from its first words; a number follows where two begin alike."""
+    named: dict[str, Refusal] = {}
+    for one in found:
+        words = re.findall(r"[a-z0-9_]+", one.sentence.lower().replace("'", ""))
+        slug = first = "-".join(words[:8]) or "refused"
+        number = 2
+        while slug in named:
+            slug, number = f"{first}-{number}", number + 1
+        named[slug] = one
+    return named
+
+
+def page(source_url: str) -> str:
+    """The page as Markdown; `source_url` is where a file of the repository is shown."""
+    sections: dict[str, list[str]] = defaultdict(list)
+    for anchor, one in anchors(refusals()).items():
+        where = f"{source_url}/{one.file}#L{one.line}"
+        sections[_title(one.file)].append(
+            f'- <a id="{anchor}" href="#{anchor}">¶</a> {_marked_up(one.sentence)} ([code]({where}))'
+        )
+    parts = [HEAD, *(f"\n## {title}\n\n" + "\n".join(lines) + "\n" for title, lines in sorted(sections.items()))]
+    return "".join(parts)
+
+
+def _title(file: str) -> str:
+    """The part of the program that a module stands for, as a heading."""
+    parts = Path(file).with_suffix("").parts
+    name = parts[-1].replace("_", " ")
+    if parts[0] == "rewards":
+        return f"Rewards: {name}"
+    wing = {"recipe": "Recipe", "training": "Training", "runs": "Runs", "results": "Results", "decoding": "Generation"}
+    return f"{wing.get(parts[1], 'Commands')}: {name}"
+
+
+def _marked_up(sentence: str) -> str:
+    """A sentence as Markdown that shows it as it is: what stands between backquotes stays code."""
+    pieces = re.split(r"(`[^`]*`)", sentence)
+    return "".join(
+        piece if piece.startswith("`") and len(piece) > 1 else re.sub(r"([\\*_\[\]<>`#|])", r"\\\1", piece)
+        for piece in pieces
+    )
+
+
+def _error_classes(trees: Iterable[ast.Module]) -> set[str]:
+    """The names of `UserError` and of every class below it."""
+    bases = {
+        node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    names = set(BASES)
+    while more := {name for name, above in bases.items() if above & names} - names:
+        names |= more
+    return names
+
+
+def _functions(trees: Iterable[ast.Module]) -> dict[str, list[ast.FunctionDef]]:
+    found: dict[str, list[ast.FunctionDef]] = defaultdict(list)
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                found[node.name].append(node)
+    return found
+
+
+@dataclass
+class Reader:
+    """Reads the sentences out of `raise` statements, through the variables and functions that make them."""
+
+    errors: set[str]
+    functions: Mapping[str, list[ast.FunctionDef]]
+    unread: list[str] = field(default_factory=list)
+    """The expressions in which no text was found."""
+
+    def sentences(self, tree: ast.Module) -> Iterator[tuple[int, str]]:
+        """Line and text of each sentence in a module."""
+        for scope, call in _calls(tree):
+            name = ast.unparse(call.func).rpartition(".")[2]
+            if not call.args or not (name in self.errors or name == "error"):
+                continue
+            texts = self._texts(call.args[0], scope, 0)
+            if not texts:
+                self.unread.append(f"{call.lineno}: {ast.unparse(call)}")
+            for text in texts:
+                if len(text.split()) >= 3:
+                    yield call.lineno, " ".join(text.split())
+
+    def _texts(self, expression: ast.expr, scope: ast.AST, depth: int) -> list[str]:
+        """The texts that an expression may be."""
+        if depth > 6:
+            return []
+        match expression:
+            case ast.Constant(value=str(text)):
+                return [text]
+            case ast.JoinedStr(values=values):
+                return ["".join(part.value if isinstance(part, ast.Constant) else GAP for part in values)]
+            case ast.BinOp(op=ast.Add(), left=left, right=right):
+                ends = self._texts(right, scope, depth + 1) or [GAP]
+                return [start + end for start in self._texts(left, scope, depth + 1) or [GAP] for end in ends]
+            case ast.IfExp(body=body, orelse=orelse):
+                return self._texts(body, scope, depth + 1) + self._texts(orelse, scope, depth + 1)
+            case ast.Name(id=name):
+                values = list(_assigned(name, scope))
+                return [text for value in values for text in self._texts(value, scope, depth + 1)]
+            case ast.List(elts=parts) | ast.Tuple(elts=parts) | ast.Dict(keys=parts):
+                return [text for part in parts if part for text in self._texts(part, scope, depth + 1)]
+            case ast.Starred(value=value) | ast.Call(func=ast.Attribute(value=value, attr="items")):
+                return self._texts(value, scope, depth + 1)
+            case ast.Call(func=ast.Name(id="str"), args=[value]):
+                return self._texts(value, scope, depth + 1)
+            case ast.Call(func=func, args=[*given]) if ast.unparse(func).rpartition(".")[2] in self.errors:
+                return [text for value in given[:1] for text in self._texts(value, scope, depth + 1)]
+            case ast.Call(func=func):
+                made = self.functions.get(ast.unparse(func).rpartition(".")[2], [])
+                return [text for one in made for value in _returned(one) for text in self._texts(value, one, depth + 1)]
+        return []
+
+
+def _calls(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.Call]]:
+    """Each call of a module, with the function that it stands in."""
+    scopes: list[ast.AST] = [tree]
+
+    def walk(node: ast.AST) -> Iterator[tuple[ast.AST, ast.Call]]:
+        inner = isinstance(node, ast.FunctionDef)
+        if inner:
+            scopes.append(node)
+        if isinstance(node, ast.Call):
+            yield scopes[-1], node
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child)
+        if inner:
+            scopes.pop()
+
+    yield from walk(tree)
+
+
+def _assigned(name: str, scope: ast.AST) -> Iterator[ast.expr]:
+    """What a function assigns to a name, or loops over under that name."""
+    for node in ast.walk(scope):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=found)], value=value) if found == name:
+                yield value
+            case ast.NamedExpr(target=ast.Name(id=found), value=value) if found == name:
+                yield value
+            case ast.For(target=ast.Name(id=found), iter=value) if found == name:
+                yield value
+            case ast.For(target=ast.Tuple(elts=[ast.Name(id=found), *_]), iter=value) if found == name:
+                yield value
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=found), attr="append"), args=[value]) if found == name:
+                yield value
+
+
+def _returned(function: ast.FunctionDef) -> Iterator[ast.expr]:
+    for node in ast.walk(function):
+        if isinstance(node, (ast.Return, ast.Yield)) and node.value is not None:
+            yield node.value
+
+
+if __name__ == "__main__":
+    for one in refusals():
+        print(f"{one.file}:{one.line}: {one.sentence}")

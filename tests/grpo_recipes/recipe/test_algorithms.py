@@ -1,0 +1,151 @@
+"""recipes/algorithms: each recipe loads, plans and trains on the bench, which is one for all; and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from trl import GRPOTrainer
+
+from grpo_recipes import train
+from grpo_recipes.cli import main
+from grpo_recipes.recipe.checks import Machine, check
+from grpo_recipes.recipe.losses import LOSS_TYPES, OBJECTIVE_KEYS
+from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, parse_recipe
+from tests.grpo_recipes.recipe.test_recipes import ROOT
+
+FOLDER = ROOT / "recipes" / "algorithms"
+RECIPES = sorted(FOLDER.glob("*.yaml"))
+ONE = Machine(num_processes=1, bf16=False)
+
+# What an algorithm decides; everything else is the bench.
+ALGORITHM = (
+    *OBJECTIVE_KEYS,
+    *("loss_type", "scale_rewards", "multi_objective_aggregation", "importance_sampling_level"),
+    *("beta", "use_bias_correction_kl", "mask_truncated_completions"),
+    *("rewards", "per_device_train_batch_size", "steps_per_generation", "output_dir"),
+)
+
+
+def refused(name: str, **changes: Any) -> str:
+    with pytest.raises(RecipeError) as caught:
+        check(Recipe.load(find_file("recipes", name), **changes), Machine(2, bf16=False))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_it_is_found_by_its_name_and_passes_every_check(file: Path) -> None:
+    assert find_file("recipes", file.stem) == file
+    recipe = parse_recipe(["--config", file.stem])
+    checked = check(recipe, ONE)
+    assert checked.geometry.generation_batch_size == 64
+    assert recipe.training["output_dir"] == f"runs/{file.stem}"
+
+
+def test_they_differ_in_the_algorithm_alone() -> None:
+    benches = [
+        {key: value for key, value in yaml.safe_load(file.read_text(encoding="utf-8")).items() if key not in ALGORITHM}
+        for file in RECIPES
+    ]
+    assert len(benches) == 8
+    assert all(bench == benches[0] for bench in benches)
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_its_head_names_every_key_of_the_algorithm(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    head = text.partition("\n\n")[0]
+    written = yaml.safe_load(text)
+    for key in ALGORITHM:
+        if key in written and key not in ("rewards", "per_device_train_batch_size", "output_dir"):
+            assert key in head, f"{file.name}: {key}"
+    for part in ("arXiv", "A_i = ", "Key by key:", "Not as in the paper", f"--config {file.stem}"):
+        assert part in head
+
+
+def test_a_plan_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "gspo", "--accelerate_config", "cpu"]) == 0
+    assert "rewards         gsm8k_correctness × 1, well_formed × 1" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_three_steps(file: Path, tiny_model: Path, tmp_path: Path) -> None:
+    arguments = ["--config", file.stem, "--model_name_or_path", str(tiny_model), "--output_dir", str(tmp_path / "run")]
+    assert train.main([*arguments, "--dataset.size=64", "--max_steps=3", "--logging_steps=1", "--report_to=none"]) == 0
+    state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
+    assert state["global_step"] == 3
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_key_that_a_loss_ignores_is_refused_and_one_that_it_reads_is_not(loss_type: str) -> None:
+    needed = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
+    level = {"importance_sampling_level": "sequence"} if loss_type == "luspo" else {}
+    for key in OBJECTIVE_KEYS:
+        changes = {**needed, **level, "loss_type": loss_type, key: 2.0}
+        if key in LOSS_TYPES[loss_type].keys:
+            assert Recipe.load("quickstart", **changes).config.loss_type == loss_type
+        else:
+            assert f"`{key}` has no effect with `loss_type: {loss_type}`" in refused("quickstart", **changes)
+
+
+def test_the_keys_that_a_loss_reads_are_those_that_stand_in_its_branch_of_trl() -> None:
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    cispo, rest = source.split('if self.loss_type == "cispo":')[1].split('elif self.loss_type in ["grpo", "bnpo"')
+    clipped, rest = rest.split('elif self.loss_type == "sapo":')
+    sapo, rest = rest.split('elif self.loss_type == "vespo":')
+    branches = {"cispo": cispo, "grpo": clipped, "sapo": sapo, "vespo": rest.partition("else:")[0]}
+    spelt = {"epsilon": "self.epsilon_low", "delta": "self.args.delta"}
+    for loss_type, branch in branches.items():
+        found = {key for key in OBJECTIVE_KEYS if spelt.get(key, key) in branch}
+        assert found == set(LOSS_TYPES[loss_type].keys), loss_type
+
+
+def test_a_recipe_with_every_default_shows_none_that_its_loss_ignores(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "sapo", "--resolved"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert {key for key in OBJECTIVE_KEYS if key in shown} == {"sapo_temperature_neg", "sapo_temperature_pos"}
+    assert shown["num_iterations"] == 1
+
+
+def test_maxrl_is_refused_where_its_advantage_would_be_another() -> None:
+    both = [{"name": "max_rl", "reward": "gsm8k_correctness"}, "well_formed"]
+    assert "well_formed would be added to the quotient" in refused("maxrl", rewards=both)
+    logged = [both[0], {"name": "well_formed", "weight": 0}]
+    assert check(Recipe.load(find_file("recipes", "maxrl"), rewards=logged), ONE)
+    assert "set `scale_rewards: none`" in refused("maxrl", scale_rewards="batch")
+    assert "splits groups" in refused("maxrl", per_device_train_batch_size=12)
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1}
+    assert "leave `num_generations_eval` out" in refused("maxrl", **evaluated, num_generations_eval=1)
+    assert "a multiple of num_generations (8)" in refused("maxrl", **evaluated, per_device_eval_batch_size=4)
+
+
+def test_an_overlong_punishment_that_can_never_act_is_refused() -> None:
+    says = refused("dapo", max_completion_length=38)
+    assert "overlong punishes completions of more than 38 tokens" in says
+    assert "set its `max_completion_len` to 38" in says
+    assert check(Recipe.load("dapo", max_completion_length=39), ONE)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    commands = [line.split()[1:] for line in page.splitlines() if line.startswith("    grpo-recipes ")]
+    assert [command[0] for command in commands] == ["train", "plan"]
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_model, tmp_path / "runs" / "quickstart" / "policy-seed0")
+    for command in commands:
+        short = ["--max_steps", "1", "--report_to", "none"] if command[0] == "train" else []
+        assert main([*command, *short]) == 0
+    assert (tmp_path / "runs" / "dapo" / "model.safetensors").is_file()
+
+
+def test_the_table_of_recipes_names_each() -> None:
+    table = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+    for file in RECIPES:
+        assert f"[{file.stem}](algorithms/{file.name})" in table

@@ -1,0 +1,355 @@
+"""`sampling: informative`: the probabilities, the draw, its order on every rank, what is learnt, and restarts."""
+
+import json
+import random
+import shutil
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from accelerate.data_loader import BatchSamplerShard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler
+from trl.trainer.utils import RepeatSampler
+
+from grpo_recipes import train
+from grpo_recipes.recipe.checks import Machine, check, sampling_note
+from grpo_recipes.recipe.losses import LOSS_TYPES
+from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
+from grpo_recipes.recipe.specs import SamplingSpec
+from grpo_recipes.runs.manifest import CheckpointDamaged, read_manifest
+from grpo_recipes.runs.restart import EpochSampler
+from grpo_recipes.training.prompt_sampler import (
+    MEMORY,
+    InformativeSampler,
+    inclusion,
+    quantum_of,
+    read_memory,
+    spread,
+    systematic,
+)
+from tests.grpo_recipes import launching, torture
+
+COUNTS = st.lists(st.integers(0, 6), min_size=1, max_size=12).map(np.array)
+
+
+def spec(**changes: Any) -> SamplingSpec:
+    return SamplingSpec.parse({"informative": "biased", **changes})
+
+
+@settings(deadline=None, max_examples=200)
+@given(half=COUNTS, quantum=st.integers(1, 4), exploration=st.floats(0.05, 1), floor=st.floats(0.01, 1))
+def test_probabilities_fill_whole_micro_batches(
+    half: np.ndarray, quantum: int, exploration: float, floor: float
+) -> None:
+    unvaried = np.tile(half, quantum)  # a multiple of the quantum, as a generation is
+    found = inclusion(unvaried, spec(exploration=exploration, floor=floor), quantum)
+    wanted = np.array([max(floor, exploration**count) for count in unvaried])
+    assert (found >= wanted * (1 - 1e-8)).all(), "a prompt is never drawn less often than asked"
+    assert (found <= 1).all()
+    size = found.sum()
+    assert size == pytest.approx(round(size), abs=1e-9)
+    assert round(size) % quantum == 0
+    assert size < wanted.sum() + quantum, "no more than it takes to fill"
+    assert (found[unvaried == 0] == 1).all()
+    order = np.argsort(unvaried)
+    assert (np.diff(found[order]) <= 1e-12).all(), "more groups without variance, a smaller probability"
+
+
+def test_probabilities_by_hand() -> None:
+    assert inclusion(np.array([0, 1, 1, 3]), spec(), 1) == pytest.approx([1, 8 / 9, 8 / 9, 2 / 9])
+    assert inclusion(np.array([0, 1, 1, 9]), spec(floor=0.25), 1)[3] == pytest.approx(0.25 * 2 / 1.25)
+    assert (inclusion(np.array([0, 0]), spec(), 2) == 1).all()
+
+
+@settings(deadline=None, max_examples=200)
+@given(counts=COUNTS, quantum=st.sampled_from([1, 2]))
+def test_each_prompt_is_drawn_with_exactly_its_probability(counts: np.ndarray, quantum: int) -> None:
+    """The starts between two neighbouring ends of units give one draw, so that all draws can be listed."""
+    probabilities = inclusion(np.tile(counts, quantum), spec(), quantum)
+    chances = np.zeros(len(probabilities))
+    for drawn, chance in all_draws(probabilities):
+        assert drawn.sum() == round(probabilities.sum())
+        chances += chance * drawn
+    assert chances == pytest.approx(probabilities, abs=1e-12)
+
+
+def all_draws(probabilities: np.ndarray) -> list[tuple[np.ndarray, float]]:
+    """Every draw of `systematic`, with its probability."""
+    ends = np.cumsum(probabilities[probabilities < 1])
+    cuts = sorted({0.0, 1.0, *(end % 1.0 for end in ends)})
+    return [(systematic(probabilities, (low + high) / 2), high - low) for low, high in pairwise(cuts)]
+
+
+@pytest.mark.parametrize("start", [0.0, 1e-17, 0.5, 1 - 2**-53])
+@pytest.mark.parametrize("size", [3, 30, 10_000])
+def test_no_start_changes_the_size_of_a_draw(start: float, size: int) -> None:
+    probabilities = inclusion(np.arange(size) % 5, spec(), 1)
+    assert systematic(probabilities, start).sum() == round(probabilities.sum())
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    per_device=st.integers(1, 12), steps=st.integers(1, 4), processes=st.integers(1, 4), generations=st.integers(2, 8)
+)
+def test_the_quantum_fills_equal_micro_batches(per_device: int, steps: int, processes: int, generations: int) -> None:
+    rows = per_device * steps * processes
+    if rows % generations:
+        return
+    prompts = rows // generations
+    quantum = quantum_of(prompts, generations, steps, processes)
+    assert prompts % quantum == 0
+    splits = Fraction(per_device * steps, generations).denominator > 1
+    fitting = [
+        count
+        for count in range(1, prompts + 1)
+        if count * generations % (steps * processes) == 0 and (splits or count % processes == 0)
+    ]
+    assert fitting == list(range(quantum, prompts + 1, quantum))
+
+
+def sampler(prompts: int = 12, processes: int = 1, **changes: Any) -> InformativeSampler:
+    given_ = {"mini_repeat_count": 2, "batch_size": 4, "repeat_count": 2, "seed": 7, **changes}
+    return InformativeSampler(RepeatSampler(range(prompts), **given_), spec(), processes, processes)
+
+
+@settings(deadline=None, max_examples=50)
+@given(prompts=st.integers(4, 30), epoch=st.integers(0, 4), shuffle=st.booleans(), processes=st.sampled_from([1, 2]))
+def test_with_every_prompt_drawn_the_order_is_that_without_sampling(
+    prompts: int, epoch: int, shuffle: bool, processes: int
+) -> None:
+    ours = sampler(prompts, processes, shuffle=shuffle)
+    plain = EpochSampler.like(ours)
+    ours.epoch = plain.epoch = epoch
+    assert list(ours) == list(plain)
+    assert len(ours) == len(plain)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ranks_make_one_draw_and_hold_its_rows_first(processes: int) -> None:
+    seen = []
+    for rank in range(processes):
+        ours = sampler(processes=processes)
+        ours.epoch = 2
+        ours.unvaried[1:] = 9
+        plain = EpochSampler.like(ours)
+        plain.epoch = 2
+        batches = list(BatchSamplerShard(BatchSampler(ours, 8 // processes, drop_last=False), processes, rank))
+        seen.append((ours.draws, batches))
+    order = list(plain)
+    for number, draw in enumerate(seen[0][0]):
+        for draws, _ in seen:
+            assert (draws[number].drawn == draw.drawn).all()
+            assert (draws[number].prompts == draw.prompts).all()
+        drawn = [row for row in draw.prompts[draw.drawn] for _ in range(2)]
+        assert draw.share < 1
+        for repeat in range(2):
+            parts = [batches[2 * number + repeat] for _, batches in seen]
+            size = len(drawn) // processes
+            assert [row for part in parts for row in part[:size]] == drawn
+            rows = sorted(row for part in parts for row in part)
+            assert rows == sorted(order[number * 16 : number * 16 + 8]), "the generation of TRL's order"
+
+
+def test_draws_differ_between_epochs_and_generations_and_not_between_calls() -> None:
+    ours = sampler(64, batch_size=32)
+    ours.unvaried[:] = 1
+    draws = {}
+    for epoch in (3, 4, 3):
+        ours.epoch = epoch
+        list(ours)
+        found = [tuple(draw.prompts[draw.drawn]) for draw in ours.draws]
+        assert draws.setdefault(epoch, found) == found
+    assert len({drawn for found in draws.values() for drawn in found}) == 4
+
+
+def test_one_group_with_variance_brings_a_prompt_back() -> None:
+    ours = sampler()
+    list(ours)
+    draw = ours.draws[0]
+    ours.learn(draw, np.array([True, False, False, True]))
+    ours.learn(draw, np.array([True, False, True, False]))
+    assert list(ours.unvaried[draw.prompts]) == [0, 2, 0, 1]
+    assert ours.unvaried.sum() == 3, "prompts of other generations are as they were"
+
+
+def test_no_prompt_is_left_out_for_ever() -> None:
+    ours = sampler(40, batch_size=20, repeat_count=1)
+    ours.unvaried[:] = 50
+    ours.unvaried[:10] = 0
+    times = np.zeros(40)
+    for ours.epoch in range(400):
+        list(ours)
+        for draw in ours.draws:
+            times[draw.prompts[draw.drawn]] += 1
+            assert (draw.at_floor == (ours.unvaried[draw.prompts] == 50)).all()
+    assert (times[:10] == 400).all()
+    assert (times[10:] > 10).all()
+    assert 40 < times[10:].mean() < 60, "400 times 0.1, raised to a whole number of prompts"
+
+
+def test_which_groups_have_variance() -> None:
+    nan = np.nan
+    rows = [[0.0, 0.0, 1.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [nan, nan, nan], [nan, 2.0, nan], [nan, 2.0, 3.0]]
+    assert spread(np.array(rows)[..., None])[:, 0].tolist() == [True, False, False, False, False, True]
+    # 0.1 + 0.2 and 0.3 in float32
+    assert not spread(np.array([[0.1 + 0.2, 0.3, np.float32(0.3)]])[..., None])[0, 0]
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "[1, 2", "{}", '{"groups_without_variance": [1]}', '{"groups_without_variance": [1, -1]}']
+)
+def test_a_damaged_memory_is_refused_by_name(tmp_path: Path, damage: str) -> None:
+    (tmp_path / MEMORY).write_text(damage)
+    with pytest.raises(CheckpointDamaged, match=MEMORY):
+        read_memory(tmp_path / MEMORY, 2)
+
+
+# What a recipe may say.
+
+
+def recipe_with(folder: Path, **changes: Any) -> Any:
+    rows = launching.write_rows(folder / "rows.jsonl", 8)
+    path = launching.write_recipe(folder / "mine.yaml", folder, rows, folder / "run", **changes)
+    return parse_recipe(["--config", str(path)])
+
+
+def test_words_and_mappings(tmp_path: Path) -> None:
+    assert recipe_with(tmp_path).sampling is None
+    assert recipe_with(tmp_path, sampling="informative").sampling == spec()
+    unbiased = recipe_with(tmp_path, sampling={"informative": "unbiased"}, loss_type="grpo").sampling
+    assert unbiased.is_unbiased
+    path = tmp_path / "mine.yaml"
+    given_ = parse_recipe(["--config", str(path), "--sampling", "informative", "--sampling.floor", "0.3"])
+    assert given_.sampling == spec(floor=0.3)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_losses_whose_divisor_depends_on_the_draw_are_refused(tmp_path: Path, loss_type: str) -> None:
+    needed = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}.get(loss_type, {})
+    given_ = {"sampling": {"informative": "unbiased"}, "loss_type": loss_type, **needed}
+    if loss_type in ("grpo", "dr_grpo", "luspo", "sapo"):
+        recipe_with(tmp_path, **given_)
+        return
+    with pytest.raises(RecipeError, match=r"counts their tokens: choose grpo or dr_grpo or sapo or luspo"):
+        recipe_with(tmp_path, **given_)
+    recipe_with(tmp_path, **{**given_, "sampling": "informative"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"beta": 0.04}, "set `beta: 0`"),
+        ({"scale_rewards": "batch"}, "set `scale_rewards: group` or `none`"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "set `sum_then_normalize`"),
+        ({"top_entropy_quantile": 0.2}, "`top_entropy_quantile`"),
+        ({"entropy_coef": 0.1}, "`entropy_coef`"),
+        ({"sampling": {"informative": "unbiased", "floor": 0}}, "`sampling.floor` is 0.0"),
+        ({"sampling": {"exploration": 1.5}}, "`sampling.exploration` is 1.5"),
+        ({"sampling": "informativ"}, "`sampling` must be informative"),
+    ],
+)
+def test_what_is_no_sum_over_prompts_is_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(RecipeError, match=says) as error:
+        recipe_with(tmp_path, **{"sampling": {"informative": "unbiased"}, "loss_type": "grpo", **changes})
+    assert str(error.value).startswith(f"{tmp_path / 'mine.yaml'}: ")
+
+
+# Runs.
+
+CHANGES = {
+    "per_device_train_batch_size": 16,
+    "rewards": ["tests.grpo_recipes.launching.varies_for_odd_numbers"],
+    "max_steps": 13,
+    "loss_type": "grpo",
+}
+
+
+def test_a_run_generates_less_after_the_first_epoch_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    """Eight prompts, four a generation: two steps an epoch; resumed after step 7, in the middle of the fourth."""
+    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
+    output = tmp_path / "alone"
+    plain = launching.write_recipe(
+        tmp_path / "plain.yaml", policy, rows, tmp_path / "plain", **{**CHANGES, "max_steps": 2}
+    )
+    recipe = launching.write_recipe(
+        tmp_path / "mine.yaml", policy, rows, output, **CHANGES, sampling={"informative": "unbiased"}
+    )
+    for path in (plain, recipe):
+        assert train.main(["--config", str(path)]) == 0
+    logged = [entry for entry in launching.log_history(output) if "reward" in entry]
+    without = [entry for entry in launching.log_history(tmp_path / "plain") if "reward" in entry]
+    for ours, theirs in zip(logged[:1], without, strict=False):  # the schedule of another length: one step alone
+        assert {key: ours[key] for key in theirs if key != "learning_rate"} == {
+            key: value for key, value in theirs.items() if key != "learning_rate"
+        }
+    assert [entry["prompts/generated"] for entry in logged[:2]] == [1.0, 1.0]
+    assert sum(entry["prompts/generated"] for entry in logged[2:]) < 0.85 * len(logged[2:])
+    table = launching.completions(output)
+    for entry in logged:
+        rows_of_step = table[table["step"] == entry["step"]]
+        assert len(rows_of_step) == 16 * entry["prompts/generated"], "only what was generated is in the table"
+    memory = json.loads((output / "checkpoint-13" / MEMORY).read_text())["groups_without_variance"]
+    assert all(memory[row] > 0 for row in range(0, 8, 2)), memory
+    manifest = read_manifest(output / "checkpoint-13")
+    assert manifest is not None
+    assert MEMORY in manifest.files
+
+    killed = tmp_path / "killed"
+    shutil.copytree(output, killed)
+    for late in range(8, 14):
+        shutil.rmtree(killed / f"checkpoint-{late}")
+    resume = ["--config", str(recipe), "--output_dir", str(killed), "--resume_from_checkpoint", "true"]
+    assert train.main(resume) == 0
+    launching.assert_same_run(output, killed)
+
+
+def test_another_sampling_does_not_go_on_with_a_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
+    recipe = launching.write_recipe(
+        tmp_path / "mine.yaml", policy, rows, tmp_path / "run", **{**CHANGES, "max_steps": 1}
+    )
+    assert train.main(["--config", str(recipe)]) == 0
+    resume = ["--config", str(recipe), "--resume_from_checkpoint", "true", "--max_steps", "2"]
+    assert train.main([*resume, "--sampling", "informative"]) == 2
+    assert "`sampling.informative` was not set and is biased" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("steps", "is_said"), [(2, True), (3, False)])
+def test_a_run_that_ends_within_its_first_epoch_is_noted(tmp_path: Path, steps: int, is_said: bool) -> None:
+    recipe = recipe_with(tmp_path, sampling="informative", max_steps=steps, per_device_train_batch_size=16)
+    notes = sampling_note(recipe, recipe.geometry(1), 8)
+    assert bool(notes) is is_said
+    assert not sampling_note(recipe_with(tmp_path, max_steps=1), recipe.geometry(1), 8)
+
+
+def test_recorded_responses_leave_nothing_to_save(tmp_path: Path) -> None:
+    path = tmp_path / "offline.yaml"
+    recipe = parse_recipe(["--config", "offline-scored-gpt2", "--sampling", "informative", "--output_dir", str(path)])
+    with pytest.raises(RecipeError, match="`sampling` saves generation, and `offline` generates nothing"):
+        check(recipe, Machine(1, bf16=True))
+
+
+@pytest.mark.slow
+def test_a_killed_run_on_two_processes_draws_what_one_left_alone_draws(tmp_path: Path) -> None:
+    rows = launching.write_rows(tmp_path / "rows.jsonl", 8)
+    changes = {"sampling": "informative", "rewards": CHANGES["rewards"]}
+    assert len(torture.torture("ddp_cpu", 1, random.Random(1), rows, tmp_path, **changes)) == 1
+    generated = [entry.get("prompts/generated") for entry in launching.log_history(tmp_path / "alone")]
+    assert min(share for share in generated if share is not None) == 0.5
+
+
+def test_rows_that_were_not_drawn_are_not_learnt_from() -> None:
+    from grpo_recipes.training.prompt_sampler import PromptSampling
+
+    asked = object.__new__(PromptSampling)
+    asked.trainer = SimpleNamespace(train_dataset=[{"prompt": "a"}, {"prompt": "b"}])
+    asked.position = 1
+    asked._check({"prompt": "b"}, 1)
+    with pytest.raises(RuntimeError, match="other prompts than were drawn"):
+        asked._check({"prompt": "a"}, 1)

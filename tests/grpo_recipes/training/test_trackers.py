@@ -1,0 +1,79 @@
+"""What a tracker shows of a run: TRL's metrics, the run's name, and the recipe as resolved."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers.integrations import integration_utils
+
+from grpo_recipes import Recipe, run_recipe
+
+
+def length(completions: list[Any], **columns: Any) -> list[float]:
+    """A reward that differs inside a group."""
+    return [float(len(str(completion)) % 7) for completion in completions]
+
+
+@pytest.mark.slow
+def test_tensorboard(tiny_model: Path, gsm8k_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard", reason="needs tensorboard, which the extra `dev` brings")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("HF_TOKEN", "")  # where the run puts the recipe's token
+    file = tmp_path / "recipe.yaml"
+    run = {
+        "model_name_or_path": str(tiny_model),
+        "dataset": {"name": "gsm8k", "path": str(gsm8k_file)},
+        "rewards": ["gsm8k_correctness", {"name": f"{__name__}.length", "weight": 0.5}],
+        "beta": 0.04,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "tensorboard",
+        "hub_token": "hf_" + "a" * 30,
+        "output_dir": str(tmp_path / "first-try"),
+    }
+    file.write_text(yaml.safe_dump(run))
+    assert run_recipe(Recipe.load(file)) == 0
+
+    (events,) = (tmp_path / "first-try").rglob("events.out.tfevents.*")
+    shown = EventAccumulator(str(events.parent)).Reload()
+    history = json.loads((tmp_path / "first-try" / "trainer_state.json").read_text())["log_history"]
+    for name in ("reward", "rewards/length/mean", "kl", "entropy", "completions/mean_length", "efficiency/padding"):
+        logged = [entry[name] for entry in history if name in entry]
+        assert [scalar.value for scalar in shown.Scalars(f"train/{name}")] == pytest.approx(logged)
+        assert len(logged) == 2
+    assert text(shown, "args")["run_name"] == "first-try"
+    recipe = text(shown, "recipe")
+    assert recipe["rewards"][1]["weight"] == 0.5
+    assert recipe["dataset"]["name"] == "gsm8k"
+    assert recipe["temperature"] == 1.0, "TRL's default, as resolved"
+    assert "aaaa" not in str(recipe) + str(text(shown, "args"))
+
+
+def text(shown: Any, tag: str) -> dict[str, Any]:
+    """A text of the run, read as the YAML or JSON that it is."""
+    (event,) = shown.Tensors(f"{tag}/text_summary")
+    return yaml.safe_load(event.tensor_proto.string_val[0].decode())
+
+
+@pytest.mark.parametrize(
+    ("tracker", "attribute"),
+    [
+        ("TensorBoardCallback", "self.tb_writer"),
+        ("WandbCallback", "self._wandb"),
+        ("TrackioCallback", "self._trackio"),
+    ],
+)
+def test_transformers_keeps_its_trackers_where_we_look(tracker: str, attribute: str) -> None:
+    assert f"{attribute} = " in inspect.getsource(getattr(integration_utils, tracker).__init__)

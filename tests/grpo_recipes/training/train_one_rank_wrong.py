@@ -1,0 +1,41 @@
+"""Two ranks, of which the second generates without its adapter: what the check says on each, as a file.
+
+accelerate launch ... -m tests.grpo_recipes.training.train_one_rank_wrong OUTPUT
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationMixin
+
+from grpo_recipes.runs.faults import NotThePolicy
+from grpo_recipes.train import leave
+from tests.grpo_recipes.training.models import adapter, trainer
+
+
+def main(output: str) -> None:
+    """Train until the check stops it."""
+    torch.set_num_threads(1)
+    made = trainer(Path(output), gradient_accumulation_steps=1, peft_config=adapter())
+    rank, stock = made.accelerator.process_index, GenerationMixin.generate
+
+    def without(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with made.model.disable_adapter():
+            return stock(self, *args, **kwargs)
+
+    if rank == 1:
+        GenerationMixin.generate = without
+    try:
+        made.train()
+    except NotThePolicy as error:
+        Path(output, f"said-{rank}.txt").write_text(str(error))
+    made.accelerator.end_training()
+    leave(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,112 @@
+"""Faults planted in the recipes of recipes/algorithms, in TRL and in our reward, that the comparison must catch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trl import GRPOTrainer
+
+from grpo_recipes.recipe.recipe import Recipe
+from grpo_rewards import registry
+from tests.mathematics.algorithms import Held, Layout, hold
+from tests.mathematics.harness import edited
+
+LOSS = (GRPOTrainer, "_compute_loss")
+SCORE = (GRPOTrainer, "_generate_and_score_completions")
+OVER_MEAN = (registry, "_over_mean")
+LIMIT = 1e-10
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A recipe with other keys than its own, unchecked, or with a function's text replaced: (owner, function), old, new."""
+
+    algorithm: str
+    name: str
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    edit: tuple[tuple[Any, str], str, str] | None = None
+    rewards: Any = None
+
+    def plant(self, recipe: Recipe) -> Recipe:
+        """The recipe with the fault's keys."""
+        changed = replace(recipe, training={**recipe.training, **self.keys})
+        return changed if self.rewards is None else replace(changed, rewards=self.rewards(recipe.rewards))
+
+    def found(self, checkpoint: Path) -> Held:
+        """How far the faulty recipe is from the paper."""
+        # The second update of a generation meets a ratio that has moved.
+        layout = Layout(1, 1 if self.algorithm == "maxrl" else 2)
+        with contextlib.ExitStack() as planted:
+            if self.edit is not None:
+                (owner, function), old, new = self.edit
+                planted.enter_context(edited(owner, function, (old, new)))
+            return hold(checkpoint, self.algorithm, layout, updates=2, edit=self.plant)
+
+
+def _cache_of_4(rewards: list[Any]) -> list[Any]:
+    return [rewards[0], {**rewards[1], "kwargs": {**rewards[1]["kwargs"], "soft_punish_cache": 4}}]
+
+
+def _unpunished(rewards: list[Any]) -> list[Any]:
+    return [rewards[0], {**rewards[1], "weight": 0.0}]
+
+
+def _summed(rewards: list[Any]) -> list[Any]:
+    return [{"name": "sum", "rewards": rewards}]
+
+
+def _undivided(rewards: list[Any]) -> list[Any]:
+    return [rewards[0]["reward"]]
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault("grpo", "no division by the deviation", {"scale_rewards": "none"}),
+    Fault("grpo", "the deviation of the batch", {"scale_rewards": "batch"}),
+    Fault("grpo", "the KL times the ratio", {"use_bias_correction_kl": True}),
+    Fault("grpo", "a tenth of the KL", {"beta": 0.004}),
+    Fault("grpo", "another clip", {"epsilon": 0.1}),
+    Fault("grpo", "a mean over tokens", {"loss_type": "dapo"}),
+    Fault("grpo", "the KL of the reference", edit=(LOSS, "- (ref_per_token_logps - per_token_logps) - 1",
+                                                   "+ (ref_per_token_logps - per_token_logps) - 1")),
+    Fault("dr-grpo", "divided by the deviation", {"scale_rewards": "group"}),
+    Fault("dr-grpo", "a mean over each completion", {"loss_type": "grpo"}),
+    Fault("dr-grpo", "a mean over tokens", {"loss_type": "dapo"}),
+    Fault("dr-grpo", "a KL term", {"beta": 0.04, "use_bias_correction_kl": False}),
+    Fault("dr-grpo", "the batch's mean", edit=(SCORE, "advantages = rewards - mean_grouped_rewards",
+                                               "advantages = rewards - torch.nanmean(rewards)")),
+    Fault("dapo", "no higher clip", {"epsilon_high": 0.2}),
+    Fault("dapo", "truncated completions trained on", {"mask_truncated_completions": False}),
+    Fault("dapo", "a mean over each completion", {"loss_type": "grpo"}),
+    Fault("dapo", "another length of the punishment", rewards=_cache_of_4),
+    Fault("dapo", "no punishment", rewards=_unpunished),
+    Fault("dapo", "the clips exchanged", edit=(LOSS, "1 - self.epsilon_low, 1 + self.epsilon_high)",
+                                               "1 - self.epsilon_high, 1 + self.epsilon_low)")),
+    Fault("gspo", "a ratio for each token", {"importance_sampling_level": "token"}),
+    Fault("gspo", "the clip of tokens", {"epsilon": 0.2, "epsilon_high": 0.28}),
+    Fault("gspo", "completions weighted by length", {"loss_type": "luspo"}),
+    Fault("gspo", "a mean over tokens", {"loss_type": "dapo"}),
+    Fault("gspo", "no root of the ratio", edit=(LOSS, "(log_ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)",
+                                                "(log_ratio * mask).sum(-1)")),
+    Fault("cispo", "the bound left out", {"epsilon_high": None}),
+    Fault("cispo", "a width for a bound", {"epsilon_high": 0.28}),
+    Fault("cispo", "the update clipped instead of the weight", {"loss_type": "dapo", "epsilon_high": 4.0}),
+    Fault("cispo", "a gradient through the weight", edit=(LOSS, "max=self.epsilon_high).detach()",
+                                                          "max=self.epsilon_high)")),
+    Fault("sapo", "the temperatures exchanged", {"sapo_temperature_pos": 1.05, "sapo_temperature_neg": 1.0}),
+    Fault("sapo", "a clip for the gate", {"loss_type": "grpo"}),
+    Fault("sapo", "a gate on the whole completion", {"importance_sampling_level": "sequence"}),
+    Fault("sapo", "the slope not normalised", edit=(LOSS, "* 4 / temperatures", "* 4")),
+    Fault("gdpo", "the sum normalised", {"multi_objective_aggregation": "sum_then_normalize"}),
+    Fault("gdpo", "one reward made of both", rewards=_summed),
+    Fault("gdpo", "no normalisation over the batch", edit=(
+        SCORE, "(rewards - torch.nanmean(rewards)) / (std_rewards + 1e-4)", "rewards")),
+    Fault("gdpo", "a mean over tokens", {"loss_type": "dapo"}),
+    Fault("maxrl", "not divided by the mean", rewards=_undivided),
+    Fault("maxrl", "divided by the deviation too", {"scale_rewards": "group"}),
+    Fault("maxrl", "a mean over each completion", {"loss_type": "grpo"}),
+    Fault("maxrl", "divided by the sum", edit=(OVER_MEAN, "sum(known) / len(known)", "sum(known)")),
+)  # fmt: skip

@@ -1,0 +1,172 @@
+"""Each recipe of recipes/algorithms is its paper: loss and gradient of every update, and that planted faults show.
+
+docs/algorithms.md holds the figures; a test that measures one compares it with the page.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.mathematics import algorithms_page as page
+from tests.mathematics import papers
+from tests.mathematics.algorithm_faults import FAULTS, LIMIT, Fault
+from tests.mathematics.algorithms import LAYOUTS, Held, Layout, float64_rewards, hold, layout_of
+from tests.mathematics.harness import Difference, float64_trl
+from tests.mathematics.papers import PAPERS
+
+MADE = "python -m tests.mathematics.algorithms_page > docs/algorithms.md"
+FIGURES = page.read(page.PAGE.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Iterator[None]:
+    with float64_trl(), float64_rewards():
+        yield
+
+
+@pytest.fixture(scope="module")
+def both_ranks(checkpoint: Path) -> dict[str, Held]:
+    """Every recipe on two processes, launched once."""
+    return page.on_two_ranks(checkpoint)
+
+
+def check(held: Held, name: str, layout: str) -> None:
+    """Hold a comparison to the bound, and to the figure that the page prints."""
+    worst = max(held.loss, held.gradient)
+    assert worst <= LIMIT, held
+    assert worst <= float(FIGURES[name][layout]), f"{held}: {MADE}"
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_two_updates_with_accumulation(name: str, checkpoint: Path, record_cell: Callable) -> None:
+    held = hold(checkpoint, name, layout_of(name, "accumulation"), updates=2)
+    check(held, name, "accumulation")
+    assert held.updates == 2
+    record_cell("published algorithms", Difference(held.loss, held.gradient))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "two ranks"])
+@pytest.mark.parametrize("name", PAPERS)
+def test_on_one_process(name: str, layout: str, checkpoint: Path, record_cell: Callable) -> None:
+    held = hold(checkpoint, name, layout_of(name, layout))
+    check(held, name, layout)
+    assert held.truncated, "no completion was cut off, so that filtering them would not show"
+    if layout_of(name, layout).updates > 1:
+        assert held.bounded, "no ratio left the bounds, so that they would not show"
+    record_cell("published algorithms", Difference(held.loss, held.gradient))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAPERS)
+def test_on_two_processes(name: str, both_ranks: dict[str, Held], record_cell: Callable) -> None:
+    check(both_ranks[name], name, "two ranks")
+    assert both_ranks[name].updates == 4
+    record_cell("published algorithms", Difference(both_ranks[name].loss, both_ranks[name].gradient))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.algorithm}: {fault.name}")
+def test_a_planted_fault_shows(fault: Fault, checkpoint: Path) -> None:
+    held = fault.found(checkpoint)
+    assert max(held.loss, held.gradient) > float(FIGURES[fault.algorithm]["smallest"]) > 1e3 * LIMIT, MADE
+
+
+@pytest.mark.parametrize("fault", [FAULTS[2]], ids=lambda fault: f"{fault.algorithm}: {fault.name}")
+def test_one_planted_fault_shows(fault: Fault, checkpoint: Path) -> None:
+    assert fault.found(checkpoint).gradient > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAPERS)
+def test_what_the_added_constant_moves(name: str, checkpoint: Path) -> None:
+    printed, measured = FIGURES[name]["without 1e-4"], page.without_the_constant(checkpoint, name)
+    assert (printed == "–") == (measured == "–"), MADE
+    if printed != "–":
+        assert 0.5 < float(measured) / float(printed) < 2, MADE
+
+
+@pytest.mark.slow
+def test_dapo_without_dynamic_sampling_divides_by_idle_tokens_too(checkpoint: Path) -> None:
+    """The recipe's gradient is DAPO's over the groups that have one, times their share of the tokens."""
+
+    def informative(update: papers.Update) -> Tensor:
+        kept = [row for row in update.rows if row.advantage and not row.is_truncated]
+        counted = [row for row in update.rows if not row.is_truncated]
+        share = sum(len(row.new) for row in kept) / sum(len(row.new) for row in counted)
+        return papers.dapo(replace(update, rows=kept)) * share
+
+    paper = replace(PAPERS["dapo"], objective=informative)
+    held = hold(checkpoint, "dapo", Layout(), paper=paper)
+    assert held.zero, "no group without variance"
+    assert max(held.loss, held.gradient) <= LIMIT, held
+
+
+# Expectations, by summing over every group that a small policy can sample
+
+LOGITS = torch.tensor([0.3, -0.5, 1.1, 0.2], dtype=torch.float64)
+REWARDS = [1.0, 0.0, 0.0, 1.0]
+
+
+def expected_gradient(advantages: Callable[[Sequence[float]], Sequence[float]], size: int) -> Tensor:
+    """The expectation of the mean of A times the gradient of log p, over all groups of `size` completions of one token."""
+    logits = LOGITS.clone().requires_grad_()
+    log_p = torch.log_softmax(logits, 0)
+    total = torch.zeros((), dtype=torch.float64)
+    for group in itertools.product(range(len(REWARDS)), repeat=size):
+        values = advantages([REWARDS[token] for token in group])
+        weight = math.exp(sum(log_p[token].item() for token in group))
+        total = total + weight * sum(a * log_p[t] for a, t in zip(values, group, strict=True)) / size
+    return torch.autograd.grad(total, logits)[0]
+
+
+def gradient_of(function: Callable[[Tensor], Tensor]) -> Tensor:
+    """The gradient of a function of the probability of a right answer."""
+    logits = LOGITS.clone().requires_grad_()
+    p = (torch.softmax(logits, 0) * torch.tensor(REWARDS, dtype=torch.float64)).sum()
+    return torch.autograd.grad(function(p), logits)[0]
+
+
+def likelihood(order: int) -> Callable[[Tensor], Tensor]:
+    """MaxRL: the sum over k up to `order` of pass@k / k, but for a constant."""
+    return lambda p: -sum((1 - p) ** k / k for k in range(1, order + 1))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_the_expected_gradient_of_dr_grpo(size: int) -> None:
+    found = expected_gradient(lambda rewards: papers.centred([[[r] for r in rewards]], 0.0)[0], size)
+    assert torch.allclose(found, (size - 1) / size * gradient_of(lambda p: p), atol=1e-14)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_the_expected_gradient_of_maxrl(size: int) -> None:
+    found = expected_gradient(lambda rewards: papers.over_the_mean([[[r] for r in rewards]], 0.0)[0], size)
+    assert torch.allclose(found, gradient_of(likelihood(size - 1)), atol=1e-14)
+
+    def without_baseline(rewards: Sequence[float]) -> list[float]:
+        return [reward * len(rewards) / sum(rewards) if any(rewards) else 0.0 for reward in rewards]
+
+    assert torch.allclose(expected_gradient(without_baseline, size), gradient_of(likelihood(size)), atol=1e-14)
+
+
+# The page
+
+
+def test_the_page_is_up_to_date() -> None:
+    """But for its figures, which the tests above measure."""
+    assert page.PAGE.read_text(encoding="utf-8") == page.page(FIGURES), MADE
+
+
+def test_every_fault_is_counted_and_every_paper_has_some() -> None:
+    assert {name: int(row["faults"]) for name, row in FIGURES.items()} == {
+        name: sum(fault.algorithm == name for fault in FAULTS) for name in PAPERS
+    }
+    assert all(int(row["faults"]) >= 4 for row in FIGURES.values())

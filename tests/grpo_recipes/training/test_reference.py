@@ -270,7 +270,7 @@ def test_dropout_is_off_without_a_reference_too(policy: Path, tmp_path: Path) ->
     assert torch.equal(ours.model(input_ids=ids).logits, ours.model(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize("source", ["initial", "base"])
+@pytest.mark.parametrize("source", ["initial", pytest.param("base", marks=pytest.mark.slow)])
 def test_what_trains_beside_the_adapter_is_refused(policy: Path, tmp_path: Path, source: str) -> None:
     """No adapter state undoes it: the reference would move with the policy."""
 

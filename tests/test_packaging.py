@@ -1,5 +1,6 @@
 """What `pip install` gives someone who has no checkout."""
 
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests import tiny
 
@@ -21,6 +23,14 @@ def run(*command: object, **options: Any) -> str:
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def test_the_workflow_runs_what_ci_runs() -> None:
+    """Each `make` of `.ci/run` is a job of its own."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    steps = re.findall(r"^make (\S+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert {"lint", "docs", "test", "test-slow", "quickstart"} <= set(steps)
+    assert jobs["make"]["strategy"]["matrix"]["target"] == steps
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +63,7 @@ def test_recipes_travel_in_the_wheel(wheels: dict[str, Path], tmp_path: Path) ->
     wheel = wheels["grpo_recipes"]
     names = zipfile.ZipFile(wheel).namelist()
     for kind in ("recipes", "accelerate_configs"):
-        shipped = {f"grpo_recipes/{kind}/{path.name}" for path in (ROOT / kind).glob("*.yaml")}
+        shipped = {f"grpo_recipes/{kind}/{path.relative_to(ROOT / kind)}" for path in (ROOT / kind).rglob("*.yaml")}
         assert shipped
         assert shipped <= set(names)
     unpacked = tmp_path / "unpacked"
@@ -119,3 +129,14 @@ def test_both_wheels_work_in_an_empty_folder(wheels: dict[str, Path], tmp_path: 
     assert "8 problems" in said
     assert "report.html" in type_("grpo-recipes", "report", "runs/x")
     assert "gsm8k_correctness" in type_("grpo-rewards", "list")
+
+
+@pytest.mark.nightly
+def test_vllm_installs_with_the_versions_of_the_tests(tmp_path: Path) -> None:
+    """The command of docs/vllm.md: what it would install is resolved, and nothing installed."""
+    dry = ("--dry-run", "--ignore-installed", "--quiet", "--report", tmp_path / "report.json")
+    run(sys.executable, "-m", "pip", "install", *dry, "-c", ROOT / "constraints.txt", f"{ROOT}[vllm]", ROOT / "rewards")
+    report = json.loads((tmp_path / "report.json").read_text())
+    chosen = {one["metadata"]["name"].lower(): one["metadata"]["version"] for one in report["install"]}
+    assert chosen["vllm"] == "0.30.0"
+    assert chosen["trl"] == "1.16.0"

@@ -104,7 +104,7 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
         check_early_stopping(recipe)
         check_machine(recipe, machine)
         check_precision(recipe, machine)
-        vllm_checks.check(recipe.config, machine.num_processes, recipe.model["model_name_or_path"])
+        vllm_checks.check(recipe.config, machine.num_processes, recipe.model)
         trained = recipe.load_prompts()
         train_dataset = trained.dataset
         geometry.check_dataset(len(train_dataset))
@@ -415,6 +415,7 @@ def _check_offline(recipe: Recipe, geometry: Geometry) -> None:
 def _check_rewards(config: Any, geometry: Geometry, rewards: Sequence[BuiltReward]) -> None:
     """Raise `UserError` for rewards that pay nothing, or that need groups or advantages which they would not get."""
     reward_checks.check_weights(rewards)
+    reward_checks.check_punished_lengths(rewards, config.max_completion_length)
     for reward in rewards:
         if not getattr(reward.function, "needs_whole_groups", False):
             continue

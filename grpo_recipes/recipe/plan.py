@@ -180,7 +180,7 @@ def shipped_recipes() -> str:
     for name in shipped_names("recipes"):
         head = find_file("recipes", name).read_text(encoding="utf-8").partition("\n#\n")[0]
         text = " ".join(line.removeprefix("#").strip() for line in head.splitlines() if line.startswith("#"))
-        sentence = re.split(r"\.(?=\s|$)", text)[0]
+        sentence = re.split(r"(?<!\bDr)\.(?=\s|$)", text)[0]
         lines += ["", f"  {name}", *textwrap.wrap(sentence, WIDTH, initial_indent="    ", subsequent_indent="    ")]
     return "\n".join(lines)
 

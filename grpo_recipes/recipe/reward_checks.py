@@ -63,6 +63,18 @@ def check_weights(rewards: Sequence[BuiltReward]) -> None:
         raise UserError("`rewards`: all weights are 0, so that nothing is learned: give one reward a weight")
 
 
+def check_punished_lengths(rewards: Sequence[BuiltReward], max_completion_length: int) -> None:
+    """Raise `UserError` if TRL's overlong punishment would begin beyond the length at which every completion ends."""
+    for reward in leaves(rewards):
+        longest, cache = (getattr(reward.unbound, key, None) for key in ("max_completion_len", "soft_punish_cache"))
+        if isinstance(longest, int) and isinstance(cache, int) and longest - cache >= max_completion_length:
+            raise UserError(
+                f"`rewards`: {reward.name} punishes completions of more than {longest - cache} tokens, and "
+                f"`max_completion_length` ends them at {max_completion_length}: set its `max_completion_len` to "
+                f"{max_completion_length}, and `soft_punish_cache` below that"
+            )
+
+
 def check_columns(rewards: Iterable[BuiltReward], columns: Sequence[str]) -> None:
     """Raise `UserError` for a reward that needs a column not among `columns`, or that can't take what TRL hands over."""
     given = [column for column in columns if column != "prompt"]  # TRL keeps it back: rewards get `prompts`

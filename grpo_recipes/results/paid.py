@@ -23,7 +23,7 @@ from grpo_recipes.results.estimates import mean_share, mean_value, paired_differ
 from grpo_recipes.runs.files import BOOLEANS, NUMBERS, Kind
 from grpo_rewards.answers import answer_number
 from grpo_rewards.completions import listed_scores
-from grpo_rewards.registry import BuiltReward, Spec, build_rewards, leaves, own_name, resolve, spec_parts
+from grpo_rewards.registry import BuiltReward, Spec, build_rewards, is_composed, leaves, own_name, resolve, spec_parts
 
 PAY, PASSED = "reward/{}", "passed/{}"
 """The columns of `completions.parquet` for a reward."""
@@ -104,10 +104,11 @@ def own_rewards(
 
 
 def _names(spec: Spec) -> Iterable[str]:
-    """The names in a spec: its own, and those of the rewards that it is made of or takes as an argument."""
+    """The names in a spec of what is called: its own, or those that it is made of, and those that it takes as an argument."""
     mapping = spec if isinstance(spec, Mapping) else {"name": spec}
     name = str(mapping.get("name"))
-    yield name
+    if not is_composed(mapping):
+        yield name
     taken = getattr(resolve(own), "reward_fields", ()) if (own := own_name(name)) else ()
     kwargs = mapping.get("kwargs") or {}
     for part in [*spec_parts(mapping), *(kwargs[key] for key in taken if key in kwargs)]:

@@ -184,7 +184,7 @@ class Run:
         return [RunReward(name, kind=_kind_by_name(name)) for name in names]
 
     def parts(self) -> Iterator[tuple[RunReward, Series]]:
-        """Each reward with its mean, and in place of a `sum` or a `gate` its parts where they were logged."""
+        """Each reward with its mean, and in place of one made of others its parts where they were logged."""
         for reward in self.rewards:
             parts = [replace(part, name=f"{reward.name}/{part.name}") for part in reward.parts]
             means = [(part, self.series(f"rewards/{part.name}")) for part in parts]

@@ -402,10 +402,15 @@ def _with_prefix(reward: BuiltReward) -> BuiltReward:
 
 
 def spec_parts(spec: Any) -> list[Spec]:
-    """Return the specs inside a spec: what a `sum` adds, what a `gate` pays and asks for; none inside any other."""
+    """Return the specs inside a spec: what a `sum` adds, a `gate` pays and asks for, a `max_rl` divides; else none."""
     if not isinstance(spec, Mapping):
         return []
     return [*(spec.get("rewards") or []), *(spec[key] for key in ("reward", "only_if") if key in spec)]
+
+
+def is_composed(spec: Any) -> bool:
+    """Whether a spec is one of our rewards that are made of others, and names those."""
+    return isinstance(spec, Mapping) and spec.get("name") in _COMPOSED_KEYS and bool(spec_parts(spec))
 
 
 def own_name(name: str) -> str | None:

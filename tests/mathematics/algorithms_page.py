@@ -78,7 +78,8 @@ Equal after these constants, which are TRL's:
 | tokens are pooled over all questions of a generation; the equations, read literally, take the mean within each question first | DAPO, CISPO | as in the authors' code |
 | rewards are rounded to float32; the comparison lets TRL hold them in float64 | all | 6e-8, relative |
 
-Not expressed, and not faked: DAPO's dynamic sampling (a group without variance has no gradient, and its tokens are divided by);
+Not expressed, and not faked: DAPO's dynamic sampling (a group without variance has no gradient, and its tokens are divided by;
+`sampling: informative`, [docs/sampling.md](sampling.md), seldom generates those that had none before, and does not refill the batch);
 a baseline that leaves the completion itself out (RLOO), which is a constant factor G / (G − 1) only while no KL is part of the
 reward; GRPO's outer loop, for which see `gsm8k-qwen2.5-1.5b-iterative`.
 
@@ -129,6 +130,7 @@ reward, on-policy, for a reward of whole completions.
 | `sampling: informative` | leaves out groups that will probably have no variance: biased where the prediction is wrong ([docs/sampling.md](sampling.md)) |
 | `sampling: {informative: unbiased}` | the same gradient in expectation, at more variance; `grpo`, `dr_grpo`, `luspo`, `sapo` at `beta: 0` |
 | `dataset.pass_rate` | another distribution of prompts: the gradient of the expected reward on the rows kept |
+| `sampling`, `dataset.pass_rate` | leave out prompts whose groups would have no variance: [docs/sampling.md](sampling.md) says when the expectation stays |
 | `num_generations` | G: less variance, (G − 1)/G nearer 1, and of `max_rl` the order |
 | `micro_batching`, `gradient_accumulation_steps`, ranks | nothing (`bnpo`, an entropy bonus and a router loss excepted: [docs/mathematics.md](mathematics.md)) |
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,26 @@ def test_maxrl_is_refused_where_its_advantage_would_be_another() -> None:
     evaluated = {"eval_strategy": "steps", "eval_steps": 1}
     assert "leave `num_generations_eval` out" in refused("maxrl", **evaluated, num_generations_eval=1)
     assert "a multiple of num_generations (8)" in refused("maxrl", **evaluated, per_device_eval_batch_size=4)
+
+
+def test_an_overlong_punishment_that_can_never_act_is_refused() -> None:
+    says = refused("dapo", max_completion_length=38)
+    assert "overlong punishes completions of more than 38 tokens" in says
+    assert "set its `max_completion_len` to 38" in says
+    assert check(Recipe.load("dapo", max_completion_length=39), ONE)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    commands = [line.split()[1:] for line in page.splitlines() if line.startswith("    grpo-recipes ")]
+    assert [command[0] for command in commands] == ["train", "plan"]
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_model, tmp_path / "runs" / "quickstart" / "policy-seed0")
+    for command in commands:
+        short = ["--max_steps", "1", "--report_to", "none"] if command[0] == "train" else []
+        assert main([*command, *short]) == 0
+    assert (tmp_path / "runs" / "dapo" / "model.safetensors").is_file()
 
 
 def test_the_table_of_recipes_names_each() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,9 +31,16 @@ class Engine:
         self.fault, self.dtype, self.policy, self.settings = fault, dtype, model, settings
         self.start = self.before = self.now = copied(model)
 
+    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.policy.named_parameters()
+
     def sync_weights(self) -> None:
         """Take the policy's weights."""
         self.before, self.now = self.now, copied(self.policy)
+
+    def _iter_named_params(self) -> Iterator[Any]:
+        """No tensor: `sync_weights` copies the model whole."""
+        return iter(())
 
     def _serving(self) -> tuple[Any, AbstractContextManager[Any]]:
         """The model that serves, and the context in which it does."""

@@ -21,7 +21,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "upstream"
 PATCHES = sorted(path.stem for path in FOLDER.glob("*.patch"))
-OURS = ("evaluation-completions", "padding-per-micro-batch", "resume-order")
 
 HEAD = """
 import json, sys
@@ -37,7 +36,7 @@ assert str(HERE) in trl.__file__
 CASES = {
     "evaluation-completions": """
         held_out = Dataset.from_dict({"prompt": [f"{i} held out" for i in range(12)]})
-        more = {"log_completions": True, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+        more = {"log_completions": True, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "beta": 0.0}
         trainer(trl.GRPOTrainer, tiny.policy(), arguments(HERE / "run", **more), eval_dataset=held_out).train()
         found = {}
         for file in (HERE / "run" / "completions").glob("*.parquet"):
@@ -67,7 +66,7 @@ CASES = {
         prompts = Dataset.from_dict({"prompt": ["1 +" + " 1" * (i % 4) for i in range(32)]})
         def train(folder):
             policy, computed = tiny.policy(), []
-            more = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "max_steps": 2}
+            more = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "max_steps": 2, "beta": 0.0}
             more["max_completion_length"] = 48
             args = arguments(HERE / folder, **more)
             count = lambda module, given, named: computed.append(named["input_ids"].numel())
@@ -155,3 +154,23 @@ def test_padding_per_micro_batch(tmp_path: Path, patched: bool) -> None:
     found = outcome(tmp_path, "padding-per-micro-batch" if patched else None, "padding-per-micro-batch")
     assert (found["tokens"] < found["all"]) == patched
     assert found["gap"] < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("report", "shows"),
+    [
+        ("trl-lora-server-weights", r"True 0\.\d*[1-9]"),
+        ("trl-continuous-batching-cast", r"torch\.float32\n(.*\n)*torch\.bfloat16"),
+    ],
+)
+def test_a_reproduction_shows_what_its_report_says(report: str, shows: str, tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (FOLDER / f"{report}.md").read_text(), re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(shows, done.stdout), done.stdout
+
+
+def test_every_report_is_listed() -> None:
+    listed = set(re.findall(r"\(([\w-]+\.md)\)", (FOLDER / "README.md").read_text()))
+    assert listed == {path.name for path in FOLDER.glob("*.md")} - {"README.md"}

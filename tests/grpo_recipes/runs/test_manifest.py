@@ -4,9 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from grpo_recipes.runs.files import TEXT_OR_NULL
 from grpo_recipes.runs.manifest import CHECKSUM, MANIFEST, CheckpointDamaged, Manifest, read_manifest, size_damage
 
 WHOLE = Manifest(step=3, num_processes=2, model_only=False, files={"a": {"bytes": 4, CHECKSUM: "0" * 16}})
+
+
+def test_a_text_may_be_left_out() -> None:
+    assert [TEXT_OR_NULL.holds(value) for value in (None, "", "a", 1, [])] == [True, True, True, False, False]
 
 
 def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:

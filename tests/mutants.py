@@ -145,12 +145,14 @@ def measure(tree: Path, found: Path, tests: Sequence[str]) -> int:
 
 
 def tests_of(mutant: Mutant, lines: Lines, seconds: dict[str, float]) -> list[str]:
-    """The tests that reach the statement of a mutant, quickest first; of one that runs on import, those of the file."""
+    """The tests that reach the statement of a mutant, quickest first.
+
+    Those of its file, where none does: a line may run on import, or in a process that a test starts.
+    """
     reached = lines.get(mutant.path, {})
     numbers = [str(n) for n in range(mutant.lines[0], mutant.lines[1] + 1)]
     found = {test for number in numbers for test in reached.get(number, [])}
-    if not found and any(number in reached for number in numbers):
-        found = set(reached["0"])
+    found = found or set(reached.get("0", []))
     chosen, total = [], 0.0
     for test in sorted(found, key=lambda test: seconds.get(test, 0.0)):
         total += seconds.get(test, 0.0)

@@ -278,9 +278,12 @@ def test_a_row_keeps_its_weight_where_a_divisor_counts_the_tokens_of_a_micro_bat
     assert weights(ours) == pytest.approx(weights(buffer))
 
 
-@pytest.mark.parametrize("key", ["pixel_values", "num_images", "token_type_ids", "mm_token_type_ids"])
-def test_images_keep_the_micro_batches_as_they_are(key: str) -> None:
-    values = torch.zeros(1, 2 + 2)  # one entry a row, as wide as prompts and completions together
+@pytest.mark.parametrize(
+    ("key", "rows"),
+    [("pixel_values", 1), ("num_images", 1), ("token_type_ids", 1), ("mm_token_type_ids", 1), ("image_grid_thw", 9)],
+)
+def test_images_keep_the_micro_batches_as_they_are(key: str, rows: int) -> None:
+    values = torch.zeros(rows, 2 + 2)  # as wide as prompts and completions together; or of more entries than rows
     buffer = [{**batch, key: values} for batch in buffer_of([(1, 2, 0.0), (2, 1, 1.0)], 2)]
     ours = regroup(buffer, 2, Layout.TRIMMED, Exactness(True, True))
     assert all(mine is theirs for mine, theirs in zip(ours, buffer, strict=True))

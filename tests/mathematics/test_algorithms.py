@@ -5,6 +5,8 @@ docs/algorithms.md holds the figures; a test that measures one compares it with 
 
 from __future__ import annotations
 
+import ast
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -158,6 +160,13 @@ def test_the_expected_gradient_of_maxrl(size: int) -> None:
 
 
 # The page
+
+
+def test_the_papers_are_derived_from_nothing_that_they_are_held_against() -> None:
+    tree = ast.parse(inspect.getsource(papers))
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert modules == {"__future__", "collections.abc", "dataclasses", "math", "torch"}
 
 
 def test_the_page_is_up_to_date() -> None:

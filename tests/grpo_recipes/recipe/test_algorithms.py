@@ -74,7 +74,13 @@ def test_a_plan_of_one(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, id=file.stem, marks=() if file.stem in ("gdpo", "maxrl") else pytest.mark.nightly)
+        for file in RECIPES
+    ],
+)
 def test_three_steps(file: Path, tiny_model: Path, tmp_path: Path) -> None:
     arguments = ["--config", file.stem, "--model_name_or_path", str(tiny_model), "--output_dir", str(tmp_path / "run")]
     assert train.main([*arguments, "--dataset.size=64", "--max_steps=3", "--logging_steps=1", "--report_to=none"]) == 0

@@ -4,8 +4,10 @@ GPU_PYTHON ?= 3.12
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_ROWS ?= slow or not slow
 
-.PHONY: help install quickstart tutorial pictures test test-slow test-nightly torture models mutants lint docs bench \
+.PHONY: help install quickstart tutorial pictures test test-slow test-nightly test-vllm torture models mutants lint docs bench \
 	gpu-bundle dist test-oldest next-trl clean
 
 help:  ## this list
@@ -29,6 +31,13 @@ test-slow: $(INSTALLED)  ## launches on two processes, full grids, installs: min
 
 test-nightly: $(INSTALLED)  ## the largest grids and fuzzing, the tutorial: tens of minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m nightly
+
+test-vllm: $(VLLM_VENV)/.installed  ## training and evaluation against vLLM itself, on a CPU; two rows: VLLM_ROWS="not slow"
+	@cat $(VLLM_VENV)/unavailable 2>/dev/null || $(VLLM_VENV)/bin/python -m pytest tests/vllm -m "$(VLLM_ROWS)"
+
+$(VLLM_VENV)/.installed: pyproject.toml rewards/pyproject.toml constraints.txt tests/vllm/install.sh tests/vllm/requirements.txt
+	PYTHON=$(PYTHON) tests/vllm/install.sh $(VLLM_VENV)
+	touch $@
 
 torture: $(INSTALLED)  ## kill training 60 times at files of a save, 20 at random moments; resume, compare (SEED=0)
 	$(BIN)/python -m tests.grpo_recipes.torture --kills 60 --random-kills 20 --seed $(SEED) --record benchmarks/results/torture.md
@@ -95,4 +104,4 @@ next-trl:  ## the tests of the seams, on the newest trl and transformers that th
 	build/next/bin/python -m pytest -n 2 --dist worksteal -m "not slow" tests/grpo_recipes/training tests/mathematics
 
 clean:  ## remove the virtual environment and caches (not runs/)
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -131,7 +131,7 @@ def _changes(node: Any) -> Iterator[ast.AST | str]:
             yield repr(not value)
         case ast.Constant(value=int() | float() as value):
             yield repr(value + 1)
-        case ast.Set() | ast.Tuple() | ast.List() if len(node.elts) > 1:
+        case ast.Set() | ast.Tuple() | ast.List() if len(node.elts) > 1 and all(map(_is_constant, node.elts)):
             for element in node.elts:  # without this one
                 rest = [other for other in node.elts if other is not element]
                 yield ast.Set(rest) if isinstance(node, ast.Set) else type(node)(rest, ast.Load())
@@ -169,6 +169,10 @@ def _other_calls(node: ast.Call) -> Iterator[ast.AST]:
     for keyword in node.keywords:
         if keyword.arg not in (None, "strict"):
             yield ast.Call(func, node.args, [other for other in node.keywords if other is not keyword])
+
+
+def _is_constant(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and not isinstance(value.value, (int, float))
 
 
 def _is_none(value: ast.expr) -> bool:

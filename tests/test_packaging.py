@@ -1,5 +1,6 @@
 """What `pip install` gives someone who has no checkout."""
 
+import json
 import os
 import re
 import subprocess
@@ -129,3 +130,14 @@ def test_both_wheels_work_in_an_empty_folder(wheels: dict[str, Path], tmp_path: 
     assert "8 problems" in said
     assert "report.html" in type_("grpo-recipes", "report", "runs/x")
     assert "gsm8k_correctness" in type_("grpo-rewards", "list")
+
+
+@pytest.mark.nightly
+def test_vllm_installs_with_the_versions_of_the_tests(tmp_path: Path) -> None:
+    """The command of docs/vllm.md: what it would install is resolved, and nothing installed."""
+    dry = ("--dry-run", "--ignore-installed", "--quiet", "--report", tmp_path / "report.json")
+    run(sys.executable, "-m", "pip", "install", *dry, "-c", ROOT / "constraints.txt", f"{ROOT}[vllm]", ROOT / "rewards")
+    report = json.loads((tmp_path / "report.json").read_text())
+    chosen = {one["metadata"]["name"].lower(): one["metadata"]["version"] for one in report["install"]}
+    assert chosen["vllm"] == "0.30.0"
+    assert chosen["trl"] == "1.16.0"

@@ -104,7 +104,7 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
         check_early_stopping(recipe)
         check_machine(recipe, machine)
         check_precision(recipe, machine)
-        vllm_checks.check(recipe.config, machine.num_processes, recipe.model["model_name_or_path"])
+        vllm_checks.check(recipe.config, machine.num_processes, recipe.model)
         trained = recipe.load_prompts()
         train_dataset = trained.dataset
         geometry.check_dataset(len(train_dataset))

@@ -166,6 +166,11 @@ def _with_adapter(model: Any, peft_config: Any) -> Any:
         ) from error
 
 
+# Weights on their way to a vLLM server (`vllm.distributed.weight_transfer.packed_tensor`, 0.30).
+PACK_BYTES = 1 << 30
+PACKS_IN_FLIGHT = 2
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """Everything that one GPU's memory depends on. Sizes in bytes are per element; `gpu_memory` is in bytes, or unknown."""
@@ -196,7 +201,7 @@ class MemoryPlan:
     """Of a weight of the frozen base that is loaded in 4 or 8 bits; None where none is."""
 
     def parts(self) -> dict[str, float]:
-        """Bytes on one GPU, by part; `activations` and those of generation, the last three, are not held at the same time."""
+        """Bytes on one GPU, by part; `activations` and those of generation, the last four, are not held at the same time."""
         return {
             **(self._deepspeed_states() if self.layout.is_deepspeed else self._torch_states()),
             "reference": self._weights() if self.full_reference else 0,
@@ -310,7 +315,21 @@ class MemoryPlan:
             "gathered weights": weights,
             "KV cache": 0 if self.vllm else keys_and_values * self._compute_bytes(),
             "vLLM's share": share if self.vllm == "colocate" else 0,
+            "weights on their way": self._packs() if self.vllm == "server" else 0,
         }
+
+    def _packs(self) -> float:
+        """Bytes on rank 0 while weights go to a vLLM server: two packs in flight, and what one is made of.
+
+        A pack is full once it is over `PACK_BYTES` (vLLM's `pack_tensors`). It is made of views where this rank holds the
+        weights whole, of copies where they are gathered from a split model or an adapter is merged into them.
+        """
+        size = self._compute_bytes() if self.layout.is_deepspeed else self.dtype_bytes
+        model = size * self.shape.parameters
+        pack = min(PACK_BYTES + size * self.shape.largest_layer, model)
+        is_adapter = self.shape.trained < self.shape.parameters
+        copies = pack if is_adapter or self.layout.sharding in ("zero3", "fsdp2") else 0
+        return min(PACKS_IN_FLIGHT * pack, model) + copies
 
     def vllm_budget(self) -> float:
         """Bytes that vLLM may take on this GPU; infinite where it takes none or the GPU's size is not given."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,13 @@ from grpo_recipes.runs.checkpoints import ADAPTER_CONFIG, adapter_config
 from grpo_rewards.errors import UserError
 
 
-def check(config: Any, num_processes: int, model: str) -> None:
-    """Raise `UserError` for an engine split over too many processes, and an adapter that can't be merged for vLLM.
+def check(config: Any, num_processes: int, model: Mapping[str, Any]) -> None:
+    """Raise `UserError` for an engine that the processes can't share, and a policy that can't become vLLM's weights.
 
-    `config` holds the keys of `GRPOConfig`; `model` is the policy, of which only a folder is looked into.
+    `config` holds the keys of `GRPOConfig`, `model` those of `ModelConfig`; of the policy only a folder is looked into.
     """
     if config.use_vllm:
-        for mistake in (*_split(config, num_processes), *_adapter(model)):
+        for mistake in (*_split(config, num_processes), *_adapter(model["model_name_or_path"]), *_quantised(model)):
             raise UserError(mistake)
 
 
@@ -73,3 +73,8 @@ def _adapter(model: str) -> Iterator[str]:
             f"`model_name_or_path` {model} is an adapter of the kind {config.peft_type.value}, which can't be merged into the "
             "weights that vLLM gets: set `use_vllm: false`"
         )
+
+
+def _quantised(model: Mapping[str, Any]) -> Iterator[str]:
+    if model.get("load_in_8bit"):
+        yield "`load_in_8bit` loads a base that vLLM can't hold: set `use_vllm: false`, or `load_in_8bit: false`"

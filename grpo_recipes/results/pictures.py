@@ -108,6 +108,12 @@ RAN = (
         (("efficiency/tokens_computed", "computed"), ("efficiency/tokens_needed", "needed")),
         "What the micro-batches computed, padding included, and what the loss needed.",
     ),
+    Metric(
+        "Prompts generated",
+        "share of a generation",
+        (("prompts/generated", "generated"), ("prompts/kept_by_floor", "of these, by the floor alone")),
+        "With `sampling: informative`: the others had no variance the last times.",
+    ),
     Metric("Gradient norm", "before clipping", (("grad_norm", ""),)),
     Metric("Learning rate", "", (("learning_rate", ""),)),
 )

@@ -162,9 +162,10 @@ class Local:
         except ImportError as error:
             raise EvaluationError("vLLM is not installed: leave --vllm out, or install the extra `vllm`") from error
         self.tokenizer = tokenizer
-        self.request = None
+        self.request: Any = None
         settings = {"dtype": _dtype(name), **options.settings()}
-        model, self._merged = name, None
+        model = name
+        self._merged: tempfile.TemporaryDirectory[str] | None = None
         if _is_adapter(name):
             config = checkpoints.adapter_config(name)
             assert config is not None, "adapter_config.json was read before"

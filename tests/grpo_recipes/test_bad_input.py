@@ -263,6 +263,11 @@ RECIPE: list[Case] = [
         ("`vllm_max_model_length` is 20, and the longest prompt of", "`max_completion_length`", "raise the first"),
         changes={"use_vllm": True, "vllm_max_model_length": 20},
     ),
+    Case(
+        "grpo-recipes plan {recipe}",
+        ("`load_in_8bit` loads a base that vLLM can't hold",),
+        changes={"use_vllm": True, "load_in_8bit": True, **LORA},
+    ),
     *allowed("vllm_tensor_parallel_size", 3, use_vllm=True, vllm_mode="server"),
     *allowed("vllm_max_model_length", 20, use_vllm=True, vllm_mode="server"),
     *allowed("vllm_max_model_length", 2000, use_vllm=True),

@@ -21,6 +21,7 @@ from grpo_recipes import GRPOTrainer, train
 from grpo_recipes.recipe import data
 from grpo_recipes.recipe.recipe import shipped
 from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.results.run import Run
 from grpo_recipes.runs.manifest import Manifest, write_manifest
 from tests.grids import only
 from tests.grpo_recipes import recorded
@@ -356,6 +357,35 @@ def test_nothing_after_the_save_fails_a_run(
     assert str(tmp_path / "run") in warnings[0]
     assert "(ConnectionError: the hub did not answer)" in warnings[0]
     assert generates(AutoModelForCausalLM.from_pretrained(tmp_path / "run"), tmp_path / "run")
+
+
+def test_a_run_is_quiet_off_a_terminal_and_read_while_it_goes_on(
+    tiny_model: Path,
+    gsm8k_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, save_state, seen = tmp_path / "run", train.save_state, []
+
+    def looked_at(trainer: GRPOTrainer) -> None:
+        seen.append(Run.read(folder))
+        save_state(trainer)
+
+    monkeypatch.setattr(train, "save_state", looked_at)
+    assert train.main(arguments(tiny_model, gsm8k_file, folder, "--max_steps=2", "--save_strategy=no")) == 0
+    captured = capsys.readouterr()
+    assert "it/s" not in captured.err
+    assert "{'" not in captured.out + captured.err, "transformers' dictionaries"
+    (running,) = seen
+    assert running.is_running
+    assert running.log.max_steps == 2
+    assert running.record["hardware"].startswith("CPU (")
+    finished = Run.read(folder)
+    assert not finished.is_running
+    assert running.series("reward") == finished.series("reward")
+    assert running.series("reward").steps == [1, 2]
+    assert not (folder / "_log.jsonl").exists()
 
 
 def test_a_run_of_no_step_is_no_success(

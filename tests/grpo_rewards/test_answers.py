@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rewards.answers import extract_answer, gold_answer, parse_number
+from grpo_rewards.answers import extract_answer, gold_answer, parse_number, undress
 from grpo_rewards.correctness import GSM8KCorrectness, MathCorrectness
 
 SMALL_WORDS = """
@@ -141,6 +141,10 @@ def test_a_form_of_the_right_value_is_accepted_and_of_a_wrong_one_is_not(form):
         ("1 1/2", Fraction(3, 2)), ("1\\frac{1}{2}", Fraction(3, 2)), ("1½", Fraction(3, 2)), ("½", Fraction(1, 2)),
         ("-1 1/2", Fraction(-3, 2)), ("-\\frac12", Fraction(-1, 2)), ("0.5", Fraction(1, 2)), (".5", Fraction(1, 2)),
         ("33.33", Fraction(3333, 100)), ("3/4 cups", Fraction(3, 4)), ("1.5 million", 1500000), ("$18k", 18000),
+        ("five thousand a year", None), ("two thousand and apples", None), ("two and apples", None), ("a k", None),
+        ("18 Thousand", 18000), ("1.5 Million dollars", 1500000), ("$18K", 18000), ("18 maybe", None), ("18 roughly", None),
+        ("negative 3", -3), ("minus two hundred", -200), ("--18", None), ("-$-18", None), ("+-3", None),
+        ("1" * 1000, int("1" * 1000)), ("1" * 1001, None),
         ("3 100/200", Fraction(7, 2)), ("1 4/4", None), ("1,200 1/2", Fraction(2401, 2)), ("1 200 / 3", None),
         ("two and a half", None), ("1/0", None), ("1 3/2", None), ("1/2/3", None), ("", None), ("...", None),
         ("1" * 400, int("1" * 400)), ("1" * 2000, None), ("1e999999999", None), ("1e-999999999", None),
@@ -150,6 +154,17 @@ def test_a_form_of_the_right_value_is_accepted_and_of_a_wrong_one_is_not(form):
 )  # fmt: skip
 def test_other_numbers(answer, value):
     assert parse_number(answer) == value
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__"), ("*", "*"), ("_", "_"),
+     ("```", "```"), ("`", "`"), ('"', '"'), ("'", "'"), ("\\boxed{", "}"), ("(", ")"), ("[", "]"), ("{", "}")],
+)  # fmt: skip
+def test_what_an_answer_may_be_wrapped_in(left, right):
+    assert parse_number(f"{left}18{right}") == 18
+    assert parse_number(f"{left}{right}") is None
+    assert undress(f"{left}{right}") == f"{left}{right}"
 
 
 # Each earns a reward somewhere among the peers, or nearly; the gold is 18.
@@ -221,6 +236,7 @@ def test_a_misplaced_gold_earns_nothing(text, extract):
         ("boxed", "\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
         ("a_line", "Because.\nA: 18\nThanks", "18"),
         ("a_line", "A: 18", "18"),
+        ("a_line", "So.\nA: 17\nA: 18", "18"),
         ("a_line", "DNA: 18", None),
         ("sentence", "The answer is 3.5 dollars. Done.", "3.5 dollars"),
         ("sentence", "THE ANSWER IS: 18!", "18"),

@@ -13,6 +13,12 @@ def test_the_pay_is_settable():
     assert own(completions=texts, answer=["#### 65,960"] * 4) == [1.0, 0.9, -1.0, -1.0]
 
 
+def test_what_mathematics_pays_for_an_equal_answer():
+    texts = ["\\boxed{0.5}", "\\boxed{\\frac{1}{2}}", "\\boxed{1/2 m}", "\\boxed{1}"]
+    assert math_correctness(completions=texts, answer=["0.5"] * 4) == [1.0, 1.0, 1.0, 0.0]
+    assert GSM8KCorrectness(pay_exact=1, pay_equal=1.5).highest_pay == 1.5
+
+
 def test_other_tags_and_a_prefilled_block():
     text = "<reasoning>3 * 6</reasoning><answer>18</answer>"
     assert GSM8KCorrectness(tags=["reasoning", "answer"])(completions=[text], answer=["18"]) == [2.0]

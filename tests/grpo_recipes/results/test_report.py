@@ -425,3 +425,15 @@ def test_a_name_is_shown_as_it_is(tmp_path: Path) -> None:
         rows = [{"step": 10, "prompt": "one", "completion": "7", "gsm8k_correctness": 2.0}]
         pd.DataFrame(rows).to_parquet(folder / "completions" / "eval_completions_00010.parquet")
     assert r"a$\frac$b" in report(*folders).text
+
+
+def test_the_share_of_prompts_that_is_generated_is_drawn(tmp_path: Path) -> None:
+    metrics = {"prompts/generated": ramp(1.0, 0.4), "prompts/kept_by_floor": ramp(0.0, 0.2)}
+    drawn = {
+        chart.name: chart
+        for group in groups([Run.read(write_run(tmp_path / "run", metrics))])
+        for chart in group.charts
+    }
+    assert [label for _, label, _ in drawn["prompts-generated"].legend] == ["generated", "of these, by the floor alone"]
+    plain = groups([Run.read(write_run(tmp_path / "plain", {}))])
+    assert "prompts-generated" not in {chart.name for group in plain for chart in group.charts}

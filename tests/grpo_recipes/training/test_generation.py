@@ -34,11 +34,6 @@ from tests.grpo_recipes.training.models import PROMPTS, adapter, tiny, trainer
 MEAN, LARGEST = (f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max"))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Any:
     """The sentences logged by the check."""

@@ -31,11 +31,6 @@ NEW = {"peft_config": adapter(init_lora_weights=True)}
 MEAN = "sampling/sampling_logp_difference/mean"
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Any:
     """The sentences that the check has logged."""

@@ -21,11 +21,6 @@ from tests.grpo_recipes.training.test_packing import flat, layout_of, padded, sc
 RAGGED = Recording.random(prompts=3, group=3, seed=3)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Any:
     """The sentences logged about the layout."""

@@ -39,11 +39,6 @@ WINDOWS = {
 TRIM_ONLY = {"pack": False}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def gap(recording: Recording, folder: Path, *build: Callable[[], PreTrainedModel], **config: Any) -> float:
     settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, **config}
     return compare(recording, folder, *build, **settings)

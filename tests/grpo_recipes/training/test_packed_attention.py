@@ -20,11 +20,6 @@ from tests.grpo_recipes.training.test_packing import RAGGED, flat, layout_of, on
 __all__ = ["said"]  # a fixture
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def varlen(
     query: Tensor,
     key: Tensor,

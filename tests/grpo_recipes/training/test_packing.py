@@ -47,11 +47,6 @@ EXACT = {
 RAGGED = Recording.random(prompts=3, group=3, seed=3)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def padded(prompts: list[list[int]], completions: list[list[int]]) -> Rows:
     """TRL's layout: prompts padded on the left, completions on the right."""
     left, right = max(map(len, prompts)), max(1, *map(len, completions))

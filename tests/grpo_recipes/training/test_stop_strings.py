@@ -23,11 +23,6 @@ from tests.tiny import policy as tiny_policy
 STOP = ["b", "c", "q", "W", "zz", "=7"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def ids(text: str) -> list[int]:
     return byte_tokenizer()(text)["input_ids"]
 

@@ -118,6 +118,8 @@ def judge(evidence: Evidence, *, whole: bool, usual: float | None) -> Verdict:
         names = tuple(name for name, share in shares.items() if share > best - 0.01)
         weights = tuple(name for name in names if name in WEIGHTS)
         readings = tuple(name for name in names if name in READINGS)
+        if readings and not differs:  # 16-bit rounding, which another reading may happen to repeat
+            return Verdict(unclear=unclear)
         # Where another reading of the same weights explains as much, they are the same weights.
         return Verdict(differs and not readings, readings or weights, unclear, best)
     half = evidence.others.get(HALF)

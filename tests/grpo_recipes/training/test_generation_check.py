@@ -307,6 +307,8 @@ def test_16_bit_differences_below_the_tolerance_stop_nothing() -> None:
     small = Evidence(1000, 20.0, 0.2, 1.0, {OFF: Alternative(1.0, 0.1, 20.0)})
     verdict = judge(small, whole=False, usual=None)
     assert (verdict.wrong, verdict.names, verdict.unclear) == (False, (OFF,), (OFF,))
+    rounding = Evidence(1000, 20.0, 0.2, 1.0, {UNPADDED: Alternative(1.0, 0.1, 20.0)})
+    assert judge(rounding, whole=False, usual=None).names == ()
 
 
 def test_noise_is_never_named() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_rewards import gsm8k_correctness, math_correctness
+from grpo_rewards import answers, gsm8k_correctness, math_correctness
 from grpo_rewards.correctness import GSM8KCorrectness
 
 
@@ -17,6 +17,24 @@ def test_what_mathematics_pays_for_an_equal_answer():
     texts = ["\\boxed{0.5}", "\\boxed{\\frac{1}{2}}", "\\boxed{1/2 m}", "\\boxed{1}"]
     assert math_correctness(completions=texts, answer=["0.5"] * 4) == [1.0, 1.0, 1.0, 0.0]
     assert GSM8KCorrectness(pay_exact=1, pay_equal=1.5).highest_pay == 1.5
+
+
+def test_a_symbolic_comparison_pays_as_an_equal_number_or_is_counted_as_lost(monkeypatch):
+    verdicts = {"1+x": True, "x+2": False, "x^{10}": None}
+    monkeypatch.setattr(answers, "equivalent", lambda gold, answer, deadline: verdicts[answer])
+    metrics = {}
+    texts = [f"<answer>{answer}</answer>" for answer in (*verdicts, "x+1")]
+    pays = gsm8k_correctness(completions=texts, answer=["x+1"] * 4, log_metric=metrics.__setitem__)
+    assert pays == [1.5, 0.0, 0.0, 2.0]
+    assert metrics["rewards/gsm8k_correctness/timeouts"] == 1.0
+    assert metrics["rewards/gsm8k_correctness/symbolic"] == 0.75
+
+
+def test_the_note_knows_the_rewards_own_tags():
+    reward = GSM8KCorrectness(extract="boxed", tags=["reasoning", "solution"])
+    note = reward.unparsed_note(["<solution>18</solution>"])
+    assert note is not None
+    assert note.endswith("`extract: answer_tag` finds one in 1 of 1")
 
 
 def test_other_tags_and_a_prefilled_block():

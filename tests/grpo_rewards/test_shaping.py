@@ -60,3 +60,18 @@ def test_a_recipe_fills_in_the_group_size_and_chooses_what_is_correct():
     assert built.function(["p", "p"], ["#### 18", "#### 18   "], answer=["18"] * 2) == [0.5, -0.5]
     with pytest.raises(RewardSpecError, match="num_generations must be a positive whole number"):
         build_rewards([{"name": "group_length", "kwargs": {"num_generations": 0}}])
+
+
+def test_it_says_why_and_hands_the_tokens_on():
+    reasons, seen = {}, []
+
+    def right(completions, completion_ids, **columns):
+        seen.append(completion_ids)
+        return [1.0, 0.0, None]
+
+    reward = GroupLength(num_generations=3, correctness=right)
+    ids = [[0] * 10, [0] * 20, [0] * 30]
+    assert reward(["p"] * 3, ["a", "b", "c"], completion_ids=ids, log_reason=reasons.__setitem__) == [0.5, 0.0, None]
+    assert seen == [ids]
+    assert [reason.partition(",")[0] for reason in reasons["reason"]] == ["right", "wrong", "not scored"]
+    assert reasons["reason"][0] == "right, length 10 in a group of 10 to 30"

@@ -130,6 +130,15 @@ def test_steps_per_epoch_equal_the_trainers_rule() -> None:
     assert layout.optimizer_steps_per_epoch(5) == loader_length // 3 + (loader_length % 3 > 0)
 
 
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 3), (0.5, 2), (1.5, 5), (2, 6)])
+def test_a_part_of_an_epoch_ends_with_a_whole_step(epochs: float, steps: int) -> None:
+    """transformers: `math.ceil(args.num_train_epochs * num_update_steps_per_epoch)`."""
+    layout = geometry(per_device_train_batch_size=4, gradient_accumulation_steps=1, num_generations=4)
+    assert layout.optimizer_steps_per_epoch(3) == 3
+    assert layout.optimizer_steps(SimpleNamespace(max_steps=-1, num_train_epochs=epochs), 3) == steps
+    assert layout.optimizer_steps(SimpleNamespace(max_steps=7, num_train_epochs=epochs), 3) == 7
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -157,6 +166,7 @@ def test_agrees_with_grpo_config(config: dict, tmp_path: object) -> None:
         ({"generation_batch_size": 20}, "set it to 24"),
         ({"generation_batch_size": 16, "steps_per_generation": 2}, "keep one"),
         ({"eval_strategy": "steps", "per_device_eval_batch_size": 5}, "`per_device_eval_batch_size` to 8"),
+        ({"eval_strategy": "steps", "per_device_eval_batch_size": 6, "num_generations_eval": 3}, None),
     ],
 )
 def test_what_does_not_divide_is_named_with_a_value_that_does(config: dict, says: str | None) -> None:
@@ -192,3 +202,29 @@ def test_a_split_group_meets_again_only_over_ranks() -> None:
     first, second = (torch.tensor(rank[0]) for rank in sampled_ranks(layout, 3))
     assert layout.splits_groups
     assert len(set(first.tolist()) & set(second.tolist())) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        ({"save_steps": 1}, True),  # one step, not the share 1.0 of the run
+        ({"save_steps": 2}, False),
+        ({"save_steps": 0.5}, False),
+        ({"save_steps": 0.05}, True),
+        ({"save_steps": 1, "save_only_model": True}, False),  # nothing can go on from it
+        ({"save_steps": 1, "save_strategy": "epoch"}, False),
+    ],
+)
+def test_a_save_inside_a_generation(change: dict, refused: bool) -> None:
+    """Two optimiser steps train on each generation, and eight prompts make sixteen of them."""
+    layout = geometry(
+        per_device_train_batch_size=2, gradient_accumulation_steps=1, steps_per_generation=2, num_generations=4
+    )
+    plan = {"max_steps": -1, "num_train_epochs": 1, "save_strategy": "steps", "save_only_model": False}
+    config = SimpleNamespace(**{**plan, "eval_strategy": "no", "eval_steps": None, "logging_steps": 1, **change})
+    assert layout.optimizer_steps_per_epoch(8) == 16
+    if refused:
+        with pytest.raises(UserError, match="set `save_steps` to 2"):
+            layout.check_saves(config, 8)
+    else:
+        layout.check_saves(config, 8)

@@ -59,7 +59,7 @@ bench: $(INSTALLED)  ## every benchmark that runs on a CPU, each printing a tabl
 
 # What a GPU machine with torch, transformers, accelerate, peft, pandas and pyarrow may lack beside the two packages.
 GPU_PACKAGES := trl transformers datasets dill multiprocess xxhash fsspec filelock psutil math-verify latex2sympy2_extended \
-	antlr4-python3-runtime
+	antlr4-python3-runtime rich markdown-it-py mdurl pygments
 gpu-bundle: $(INSTALLED)  ## wheels for benchmarks/gpu.py on a GPU machine without a network, in dist/gpu (GPU_PYTHON=3.12)
 	rm -rf dist/gpu
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist/gpu ./rewards .

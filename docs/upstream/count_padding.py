@@ -22,7 +22,8 @@ def tokens(prompts: np.ndarray, completions: np.ndarray) -> int:
 
 def main() -> None:
     """Print the table."""
-    print("| completions | longest | padded to the generation batch ÷ to the micro-batch | padded to the micro-batch ÷ without padding |\n|---|---|---|---|")
+    head = ["completions", "longest", "padded to the generation batch ÷ to the micro-batch"]
+    print(f"| {' | '.join([*head, 'padded to the micro-batch ÷ without padding'])} |\n|---|---|---|---|")
     for name, (mean, spread, longest) in WORKLOADS.items():
         ratios, rests = [], []
         for seed in range(DRAWS):

@@ -318,10 +318,11 @@ class GenerationCheck:
     def _gathered(self, sums: list[Tensor], names: Sequence[str]) -> list[Evidence]:
         ours = torch.cat(sums).to(self.accelerator.device)
         table = self.accelerator.gather(ours[None]).double().cpu().reshape(-1, len(ours)).tolist()
-        return [
-            Evidence(*row[:4], {name: Alternative(*row[3 * n + 4 : 3 * n + 7]) for n, name in enumerate(names)})
-            for row in table
-        ]
+        found = []
+        for tokens, total, largest, square, *rest in table:
+            others = {name: Alternative(*rest[3 * n : 3 * n + 3]) for n, name in enumerate(names)}
+            found.append(Evidence(tokens, total, largest, square, others))
+        return found
 
 
 def watched_every(rows: int) -> int:

@@ -232,12 +232,12 @@ class PromptSampling(TrainerCallback):
         """Which groups of the generation just scored, over all ranks, have an advantage other than 0, (K,) bool."""
         trainer = self.trainer
         logged = [list(trainer._logs["rewards"][name]) for name in trainer.reward_func_names]
-        rewards = np.array(logged, np.float64).T.reshape(
-            -1, group, len(logged)
-        )  # (K, G, functions), NaN where unscored
+        # (K, G, functions), NaN where unscored.
+        rewards = np.array(logged, np.float64).T.reshape(-1, group, len(logged))
         weights = trainer.reward_weights.double().cpu().numpy()
         if trainer.multi_objective_aggregation == "normalize_then_sum":
-            return (spread(rewards)[:, weights != 0]).any(1)
+            varied: np.ndarray = np.any(spread(rewards)[:, weights != 0], axis=1)
+            return varied
         unscored = np.isnan(rewards).all(2)
         return spread(np.where(unscored, np.nan, np.nansum(rewards * weights, axis=2))[..., None])[:, 0]
 

@@ -535,7 +535,7 @@ def test_the_trainer_is_a_drop_in(tiny_model: Path, tmp_path: Path) -> None:
 
     theirs = history(TRLGRPOTrainer)
     assert any(entry["loss"] != 0 for entry in theirs if "loss" in entry)
-    assert history(GRPOTrainer, micro_batching="off", generation="off") == theirs
+    assert history(GRPOTrainer, micro_batching="off", generation="off", generation_check=False) == theirs
     for mine, other in zip(history(GRPOTrainer), theirs, strict=True):
         kept = {name: value for name, value in mine.items() if not name.startswith(("efficiency/", "sampling/"))}
         assert kept.keys() == other.keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,6 +30,9 @@ class Engine:
     def __init__(self, *, fault: str, dtype: torch.dtype | None, model: Any, **settings: Any) -> None:
         self.fault, self.dtype, self.policy, self.settings = fault, dtype, model, settings
         self.start = self.before = self.now = copied(model)
+
+    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.policy.named_parameters()
 
     def sync_weights(self) -> None:
         """Take the policy's weights."""

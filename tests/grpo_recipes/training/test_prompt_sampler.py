@@ -231,13 +231,14 @@ def test_words_and_mappings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_losses_whose_divisor_depends_on_the_draw_are_refused(tmp_path: Path, loss_type: str) -> None:
-    given_ = {"sampling": {"informative": "unbiased"}, "loss_type": loss_type}
+    needed = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}.get(loss_type, {})
+    given_ = {"sampling": {"informative": "unbiased"}, "loss_type": loss_type, **needed}
     if loss_type in ("grpo", "dr_grpo", "luspo", "sapo"):
         recipe_with(tmp_path, **given_)
         return
     with pytest.raises(RecipeError, match=r"counts their tokens: choose grpo or dr_grpo or sapo or luspo"):
         recipe_with(tmp_path, **given_)
-    recipe_with(tmp_path, sampling="informative", loss_type=loss_type)
+    recipe_with(tmp_path, **{**given_, "sampling": "informative"})
 
 
 @pytest.mark.parametrize(

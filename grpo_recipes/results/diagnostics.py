@@ -222,9 +222,10 @@ def zero_variance(run: Run) -> Found | None:
     if share.mean <= FLAT_GROUPS_LIMIT:
         return None
     step = _first_step(share, lambda value: value > FLAT_GROUPS_LIMIT)
+    advice = "" if run.recipe.get("sampling") else "; `sampling: informative` generates fewer such prompts"
     return step, (
         f"{share.mean:.0%} of the groups have no variance in their rewards, more than half first at step {step}"
-        f"{_easy_or_hard(run)}"
+        f"{_easy_or_hard(run)}{advice}"
     )
 
 

@@ -67,7 +67,10 @@ DISEASES = {
         {"metrics": {"entropy": lambda over: 0.6 * 0.01**over}},
         r"from 0\.[345]\d\d to 0\.0\d\d nats .* from step [12]\d",
     ),
-    "zero_variance": ({"metrics": {"frac_reward_zero_std": ramp(0.6, 0.8)}}, r"7\d% of the groups .* step 1\b"),
+    "zero_variance": (
+        {"metrics": {"frac_reward_zero_std": ramp(0.6, 0.8)}},
+        r"7\d% of the groups .* step 1\b.*; `sampling: informative` generates",
+    ),
     "kl_blow_up": ({"metrics": {"kl": late(0.05, 9.0)}}, r"reaches (8|9)\.\d nats a token, above 1 from step 2\d"),
     "dominant_reward": (
         {"metrics": {"rewards/tag_presence/std": ramp(9.0, 9.0)}},

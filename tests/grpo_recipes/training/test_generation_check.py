@@ -250,6 +250,7 @@ def test_an_adapter_is_as_before_once_it_has_been_looked_at(tmp_path: Path) -> N
     assert [parameter.requires_grad for parameter in run.model.parameters()] == trains
 
 
+@pytest.mark.slow
 def test_dropout_and_continuous_batching_are_not_compared(tmp_path: Path, said: Any) -> None:
     dropping = trainer(tmp_path, peft_config=adapter(lora_dropout=0.5), max_steps=1)
     dropping.train()

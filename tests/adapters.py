@@ -169,8 +169,8 @@ KINDS: dict[str, Kind] = {
 
 def missing() -> set[str]:
     """PEFT's types that no row covers."""
-    covered = {str(kind.config(**kind.arguments).peft_type.value) for kind in KINDS.values()}
-    return {kind.value for kind in PEFT_TYPE_TO_CONFIG_MAPPING} - covered
+    covered = {kind.config for kind in KINDS.values()}
+    return {str(kind.value) for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items() if config not in covered}
 
 
 def tiny_base() -> PreTrainedModel:

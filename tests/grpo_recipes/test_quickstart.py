@@ -189,7 +189,7 @@ def test_it_runs_from_end_to_end_twice(monkeypatch, tmp_path, capsys):
             assert completions["strict"].mean() == result["accuracy"]
             assert completions["lenient"].mean() == result["lenient"]
     assert cli.main(["report", str(tmp_path / "grpo-seed0")]) == 0
-    assert (tmp_path / "grpo-seed0" / "report" / "evaluation.png").is_file()
+    assert (tmp_path / "grpo-seed0" / "report" / "evaluation.svg").is_file()
     said = capsys.readouterr().out
     assert said.count("using it again") == 1
     assert said.count("replacing the earlier run") == 1

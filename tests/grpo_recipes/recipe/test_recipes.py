@@ -71,6 +71,8 @@ def reward_model_stand_in(recipe: Path, folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_two_steps(recipe: Path, tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
+    if "load_in_4bit" in recipe.read_text():
+        pytest.importorskip("bitsandbytes", reason="a base in 4 bits needs bitsandbytes")
     model = adapter(tiny_model, tmp_path / "adapter") if recipe.stem.endswith("lora-continue") else tiny_model
     arguments = stand_ins(recipe, model, gsm8k_file, tmp_path) + reward_model_stand_in(recipe, tmp_path)
     assert train.main(["--config", str(recipe), *arguments]) == 0

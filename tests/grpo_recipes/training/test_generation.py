@@ -338,7 +338,9 @@ def test_ranks_of_very_different_lengths(config: str, options: list[str], tmp_pa
     for entry in log:
         assert entry["completions/min_length"] == 1
         assert entry["completions/max_length"] > 5
-        assert 0 < entry[LARGEST] < 1e-4
+    # Of a small batch not every step is compared after the first.
+    assert LARGEST in log[0]
+    assert all(0 < entry[LARGEST] < 1e-4 for entry in log if LARGEST in entry)
 
 
 # ---- what this is built on

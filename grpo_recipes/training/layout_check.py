@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import psutil
 import torch
@@ -138,13 +139,27 @@ def _half_precision(model: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def in_float32(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
-    """Run `model` with float32 copies of its 16-bit weights and without autocast; afterwards it has its own again."""
-    kept = [(tensor, tensor.data) for tensor in _half_precision(model)]
+    """Run `model` with float32 copies of its 16-bit weights and without autocast; afterwards it has its own again.
+
+    The copies are other parameters. To swap the data of the model's own would reset their gradient accumulators, as torch does
+    where a dtype changes, and with them go the hooks by which DistributedDataParallel averages gradients: the ranks would then
+    train apart without a word.
+    """
+    kept: list[tuple[dict[str, Any], str, Tensor]] = []
+    copies: dict[Tensor, Tensor] = {}
     native, precision = accelerator.native_amp, torch.get_float32_matmul_precision()
     autocast = vars(model).get("forward") if "_original_forward" in vars(model) else None
     try:
-        for tensor, values in kept:
-            tensor.data = values.float()
+        for module in model.modules():
+            stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for held in stores:
+                for name, tensor in held.items():
+                    if tensor is None or tensor.dtype not in _HALF:
+                        continue
+                    kept.append((held, name, tensor))
+                    if tensor not in copies:  # tied weights stay tied
+                        copies[tensor] = _float32_copy(tensor)
+                    held[name] = copies[tensor]
         accelerator.native_amp = False
         if autocast is not None:
             vars(model)["forward"] = vars(model)["_original_forward"]
@@ -156,8 +171,13 @@ def in_float32(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
         if autocast is not None:
             vars(model)["forward"] = autocast
         accelerator.native_amp = native
-        for tensor, values in kept:
-            tensor.data = values
+        for held, name, tensor in kept:
+            held[name] = tensor
+
+
+def _float32_copy(tensor: Tensor) -> Tensor:
+    wide = tensor.detach().float()
+    return nn.Parameter(wide, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
 
 
 @contextmanager

@@ -255,7 +255,6 @@ class LogProbs:
         few = check.sample(rows, packable.flatten())
         wide = _widened(few, bare)
         target = model if sharded else bare
-        parameters = [] if sharded else check.compared(bare)
 
         def computed(call: ModelCall) -> tuple[Tensor, check.Gradients]:
             with torch.set_grad_enabled(bool(parameters)):
@@ -279,6 +278,7 @@ class LogProbs:
 
         plain = ModelCall(Layout.PLAIN, wide, wide, torch.arange(len(wide.input_ids)))
         with check.in_float32(bare, self.accelerator) if widen else nullcontext(), check.perturbed(bare):
+            parameters = [] if sharded else check.compared(bare)
             with check.in_training(bare, device):
                 before = check.random_state(device)
                 expected, again = computed(plain), computed(plain)

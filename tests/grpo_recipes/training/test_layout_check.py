@@ -10,12 +10,14 @@ import peft
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_recipes.training import layout_check, log_probs
 from grpo_recipes.training.packing import Layout
+from tests import tiny
 from tests.grpo_recipes.recorded import Recording, model
 from tests.grpo_recipes.training.test_packing import flat, layout_of, padded, scored, trainer_on
 
@@ -291,3 +293,17 @@ def test_weights_that_do_not_fit_twice_are_compared_as_they_are(
     assert checked(model().bfloat16(), tmp_path) is Layout.PACKED
     (sentence,) = said()
     assert "compared in 16 bit" in sentence
+
+
+def test_hooks_on_gradients_outlive_the_float32_copies() -> None:
+    """DistributedDataParallel averages gradients by hooks on a parameter's accumulator: without them ranks train apart."""
+    policy = tiny.policy().to(torch.bfloat16)
+    weight = next(policy.parameters())
+    accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    called: list[bool] = []
+    accumulator.register_hook(lambda *_: called.append(True))
+    with layout_check.in_float32(policy, Accelerator(cpu=True)):
+        assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+    assert next(policy.parameters()) is weight
+    policy(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    assert called == [True]

@@ -1,17 +1,15 @@
-"""Runs with `optim: adamw_bf16`: killed and resumed on one process, two, and under FSDP2; and what DeepSpeed keeps instead."""
+"""Runs with `optim: adamw_bf16`: killed and resumed on one process and two; and what DeepSpeed keeps instead."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from tests.grpo_recipes import launching
-from tests.grpo_recipes.training.test_reference_distributed import FSDP2
 
 pytestmark = pytest.mark.slow
 MODULE = "tests.grpo_recipes.train_reading_states"
@@ -20,38 +18,27 @@ CURED = {"dtype": "bfloat16", "optim": "adamw_bf16", "learning_rate": 1e-5, "max
 LORA = {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"], "lora_r": 4}
 
 
-def layout_file(layout: str, folder: Path, **changes: Any) -> str:
-    """A layout's name or file; FSDP2 on two CPU processes ships in no file."""
-    if layout != "fsdp2":
-        return layout
-    path = folder / "fsdp2.yaml"
-    path.write_text(yaml.safe_dump({**FSDP2, **changes}))
-    return str(path)
-
-
 def dtypes(output: Path) -> dict[str, list[str]]:
     return json.loads((output / "dtypes-rank0.json").read_text())
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("layout", "tuning"), [("cpu", "full"), ("cpu", "lora"), ("ddp_cpu", "full"), ("fsdp2", "full")]
-)
+@pytest.mark.parametrize(("layout", "tuning"), [("cpu", "full"), ("cpu", "lora"), ("ddp_cpu", "full")])
 def test_a_killed_run_ends_like_one_left_alone(layout: str, tuning: str, tmp_path: Path) -> None:
     """Parameters, completions, moments and the kept bits, all to the bit."""
     policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 16)
     processes = 1 if layout == "cpu" else 2
     changes = {**CURED, **(LORA if tuning == "lora" else {}), "per_device_train_batch_size": 16 // processes}
     alone = launching.write_recipe(tmp_path / "alone.yaml", policy, rows, tmp_path / "alone", **changes)
-    launching.launch(layout_file(layout, tmp_path), alone, module=MODULE)
+    launching.launch(layout, alone, module=MODULE)
     output = tmp_path / "killed"
     killed = launching.write_recipe(tmp_path / "killed.yaml", policy, rows, output, **changes)
-    process = launching.start(layout_file(layout, tmp_path), killed, module=MODULE)
+    process = launching.start(layout, killed, module=MODULE)
     assert launching.wait_for((output / "checkpoint-4").is_dir, process)
     launching.kill_tree(process.pid)
     launching.finish(process)
     assert not (output / "trainer_state.json").exists()
-    said = launching.launch(layout_file(layout, tmp_path), killed, "--resume_from_checkpoint", "true", module=MODULE)
+    said = launching.launch(layout, killed, "--resume_from_checkpoint", "true", module=MODULE)
     assert "going on from" in said
     launching.assert_same_run(tmp_path / "alone", output)
     for rank in range(processes):

@@ -8,12 +8,16 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 
-def only(
-    quick: Iterable[Any], values: Iterable[Any], rest: pytest.MarkDecorator = pytest.mark.slow
-) -> list[ParameterSet]:
-    """The values as parameters, those outside `quick` marked slow, or with `rest`."""
-    kept = list(quick)
-    return [pytest.param(value, marks=() if value in kept else rest) for value in values]
+def only(quick: Iterable[Any], values: Iterable[Any], slow: Iterable[Any] | None = None) -> list[ParameterSet]:
+    """The values as parameters: those outside `quick` are marked slow, or, outside `slow` if that is given, nightly."""
+    kept, sample = list(quick), slow if slow is None else list(slow)
+
+    def marks(value: Any) -> Any:
+        if value in kept:
+            return ()
+        return pytest.mark.slow if sample is None or value in sample else pytest.mark.nightly
+
+    return [pytest.param(value, marks=marks(value)) for value in values]
 
 
 def covering(

@@ -76,11 +76,9 @@ def test_on_two_processes(name: str, both_ranks: dict[str, Held], record_cell: C
     record_cell("published algorithms", Difference(both_ranks[name].loss, both_ranks[name].gradient))
 
 
-# Of each algorithm the first in every run of the slow tests, the others by night.
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
-    only({fault.algorithm: fault for fault in reversed(FAULTS)}.values(), FAULTS, rest=pytest.mark.nightly),
+    only([], FAULTS, slow={fault.algorithm: fault for fault in FAULTS}.values()),  # one of each algorithm
     ids=lambda fault: f"{fault.algorithm}: {fault.name}",
 )
 def test_a_planted_fault_shows(fault: Fault, checkpoint: Path) -> None:

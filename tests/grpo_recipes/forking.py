@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-IMPORTED = ["accelerate.commands.launch", "torch.distributed.run", "deepspeed", "tests.grpo_recipes.imported"]
+IMPORTED = ["accelerate.commands.launch", "torch.distributed.run", "tests.grpo_recipes.imported"]
 
 
 def context() -> multiprocessing.context.ForkServerContext:

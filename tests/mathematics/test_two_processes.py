@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.grids import only
 from tests.grpo_recipes import launching
 from tests.mathematics.conftest import SummaryLines
 from tests.mathematics.harness import Difference
@@ -24,16 +25,25 @@ pytestmark = pytest.mark.slow
 NOT_INVARIANT_OVER_RANKS = ("bnpo", "grpo + entropy bonus", "grpo + router loss")
 
 
-@pytest.fixture(scope="module")
-def two_processes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The figures of `two_processes.py`, run once under `accelerate launch` on two CPU processes."""
-    output = tmp_path_factory.mktemp("two") / "figures.json"
-    launching.launch_module("ddp_cpu", "tests.mathematics.two_processes", str(checkpoint), str(output))
+def measured(checkpoint: Path, folder: Path, every: int) -> dict[str, Any]:
+    """The figures of `two_processes.py`, each loss type on one layout of so many."""
+    output = folder / "figures.json"
+    launching.launch_module("ddp_cpu", "tests.mathematics.two_processes", str(checkpoint), str(output), str(every))
     return json.loads(output.read_text())
 
 
-def test_training_on_two_processes(two_processes: dict[str, Any], record_cell: Callable) -> None:
-    for cell, figures in two_processes["comparisons"].items():
+@pytest.fixture(scope="module")
+def two_processes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The figures of one launch for all tests."""
+    return measured(checkpoint, tmp_path_factory.mktemp("two"), every=3)
+
+
+@pytest.mark.parametrize("every", only([], [1, 3], slow=[3]))
+def test_training_on_two_processes(
+    every: int, two_processes: dict[str, Any], checkpoint: Path, tmp_path: Path, record_cell: Callable
+) -> None:
+    found = two_processes if every == 3 else measured(checkpoint, tmp_path, every)
+    for cell, figures in found["comparisons"].items():
         check(Difference(**figures), torch.float64, cell)
         record_cell("TRL's training loop, 2 processes", Difference(**figures))
 

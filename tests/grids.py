@@ -1,4 +1,4 @@
-"""Grids of parameters of which a part is quick and the rest slow."""
+"""Grids of parameters of which a part is quick and the rest slow, or a part slow and the rest left to the night."""
 
 from collections.abc import Iterable
 from itertools import combinations, product
@@ -8,14 +8,22 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 
-def only(quick: Iterable[Any], values: Iterable[Any]) -> list[ParameterSet]:
-    """The values as parameters, those outside `quick` marked slow."""
-    kept = list(quick)
-    return [pytest.param(value, marks=() if value in kept else pytest.mark.slow) for value in values]
+def only(quick: Iterable[Any], values: Iterable[Any], slow: Iterable[Any] | None = None) -> list[ParameterSet]:
+    """The values as parameters: those outside `quick` are marked slow, or, outside `slow` if that is given, nightly."""
+    kept, sample = list(quick), slow if slow is None else list(slow)
+
+    def marks(value: Any) -> Any:
+        if value in kept:
+            return ()
+        return pytest.mark.slow if sample is None or value in sample else pytest.mark.nightly
+
+    return [pytest.param(value, marks=marks(value)) for value in values]
 
 
-def covering(*axes: Iterable[Any], strength: int = 1) -> list[ParameterSet]:
-    """Every combination of the axes' values, as parameters; those outside a covering set are marked slow.
+def covering(
+    *axes: Iterable[Any], strength: int = 1, rest: pytest.MarkDecorator = pytest.mark.slow
+) -> list[ParameterSet]:
+    """Every combination of the axes' values, as parameters; those outside a covering set are marked slow, or with `rest`.
 
     In the covering set every value occurs (with strength 2: every pair of values), chosen greedily, so it is always the
     same one.
@@ -31,7 +39,7 @@ def covering(*axes: Iterable[Any], strength: int = 1) -> list[ParameterSet]:
     return [
         pytest.param(
             *(axis[index] for axis, index in zip(values, cell, strict=True)),
-            marks=() if cell in quick else pytest.mark.slow,
+            marks=() if cell in quick else rest,
         )
         for cell in cells
     ]

@@ -10,7 +10,6 @@ launch takes a second or two, not twenty.
 
 import ctypes
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.runs.checkpoints import last_complete_checkpoint, step_of
-from tests.grpo_recipes import launching
+from tests.grpo_recipes import forking, launching
 
 STEPS = 15
 ENUMERATED = 4  # the save whose calls are enumerated: there are older ones to remove
@@ -86,13 +85,6 @@ def why_not() -> str | None:
     return None if traced.returncode == 0 else f"strace can't trace here ({traced.stderr.strip()[-80:]})"
 
 
-def context() -> multiprocessing.context.ForkServerContext:
-    """Where ranks are forked, with everything imported."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["grpo_recipes.train", "deepspeed", "tests.grpo_recipes.launching"])
-    return server
-
-
 def environments(layout: str, folder: Path) -> list[dict[str, str]]:
     """The environment of each rank of a layout, by rank."""
     folder.mkdir()
@@ -122,7 +114,7 @@ class Launch:
         self.log, self.trace = folder / "log.txt", folder / "trace.txt"
         for path in (self.log, self.trace):
             path.write_text("")
-        server = context()
+        server = forking.context()
         self.go = server.Event()  # kept: it goes with its last reference
         with socket.socket() as free:
             free.bind(("", 0))

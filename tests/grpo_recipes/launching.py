@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from grpo_recipes.recipe.recipe import find_file
 from tests import tiny
+from tests.grpo_recipes import forking
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,29 +63,41 @@ def write_rows(path: Path, count: int) -> Path:
     return path
 
 
+Started = subprocess.Popen | forking.Launch
+
+
 def start(
-    layout: str,
-    recipe: Path,
-    *arguments: str,
-    module: str = "grpo_recipes.train",
-    launcher: Sequence[str] = (),
-    **env: str,
-) -> subprocess.Popen:
-    """Start a recipe on the processes of `layout` (a shipped accelerate configuration), stderr merged into stdout."""
-    config = str(find_file("accelerate_configs", layout))
-    command = ["-m", "accelerate.commands.launch", "--config_file", config, *launcher]
+    layout: str, recipe: Path, *arguments: str, module: str = "grpo_recipes.train", fresh: bool = False, **options: Any
+) -> Started:
+    """Start a recipe on the processes of `layout`, with the options of `start_module`."""
+    return start_module(layout, module, "--config", str(recipe), *arguments, fresh=fresh, **options)
+
+
+def start_module(
+    layout: str, module: str, *arguments: str, launcher: Sequence[str] = (), fresh: bool = False, **env: str
+) -> Started:
+    """Start a module on the processes of `layout` (a shipped accelerate configuration, or a path), stderr merged into stdout.
+
+    Each is an interpreter of its own if `fresh`, and otherwise a fork of one that has imported what a run needs.
+    """
     port = ["--main_process_port", "0"] if layout != "cpu" else []
+    config = str(find_file("accelerate_configs", layout))
+    command = ["--config_file", config, *launcher, *port, "-m", module, *arguments]
+    paths = f"{ROOT}{os.pathsep}{ROOT / 'rewards'}"
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **env}
+    if not fresh:
+        return forking.Launch(command, ROOT, environment)
     return subprocess.Popen(
-        [sys.executable, *command, *port, "-m", module, "--config", str(recipe), *arguments],
+        [sys.executable, "-m", "accelerate.commands.launch", *command],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'rewards'}", "OMP_NUM_THREADS": "1", **env},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-def finish(process: subprocess.Popen, timeout: float = 550) -> str:
+def finish(process: Started, timeout: float = 550) -> str:
     """What a started run printed until it ended."""
     try:
         return process.communicate(timeout=timeout)[0]
@@ -94,7 +107,15 @@ def finish(process: subprocess.Popen, timeout: float = 550) -> str:
 
 def launch(layout: str, recipe: Path, *arguments: str, **options: Any) -> str:
     """Run a recipe to its end, with the options of `start`, and return what it printed; fails if it did."""
-    process = start(layout, recipe, *arguments, **options)
+    return _to_its_end(start(layout, recipe, *arguments, **options))
+
+
+def launch_module(layout: str, module: str, *arguments: str, **options: Any) -> str:
+    """Run a module to its end, with the options of `start_module`, and return what it printed; fails if it did."""
+    return _to_its_end(start_module(layout, module, *arguments, **options))
+
+
+def _to_its_end(process: Started) -> str:
     said = finish(process)
     assert process.returncode == 0, said[-10_000:]
     return said
@@ -115,7 +136,7 @@ def kill_tree(pid: int) -> None:
     psutil.wait_procs(tree, timeout=10)
 
 
-def wait_for(condition: Any, process: subprocess.Popen, poll: float = 0.002) -> bool:
+def wait_for(condition: Any, process: Started, poll: float = 0.002) -> bool:
     """Wait until `condition()` holds; False if the process ends first."""
     while not condition():
         if process.poll() is not None:

@@ -119,7 +119,9 @@ def last_line(said: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.nightly), (signal.SIGINT, 130)]
+)
 def test_a_signal_to_the_command_leaves_a_checkpoint_and_no_process(recipe: Path, number: int, code: int) -> None:
     process = start(recipe, "--max_steps", "400", "--save_steps", "400")
     try:

@@ -25,7 +25,7 @@ from grpo_recipes.results.run import Run
 from grpo_recipes.runs.manifest import Manifest, write_manifest
 from tests.grids import only
 from tests.grpo_recipes import recorded
-from tests.grpo_recipes.launching import write_rows
+from tests.grpo_recipes.launching import launch_module, write_rows
 
 SMALL = [
     "--use_cpu",
@@ -52,6 +52,7 @@ def arguments(tiny_model: Path, gsm8k_file: Path, output: Path, *more: str) -> l
 
 
 def launch(config: str, args: list[str]) -> subprocess.CompletedProcess[str]:
+    """`accelerate launch`, each process an interpreter of its own."""
     command = [
         "accelerate.commands.launch",
         "--config_file",
@@ -580,15 +581,16 @@ def test_the_trainer_is_a_drop_in(tiny_model: Path, tmp_path: Path) -> None:
 def test_two_processes(tiny_model: Path, gsm8k_file: Path, tmp_path: Path, lora: bool) -> None:
     output = tmp_path / "run"
     more = ["--use_peft", "--lora_target_modules", "all-linear"] if lora else []
-    done = launch("ddp_cpu", arguments(tiny_model, gsm8k_file, output, *more, "--max_steps=2"))
-    assert done.returncode == 0, done.stderr[-2000:]
+    given = arguments(tiny_model, gsm8k_file, output, *more)
+    if lora:
+        launch_module("ddp_cpu", "grpo_recipes.train", *given, "--max_steps=2")
+    else:
+        done = launch("ddp_cpu", [*given, "--max_steps=2"])
+        assert done.returncode == 0, done.stderr[-2000:]
     record = json.loads((output / "run.json").read_text())
     assert record["world_size"] == 2
     assert record["geometry"]["prompts_per_generation"] == 4
-    done = launch(
-        "ddp_cpu", arguments(tiny_model, gsm8k_file, output, *more, "--max_steps=3", "--resume_from_checkpoint=true")
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    launch_module("ddp_cpu", "grpo_recipes.train", *given, "--max_steps=3", "--resume_from_checkpoint=true")
     assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 3
     auto = AutoPeftModelForCausalLM if lora else AutoModelForCausalLM
     assert generates(auto.from_pretrained(output), output)
@@ -607,8 +609,7 @@ def test_two_processes_say_a_mistake_once(tiny_model: Path, gsm8k_file: Path, tm
 @pytest.mark.slow
 def test_as_many_rows_as_gsm8k_has_through_the_24gb_recipe(tiny_model: Path, tmp_path: Path) -> None:
     rows, output = write_rows(tmp_path / "train.jsonl", 7473), tmp_path / "run"
-    done = launch("cpu", arguments(tiny_model, rows, output, "--max_steps=2"))
-    assert done.returncode == 0, done.stderr[-2000:]
+    launch_module("cpu", "grpo_recipes.train", *arguments(tiny_model, rows, output, "--max_steps=2"))
     assert json.loads((output / "run.json").read_text())["train_prompts"] == 7473
 
 

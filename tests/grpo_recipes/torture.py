@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import torch
@@ -60,7 +59,7 @@ def torture(layout: str, kills: int, rng: random.Random, rows: Path, folder: Pat
     return lines
 
 
-def resume(layout: str, recipe: Path, output: Path) -> Popen:
+def resume(layout: str, recipe: Path, output: Path) -> launching.Started:
     """Go on from the last complete checkpoint, or start again if there is none yet."""
     if last_complete_checkpoint(output, PROCESSES[layout])[0]:
         return launching.start(layout, recipe, "--resume_from_checkpoint", "true")
@@ -89,7 +88,7 @@ def written_since(path: Path, started: float) -> bool:
     return path.exists() and path.stat().st_mtime > started
 
 
-def kill_at(moment: tuple[str, Callable[[], bool], float], process: Popen) -> str | None:
+def kill_at(moment: tuple[str, Callable[[], bool], float], process: launching.Started) -> str | None:
     """SIGKILL the whole run at a moment. Returns what was done, or None if the run ended first."""
     what, condition, delay = moment
     reached = launching.wait_for(condition, process)

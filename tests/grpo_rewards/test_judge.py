@@ -652,7 +652,7 @@ def check_any_text(text):
 
 
 test_any_text = settings(max_examples=500, deadline=None)(given(TEXTS)(check_any_text))
-test_any_text_at_length = pytest.mark.slow(
+test_any_text_at_length = pytest.mark.nightly(
     pytest.mark.timeout(1800)(settings(max_examples=20_000, deadline=None)(given(TEXTS)(check_any_text)))
 )
 

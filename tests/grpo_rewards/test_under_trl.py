@@ -76,7 +76,8 @@ def test_a_run_outlives_a_runaway_formula_and_a_killed_server(tiny_model, tmp_pa
     assert all(entry["rewards/math_correctness/symbolic"] == 0.5 for entry in logged)
 
 
-@pytest.mark.parametrize("conversational", [False, True])
+# Plain text goes through TRL's command in tests/grpo_recipes/test_train.py.
+@pytest.mark.parametrize("conversational", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_trls_own_command_takes_the_rewards_by_dotted_path(tiny_model, tmp_path, conversational):
     data = tmp_path / "data"
     data.mkdir()

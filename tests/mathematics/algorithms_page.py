@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -25,6 +23,7 @@ from typing import Any
 import torch
 
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file
+from tests.grpo_recipes import launching
 from tests.mathematics.algorithm_faults import FAULTS
 from tests.mathematics.algorithms import LAYOUTS, Held, float64_rewards, hold, layout_of
 from tests.mathematics.harness import float64_trl, tiny_checkpoint
@@ -192,13 +191,7 @@ def on_two_ranks(checkpoint: Path) -> dict[str, Held]:
     """Each recipe's figures on two processes, under `accelerate launch`."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "figures.json"
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-        command += ["accelerate_configs/ddp_cpu.yaml", "--main_process_port", "0", "-m"]
-        command += ["tests.mathematics.two_processes_algorithms", str(checkpoint), str(output)]
-        path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "rewards")])
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-4000:]
+        launching.launch_module("ddp_cpu", "tests.mathematics.two_processes_algorithms", str(checkpoint), str(output))
         return {name: Held(**held) for name, held in json.loads(output.read_text()).items()}
 
 

@@ -1,14 +1,9 @@
 """Fixtures of the mathematics tests: one tiny checkpoint, scenarios prepared once, and a count of compared cells."""
 
 import gc
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,19 +35,6 @@ def in_float64() -> Iterator[None]:
     """TRL and the model run in float64 throughout."""
     with float64_trl():
         yield
-
-
-@pytest.fixture(scope="session")
-def two_processes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The figures of `two_processes.py`, run once under `accelerate launch` on two CPU processes."""
-    output = tmp_path_factory.mktemp("two") / "figures.json"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp_cpu.yaml"]
-    command += ["--main_process_port", "0", "-m", "tests.mathematics.two_processes", str(checkpoint), str(output)]
-    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "rewards")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(output.read_text())
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from trl.trainer import grpo_trainer
 
 from tests.mathematics import test_advantages_against_trl as advantages
 from tests.mathematics import test_options_against_trl as options
-from tests.mathematics.harness import Difference, Scenario, compare, edited, float64_trl
+from tests.mathematics.harness import Scenario, compare, edited, float64_trl
 from tests.mathematics.oracle import Geometry, Objective
 from tests.mathematics.test_loss_against_trl import GEOMETRIES, cells, check
 from tests.mathematics.two_processes import DISTRIBUTED_FAULTS
@@ -271,13 +271,6 @@ def test_the_tests_pass_without_a_fault(checkpoint: Path, sound: Callable[..., S
     with float64_trl():
         for fault in {(fault.test, str(fault.arguments)): fault for fault in FAULTS}.values():
             run_test(fault, checkpoint, sound)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DISTRIBUTED_FAULTS)
-def test_fault_across_processes_is_caught(name: str, two_processes: dict[str, Any]) -> None:
-    with pytest.raises(AssertionError):
-        check(Difference(**two_processes["faults"][name]), torch.float64, name)
 
 
 def test_at_least_thirty_faults_with_names_of_their_own() -> None:

@@ -10,7 +10,6 @@ router loss multiplies two means over them.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,8 +17,6 @@ from tests.mathematics.conftest import SummaryLines
 from tests.mathematics.invariance import INVARIANCE_CELLS, final_weights, largest_gap
 
 NOT_INVARIANT = ("bnpo", "grpo + entropy bonus", "grpo + entropy quantile", "grpo + router loss")
-# On two processes TRL takes the entropy quantile over all ranks, so only the processes' normalisers remain.
-NOT_INVARIANT_OVER_RANKS = ("bnpo", "grpo + entropy bonus", "grpo + router loss")
 EXACT = 1e-12
 VISIBLE = 1e-4
 
@@ -43,12 +40,3 @@ def test_accumulation(
     gap = largest_gap(large_batch[name], weights_of(name, checkpoint, 4, 2))
     summary(f"invariance, 8 x 1 against 4 x 2, {name}: weights differ by {gap:.1e}")
     assert gap > VISIBLE if name in NOT_INVARIANT else gap <= EXACT
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("name", INVARIANCE_CELLS)
-def test_processes(name: str, checkpoint: Path, two_processes: dict[str, Any], summary: SummaryLines) -> None:
-    gap = largest_gap(weights_of(name, checkpoint, 8, 1), two_processes["weights"][name])
-    summary(f"invariance, 8 x 1 against 2 processes x 4, {name}: weights differ by {gap:.1e}")
-    assert gap > VISIBLE if name in NOT_INVARIANT_OVER_RANKS else gap <= EXACT

@@ -79,7 +79,7 @@ def with_advantage(row: Completion, without: list[int] | None) -> Completion:
     return replace(row, advantage=0.0) if row.prompt == without else row
 
 
-@pytest.mark.parametrize(("loss_type", "case"), covering(LOSS_TYPES, CASES))
+@pytest.mark.parametrize(("loss_type", "case"), covering(LOSS_TYPES, CASES, rest=pytest.mark.nightly))
 def test_float32_cells(loss_type: str, case: str, scenario: ScenarioFactory, record_cell: Callable) -> None:
     for geometry, objective in cells(loss_type, 24):
         found = compare(scenario(geometry, objective.temperature, torch.float32), objective, *CASES[case])
@@ -90,8 +90,7 @@ def test_float32_cells(loss_type: str, case: str, scenario: ScenarioFactory, rec
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(("loss_type", "case"), covering(LOSS_TYPES, CASES, rest=pytest.mark.nightly))
 def test_float64_cells(loss_type: str, case: str, scenario: ScenarioFactory, record_cell: Callable) -> None:
     for geometry, objective in cells(loss_type, 4):
         found = compare(scenario(geometry, objective.temperature, torch.float64), objective, *CASES[case])

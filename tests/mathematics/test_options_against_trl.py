@@ -47,7 +47,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("loss_type", "options"),
     # From the back, where the last losses meet the options that are theirs alone.
-    covering(LOSS_TYPES[::-1], OPTIONS[::-1]),
+    covering(LOSS_TYPES[::-1], OPTIONS[::-1], rest=pytest.mark.nightly),
     ids=lambda value: " ".join(value) if isinstance(value, dict) else value,
 )
 def test_options(loss_type: str, options: dict[str, Any], scenario: ScenarioFactory, record_cell: Callable) -> None:
@@ -168,7 +168,7 @@ def test_sampler_weights(
 
 
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize(("loss_type", "mode"), covering(LOSS_TYPES, MODES))
+@pytest.mark.parametrize(("loss_type", "mode"), covering(LOSS_TYPES, MODES, rest=pytest.mark.nightly))
 def test_loss_with_sampler_weights(
     loss_type: str, mode: str, checkpoint: Path, scenario: ScenarioFactory, record_cell: Callable
 ) -> None:

@@ -1,15 +1,13 @@
-"""TRL's own training loop against the oracle: losses and gradients of each step, on one process and on two."""
+"""TRL's own training loop against the oracle: losses and gradients of each step, on one process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.mathematics.harness import Difference
 from tests.mathematics.oracle import LOSS_TYPES, Geometry, Objective
 from tests.mathematics.test_loss_against_trl import GEOMETRIES, check
 from tests.mathematics.training import compare_training
@@ -33,10 +31,3 @@ def test_training_on_one_process(loss_type: str, every: int, checkpoint: Path, r
 def test_the_policy_moves_off_policy_within_a_generation(checkpoint: Path) -> None:
     found = compare_training(checkpoint, Objective("grpo", epsilon=0.05), Geometry(1, 1, 3), 8, steps=6)
     check(found, torch.float64, "mu = 3")
-
-
-@pytest.mark.slow
-def test_training_on_two_processes(two_processes: dict[str, Any], record_cell: Callable) -> None:
-    for cell, figures in two_processes["comparisons"].items():
-        check(Difference(**figures), torch.float64, cell)
-        record_cell("TRL's training loop, 2 processes", Difference(**figures))

@@ -1,6 +1,6 @@
 """The comparisons that need two processes; started by `accelerate launch`, it writes their figures to a JSON file.
 
-accelerate launch --config_file accelerate_configs/ddp_cpu.yaml -m tests.mathematics.two_processes CHECKPOINT OUT
+accelerate launch --config_file accelerate_configs/ddp_cpu.yaml -m tests.mathematics.two_processes CHECKPOINT OUT EVERY
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ LAYOUTS = (
 )
 
 
-def comparisons(checkpoint: Path) -> dict[str, dict[str, float]]:
-    """Every loss type on every layout against the oracle, and an entropy quantile taken over both ranks."""
+def comparisons(checkpoint: Path, every: int) -> dict[str, dict[str, float]]:
+    """Every loss type on every n-th layout against the oracle, and an entropy quantile taken over both ranks."""
     figures = {}
-    for loss_type in LOSS_TYPES:
-        for index, (geometry, rows) in enumerate(LAYOUTS):
+    for place, loss_type in enumerate(LOSS_TYPES):
+        for index, (geometry, rows) in list(enumerate(LAYOUTS))[place % every :: every]:
             objective = Objective(loss_type, ("token", "sequence")[index % 2], beta=0.04)
             found = compare_training(checkpoint, objective, geometry, rows, steps=3)
             figures[f"{loss_type}, {objective.importance_sampling_level}, {geometry}, {rows} rows"] = asdict(found)
@@ -89,13 +89,13 @@ def planted_faults(checkpoint: Path) -> dict[str, dict[str, float]]:
     return figures
 
 
-def main(checkpoint: Path, output: Path) -> None:
+def main(checkpoint: Path, output: Path, every: int) -> None:
     """Run everything on both ranks; rank 0 writes."""
     torch.set_num_threads(1)
     gc.freeze()
     with float64_trl():
         figures = {
-            "comparisons": comparisons(checkpoint),
+            "comparisons": comparisons(checkpoint, every),
             "faults": planted_faults(checkpoint),
             "weights": {name: final_weights(checkpoint, cell, 4, 1) for name, cell in INVARIANCE_CELLS.items()},
         }
@@ -104,5 +104,5 @@ def main(checkpoint: Path, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
     leave(0)

@@ -96,7 +96,7 @@ def train(row: Row, path: Path, *arguments: str, extensions: str, **env: str) ->
     """Run a row's recipe to its end; what it printed."""
     env = {**ENVIRONMENT, "TORCH_EXTENSIONS_DIR": extensions, **env}
     if row.layout != "cpu":
-        return launching.launch(row.layout, path, *arguments, module="tests.vllm.train", **env)
+        return launching.launch(row.layout, path, *arguments, module="tests.vllm.train", fresh=True, **env)
     paths = f"{launching.ROOT}{os.pathsep}{launching.ROOT / 'rewards'}"
     done = subprocess.run(
         [sys.executable, "-m", "tests.vllm.train", "--config", str(path), *arguments],

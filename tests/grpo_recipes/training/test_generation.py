@@ -5,9 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +24,7 @@ from grpo_recipes.training import generation_check
 from grpo_recipes.training.generation import unfit_for_groups
 from grpo_rewards.errors import UserError
 from tests.grids import only
-from tests.grpo_recipes.launching import ROOT, completions, finish
+from tests.grpo_recipes import launching
 from tests.grpo_recipes.recorded import model
 from tests.grpo_recipes.training.models import PROMPTS, adapter, tiny, trainer
 
@@ -315,23 +312,12 @@ def test_ranks_of_very_different_lengths(config: str, options: list[str], tmp_pa
     """Rank 1's completions all end with their first token; the run is that of transformers' own loop."""
     runs = {}
     for mode in ("auto", "off"):
-        launcher = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yaml"]
-        launcher += ["--main_process_port", "0", "-m", "tests.grpo_recipes.training.train_uneven"]
-        paths = os.pathsep.join([str(ROOT), str(ROOT / "rewards")])
-        process = subprocess.Popen(
-            [sys.executable, *launcher, mode, str(tmp_path / mode), *options],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": extensions},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        said = finish(process, timeout=300)
-        assert process.returncode == 0, said[-4000:]
+        module, output = "tests.grpo_recipes.training.train_uneven", str(tmp_path / mode)
+        said = launching.launch_module(config, module, mode, output, *options, TORCH_EXTENSIONS_DIR=extensions)
         assert "own loop" not in said
         runs[mode] = load_file(next((tmp_path / mode).glob("*model.safetensors")))
     assert all(torch.equal(value, runs["off"][name]) for name, value in runs["auto"].items())
-    tables = [completions(tmp_path / mode)[["step", "prompt", "completion"]] for mode in ("auto", "off")]
+    tables = [launching.completions(tmp_path / mode)[["step", "prompt", "completion"]] for mode in ("auto", "off")]
     pd.testing.assert_frame_equal(*tables)
     log = [entry for entry in json.loads((tmp_path / "auto" / "log.json").read_text()) if "loss" in entry]
     assert len(log) == 3

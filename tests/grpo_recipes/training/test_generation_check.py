@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ from grpo_recipes.runs.faults import NotThePolicy
 from grpo_recipes.training import alternatives, generation_check
 from grpo_recipes.training.alternatives import AGO, HALF, OFF, RAW, TWICE, UNPADDED, WEIGHTS, Processing
 from grpo_recipes.training.verdict import Alternative, Evidence, judge
-from tests.grpo_recipes.launching import ROOT, finish
+from tests.grpo_recipes import launching
 from tests.grpo_recipes.recorded import model
 from tests.grpo_recipes.training.engine import SETTINGS, serve
 from tests.grpo_recipes.training.models import adapter, trainer
@@ -133,19 +130,8 @@ def test_the_check_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", ["ddp_cpu", pytest.param("zero3_cpu", marks=pytest.mark.nightly)])
 def test_all_ranks_stop_where_one_engine_is_wrong(layout: str, tmp_path: Path, extensions: str) -> None:
-    launcher = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{layout}.yaml"]
-    launcher += ["--main_process_port", "0", "-m", "tests.grpo_recipes.training.train_one_rank_wrong", str(tmp_path)]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "rewards")])
-    process = subprocess.Popen(
-        [sys.executable, *launcher],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": extensions},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    said = finish(process, timeout=300)
-    assert process.returncode == 0, said[-4000:]
+    module = "tests.grpo_recipes.training.train_one_rank_wrong"
+    launching.launch_module(layout, module, str(tmp_path), TORCH_EXTENSIONS_DIR=extensions)
     first, second = [(tmp_path / f"said-{rank}.txt").read_text() for rank in (0, 1)]
     assert first == second
     assert "the generator of rank 1 is not the policy: at step 0" in first

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import yaml
 from peft import LoraConfig
 
 from grpo_recipes.recipe.recipe import shipped
+from tests.grpo_recipes import launching
 from tests.grpo_recipes.reference_worker import REFRESH
 from tests.grpo_recipes.short_runs import adapted
 from tests.tiny import save_policy
@@ -62,29 +61,10 @@ class Launches:
         if backend == "fsdp2":
             layout = folder / "fsdp2.yaml"
             layout.write_text(yaml.safe_dump(FSDP2))
-        command = [
-            "accelerate.commands.launch",
-            "--config_file",
-            str(layout),
-            "-m",
-            "tests.grpo_recipes.reference_worker",
-        ]
-        project = Path(__file__).resolve().parents[3]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(project), str(project / "rewards")]),
-            # DeepSpeed builds a helper here; a run killed meanwhile leaves a lock that would stop every later one.
-            "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(self.root / "extensions")),
-        }
-        done = subprocess.run(
-            [sys.executable, "-m", *command, str(folder), *CASES[backend]],
-            capture_output=True,
-            text=True,
-            cwd=project,
-            env=environment,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        # DeepSpeed builds a helper here; a run killed meanwhile leaves a lock that would stop every later one.
+        extensions = os.environ.get("TORCH_EXTENSIONS_DIR", str(self.root / "extensions"))
+        worker = "tests.grpo_recipes.reference_worker"
+        launching.launch_module(str(layout), worker, str(folder), *CASES[backend], TORCH_EXTENSIONS_DIR=extensions)
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +20,7 @@ from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards.errors import UserError
 from grpo_rewards.internlm2 import convert
 from grpo_rewards.reward_model import RewardModelScore
+from tests.grpo_recipes import launching
 from tests.tiny import chat_tokenizer, save_internlm2, save_reward_model
 
 RLAIF_FILE = Path(__file__).parents[2] / "data" / "rlaif.jsonl"
@@ -220,12 +219,7 @@ def logged(tmp_path):
 
 
 def launch(config, args, **environment):
-    command = ["-m", "accelerate.commands.launch", "--config_file", str(config), "-m", "grpo_recipes.train"]
-    done = subprocess.run(
-        [sys.executable, *command, *args], capture_output=True, text=True, env={**os.environ, **environment}
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return launching.launch_module(str(config), "grpo_recipes.train", *args, **environment)
 
 
 def test_the_recipe_checks_out(monkeypatch):

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.grpo_recipes import launching
 from tests.grpo_recipes.recorded import model
 from tests.grpo_recipes.train_recorded import uneven
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-SCRIPT = "tests.grpo_recipes.train_recorded"
 
-
-def trained(kind: str, ranks: int, output: Path, *options: str, config: str | None = None) -> dict[str, torch.Tensor]:
+def trained(kind: str, ranks: int, output: Path, *options: str, config: str = "cpu") -> dict[str, torch.Tensor]:
     """The weights that a run leaves behind."""
-    launcher = ["accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yaml"]
-    launcher += ["--main_process_port", "0", "-m"]
-    command = [sys.executable, "-m", *(launcher if config else []), SCRIPT, kind, str(ranks), str(output), *options]
-    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "rewards")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=1100)
-    assert done.returncode == 0, done.stderr[-4000:]
+    launching.launch_module(config, "tests.grpo_recipes.train_recorded", kind, str(ranks), str(output), *options)
     return load_file(next(output.glob("*model.safetensors")))
 
 

@@ -237,6 +237,36 @@ def test_sigterm_saves_and_stops_where_no_generation_is_under_way() -> None:
     assert signal.getsignal(signal.SIGTERM) == previous
 
 
+ON_TWO_RANKS = [((0, 0), None), ((0, signal.SIGTERM), "SIGTERM"), ((signal.SIGINT, signal.SIGINT), "Ctrl-C")]
+
+
+def stops_of_rank(rank: int, store: Path) -> list[str | None]:
+    """What one of two ranks stops for at the end of a step, for each of `ON_TWO_RANKS`."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        stops = []
+        for signals, _ in ON_TWO_RANKS:
+            callback, control = StopOnSignal(lambda step: True), TrainerControl()
+            callback.requested = signals[rank]
+            callback.on_step_end(SimpleNamespace(device=torch.device("cpu")), TrainerState(max_steps=9), control)
+            stops.append(callback.name if control.should_training_stop else None)
+        return stops
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_signal_to_one_rank_stops_both(tmp_path: Path) -> None:
+    other = os.fork()
+    if other == 0:
+        code = 1
+        try:
+            code = int(stops_of_rank(1, tmp_path / "store") != [name for _, name in ON_TWO_RANKS])
+        finally:
+            os._exit(code)
+    assert stops_of_rank(0, tmp_path / "store") == [name for _, name in ON_TWO_RANKS]
+    assert os.waitpid(other, 0)[1] == 0
+
+
 def test_the_best_of_each_epoch_may_be_saved(tmp_path: Path) -> None:
     """`eval_steps` means nothing there, and an epoch ends with a generation."""
     rows = launching.write_rows(tmp_path / "rows.jsonl", 9)

@@ -290,6 +290,7 @@ def judge(
     for number, (key, mutant) in enumerate(drawn.items()):
         verdict, old = known().get(key[:3], ""), found.get(key)
         if old and not old.outcome.startswith(again) and not is_void(old, verdict, seconds):
+            found[key] = replace(old, line=mutant.lines[0])
             continue
         result = tried(key, mutant, sources[mutant.path], verdict, tree, lines, seconds)
         found[key] = result

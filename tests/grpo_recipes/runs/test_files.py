@@ -1,6 +1,7 @@
 """What the values and columns in the files of runs may be."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -53,3 +54,64 @@ def test_values(kind: Kind, right: list[Any], wrong: list[Any]) -> None:
 def test_columns(kind: Kind, right: list[list[Any]], wrong: list[list[Any]]) -> None:
     assert [values for values in right if not kind.holds(pd.Series(values))] == []
     assert [values for values in wrong if kind.holds(pd.Series(values))] == []
+
+
+SHAPE: files.Shape = {
+    "name": files.TEXT,
+    "parts?": [{"size": files.INTEGER}],
+    "more?": {"*?": files.NUMBER},
+    "any?": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({"name": "a"}, None),
+        ({"name": "a", "parts": [], "more": {}, "any": [1, {}, None], "unknown": object}, None),
+        ({"name": "a", "parts": [{"size": 1}, {"size": 2, "x": 3}], "more": {"b": 0.5}}, None),
+        ([], "it is a list, not an object"),
+        (None, "it is null, not an object"),
+        ("a" * 99, f'it is "{"a" * 36}..., not an object'),
+        ({}, "it has no `name`"),
+        ({"name": {}}, "`name` is an object, not a text"),
+        ({"name": "a", "parts": {}}, "`parts` is an object, not a list"),
+        ({"name": "a", "parts": [{"size": 1}, 7]}, "`parts[1]` is 7, not an object"),
+        ({"name": "a", "parts": [{"size": 1}, {}]}, "`parts[1]` has no `size`"),
+        ({"name": "a", "more": {"b": 1, "c": "x"}}, '`more.c` is "x", not a number'),
+        ({"name": "a", "any": 3}, "`any` is 3, not a list"),
+    ],
+)
+def test_where_a_value_differs_from_its_shape(value: Any, says: str | None) -> None:
+    assert files.mismatch(value, SHAPE) == says
+
+
+def test_a_file_is_read_or_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    with pytest.raises(FileNotFoundError):
+        files.read_object(path, SHAPE)
+    path.write_bytes('{"name": "größer"}'.encode())
+    assert files.read_object(path, SHAPE) == {"name": "größer"}
+    for content, says in (("[]", "it is a list, not an object"), ("{", "can't be read as JSON (")):
+        path.write_text(content)
+        with pytest.raises(files.RunError) as error:
+            files.read_object(path, SHAPE, "make it again")
+        assert str(error.value).startswith(f"{path}: {says}")
+        assert str(error.value).endswith("; make it again")
+    with pytest.raises(files.RunError, match="it is no ordinary file; restore or remove the file"):
+        files.read_object(tmp_path, SHAPE)
+
+
+def test_what_is_written_stays_in_its_folder(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    (folder / "completions").mkdir(parents=True)
+    outside.mkdir()
+    (folder / "completions" / "images").symlink_to(folder)  # leads nowhere else
+    files.check_links(folder)
+    assert files.inside(folder, "completions", "a") == folder / "completions" / "a"
+    for place in (folder / "model", folder / "completions" / "table"):
+        place.symlink_to(outside)
+        with pytest.raises(files.RunError, match=f"^{place}: a link leads out of {folder}"):
+            files.check_links(folder)
+        place.unlink()
+    files.check_links(folder)

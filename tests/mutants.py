@@ -65,6 +65,8 @@ IMPORTED_ONCE = (
 LIMIT = 30.0
 """Seconds of tests, as measured in the coverage run, that a mutant is run against at most."""
 
+NOT_FOUND = int(pytest.ExitCode.NO_TESTS_COLLECTED)
+
 EACH = 0.01
 """Seconds that a test costs beyond what is measured."""
 
@@ -82,7 +84,7 @@ class Result:
     outcome: str
     """`killed`, or a verdict of `tests/mutants.txt`, or `survived: ` and how many tests reach it."""
     by: str = ""
-    """The test that failed; `time-out`; or empty: no test could be collected, or none failed."""
+    """The test that failed; `time-out`; or empty: none failed, or none came so far."""
     tests: tuple[str, ...] = ()
     """A few of those that reach it."""
 
@@ -169,7 +171,8 @@ def tests_of(mutant: Mutant, lines: dict[str, dict[int, list[str]]], seconds: di
 def run(change: tuple[str, str] | None, tree: Path, tests: Sequence[str], seconds: dict[str, float]) -> list[str]:
     """The tests that fail, at most one, with the text of a file changed; all that fail, with nothing changed.
 
-    `["time-out"]` where that took much longer than it should; `[""]` where the tests could not be collected.
+    `["time-out"]` where that took much longer than it should; `[""]` where the tests could not be collected or took their
+    process with them.
     """
     failed = tree.parent / "failed"
     failed.write_text("")
@@ -186,9 +189,8 @@ def run(change: tuple[str, str] | None, tree: Path, tests: Sequence[str], second
     else:
         with changed(tree / change[0], change[1]):
             code = forked(work, limit, tree.parent / "mutant.log")
-    if code == 5:
-        raise RuntimeError(f"none of these tests could be found: {', '.join(tests)}")
-    return failed.read_text().split("\n")[:-1] or {0: [], -1: ["time-out"]}.get(code, [""])
+    none: list[str] = []
+    return failed.read_text().split("\n")[:-1] or {0: none, NOT_FOUND: none, -1: ["time-out"]}.get(code, [""])
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from grpo_recipes.training import layout_check, log_probs
 from grpo_recipes.training.packing import Layout
 from tests import tiny
 from tests.grpo_recipes.recorded import Recording, model
+from tests.grpo_recipes.short_runs import partitioned
 from tests.grpo_recipes.training.test_packing import flat, layout_of, padded, scored, trainer_on
 
 RAGGED = Recording.random(prompts=3, group=3, seed=3)
@@ -119,7 +120,8 @@ def test_the_check_leaves_no_trace(dtype: torch.dtype, tmp_path: Path) -> None:
     assert trainer.accelerator.native_amp == (trainer.accelerator.mixed_precision != "no")
 
 
-def test_every_tensor_of_one_value_has_others_meanwhile() -> None:
+def test_every_tensor_of_one_value_has_others_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_check, "gathered", partitioned)
     policy = adapted(LoraConfig(r=4, **TARGETS))
     policy.get_base_model().model.norm.weight.requires_grad_(True)
     trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}

@@ -431,6 +431,9 @@ def test_rows_as_long_as_the_context_can_be_checked(tmp_path: Path, said: Any) -
     rotary = trainer_on(model(max_position_embeddings=longest), tmp_path)
     scored(rotary, flat(RAGGED))
     assert layout_of(rotary) is Layout.PACKED
+    bloom = model(transformers.BloomConfig, n_head=4, n_layer=2, attn_implementation="eager")
+    del bloom.config.max_position_embeddings  # its configuration names none: ALiBi has no longest row
+    assert log_probs._widened(flat(RAGGED), bloom).input_ids.shape[1] == longest + 2 * log_probs.EXTRA_PADDING
 
 
 def test_nothing_is_concluded_from_rows_without_a_label(tmp_path: Path, said: Any) -> None:

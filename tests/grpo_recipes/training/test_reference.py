@@ -49,6 +49,7 @@ from tests.grpo_recipes.short_runs import (
     log_probabilities,
     logged_kl,
     moved,
+    partitioned,
     trainer,
 )
 
@@ -681,7 +682,11 @@ def test_a_conversational_prompt_is_measured_too(policy: Path, tmp_path: Path) -
         assert torch.equal(reference(input_ids=ids).logits, reference(input_ids=ids).logits), "its scores do not vary"
 
 
-def test_a_reference_whose_layers_share_tensors_is_stored_whole(policy: Path, tmp_path: Path) -> None:
+def test_a_reference_whose_layers_share_tensors_is_stored_whole(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And comes back where tensors are partitioned, as ZeRO-3 has them: what is written into a gathered one is kept if asked."""
+    monkeypatch.setattr(reference_module, "gathered", partitioned)
     args = arguments(tmp_path, sync_ref_model=True, ref_model_sync_steps=1)
     ours = trainer(GRPOTrainer, REFRESHED["VeRA"](policy), args)
     before = reference_tensors(ours)
@@ -690,6 +695,10 @@ def test_a_reference_whose_layers_share_tensors_is_stored_whole(policy: Path, tm
         tensor.data.zero_()
     reference_module._restore(ours, tmp_path)
     assert equal(before, reference_tensors(ours))
+    moved(ours.model)
+    reference_module._refresh(ours, 1.0)
+    assert equal(policy_tensors(ours), reference_tensors(ours))
+    assert not equal(before, reference_tensors(ours))
 
 
 @pytest.mark.parametrize(("version", "sync", "refused"), [(1, True, True), (1, False, False), (2, True, False)])

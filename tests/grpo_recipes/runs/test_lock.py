@@ -68,7 +68,7 @@ def test_a_killed_launch_is_taken_over(tmp_path: Path, capsys: pytest.CaptureFix
     assert killed.returncode == -9
     # An interpreter that ends in the middle of the block does not wait for the thread that touches the lock.
     left = code.partition("with ")[0] + "block = only_launch(pathlib.Path(sys.argv[1])); block.__enter__()\n"
-    subprocess.run([sys.executable, "-c", left, str(tmp_path / "left")], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", left, str(tmp_path / "left")], check=True, timeout=30)
     assert (tmp_path / "run" / LOCK).is_file()
     with only_launch(tmp_path / "run"):
         assert "left by a launch that was killed (process " in capsys.readouterr().out

@@ -427,6 +427,7 @@ def test_ctrl_c_saves_and_a_resume_ends_like_a_run_left_alone(
 def test_a_second_ctrl_c_stops_at_once(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
     rewards = ["--rewards", "[tests.grpo_recipes.probe_rewards.interrupted_twice]", "--max_steps=4"]
     for every, rest in (
         (1, "checkpoint-1 is saved: `--resume_from_checkpoint true` goes on from there"),

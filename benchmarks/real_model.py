@@ -319,12 +319,13 @@ def page(folder: Path, names: list[str]) -> str:
         for family, of in chosen["base"].items()
     ]
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "trl", "peft"))
+    machine = f"{torch.get_num_threads()} threads of a {os.cpu_count()}-core {platform.machine()} machine"
     return "\n".join(
         [
             "# A pretrained model, trained",
             "",
             "Made by `python benchmarks/real_model.py`; the head of [real_model.py](../real_model.py) says what is measured.",
-            f"{PACKAGE}, CPU, {torch.get_num_threads()} threads of a {os.cpu_count()}-core {platform.machine()} machine, {versions}.",
+            f"{PACKAGE}, CPU, {machine}, {versions}.",
             "",
             f"## Before any training, {ASKED} problems of each family",
             "",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -29,13 +30,13 @@ class Buffer:
     def take(self, layer: Any, rows: Tensor, room: int) -> None:
         """Begin with copies of the `rows` of a layer."""
         self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
-        self._fill(layer.keys[rows], layer.values[rows], room)
+        self._fill(layer.keys, layer.values, rows, room)
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Append columns, in place where there is room."""
         more = keys.shape[2]
         if self.last + more > self.buffers[0].shape[2]:
-            self._fill(self.keys, self.values, max(ROOM, more))
+            self._fill(self.keys, self.values, torch.arange(len(keys), device=keys.device), max(ROOM, more))
         for buffer, new in zip(self.buffers, (keys, values), strict=True):
             buffer[:, :, self.last : self.last + more] = new
         self.show(self.start, self.last + more)
@@ -57,11 +58,12 @@ class Buffer:
         self.start, self.last = start, last
         self.keys, self.values = (buffer[:, :, start:last] for buffer in self.buffers)
 
-    def _fill(self, keys: Tensor, values: Tensor, room: int) -> None:
-        rows, heads, columns, _ = keys.shape
-        self.buffers = [old.new_empty(rows, heads, columns + room, old.shape[3]) for old in (keys, values)]
+    def _fill(self, keys: Tensor, values: Tensor, rows: Tensor, room: int) -> None:
+        """Copy the `rows` of keys and values to buffers with `room` behind them, without another copy on the way."""
+        _, heads, columns, _ = keys.shape
+        self.buffers = [old.new_empty(len(rows), heads, columns + room, old.shape[3]) for old in (keys, values)]
         for buffer, old in zip(self.buffers, (keys, values), strict=True):
-            buffer[:, :, :columns] = old
+            torch.index_select(old, 0, rows, out=buffer[:, :, :columns])
         self.show(0, columns)
 
 

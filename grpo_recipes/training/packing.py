@@ -70,9 +70,24 @@ class GroupSpans:
     """How many attention layers have kept to these spans, with no other mask than causality."""
     varlen: Varlen | None
     """The same for `varlen_attn`, made by the first layer that needs it."""
+    mask: Tensor | None
+    """What the masks of all suffixes are views of, made by the first layer that needs one."""
 
     def __init__(self, groups: list[tuple[Span, list[Span]]]) -> None:
-        self.groups, self.attended, self.varlen = groups, 0, None
+        self.groups, self.attended, self.varlen, self.mask = groups, 0, None, None
+
+    def suffix_mask(self, context: int, own: int, like: Tensor) -> Tensor:
+        """What is added to the scores of `own` <= `context` tokens behind `context` others, (own, context + own).
+
+        It is a view of one tensor, since every layer keeps its masks for the backward pass.
+        """
+        if self.mask is None:
+            sizes = [(prefix[1] - prefix[0], stop - start) for prefix, (start, stop) in self.segments()]
+            longest = max(length for before, length in sizes if length <= before)
+            widest = max(before for before, _ in sizes)
+            self.mask = like.new_full((longest, widest + longest), -torch.inf).triu(widest + 1)
+        widest = self.mask.shape[1] - self.mask.shape[0]
+        return self.mask[:own, widest - context : widest + own]
 
     def segments(self) -> Iterator[tuple[Span, Span]]:
         """(context, own span) of each run of queries: a prefix has an empty context, a suffix has its prefix."""
@@ -304,13 +319,20 @@ def packed_attention(
     spans = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
     outputs = []
     for (start, stop), suffixes in group_spans.groups:
-        prefix = next(spans)
-        for number in range(len(suffixes)):
-            # Prefix and suffix together are a square causal block, (1, heads, P - 1 + L, D), which the kernels are made
-            # for: running the prefix's queries again costs less than a mask. Its results are kept once.
-            q, k, v = (torch.cat(parts, dim=2) for parts in zip(prefix, next(spans), strict=True))
-            output = scaled_dot_product_attention(q, k, v, scale=scaling, is_causal=True, enable_gqa=grouped)
-            outputs.append(output if number == 0 else output[:, :, stop - start :])
+        prefix, context = next(spans), stop - start
+        for number, (first, last) in enumerate(suffixes):
+            suffix = next(spans)
+            k, v = (torch.cat(parts, dim=2) for parts in zip(prefix[1:], suffix[1:], strict=True))
+            if number and last - first <= context:
+                q, mask = suffix[0], group_spans.suffix_mask(context, last - first, query)
+                output = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+            else:
+                # Prefix and suffix together are a square causal block, (1, heads, P - 1 + L, D), which the kernels are made
+                # for: behind a shorter prefix, running its queries again costs less than a mask. Its results are kept once.
+                q = torch.cat([prefix[0], suffix[0]], dim=2)
+                output = scaled_dot_product_attention(q, k, v, scale=scaling, is_causal=True, enable_gqa=grouped)
+                output = output if number == 0 else output[:, :, context:]
+            outputs.append(output)
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 

@@ -151,3 +151,49 @@ def test_the_gradient_of_a_packed_row_grows_with_its_length_and_not_with_its_squ
         return mode.entries
 
     assert written(40) < 2.2 * written(20)
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention of one sequence, (heads, N, D), by its formula."""
+    scores = query @ key.transpose(1, 2) / query.shape[-1] ** 0.5
+    return scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -torch.inf).softmax(-1) @ value
+
+
+def test_suffixes_longer_and_shorter_than_their_prefix() -> None:
+    """Outputs and gradients are those of each completion as a sequence of its own, whichever kernel call computes it."""
+    groups, at = [], 0
+    for context, lengths in ((6, (2, 6, 9, 3)), (1, (1, 4, 1)), (0, (2, 3)), (9, (9, 1))):
+        prefix, at = (at, at + context), at + context
+        suffixes = []
+        for length in lengths:
+            suffixes.append((at, at + length))
+            at += length
+        groups.append((prefix, suffixes))
+    torch.manual_seed(0)
+    query = torch.randn(1, 4, at, 8, requires_grad=True)
+    key, value = (torch.randn(1, 2, at, 8, requires_grad=True) for _ in range(2))
+    weights = torch.randn(at, 4, 8)
+    got, _ = packing.packed_attention(torch.nn.Module(), query, key, value, None, group_spans=GroupSpans(groups))
+    parts: list[Tensor] = []
+    for (start, stop), suffixes in groups:
+        for number, (first, last) in enumerate(suffixes):
+            positions = [*range(start, stop), *range(first, last)]
+            q, k, v = (x[0][:, positions] for x in (query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)))
+            output = attended(q, k, v).transpose(0, 1)
+            parts.append(output if number == 0 else output[stop - start :])
+    expected = torch.cat(parts)
+    torch.testing.assert_close(got[0], expected, atol=1e-5, rtol=0)
+    gradients = [torch.autograd.grad((x * weights).sum(), (query, key, value)) for x in (got[0], expected)]
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
+
+
+def test_the_masks_of_all_suffixes_are_one_tensor() -> None:
+    """Each layer keeps the mask of each suffix until the backward pass."""
+    spans = GroupSpans([((0, 5), [(5, 8), (8, 12)]), ((12, 19), [(19, 20), (20, 26)])])
+    like = torch.zeros(())
+    masks = [spans.suffix_mask(*size, like) for size in ((5, 4), (7, 6), (7, 1))]
+    assert len({mask.untyped_storage().data_ptr() for mask in masks}) == 1
+    for mask, (context, own) in zip(masks, ((5, 4), (7, 6), (7, 1)), strict=True):
+        assert mask.isneginf().tolist() == [[key > context + row for key in range(context + own)] for row in range(own)]
+        assert not mask[~mask.isneginf()].any()

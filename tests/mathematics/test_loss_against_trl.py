@@ -68,7 +68,7 @@ def compare_cells(
 
 
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("every", [QUICK, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [QUICK, pytest.param(12, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_float64_cells(loss_type: str, every: int, scenario: ScenarioFactory, record_cell: Callable) -> None:
     compare_cells(loss_type, every, torch.float64, scenario, record_cell)

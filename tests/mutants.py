@@ -2,19 +2,23 @@
 
     make mutants                                          # 300 drawn by a seed; writes docs/mutants.md
     python -m tests.mutants --count 40                    # the first 40 of them
-    python -m tests.mutants --paths 'grpo_recipes/runs/*.py' --coverage /tmp/lines.json --seed 7
+    python -m tests.mutants --coverage /tmp/reach.json --results /tmp/mutants.jsonl    # goes on where it was cut off
+    python -m tests.mutants --coverage ... --results ... --again survived              # after new tests
 
-Coverage of one run of the quick tests says which of them reach a line. A mutant is run against those alone, quickest
-first, in a copy of the tree, by a fork of a process that has imported torch, transformers and TRL once. (mutmut 3 replaces
-functions by trampolines, which `inspect.signature` and pickling see; cosmic-ray starts a process for each mutant.)
+Coverage of one run of the quick tests says which of them reach a line (`tests/reach.py`). A mutant is run against those
+alone, quickest first, in a copy of the tree, by a fork of a process that has imported what they need. (mutmut 3 replaces
+functions by trampolines, which `inspect.signature` and pickling see; cosmic-ray starts a process for each mutant.) At the
+end the tests that noticed a mutant run on the product as it is, where each must pass.
 
 `tests/mutants.txt` holds what is known of survivors, a line each: the file, the line as it is, as the mutant has it, and
-`equivalent: ` with the argument why nothing changes, or `slow: ` with the test that notices it, which is then run.
+`equivalent: ` with the argument why nothing changes, `slow: ` with the test that notices it, which is then run, or
+`survived: ` with the reason why no test is worth it.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import importlib
 import json
@@ -26,13 +30,18 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.mutations import Mutant, mutants_of
+from tests.reach import Reach, complete
 
 ROOT = Path(__file__).resolve().parents[1]
 KNOWN = ROOT / "tests" / "mutants.txt"
@@ -53,40 +62,53 @@ IMPORTED_ONCE = (
     "math_verify",
 )
 
-NOT_TRACED = "tests/grpo_rewards/test_symbolic.py::test_a_long_request_survives_a_signal_whose_handler_returns"
-"""A signal every half millisecond, under a tracer, never lets the main thread go on."""
-
-LIMIT = 120.0
+LIMIT = 30.0
 """Seconds of tests, as measured in the coverage run, that a mutant is run against at most."""
 
-Lines = dict[str, dict[str, list[str]]]
-"""By file and line number: the tests that reach it. Line 0 holds all tests of the file."""
+NOT_FOUND = int(pytest.ExitCode.NO_TESTS_COLLECTED)
+
+EACH = 0.01
+"""Seconds that a test costs beyond what is measured."""
 
 
-class _Recorder:
-    """A pytest plugin: which lines each test reaches, and how long it takes."""
+@dataclass(frozen=True)
+class Result:
+    """What became of a mutant: a line of the file of results."""
 
-    def __init__(self, cover: Any) -> None:
-        self.cover, self.seconds = cover, {}
+    path: str
+    was: str
+    becomes: str
+    nth: int
+    """Of the mutants of this file with these two lines, which."""
+    line: int
+    outcome: str
+    """`killed`, or a verdict of `tests/mutants.txt`, or `survived: ` and how many tests reach it."""
+    by: str = ""
+    """The test that failed; `time-out`; or empty: none failed, or none came so far."""
+    tests: tuple[str, ...] = ()
+    """A few of those that reach it."""
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
-        self.cover.switch_context(item.nodeid)
-        started = time.perf_counter()
-        result = yield
-        self.seconds[item.nodeid] = time.perf_counter() - started
-        self.cover.switch_context("")
-        return result
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        return self.path, self.was, self.becomes, self.nth
 
 
 class _Selected:
-    """A pytest plugin: the tests of a list, in its order."""
+    """A pytest plugin: the tests of a list in its order, each with a limit of its own; writes which one failed."""
 
-    def __init__(self, tests: Sequence[str]) -> None:
+    def __init__(self, tests: Sequence[str], seconds: dict[str, float], failed: Path) -> None:
         self.order = {test: place for place, test in enumerate(tests)}
+        self.seconds, self.failed = seconds, failed
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = sorted((i for i in items if i.nodeid in self.order), key=lambda item: self.order[item.nodeid])
+        for item in items:
+            item.add_marker(pytest.mark.timeout(20 + 10 * self.seconds.get(item.nodeid, 60.0)), append=False)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            with self.failed.open("a", encoding="utf-8") as file:
+                file.write(report.nodeid + "\n")
 
 
 def enter(tree: Path) -> None:
@@ -99,8 +121,9 @@ def enter(tree: Path) -> None:
         del sys.modules[name]
 
 
-def forked(work: Any, seconds: float, log: Path) -> int:
+def forked(work: Callable[[], Any], seconds: float, log: Path) -> int:
     """Run `work()` in a fork with its output in `log`; its exit code, or -1 after `seconds`."""
+    sys.stdout.flush()
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -109,78 +132,84 @@ def forked(work: Any, seconds: float, log: Path) -> int:
         os.dup2(output, 2)
         code = 70
         try:
-            code = int(work())
+            code = int(work() or 0)
         finally:
             os._exit(code)
     deadline = time.monotonic() + seconds
-    while True:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline:
-            os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return -1
+    done, status = 0, 0
+    while not done and time.monotonic() < deadline:
         time.sleep(0.02)
+        done, status = os.waitpid(child, os.WNOHANG)
+    with suppress(ProcessLookupError):  # what a test started may outlive it
+        os.killpg(child, signal.SIGKILL)
+    if not done:
+        os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) if done else -1
 
 
-def measure(tree: Path, found: Path, tests: Sequence[str]) -> int:
-    """Run the quick tests under coverage, and write lines and durations to `found`."""
-    from coverage import Coverage
-
-    enter(tree)
-    cover = Coverage(data_file=None, source=[str(tree / "grpo_recipes"), str(tree / "rewards")], concurrency=["thread"])
-    recorder = _Recorder(cover)
-    cover.start()
-    options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "--deselect", NOT_TRACED]
-    code = pytest.main([*options, *tests], plugins=[recorder])
-    cover.stop()
-    data, lines = cover.get_data(), {}
-    for file in data.measured_files():
-        reached = {str(n): sorted(filter(None, names)) for n, names in data.contexts_by_lineno(file).items()}
-        every = sorted({name for names in reached.values() for name in names})
-        lines[str(Path(file).relative_to(tree))] = {"0": every, **reached}
-    found.write_text(json.dumps({"lines": lines, "seconds": recorder.seconds}))
-    return int(code)
-
-
-def tests_of(mutant: Mutant, lines: Lines, seconds: dict[str, float]) -> list[str]:
-    """The tests that reach the statement of a mutant, quickest first.
+def tests_of(mutant: Mutant, lines: dict[str, dict[int, list[str]]], seconds: dict[str, float]) -> list[str]:
+    """The tests that reach the statement of a mutant: of each test function the quickest first, then further cases.
 
     Those of its file, where none does: a line may run on import, or in a process that a test starts.
     """
     reached = lines.get(mutant.path, {})
-    numbers = [str(n) for n in range(mutant.lines[0], mutant.lines[1] + 1)]
-    found = {test for number in numbers for test in reached.get(number, [])}
-    found = found or set(reached.get("0", []))
+    found = {test for n in range(mutant.lines[0], mutant.lines[1] + 1) for test in reached.get(n, [])}
+    cases: Counter[str] = Counter()
+    ranked = []
+    for test in sorted(found or reached.get(0, []), key=lambda test: (seconds[test], test)):
+        function = test.partition("[")[0]
+        ranked.append((cases[function], seconds[test] + EACH, test))
+        cases[function] += 1
     chosen, total = [], 0.0
-    for test in sorted(found, key=lambda test: seconds.get(test, 0.0)):
-        total += seconds.get(test, 0.0)
-        if total <= LIMIT:
+    for _, cost, test in sorted(ranked):
+        if total + cost <= LIMIT:
+            total += cost
             chosen.append(test)
     return chosen
 
 
-def run(mutant: Mutant, tree: Path, tests: Sequence[str], seconds: float, stamp: int) -> bool:
-    """Whether one of the tests fails, or takes much longer, with the mutant in place."""
-    file = tree / mutant.path
-    source = file.read_text(encoding="utf-8")
-    file.write_text(source[: mutant.start] + mutant.text + source[mutant.stop :], encoding="utf-8")
-    os.utime(file, (stamp, stamp))  # compiled files are told apart by size and second
+def run(change: tuple[str, str] | None, tree: Path, tests: Sequence[str], seconds: dict[str, float]) -> list[str]:
+    """The tests that fail, at most one, with the text of a file changed; all that fail, with nothing changed.
+
+    `["time-out"]` where that took much longer than it should; `[""]` where the tests could not be collected or took their
+    process with them.
+    """
+    failed = tree.parent / "failed"
+    failed.write_text("")
 
     def work() -> int:
         enter(tree)
         files = sorted({test.partition("::")[0] for test in tests})
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header"]
-        return pytest.main([*options, *files], plugins=[_Selected(tests)])
+        options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", *(["-x"] if change else [])]
+        return pytest.main([*options, *files], plugins=[_Selected(tests, seconds, failed)])
 
+    limit = 60 + 5 * sum(seconds.get(test, 60.0) for test in tests)
+    if change is None:
+        code = forked(work, limit, tree.parent / "mutant.log")
+    else:
+        with changed(tree / change[0], change[1]):
+            code = forked(work, limit, tree.parent / "mutant.log")
+    none: list[str] = []
+    return failed.read_text().split("\n")[:-1] or {0: none, NOT_FOUND: none, -1: ["time-out"]}.get(code, [""])
+
+
+@contextmanager
+def changed(file: Path, text: str) -> Iterator[None]:
+    """The file with another text, with a time of its own: compiled files are told apart by size and second."""
+    before = file.read_text(encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
+    os.utime(file, (stamp := next(_stamps), stamp))
     try:
-        return forked(work, 30 + 5 * seconds, tree / "mutant.log") != 0
+        yield
     finally:
-        file.write_text(source, encoding="utf-8")
-        os.utime(file, (stamp - 1, stamp - 1))
+        file.write_text(before, encoding="utf-8")
+        os.utime(file, (stamp := next(_stamps), stamp))
 
 
+_stamps = count(1_000_000_000)
+
+
+@cache
 def known() -> dict[tuple[str, str, str], str]:
     """What `tests/mutants.txt` says, by file, line and changed line."""
     rows = (line.split("\t") for line in KNOWN.read_text(encoding="utf-8").splitlines() if line and line[0] != "#")
@@ -194,67 +223,115 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--paths", nargs="*", default=TARGETS, help="patterns of files to change")
     parser.add_argument("--tests", nargs="*", default=["tests"], help="tests to measure, all quick ones by default")
-    parser.add_argument("--coverage", type=Path, help="a file that keeps what the tests reach, read if it exists")
+    parser.add_argument("--coverage", type=Path, help="a file that keeps what the tests reach from run to run")
+    parser.add_argument("--results", type=Path, help="a file that keeps what became of each mutant from run to run")
+    parser.add_argument("--again", default="none", help="results to judge anew: those that begin so, such as survived")
     parser.add_argument("--record", type=Path, help="a file for the table")
     asked = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", PYTHONHASHSEED="0")
     sources = {
         str(p.relative_to(ROOT)): p.read_text(encoding="utf-8") for t in asked.paths for p in sorted(ROOT.glob(t))
     }
-    every = [mutant for path, source in sources.items() for mutant in mutants_of(path, source)]
-    drawn = draw(every, sources, asked.seed)[: asked.count]
+    every = draw(sources, asked.seed)
+    drawn = dict(list(every.items())[: asked.count])
     for name in IMPORTED_ONCE:
         importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        tree, found = Path(folder, "tree"), asked.coverage or Path(folder, "lines.json")
+        tree, kept = Path(folder, "tree"), asked.results or Path(folder, "results.jsonl")
         copy_tree(tree)
-        if not found.exists():
-            forked(lambda: measure(tree, found, asked.tests), 3600, tree / "coverage.log")
-            print((tree / "coverage.log").read_text().splitlines()[-1], flush=True)
-        measured = json.loads(found.read_text())
-        rows = [judge(m, n, sources[m.path], tree, measured) for n, m in enumerate(drawn)]
-    counts = Counter(outcome.partition(":")[0] for *_, outcome in rows)
-    summary = f"{len(rows)} of {len(every)} mutants, seed {asked.seed}: " + ", ".join(
-        f"{v} {k}" for k, v in counts.items()
+
+        def measured(work: Callable[[], Any]) -> int:
+            return forked(lambda: enter(tree) or work(), 3600, tree.parent / "coverage.log")
+
+        reach = complete(asked.coverage or Path(folder, "reach.json"), tree, asked.tests, sources, measured)
+        reach.import_modules()
+        gc.freeze()  # a collection in a fork need not walk, and so copy, what is imported
+        results = judge(drawn, sources, tree, reach, kept, asked.again)
+        control = sorted({result.by for result in results if result.by in reach.seconds})
+        if control and (failed := run(None, tree, control, reach.seconds)):
+            raise SystemExit(
+                f"These tests noticed mutants and fail on the product as it is, alone: {', '.join(failed)}"
+            )
+    counts = Counter(result.outcome.partition(":")[0] for result in results)
+    summary = f"{len(results)} of {len(every)} mutants, seed {asked.seed}: " + ", ".join(
+        f"{counts[outcome]} {outcome}" for outcome in OUTCOMES
     )
     print(summary)
     if asked.record:
-        asked.record.write_text(table(summary, rows), encoding="utf-8")
-    return int(counts["killed"] + counts["slow"] < 0.9 * (len(rows) - counts["equivalent"]))
+        asked.record.write_text(table(summary, results), encoding="utf-8")
+    return int(counts["killed"] + counts["slow"] < 0.9 * (len(results) - counts["equivalent"]))
 
 
-def draw(every: Sequence[Mutant], sources: dict[str, str], seed: int) -> list[Mutant]:
-    """All mutants in an order of the seed's, in which a change of the product elsewhere moves none of them."""
+def draw(sources: dict[str, str], seed: int) -> dict[tuple[str, str, str, int], Mutant]:
+    """All mutants by key, in an order of the seed's, in which a change of the product elsewhere moves none of them."""
     counts: Counter[str] = Counter()
-    keys = {}
-    for mutant in every:
-        text = repr((seed, mutant.path, *mutant.lines_of(sources[mutant.path])))
-        counts[text] += 1  # equal lines of a file
-        keys[mutant] = hashlib.sha256(f"{text}{counts[text]}".encode()).digest()
-    return sorted(every, key=keys.__getitem__)
+    order = {}
+    for path, source in sources.items():
+        for mutant in mutants_of(path, source):
+            lines = mutant.lines_of(source)
+            text = repr((seed, path, *lines))
+            counts[text] += 1  # equal lines of a file
+            order[hashlib.sha256(f"{text}{counts[text]}".encode()).digest()] = (path, *lines, counts[text]), mutant
+    return dict(order[digest] for digest in sorted(order))
 
 
-def judge(mutant: Mutant, number: int, source: str, tree: Path, measured: dict[str, Any]) -> tuple[str, str, str, str]:
-    """(place, line, changed line, outcome) of a mutant."""
-    was, becomes = mutant.lines_of(source)
-    seconds, verdict = measured["seconds"], known().get((mutant.path, was, becomes), "")
-    tests = tests_of(mutant, measured["lines"], seconds)
+def judge(
+    drawn: dict[tuple[str, str, str, int], Mutant],
+    sources: dict[str, str],
+    tree: Path,
+    reach: Reach,
+    kept: Path,
+    again: str,
+) -> list[Result]:
+    """What became of each mutant, as `kept` has it, or else tried now and added to `kept`."""
+    lines, seconds, found = reach.by_line(), reach.seconds, {}
+    for row in kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []:
+        result = Result(**json.loads(row))
+        found[result.key] = result
+    for number, (key, mutant) in enumerate(drawn.items()):
+        verdict, old = known().get(key[:3], ""), found.get(key)
+        if old and not old.outcome.startswith(again) and not is_void(old, verdict, seconds):
+            found[key] = replace(old, line=mutant.lines[0])
+            continue
+        result = tried(key, mutant, sources[mutant.path], verdict, tree, lines, seconds)
+        found[key] = result
+        with kept.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+        place = f"{number} {mutant.path}:{mutant.lines[0]}"
+        print(f"{place} {result.outcome} {result.by}\n    {result.was}\n    {result.becomes}", flush=True)
+    return [found[key] for key in drawn]
+
+
+def is_void(old: Result, verdict: str, seconds: dict[str, float]) -> bool:
+    """Whether a result holds no longer: the verdict changed, or the test that failed is quick no more."""
+    if old.outcome == "killed":
+        return verdict.startswith("equivalent") or (bool(old.by) and old.by != "time-out" and old.by not in seconds)
+    return old.outcome != verdict if verdict else not old.outcome.startswith("survived")
+
+
+def tried(
+    key: tuple[str, str, str, int],
+    mutant: Mutant,
+    source: str,
+    verdict: str,
+    tree: Path,
+    lines: dict[str, dict[int, list[str]]],
+    seconds: dict[str, float],
+) -> Result:
+    """What becomes of a mutant."""
+    tests = tests_of(mutant, lines, seconds)
     if verdict.startswith("slow: "):
         tests = [verdict.removeprefix("slow: ")]
-    stamp, started = 1_000_000_000 + 2 * number, time.monotonic()
+    result = Result(*key, mutant.lines[0], verdict, tests=tuple(tests[:6]))
     if verdict.startswith("equivalent: "):
-        outcome = verdict
-    elif not tests:
-        outcome = "survived: no quick test reaches it"
-    else:
-        killed = run(mutant, tree, tests, sum(seconds.get(test, 60.0) for test in tests), stamp)
-        outcome = (verdict or "killed") if killed else f"survived: {len(tests)} tests reach it"
-    print(
-        f"{number} {time.monotonic() - started:.0f} s {mutant.path}:{mutant.lines[0]} {outcome}\n    {was}\n    {becomes}",
-        flush=True,
-    )
-    return f"{mutant.path}:{mutant.lines[0]}", was, becomes, outcome
+        return result
+    text = source[: mutant.start] + mutant.text + source[mutant.stop :]
+    failed = run((mutant.path, text), tree, tests, seconds) if tests else []
+    if failed:
+        return replace(result, outcome=verdict if verdict.startswith("slow") else "killed", by=failed[0])
+    reason = verdict if verdict.startswith("survived") else f"survived: {len(tests)} tests reach it"
+    return replace(result, outcome=reason)
 
 
 def copy_tree(tree: Path) -> None:
@@ -266,11 +343,17 @@ def copy_tree(tree: Path) -> None:
             shutil.copy2(ROOT / name, tree / name)
 
 
-def table(summary: str, rows: Sequence[tuple[str, str, str, str]]) -> str:
+OUTCOMES = {
+    "killed": "a quick test fails",
+    "slow": "a slow test fails",
+    "equivalent": "nothing that a user sees changes",
+    "survived": "no test fails",
+}
+
+
+def table(summary: str, results: Sequence[Result]) -> str:
     """docs/mutants.md."""
-    left = [row for row in rows if not row[-1].startswith("killed")]
-    cells = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in left]
-    head = [
+    lines = [
         "# Mutants",
         "",
         "Made by `make mutants`, not by hand (`tests/mutants.py` says how).",
@@ -278,7 +361,18 @@ def table(summary: str, rows: Sequence[tuple[str, str, str, str]]) -> str:
         f"{summary}.",
         "",
     ]
-    return "\n".join([*head, "| place | line | mutant | outcome |", "|---|---|---|---|", *cells]) + "\n"
+    lines += [f"| file | drawn | {' | '.join(OUTCOMES)} |", "|---|---|" + "---|" * len(OUTCOMES)]
+    for path in sorted({result.path for result in results}):
+        counts = Counter(result.outcome.partition(":")[0] for result in results if result.path == path)
+        lines.append(f"| {path} | {counts.total()} | {' | '.join(str(counts[outcome]) for outcome in OUTCOMES)} |")
+    for outcome, meaning in list(OUTCOMES.items())[1:]:
+        of = [result for result in results if result.outcome.startswith(outcome)]
+        lines += ["", f"## {outcome.capitalize()}: {meaning}", *([] if of else ["", "None."])]
+        for result in sorted(of, key=lambda result: (result.path, result.line)):
+            reason = result.outcome.partition(": ")[2]
+            lines += ["", f"`{result.path}`, line {result.line}: {f'`{reason}`' if outcome == 'slow' else reason}", ""]
+            lines += ["```diff", f"- {result.was}", f"+ {result.becomes}", "```"]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

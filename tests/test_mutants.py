@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tests import mutants
 from tests.mutations import mutants_of
+from tests.reach import Reach, content_hash
 
 SOURCE = '''def é(x, *, low=0):
     """A docstring."""
@@ -36,13 +39,45 @@ def test_each_mutant_is_one_change_that_still_compiles() -> None:
 
 def test_a_mutant_runs_against_the_tests_that_reach_its_statement() -> None:
     (mutant,) = mutants_of("file.py", "LIMIT = 1\n")
-    seconds = {"slow": 100.0, "quick": 0.1, "other": 30.0}
-    assert mutants.tests_of(mutant, {"file.py": {"0": ["slow", "quick"], "1": ["slow", "quick"]}}, seconds) == [
-        "quick",
-        "slow",
-    ]
-    assert mutants.tests_of(mutant, {"file.py": {"0": ["slow", "other"], "1": []}}, seconds) == ["other"]  # at import
+    seconds = {"costly": 100.0, "case[1]": 0.1, "case[2]": 0.2, "other": 5.0}
+    tests = list(seconds)
+    chosen = ["case[1]", "other", "case[2]"]  # the second case of a test function after the first of each
+    assert mutants.tests_of(mutant, {"file.py": {0: tests, 1: tests}}, seconds) == chosen
+    assert mutants.tests_of(mutant, {"file.py": {0: ["other"], 1: []}}, seconds) == ["other"]  # at import
     assert mutants.tests_of(mutant, {}, seconds) == []
+
+
+def test_a_draw_does_not_depend_on_other_files_and_tells_equal_lines_apart() -> None:
+    drawn = mutants.draw({"file.py": SOURCE, "other.py": "x = 1\nx = 1\n"}, 0)
+    alone = mutants.draw({"file.py": SOURCE}, 0)
+    assert [key for key in drawn if key[0] == "file.py"] == list(alone)
+    assert {key for key in drawn if key[0] == "other.py"} == {("other.py", "x = 1", "x = 2", n) for n in (1, 2)}
+    assert list(mutants.draw({"file.py": SOURCE}, 1)) != list(alone)
+
+
+def test_tests_are_measured_anew_where_they_or_the_source_they_reach_changed(tmp_path: Path) -> None:
+    for name in ("product.py", "other.py", "test_one.py", "test_two.py", "test_new.py"):
+        (tmp_path / name).write_text("1")
+    known = Reach()
+    for name, source in (("test_one.py", "product.py"), ("test_two.py", "other.py"), ("test_gone.py", "other.py")):
+        hashes = {"hash": content_hash(tmp_path / "other.py"), "sources": {source: content_hash(tmp_path / source)}}
+        known.files[name] = {**hashes, "tests": {f"{name}::test": {"seconds": 1.0, "lines": {source: [3]}}}}
+    assert known.stale(tmp_path, ["."]) == ["test_new.py"]
+    assert known.by_line() == {
+        "product.py": {0: ["test_one.py::test"], 3: ["test_one.py::test"]},
+        "other.py": {0: ["test_two.py::test"], 3: ["test_two.py::test"]},
+    }
+    (tmp_path / "product.py").write_text("2")
+    assert known.stale(tmp_path, ["."]) == ["test_new.py", "test_one.py"]
+
+
+def test_a_result_holds_while_its_test_is_quick_and_its_verdict_the_same() -> None:
+    killed = mutants.Result("file.py", "x = 1", "x = 2", 1, 1, "killed", by="test")
+    assert not mutants.is_void(killed, "", {"test": 1.0})
+    assert mutants.is_void(killed, "", {})
+    survived = mutants.Result("file.py", "x = 1", "x = 2", 1, 1, "survived: 3 tests reach it")
+    assert not mutants.is_void(survived, "", {})
+    assert mutants.is_void(survived, "equivalent: x is not read", {})
 
 
 def test_what_is_known_of_survivors_is_of_the_source_as_it_is() -> None:
@@ -53,4 +88,4 @@ def test_what_is_known_of_survivors_is_of_the_source_as_it_is() -> None:
         source = (mutants.ROOT / path).read_text(encoding="utf-8")
         real |= {(path, *mutant.lines_of(source)) for mutant in mutants_of(path, source)}
     assert not mutants.known().keys() - real
-    assert all(verdict.startswith(("equivalent: ", "slow: ")) for verdict in mutants.known().values())
+    assert all(verdict.startswith(("equivalent: ", "slow: ", "survived: ")) for verdict in mutants.known().values())

@@ -109,7 +109,7 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
 
 def _shards(index: Path) -> list[str]:
     try:
-        content: Any = json.loads(index.read_text(encoding="utf-8"))
+        content: Any = json.loads(index.read_bytes())
         return sorted(set(content["weight_map"].values()))
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise WeightFileError(f"{index} is damaged: it can't be read as an index of weights") from error
@@ -270,7 +270,7 @@ def is_complete(checkpoint: Path, num_processes: int) -> bool:
 def has_state(checkpoint: Path) -> bool:
     """Whether a checkpoint has the file that transformers writes last, whole."""
     try:
-        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        json.loads((checkpoint / "trainer_state.json").read_bytes())
     except (OSError, ValueError):
         return False
     return True
@@ -278,7 +278,7 @@ def has_state(checkpoint: Path) -> bool:
 
 def steps_done(checkpoint: Path) -> int:
     """The optimiser step that a complete checkpoint was saved after."""
-    return json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
+    return json.loads((checkpoint / "trainer_state.json").read_bytes())["global_step"]
 
 
 def checkpoint_damage(checkpoint: Path) -> str | None:

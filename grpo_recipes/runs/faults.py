@@ -217,11 +217,9 @@ def _is_finite(value: Any) -> bool:
 
 def _is_lost_contact(error: Exception) -> bool:
     """Whether a rank's error only says that it lost another rank."""
-    if isinstance(error, RewardFault) or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return False
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and bool(LOST_CONTACT.search(str(error)))
-    )
+    says_so = isinstance(error, RuntimeError) and bool(LOST_CONTACT.search(str(error)))
+    has_others = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return has_others and not isinstance(error, RewardFault) and (says_so or isinstance(error, dist.DistError))
 
 
 def _fault_file(folder: Path, rank: int) -> Path:
@@ -242,7 +240,7 @@ def _earlier_fault(folder: Path) -> str | None:
     deadline = time.monotonic() + SENTENCE_SECONDS
     while not (files := list(folder.glob(FAULT_FILES))) and time.monotonic() < deadline:
         time.sleep(0.1)
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    records = [json.loads(path.read_bytes()) for path in files]
     return min(records, key=lambda record: record["time"])["sentence"] if records else None
 
 

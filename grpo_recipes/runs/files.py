@@ -121,7 +121,7 @@ def read_object(path: Path, shape: Shape, fix: str = "restore or remove the file
     """
     check_ordinary(path, fix)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise
     except (ValueError, RecursionError, OSError) as error:
@@ -279,9 +279,9 @@ def _is_share(value: Any) -> bool:
 
 
 def _is_estimate(value: Any) -> bool:
-    if not isinstance(value, dict) or not all(NUMBER.holds(value.get(key)) for key in ("low", "value", "high")):
-        return False
-    return -math.inf < value["low"] <= value["value"] <= value["high"] < math.inf  # false for NaN
+    are_numbers = isinstance(value, dict) and all(NUMBER.holds(value.get(key)) for key in ("low", "value", "high"))
+    # False for NaN.
+    return are_numbers and -math.inf < value["low"] <= value["value"] <= value["high"] < math.inf
 
 
 def _is_conversation(value: Any) -> bool:

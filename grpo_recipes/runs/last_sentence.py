@@ -34,7 +34,7 @@ def say_last(sentence: str, code: int) -> int:
 def read(path: Path) -> tuple[str, int] | None:
     """The sentence in the file and the exit code that goes with it; None if no process left one."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):
         return None
     return str(found["sentence"]), int(found["code"])

@@ -49,7 +49,7 @@ class Holder:
     def read(cls, lock: Path) -> Holder | None:
         """Who a lock names; None if that can't be read. Raises `FileNotFoundError`."""
         try:
-            return cls(**json.loads(lock.read_text(encoding="utf-8")))
+            return cls(**json.loads(lock.read_bytes()))
         except FileNotFoundError:
             raise
         except (ValueError, TypeError, OSError):

@@ -142,7 +142,7 @@ def _restore_logged(trainer: Any, path: Path) -> None:
     """Go on adding up where the run that wrote a checkpoint was; without the file (another trainer's) from zero."""
     if not path.is_file():
         return
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads(path.read_bytes())
     losses = content["losses_since"]
     is_same_layout = len(losses) == trainer.args.world_size
     trainer._tr_loss.fill_(losses[trainer.args.process_index] if is_same_layout else sum(losses) / len(losses))

@@ -337,8 +337,8 @@ def _labelled(rows: Rows, picked: Tensor) -> Tensor:
 
 
 def _sums(rows: Rows, picked: Tensor, expected: Tensor) -> Tensor:
-    """What makes an `Evidence`, (4,), in float32, since not every device has float64."""
-    gap = (picked - expected)[_labelled(rows, picked)].float()
+    """What makes an `Evidence`, (4,). `picked` is in float32, and so is what differs from it: not every device has float64."""
+    gap = (picked - expected)[_labelled(rows, picked)]
     count = torch.tensor(float(gap.numel()), device=gap.device)
     largest = gap.abs().max() if gap.numel() else count
     return torch.stack([count, gap.abs().sum(), largest, gap.square().sum()])
@@ -348,7 +348,7 @@ def _sums_of_other(rows: Rows, picked: Tensor, expected: Tensor, other: Tensor) 
     """What makes an `Alternative`, (3,)."""
     labelled = _labelled(rows, picked)
     apart = (other - expected)[labelled].float()
-    left = (picked - other)[labelled].float()
+    left = (picked - other)[labelled]
     return torch.stack([apart.square().sum(), left.square().sum(), apart.abs().sum()])
 
 

@@ -26,7 +26,8 @@ IDLE = "no_row_contributes"
 """Set to True in a micro-batch in which no rank has a row that contributes."""
 
 # Set to 0 in an emptied row, where TRL's new log-probabilities are 0: the ratio must be 1 there, because 0 * inf is NaN.
-_LOG_PROBS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
+# No reference's are among them: rows are emptied only where the loss has no KL term.
+_LOG_PROBS = ("old_per_token_logps", "sampling_per_token_logps")
 
 _MULTIMODAL = {"pixel_values", "num_images", "token_type_ids", "mm_token_type_ids"}
 

@@ -299,12 +299,16 @@ def packed_attention(
     if _has_varlen(query, value):
         return _varlen(group_spans, query, key, value, scaling), None
     grouped = query.shape[1] != key.shape[1]
+    # One split, whose gradient is one concatenation: that of a slice is a tensor as long as the whole row, for every span.
+    lengths = [stop - start for prefix, suffixes in group_spans.groups for start, stop in (prefix, *suffixes)]
+    spans = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
     outputs = []
     for (start, stop), suffixes in group_spans.groups:
-        for number, (first, last) in enumerate(suffixes):
+        prefix = next(spans)
+        for number in range(len(suffixes)):
             # Prefix and suffix together are a square causal block, (1, heads, P - 1 + L, D), which the kernels are made
             # for: running the prefix's queries again costs less than a mask. Its results are kept once.
-            q, k, v = (torch.cat([x[:, :, start:stop], x[:, :, first:last]], dim=2) for x in (query, key, value))
+            q, k, v = (torch.cat(parts, dim=2) for parts in zip(prefix, next(spans), strict=True))
             output = scaled_dot_product_attention(q, k, v, scale=scaling, is_causal=True, enable_gqa=grouped)
             outputs.append(output if number == 0 else output[:, :, stop - start :])
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None

@@ -381,7 +381,7 @@ def _load_adapter(model: PeftModel, where: str) -> str | None:
         )
     training = model.training
     try:
-        result = model.load_adapter(where, REF, is_trainable=False)
+        result = model.load_adapter(where, REF)
     except (KeyError, OSError, RuntimeError, ValueError) as error:
         raise misfit(" ".join(str(error).split())) from error
     model.train(training)  # PEFT has put the whole model into eval mode

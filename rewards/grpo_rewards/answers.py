@@ -294,10 +294,10 @@ def _plain_latex(text: str) -> str:
 
 def parse_number(text: str) -> Number | None:
     """Return the one number that an answer states, exactly, or None if it states none, several, or a formula."""
-    if len(text) < 20 and text.isdecimal():
-        return int(text)
     if len(text) > MAX_ANSWER_CHARS:
         return None
+    if text.isdecimal():
+        return int(text)
     if _PLAIN_DECIMAL.fullmatch(text):
         whole, _, digits = text.partition(".")
         return Fraction(int(whole + digits), 10 ** len(digits))
@@ -391,7 +391,7 @@ def _parse_words(text: str) -> int | None:
             group, room = 1, 0
         elif word in SMALL and (value := SMALL[word]) < room and (value or taken == 0):
             group, room = group + value, 10 if value >= 20 else 0
-        elif word == "hundred" and 0 < group < 20 and room < 100:
+        elif word == "hundred" and 0 < group < 20:
             group, room = group * 100, 100
         elif SCALES.get(word, 0) >= 1000 and word != "k" and group and SCALES[word] < limit:
             limit = SCALES[word]

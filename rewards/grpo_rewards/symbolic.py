@@ -180,7 +180,6 @@ class Server:
     def abandon(self) -> None:
         """Let go of a server that belongs to the parent process, without ending it."""
         process, self._process = self._process, None
-        atexit.unregister(self.close)
         if process is not None:
             _close_pipes(process)
             process.returncode = 0  # not our child: nothing to wait for

@@ -1,6 +1,7 @@
 """The tiny policy with adapters on it, and runs of a few steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,13 @@ def log_probabilities(model: torch.nn.Module, text: str) -> torch.Tensor:
     with torch.no_grad():
         logits = model(input_ids=ids).logits
     return logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[0, :, 0]
+
+
+@contextmanager
+def partitioned(tensors: Sequence[torch.Tensor | None], *, write: bool = False) -> Iterator[None]:
+    """`training.zero3.gathered` as it is under ZeRO-3: what is written into a gathered tensor is lost if not asked for."""
+    kept = [(tensor, tensor.detach().clone()) for tensor in tensors if tensor is not None]
+    yield
+    if not write:
+        for tensor, before in kept:
+            tensor.data.copy_(before)

@@ -149,7 +149,8 @@ def test_a_form_of_the_right_value_is_accepted_and_of_a_wrong_one_is_not(form):
         ("two and a half", None), ("1/0", None), ("1 3/2", None), ("1/2/3", None), ("", None), ("...", None),
         ("1" * 400, int("1" * 400)), ("1" * 2000, None), ("1e999999999", None), ("1e-999999999", None),
         ("twelve hundred", 1200), ("a hundred", 100), ("five twenty", None), ("twenty zero", None),
-        ("one thousand million", None), ("ten eight", None), ("hundred", None),
+        ("one thousand million", None), ("ten eight", None), ("hundred", None), ("an apple", None), ("a", None),
+        ("18 dozen", 18), ("18 quarter", None), ("18 thousand maybe", None), ("18 thousand eggs", 18000),
     ],
 )  # fmt: skip
 def test_other_numbers(answer, value):
@@ -234,6 +235,7 @@ def test_a_misplaced_gold_earns_nothing(text, extract):
         ("hashes", "#### 17\nmore\n####18 \nend", "18"),
         ("boxed", "\\boxed{17} and \\boxed{\\frac{1}{2}} so", "\\frac{1}{2}"),
         ("boxed", "\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("boxed", "\\boxed{1 + \\boxed{2} + 3}, {so} it is", "1 + \\boxed{2} + 3"),
         ("a_line", "Because.\nA: 18\nThanks", "18"),
         ("a_line", "A: 18", "18"),
         ("a_line", "So.\nA: 17\nA: 18", "18"),

@@ -30,6 +30,25 @@ def test_a_symbolic_comparison_pays_as_an_equal_number_or_is_counted_as_lost(mon
     assert metrics["rewards/gsm8k_correctness/symbolic"] == 0.75
 
 
+@pytest.mark.parametrize(
+    ("gold", "answer", "verdict"),
+    [
+        ("18", "18", "exact"), ("18", "18.0", "equal"), ("18", "19", "wrong"), ("18", "x", "wrong"), ("18", None, "missing"),
+        ("", "18", "no gold"), ("x", "18", "wrong"), ("Tuesday", "tuesday", "equal"), ("Tuesday", "Tuesyad", "wrong"),
+        ("x+1", "x+1 or x+2", "wrong"), ("not", "ton", "wrong"),
+        (f"${'x' * 998}$", "x" * 998, "equal"), (f"${'x' * 999}$", "x" * 999, "wrong"), ("x" * 999, f"${'x' * 999}$", "wrong"),
+        # Only these are left to math-verify.
+        ("x+1", "X+1", "timeout"), ("x=1 or x=2", "x=2 or x=1", "timeout"), ("no", "on", "timeout"),
+    ],
+)  # fmt: skip
+def test_the_verdict_on_an_answer(monkeypatch, gold, answer, verdict):
+    asked = []
+    monkeypatch.setattr(answers, "equivalent", lambda *given: asked.append(given))
+    assert answers.compare(gold, answer) == verdict
+    assert asked == ([(gold, answer, 2.0)] if verdict == "timeout" else [])
+    assert answers.Judge().deadline == GSM8KCorrectness().deadline == 2.0
+
+
 def test_the_note_knows_the_rewards_own_tags():
     reward = GSM8KCorrectness(extract="boxed", tags=["reasoning", "solution"])
     note = reward.unparsed_note(["<solution>18</solution>"])

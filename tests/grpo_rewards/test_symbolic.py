@@ -38,6 +38,11 @@ def gone(pid: int) -> bool:
     return False
 
 
+def children(pid: int) -> list[int]:
+    """The processes that a process has started and not reaped."""
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
 @pytest.mark.parametrize(
     ("gold", "answer", "equal"),
     [
@@ -65,6 +70,8 @@ def test_verdicts(gold, answer, equal):
 def test_a_runaway_comparison_ends_as_none_and_the_next_one_works(answer):
     assert equivalent("x+1", answer, deadline=0.3) is None
     assert equivalent("x+1", "1+x") is True
+    if Path("/proc/self/statm").exists():
+        assert len(children(symbolic._server().pid)) == 1, "the child that was killed is reaped"
 
 
 def test_any_thread_and_a_running_event_loop():
@@ -201,6 +208,57 @@ def test_a_reply_of_another_number_is_no_verdict():
     assert server.compare("0 ms", "0 ms", 5.0) is True
     server._process.stdin.write(b'{"number": 1, "gold": "0 ms", "answer": "0 ms"}\n')
     assert [server.compare("0 ms", other, 5.0) for other in ("1", "0 ms", "2")] == [False, True, False]
+    server.close()
+
+
+def test_a_reply_behind_the_deadline_is_not_waited_for(monkeypatch):
+    server = symbolic.Server(stub())
+    assert server.compare("0 ms", "0 ms", 5.0) is True
+    with monkeypatch.context() as patch:
+        patch.setattr(symbolic, "_GRACE_SECONDS", 0.1)
+        assert server.compare("1000 ms", "1000 ms", 0.1) is None
+    assert server.compare("0 ms", "0 ms", 5.0) is True
+    server.close()
+
+
+def test_a_start_takes_at_most_half_of_the_time():
+    says_seconds = STUB.format(starting="time.sleep(0.3)").replace(
+        'request["gold"] == request["answer"]', "request['seconds']"
+    )
+    server = symbolic.Server([sys.executable, "-I", "-S", "-c", says_seconds])
+    assert server.compare("0 ms", "", 0.2) == 0.1
+    assert 19 < server.compare("0 ms", "", 20.0) <= 20, "it runs already"
+    server.close()
+
+
+# The server itself, with a comparison that needs no math-verify: `fresh` ends a child that has compared before.
+SERVED = """
+import os
+from grpo_rewards import symbolic
+def verify(gold, answer, compared=[]):
+    compared.append(answer)
+    if answer == "fresh" and len(compared) > 1 or answer == "dies": os._exit(1)
+    return gold == answer
+symbolic._WARM_UP, symbolic.COMPARISONS_PER_CHILD, symbolic.verify = (), 2, verify
+symbolic.serve()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_a_child_is_limited_in_comparisons_memory_and_time():
+    server, served = symbolic.Server([sys.executable, "-c", SERVED]), []
+    for answer in ("a", "b", "a", "fresh", "a"):
+        assert server.compare("a" if answer == "b" else answer, answer, 20.0) is (answer != "b")
+        served += children(server.pid)
+    first, again, _, third, last = served  # one at a time
+    assert (first, third) == (again, last)
+    assert len(set(served)) == 3, "replaced after two comparisons, and where it ended in the second"
+    limits = {line[:17]: line[17:].split()[0] for line in Path(f"/proc/{third}/limits").read_text().splitlines()}
+    size = int(Path(f"/proc/{third}/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE")
+    assert 100 << 20 < int(limits["Max address space"]) - size <= 160 << 20
+    assert 20 <= int(limits["Max cpu time     "]) <= 22
+    assert server.compare("dies", "dies", 20.0) is None
+    assert server.compare("a", "a", 20.0) is True
     server.close()
 
 
@@ -354,13 +412,19 @@ def test_no_process_outlives_its_owner(ending):
         import os, signal
         from grpo_rewards import math_correctness, symbolic
         scores = math_correctness(completions=["\\\\boxed{{1+x}}"], answer=["x+1"])
-        print(scores, symbolic._server().pid, flush=True)
+        before = symbolic._server().pid
+        signal.signal(signal.SIGINT, lambda *_: None)
+        os.killpg(0, signal.SIGINT)  # as Ctrl-C does, which is for the trainer alone
+        scores += math_correctness(completions=["\\\\boxed{{1+x}}"], answer=["x+2"])
+        print(scores, symbolic._server().pid == before, before, flush=True)
         {ending}
     """)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, start_new_session=True
+    )
     scores, pid = run.stdout.rsplit(" ", 1)
-    assert scores == "[1.0]"
+    assert scores == "[1.0, 0.0] True"
     assert gone(int(pid))
     assert run.stderr == ""
 

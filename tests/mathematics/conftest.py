@@ -1,6 +1,5 @@
 """Fixtures of the mathematics tests: one tiny checkpoint, scenarios prepared once, and a count of compared cells."""
 
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -15,13 +14,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 ScenarioFactory = Callable[..., Scenario]
 SummaryLines = Callable[[str], None]
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _short_collections() -> None:
-    """Every `train()` ends in a garbage collection; what is imported by now need not be walked each time."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -72,9 +72,15 @@ def test_weights_are_identified_by_any_tensor_and_not_by_where_they_lie(tmp_path
     assert len(identities) == 2
 
 
+def test_a_file_without_tensors_is_whole(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "model.safetensors")
+    check_weight_files(tmp_path)
+
+
 def test_weights_are_not_read_whole_to_be_identified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first MiB, the header, and 4 KiB of each tensor."""
     file = tmp_path / "model.safetensors"
-    save_file({f"layer{n}": torch.ones(HEAD_BYTES) for n in range(8)}, file)
+    save_file({f"layer{n}": torch.ones(1 << 20) for n in range(8)}, file)
     read = []
 
     class Counting(type(file.open("rb"))):  # type: ignore[misc]
@@ -89,4 +95,5 @@ def test_weights_are_not_read_whole_to_be_identified(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(Path, "open", counting)
     identify_weights(file)
-    assert 0 < sum(read) < 2 * HEAD_BYTES
+    header = file.stat().st_size - 8 * (4 << 20)
+    assert sum(read) == (1 << 20) + header + 8 * (4 << 10)

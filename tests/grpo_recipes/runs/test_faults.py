@@ -208,6 +208,25 @@ def test_a_generator_that_is_not_the_policy_is_one_sentence(tmp_path: Path) -> N
     assert said == ("the generator is not the policy: so; `--resume_from_checkpoint true` goes on from checkpoint-4")
 
 
+@pytest.mark.parametrize(
+    ("error", "ranks", "is_lost"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer"), "2", True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer"), "1", False),
+        (torch.distributed.DistNetworkError("no route"), "2", True),
+        (torch.distributed.DistNetworkError("no route"), "1", False),
+        (faults.RewardFault("reward `judge` raised RuntimeError: NCCL error"), "2", False),
+    ],
+)
+def test_only_one_rank_of_several_loses_another(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, ranks: str, is_lost: bool
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    said = faults.sentence(error, 0, None)
+    assert ("another rank ended without an error of its own" in said) == is_lost
+    assert (str(error) in said) != is_lost
+
+
 @pytest.mark.parametrize("ranks", ["1", "2"])
 @pytest.mark.parametrize(
     "error",

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,7 +59,10 @@ def test_what_lies_before_the_last_checkpoint_is_read_once(tmp_path: Path) -> No
     assert Run.read(tmp_path).series("reward").values == [-1.0] * 5 + [0.6, 0.7]
     log(tmp_path, range(6, 7), began=5)
     assert Run.read(tmp_path).series("reward").steps == [1, 2, 3, 4, 5, 6]
-    callback.forget()
+    with warnings.catch_warnings(record=True) as left_open:
+        warnings.simplefilter("always", ResourceWarning)
+        callback.forget()
+    assert left_open == []
     assert not (tmp_path / LIVE).exists()
 
 
@@ -96,6 +100,12 @@ def test_other_ranks_write_nothing_and_a_link_is_not_followed(tmp_path: Path) ->
 def test_a_log_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         log(tmp_path / "missing", range(1, 4))
+    assert [record.message.count("can't be written") for record in caplog.records] == [1]
+    caplog.clear()
+    callback = log(tmp_path, range(1, 2))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            callback.on_log(None, state(2), None, {"reward": object()})
     assert [record.message.count("can't be written") for record in caplog.records] == [1]
 
 
@@ -151,6 +161,8 @@ def test_the_line_says_how_the_training_does(capsys: pytest.CaptureFixture[str])
         "step 4/40  reward 1.5 (right 1, tags 0.5)  KL 0.012  length 87  truncated 2%  2,000 tokens/s  18 min 00 s left"
     )
     line.on_train_end(None, state(4), None)
+    clock.now += 600
+    line.on_log(None, state(4), None, {"eval_reward": 1.0})  # an evaluation after the training
     captured = capsys.readouterr()
     assert captured.err == "", "there is no terminal"
     assert [text.split("  ")[0] for text in captured.out.splitlines()] == ["step 2/40", "step 4/40"], "one a minute"
@@ -158,10 +170,11 @@ def test_the_line_says_how_the_training_does(capsys: pytest.CaptureFixture[str])
 
 def test_a_resumed_run_counts_its_own_steps(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
-    line = LiveLine([], clock)
+    line = LiveLine(["right"], clock)
     line.on_train_begin(None, state(30), None)
     clock.now = 10
-    assert line.text(31, 40).endswith("1 min 30 s left")
+    line.on_log(None, state(31), None, {"reward": 0.5, "rewards/right/mean": 0.5})
+    assert line.text(31, 40) == "step 31/40  reward 0.5  1 min 30 s left"
     line.on_train_end(None, state(31), None)
     assert capsys.readouterr().out == ""
 

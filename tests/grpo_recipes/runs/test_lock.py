@@ -66,6 +66,9 @@ def test_a_killed_launch_is_taken_over(tmp_path: Path, capsys: pytest.CaptureFix
     )
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")])
     assert killed.returncode == -9
+    # An interpreter that ends in the middle of the block does not wait for the thread that touches the lock.
+    left = code.partition("with ")[0] + "block = only_launch(pathlib.Path(sys.argv[1])); block.__enter__()\n"
+    subprocess.run([sys.executable, "-c", left, str(tmp_path / "left")], check=True, timeout=30)
     assert (tmp_path / "run" / LOCK).is_file()
     with only_launch(tmp_path / "run"):
         assert "left by a launch that was killed (process " in capsys.readouterr().out
@@ -110,6 +113,23 @@ def test_on_another_machine_a_lock_that_is_touched_is_respected(
             pass
 
 
+@pytest.mark.skipif(not Path("/proc/self/ns/pid").exists(), reason="reads /proc")
+def test_a_process_is_known_by_its_number_in_one_table_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another container on this machine, or this machine before it was started again, has another table."""
+    here = Holder.here()
+    assert here.processes
+    assert here.runs()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "readlink", lambda path: "pid:[17]")
+        container = Holder.here()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda *given, **more: "another boot")
+        patch.setattr(lock, "_began", lambda pid: here.began)
+        restarted = Holder.here()
+    assert len({one.processes for one in (here, container, restarted)}) == 3
+    assert Holder.here() == here
+
+
 @pytest.mark.parametrize("links", [True, False])
 def test_of_many_launches_one_gets_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
     if not links:
@@ -125,7 +145,9 @@ def test_of_many_launches_one_gets_the_lock(tmp_path: Path, monkeypatch: pytest.
         return lock._taken(tmp_path / LOCK, replace(ELSEWHERE, pid=number))
 
     with ThreadPoolExecutor(16) as pool:
-        assert sum(pool.map(take, range(16))) == 1
+        took = list(pool.map(take, range(16)))
+    assert sum(took) == 1
+    assert Holder.read(tmp_path / LOCK) == replace(ELSEWHERE, pid=took.index(True))
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
 
 

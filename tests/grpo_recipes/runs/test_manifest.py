@@ -1,23 +1,100 @@
 """What a manifest that can't be read, or that another file differs from, is called."""
 
+import platform
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import xxhash
 
-from grpo_recipes.runs.files import TEXT_OR_NULL
-from grpo_recipes.runs.manifest import CHECKSUM, MANIFEST, CheckpointDamaged, Manifest, read_manifest, size_damage
+from grpo_recipes.runs import manifest as manifests
+from grpo_recipes.runs.manifest import (
+    CHECKSUM,
+    MANIFEST,
+    CheckpointDamaged,
+    Manifest,
+    content_damage,
+    read_manifest,
+    size_damage,
+    write_manifest,
+)
 
 WHOLE = Manifest(step=3, num_processes=2, model_only=False, files={"a": {"bytes": 4, CHECKSUM: "0" * 16}})
-
-
-def test_a_text_may_be_left_out() -> None:
-    assert [TEXT_OR_NULL.holds(value) for value in (None, "", "a", 1, [])] == [True, True, True, False, False]
 
 
 def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert read_manifest(tmp_path) is None
     (tmp_path / MANIFEST).write_text(WHOLE.text())
     assert read_manifest(tmp_path) == WHOLE
+
+
+def test_a_manifest_stays_readable(tmp_path: Path) -> None:
+    """Checkpoints outlive versions: the very text that 0.1.0 writes, whose checksum is over the same without it."""
+    text = """\
+{
+ "step": 3,
+ "num_processes": 2,
+ "model_only": false,
+ "files": {
+  "a": {
+   "bytes": 4,
+   "xxh3_128": "0000000000000000"
+  }
+ },
+ "xxh3_128": "3d7ac07821029a414072e16494036b3d"
+}
+"""
+    assert WHOLE.text() == text
+
+
+@pytest.mark.parametrize("each_node", [False, True])
+def test_ranks_share_the_work_on_each_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each_node: bool) -> None:
+    """Four ranks on two machines; with a disk each, the second rank of a machine writes nothing."""
+    here, barrier, given = threading.local(), threading.Barrier(4, timeout=10), [None] * 4
+
+    def gathered(value: object) -> list[object]:
+        given[here.rank] = value
+        barrier.wait()
+        values = list(given)
+        barrier.wait()
+        return values
+
+    monkeypatch.setattr(manifests, "gathered", gathered)
+    monkeypatch.setattr(manifests, "rank", lambda: here.rank)
+    monkeypatch.setattr(platform, "node", lambda: f"machine {here.rank // 2}")
+    disks = [tmp_path / (f"disk {rank // 2}" if each_node else "disk") for rank in range(4)]
+    for rank, disk in enumerate(disks):
+        disk.mkdir(exist_ok=True)
+        (disk / f"part-{rank}").write_text(f"of rank {rank}")
+
+    def save(rank: int) -> None:
+        here.rank = rank
+        write_manifest(disks[rank], WHOLE, each_node=each_node, writes=rank in ((0, 2) if each_node else (0,)))
+
+    def damage(rank: int) -> str | None:
+        here.rank = rank
+        manifest = read_manifest(disks[rank])
+        assert manifest is not None
+        assert size_damage(disks[rank], manifest) is None
+        return content_damage(disks[rank], manifest, each_node=each_node)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(save, range(4)))
+        for disk in set(disks):
+            manifest = read_manifest(disk)
+            assert manifest is not None
+            there = {path.name: path.read_bytes() for path in disk.glob("part-*")}
+            assert manifest.files == {
+                name: {"bytes": len(content), CHECKSUM: xxhash.xxh3_128(content).hexdigest()}
+                for name, content in there.items()
+            }
+        assert list(pool.map(damage, range(4))) == [None] * 4
+        for rank in range(4):
+            (disks[rank] / f"part-{rank}").write_text(f"Of rank {rank}")
+            said = f"{disks[rank] / f'part-{rank}'} is damaged: its checksum is not the manifest's"
+            assert list(pool.map(damage, range(4))) == [said] * 4, "every rank learns of it"
+            (disks[rank] / f"part-{rank}").write_text(f"of rank {rank}")
 
 
 @pytest.mark.parametrize(

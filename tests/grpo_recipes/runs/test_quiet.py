@@ -22,11 +22,13 @@ def test_only_what_nobody_can_change_is_silenced(capsys: pytest.CaptureFixture[s
             warnings.warn("`use_liger_kernel=True` is deprecated", FutureWarning, stacklevel=1)
             for title in ("Loading weights", "Writing model shards", "Fetching 3 files"):
                 bar(desc=title)
+            bar(desc="Downloading quietly", disable=True)
     assert [str(warning.message) for warning in shown] == ["`use_liger_kernel=True` is deprecated"]
     said = capsys.readouterr().err
     assert "Fetching 3 files" in said
     assert "eights" not in said
     assert "shards" not in said
+    assert "quietly" not in said
 
 
 def test_it_ends_with_its_block(capsys: pytest.CaptureFixture[str]) -> None:

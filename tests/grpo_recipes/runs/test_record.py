@@ -1,6 +1,7 @@
 """`run.json`: each launch adds an entry, none is lost."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from grpo_recipes.recipe.checks import Machine, check
 from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_recipes.runs.files import RunError
-from grpo_recipes.runs.record import add_launch, describe_launch, launches, read_record
+from grpo_recipes.runs.record import add_launch, describe_launch, git_revision, launches, read_record
 from grpo_rewards.registry import build_rewards
 from tests.grpo_recipes import launching
 
@@ -16,12 +17,12 @@ from tests.grpo_recipes import launching
 def test_launches_are_added_and_the_newest_stands_at_the_top(tmp_path: Path) -> None:
     entries = [{"recipe": {"max_steps": steps}, "started": str(steps)} for steps in (1, 2, 3)]
     for count, entry in enumerate(entries, start=1):
-        add_launch(tmp_path / "run", entry)
-        record = read_record(tmp_path / "run")
+        add_launch(tmp_path / "runs" / "run", entry)
+        record = read_record(tmp_path / "runs" / "run")
         assert record is not None
         assert launches(record) == entries[:count]
         assert record == {**entry, "launches": entries[:count]}
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
+    assert [path.name for path in (tmp_path / "runs" / "run").iterdir()] == ["run.json"]
 
 
 def test_a_record_of_before_there_was_a_list_is_the_first_launch(tmp_path: Path) -> None:
@@ -51,6 +52,26 @@ def test_a_record_that_cant_be_written_or_read_is_left_as_it_was(
     with pytest.raises(RunError, match=r"run.json: can't be read as JSON .*restore"):
         add_launch(tmp_path, {"recipe": {"seed": 2}})
     assert (tmp_path / "run.json").read_bytes() == before[:9]
+
+
+def test_the_revision_is_that_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert git_revision() is None
+
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *identity, *arguments], check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-m", "first")
+    assert git_revision() == git("rev-parse", "HEAD")
+    (tmp_path / "file").write_text("2")
+    assert git_revision() == git("rev-parse", "HEAD") + "-dirty"
+    monkeypatch.setenv("PATH", "")
+    assert git_revision() is None, "git is not installed"
 
 
 @pytest.mark.parametrize("spelled", [["--hub_token", "hf_secret"], ["--hub_token=hf_secret"]])

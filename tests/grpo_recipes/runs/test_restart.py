@@ -4,6 +4,7 @@ import fnmatch
 import json
 import os
 import random
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -123,7 +124,8 @@ def test_a_layout_that_moves_the_place_in_the_data_is_named() -> None:
 
 def test_what_may_change_on_resume_is_what_the_page_lists() -> None:
     page = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
-    assert [pattern for pattern in restart.MAY_CHANGE if f"`{pattern}`" not in page] == []
+    rows = page.partition("| what may change on resume | keys |")[2].partition("\n\n")[0]
+    assert sorted(re.findall(r"`([^`]+)`", rows)) == sorted(restart.MAY_CHANGE)
 
 
 @settings(deadline=None, max_examples=60)
@@ -157,6 +159,9 @@ def test_one_recipe_spelled_in_two_ways_is_one_recipe(tmp_path: Path) -> None:
         before, {**now, "model_name_or_path": copied, "dataset": {"path": f"{other}/deep/rows.jsonl"}}, str(tmp_path)
     )
     assert said == [f"`dataset.path` was there/deep/rows.jsonl and is {other}/deep/rows.jsonl"]
+    for was, now_is in (("there", "a/model"), ("a/model", copied)):  # the name of a model on the hub is no path
+        said = restart.recipe_changes({"model_name_or_path": was}, {"model_name_or_path": now_is}, str(tmp_path))
+        assert said == [f"`model_name_or_path` was {was} and is {now_is}"]
 
 
 def test_a_run_from_before_there_was_generation_goes_on_without_it() -> None:
@@ -230,6 +235,36 @@ def test_sigterm_saves_and_stops_where_no_generation_is_under_way() -> None:
     assert stopped == [(False, False)] * 5 + [(True, True)]
     assert callback.stopped
     assert signal.getsignal(signal.SIGTERM) == previous
+
+
+ON_TWO_RANKS = [((0, 0), None), ((0, signal.SIGTERM), "SIGTERM"), ((signal.SIGINT, signal.SIGINT), "Ctrl-C")]
+
+
+def stops_of_rank(rank: int, store: Path) -> list[str | None]:
+    """What one of two ranks stops for at the end of a step, for each of `ON_TWO_RANKS`."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        stops = []
+        for signals, _ in ON_TWO_RANKS:
+            callback, control = StopOnSignal(lambda step: True), TrainerControl()
+            callback.requested = signals[rank]
+            callback.on_step_end(SimpleNamespace(device=torch.device("cpu")), TrainerState(max_steps=9), control)
+            stops.append(callback.name if control.should_training_stop else None)
+        return stops
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_signal_to_one_rank_stops_both(tmp_path: Path) -> None:
+    other = os.fork()
+    if other == 0:
+        code = 1
+        try:
+            code = int(stops_of_rank(1, tmp_path / "store") != [name for _, name in ON_TWO_RANKS])
+        finally:
+            os._exit(code)
+    assert stops_of_rank(0, tmp_path / "store") == [name for _, name in ON_TWO_RANKS]
+    assert os.waitpid(other, 0)[1] == 0
 
 
 def test_the_best_of_each_epoch_may_be_saved(tmp_path: Path) -> None:

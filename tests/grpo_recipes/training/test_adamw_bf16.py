@@ -64,6 +64,12 @@ def test_it_is_torchs_adamw_on_float32_weights_to_the_bit(monkeypatch: pytest.Mo
         assert ((stored.float() - expected).abs() <= spacing / 2).all()
 
 
+def test_a_parameter_is_updated_in_as_few_pieces_as_memory_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(list(adamw_bf16._chunks(weights()[:1]))) == 1
+    monkeypatch.setattr(adamw_bf16, "CHUNK", 64)
+    assert [len(piece) for (piece,) in adamw_bf16._chunks(weights()[:1])] == [2] * 20  # rows of 30
+
+
 def test_plain_adamw_on_bfloat16_loses_most_of_it() -> None:
     """The fault that this optimiser is for, so that the test above can't pass by chance."""
     plain = torch.optim.AdamW([torch.nn.Parameter(w) for w in weights()], **OPTIONS)

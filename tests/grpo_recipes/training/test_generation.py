@@ -201,8 +201,9 @@ def test_only_a_few_rows_are_checked_after_the_first_batch(tmp_path: Path, monke
 
 def test_evaluation_logs_the_difference_too(tmp_path: Path) -> None:
     run = trainer(tmp_path, eval_dataset=PROMPTS.select(range(4)))
-    run.evaluate()
+    metrics = run.evaluate()
     (entry,) = run.state.log_history
+    assert metrics["eval_loss"] == entry["eval_loss"]
     assert 0 < entry[f"eval_{MEAN}"] < entry[f"eval_{LARGEST}"] < 1e-5
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -255,6 +256,12 @@ def test_a_small_batch_is_compared_at_steps_that_a_restart_shares(tmp_path: Path
         due.append(check.is_due(4))
     assert due == [True, False, False, False, True, False, False, False, True]
     assert check.is_due(64)
+    check.trainer.num_iterations = 2  # a generation serves two steps
+    due = []
+    for step in range(0, 18, 2):
+        check.trainer.state.global_step = step
+        due.append(check.is_due(4))
+    assert due == [True, False, False, False, True, False, False, False, True]
     watched = {rows: list(range(0, rows, generation_check.watched_every(rows))) for rows in (1, 16, 33, 64)}
     assert watched == {1: [0], 16: [0], 33: [0, 17], 64: [0, 32]}
 
@@ -265,6 +272,16 @@ def test_a_small_batch_is_compared_at_steps_that_a_restart_shares(tmp_path: Path
 def evidence(**others: Alternative) -> Evidence:
     """A thousand tokens whose log-probabilities differ by 0.1."""
     return Evidence(1000, 100.0, 0.2, 10.0, others)
+
+
+@pytest.mark.parametrize(("whole", "limit"), [(True, 20.0), (False, 5.0)])
+def test_how_many_times_the_usual_difference_is_too_much(whole: bool, limit: float) -> None:
+    found = evidence()
+    assert judge(found, whole=whole, usual=found.mean / (1.02 * limit)).wrong
+    assert not judge(found, whole=whole, usual=found.mean / (0.98 * limit)).wrong
+    gross = Evidence(1000, 510.0, 2.0, 300.0)
+    assert judge(gross, whole=whole, usual=None).wrong
+    assert not judge(Evidence(1000, 490.0, 2.0, 300.0), whole=whole, usual=None).wrong
 
 
 @pytest.mark.parametrize(
@@ -311,7 +328,78 @@ def test_noise_is_never_named() -> None:
         assert judge(found, whole=False, usual=None).names == ()
 
 
+# ---- when it looks closer, and what it makes of several batches
+
+
+def off(tokens: int, size: float, explained: float, *names: str) -> Evidence:
+    """Tokens that differ by `size`, of which each alternative in `names` explains a share."""
+    square = tokens * size**2
+    other = Alternative(square, (1 - explained) * square, tokens * size)
+    return Evidence(tokens, tokens * size, size, square, dict.fromkeys(names, other))
+
+
+def test_on_which_batches_the_alternatives_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first four, every sixteenth that is compared, and those of an unusual difference; what is logged is of all ranks."""
+    check = trainer(tmp_path)._generation_check
+    prompts, noted = [[5]] * 64, {row: torch.zeros(1) for row in range(64)}
+    usual, looked = [off(10, 1e-6, 0.0), off(30, 2e-6, 0.0)], []
+    unusual = [off(10, 1e-6, 0.0), off(30, 2e-4, 0.0)]
+    monkeypatch.setattr(check, "_rows", lambda prompts, completions, noted: (len(noted), None))
+    monkeypatch.setattr(check, "_measure", lambda rows, picked: unusual if batch == 21 else usual)
+    monkeypatch.setattr(check, "_explore", lambda rows, picked: looked.append((batch, rows)) or usual)
+    for batch in range(1, 49):
+        mean, largest = check(prompts, [[7]] * 64, noted)
+        assert (mean, largest) == pytest.approx((6.01e-3 / 40, 2e-4) if batch == 21 else (1.75e-6, 2e-6))
+    assert looked == [(number, 8) for number in (1, 2, 3, 4, 16, 21, 32, 48)]
+
+
+def test_few_16_bit_tokens_wait_for_more_with_the_same_alternatives(tmp_path: Path) -> None:
+    check = trainer(tmp_path)._generation_check
+    check.half = True
+    check._judge([off(40, 0.2, 0.9, OFF)])
+    check._judge(
+        [off(40, 0.2, 0.9, OFF, AGO)]
+    )  # there is an earlier adapter by now: on 40 tokens alone nothing is said
+    with pytest.raises(NotThePolicy, match=f"{OFF_} or {AGO_}"):
+        check._judge([off(40, 0.2, 0.9, OFF, AGO)])
+
+
+def test_an_adapter_that_rounding_swallows_is_said_once(tmp_path: Path, said: Any) -> None:
+    check = trainer(tmp_path)._generation_check
+    check.half = True
+    for _ in range(2):
+        check._judge([off(100, 0.02, 0.9, OFF)])
+    (sentence,) = [sentence for sentence in said() if "nearer to those of" in sentence]
+    assert f"nearer to those of {OFF_} than to the policy's" in sentence
+
+
+def test_only_the_rows_that_are_compared_are_noted_after_the_first_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, seen = trainer(tmp_path), []
+    monkeypatch.setattr(type(run._generation_check), "__call__", lambda self, *given: seen.append(sorted(given[2])))
+    run._generation.is_verified = True
+    run.model.train()
+    for run._generation_check.batches in (generation_check.FIRST - 1, generation_check.FIRST):
+        run._generate_single_turn([[5, 6]] * 32, None, {}, 4)
+    assert seen == [list(range(32)), [0, 16]]
+
+
 # ---- how tokens are scored
+
+
+def test_what_an_engine_does_to_logits() -> None:
+    plain = SimpleNamespace(
+        generation_kwargs=None,
+        repetition_penalty=1.0,
+        min_p=None,
+        top_k=-1,
+        top_p=1.0,
+        vllm_structured_outputs_regex=None,
+    )
+    assert Processing.of(plain) == (Processing(), "")
+    assert not Processing()
+    assert str(Processing(0.7, 0.05, 12, 0.9)) == "repetition_penalty 0.7, min_p 0.05, top_k 12, top_p 0.9"
 
 
 @pytest.mark.parametrize(

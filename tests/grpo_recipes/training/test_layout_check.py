@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from grpo_recipes.training import layout_check, log_probs
 from grpo_recipes.training.packing import Layout
 from tests import tiny
 from tests.grpo_recipes.recorded import Recording, model
+from tests.grpo_recipes.short_runs import partitioned
 from tests.grpo_recipes.training.test_packing import flat, layout_of, padded, scored, trainer_on
 
 RAGGED = Recording.random(prompts=3, group=3, seed=3)
@@ -118,7 +120,8 @@ def test_the_check_leaves_no_trace(dtype: torch.dtype, tmp_path: Path) -> None:
     assert trainer.accelerator.native_amp == (trainer.accelerator.mixed_precision != "no")
 
 
-def test_every_tensor_of_one_value_has_others_meanwhile() -> None:
+def test_every_tensor_of_one_value_has_others_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_check, "gathered", partitioned)
     policy = adapted(LoraConfig(r=4, **TARGETS))
     policy.get_base_model().model.norm.weight.requires_grad_(True)
     trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
@@ -130,11 +133,11 @@ def test_every_tensor_of_one_value_has_others_meanwhile() -> None:
 
 def test_a_sample_is_two_completions_each_of_two_prompts_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout_check, "SAMPLE_TOKENS", 2)
-    rows = padded([[5, 6, 7], [8], [5, 6, 7], [9, 9]], [[10, 11, 3], [12], [14], [15]])
-    few = layout_check.sample(rows, torch.tensor([0, 1, 2, 3]))
+    rows = padded([[5, 6, 7], [8], [5, 6, 7], [9, 9], [5, 6, 7]], [[10, 11, 3], [12], [14], [15], [16]])
+    few = layout_check.sample(rows, torch.arange(5))
     assert few.input_ids.tolist() == [[6, 7, 10, 11], [6, 7, 14, 0], [9, 9, 15, 0], [9, 9, 15, 0]]
     assert few.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0]]
-    assert not layout_check.sample(rows, torch.tensor([], dtype=torch.long)).completion_mask.any()
+    assert layout_check.sample(rows, torch.tensor([], dtype=torch.long)).completion_mask.tolist() == [[0, 0]]
 
 
 # ---- gradients
@@ -168,6 +171,29 @@ def test_a_gradient_that_mixes_tokens_is_noticed(tmp_path: Path, said: Any) -> N
     assert checked(policy, tmp_path) is Layout.PLAIN
     (sentence,) = said()
     assert "gradients by" in sentence
+    assert "on a few short rows" in sentence
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "whole_agrees", "half_agrees"),
+    [
+        ([[1.0, 2.0], [0.5]], [[1.0, 2.0], [0.5]], True, True),
+        ([[1.0, 2.0], [0.6]], [[1.0, 2.0], [0.5]], False, True),  # of its own tensor in float32, of all in 16 bit
+        ([[1.0, 2.01], [0.5]], [[1.0, 2.0], [0.5]], True, True),
+        ([[1.0, 2.04], [0.5]], [[1.0, 2.0], [0.5]], False, True),
+        ([[1.0, 2.5], [0.5]], [[1.0, 2.0], [0.5]], False, False),  # 0.5 of 2.3
+        ([[1.0, 2.0], [2e-6]], [[1.0, 2.0], [1e-9]], True, True),  # a gradient of zero but for rounding
+        ([[1.0, 2.0], [2e-3]], [[1.0, 2.0], [1e-9]], False, True),
+        ([[0.0], None], [None, [0.0]], True, True),
+        ([[0.5], None], [None, [0.0]], False, False),
+        ([None], [None], True, True),
+        ([[math.nan]], [[1.0]], False, False),
+    ],
+)
+def test_when_two_gradients_agree(got: Any, expected: Any, whole_agrees: bool, half_agrees: bool) -> None:
+    mine, theirs = ([part and torch.tensor(part) for part in side] for side in (got, expected))
+    assert (layout_check.gradient_disagreement(mine, theirs, whole_precision=True) == "") is whole_agrees
+    assert (layout_check.gradient_disagreement(mine, theirs, whole_precision=False) == "") is half_agrees
 
 
 # ---- noise in training
@@ -237,6 +263,10 @@ def test_a_model_whose_rows_depend_on_their_width_is_left_plain(case: str, tmp_p
     assert reason in said()[0]
 
 
+def test_a_softmax_scaled_by_position_is_known_from_the_configuration() -> None:
+    assert "scalable softmax" in log_probs.follows_the_width(transformers.BeamConfig())
+
+
 def test_padding_on_the_right_that_matters(tmp_path: Path, said: Any) -> None:
     """Rows without any: only columns added on the right show it."""
     policy = model(transformers.LlamaConfig)
@@ -295,15 +325,31 @@ def test_weights_that_do_not_fit_twice_are_compared_as_they_are(
     assert "compared in 16 bit" in sentence
 
 
+def test_what_fits_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies of 16-bit weights, and a quarter as much for a few short rows."""
+    policy, device = tiny.policy().bfloat16(), torch.device("cpu")
+    copies = 4 * sum(parameter.numel() for parameter in policy.parameters())
+    for share, fits in ((1.2, False), (1.3, True)):
+        memory = type("Memory", (), {"available": int(share * copies)})
+        monkeypatch.setattr(layout_check.psutil, "virtual_memory", lambda memory=memory: memory)
+        assert layout_check.fits_in_float32(policy, device) is fits
+        assert layout_check.fits_in_float32(tiny.policy(), device)
+    policy.is_quantized = True
+    assert not layout_check.fits_in_float32(policy, device)
+
+
 def test_hooks_on_gradients_outlive_the_float32_copies() -> None:
     """DistributedDataParallel averages gradients by hooks on a parameter's accumulator: without them ranks train apart."""
     policy = tiny.policy().to(torch.bfloat16)
-    weight = next(policy.parameters())
+    policy.lm_head.requires_grad_(False)
+    weight, precision = next(policy.parameters()), torch.get_float32_matmul_precision()
     accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]
     called: list[bool] = []
     accumulator.register_hook(lambda *_: called.append(True))
     with layout_check.in_float32(policy, Accelerator(cpu=True)):
         assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+        assert [name for name, p in policy.named_parameters() if not p.requires_grad] == ["lm_head.weight"]
+    assert torch.get_float32_matmul_precision() == precision
     assert next(policy.parameters()) is weight
     policy(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
     assert called == [True]

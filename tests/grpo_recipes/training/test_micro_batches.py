@@ -236,6 +236,8 @@ def test_rows_stay_whole_and_in_their_window(
                 assert batch["prompt_mask"][position].sum() == prompt
                 assert batch["completion_ids"][position, :completion].tolist() == [number] * completion
                 assert batch["old_per_token_logps"][position, :completion].tolist() == [-number] * completion
+            else:  # a row without a token would attend to nothing
+                assert batch["prompt_mask"][position].tolist() == [0] * (batch["prompt_mask"].shape[1] - 1) + [1]
 
 
 def test_a_group_meets_in_a_micro_batch() -> None:
@@ -276,6 +278,15 @@ def test_a_row_keeps_its_weight_where_a_divisor_counts_the_tokens_of_a_micro_bat
     ours = regroup(buffer, 2, Layout.TRIMMED, Exactness(True, True, rescale=True), skip)
     assert [batch["extra"] for batch in ours] != [batch["extra"] for batch in buffer]
     assert weights(ours) == pytest.approx(weights(buffer))
+
+
+def test_a_row_with_an_advantage_of_any_token_contributes() -> None:
+    batch = {
+        "completion_ids": torch.ones(3, 2),
+        "completion_mask": torch.tensor([[1, 1], [1, 1], [0, 0]]),
+        "advantages": torch.tensor([[0.0, 0.0], [0.0, -1.0], [1.0, 1.0]]),
+    }
+    assert microbatch.contributes(batch).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,11 @@ def test_lengths_are_checked_before_training(tmp_path: Path, tokenizer) -> None:
     with pytest.raises(UserError, match=f"is 1, and 32 of 32 .* longer: set it to {longest}"):
         rollout(tmp_path, tokenizer, grouped(), limit=1)
     rollout(tmp_path, tokenizer, grouped(), limit=longest)
+    rows = [{"prompt": "a", "responses": [" 1", " 1 1", " 1 1 1 1 1 1"], "rewards": [0.0, 0.0, 1.0]}]
+    lengths = [1 + len(tokenizer(text)["input_ids"]) for text in rows[0]["responses"]]
+    assert lengths[0] < lengths[1] < lengths[2]
+    with pytest.raises(UserError, match=f"is {lengths[1]}, and 1 of 3 .* longer: set it to {lengths[2]}"):
+        rollout(tmp_path, tokenizer, rows, limit=lengths[1])
     with pytest.raises(UserError, match="has 1 of them and . tokens"):
         rollout(tmp_path, tokenizer, [{"prompt": "a", "response": " 2", "reward": 1.0, "logprobs": [-1.0]}])
 

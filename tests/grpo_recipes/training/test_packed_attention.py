@@ -10,10 +10,12 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from grpo_recipes.decoding.check import disagreement
 from grpo_recipes.training import packing
-from grpo_recipes.training.packing import Layout
+from grpo_recipes.training.packing import GroupSpans, Layout
 from tests.grpo_recipes.recorded import model
 from tests.grpo_recipes.training.test_packing import RAGGED, flat, layout_of, one_by_one, said, scored, trainer_on
 
@@ -120,3 +122,32 @@ def test_one_wrong_token_counts_in_float32_and_the_mean_in_16_bit() -> None:
     assert disagreement(few, few, whole_precision=True, where="here") == ""
     assert disagreement(few, torch.tensor(0.4), whole_precision=False, where="here") == ""
     assert "by 6.0e-02" in disagreement(torch.tensor(0.06), torch.tensor(0.4), whole_precision=False, where="here")
+
+
+class Written(TorchDispatchMode):
+    """Counts the entries of the tensors that operators return."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self.entries += sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        return output
+
+
+def test_the_gradient_of_a_packed_row_grows_with_its_length_and_not_with_its_square() -> None:
+    """The gradient of a slice would be as long as the row, for each of its spans."""
+
+    def written(groups: int) -> int:
+        prefix, suffixes = (0, 5), [(5, 8), (8, 12), (12, 14)]
+        spans = [
+            ((prefix[0] + at, prefix[1] + at), [(first + at, last + at) for first, last in suffixes])
+            for at in range(0, 14 * groups, 14)
+        ]
+        states = [torch.randn(1, 2, 14 * groups, 4, requires_grad=True) for _ in range(3)]
+        output, _ = packing.packed_attention(torch.nn.Module(), *states, None, group_spans=GroupSpans(spans))
+        with Written() as mode:
+            output.sum().backward()
+        return mode.entries
+
+    assert written(40) < 2.2 * written(20)

@@ -193,7 +193,16 @@ def test_rows_without_a_token_to_score(pack_rows: bool, tmp_path: Path) -> None:
     trainer = trainer_on(model(), tmp_path, micro_batching={"pack": pack_rows})
     scored(trainer, flat(RAGGED))
     some = padded([[5, 6, 7], [8], [5, 6, 7]], [[10, 11], [], []])
-    torch.testing.assert_close(scored(trainer, some), one_by_one(trainer.model, some), atol=1e-5, rtol=0)
+    expected = one_by_one(trainer.model, some)
+    ran: list[int] = []
+    count = trainer.model.register_forward_pre_hook(
+        lambda _, args, given: ran.append(given["input_ids"].numel()), with_kwargs=True
+    )
+    torch.testing.assert_close(scored(trainer, some), expected, atol=1e-5, rtol=0)
+    count.remove()
+    log = trainer._log_probs
+    assert [log.model_call(trainer.model, some, layout_of(trainer)).tokens] == ran
+    assert log.model_call(trainer.model, some, Layout.PLAIN).tokens == some.input_ids.numel()
     none = padded([[5, 6, 7], [8]], [[], []])
     trainer.model.train()
     log_probs, entropies, _ = trainer._get_per_token_logps_and_entropies(
@@ -392,6 +401,7 @@ def test_the_first_micro_batch_shows_a_wrong_mask(tmp_path: Path, said: Any, mon
     assert trainer.model.config._attn_implementation == "sdpa"
     (sentence,) = said()
     assert "packed rows give other log-probabilities (by " in sentence
+    assert "on the first micro-batch" in sentence
 
 
 def test_a_layer_that_ignores_the_spans(tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,6 +428,12 @@ def test_rows_as_long_as_the_context_can_be_checked(tmp_path: Path, said: Any) -
     scored(trainer, flat(RAGGED))
     assert layout_of(trainer) is Layout.PLAIN
     assert "its positions are learnt" in said()[0]
+    rotary = trainer_on(model(max_position_embeddings=longest), tmp_path)
+    scored(rotary, flat(RAGGED))
+    assert layout_of(rotary) is Layout.PACKED
+    bloom = model(transformers.BloomConfig, n_head=4, n_layer=2, attn_implementation="eager")
+    del bloom.config.max_position_embeddings  # its configuration names none: ALiBi has no longest row
+    assert log_probs._widened(flat(RAGGED), bloom).input_ids.shape[1] == longest + 2 * log_probs.EXTRA_PADDING
 
 
 def test_nothing_is_concluded_from_rows_without_a_label(tmp_path: Path, said: Any) -> None:

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from collections import defaultdict
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from accelerate.data_loader import BatchSamplerShard
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,6 +29,7 @@ from grpo_recipes.runs.restart import EpochSampler
 from grpo_recipes.training.prompt_sampler import (
     MEMORY,
     InformativeSampler,
+    PromptSampling,
     inclusion,
     quantum_of,
     read_memory,
@@ -91,6 +94,12 @@ def all_draws(probabilities: np.ndarray) -> list[tuple[np.ndarray, float]]:
 def test_no_start_changes_the_size_of_a_draw(start: float, size: int) -> None:
     probabilities = inclusion(np.arange(size) % 5, spec(), 1)
     assert systematic(probabilities, start).sum() == round(probabilities.sum())
+
+
+def test_what_is_certain_is_drawn_whatever_rounding_does_to_the_points() -> None:
+    """The start just below the end of the unit before: one more than that end is rounded to one more than the start."""
+    for share in np.linspace(0.01, 0.99, 99):
+        assert systematic(np.array([share, 1.0, 1 - share]), np.nextafter(share, 0))[1]
 
 
 @settings(deadline=None, max_examples=300)
@@ -166,6 +175,11 @@ def test_draws_differ_between_epochs_and_generations_and_not_between_calls() -> 
         found = [tuple(draw.prompts[draw.drawn]) for draw in ours.draws]
         assert draws.setdefault(epoch, found) == found
     assert len({drawn for found in draws.values() for drawn in found}) == 4
+    ours.epoch, masks = 0, []
+    for ours.seed in (0, 1):
+        list(ours)
+        masks.append([draw.drawn.tolist() for draw in ours.draws])
+    assert masks[0] != masks[1], "another seed is another draw, and not only another order of the prompts"
 
 
 def test_one_group_with_variance_brings_a_prompt_back() -> None:
@@ -344,9 +358,58 @@ def test_a_killed_run_on_two_processes_draws_what_one_left_alone_draws(tmp_path:
     assert min(share for share in generated if share is not None) == 0.5
 
 
-def test_rows_that_were_not_drawn_are_not_learnt_from() -> None:
-    from grpo_recipes.training.prompt_sampler import PromptSampling
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_generates_its_part_of_the_draw_and_weighs_every_token(rank: int, tmp_path: Path) -> None:
+    """Two rewards whose sum is 1 in every group but the last: that alone has variance."""
+    unbiased = SamplingSpec.parse({"informative": "unbiased"})
+    settings_ = {"mini_repeat_count": 2, "batch_size": 8, "repeat_count": 1, "seed": 7}
+    ours = InformativeSampler(RepeatSampler(range(8), **settings_), unbiased, 2, 2)
+    ours.unvaried[4:] = 2
+    rows = [{"prompt": row} for row in list(ours)]
+    (draw,) = ours.draws
+    drawn = np.repeat(draw.prompts[draw.drawn], 2)
+    assert 4 < len(drawn) < 16
 
+    asked = object.__new__(PromptSampling)
+    asked.spec, asked.sampler, asked.position = unbiased, ours, 0
+    asked.trainer = trainer = SimpleNamespace(
+        train_dataset=[{"prompt": row} for row in range(8)],
+        accelerator=SimpleNamespace(process_index=rank),
+        reward_func_names=["one", "other"],
+        reward_weights=torch.ones(2),
+        multi_objective_aggregation="sum_then_normalize",
+        _logs={"prompt": ["old"], "rewards": {"one": [9.0], "other": [9.0]}},
+        _metrics={"train": defaultdict(list)},
+    )
+
+    def generate(given_: Any) -> dict[str, Any]:
+        half = len(drawn) // 2
+        assert [row["prompt"] for row in given_] == drawn[rank * half : (rank + 1) * half].tolist()
+        assert trainer._logs["prompt"] == []
+        one = [float(place % 2) for place in range(len(drawn))]
+        other = [1.0 - reward for reward in one[:-2]] + [0.0, 0.0]
+        trainer._logs["rewards"] = {"one": one, "other": other}
+        return {"advantages": torch.full((len(given_), 3), 2.0)}
+
+    size = len(rows) // 2
+    advantages = asked.generate(rows[rank * size : (rank + 1) * size], generate)["advantages"]
+    weight = {row: draw.share / chance for row, chance in zip(draw.prompts, draw.probabilities, strict=True)}
+    half = len(drawn) // 2
+    expected = [[2.0 * weight[row]] * 3 for row in drawn[rank * half : (rank + 1) * half]]
+    assert advantages.numpy() == pytest.approx(np.array(expected), rel=1e-6)
+    assert [ours.unvaried[row] for row in drawn[::2]] == [1 if row < 4 else 3 for row in drawn[:-2:2]] + [0]
+    assert asked._varied(2).tolist() == [False] * (half - 1) + [True]
+    trainer.multi_objective_aggregation = "normalize_then_sum"
+    assert asked._varied(2).all()
+
+    (tmp_path / "checkpoint-3").mkdir()
+    for saves in (False, True):
+        args, state = SimpleNamespace(output_dir=tmp_path, should_save=saves), SimpleNamespace(global_step=3)
+        asked.on_save(args, state, None)  # type: ignore[arg-type]
+        assert (tmp_path / "checkpoint-3" / MEMORY).is_file() is saves
+
+
+def test_rows_that_were_not_drawn_are_not_learnt_from() -> None:
     asked = object.__new__(PromptSampling)
     asked.trainer = SimpleNamespace(train_dataset=[{"prompt": "a"}, {"prompt": "b"}])
     asked.position = 1

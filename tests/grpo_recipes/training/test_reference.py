@@ -3,7 +3,9 @@
 Many tests first show what plain TRL does wrong. If that part of a test fails, TRL has mended it, and our code for it can go.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
+from grpo_recipes.training import reference as reference_module
 from grpo_recipes.training.reference import (
     REF,
     ReferencePolicyError,
@@ -46,6 +49,7 @@ from tests.grpo_recipes.short_runs import (
     log_probabilities,
     logged_kl,
     moved,
+    partitioned,
     trainer,
 )
 
@@ -405,11 +409,12 @@ def test_the_head_in_fp32(tmp_path: Path) -> None:
     assert kls[0] <= ZERO < kls[1]
 
 
-@pytest.mark.parametrize("case", ["embedding LoRA", "modules_to_save"])
+@pytest.mark.parametrize("case", ["embedding LoRA", "modules_to_save", "trainable tokens"])
 def test_tied_embeddings(tied_policy: Path, tmp_path: Path, case: str) -> None:
     configs = {
         "embedding LoRA": lora(target_modules=["embed_tokens", "q_proj"]),
         "modules_to_save": lora(modules_to_save=["embed_tokens"]),
+        "trainable tokens": lora(trainable_token_indices=[5, 6, 7]),
     }
     ours = trainer(GRPOTrainer, adapted(tied_policy, configs[case], continued=True), arguments(tmp_path))
     assert logged_kl(ours)[0] <= ZERO
@@ -434,9 +439,9 @@ def test_4_bit_base(policy: Path, tmp_path: Path) -> None:
     assert logged_kl(trainer(GRPOTrainer, moved(get_peft_model(base, lora())), arguments(tmp_path)))[0] <= ZERO
 
 
-@pytest.mark.parametrize("kind", ["full", "new LoRA"])
+@pytest.mark.parametrize("kind", ["full", "LoRA", "modules_to_save"])
 def test_what_costs_nothing_costs_nothing(policy: Path, tmp_path: Path, kind: str) -> None:
-    model = load(policy) if kind == "full" else adapted(policy, lora(), continued=False)
+    model = load(policy) if kind == "full" else adapted(policy, COMPLETE_IN_TRL[kind], continued=False)
     ours = trainer(GRPOTrainer, model, arguments(tmp_path, beta=0.0 if kind == "full" else 0.04))
     assert ours.ref_model is None
     assert REF not in getattr(ours.model, "peft_config", {})
@@ -475,8 +480,8 @@ def test_what_can_not_be_had_is_refused_in_one_sentence(policy: Path, tmp_path: 
     def new() -> PeftModel:
         return adapted(policy, lora(), continued=False)
 
-    assert "full fine-tuning" in refusal(load(policy), "base")
-    assert "full fine-tuning" in refusal(load(policy), {"adapter": tmp_path / "q"})
+    assert "`reference: base` needs a policy with an adapter, and this is full" in refusal(load(policy), "base")
+    assert f"`reference: {{adapter: {tmp_path / 'q'}}}` needs" in refusal(load(policy), {"adapter": tmp_path / "q"})
     assert "did you mean `initial`" in refusal(new(), "inital")
     assert "did you mean `adapter`" in refusal(new(), {"adaptor": "x"})
     assert "keep one" in refusal(new(), {"name": "base", "adapter": "x"})
@@ -670,6 +675,40 @@ def test_a_conversational_prompt_is_measured_too(policy: Path, tmp_path: Path) -
     with pytest.warns(UserWarning, match="dropout is on"):
         _warn_of_dropout(ours)
     assert torch.equal(before, torch.random.get_rng_state())
+    ids = torch.tensor([[5, 6, 7, 8]])
+    ours.model.train()
+    assert not torch.equal(ours.model(input_ids=ids).logits, ours.model(input_ids=ids).logits)
+    with reference_in(ours) as reference:
+        assert torch.equal(reference(input_ids=ids).logits, reference(input_ids=ids).logits), "its scores do not vary"
+
+
+def test_a_reference_whose_layers_share_tensors_is_stored_whole(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And comes back where tensors are partitioned, as ZeRO-3 has them: what is written into a gathered one is kept if asked."""
+    monkeypatch.setattr(reference_module, "gathered", partitioned)
+    args = arguments(tmp_path, sync_ref_model=True, ref_model_sync_steps=1)
+    ours = trainer(GRPOTrainer, REFRESHED["VeRA"](policy), args)
+    before = reference_tensors(ours)
+    reference_module._store(ours, tmp_path)
+    for tensor in adapter_tensors(ours.model, REF).values():
+        tensor.data.zero_()
+    reference_module._restore(ours, tmp_path)
+    assert equal(before, reference_tensors(ours))
+    moved(ours.model)
+    reference_module._refresh(ours, 1.0)
+    assert equal(policy_tensors(ours), reference_tensors(ours))
+    assert not equal(before, reference_tensors(ours))
+
+
+@pytest.mark.parametrize(("version", "sync", "refused"), [(1, True, True), (1, False, False), (2, True, False)])
+def test_a_refresh_needs_fsdp2(version: int, sync: bool, refused: bool) -> None:
+    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version))
+    on_fsdp: Any = SimpleNamespace(
+        is_fsdp_enabled=True, accelerator=SimpleNamespace(state=state), args=SimpleNamespace(sync_ref_model=sync)
+    )
+    with pytest.raises(ReferencePolicyError, match="`sync_ref_model` needs FSDP2") if refused else nullcontext():
+        reference_module._check_backend(on_fsdp)
 
 
 def test_tokenizer_and_model_agree() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from trl.trainer import grpo_trainer
 
 from grpo_recipes.decoding.stop_strings import Ends, StopStrings
+from grpo_recipes.training.stop_strings import corrected
 from grpo_rewards.errors import UserError
 from tests.grids import covering
 from tests.grpo_recipes import recorded
@@ -133,6 +135,33 @@ def test_metrics_and_mask_know_which_rows_stopped(generation: str, pad_is_eos: b
     assert first["completions/min_terminated_length"] == min(ended)
     assert first["completions/max_terminated_length"] == max(ended)
     assert int(batch["num_items_in_batch"]) == sum(ended)
+
+
+def test_the_metrics_are_of_all_ranks() -> None:
+    """This rank's two rows, of which one is cut off, and another's two, gathered from the device that ranks speak through."""
+    other = torch.tensor([[0, 5], [0, 9]])
+    asked: list[torch.device] = []
+
+    def gather(counts: torch.Tensor) -> torch.Tensor:
+        asked.append(counts.device)
+        return torch.cat([torch.tensor([[1, 4], [0, 3]]), other])
+
+    names = ("clipped_ratio", "mean_terminated_length", "min_terminated_length", "max_terminated_length")
+    metrics = {f"completions/{name}": [7.0, 0.0] for name in names}
+    run = SimpleNamespace(
+        eos_token_ids=[1],
+        _tokenizer=SimpleNamespace(pad_token_id=0),
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(device=torch.device("meta"), gather=gather),
+        _metrics={"train": metrics},
+    )
+    rows = [ids("axyz"), [*ids("ab"), 1]]
+    output = corrected(run, ([], rows, None, "more"), StopStrings(["never"], byte_tokenizer()), True)
+    assert output == ([], rows, [[0] * 4, [1] * 3], "more")
+    assert asked == [torch.device("meta")]
+    assert [metrics[f"completions/{name}"] for name in names] == [
+        [7.0, pytest.approx(value)] for value in (1 / 4, 17 / 3, 3, 9)
+    ]
 
 
 @pytest.mark.parametrize(("stop", "learns"), [(["never written"], False), (STOP, True)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import yaml
 from transformers.integrations import integration_utils
 
 from grpo_recipes import Recipe, run_recipe
+from grpo_recipes.training.trackers import RecipeInTrackers
 
 
 def length(completions: list[Any], **columns: Any) -> list[float]:
@@ -65,6 +67,27 @@ def text(shown: Any, tag: str) -> dict[str, Any]:
     """A text of the run, read as the YAML or JSON that it is."""
     (event,) = shown.Tensors(f"{tag}/text_summary")
     return yaml.safe_load(event.tensor_proto.string_val[0].decode())
+
+
+class Configuration(dict):
+    """A run's configuration as wandb keeps it: a value that is there is changed only where that is allowed."""
+
+    def update(self, values: dict[str, Any], allow_val_change: bool = False) -> None:  # type: ignore[override]
+        changed = [key for key, value in values.items() if key in self and self[key] != value]
+        assert allow_val_change or not changed, f"wandb.errors.ConfigError: {changed}"
+        super().update(values)
+
+
+@pytest.mark.parametrize(("tracker", "attribute"), [("WandbCallback", "_wandb"), ("TrackioCallback", "_trackio")])
+@pytest.mark.parametrize("first", [True, False])
+def test_the_recipe_is_in_the_configuration_of_the_run(tracker: str, attribute: str, first: bool) -> None:
+    config = Configuration(learning_rate=1e-6)
+    module = SimpleNamespace(run=object(), config=config)
+    handler = SimpleNamespace(callbacks=[object(), type(tracker, (), {attribute: module})()])
+    for recipe in ({"beta": 0.0}, {"beta": 0.04}):  # two trainings of one run
+        shown = RecipeInTrackers(recipe, handler)  # type: ignore[arg-type]
+        shown.on_train_begin(None, SimpleNamespace(is_world_process_zero=first), None)  # type: ignore[arg-type]
+    assert config == ({"learning_rate": 1e-6, "recipe": {"beta": 0.04}} if first else {"learning_rate": 1e-6})
 
 
 @pytest.mark.parametrize(

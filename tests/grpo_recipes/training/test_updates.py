@@ -54,6 +54,21 @@ def test_the_sample_is_a_count_of_every_weight(dtype: torch.dtype) -> None:
     assert metrics[EXPECTED] == [pytest.approx(float(whole.mean()), abs=0.05)]
 
 
+def test_steps_below_the_spacing_with_weight_decay_are_all_lost() -> None:
+    """Weights of 1.25, an update of lr (1 + weight decay * 1.25) and a spacing of 1/128: the share expected is their ratio."""
+    param = torch.nn.Parameter(torch.full((64, 64), 1.25, dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW([param], lr=1e-4, weight_decay=0.8)
+    metrics: dict[str, list[float]] = defaultdict(list)
+    sample = UpdateSample(metrics)
+    sample.on_train_begin(NOTHING, NOTHING, NOTHING, optimizer=optimizer)
+    param.grad = torch.ones_like(param)
+    sample.on_step_begin(NOTHING, NOTHING, NOTHING)
+    optimizer.step()
+    sample.on_optimizer_step(NOTHING, NOTHING, NOTHING, optimizer=optimizer)
+    assert metrics[EXPECTED] == [pytest.approx(1e-4 * 2 * 128, rel=0.02)]
+    assert metrics[CHANGED] == [0.0]
+
+
 def test_the_sample_is_the_same_in_every_run_and_spread_by_size() -> None:
     params = parameters(torch.float32)
     one, other = draw(params), draw(params)

@@ -16,6 +16,7 @@ from trl.trainer import grpo_trainer
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.training.reference import set_reference, without_trl_reference
+from grpo_recipes.training.vllm_engine import sampling_by_seed
 from tests import tiny
 from tests.grpo_recipes.short_runs import adapted, arguments, trainer
 
@@ -140,3 +141,9 @@ def test_the_seed_decides_what_a_colocated_engine_draws(
 
     assert drawn(TRLGRPOTrainer, 1) == drawn(TRLGRPOTrainer, 2), "if this fails, TRL has mended it"
     assert drawn(GRPOTrainer, 1) == drawn(GRPOTrainer, 1) != drawn(GRPOTrainer, 2)
+    for unseeded in ({"vllm_mode": "server"}, {"use_vllm": False}):  # no engine draws from this process's random state
+        args = arguments(tmp_path, **{"use_vllm": True, "vllm_mode": "colocate", **unseeded})
+        state = torch.get_rng_state()
+        with sampling_by_seed(args):
+            pass
+        assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,117 @@
+"""What the values and columns in the files of runs may be."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from grpo_recipes.runs import files
+from grpo_recipes.runs.files import Kind
+
+
+def interval(low: Any, value: Any, high: Any) -> dict[str, Any]:
+    return {"low": low, "value": value, "high": high}
+
+
+NO_INTERVALS = [
+    interval(1, 0, 2), interval(0, 2, 1), interval(math.nan, 0, 1), interval(0, math.nan, 1), interval(0, 1, math.inf),
+    interval(-math.inf, 0, 1), interval("0", 0, 1), {"low": 0, "value": 0}, {}, "half", 0.5, None, [0, 0, 1],
+]  # fmt: skip
+HELD: list[tuple[Kind, list[Any], list[Any]]] = [
+    (files.TEXT, ["", "a"], [None, 1, []]),
+    (files.TEXT_OR_NULL, [None, "", "a"], [1, []]),
+    (files.INTEGER, [0, -3, 10**400], [True, 1.0, "1", None]),
+    (files.INTEGER_OR_NULL, [None, 0, 5], [False, 1.5, "5"]),
+    (files.STEP, [0, 2**63 - 1], [-1, 2**63, True, 1.0, "two", None]),
+    (files.NUMBER, [0, -1.5, math.inf, math.nan, 2**63 - 1, 1 - 2**63], [2**63, -(2**63), True, "1", None]),
+    (files.NUMBER_OR_NULL, [None, 0.5, 3], [2**63, "1"]),
+    (files.ESTIMATE, [interval(-1, 0, 2), interval(3, 3, 3), interval(0.5, 1, 9.5)], NO_INTERVALS),
+    (files.SHARE, [interval(0, 0.5, 1), interval(0, 0, 0)], [interval(-0.1, 0, 1), interval(0, 1, 1.1), *NO_INTERVALS]),
+]
+COLUMNS: list[tuple[Kind, list[list[Any]], list[list[Any]]]] = [
+    (files.INTEGERS, [[1, -2]], [[1.5], ["1"], [True], [None]]),
+    (files.NUMBERS, [[1, 2], [0.5], [True], [None, None], [math.nan, 1.0]], [["1"], [1.0, "a"]]),
+    (files.BOOLEANS, [[True, False]], [[1], ["True"], [True, None]]),
+    (files.TEXTS, [["a", ""]], [["a", None], [1], ["a", 1]]),
+    (files.TEXTS_OR_NULL, [["a", None], [None]], [["a", 1]]),
+    (
+        files.CONVERSATIONS,
+        [["a", [{"role": "user", "content": "a"}]], [[]], [[{}, {}]]],
+        [[3], [None], [{"role": "user"}], [b"a"], [[{}, 3]], [[{}, None]], ["a", ["b"]]],
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "right", "wrong"), HELD)
+def test_values(kind: Kind, right: list[Any], wrong: list[Any]) -> None:
+    assert [value for value in right if not kind.holds(value)] == []
+    assert [value for value in wrong if kind.holds(value)] == []
+
+
+@pytest.mark.parametrize(("kind", "right", "wrong"), COLUMNS)
+def test_columns(kind: Kind, right: list[list[Any]], wrong: list[list[Any]]) -> None:
+    assert [values for values in right if not kind.holds(pd.Series(values))] == []
+    assert [values for values in wrong if kind.holds(pd.Series(values))] == []
+
+
+SHAPE: files.Shape = {
+    "name": files.TEXT,
+    "parts?": [{"size": files.INTEGER}],
+    "more?": {"*?": files.NUMBER},
+    "any?": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({"name": "a"}, None),
+        ({"name": "a", "parts": [], "more": {}, "any": [1, {}, None], "unknown": object}, None),
+        ({"name": "a", "parts": [{"size": 1}, {"size": 2, "x": 3}], "more": {"b": 0.5}}, None),
+        ([], "it is a list, not an object"),
+        (None, "it is null, not an object"),
+        ("a" * 99, f'it is "{"a" * 36}..., not an object'),
+        ({}, "it has no `name`"),
+        ({"name": {}}, "`name` is an object, not a text"),
+        ({"name": "a", "parts": {}}, "`parts` is an object, not a list"),
+        ({"name": "a", "parts": [{"size": 1}, 7]}, "`parts[1]` is 7, not an object"),
+        ({"name": "a", "parts": [{"size": 1}, {}]}, "`parts[1]` has no `size`"),
+        ({"name": "a", "more": {"b": 1, "c": "x"}}, '`more.c` is "x", not a number'),
+        ({"name": "a", "any": 3}, "`any` is 3, not a list"),
+    ],
+)
+def test_where_a_value_differs_from_its_shape(value: Any, says: str | None) -> None:
+    assert files.mismatch(value, SHAPE) == says
+
+
+def test_a_file_is_read_or_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    with pytest.raises(FileNotFoundError):
+        files.read_object(path, SHAPE)
+    path.write_bytes('{"name": "größer"}'.encode())
+    assert files.read_object(path, SHAPE) == {"name": "größer"}
+    for content, says in (("[]", "it is a list, not an object"), ("{", "can't be read as JSON (")):
+        path.write_text(content)
+        with pytest.raises(files.RunError) as error:
+            files.read_object(path, SHAPE, "make it again")
+        assert str(error.value).startswith(f"{path}: {says}")
+        assert str(error.value).endswith("; make it again")
+    with pytest.raises(files.RunError, match="it is no ordinary file; restore or remove the file"):
+        files.read_object(tmp_path, SHAPE)
+
+
+def test_what_is_written_stays_in_its_folder(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    (folder / "completions").mkdir(parents=True)
+    outside.mkdir()
+    (folder / "completions" / "images").symlink_to(folder)  # leads nowhere else
+    files.check_links(folder)
+    assert files.inside(folder, "completions", "a") == folder / "completions" / "a"
+    for place in (folder / "model", folder / "completions" / "table"):
+        place.symlink_to(outside)
+        with pytest.raises(files.RunError, match=f"^{place}: a link leads out of {folder}"):
+            files.check_links(folder)
+        place.unlink()
+    files.check_links(folder)

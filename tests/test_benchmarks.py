@@ -29,7 +29,7 @@ def step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return step
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="the benchmark reads /proc")
 def test_the_gpu_benchmark_runs_to_its_end_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What it says is right is right here too, and each section says what it could not run, and why."""
@@ -52,7 +52,7 @@ def test_the_gpu_benchmark_runs_to_its_end_on_a_cpu(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_a_wrong_gradient_is_told_on_the_gpu_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_right_gradients_and_a_wrong_one_on_the_gpu_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     import gpu
 
@@ -61,12 +61,13 @@ def test_a_wrong_gradient_is_told_on_the_gpu_benchmark(monkeypatch: pytest.Monke
     def twice(*args: Any, packed: bool, **kwargs: Any) -> Any:
         return [(2 if packed else 1) * grad for grad in gradient(*args, packed=packed, **kwargs)]
 
-    monkeypatch.setattr(gpu, "gradient", twice)
     options = ["--tiny", "--device", "cpu", "--sections", "correctness", "--output", str(tmp_path / "gpu.json")]
+    assert gpu.main(options) == 0
+    monkeypatch.setattr(gpu, "gradient", twice)
     assert gpu.main(options) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="the benchmark reads /proc")
 def test_whole_steps_of_all_contestants(step: ModuleType) -> None:
     """Each is measured, and all of them end with the same parameters."""

@@ -41,7 +41,19 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.name.partition("-")[0]: path for path in folder.glob("*.whl")}
 
 
+def metadata(wheel: Path) -> str:
+    (name,) = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA")]
+    return zipfile.ZipFile(wheel).read(name).decode()
+
+
 @pytest.mark.slow
+def test_the_rewards_ask_for_no_torch(wheels: dict[str, Path]) -> None:
+    asked = re.findall(r"^Requires-Dist: ([\w.-]+)(?!.*extra ==)", metadata(wheels["grpo_rewards"]), re.MULTILINE)
+    assert asked
+    assert not {"torch", "transformers"} & set(asked)
+
+
+@pytest.mark.nightly
 def test_the_rewards_install_without_torch(tmp_path: Path) -> None:
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
@@ -79,8 +91,7 @@ def test_recipes_travel_in_the_wheel(wheels: dict[str, Path], tmp_path: Path) ->
 @pytest.mark.slow
 def test_what_a_package_index_shows_has_no_link_that_leads_nowhere(wheels: dict[str, Path]) -> None:
     for package, wheel in wheels.items():
-        (name,) = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA")]
-        shown = zipfile.ZipFile(wheel).read(name).decode()
+        shown = metadata(wheel)
         links = re.findall(r"\]\(([^)\s]+)\)", shown)
         assert links, package
         assert all(link.startswith("https://") for link in links), package

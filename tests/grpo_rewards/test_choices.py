@@ -400,7 +400,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("piece", only(PIECES[::5], PIECES, slow=PIECES[2::5]))
+@pytest.mark.parametrize("piece", only(PIECES[::5], PIECES))
 def test_the_cost_is_linear(piece):
     for place in ("{}", "<answer>{}</answer>", "The answer is {}"):
 

@@ -365,7 +365,7 @@ def check_verdicts(rounds):
 
 
 test_verdicts_are_those_of_an_undisturbed_run = settings(max_examples=12, deadline=None)(given(ROUNDS)(check_verdicts))
-test_verdicts_are_those_of_an_undisturbed_run_at_length = pytest.mark.slow(
+test_verdicts_are_those_of_an_undisturbed_run_at_length = pytest.mark.nightly(
     settings(max_examples=400, deadline=None)(given(ROUNDS)(check_verdicts))
 )
 

@@ -14,7 +14,7 @@ from tests.mathematics.training import compare_training
 
 
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "every"])
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.nightly)], ids=["some", "every"])
 @pytest.mark.parametrize(
     "loss_type",
     [pytest.param(name, marks=() if name in ("grpo", "dapo") else pytest.mark.slow) for name in LOSS_TYPES],

@@ -66,13 +66,7 @@ def test_the_same_tokens(architecture: str, setting: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("architecture", "setting"),
-    [
-        pytest.param(*pair, marks=() if index % 3 == 0 else pytest.mark.nightly)
-        for index, pair in enumerate(pair for pair in GRID if pair not in COVER)
-    ],
-)
+@pytest.mark.parametrize(("architecture", "setting"), [pair for pair in GRID if pair not in COVER])
 def test_the_same_tokens_with_any_setting(architecture: str, setting: str) -> None:
     assert_same(tiny(architecture), **SETTINGS[setting])
 

@@ -18,12 +18,12 @@ from grpo_recipes.results import run as run_module
 from grpo_recipes.results.charts import envelope
 from grpo_recipes.results.pictures import groups
 from grpo_recipes.results.run import OutOfTime, Run, Series
+from tests.grids import only
 from tests.grpo_recipes.synthetic import healthy_completions, ramp, write_run
 from tests.grpo_rewards.growth import FACTOR, growth
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["diagnose", "report"])
+@pytest.mark.parametrize("command", only([], ["diagnose", "report"], slow=["report"]))  # which diagnoses too
 def test_a_hundred_thousand_steps_take_less_than_500_megabytes(tmp_path: Path, command: str) -> None:
     folder = large_run.write_run(tmp_path / "run", steps=100_000, rows=96_000)
     _, cpu, megabytes = large_run.measure(command, str(folder))

@@ -323,7 +323,7 @@ def test_a_fault_on_one_rank_ends_every_rank_with_the_sentence_that_matters(
     assert process.returncode == 1
     ranks, _, launcher = said.partition("] failed (exitcode")
     *_, last = [line for line in ranks.splitlines() if not re.match(r"[WE]\d{4} ", line)]  # torch's own log
-    assert last.startswith("error: ")
+    assert last.startswith("error: "), said
     assert says in last
     assert "goes on from checkpoint-2" in last
     survivors = 1 if reward == "kills_rank_1" else 2

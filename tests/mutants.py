@@ -248,11 +248,10 @@ def main() -> int:
         reach.import_modules()
         gc.freeze()  # a collection in a fork need not walk, and so copy, what is imported
         results = judge(drawn, sources, tree, reach, kept, asked.again)
-        control = sorted({result.by for result in results if result.by in reach.seconds})
-        if control and (failed := run(None, tree, control, reach.seconds)):
-            raise SystemExit(
-                f"These tests noticed mutants and fail on the product as it is, alone: {', '.join(failed)}"
-            )
+        while failed := control(results, tree, reach.seconds):
+            print(f"fail on the product as it is, alone, and count no more: {', '.join(failed)}", flush=True)
+            reach.forget(failed)
+            results = judge(drawn, sources, tree, reach, kept, again="none")
     counts = Counter(result.outcome.partition(":")[0] for result in results)
     summary = f"{len(results)} of {len(every)} mutants, seed {asked.seed}: " + ", ".join(
         f"{counts[outcome]} {outcome}" for outcome in OUTCOMES
@@ -301,6 +300,16 @@ def judge(
         place = f"{number} {mutant.path}:{mutant.lines[0]}"
         print(f"{place} {result.outcome} {result.by}\n    {result.was}\n    {result.becomes}", flush=True)
     return [found[key] for key in drawn]
+
+
+def control(results: Sequence[Result], tree: Path, seconds: dict[str, float]) -> list[str]:
+    """Which of the tests that noticed mutants fail on the product as it is, when no others run."""
+    failed = run(None, tree, sorted({result.by for result in results if result.by in seconds}), seconds)
+    if not set(failed) <= seconds.keys():
+        raise SystemExit(
+            f"the tests that noticed mutants did not end on the product as it is: {failed[0] or 'no report'}"
+        )
+    return failed
 
 
 def is_void(old: Result, verdict: str, seconds: dict[str, float]) -> bool:

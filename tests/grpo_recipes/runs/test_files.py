@@ -39,7 +39,7 @@ COLUMNS: list[tuple[Kind, list[list[Any]], list[list[Any]]]] = [
     (
         files.CONVERSATIONS,
         [["a", [{"role": "user", "content": "a"}]], [[]], [[{}, {}]]],
-        [[3], [None], [{"role": "user"}], [b"a"], [[{}, 3]], [[{}, None]], ["a", ["b"]]],
+        [[3], [None], [{"role": "user"}], [{}], [b"a"], [b""], [[{}, 3]], [[{}, None]], ["a", ["b"]]],
     ),
 ]
 

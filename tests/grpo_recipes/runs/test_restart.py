@@ -159,7 +159,8 @@ def test_one_recipe_spelled_in_two_ways_is_one_recipe(tmp_path: Path) -> None:
         before, {**now, "model_name_or_path": copied, "dataset": {"path": f"{other}/deep/rows.jsonl"}}, str(tmp_path)
     )
     assert said == [f"`dataset.path` was there/deep/rows.jsonl and is {other}/deep/rows.jsonl"]
-    for was, now_is in (("there", "a/model"), ("a/model", copied)):  # the name of a model on the hub is no path
+    # The name of a model on the hub is no path, and a folder is no file.
+    for was, now_is in (("there", "a/model"), ("a/model", copied), ("there/deep/rows.jsonl", copied)):
         said = restart.recipe_changes({"model_name_or_path": was}, {"model_name_or_path": now_is}, str(tmp_path))
         assert said == [f"`model_name_or_path` was {was} and is {now_is}"]
 
@@ -250,6 +251,8 @@ def stops_of_rank(rank: int, store: Path) -> list[str | None]:
             callback.requested = signals[rank]
             callback.on_step_end(SimpleNamespace(device=torch.device("cpu")), TrainerState(max_steps=9), control)
             stops.append(callback.name if control.should_training_stop else None)
+        assert restart.on_any_rank(rank == 1, torch.device("cpu")) is True
+        assert restart.on_any_rank(False, torch.device("cpu")) is False
         return stops
     finally:
         torch.distributed.destroy_process_group()

@@ -125,7 +125,12 @@ def test_a_layout_that_moves_the_place_in_the_data_is_named() -> None:
 def test_what_may_change_on_resume_is_what_the_page_lists() -> None:
     page = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
     rows = page.partition("| what may change on resume | keys |")[2].partition("\n\n")[0]
-    assert sorted(re.findall(r"`([^`]+)`", rows)) == sorted(restart.MAY_CHANGE)
+    patterns = re.findall(r"`([^`]+)`", rows)
+    assert sorted(patterns) == sorted(restart.MAY_CHANGE)
+    for pattern in patterns:
+        outer, _, key = pattern.replace("*", "x").rpartition(".")
+        before, now = ({outer: {key: value}} if outer else {key: value} for value in (5, 6))
+        assert restart.recipe_changes(before, now, ".") == []
 
 
 @settings(deadline=None, max_examples=60)

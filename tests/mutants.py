@@ -70,6 +70,9 @@ NOT_FOUND = int(pytest.ExitCode.NO_TESTS_COLLECTED)
 EACH = 0.01
 """Seconds that a test costs beyond what is measured."""
 
+CHEAP = 0.1
+"""Seconds up to which every case of a test function runs before the second case of any other."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -148,7 +151,7 @@ def forked(work: Callable[[], Any], seconds: float, log: Path) -> int:
 
 
 def tests_of(mutant: Mutant, lines: dict[str, dict[int, list[str]]], seconds: dict[str, float]) -> list[str]:
-    """The tests that reach the statement of a mutant: of each test function the quickest first, then further cases.
+    """The tests that reach the statement of a mutant: the cheap ones, of each other test function its first case, and so on.
 
     Those of its file, where none does: a line may run on import, or in a process that a test starts.
     """
@@ -158,7 +161,7 @@ def tests_of(mutant: Mutant, lines: dict[str, dict[int, list[str]]], seconds: di
     ranked = []
     for test in sorted(found or reached.get(0, []), key=lambda test: (seconds[test], test)):
         function = test.partition("[")[0]
-        ranked.append((cases[function], seconds[test] + EACH, test))
+        ranked.append((cases[function] if seconds[test] > CHEAP else 0, seconds[test] + EACH, test))
         cases[function] += 1
     chosen, total = [], 0.0
     for _, cost, test in sorted(ranked):

@@ -70,6 +70,9 @@ NOT_FOUND = int(pytest.ExitCode.NO_TESTS_COLLECTED)
 EACH = 0.01
 """Seconds that a test costs beyond what is measured."""
 
+CHEAP = 0.1
+"""Seconds up to which every case of a test function runs before the second case of any other."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -148,7 +151,7 @@ def forked(work: Callable[[], Any], seconds: float, log: Path) -> int:
 
 
 def tests_of(mutant: Mutant, lines: dict[str, dict[int, list[str]]], seconds: dict[str, float]) -> list[str]:
-    """The tests that reach the statement of a mutant: of each test function the quickest first, then further cases.
+    """The tests that reach the statement of a mutant: the cheap ones, of each other test function its first case, and so on.
 
     Those of its file, where none does: a line may run on import, or in a process that a test starts.
     """
@@ -158,7 +161,7 @@ def tests_of(mutant: Mutant, lines: dict[str, dict[int, list[str]]], seconds: di
     ranked = []
     for test in sorted(found or reached.get(0, []), key=lambda test: (seconds[test], test)):
         function = test.partition("[")[0]
-        ranked.append((cases[function], seconds[test] + EACH, test))
+        ranked.append((cases[function] if seconds[test] > CHEAP else 0, seconds[test] + EACH, test))
         cases[function] += 1
     chosen, total = [], 0.0
     for _, cost, test in sorted(ranked):
@@ -248,11 +251,10 @@ def main() -> int:
         reach.import_modules()
         gc.freeze()  # a collection in a fork need not walk, and so copy, what is imported
         results = judge(drawn, sources, tree, reach, kept, asked.again)
-        control = sorted({result.by for result in results if result.by in reach.seconds})
-        if control and (failed := run(None, tree, control, reach.seconds)):
-            raise SystemExit(
-                f"These tests noticed mutants and fail on the product as it is, alone: {', '.join(failed)}"
-            )
+        while failed := control(results, tree, reach.seconds):
+            print(f"fail on the product as it is, alone, and count no more: {', '.join(failed)}", flush=True)
+            reach.forget(failed)
+            results = judge(drawn, sources, tree, reach, kept, again="none")
     counts = Counter(result.outcome.partition(":")[0] for result in results)
     summary = f"{len(results)} of {len(every)} mutants, seed {asked.seed}: " + ", ".join(
         f"{counts[outcome]} {outcome}" for outcome in OUTCOMES
@@ -301,6 +303,17 @@ def judge(
         place = f"{number} {mutant.path}:{mutant.lines[0]}"
         print(f"{place} {result.outcome} {result.by}\n    {result.was}\n    {result.becomes}", flush=True)
     return [found[key] for key in drawn]
+
+
+def control(results: Sequence[Result], tree: Path, seconds: dict[str, float]) -> list[str]:
+    """Which of the tests that noticed mutants fail on the product as it is, when no others run."""
+    tests = sorted({result.by for result in results if result.by in seconds})
+    failed = run(None, tree, tests, seconds) if tests else []
+    if not set(failed) <= seconds.keys():
+        raise SystemExit(
+            f"the tests that noticed mutants did not end on the product as it is: {failed[0] or 'no report'}"
+        )
+    return failed
 
 
 def is_void(old: Result, verdict: str, seconds: dict[str, float]) -> bool:

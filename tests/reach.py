@@ -64,6 +64,10 @@ class Reach:
     def seconds(self) -> dict[str, float]:
         return {test: found["seconds"] for entry in self.files.values() for test, found in entry["tests"].items()}
 
+    def forget(self, tests: Iterable[str]) -> None:
+        for test in tests:
+            del self.files[test.partition("::")[0]]["tests"][test]
+
     def by_line(self) -> dict[str, dict[int, list[str]]]:
         """By source file and line: the tests that reach it. Line 0 holds all tests that reach any line of the file."""
         lines: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))

@@ -39,9 +39,9 @@ def test_each_mutant_is_one_change_that_still_compiles() -> None:
 
 def test_a_mutant_runs_against_the_tests_that_reach_its_statement() -> None:
     (mutant,) = mutants_of("file.py", "LIMIT = 1\n")
-    seconds = {"costly": 100.0, "case[1]": 0.1, "case[2]": 0.2, "other": 5.0}
+    seconds = {"costly": 100.0, "case[1]": 0.3, "case[2]": 0.4, "other": 5.0, "cheap[1]": 0.01, "cheap[2]": 0.02}
     tests = list(seconds)
-    chosen = ["case[1]", "other", "case[2]"]  # the second case of a test function after the first of each
+    chosen = ["cheap[1]", "cheap[2]", "case[1]", "other", "case[2]"]  # a second case after the first of each
     assert mutants.tests_of(mutant, {"file.py": {0: tests, 1: tests}}, seconds) == chosen
     assert mutants.tests_of(mutant, {"file.py": {0: ["other"], 1: []}}, seconds) == ["other"]  # at import
     assert mutants.tests_of(mutant, {}, seconds) == []

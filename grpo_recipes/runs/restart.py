@@ -332,10 +332,8 @@ def _same_contents(one: Path, other: Path) -> bool:
         return False
     if one.samefile(other):
         return True
-    if one.is_file() and other.is_file():
-        return filecmp.cmp(one, other, shallow=False)
     if one.is_file() or other.is_file():
-        return False
+        return filecmp.cmp(one, other, shallow=False)  # false of a file and a folder
     names, others = ({path.relative_to(top) for path in top.rglob("*") if path.is_file()} for top in (one, other))
     return names == others and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names)
 

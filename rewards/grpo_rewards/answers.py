@@ -387,7 +387,7 @@ def _parse_words(text: str) -> int | None:
     for taken, word in enumerate(words):
         if word == "and" and (group or total) and taken + 1 < len(words) and words[taken + 1] in SMALL:
             continue
-        if word in ("a", "an") and taken == 0 and len(words) > 1 and words[1] in SCALES and words[1] != "k":
+        if word in ("a", "an") and taken == 0 and len(words) > 1 and words[1] in SCALES:
             group, room = 1, 0
         elif word in SMALL and (value := SMALL[word]) < room and (value or taken == 0):
             group, room = group + value, 10 if value >= 20 else 0

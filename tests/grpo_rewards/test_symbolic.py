@@ -119,6 +119,7 @@ def test_a_killed_server_is_restarted():
     assert equivalent("x+1", "1+x") is True
     assert symbolic._server().pid != killed
     assert gone(killed)
+    assert os.getpgid(symbolic._server().pid) != os.getpgid(0), "a terminal sends Ctrl-C to a group"
 
 
 def test_a_server_killed_during_a_comparison_is_restarted():
@@ -208,7 +209,10 @@ def test_a_reply_of_another_number_is_no_verdict():
     assert server.compare("0 ms", "0 ms", 5.0) is True
     server._process.stdin.write(b'{"number": 1, "gold": "0 ms", "answer": "0 ms"}\n')
     assert [server.compare("0 ms", other, 5.0) for other in ("1", "0 ms", "2")] == [False, True, False]
+    closed = server.pid
     server.close()
+    assert gone(closed)
+    assert server.pid is None
 
 
 def test_a_reply_behind_the_deadline_is_not_waited_for(monkeypatch):
@@ -250,6 +254,8 @@ def test_a_child_is_limited_in_comparisons_memory_and_time():
     for answer in ("a", "b", "a", "fresh", "a"):
         assert server.compare("a" if answer == "b" else answer, answer, 20.0) is (answer != "b")
         served += children(server.pid)
+        open_files = len(os.listdir(f"/proc/{server.pid}/fd"))
+        assert open_files == 5, "standard input, output and error, and the pipes to and from the child"
     first, again, _, third, last = served  # one at a time
     assert (first, third) == (again, last)
     assert len(set(served)) == 3, "replaced after two comparisons, and where it ended in the second"

@@ -72,6 +72,27 @@ def test_weights_are_identified_by_any_tensor_and_not_by_where_they_lie(tmp_path
     assert len(identities) == 2
 
 
+def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WeightFileError) as error:
+        check_weight_files(tmp_path)
+    expected = "model.safetensors or model.safetensors.index.json"
+    assert str(error.value) == f"{tmp_path} has no weights of a model: {expected} is missing"
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(WeightFileError) as error:
+        check_weight_files(tmp_path)
+    expected = "adapter_model.safetensors or adapter_model.bin"
+    assert str(error.value) == f"{tmp_path} has no weights of an adapter: {expected} is missing"
+
+
+def test_a_file_of_an_old_torch_is_taken(tmp_path: Path) -> None:
+    """Before it wrote zip files; nothing in one says where it ends."""
+    torch.save({"layer": torch.ones(3)}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    check_weight_files(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"weights")
+    with pytest.raises(WeightFileError, match=r"pytorch_model.bin is cut off or damaged \(7 bytes\)"):
+        check_weight_files(tmp_path)
+
+
 def test_a_file_without_tensors_is_whole(tmp_path: Path) -> None:
     save_file({}, tmp_path / "model.safetensors")
     check_weight_files(tmp_path)

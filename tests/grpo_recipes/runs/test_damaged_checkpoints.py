@@ -278,7 +278,10 @@ def test_every_file_has_one_reader_on_each_disk(readers: int) -> None:
     for disks in (["shared"] * readers, [f"node {rank % 2}" for rank in range(readers)]):
         listings = [(disk, sizes) for disk in disks]
         shares = [share(listings, rank) for rank in range(readers)]
+        loads = [sum(map(sizes.get, names)) for names in shares]
         for disk in set(disks):
+            mine = [load for where, load in zip(disks, loads, strict=True) if where == disk]
+            assert max(mine) - min(mine) <= 1000, "the size of a file"
             read = [name for where, names in zip(disks, shares, strict=True) if where == disk for name in names]
             assert sorted(read) == sorted(sizes)
     late = [

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 
 from grpo_recipes import train
 from grpo_recipes.runs import faults
+from grpo_recipes.runs.files import write_atomically
 from tests.grpo_recipes import launching
 
 TEXTS = ["one", "two", "three"]
@@ -33,6 +35,13 @@ def test_what_is_no_finite_number_is_stopped_with_its_row(value: object) -> None
     guard = faults.checked_reward(returning(1.0, None, value))
     with pytest.raises(faults.RewardFault, match=r"reward `judge` returned .* for row 2 .*'three'.*None"):
         guard(prompts=TEXTS, completions=TEXTS)
+
+
+def test_a_long_completion_is_named_by_its_beginning() -> None:
+    guard = faults.checked_reward(returning(math.nan))
+    with pytest.raises(faults.RewardFault) as error:
+        guard(prompts=["one"], completions=["a\n b " * 99])
+    assert f"(completion {'a b ' * 15!r})" in str(error.value)
 
 
 @pytest.mark.parametrize("completions", [TEXTS, [[{"role": "assistant", "content": text}] for text in TEXTS]])
@@ -201,6 +210,20 @@ def test_a_rank_that_lost_another_says_what_the_other_said(
     monkeypatch.setattr(faults, "SENTENCE_SECONDS", 0)
     faults.report(RuntimeError("Connection reset by peer"), tmp_path, None)
     assert "another rank ended without an error of its own" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_sentence_that_comes_late_is_waited_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a network file system another rank's file may be seen after the connection to it is lost."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(faults, "SENTENCE_SECONDS", 60)
+    record = json.dumps({"sentence": "rank 1: no room", "rank": 1, "time": 1.0})
+    late = threading.Timer(0.2, write_atomically, (tmp_path / "fault-rank1.json", record))
+    late.start()
+    faults.report(RuntimeError("Connection reset by peer"), tmp_path, None)
+    late.join()
+    assert capsys.readouterr().err.splitlines() == ["error: rank 1: no room"]
 
 
 def test_a_generator_that_is_not_the_policy_is_one_sentence(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from grpo_recipes.runs import files
 from grpo_recipes.runs.files import Kind
@@ -39,7 +41,7 @@ COLUMNS: list[tuple[Kind, list[list[Any]], list[list[Any]]]] = [
     (
         files.CONVERSATIONS,
         [["a", [{"role": "user", "content": "a"}]], [[]], [[{}, {}]]],
-        [[3], [None], [{"role": "user"}], [b"a"], [[{}, 3]], [[{}, None]], ["a", ["b"]]],
+        [[3], [None], [{"role": "user"}], [{}], [b"a"], [b""], [[{}, 3]], [[{}, None]], ["a", ["b"]]],
     ),
 ]
 
@@ -100,6 +102,18 @@ def test_a_file_is_read_or_named(tmp_path: Path) -> None:
         assert str(error.value).endswith("; make it again")
     with pytest.raises(files.RunError, match="it is no ordinary file; restore or remove the file"):
         files.read_object(tmp_path, SHAPE)
+
+
+def test_a_table_is_read_as_far_as_it_may_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three batches of a text that is stored once: each is small, and together they are too large, or are not."""
+    table = pa.table({"text": pa.DictionaryArray.from_arrays(pa.array([0] * 3000, pa.int32()), ["x" * 100])})
+    parquet.write_table(table, tmp_path / "table.parquet")
+    assert list(files.read_table(tmp_path / "table.parquet", {"text": files.TEXTS})["text"]) == ["x" * 100] * 3000
+    for limit in ("FILE_BYTES", "BATCH_BYTES"):
+        with monkeypatch.context() as patch:
+            patch.setattr(files, limit, 200_000 if limit == "FILE_BYTES" else 100_000)
+            with pytest.raises(files.RunError, match="decodes to more than a reader of it should hold"):
+                files.read_table(tmp_path / "table.parquet", {"text": files.TEXTS})
 
 
 def test_what_is_written_stays_in_its_folder(tmp_path: Path) -> None:

@@ -174,7 +174,12 @@ def test_a_resumed_run_counts_its_own_steps(capsys: pytest.CaptureFixture[str]) 
     line.on_train_begin(None, state(30), None)
     clock.now = 10
     line.on_log(None, state(31), None, {"reward": 0.5, "rewards/right/mean": 0.5})
+    line.on_log(None, state(31), None)
     assert line.text(31, 40) == "step 31/40  reward 0.5  1 min 30 s left"
+    assert line.text(40, 40) == "step 40/40  reward 0.5"
+    for clock.now, left in ((45, "45 s"), (59.7, "1 min 00 s"), (3540, "59 min 00 s"), (3660, "1 h 01 min")):
+        assert line.text(31, 32).endswith(f"  {left} left")
+    clock.now = 10
     line.on_train_end(None, state(31), None)
     assert capsys.readouterr().out == ""
 
@@ -230,6 +235,6 @@ def test_a_failed_run_closes_the_line() -> None:
     line.on_train_begin(None, state(0), None)
     closed: list[bool] = []
     line.training_bar.close = lambda: closed.append(True)  # type: ignore[method-assign, union-attr]
-    close_progress_bars([line])
-    assert closed == [True]
+    close_progress_bars([line, SimpleNamespace(prediction_bar=line.training_bar)])
+    assert closed == [True, True]
     assert live.Line.SECONDS == 60

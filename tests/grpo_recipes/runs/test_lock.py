@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from grpo_recipes import train
@@ -78,6 +79,22 @@ def test_a_killed_launch_is_taken_over(tmp_path: Path, capsys: pytest.CaptureFix
         assert "taken over" in capsys.readouterr().out
 
 
+def test_a_reader_goes_by_the_time_of_a_lock_of_another_machine(tmp_path: Path) -> None:
+    assert not lock.is_held(tmp_path / "run")
+    for content in (None, "{"):
+        for seconds_ago, is_held in ((0, True), (3600, False)):
+            path = left_by(ELSEWHERE, tmp_path / "run", seconds_ago)
+            if content is not None:
+                touched = path.stat().st_mtime
+                path.write_text(content)
+                os.utime(path, (touched, touched))
+            assert lock.is_held(tmp_path / "run") == is_held
+    left_by(Holder.here(), tmp_path / "run", seconds_ago=3600)
+    assert lock.is_held(tmp_path / "run"), "it runs here"
+    left_by(replace(Holder.here(), began="1"), tmp_path / "run")
+    assert not lock.is_held(tmp_path / "run")
+
+
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"pid": 3}'])
 def test_on_another_machine_a_lock_that_is_not_touched_is_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: str | None
@@ -127,6 +144,17 @@ def test_a_process_is_known_by_its_number_in_one_table_alone(monkeypatch: pytest
         patch.setattr(lock, "_began", lambda pid: here.began)
         restarted = Holder.here()
     assert len({one.processes for one in (here, container, restarted)}) == 3
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    age = uptime - int(here.began) / os.sysconf("SC_CLK_TCK")
+    assert age == pytest.approx(time.time() - psutil.Process().create_time(), abs=5)
+    ended = os.fork()
+    if ended == 0:
+        os._exit(0)
+    os.waitpid(ended, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(lock, "_began", lambda pid: "")  # as where the system does not say
+        assert replace(here, began="").runs()
+        assert not replace(here, began="", pid=ended).runs()
     assert Holder.here() == here
 
 

@@ -1,5 +1,6 @@
 """What a manifest that can't be read, or that another file differs from, is called."""
 
+import os
 import platform
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +47,19 @@ def test_a_manifest_stays_readable(tmp_path: Path) -> None:
 }
 """
     assert WHOLE.text() == text
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
+def test_a_manifest_stands_once_everything_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_text("of rank 0")
+    flushed: list[tuple[str, bool]] = []
+
+    def fsync(descriptor: int) -> None:
+        flushed.append((os.readlink(f"/proc/self/fd/{descriptor}"), (tmp_path / MANIFEST).exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_manifest(tmp_path, WHOLE, each_node=False, writes=True)
+    assert flushed == [(str(tmp_path / "a"), False), (str(tmp_path / MANIFEST), True), (str(tmp_path), True)]
 
 
 @pytest.mark.parametrize("each_node", [False, True])

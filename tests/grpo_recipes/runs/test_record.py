@@ -103,3 +103,5 @@ def test_rewards_are_recorded_with_what_they_pay_for(tmp_path: Path) -> None:
         ("think_format_reward", "trl.rewards.think_format_reward", 1.0, "format", 1.0),
     ]
     assert described[0]["name"] == "total"
+    named = {"grpo-recipes", "python", "trl", "transformers", "peft", "accelerate", "datasets", "torch"}
+    assert named <= launch["versions"].keys()

@@ -125,7 +125,12 @@ def test_a_layout_that_moves_the_place_in_the_data_is_named() -> None:
 def test_what_may_change_on_resume_is_what_the_page_lists() -> None:
     page = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
     rows = page.partition("| what may change on resume | keys |")[2].partition("\n\n")[0]
-    assert sorted(re.findall(r"`([^`]+)`", rows)) == sorted(restart.MAY_CHANGE)
+    patterns = re.findall(r"`([^`]+)`", rows)
+    assert sorted(patterns) == sorted(restart.MAY_CHANGE)
+    for pattern in patterns:
+        outer, _, key = pattern.replace("*", "x").rpartition(".")
+        before, now = ({outer: {key: value}} if outer else {key: value} for value in (5, 6))
+        assert restart.recipe_changes(before, now, ".") == []
 
 
 @settings(deadline=None, max_examples=60)
@@ -159,7 +164,8 @@ def test_one_recipe_spelled_in_two_ways_is_one_recipe(tmp_path: Path) -> None:
         before, {**now, "model_name_or_path": copied, "dataset": {"path": f"{other}/deep/rows.jsonl"}}, str(tmp_path)
     )
     assert said == [f"`dataset.path` was there/deep/rows.jsonl and is {other}/deep/rows.jsonl"]
-    for was, now_is in (("there", "a/model"), ("a/model", copied)):  # the name of a model on the hub is no path
+    # The name of a model on the hub is no path, and a folder is no file.
+    for was, now_is in (("there", "a/model"), ("a/model", copied), ("there/deep/rows.jsonl", copied)):
         said = restart.recipe_changes({"model_name_or_path": was}, {"model_name_or_path": now_is}, str(tmp_path))
         assert said == [f"`model_name_or_path` was {was} and is {now_is}"]
 
@@ -250,6 +256,8 @@ def stops_of_rank(rank: int, store: Path) -> list[str | None]:
             callback.requested = signals[rank]
             callback.on_step_end(SimpleNamespace(device=torch.device("cpu")), TrainerState(max_steps=9), control)
             stops.append(callback.name if control.should_training_stop else None)
+        assert restart.on_any_rank(rank == 1, torch.device("cpu")) is True
+        assert restart.on_any_rank(False, torch.device("cpu")) is False
         return stops
     finally:
         torch.distributed.destroy_process_group()

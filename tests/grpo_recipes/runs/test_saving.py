@@ -1,13 +1,16 @@
-"""Which checkpoint a resume of the trainer goes on from."""
+"""Which checkpoint a resume of the trainer goes on from, and what it goes on adding up."""
 
+import json
 import logging
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from grpo_recipes.runs.manifest import CheckpointDamaged, Manifest, write_manifest
-from grpo_recipes.runs.saving import CompleteCheckpoints
+from grpo_recipes.runs.saving import LOGGED, CompleteCheckpoints
 
 
 def saved(folder: Path, step: int, processes: int = 1, *, model_only: bool = False) -> Path:
@@ -68,3 +71,28 @@ def test_a_checkpoint_of_another_kind_is_refused_or_said(
     with caplog.at_level(logging.WARNING):
         assert checkpoints.resumption(True) == str(other)
     assert [message.partition(",")[0] for message in caplog.messages] == [f"{other} is of 4 process(es)"]
+
+
+@pytest.mark.parametrize(("ranks", "rank", "loss"), [(2, 0, 1.0), (2, 1, 3.0), (1, 0, 2.0), (4, 3, 2.0)])
+def test_sums_go_on_where_they_were(tmp_path: Path, ranks: int, rank: int, loss: float) -> None:
+    """Each rank's own loss; their mean on another number of ranks."""
+    args = SimpleNamespace(
+        save_total_limit=1, push_to_hub=False, load_best_model_at_end=False, world_size=ranks, process_index=rank
+    )
+    trainer = SimpleNamespace(
+        args=args, callback_handler=SimpleNamespace(callbacks=[]), model=torch.nn.Linear(1, 1).eval(),
+        _tr_loss=torch.tensor(0.0), _metrics={"train": defaultdict(list, reward=[0.5])},
+    )  # fmt: skip
+    content = {"losses_since": [1.0, 3.0], "logged_step": 4, "loss_total": 7.5, "metrics_since": {"reward": [1.0, 2.0]}}
+    (tmp_path / LOGGED).write_text(json.dumps(content))
+    callback = CompleteCheckpoints(trainer)  # type: ignore[arg-type]
+    callback.resumed_from = tmp_path
+    callback.on_train_begin(args, SimpleNamespace(global_step=5, best_model_checkpoint=None), SimpleNamespace())  # type: ignore[arg-type]
+    assert trainer._tr_loss.item() == loss
+    assert (trainer._globalstep_last_logged, trainer._total_loss_scalar, trainer._initial_global_step) == (4, 7.5, 0)
+    assert trainer._metrics["train"] == {"reward": [0.5, 1.0, 2.0]}
+    assert trainer.model.training, "else the next metrics would be logged as an evaluation's"
+    assert trainer.callback_handler.callbacks == [callback]
+    assert args.save_total_limit is None
+    callback.on_train_end(args, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    assert args.save_total_limit == 1

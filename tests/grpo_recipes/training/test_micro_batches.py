@@ -392,6 +392,12 @@ def test_every_loss_type_of_trl_is_in_the_table() -> None:
     assert (unknown.regroup, unknown.skip) == (False, False)
 
 
+@pytest.mark.parametrize("option", [{"entropy_bonus": True}, {"entropy_quantile": 0.5}, {"router_loss": True}])
+def test_a_statistic_of_a_micro_batch_keeps_its_rows_together(option: dict[str, Any]) -> None:
+    assert exactness("grpo", 0.0) == Exactness(True, True)
+    assert exactness("grpo", 0.0, **option) == Exactness(False, False)
+
+
 @pytest.mark.parametrize("raw", ["auto", {}, {"pack": True}])
 def test_auto_does_all_that_is_exact(raw: Any) -> None:
     assert MicroBatching.parse(raw) == MicroBatching(True, True, True)

@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -386,6 +387,14 @@ def test_rows_that_something_else_reads_stay_plain(tmp_path: Path, said: Any) ->
     assert layout_of(trainer) is Layout.PLAIN
     (sentence,) = said()
     assert "are left as TRL pads them: the full-vocabulary KL reads the hidden states of TRL's rows" in sentence
+
+
+@pytest.mark.parametrize(
+    ("kinds", "window"),
+    [(None, 8), (["sliding_attention", "full_attention"], 8), (["full_attention", "full_attention"], None)],
+)
+def test_a_window_counts_where_some_layer_slides(kinds: list[str] | None, window: int | None) -> None:
+    assert log_probs.attention_window(SimpleNamespace(sliding_window=8, layer_types=kinds)) == window
 
 
 # ---- what inspection can't see

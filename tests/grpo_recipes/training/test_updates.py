@@ -80,8 +80,9 @@ def test_the_sample_is_the_same_in_every_run_and_spread_by_size() -> None:
 
 
 def test_it_leaves_the_random_state_alone() -> None:
+    params = parameters(torch.float32)
     state = torch.get_rng_state()
-    draw(parameters(torch.float32))
+    draw(params)
     assert torch.equal(torch.get_rng_state(), state)
 
 

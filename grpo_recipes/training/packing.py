@@ -323,7 +323,7 @@ def packed_attention(
         for number, (first, last) in enumerate(suffixes):
             suffix = next(spans)
             k, v = (torch.cat(parts, dim=2) for parts in zip(prefix[1:], suffix[1:], strict=True))
-            if number and last - first <= context:
+            if number and last - first <= context and query.device.type == "cpu":  # a GPU's kernels want aligned masks
                 q, mask = suffix[0], group_spans.suffix_mask(context, last - first, query)
                 output = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)
             else:

@@ -245,7 +245,11 @@ def main() -> int:
         copy_tree(tree)
 
         def measured(work: Callable[[], Any]) -> int:
-            return forked(lambda: enter(tree) or work(), 3600, tree.parent / "coverage.log")
+            def inside() -> None:
+                enter(tree)
+                work()
+
+            return forked(inside, 3600, tree.parent / "coverage.log")
 
         reach = complete(asked.coverage or Path(folder, "reach.json"), tree, asked.tests, sources, measured)
         reach.import_modules()

@@ -114,7 +114,8 @@ def test_weights_are_not_read_whole_to_be_identified(tmp_path: Path, monkeypatch
     def counting(path: Path, mode: str = "r") -> Counting:
         return Counting(opened(path, mode, buffering=0))
 
-    monkeypatch.setattr(Path, "open", counting)
-    identify_weights(file)
+    with monkeypatch.context() as patch:  # pytest opens files too, to report a failure
+        patch.setattr(Path, "open", counting)
+        identify_weights(file)
     header = file.stat().st_size - 8 * (4 << 20)
     assert sum(read) == (1 << 20) + header + 8 * (4 << 10)

@@ -332,6 +332,14 @@ def test_efficiency_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "4 of 16 rows skipped" in lines[0]
 
 
+def test_micro_batches_that_are_left_alone_have_no_efficiency(tmp_path: Path) -> None:
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 1}
+    trainer = make_trainer(GRPOTrainer, UNEVEN, model(), tmp_path, micro_batching="off", **options)
+    trainer.train()
+    assert trainer.state.log_history
+    assert not [name for entry in trainer.state.log_history for name in entry if name.startswith("efficiency/")]
+
+
 def test_a_line_of_efficiency_is_of_all_since_the_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Five steps logged in twos: two lines, and one for the step that is left, whose tokens are those of all steps."""
     caplog.set_level(logging.INFO, "grpo_recipes")

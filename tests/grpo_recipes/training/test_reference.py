@@ -394,6 +394,15 @@ def test_the_kl_is_0_at_step_0(policy: Path, tmp_path: Path, case: str) -> None:
         assert kl_to_reference(ours, TEXTS) > ZERO
 
 
+def test_a_trained_head_beside_an_untrained_lora_is_part_of_the_initial_policy(policy: Path, tmp_path: Path) -> None:
+    model = adapted(policy, lora(modules_to_save=["lm_head"]), continued=False)
+    head = model.get_output_embeddings().modules_to_save["default"].weight
+    with torch.no_grad():
+        head += 0.1 * torch.randn(head.shape, generator=torch.Generator().manual_seed(0))
+    kls = logged_kl(trainer(GRPOTrainer, model, arguments(tmp_path, max_steps=2)))
+    assert kls[0] <= ZERO < kls[1]
+
+
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kl_is_0_at_step_0_of_full_fine_tuning(tmp_path: Path, changes: dict, dtype: torch.dtype) -> None:

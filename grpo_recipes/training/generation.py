@@ -44,18 +44,20 @@ class Generation:
 
         Raises `NotThePolicy`.
         """
-        completions, noted = self._generated(generate, model, prompts)
-        return completions, self.check(prompts, completions, noted, DROPOUT if self._drops(model) else OTHER_LOOP)
+        policy = self.accelerator.unwrap_model(model)  # once: accelerate reads DeepSpeed's metadata from disk each time
+        # Completions are sampled with dropout then, which no other computation repeats.
+        drops = model.training and has_dropout(base_model(policy))
+        completions, noted = self._generated(generate, policy, prompts, drops)
+        return completions, self.check(prompts, completions, noted, DROPOUT if drops else OTHER_LOOP)
 
     def _generated(
-        self, generate: Callable[[], Completions], model: nn.Module, prompts: Sequence[Sequence[int]]
+        self, generate: Callable[[], Completions], policy: nn.Module, prompts: Sequence[Sequence[int]], drops: bool
     ) -> tuple[Completions, Mapping[int, Tensor] | None]:
         """The completions, and the log-probabilities of some, by row; of transformers' own loop if groups are doubtful."""
-        policy = self.accelerator.unwrap_model(model)
         reason = self.stock_because or unfit(policy)
         grouped = self.asked == "auto" and not reason
         every = 1 if grouped and not self.is_verified else self.check.score_every(len(prompts))
-        if self._drops(model):
+        if drops:
             every = 0
         turn = Turn(
             grouped=grouped,
@@ -80,13 +82,9 @@ class Generation:
                 self.stock_because = (
                     f"group decoding picks tokens under other log-probabilities than the policy's ({doubt})"
                 )
-                return self._generated(generate, model, prompts)
+                return self._generated(generate, policy, prompts, drops)
             self.is_verified = True
         return completions, noted
-
-    def _drops(self, model: nn.Module) -> bool:
-        """Whether completions are sampled with dropout, which no other computation repeats."""
-        return model.training and has_dropout(base_model(self.accelerator.unwrap_model(model)))
 
     def _say(self, reason: str) -> None:
         if reason not in self._said:

@@ -155,7 +155,7 @@ def test_a_form_of_the_right_value_is_accepted_and_of_a_wrong_one_is_not(form):
         ("18 km/", None), ("18 km-", None), ("18 km (", None), ("18 km..", None), ("18 eggs per day for each hen", 18),
         ("18 eggs per day for each old hen", None), ("eggs: 18", 18), ("perhaps: 18", None), ("twelve eggs: 18", None),
         ("half eggs: 18", None),
-        ("18 dozen", 18), ("18 quarter", None), ("18 thousand maybe", None), ("18 thousand eggs", 18000),
+        ("18 dozen", 18), ("18 dozens", 18), ("18 quarter", None), ("18 thousand maybe", None), ("18 thousand eggs", 18000),
     ],
 )  # fmt: skip
 def test_other_numbers(answer, value):

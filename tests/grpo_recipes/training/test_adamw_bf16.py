@@ -146,6 +146,12 @@ def test_a_step_of_rate_0_changes_nothing() -> None:
     assert all(map(torch.equal, params(optimizer), weights()))
 
 
+def test_a_step_returns_the_loss_of_its_closure() -> None:
+    optimizer = cured(weights())
+    assert optimizer.step(lambda: 0.5) == 0.5
+    assert optimizer.step() is None
+
+
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(TypeError, match="float16"):
         AdamWBF16([torch.nn.Parameter(torch.ones(3, dtype=torch.float16))])

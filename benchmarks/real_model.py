@@ -17,13 +17,14 @@ All runs start from the same weights, and both trainers of a seed take the same 
 random numbers, so single completions differ. Time is CPU time of the training process. "To accuracy" is the share of it after
 which the mean of 10 steps' training rewards first reached the level half-way between the base model's and the best that TRL's
 run of this tuning reached. `--output` holds the model, the tables, the runs and their evaluations; the same command goes on with
-what is missing, and a run from its last checkpoint.
+what is missing, and a run from its last checkpoint; its time is then not known, and stands as nan.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import random
@@ -247,8 +248,8 @@ def run_here(folder: Path, name: str) -> None:
     else:
         run_recipe(recipe)
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    before = float(noted.read_text()) if noted.is_file() else 0.0
-    write_atomically(noted, str(before + usage.ru_utime + usage.ru_stime))
+    # What was spent before a run was cut off is not known.
+    write_atomically(noted, str(math.nan if recipe.resumes else usage.ru_utime + usage.ru_stime))
 
 
 def run(folder: Path, name: str) -> dict[str, Any]:

@@ -253,7 +253,7 @@ def evaluate(model: Path, output: Path, recipe: Recipe) -> dict[str, float]:
     say(f"grpo-recipes {' '.join(arguments)}")
     if status := cli.main(arguments):
         raise SystemExit(status)
-    result = json.loads((output / "evaluation.json").read_text(encoding="utf-8"))
+    result = json.loads((output / "evaluation.json").read_bytes())
     strict = result["strict"]
     ends = {"low": strict["low"], "high": strict["high"]}
     return {"accuracy": strict["value"], **ends, "n": result["problems"], "lenient": result["lenient"]["value"]}

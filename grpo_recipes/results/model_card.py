@@ -113,7 +113,7 @@ def _base_model(record: Mapping[str, Any]) -> str:
     adapter = Path(record["directory"], given) / "adapter_config.json"
     if not adapter.is_file():
         return given
-    return str(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    return str(json.loads(adapter.read_bytes())["base_model_name_or_path"])
 
 
 def _dataset(record: Mapping[str, Any]) -> str:

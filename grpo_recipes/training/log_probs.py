@@ -248,8 +248,10 @@ class LogProbs:
         if sharded:  # a model call is a collective of all ranks, and gradients lie in parts
             widen = False
             self.say_once("under ZeRO-3 and FSDP layouts are compared by their log-probabilities, not by gradients")
-        elif not (widen := not self._any_rank(not check.fits_in_float32(bare, device))):
-            self.say_once("layouts are compared in 16 bit: the weights are quantised, or have no room in float32")
+        else:
+            widen = not self._any_rank(not check.fits_in_float32(bare, device))
+            if not widen:
+                self.say_once("layouts are compared in 16 bit: the weights are quantised, or have no room in float32")
         whole = widen or self._has_whole_precision(bare)
         packable = self._packable(bare, rows) if found is Layout.PACKED else rows.completion_mask.any(1).nonzero()
         few = check.sample(rows, packable.flatten())

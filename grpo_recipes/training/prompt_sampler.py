@@ -294,7 +294,7 @@ def spread(rewards: np.ndarray) -> np.ndarray:
 def read_memory(path: Path, prompts: int) -> np.ndarray:
     """The memory in a checkpoint. Raises `CheckpointDamaged` if it is not of as many prompts."""
     try:
-        counts = np.array(json.loads(path.read_text(encoding="utf-8"))["groups_without_variance"], np.int64)
+        counts = np.array(json.loads(path.read_bytes())["groups_without_variance"], np.int64)
     except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
         raise CheckpointDamaged(f"{path} is damaged: it can't be read: resume from another checkpoint") from error
     if counts.shape != (prompts,) or (counts < 0).any():

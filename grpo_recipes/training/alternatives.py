@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ from transformers.generation import logits_process as processors
 from trl.models.utils import disable_gradient_checkpointing
 
 from grpo_recipes.decoding.check import has_whole_precision
+from grpo_recipes.training.layout_check import in_float32
 from grpo_recipes.training.log_probs import PerToken, eval_no_grad
 from grpo_recipes.training.packing import Rows
 
-OFF, TWICE, AGO, REFERENCE, HALF, RAW, UNPADDED = "off", "twice", "ago", "reference", "half", "raw", "unpadded"
+OFF, TWICE, AGO, REFERENCE = "off", "twice", "ago", "reference"
+HALF, RAW, UNPADDED, WHOLE = "half", "raw", "unpadded", "whole"
 WEIGHTS = {
     OFF: "the model with its adapter switched off",
     TWICE: "the model with its adapter applied twice",
@@ -31,7 +33,7 @@ WEIGHTS = {
     REFERENCE: "the reference model",
 }
 """Other weights than the policy's, as a sentence names them."""
-READINGS = (RAW, UNPADDED)
+READINGS = (RAW, UNPADDED, WHOLE)
 """Other ways to score the same weights."""
 
 PROCESSED_TOKENS = 256
@@ -108,6 +110,8 @@ class Scorer:
     """None where the generator's log-probabilities are those of the logits over temperature alone."""
     padded: bool = True
     """Whether rows run side by side, as TRL's loss has them, or each without padding."""
+    autocast: bool = True
+    """Whether the policy runs under autocast where the loss does."""
 
     def __call__(self, model: nn.Module, rows: Rows, size: int) -> Tensor:
         """(B, T), in forwards of at most `size` rows; without meaning where there is no token."""
@@ -115,7 +119,9 @@ class Scorer:
             size = 1
         chunks = torch.arange(len(rows.input_ids), device=rows.input_ids.device).split(size)
         again = self.trainer.args.gradient_checkpointing_kwargs
-        with eval_no_grad(model), disable_gradient_checkpointing(self.policy, again):
+        accelerator = self.trainer.accelerator
+        precision = nullcontext() if self.autocast else in_float32(accelerator.unwrap_model(model), accelerator)
+        with eval_no_grad(model), disable_gradient_checkpointing(self.policy, again), precision:
             return torch.cat([self._of(model, rows.select(chunk)) for chunk in chunks])
 
     def _of(self, model: nn.Module, rows: Rows) -> Tensor:
@@ -191,9 +197,12 @@ def alternatives(
         found[REFERENCE] = (nullcontext(), trainer.ref_model, scorer)
     if half and has_whole_precision(policy):
         device = trainer.accelerator.device.type
-        found[HALF] = (torch.autocast(device, torch.bfloat16), model, scorer)
+        found[HALF] = (torch.autocast(device, torch.bfloat16), model, replace(scorer, autocast=True))
+    if has_whole_precision(policy) and trainer.accelerator.mixed_precision != "no" and scorer.autocast:
+        # An adapter's output is added to the base's: bfloat16 swallows most of a new one's, which `generate` does not.
+        found[WHOLE] = (nullcontext(), model, replace(scorer, autocast=False))
     if scorer.processing is not None:
-        found[RAW] = (nullcontext(), model, Scorer(trainer, policy, scorer.plain, None))
+        found[RAW] = (nullcontext(), model, replace(scorer, processing=None))
     elif scorer.padded:
-        found[UNPADDED] = (nullcontext(), model, Scorer(trainer, policy, scorer.plain, None, False))
+        found[UNPADDED] = (nullcontext(), model, replace(scorer, padded=False))
     return found

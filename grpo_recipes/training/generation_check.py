@@ -27,6 +27,7 @@ from grpo_recipes.training.alternatives import (
     READINGS,
     UNPADDED,
     WEIGHTS,
+    WHOLE,
     Adapters,
     Processing,
     Scorer,
@@ -104,7 +105,8 @@ class GenerationCheck:
     @property
     def whole(self) -> bool:
         """Whether both sides compute in float32, as far as is known."""
-        whole = has_whole_precision(self.policy) and self.accelerator.mixed_precision == "no" and not self.half
+        mixed = self.accelerator.mixed_precision != "no" and self.scorer.autocast
+        whole = has_whole_precision(self.policy) and not mixed and not self.half
         return whole and (self.accelerator.device.type == "cpu" or torch.get_float32_matmul_precision() == "highest")
 
     # The comparisons
@@ -112,18 +114,21 @@ class GenerationCheck:
     def doubt(self, prompts: Completions, completions: Completions, noted: Mapping[int, Tensor]) -> str:
         """By how much the noted rows differ from the policy's, as a phrase; empty within the tolerance that packed rows have.
 
-        A model whose log-probabilities depend on padding is compared without any, from then on.
+        A model whose log-probabilities depend on padding is compared without any, from then on, and one that is sampled without
+        autocast without it.
         """
         while True:
             found = self._measure(*self._rows(prompts, completions, noted))
             mean, largest = (torch.tensor(max(getattr(rank, key) for rank in found)) for key in ("mean", "largest"))
             reason = disagreement(mean, largest, whole_precision=self.whole, where="the first batch")
-            if not reason or not self.scorer.padded:
+            if not reason:
+                return ""
+            found = self._explore(*self._rows(prompts, completions, noted), only=READINGS)
+            shares = {name: min(rank.share(name) for rank in found if rank.tokens) for name in found[0].others}
+            best = max(shares, key=shares.__getitem__, default=None)
+            if best is None or shares[best] < EXPLAINED:
                 return reason
-            unpadded = self._explore(*self._rows(prompts, completions, noted), only=(UNPADDED,))
-            if not all(rank.share(UNPADDED) >= EXPLAINED for rank in unpadded if rank.tokens):
-                return reason
-            self._read(UNPADDED)
+            self._read(best, found)
 
     def __call__(
         self,
@@ -195,7 +200,7 @@ class GenerationCheck:
                 once="half",
             )
         for name in names & set(READINGS):
-            self._read(name)
+            self._read(name, ranks)
         if names.isdisjoint(READINGS):
             self._settle(ranks, verdicts)
 
@@ -260,7 +265,7 @@ class GenerationCheck:
             f"tokens differ by {evidence.mean:.2g} on average, and {cause}; `generation_check: false` goes on all the same"
         )
 
-    def _read(self, name: str) -> None:
+    def _read(self, name: str, ranks: Sequence[Evidence]) -> None:
         """Score from now on in another way, in which the generator is the policy."""
         if name == UNPADDED:
             self.scorer.padded = False
@@ -268,6 +273,15 @@ class GenerationCheck:
                 "the policy's log-probabilities depend on padding: the loss, which pads prompts as TRL does, does not score "
                 "tokens as they were sampled",
                 once="padding",
+            )
+        elif name == WHOLE:
+            # What was usual, and what the dtype may be, was learnt through the noise of autocast.
+            self.scorer.autocast, self.usual, self.dtype_known = False, None, not self.trainer.use_vllm
+            self._say(
+                "tokens are sampled as the policy computes without autocast, and trained on as it computes with it: their "
+                f"log-probabilities differ by {max(rank.mean for rank in ranks):.1e} on average; "
+                f"`{self.accelerator.mixed_precision}: false` makes them alike",
+                once="whole",
             )
         else:
             self.scorer.processing = None

@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from grpo_recipes.decoding.check import TOLERANCE_16BIT, TOLERANCE_FP32
-from grpo_recipes.training.alternatives import HALF, READINGS, WEIGHTS
+from grpo_recipes.training.alternatives import HALF, READINGS, WEIGHTS, WHOLE
 
 EXPLAINED = 0.5
 """The share of the difference that an alternative must explain to be named."""
+ALL = 0.99
+"""The share that is no coincidence of rounding."""
 APART = 4.0
 """How many times nearer, in squares, the policy must be than an alternative to say that it is not the alternative."""
 ENOUGH = 64
@@ -110,6 +112,9 @@ def judge(evidence: Evidence, *, whole: bool, usual: float | None) -> Verdict:
         if name in WEIGHTS and not other.left > APART * max(evidence.square, 1e-12)
     )
     differs = evidence.differs(whole)
+    if WHOLE in evidence.others and evidence.share(WHOLE) >= (EXPLAINED if differs else ALL):
+        # Whatever else explains it may do so by what autocast swallows: judged again without.
+        return Verdict(False, (WHOLE,), unclear, evidence.share(WHOLE))
     if whole and not differs:
         return Verdict(unclear=unclear)
     shares = {name: evidence.share(name) for name in evidence.others if name != HALF}

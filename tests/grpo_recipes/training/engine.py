@@ -23,7 +23,8 @@ class Engine:
 
     Args:
         fault: "" for none; "off", "twice": how the adapter gets into the weights; "ago": each weight transfer comes a step
-            late; "start": none ever comes; "disk": after each transfer the weights are loaded from disk again.
+            late; "start": none ever comes; "disk": after each transfer the weights are loaded from disk again. "merged" is none:
+            the adapter is merged before the weights are rounded, as TRL does.
         dtype: in which it computes; the policy's own if None.
     """
 
@@ -46,6 +47,8 @@ class Engine:
         """The model that serves, and the context in which it does."""
         model = {"ago": self.before, "start": self.start, "disk": self.start}.get(self.fault, self.now)
         model = copied(model).eval()
+        if self.fault == "merged":
+            model = model.merge_and_unload()
         if self.dtype is not None:
             model = model.to(self.dtype)
         if self.fault == "off" or (self.fault == "disk" and isinstance(model, PeftModel)):

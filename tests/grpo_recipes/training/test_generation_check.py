@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,6 +103,55 @@ def test_transformers_generate_without_the_adapter(
     assert run.state.global_step == 0
 
 
+def loud() -> Any:
+    """A model whose log-probabilities are so far apart that 16 bits move them by more than the tolerance."""
+    policy = model()
+    with torch.no_grad():
+        policy.get_output_embeddings().weight.mul_(40)
+    return policy
+
+
+@pytest.mark.parametrize("generation", ["auto", "off"])
+def test_a_new_adapter_under_autocast_is_healthy(generation: str, tmp_path: Path, said: Any) -> None:
+    """PEFT's `generate` knows no autocast: of what the adapter adds, the loss loses a share that the generator has."""
+    run = trainer(tmp_path, policy=loud(), bf16=True, generation=generation, max_steps=20, learning_rate=1e-3, **NEW)
+    run.train()
+    (sentence,) = [sentence for sentence in said() if "autocast" in sentence]
+    assert sentence.startswith("tokens are sampled as the policy computes without autocast")
+    assert sentence.endswith("`bf16: false` makes them alike")
+    assert run._generation.is_verified or generation == "off"
+    differences = [entry[MEAN] for entry in run.state.log_history if MEAN in entry]
+    assert len(differences) == 20
+    assert max(differences[1:]) < 1e-4  # of float32 on both sides
+
+
+@pytest.mark.parametrize(("dtype", "steps"), [(None, 8), pytest.param(torch.bfloat16, 60, marks=pytest.mark.slow)])
+def test_an_engine_with_the_adapter_merged_under_autocast_is_healthy(
+    dtype: Any, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(monkeypatch, "merged", dtype)
+    run = trainer(tmp_path, policy=loud(), bf16=True, max_steps=steps, learning_rate=1e-3, **SETTINGS, **NEW)
+    run.train()
+    assert run.state.global_step == steps
+    assert not run._generation_check.scorer.autocast
+
+
+@pytest.mark.parametrize("fault", ["off", "twice"])
+def test_autocast_hides_no_fault(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = GenerationMixin.generate
+    run = trainer(tmp_path, policy=loud(), bf16=True, generation="off", max_steps=12, **NEW)
+
+    def faulty(self: Any, *args: Any, **kwargs: Any) -> Any:
+        wrong = run.model.disable_adapter() if fault == "off" else rescale_adapter_scale(run.model, 2)
+        with wrong if run.state.global_step >= 9 else nullcontext():
+            return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "generate", faulty)
+    with pytest.raises(NotThePolicy, match=WEIGHTS[fault]):
+        run.train()
+    assert run.state.global_step == 9
+
+
 @pytest.mark.slow
 def test_the_stock_loop_with_the_adapter_twice_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = GenerationMixin.generate
@@ -179,6 +229,7 @@ HEALTHY: dict[str, tuple[int, dict[str, Any], Any, bool]] = {
     "full and a reference, both bfloat16": (150, {**SETTINGS, "beta": 0.04, "temperature": 0.8}, None, True),
     "group decoding, bfloat16": (100, {}, None, True),
     "group decoding, adapter": (100, {**NEW, "top_p": 0.9}, None, False),
+    "new adapter, autocast": (100, {**NEW, "bf16": True}, None, False),
     "stock loop, adapter": (100, {**CONTINUED, "generation": "off"}, None, False),
     "full, bfloat16 engine, small batch": (
         50,
@@ -193,13 +244,14 @@ HEALTHY: dict[str, tuple[int, dict[str, Any], Any, bool]] = {
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_thousand_healthy_steps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
-    """1,000 steps over all rows of the table: none is stopped, and nothing is said but what is the case."""
+    """1,100 steps over all rows of the table: none is stopped, and nothing is said but what is the case."""
     steps, changes, dtype, half = HEALTHY[name]
     serve(monkeypatch, "", dtype)
     run = trainer(tmp_path, policy=model().bfloat16() if half else model(), max_steps=steps, **{**LONG, **changes})
     run.train()
     assert run.state.global_step == steps
     known = ("can't tell yet", "is the policy", "computes in 16 bits and the policy in 32", "huggingface/trl#6789")
+    known = (*known, "without autocast") if "bf16" in changes else known
     assert [sentence for sentence in said() if not any(part in sentence for part in known)] == []
 
 

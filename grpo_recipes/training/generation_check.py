@@ -278,7 +278,7 @@ class GenerationCheck:
             # What was usual, and what the dtype may be, was learnt through the noise of autocast.
             self.scorer.autocast, self.usual, self.dtype_known = False, None, not self.trainer.use_vllm
             self._say(
-                "tokens are sampled as the policy computes without autocast, and trained on as it computes with it: their "
+                "tokens are sampled from what the policy is without autocast, rather than from what the loss computes under it: "
                 f"log-probabilities differ by {max(rank.mean for rank in ranks):.1e} on average; "
                 f"`{self.accelerator.mixed_precision}: false` makes them alike",
                 once="whole",

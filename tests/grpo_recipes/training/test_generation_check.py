@@ -117,7 +117,9 @@ def test_a_new_adapter_under_autocast_is_healthy(generation: str, tmp_path: Path
     run = trainer(tmp_path, policy=loud(), bf16=True, generation=generation, max_steps=20, learning_rate=1e-3, **NEW)
     run.train()
     (sentence,) = [sentence for sentence in said() if "autocast" in sentence]
-    assert sentence.startswith("tokens are sampled as the policy computes without autocast")
+    assert sentence.startswith(
+        "tokens are sampled from what the policy is without autocast, rather than from what the loss computes"
+    )
     assert sentence.endswith("`bf16: false` makes them alike")
     assert run._generation.is_verified or generation == "off"
     differences = [entry[MEAN] for entry in run.state.log_history if MEAN in entry]

@@ -101,9 +101,13 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
         content = opened.read(length)
     try:
         header = {name: entry for name, entry in json.loads(content).items() if name != "__metadata__"}
-        all(start <= end for start, end in (entry["data_offsets"] for entry in header.values()))
+        spans = [(start, end) for start, end in (entry["data_offsets"] for entry in header.values())]
+        # To read from a place before the file, or a negative number of bytes, would be to read something else, or all of it.
+        readable = all(0 <= start <= end for start, end in spans)
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise WeightFileError(f"{file} is damaged: its header can't be read") from error
+    if not readable:
+        raise WeightFileError(f"{file} is damaged: its header tells of a tensor that ends before it begins")
     return length, header
 
 

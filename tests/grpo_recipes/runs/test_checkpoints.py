@@ -1,5 +1,6 @@
 """Weight files as the libraries write them pass, and no longer once a byte is gone; what tells one from another."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 from grpo_recipes.runs.checkpoints import (
     HEAD_BYTES,
     WeightFileError,
+    check_weight_file,
     check_weight_files,
     identify_weights,
     weight_files,
@@ -70,6 +72,18 @@ def test_weights_are_identified_by_any_tensor_and_not_by_where_they_lie(tmp_path
         save({"a_embedding": torch.ones(HEAD_BYTES), "b_layer": torch.full((9,), trained)}, file)
         identities.add((trained, identify_weights(file)))
     assert len(identities) == 2
+
+
+@pytest.mark.parametrize("offsets", [[4, 0], [-4, 0], [0], None, "ab"])
+def test_a_header_that_tells_of_no_place_is_refused(offsets: object, tmp_path: Path) -> None:
+    """The last of several tensors; a read of a negative length would be one of the whole file."""
+    good = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    header = json.dumps({"a": good, "b": {**good, "data_offsets": offsets}}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
+    for read in (check_weight_file, identify_weights):
+        with pytest.raises(WeightFileError, match="is damaged: its header"):
+            read(file)
 
 
 def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:

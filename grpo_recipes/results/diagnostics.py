@@ -183,8 +183,8 @@ def truncated(run: Run) -> Found | None:
         return None
     step = _last_step(share)
     return step, (
-        f"{share.end:.0%} of the completions are cut off at `max_completion_length` by step {step}: their answers are lost; "
-        "raise it, or set `mask_truncated_completions: true`"
+        f"{share.end:.0%} of the completions are cut off at `max_completion_length` by step {step}: an answer further on "
+        "is lost; raise it, or set `mask_truncated_completions: true`"
     )
 
 

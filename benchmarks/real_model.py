@@ -41,6 +41,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import pandas
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer as TRLGRPOTrainer
@@ -49,7 +50,7 @@ from trl import get_peft_config
 from grpo_recipes import Recipe, evaluate_model, run_recipe
 from grpo_recipes.recipe.checks import Machine
 from grpo_recipes.recipe.recipe import model_config
-from grpo_recipes.results.estimates import Estimate
+from grpo_recipes.results.estimates import Estimate, mean_value
 from grpo_recipes.results.evaluate import compare
 from grpo_recipes.runs.files import write_atomically
 from grpo_recipes.train import prepare
@@ -335,6 +336,27 @@ def table(folder: Path, names: list[str]) -> str:
                 f"\n{tuning}, seed 0, ours - TRL on the same problems: strict {strict}, lenient {lenient}; "
                 f"CPU time, TRL ÷ ours: {times[0] / times[1]:.1f}"
             )
+        gains = [
+            run["change"]["strict"]["difference"]["value"] for name, run in found.items() if f"{tuning}-ours" in name
+        ]
+        if len(gains) > 1:
+            over = f"{mean_value(gains)}, Student's interval over the seeds"
+            lines.append(f"\n{tuning}, ours, {len(gains)} seeds, strict, after - before: {over}")
+    return "\n".join(lines)
+
+
+def by_family(folder: Path, names: list[str]) -> str:
+    """The strict accuracy on each family, as Markdown; the families take turns in the held-out table."""
+    families = json.loads((folder / "tasks.json").read_text())["chosen"]
+    lines = [f"| run | {' | '.join(families)} |", f"|---|{'---|' * len(families)}"]
+    for name in ["base", *names]:
+        file = folder / "evaluated" / name / "completions.parquet"
+        if file.is_file():
+            told = pandas.read_parquet(file, columns=["problem", "strict"])
+            shares = told.groupby(told["problem"] % len(families))["strict"].mean()
+            lines.append(
+                f"| {'before' if name == 'base' else name} | {' | '.join(f'{share:.2f}' for share in shares)} |"
+            )
     return "\n".join(lines)
 
 
@@ -363,6 +385,10 @@ def page(folder: Path, names: list[str]) -> str:
             f"## {HELD_OUT} held-out problems of these families, greedy, with 95 % intervals",
             "",
             table(folder, names),
+            "",
+            "Strict accuracy by family:",
+            "",
+            by_family(folder, names),
             "",
         ]
     )

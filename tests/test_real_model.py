@@ -79,13 +79,18 @@ def test_two_trainers_on_a_tiny_model(
     monkeypatch.setattr("sys.argv", ["real_model.py", "--output", str(tmp_path), "--record"])
     assert real_model.main() == 0
     page = (tmp_path / "page.md").read_text()
-    assert capsys.readouterr().out.strip().endswith(page.split("intervals\n\n")[1].strip())
+    table, families = page.split("intervals\n\n")[1].split("Strict accuracy by family:")
+    assert capsys.readouterr().out.strip().endswith(table.strip())
+    assert [row.split(" | ")[0] for row in families.strip().splitlines()[2:]] == [
+        "| before",
+        "| full-ours-0",
+        "| full-trl-0",
+        "| lora-ours-0",
+    ]
     chosen = json.loads((tmp_path / "tasks.json").read_text())
     assert len(chosen["chosen"]) == real_model.MOST_FAMILIES
     assert all(f"| {family} (trained on) |" in page for family in chosen["chosen"])
-    before, *others = [
-        row.split(" | ") for row in page.split("intervals\n\n")[1].splitlines()[2:] if row.startswith("|")
-    ]
+    before, *others = [row.split(" | ") for row in table.splitlines()[2:] if row.startswith("|")]
     assert [row[0] for row in others] == ["| full-ours-0", "| full-trl-0", "| lora-ours-0"]
     right = {
         name: pandas.read_parquet(folder / "completions.parquet")["strict"]
@@ -110,6 +115,18 @@ class OneAfterTheOther:
     def __exit__(self, *ignored: object) -> None: ...
 
     map = staticmethod(map)
+
+
+def test_accuracy_by_family(real_model: ModuleType, tmp_path: Path) -> None:
+    """Problems take turns: the first of every three is of the first family."""
+    (tmp_path / "tasks.json").write_text(json.dumps({"chosen": ["a", "b", "c"]}))
+    right = [True, False, False, True, True, False, True, False, False, True, True, False]
+    for name, verdicts in (("base", [False] * 12), ("lora-ours-1", right)):
+        (tmp_path / "evaluated" / name).mkdir(parents=True)
+        frame = pandas.DataFrame({"problem": range(12), "strict": verdicts}).sample(frac=1, random_state=0)
+        frame.to_parquet(tmp_path / "evaluated" / name / "completions.parquet")
+    *_, before, run = real_model.by_family(tmp_path, ["full-trl-0", "lora-ours-1"]).splitlines()
+    assert (before, run) == ("| before | 0.00 | 0.00 | 0.00 |", "| lora-ours-1 | 1.00 | 0.50 | 0.00 |")
 
 
 def test_time_to_accuracy(real_model: ModuleType) -> None:

@@ -73,6 +73,7 @@ def test_what_plan_is_said_to_print(capsys: pytest.CaptureFixture[str]) -> None:
         (["0.0366", "1.0000"], "benchmarks/results/precision.md"),
         (["396.7"], "benchmarks/results/rewards.md"),
         (["60 kills"], "benchmarks/results/torture.md"),
+        (["before | 0.263", "full-ours-0 | 0.485"], "benchmarks/results/real_model.md"),
         (["1920"], "docs/mathematics.md"),
         (["0.345", "0.850", "0.608", "0.863"], "docs/tutorial.md"),
     ],
@@ -88,6 +89,8 @@ def test_a_figure_of_the_readme_is_a_measured_one(figures: list[str], source: st
         "60 kills": "60 places",
         "396.7": "397 times",
         "1.0000": "all of it",
+        "before | 0.263": "from 26 %",
+        "full-ours-0 | 0.485": "to 49 %",
     }
     shares = {"0.345": "34 %", "0.850": "85 %", "0.608": "61 %", "0.863": "86 %", "0.0366": "3.7 %"}
     page = (ROOT / source).read_text(encoding="utf-8")
@@ -95,6 +98,20 @@ def test_a_figure_of_the_readme_is_a_measured_one(figures: list[str], source: st
     for figure in figures:
         assert figure in page
         assert {**rounded, **shares}.get(figure, figure) in readme
+
+
+def test_the_table_of_results_is_the_measured_one() -> None:
+    """docs/results.md repeats the rows of the page that the benchmark wrote, every one of them."""
+    shown, measured = (
+        [
+            line
+            for line in (ROOT / page).read_text(encoding="utf-8").splitlines()
+            if re.match(r"\| (before|full|lora)", line)
+        ]
+        for page in ("docs/results.md", "benchmarks/results/real_model.md")
+    )
+    assert shown
+    assert shown == measured
 
 
 def test_the_readme_is_two_screens() -> None:

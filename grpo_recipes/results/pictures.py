@@ -70,7 +70,7 @@ TRUSTED = (
         "Truncated completions",
         "share of completions",
         (("completions/clipped_ratio", ""),),
-        "Cut off at `max_completion_length`, so that their answer is lost.",
+        "Cut off at `max_completion_length`: an answer further on is lost.",
         lambda run: [Limit(diagnostics.TRUNCATED_LIMIT, "check:")],
     ),
     Metric(

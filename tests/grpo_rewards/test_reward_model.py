@@ -356,7 +356,8 @@ def test_an_overflow_is_none_and_counted(tmp_path):
     network.model.embed_tokens.weight[tilde] = 1e5  # infinite in float16, as a hidden state that overflowed
     logged = {}
     rows = reward(["q"] * 3, ["a ~", "a", "<answer>~</answer>"], log_metric=logged.__setitem__)
-    assert rows == [None, RewardModelScore(folder, dtype="float16")(["q"], ["a"])[0], None]
+    (alone,) = RewardModelScore(folder, dtype="float16")(["q"], ["a"])
+    assert rows == [None, pytest.approx(alone, rel=1e-3), None]  # of half precision
     assert logged["reward_model/unscored_rows"] == 2
 
 

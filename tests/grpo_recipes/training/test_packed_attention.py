@@ -94,6 +94,7 @@ def test_the_varlen_call_is_the_same_attention(
     ],
 )
 def test_what_the_varlen_kernel_is_given(change: dict[str, Any], taken: bool) -> None:
+    pytest.importorskip("torch.nn.attention.varlen")
     shape = change.get("shape", (1, 4, 9, 64))
     query = SimpleNamespace(**{"is_cuda": True, "dtype": torch.bfloat16, **change, "shape": shape})
     assert packing._has_varlen(query, SimpleNamespace(shape=change.get("values", shape))) is taken  # type: ignore[arg-type]

@@ -21,7 +21,6 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.utils import _apply_to_tensors
-from torch.nn.attention import varlen
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import dynamic_rope_update
 from trl import GRPOTrainer as TRLGRPOTrainer
@@ -653,6 +652,8 @@ def test_contract_with_transformers() -> None:
 
 def test_the_spans_come_through_fsdp_as_the_same_object() -> None:
     """FSDP2 in 16 bit rebuilds the containers among a forward's arguments, dataclasses too; layers count on the spans."""
+    if not hasattr(FSDPState, "_cast_forward_inputs"):
+        pytest.skip("torch 2.8 casts inputs elsewhere")
     source = inspect.getsource(FSDPState._cast_forward_inputs)
     assert "_apply_to_tensors(cast_fn, kwargs)" in source, "torch casts the arguments of FSDP2's forwards another way"
     spans = pack(flat(RAGGED)).group_spans
@@ -667,7 +668,8 @@ def test_importing_the_module_registers_no_attention(monkeypatch: pytest.MonkeyP
 
 
 def test_contract_with_torch() -> None:
-    """The arguments of the CUDA kernel, which no CPU test can run."""
+    """The arguments of the CUDA kernel, which no CPU test can run; torch before 2.10 has none."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
     parameters = inspect.signature(varlen.varlen_attn).parameters
     names = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
     assert list(parameters)[:7] == names, "torch changed varlen_attn: adapt _varlen"

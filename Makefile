@@ -7,8 +7,8 @@ INSTALLED := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_ROWS ?= slow or not slow
 
-.PHONY: help install quickstart tutorial pictures test test-slow test-nightly test-vllm torture models mutants lint docs bench real-model \
-	gpu-bundle dist test-oldest next-trl clean
+.PHONY: help install quickstart tutorial pictures test test-slow test-nightly test-vllm torture models mutants lint docs bench \
+	real-model gpu-bundle dist test-oldest next-trl clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'

@@ -287,7 +287,11 @@ def start(folder: Path, name: str) -> None:
     (folder / "runs").mkdir(exist_ok=True)
     with (folder / "runs" / f"{name}.log").open("a") as log:
         command = [sys.executable, __file__, "--output", str(folder), "--run", name]
-        subprocess.run(command, env={**os.environ, **ENVIRONMENT}, stdout=log, stderr=log, check=True)
+        done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, stdout=log, stderr=log)
+    if done.returncode:
+        raise SystemExit(
+            f"{name} stopped with exit code {done.returncode}: {log.name} says why; the same command goes on"
+        )
     print(f"{name} is done", flush=True)
 
 

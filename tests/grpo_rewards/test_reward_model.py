@@ -357,7 +357,7 @@ def test_an_overflow_is_none_and_counted(tmp_path):
     logged = {}
     rows = reward(["q"] * 3, ["a ~", "a", "<answer>~</answer>"], log_metric=logged.__setitem__)
     (alone,) = RewardModelScore(folder, dtype="float16")(["q"], ["a"])
-    assert rows == [None, pytest.approx(alone, rel=1e-3), None]  # of half precision
+    assert rows == [None, pytest.approx(alone, rel=1e-4), None]  # torch 2.8 rounds a batch otherwise
     assert logged["reward_model/unscored_rows"] == 2
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import GenerationConfig
 
 from grpo_recipes.decoding.check import differences, disagreement, has_whole_precision
+from grpo_recipes.decoding.generation_config import PublishedSettings
 from grpo_recipes.decoding.groups import Turn, decoding
 from grpo_recipes.decoding.models import base_model, unfit
 from grpo_recipes.decoding.stop_strings import Ends, StopStrings
@@ -93,7 +95,7 @@ def checkpoint_dtype(name: str) -> str | None:
 
 def declared_ends(name: str, tokenizer: Any) -> list[int]:
     """`end_tokens` of a model, or of an adapter's base, that is not loaded."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import AutoConfig
 
     model = _whole_model(name)
     try:
@@ -121,7 +123,7 @@ def transformers_engine(model: Any, tokenizer: Any) -> Complete:
 
     def engine(prompts: list[Any], settings: Settings) -> list[str]:
         if model.device.type == "cuda" and not settings.stop:
-            return complete_continuously(model, tokenizer, prompts, settings)
+            return complete_continuously(model, tokenizer, prompts, settings, padded.published)
         return padded(prompts, settings)
 
     return engine
@@ -136,6 +138,7 @@ class Padded:
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model, self.tokenizer, self.is_checked = model, tokenizer, False
+        self.published = PublishedSettings(logger.warning)
         self.stock_because = ""
         """Why transformers' own loop generates, if it does."""
 
@@ -171,8 +174,10 @@ class Padded:
             every = 0 if self.is_checked else max(1, len(prompts) // CHECKED)
             turn = Turn(score_every=every, temperature=settings.temperature or 1.0)
         ends = [] if stop is None else [Ends(stop)]
-        with decoding(base_model(self.model), turn, ends):
-            tokens = self.model.generate(**inputs, **_generation(self.model, self.tokenizer, settings))
+        asked = _generation(self.model, self.tokenizer, settings)
+        published = self.published.aside(self.model, GenerationConfig(**asked))
+        with published, decoding(base_model(self.model), turn, ends):
+            tokens = self.model.generate(**inputs, **asked)
         completions = tokens[:, inputs["input_ids"].shape[1] :].tolist()
         for end in ends:
             completions = end.cut(completions)
@@ -200,19 +205,17 @@ class Padded:
 
 
 @torch.no_grad()
-def complete_continuously(model: Any, tokenizer: Any, prompts: list[Any], settings: Settings) -> list[str]:
+def complete_continuously(
+    model: Any, tokenizer: Any, prompts: list[Any], settings: Settings, published: PublishedSettings
+) -> list[str]:
     """The same by transformers' continuous batching, which pads nothing and starts a prompt as soon as another ends.
 
     `generate_batch` returns the completions in the order of the prompts, without those that are missing, which it only logs
     (transformers 5.20 to 5.23). Raises `EvaluationError` if a completion failed or is missing.
     """
-    from transformers import GenerationConfig
-
-    with _seeded(model, settings.seed):
-        outputs = model.generate_batch(
-            inputs=token_ids(prompts, tokenizer),
-            generation_config=GenerationConfig(**_generation(model, tokenizer, settings)),
-        )
+    asked = GenerationConfig(**_generation(model, tokenizer, settings))
+    with _seeded(model, settings.seed), published.aside(model, asked):
+        outputs = model.generate_batch(inputs=token_ids(prompts, tokenizer), generation_config=asked)
     _check_all_completed(list(outputs.values()), len(prompts))
     return tokenizer.batch_decode([output.generated_tokens for output in outputs.values()], skip_special_tokens=True)
 
@@ -228,8 +231,8 @@ def _seeded(model: Any, seed: int) -> Iterator[None]:
 def _generation(model: Any, tokenizer: Any, settings: Settings) -> dict[str, Any]:
     """The generation options of the settings.
 
-    A model's generation_config.json may filter or penalise tokens. All of that is switched off: the policy itself is
-    measured.
+    A model's generation_config.json may filter or penalise tokens. `PublishedSettings` switches all of that off: the policy
+    itself is measured.
     """
     sampled = {"do_sample": True, "temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
     greedy = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from accelerate.logging import get_logger
 from torch import Tensor, nn
 
+from grpo_recipes.decoding.generation_config import PublishedSettings
 from grpo_recipes.decoding.groups import Turn, decoding
 from grpo_recipes.decoding.models import base_model, has_dropout, unfit
 from grpo_recipes.decoding.stop_strings import Ends, StopStrings
@@ -27,7 +28,9 @@ class Generation:
     def __init__(
         self, trainer: Any, check: GenerationCheck, stop: StopStrings | None, asked: Literal["auto", "off"]
     ) -> None:
-        self.accelerator, self.temperature = trainer.accelerator, trainer.temperature
+        self.trainer, self.accelerator, self.temperature = trainer, trainer.accelerator, trainer.temperature
+        self.published = PublishedSettings(logger.warning)
+        """Settings of the policy's generation_config; put aside around continuous batching too."""
         self.check, self.stop, self.asked = check, stop, asked
         self.stock_because = unfit_for_groups(trainer)
         self.together = trainer._dist.is_zero3
@@ -67,7 +70,8 @@ class Generation:
             together=self.together,
         )
         ends = [] if self.stop is None else [Ends(self.stop)]
-        with decoding(base_model(policy), turn, ends):
+        published = self.published.aside(policy, self.trainer.generation_config)
+        with published, decoding(base_model(policy), turn, ends):
             completions = generate()
         for end in ends:
             completions = end.cut(completions)

@@ -240,7 +240,8 @@ class GRPOTrainer(TRLGRPOTrainer):
             difference = self._generation_check.of_vllm(prompt_ids, completion_ids, log_probs)
         elif self.use_transformers_continuous_batching:
             bare = self._log_probs.bare(self.model)
-            with self._continuous_batching.around(bare, prompt_ids, self.max_completion_length):
+            published = self._generation.published.aside(bare, self.generation_config)
+            with published, self._continuous_batching.around(bare, prompt_ids, self.max_completion_length):
                 completion_ids, _ = turn()
             difference = self._generation_check(prompt_ids, completion_ids, None)
         else:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from grpo_recipes import cli
+from grpo_recipes.decoding.generation_config import PublishedSettings
 from grpo_recipes.recipe.data import load
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.results import engines, evaluate
@@ -447,7 +448,7 @@ def test_continuous_batching_says_what_padded_batches_say(tiny_model: Path, monk
     cache = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     monkeypatch.setattr(model, "generate_batch", partial(model.generate_batch, continuous_batching_config=cache))
     state = torch.get_rng_state()
-    assert engines.complete_continuously(model, tokenizer, prompts, settings) == padded
+    assert engines.complete_continuously(model, tokenizer, prompts, settings, PublishedSettings(print)) == padded
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -482,9 +483,9 @@ def test_completions_that_failed_are_no_wrong_answers(tiny_model: Path, outputs:
     settings = Settings(temperature=1.0, max_new_tokens=5, batch_size=2)
     state = torch.get_rng_state()
     with pytest.raises(EvaluationError, match=says):
-        engines.complete_continuously(Continuous(*outputs), tokenizer, ["1", "2"], settings)
+        engines.complete_continuously(Continuous(*outputs), tokenizer, ["1", "2"], settings, PublishedSettings(print))
     whole = Continuous(answered(0), answered(1))
-    assert len(engines.complete_continuously(whole, tokenizer, ["1", "2"], settings)) == 2
+    assert len(engines.complete_continuously(whole, tokenizer, ["1", "2"], settings, PublishedSettings(print))) == 2
     assert torch.equal(torch.get_rng_state(), state)
 
 

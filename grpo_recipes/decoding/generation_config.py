@@ -50,7 +50,7 @@ class PublishedSettings:
         published = [(owner, getattr(owner, "generation_config", None)) for owner in owners]
         for owner, config in published:
             if config is not None:
-                self._announce_ignored(config, asked)
+                self.announce_ignored(config, asked)
                 owner.generation_config = neutral(config, asked)
         try:
             yield
@@ -58,7 +58,8 @@ class PublishedSettings:
             for owner, config in published:
                 owner.generation_config = config
 
-    def _announce_ignored(self, published: Any, asked: GenerationConfig) -> None:
+    def announce_ignored(self, published: Any, asked: GenerationConfig) -> None:
+        """Announce, the first time only, the published settings that completions asked for with `asked` do not follow."""
         if self.is_announced:
             return
         self.is_announced = True

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers import GenerationConfig
@@ -39,7 +39,17 @@ Complete = Callable[[list[Any], "Settings"], list[str]]
 """Completes each prompt once, in order, by the temperature, length and seed of the settings."""
 
 
-def load_engine(name: str) -> Complete:
+class Engine(Protocol):
+    """A `Complete` that names the sampling settings in force."""
+
+    def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
+        """Complete each prompt once, in order."""
+
+    def sampling(self, settings: Settings) -> dict[str, Any]:
+        """Return the sampling settings of every completion, ready for JSON, under the engine's own names."""
+
+
+def load_engine(name: str) -> Engine:
     """The engine of a model or adapter. Raises `EvaluationError` if it can't be loaded, or its weights are incomplete."""
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
@@ -93,16 +103,15 @@ def checkpoint_dtype(name: str) -> str | None:
     return str(dtype).removeprefix("torch.") if dtype is not None else None
 
 
-def declared_ends(name: str, tokenizer: Any) -> list[int]:
-    """`end_tokens` of a model, or of an adapter's base, that is not loaded."""
+def published_config(name: str) -> GenerationConfig:
+    """Return the generation_config of a model, or of an adapter's base, that is not loaded."""
     from transformers import AutoConfig
 
     model = _whole_model(name)
     try:
-        generation = GenerationConfig.from_pretrained(model)
+        return GenerationConfig.from_pretrained(model)
     except OSError:  # it has none: transformers makes one of its configuration
-        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model, trust_remote_code=False))
-    return end_tokens(generation, tokenizer)
+        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(model, trust_remote_code=False))
 
 
 def _whole_model(name: str) -> str:
@@ -113,20 +122,33 @@ def _whole_model(name: str) -> str:
     return name if config is None else str(config.base_model_name_or_path)
 
 
-def transformers_engine(model: Any, tokenizer: Any) -> Complete:
+def transformers_engine(model: Any, tokenizer: Any) -> Engine:
+    """Return the engine of a loaded model."""
+    return Transformers(model, tokenizer)
+
+
+class Transformers:
     """Completions by transformers: continuous batching on a GPU, padded batches on a CPU and for stop strings.
 
     Continuous batching starts prompts as others end; with sampling, two runs may therefore draw differently. It knows no
     stop strings.
     """
-    padded = Padded(model, tokenizer)
 
-    def engine(prompts: list[Any], settings: Settings) -> list[str]:
-        if model.device.type == "cuda" and not settings.stop:
-            return complete_continuously(model, tokenizer, prompts, settings, padded.published)
-        return padded(prompts, settings)
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.padded = Padded(model, tokenizer)
 
-    return engine
+    def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
+        """One completion of each prompt, in order."""
+        if self.model.device.type == "cuda" and not settings.stop:
+            return complete_continuously(self.model, self.tokenizer, prompts, settings, self.padded.published)
+        return self.padded(prompts, settings)
+
+    def sampling(self, settings: Settings) -> dict[str, Any]:
+        """Return the fields of `GenerationConfig` in force; the others are neutral."""
+        asked = _generation(self.model, self.tokenizer, settings)
+        given = {name: value for name, value in asked.items() if value is not None}
+        return {**given, "stop": list(settings.stop)}
 
 
 class Padded:
@@ -229,19 +251,20 @@ def _seeded(model: Any, seed: int) -> Iterator[None]:
 
 
 def _generation(model: Any, tokenizer: Any, settings: Settings) -> dict[str, Any]:
-    """The generation options of the settings.
+    """The generation options of the settings. `PublishedSettings` keeps the model's own from filling the others."""
+    return generation_options(settings, end_tokens(model.generation_config, tokenizer), tokenizer.pad_token_id)
 
-    A model's generation_config.json may filter or penalise tokens. `PublishedSettings` switches all of that off: the policy
-    itself is measured.
-    """
+
+def generation_options(settings: Settings, ends: list[int], pad: int | None) -> dict[str, Any]:
+    """Return the fields of `GenerationConfig` that an evaluation asks for."""
     sampled = {"do_sample": True, "temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
     greedy = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
     return {
         **(sampled if settings.temperature > 0 else greedy),
         "repetition_penalty": 1.0,
         "max_new_tokens": settings.max_new_tokens,
-        "eos_token_id": end_tokens(model.generation_config, tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": ends,
+        "pad_token_id": pad,
     }
 
 

@@ -18,7 +18,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache, partial
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from grpo_recipes.recipe.hub import hub_answers, is_missing
 from grpo_recipes.recipe.sources import has_one_split
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.results import paid, strict, vllm_engine
-from grpo_recipes.results.engines import Complete, EvaluationError, checkpoint_dtype, load_engine
+from grpo_recipes.results.engines import Complete, Engine, EvaluationError, checkpoint_dtype, load_engine
 from grpo_recipes.results.estimates import Estimate, mcnemar, mean_share, paired_difference, pass_at_k
 from grpo_recipes.results.vllm_engine import VLLM, load_vllm
 from grpo_recipes.runs import checkpoints, files
@@ -100,6 +100,7 @@ def evaluate_into(
     described: dict[str, Any],
     rewards: Sequence[paid.OwnReward] = (),
     made_with: Callable[[], dict[str, Any]] = dict,
+    sampling: Callable[[Settings], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Evaluate into a folder, or continue the same evaluation there; one that is finished is only read.
 
@@ -111,6 +112,7 @@ def evaluate_into(
         described: what else identifies the evaluation (the model, its weights, the dataset, its rewards), ready for JSON.
         rewards: the recipe's own, which are measured too.
         made_with: of what generates, ready for JSON: recorded, and no part of what the evaluation is.
+        sampling: the sampling settings in force under the engine's names, ready for JSON; recorded likewise.
 
     Returns:
         What `evaluation.json` holds.
@@ -142,7 +144,10 @@ def evaluate_into(
     columns = {**files.EVALUATED, **paid.columns_of(rewards)}
     made = (files.read_table(parts / f"{number:06d}.parquet", columns, again) for number in range(len(batches)))
     table = pd.concat(made, ignore_index=True)
-    summary = {**asked, **({"made_with": made_by} if made_by else {}), **summarise(table)}
+    recorded: dict[str, Any] = {"made_with": made_by} if made_by else {}
+    if sampling is not None:
+        recorded["sampling"] = sampling(settings)
+    summary = {**asked, **recorded, **summarise(table)}
     _write_table(folder / "completions.parquet", table)
     files.write_atomically(folder / "evaluation.json", json.dumps(summary, indent=2) + "\n")
     shutil.rmtree(parts)
@@ -240,6 +245,8 @@ def describe(summary: dict[str, Any]) -> list[Part]:
     parts: list[Part] = [Cell(head, "head")]
     if rows:
         parts.append(Table([(name, Estimate.from_dict(share)) for name, share in rows.items()], ("accuracy", "share")))
+    if sampling := summary.get("sampling"):  # evaluations of earlier versions have none
+        parts.append(Cell(f"  sampling: {', '.join(f'{key} {value}' for key, value in sampling.items())}", "quiet"))
     if "strict" in summary:
         parts.append(Cell(f"  strict: {strict.describe(summary['settings']['strict'])}", "quiet"))
     if rewards := summary.get("rewards", {}):
@@ -383,9 +390,9 @@ def evaluate_request(options: Request) -> dict[str, Any]:
     }
     folder = options.output or _output(options.model, options.samples)
     try:
-        complete = _loaded_when_called(options.model, vllm)
+        engine = LoadedWhenCalled(options.model, vllm)
         made_with = partial(_made_with, options.model, vllm)
-        return evaluate_into(folder, complete, dataset, settings, described, rewards, made_with)
+        return evaluate_into(folder, engine, dataset, settings, described, rewards, made_with, engine.sampling)
     except KeyboardInterrupt as error:
         raise EvaluationInterrupted(_what_is_saved(folder)) from error
     except OSError as error:
@@ -427,10 +434,24 @@ def _made_with(model: str, vllm: VLLM | None) -> dict[str, Any]:
     return {"version": version("transformers"), "dtype": checkpoint_dtype(model)}
 
 
-def _loaded_when_called(model: str, vllm: VLLM | None) -> Complete:
+class LoadedWhenCalled:
     """An engine that loads its model for the first batch: a finished evaluation needs none."""
-    engine = cache(lambda: load_engine(model) if vllm is None else load_vllm(model, vllm))
-    return lambda prompts, settings: engine()(prompts, settings)
+
+    def __init__(self, model: str, vllm: VLLM | None) -> None:
+        self.model, self.vllm = model, vllm
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The engine itself, loaded."""
+        return load_engine(self.model) if self.vllm is None else load_vllm(self.model, self.vllm)
+
+    def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
+        """Complete each prompt once, in order."""
+        return self.engine(prompts, settings)
+
+    def sampling(self, settings: Settings) -> dict[str, Any]:
+        """Return the sampling settings in force."""
+        return self.engine.sampling(settings)
 
 
 def check_model_folder(folder: Path) -> None:

@@ -15,12 +15,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from transformers import GenerationConfig
+
+from grpo_recipes.decoding.generation_config import PublishedSettings
 from grpo_recipes.results.engines import (
-    Complete,
+    Engine,
     EvaluationError,
     checkpoint_dtype,
-    declared_ends,
+    end_tokens,
+    generation_options,
     load_tokenizer,
+    published_config,
     token_ids,
 )
 from grpo_recipes.results.merge import merge
@@ -73,7 +78,7 @@ class VLLM:
         return {name: value for name, value in named.items() if value is not None}
 
 
-def load_vllm(name: str, options: VLLM) -> Complete:
+def load_vllm(name: str, options: VLLM) -> Engine:
     """The engine of a model or adapter. Raises `EvaluationError` if it can't be had."""
     try:
         tokenizer = load_tokenizer(name)
@@ -153,6 +158,34 @@ def _is_adapter(name: str) -> bool:
     return (Path(name) / checkpoints.ADAPTER_CONFIG).is_file()
 
 
+class Sampling:
+    """What vLLM is asked for with every request. Each field is sent: vLLM fills the others from the generation_config.json."""
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        self.config = published_config(name)
+        self.ends, self.pad = end_tokens(self.config, tokenizer), tokenizer.pad_token_id
+        self.published = PublishedSettings(logger.warning)
+
+    def __call__(self, settings: Any) -> dict[str, Any]:
+        """Return the fields of `SamplingParams`, without the seed of each request."""
+        asked = GenerationConfig(**generation_options(settings, self.ends, self.pad))
+        self.published.announce_ignored(self.config, asked)
+        return {
+            "temperature": settings.temperature,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "min_tokens": 0,
+            "max_tokens": settings.max_new_tokens,
+            "stop": list(settings.stop),
+            "stop_token_ids": self.ends,
+            "include_stop_str_in_output": True,  # as in training
+        }
+
+
 class Local:
     """Completions by an engine in this process, in the checkpoint's dtype: left alone, vLLM computes float32 in bfloat16."""
 
@@ -181,11 +214,10 @@ class Local:
                 self.request = LoRARequest("policy", 1, str(Path(name).absolute()))
                 settings |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _rank(config.r)}
         try:
-            # Its generation_config.json may filter tokens: the policy itself is measured.
             self.llm = LLM(model=model, trust_remote_code=False, generation_config="vllm", **settings)
         except (OSError, RuntimeError, ValueError) as error:
             raise EvaluationError(f"{name}: vLLM can't load it: {' '.join(str(error).split())}") from error
-        self.ends = declared_ends(name, tokenizer)
+        self.sampling = Sampling(name, tokenizer)
 
     def __call__(self, prompts: list[Any], settings: Any) -> list[str]:
         """One completion of each prompt, in order."""
@@ -193,17 +225,8 @@ class Local:
 
         inputs = token_ids(prompts, self.tokenizer)
         check_lengths(inputs, settings.max_new_tokens, self.llm.llm_engine.model_config.max_model_len)
-        sampling = [
-            SamplingParams(
-                temperature=settings.temperature,
-                max_tokens=settings.max_new_tokens,
-                seed=seed,
-                stop=list(settings.stop),
-                stop_token_ids=self.ends,
-                include_stop_str_in_output=True,  # as in training
-            )
-            for seed in _seeds(settings.seed, len(prompts))
-        ]
+        asked = self.sampling(settings)
+        sampling = [SamplingParams(seed=seed, **asked) for seed in _seeds(settings.seed, len(prompts))]
         rows = [{"prompt_token_ids": ids} for ids in inputs]
         more = {"lora_request": self.request} if self.request is not None else {}
         outputs = self.llm.generate(rows, sampling, use_tqdm=False, **more)
@@ -264,35 +287,35 @@ class Server:
             raise EvaluationError(f"the vLLM server {url} serves {served}, and not {name}: name what it serves")
         self.model = found[0]["id"]
         self.limit = found[0].get("max_model_len")
-        self.ends = declared_ends(name, tokenizer)
+        self.sampling = Sampling(name, tokenizer)
 
     def __call__(self, prompts: list[Any], settings: Any) -> list[str]:
         """One completion of each prompt, in order."""
         inputs = token_ids(prompts, self.tokenizer)
         if self.limit is not None:
             check_lengths(inputs, settings.max_new_tokens, self.limit)
+        asked = {"model": self.model, **self.sampling(settings), "return_token_ids": True}
         bodies = [
-            {
-                "model": self.model,
-                "prompt": ids,
-                "temperature": settings.temperature,
-                "top_p": 1.0,  # a server fills what is left out from the model's generation_config.json
-                "top_k": 0,
-                "min_p": 0.0,
-                "repetition_penalty": 1.0,
-                "max_tokens": settings.max_new_tokens,
-                "seed": seed,
-                "stop": list(settings.stop),
-                "stop_token_ids": self.ends,
-                "include_stop_str_in_output": True,
-                "return_token_ids": True,
-            }
+            {**asked, "prompt": ids, "seed": seed}
             for ids, seed in zip(inputs, _seeds(settings.seed, len(inputs)), strict=True)
         ]
         with ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool:
             answers = pool.map(lambda body: self.server.ask("/v1/completions", body), bodies)
-            made = [answer["choices"][0]["token_ids"] for answer in answers]
+            choices = [answer["choices"][0] for answer in answers]
+        made = [choice["token_ids"] for choice in choices]
+        for choice in choices:
+            self._check_whole(choice, settings.max_new_tokens)
         return self.tokenizer.batch_decode(made, skip_special_tokens=True)
+
+    def _check_whole(self, choice: Mapping[str, Any], max_new_tokens: int) -> None:
+        """Raise `EvaluationError` for a completion that the server has cut below the length that it was asked for."""
+        length = len(choice["token_ids"])
+        if choice.get("finish_reason") == "length" and length < max_new_tokens:
+            raise EvaluationError(
+                f"the vLLM server {self.server.url} cuts completions at {length} tokens, and --max_new_tokens is "
+                f"{max_new_tokens}: start it with `--generation-config vllm`, since a published `max_new_tokens` limits "
+                "every request"
+            )
 
 
 def check_lengths(prompts: list[list[int]], max_new_tokens: int, limit: int) -> None:

@@ -92,6 +92,7 @@ EVALUATION: Shape = {
     "pass_at?": {"*?": SHARE},
     "settings": {"samples": INTEGER, "strict?": [{"name": TEXT}]},
     "made_with?": {},
+    "sampling?": {},
     "rewards?": {
         "*?": {"mean?": ESTIMATE, "passed?": SHARE, "majority?": SHARE, "pass_at?": {"*?": SHARE}, "unscored": INTEGER}
     },

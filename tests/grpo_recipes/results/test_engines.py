@@ -151,6 +151,7 @@ def test_an_evaluation_stops_as_its_recipe_does(tmp_path: Path, monkeypatch: pyt
         seen.append(settings)
         return ["<think>x</think><answer>1</answer>"] * len(prompts)
 
+    complete.sampling = lambda settings: {}
     monkeypatch.setattr(evaluate, "load_engine", lambda *_: complete)
     recipe = tmp_path / "r.yaml"
     recipe.write_text(

@@ -22,6 +22,16 @@ from tests import tiny
 PROMPTS = ["1 + 1 ="] * 8
 SETTINGS = Settings(samples=8, temperature=0.5, max_new_tokens=7, stop=("</b>",))
 CONTEXT = 64
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+}
+"""Every field that vLLM would take from a generation_config.json, and its penalties."""
 
 
 class StubLLM:
@@ -89,6 +99,29 @@ def test_vllm_is_handed_the_dtype_the_options_and_what_ends_a_completion(policy:
     assert made.items() >= {"model": str(policy), "dtype": "float32", "generation_config": "vllm", **given}.items()
     for row in stub.sampling:
         assert (row.stop, row.include_stop_str_in_output, row.stop_token_ids) == (["</b>"], True, [1])
+        assert vars(row).items() >= NEUTRAL.items()
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_what_a_model_publishes_is_not_asked_of_vllm(
+    served: bool, tmp_path: Path, stub: type[StubLLM], request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tiny.save_policy(tmp_path / "policy")
+    published = {"temperature": 0.1, "top_k": 1, "sequence_bias": [[[65], 50.0]], "eos_token_id": [1, 7]}
+    (folder / "generation_config.json").write_text(json.dumps(published))
+    options = VLLM()
+    if served:
+        options = VLLM(vllm_server_base_url=request.getfixturevalue("server"))
+        StubServer.model = str(folder)
+    engine = load_vllm(str(folder), options)
+    for _ in range(2):
+        engine(PROMPTS, SETTINGS)
+    (sentence,) = [text for text in caplog.messages if "generation_config" in text]
+    assert sentence.endswith("(sequence_bias: [[[65], 50.0]], temperature: 0.1, top_k: 1)")
+    asked = StubServer.asked if served else [vars(row) for row in stub.sampling]
+    assert len(asked) == 16
+    for row in asked:
+        assert row.items() >= {**NEUTRAL, "temperature": 0.5, "stop_token_ids": [1, 7]}.items()
 
 
 def test_vllm_draws_every_sample_of_a_prompt_anew(policy: Path, stub: type[StubLLM]) -> None:
@@ -181,8 +214,44 @@ def test_a_server_completes_each_prompt_with_a_seed_of_its_own(policy: Path, ser
     assert len(asked) == 2
     for body in asked.values():
         assert body.items() >= {"model": "mine", "temperature": 0.5, "max_tokens": 7, "stop": ["</b>"]}.items()
-        assert body.items() >= {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "stop_token_ids": [1]}.items()
+        assert body.items() >= {**NEUTRAL, "stop_token_ids": [1]}.items()
     assert made_with(str(policy), options) == {"version": "0.30.0", "dtype": "bfloat16"}
+
+
+def test_a_server_that_cuts_completions_is_refused(policy: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A published `max_new_tokens` limits every request of a server, also those that ask for more."""
+    engine = load_vllm(str(policy), VLLM(vllm_server_base_url=server))
+    cut = {"token_ids": [5, 6], "finish_reason": "length"}
+    monkeypatch.setattr(StubServer, "do_POST", lambda handler: handler.answer({"choices": [cut]}))
+    engine(["1"], Settings(max_new_tokens=2))
+    with pytest.raises(
+        EvaluationError, match="cuts completions at 2 tokens.* start it with `--generation-config vllm`"
+    ):
+        engine(["1"], Settings(max_new_tokens=3))
+
+
+def test_an_evaluation_records_the_sampling_settings_in_force(policy: Path, server: str, tmp_path: Path) -> None:
+    options = {"dataset": "arithmetic", "limit": 2, "max_new_tokens": 4, "samples": 2, "prompt_format": "text"}
+    summary = evaluate.evaluate_model(policy, output=tmp_path / "a", **options)
+    assert summary["sampling"] == {
+        "do_sample": True,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "repetition_penalty": 1.0,
+        "max_new_tokens": 4,
+        "eos_token_id": [1],
+        "pad_token_id": 0,
+        "stop": [],
+    }
+    served = {"vllm": True, "vllm_server_base_url": server, "output": tmp_path / "b"}
+    summary = evaluate.evaluate_model(policy, **options, **served)
+    assert summary["sampling"].items() >= {**NEUTRAL, "temperature": 1.0, "max_tokens": 4}.items()
+    assert evaluate.evaluate_model(policy, **options, **served) == summary, "read, not evaluated again"
+    said = evaluate.describe(summary)
+    assert any("  sampling: temperature 1.0, top_p 1.0, top_k 0, min_p 0.0, rep" in str(part) for part in said)
+    del summary["sampling"]  # an evaluation of an earlier version
+    assert not any("sampling" in str(part) for part in evaluate.describe(summary))
 
 
 def test_a_server_of_another_model_is_refused(tmp_path: Path, server: str) -> None:

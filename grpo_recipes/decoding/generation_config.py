@@ -60,10 +60,8 @@ class PublishedSettings:
 
     def announce_ignored(self, published: Any, asked: GenerationConfig) -> None:
         """Announce, the first time only, the published settings that completions asked for with `asked` do not follow."""
-        if self.is_announced:
-            return
-        self.is_announced = True
-        if ignored := ignored_fields(published, asked):
+        if not self.is_announced and (ignored := ignored_fields(published, asked)):
+            self.is_announced = True
             self.announce(described(ignored))
 
 

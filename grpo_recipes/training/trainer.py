@@ -35,7 +35,7 @@ from grpo_recipes.training.prompt_sampler import PromptSampling
 from grpo_recipes.training.reference import reference_in, set_reference, without_trl_reference
 from grpo_recipes.training.stop_strings import corrected, take_over_mask
 from grpo_recipes.training.updates import UpdateSample
-from grpo_recipes.training.vllm_engine import sampling_by_seed
+from grpo_recipes.training.vllm_engine import neutral_engine, sampling_by_seed, send_settings
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,11 @@ class GRPOTrainer(TRLGRPOTrainer):
         generation = typed("generation", generation, GenerationMode)
         if args is not None:
             check_generation(args)
-        with without_trl_reference(args), sampling_by_seed(args):  # TRL builds no reference of its own
+        with (
+            without_trl_reference(args),
+            sampling_by_seed(args),
+            neutral_engine(),
+        ):  # TRL builds no reference of its own
             super().__init__(with_its_base(model, args), reward_funcs, args, *rest, **kwargs)
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         if not self.is_deepspeed_enabled:  # its optimiser holds float32 weights of its own
@@ -108,6 +112,8 @@ class GRPOTrainer(TRLGRPOTrainer):
         self._masks_truncated = self._stop is not None and take_over_mask(self)
         self._generation_check = GenerationCheck(self, self._plain_log_probs, generation_check)
         self._generation = Generation(self, self._generation_check, self._stop, generation)
+        if self.use_vllm:
+            send_settings(self, self._generation.published)
         if self.use_transformers_continuous_batching:
             refuse_cast(self.model, self.args)
             self._continuous_batching = ContinuousBatching(self.continuous_batching_config)

@@ -1,24 +1,30 @@
-"""The weights that reach vLLM are the policy's, also where they are read after TRL's iterator has ended; the seed is the run's.
+"""What reaches vLLM: the policy's weights, also where they are read after TRL's iterator has ended, the run's seed and settings.
 
 tests/vllm runs the same against vLLM itself.
 """
 
 import copy
+import inspect
+import logging
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from peft import IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftConfig, PeftModel
 from trl import GRPOTrainer as TRLGRPOTrainer
+from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.training.reference import set_reference, without_trl_reference
-from grpo_recipes.training.vllm_engine import sampling_by_seed
+from grpo_recipes.training.vllm_engine import sampling_by_seed, send_settings
+from grpo_rewards.errors import UserError
 from tests import tiny
-from tests.grpo_recipes.short_runs import adapted, arguments, trainer
+from tests.grpo_recipes.short_runs import adapted, arguments, load, trainer
+from tests.grpo_recipes.test_published_settings import BIAS, VALUES, publish
 
 ATTENTION = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
 
@@ -147,3 +153,148 @@ def test_the_seed_decides_what_a_colocated_engine_draws(
         with sampling_by_seed(args):
             pass
         assert torch.equal(torch.get_rng_state(), state)
+
+
+class StubLLM:
+    """vLLM's engine as TRL uses it: every completion is the token 5."""
+
+    made: ClassVar[list[dict[str, Any]]] = []
+    asked: ClassVar[list[dict[str, Any]]] = []
+
+    def __init__(self, **settings: Any) -> None:
+        self.made.append(settings)
+        model = SimpleNamespace(load_weights=lambda named: None)
+        worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+        self.llm_engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def generate(self, prompts: list[dict[str, Any]], sampling_params: Any, use_tqdm: bool) -> list[Any]:
+        self.asked.append(vars(sampling_params))
+        made = SimpleNamespace(token_ids=[5], logprobs=[{5: SimpleNamespace(logprob=-1.0, rank=1)}])
+        return [SimpleNamespace(prompt_token_ids=row["prompt_token_ids"], outputs=[made]) for row in prompts]
+
+
+class StubClient:
+    """TRL's client of a server that was started without `--generation-config`."""
+
+    asked: ClassVar[list[dict[str, Any]]] = []
+    generation_config = "auto"
+
+    def __init__(self, **settings: Any) -> None: ...
+
+    def init_communicator(self, device: Any) -> None: ...
+
+    def update_named_params(self, metadata: Any, named_params: Any) -> None: ...
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_config": {"logprobs_mode": "processed_logprobs", "generation_config": self.generation_config}}
+
+    def generate(self, prompts: list[list[int]], n: int, generation_kwargs: Any, **sampling: Any) -> dict[str, Any]:
+        self.asked.append({**sampling, **generation_kwargs})
+        made = [[5]] * (len(prompts) * n)
+        return {"prompt_ids": prompts, "completion_ids": made, "logprobs": [[[-1.0]]] * len(made)}
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stubs of vLLM under TRL's own `VLLMGeneration`."""
+    for stub in (StubLLM, StubClient):
+        monkeypatch.setattr(stub, "asked", [])
+    monkeypatch.setattr(StubLLM, "made", [])
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda **_: True)
+    monkeypatch.setattr(vllm_generation, "LLM", StubLLM, raising=False)
+    monkeypatch.setattr(vllm_generation, "SamplingParams", SimpleNamespace, raising=False)
+    monkeypatch.setattr(vllm_generation, "VLLMClient", StubClient)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # TRL sets them
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+
+
+SENT = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+    "max_tokens": 8,
+}
+
+
+def engine_trainer(folder: Path, model: Any, mode: str = "colocate", **changes: Any) -> GRPOTrainer:
+    args = arguments(folder, use_vllm=True, vllm_mode=mode, beta=0.0, **changes)
+    return trainer(GRPOTrainer, model, args, generation_check=False)
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize(("mode", "stub"), [("colocate", StubLLM), ("server", StubClient)])
+def test_every_sampling_setting_is_sent(policy: Path, tmp_path: Path, mode: str, stub: Any) -> None:
+    """Among them are the end tokens, which an engine without the model's generation_config does not know."""
+    published = {"eos_token_id": [1, 7, 9], "temperature": 0.1, "top_k": 1, "sequence_bias": BIAS, "min_p": 0.9}
+    engine_trainer(tmp_path, publish(load(policy), **published), mode).train()
+    (asked,) = stub.asked
+    assert asked.items() >= {**SENT, "stop_token_ids": [1, 7, 9]}.items()
+    assert [settings["generation_config"] for settings in StubLLM.made] == ["vllm"] * (mode == "colocate")
+    assert vllm_generation.LLM is StubLLM, "and nobody else's engine is"
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize(
+    ("own", "sent"),
+    [
+        ({"stop_token_ids": [9]}, {"stop_token_ids": [1, 9]}),
+        ({"ignore_eos": True, "stop_token_ids": [9]}, {"stop_token_ids": [9]}),
+        ({"presence_penalty": 0.5, "top_k": 7}, {"presence_penalty": 0.5, "top_k": 7, "stop_token_ids": [1]}),
+    ],
+)
+def test_the_settings_of_the_run_reach_vllm(
+    policy: Path, tmp_path: Path, own: dict[str, Any], sent: dict[str, Any]
+) -> None:
+    engine_trainer(tmp_path, load(policy), generation_kwargs=own).train()
+    assert StubLLM.asked[0].items() >= {**SENT, **own, **sent}.items()
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_no_published_field_changes_what_vllm_is_asked_for(
+    policy: Path, tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    built = engine_trainer(tmp_path, load(policy), mode)
+    expected = built.vllm_generation.generation_kwargs
+    published = copy.deepcopy(built.model.generation_config)
+    for field, value in VALUES.items():
+        built.model.generation_config = copy.deepcopy(published)
+        publish(built.model, **{field: value})
+        if mode == "server" and field == "max_new_tokens":
+            with pytest.raises(UserError, match="at 2 tokens, .*`--generation-config vllm`"):
+                send_settings(built, built._generation.published)
+            continue
+        send_settings(built, built._generation.published)
+        assert built.vllm_generation.generation_kwargs == expected, field
+    announced = [record for record in caplog.records if "generation_config" in record.getMessage()]
+    assert [record.levelno for record in announced] == [logging.WARNING]
+
+
+@pytest.mark.usefixtures("vllm")
+def test_a_server_without_the_published_limit_is_not_refused(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StubClient, "generation_config", "vllm")
+    engine_trainer(tmp_path, publish(load(policy), max_new_tokens=2), "server").train()
+    assert StubClient.asked[0]["max_tokens"] == 8
+
+
+def test_contract_of_the_settings_with_trl() -> None:
+    """TRL builds the engine by a name of its module, and lets `generation_kwargs` prevail over what it sends itself."""
+    source = inspect.getsource(VLLMGeneration)
+    assert source.count("self.llm = LLM(") == 1
+    assert "generation_config=" not in source, "if this fails, TRL chooses the engine's own settings"
+    assert "generation_kwargs.update(self.generation_kwargs)" in source
+    assert '"generation_kwargs": self.generation_kwargs' in source
+    for name in ("presence_penalty", "frequency_penalty", "min_tokens", "stop_token_ids"):
+        assert f'"{name}"' not in source, "if this fails, TRL sends it by itself"

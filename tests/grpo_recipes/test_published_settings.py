@@ -112,6 +112,12 @@ def same_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "Turn", partial(groups.Turn, same_stream=True))
 
 
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Any:
+    caplog.set_level(logging.WARNING)
+    return lambda: [text for text in caplog.messages if "generation_config" in text]
+
+
 def publish(policy: PreTrainedModel, **fields: Any) -> PreTrainedModel:
     for name, value in fields.items():
         setattr(policy.generation_config, name, copy.deepcopy(value))
@@ -256,7 +262,39 @@ def test_a_published_field_does_not_change_continuous_batching(field: str) -> No
     assert completed(publish(ending(), **{field: VALUES[field]})) == completed(ending())
 
 
+@pytest.mark.parametrize("kind", ["training", "evaluation"])
+def test_continuous_batching_sees_neutral_settings(kind: str, tmp_path: Path, said: Any) -> None:
+    """transformers 5.23 reads the model's own only where none are passed; a later one may fill what is None."""
+    policy, seen = publish(model(), sequence_bias=BIAS), []
+
+    def generate_batch(inputs: Any, **given: Any) -> Any:
+        seen.append(policy.generation_config.sequence_bias)
+        raise KeyboardInterrupt
+
+    policy.generate_batch = generate_batch
+    if kind == "training":
+        run = trainer(tmp_path, policy=policy, use_transformers_continuous_batching=True)
+        complete = run.train
+    else:
+        published = PublishedSettings(engines.logger.warning)
+        complete = partial(complete_continuously, policy, tokenizer(), ["t5"], Settings(), published)
+    with pytest.raises(KeyboardInterrupt):
+        complete()
+    assert seen == [None]
+    assert policy.generation_config.sequence_bias == BIAS
+    assert len(said()) == 1
+
+
 # What stays in force
+
+
+def test_special_tokens_and_the_cache_stay_in_force() -> None:
+    """A call that leaves them at None, such as one of a script's own, gets the published ones."""
+    kept = {name: VALUES[name] for name in KEPT - {"eos_token_id"}} | {"eos_token_id": [1, 7]}
+    policy = publish(model(), **kept)
+    with PublishedSettings(print).aside(policy, GenerationConfig(max_new_tokens=4)):
+        config = policy.generation_config
+        assert {name: getattr(config, name) for name in KEPT} == kept
 
 
 @pytest.mark.parametrize("generation", ["auto", "off"])
@@ -300,7 +338,7 @@ def test_the_published_object_comes_back(config: Any, tmp_path: Path) -> None:
 
 def test_settings_on_the_wrapper_of_an_adapter_are_put_aside_too() -> None:
     """PEFT's `generate` assigns them to the base model."""
-    policy = get_peft_model(model(), adapter())
+    policy = get_peft_model(model(), adapter(task_type="CAUSAL_LM"))
     base = policy.get_base_model().generation_config
     policy.generation_config = own = GenerationConfig(sequence_bias=BIAS, eos_token_id=1)
     ids = torch.tensor([[5, 6]])
@@ -326,12 +364,6 @@ def test_a_saved_model_keeps_what_was_published(tmp_path: Path) -> None:
 
 
 # What is announced
-
-
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Any:
-    caplog.set_level(logging.WARNING)
-    return lambda: [text for text in caplog.messages if "generation_config" in text]
 
 
 def test_ignored_settings_are_announced_once(tmp_path: Path, said: Any) -> None:

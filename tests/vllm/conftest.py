@@ -58,13 +58,13 @@ def free_port() -> int:
 class Server:
     """A vLLM server of a model on the loopback address."""
 
-    def __init__(self, model: Path, log: Path, *arguments: str) -> None:
+    def __init__(self, model: Path, log: Path, *arguments: str, settings: str = "vllm") -> None:
         self.port, self.log = free_port(), log
         command = [sys.executable, "-m", "tests.vllm.cpu", "--model", str(model), "--port", str(self.port)]
         # What docs/scaling.md says of a server, and float32.
         more = ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
         more += ["--weight-transfer-config", json.dumps({"backend": "nccl"}), "--max-logprobs", "-1"]
-        more += ["--logprobs-mode", "processed_logprobs"]
+        more += ["--logprobs-mode", "processed_logprobs", "--generation-config", settings]
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 [*command, *more, *arguments],

@@ -11,7 +11,7 @@ where that is not certain, this one declines before the first forward, and `gene
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from grpo_recipes.decoding.kv_cache import LAYERS, ROOM, Buffer
 from grpo_recipes.decoding.models import rotary_of_the_longest
 from grpo_recipes.decoding.noted import Noted
+from grpo_recipes.decoding.processed import ProcessorComparison, each_built
 from grpo_recipes.decoding.sampling import drawn
 
 ROW_WISE = {
@@ -64,6 +65,8 @@ class Turn:
     """Draw the random numbers of finished rows too, as the stock loop does. For tests: it takes noise for all rows."""
     together: bool = False
     """Run as many forwards as the rank with the longest completion: under ZeRO-3 each of them is a collective."""
+    comparison: ProcessorComparison | None = None
+    """Comparison of the processors with those of the user's settings; None if nothing is compared."""
     declined: str = ""
     """Why transformers' own loop ran; empty where this one did."""
     log_probs: Tensor | None = None
@@ -82,13 +85,13 @@ class Turn:
     def note(self, model: PreTrainedModel, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Transformers' own `generate`, with its log-probabilities noted."""
         prompts = kwargs.get("input_ids", args[0] if args else None)
-        if not self.score_every or not isinstance(prompts, Tensor):
+        if not (self.score_every or self.comparison is not None) or not isinstance(prompts, Tensor):
             return stock(*args, **kwargs)
-        noted = Noted(self.scored(len(prompts)), self.temperature)
+        noted = Noted(self.scored(len(prompts)), self.temperature, self.comparison)
         criteria = StoppingCriteriaList([*(kwargs.pop("stopping_criteria", None) or ()), noted])
         with noted.reading(model):
             output = stock(*args, stopping_criteria=criteria, **kwargs)
-        self.log_probs = noted.log_probs
+        self.log_probs = noted.log_probs if self.score_every else None
         return output
 
 
@@ -108,7 +111,8 @@ def decoding(model: PreTrainedModel, turn: Turn | None, stopping: Sequence[Stopp
                     raise Declined("the model brings a `generate` of its own")
                 if given := {name for name in DROPPED if kwargs.get(name) is not None}:
                     raise Declined(f"`generate` was called with {', '.join(sorted(given))}")
-                return stock(*args, custom_generate=turn.decode, **kwargs)
+                with nullcontext() if turn.comparison is None else each_built(model, turn.comparison.start):
+                    return stock(*args, custom_generate=turn.decode, **kwargs)
             except Declined as reason:
                 turn.declined = str(reason)
         return stock(*args, **kwargs) if own else turn.note(model, stock, *args, **kwargs)
@@ -198,6 +202,7 @@ class Batch:
         )
         self.scored = {row: place for place, row in enumerate(turn.scored(self.size))}
         self.log_probs = torch.zeros(len(self.scored), room, dtype=torch.float32, device=input_ids.device)
+        self.compared = set() if turn.comparison is None else set(turn.comparison.rows)
 
     def run(self) -> Tensor:
         """Prompts and completions of all rows, (rows, columns), padded on the right after a row's end."""
@@ -244,7 +249,13 @@ class Batch:
         places = [place for place, row in enumerate(self.live) if row in self.scored]
         # Before the processors, which may write to the logits.
         log_probs = (logits[places] / self.turn.temperature).log_softmax(-1) if places else None
-        tokens = self.pick(self.process(logits))
+        compared = [place for place, row in enumerate(self.live) if row in self.compared]
+        before = logits[compared]
+        scores = self.process(logits)
+        tokens = self.pick(scores)
+        if self.turn.comparison is not None and compared:
+            rows = [self.live[place] for place in compared]
+            self.turn.comparison.compare(rows, self.ids[rows, : self.end], before, scores[compared], tokens[compared])
         if log_probs is not None:
             rows = [self.scored[self.live[place]] for place in places]
             self.log_probs[rows, self.end - self.width] = log_probs.gather(1, tokens[places, None])[:, 0]

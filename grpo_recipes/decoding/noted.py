@@ -6,24 +6,31 @@ as they pass, for a few rows, and one number a token is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, StoppingCriteria
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
+from transformers.generation import LogitsProcessorList
+
+from grpo_recipes.decoding.processed import Observed, ProcessorComparison, each_built
 
 
 class Noted(StoppingCriteria):
     """Notes the log-probabilities of the tokens of the rows at `places`, as one call of `generate` picks them.
 
     They are those of the logits over `temperature`, before any processor, as the loss scores tokens. As a stopping criterion it
-    is called once a token, and stops nothing.
+    is called once a token, and stops nothing. With a `comparison`, it also shows the latter what the processors made of
+    these logits.
     """
 
-    def __init__(self, places: Sequence[int], temperature: float) -> None:
-        self.places, self.temperature = list(places), temperature
+    def __init__(
+        self, places: Sequence[int], temperature: float, comparison: ProcessorComparison | None = None
+    ) -> None:
+        self.places, self.temperature, self.comparison = list(places), temperature, comparison
+        self._scores: Tensor | None = None  # of the rows that are compared, after the processors
         self._logits: Tensor | None = None  # of the newest forward, (rows, vocabulary)
         self._columns: list[Tensor] = []  # of one token each, (places,)
         self._width = 0
@@ -36,12 +43,29 @@ class Noted(StoppingCriteria):
         def see(module: Any, args: Any, output: Any) -> None:
             self._logits = output.logits[:, -1]
 
-        hook = model.register_forward_hook(see)
-        try:
-            yield
-        finally:
-            hook.remove()
-            self._logits = None
+        with ExitStack() as stack:
+            stack.callback(model.register_forward_hook(see).remove)
+            stack.enter_context(each_built(model, self._observed))
+            try:
+                yield
+            finally:
+                self._logits = self._scores = None
+
+    def _observed(
+        self, model: PreTrainedModel, found: LogitsProcessorList, config: GenerationConfig, inputs: dict[str, Any]
+    ) -> LogitsProcessorList:
+        if self.comparison is not None:
+            self.comparison.start(model, found, config, inputs)
+        return Observed(found, self._processed)
+
+    def _processed(self, process: Callable[[], Tensor]) -> Tensor:
+        """Run the processors, and keep what they make of the rows that are compared."""
+        logits = self._logits
+        scores = process()
+        self._logits = logits  # classifier-free guidance runs the model again, which the hook sees
+        if self.comparison is not None:
+            self._scores = scores[self.comparison.rows]
+        return scores
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """Note the tokens that have just been appended to `input_ids`, (rows, columns); no row ends, (rows,)."""
@@ -53,6 +77,10 @@ class Noted(StoppingCriteria):
             assert logits is not None
             log_probs = (logits[self.places].float() / self.temperature).log_softmax(-1)
             self._columns.append(log_probs.gather(1, input_ids[self.places, -1:])[:, 0])
+            if self.comparison is not None and self._scores is not None:
+                rows = self.comparison.rows
+                before, tokens = input_ids[rows, :-1], input_ids[rows, -1]
+                self.comparison.compare(rows, before, logits[rows].float(), self._scores, tokens)
         self._width = width
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 

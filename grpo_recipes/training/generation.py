@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from grpo_recipes.decoding.generation_config import PublishedSettings
 from grpo_recipes.decoding.groups import Turn, decoding
 from grpo_recipes.decoding.models import base_model, has_dropout, unfit
+from grpo_recipes.decoding.processed import ProcessorComparison
 from grpo_recipes.decoding.stop_strings import Ends, StopStrings
 from grpo_recipes.training.generation_check import GenerationCheck, unfit_layout
 
@@ -50,11 +51,19 @@ class Generation:
         policy = self.accelerator.unwrap_model(model)  # once: accelerate reads DeepSpeed's metadata from disk each time
         # Completions are sampled with dropout then, which no other computation repeats.
         drops = model.training and has_dropout(base_model(policy))
-        completions, noted = self._generated(generate, policy, prompts, drops)
-        return completions, self.check(prompts, completions, noted, DROPOUT if drops else OTHER_LOOP)
+        comparison = self.check.comparison(len(prompts))
+        completions, noted = self._generated(generate, policy, prompts, drops, comparison)
+        difference = self.check(prompts, completions, noted, DROPOUT if drops else OTHER_LOOP)
+        self.check.compare_processors(completions, comparison)
+        return completions, difference
 
     def _generated(
-        self, generate: Callable[[], Completions], policy: nn.Module, prompts: Sequence[Sequence[int]], drops: bool
+        self,
+        generate: Callable[[], Completions],
+        policy: nn.Module,
+        prompts: Sequence[Sequence[int]],
+        drops: bool,
+        comparison: ProcessorComparison | None,
     ) -> tuple[Completions, Mapping[int, Tensor] | None]:
         """The completions, and the log-probabilities of some, by row; of transformers' own loop if groups are doubtful."""
         reason = self.stock_because or unfit(policy)
@@ -68,6 +77,7 @@ class Generation:
             temperature=self.temperature,
             same_stream=self.same_stream,
             together=self.together,
+            comparison=comparison,
         )
         ends = [] if self.stop is None else [Ends(self.stop)]
         published = self.published.aside(policy, self.trainer.generation_config)
@@ -86,7 +96,7 @@ class Generation:
                 self.stock_because = (
                     f"group decoding picks tokens under other log-probabilities than the policy's ({doubt})"
                 )
-                return self._generated(generate, policy, prompts, drops)
+                return self._generated(generate, policy, prompts, drops, comparison)
             self.is_verified = True
         return completions, noted
 

@@ -9,16 +9,19 @@ generated (`alternatives`). See docs/generation-check.md.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from trl.trainer.utils import pad
 
 from grpo_recipes.decoding.check import disagreement, has_whole_precision
+from grpo_recipes.decoding.processed import ProcessorComparison
 from grpo_recipes.runs.faults import NotThePolicy
 from grpo_recipes.training.alternatives import (
     HALF,
@@ -75,6 +78,9 @@ class GenerationCheck:
         """Why nothing is compared; empty if something is."""
         sharded = trainer._dist.is_zero3 or trainer.is_fsdp_enabled
         self.adapters = Adapters(self.policy, sharded)
+        own_loops = not trainer.use_vllm and not trainer.use_transformers_continuous_batching
+        self.settings = copy.deepcopy(trainer.generation_config) if own_loops else None
+        """All that the user's settings say of generation; None if the processors of `generate` are out of sight."""
         self.batches = 0
         """Batches of this launch that were compared."""
         self.usual: Evidence | None = None
@@ -101,6 +107,20 @@ class GenerationCheck:
         interval = -(-ROWS_PER_WATCHED // rows)  # of a small batch a row is much: not every one is compared
         made = self.trainer.state.global_step * self.args.gradient_accumulation_steps
         return made // (self.args.steps_per_generation * self.trainer.num_iterations) % interval == 0
+
+    def comparison(self, rows: int) -> ProcessorComparison | None:
+        """Return the comparison of the processors of `generate` for a batch of so many rows; None if none is due."""
+        if not self.asked or self.reason or self.settings is None:
+            return None
+        if self.settings.guidance_scale not in (None, 1):
+            self._say(
+                "the logits processors of `generate` are not checked: `guidance_scale` runs the model once more",
+                "guidance",
+            )
+            return None
+        if not self.is_due(rows) and self.batches >= FIRST:
+            return None
+        return ProcessorComparison(self.settings, self.trainer.temperature, range(0, rows, watched_every(rows)))
 
     @property
     def whole(self) -> bool:
@@ -172,6 +192,47 @@ class GenerationCheck:
         difference = self(prompts, completions, noted)
         return None if self.trainer.vllm_importance_sampling_correction else difference
 
+    def compare_processors(self, completions: Completions, comparison: ProcessorComparison | None) -> None:
+        """Stop the run if tokens are drawn from another distribution than the user's settings make of the policy's.
+
+        The filters of the settings, which the loss does not take, are announced once. Raises `NotThePolicy`.
+        """
+        if comparison is None:
+            return
+        distances, shifts = comparison.measured(completions).double().cpu()
+        largest = distances.max().item() if len(distances) else 0.0
+        ours = [len(distances), distances.sum().item(), largest, shifts.sum().item()]
+        ours += [bool(comparison.difference), bool(comparison.other_mode)]
+        ranks = self.accelerator.gather(torch.tensor([ours], device=self.accelerator.device)).tolist()
+        for number, (count, total, most, _, other_processors, other_mode) in enumerate(ranks):
+            mean = total / max(count, 1.0)
+            if other_mode or not _is_asked_for(mean, most, bool(other_processors)):
+                causes = gather_object([comparison.other_mode or comparison.difference])
+                where = f" by rank {number}" if len(ranks) > 1 else ""
+                raise NotThePolicy(self._sentence_of_processors(where, causes[number], mean, most))
+        if comparison.difference:
+            self._say(f"{comparison.difference}: so far that has changed no probability", once="processors")
+        tokens = sum(rank[0] for rank in ranks)
+        filters = comparison.filters() if tokens and "filters" not in self._said else []
+        if filters:
+            self._say_filters(", ".join(filters), sum(rank[3] for rank in ranks) / tokens)
+
+    def _say_filters(self, filters: str, shift: float) -> None:
+        self._say(
+            f"completions are sampled after {filters}, and the loss takes log-probabilities before: those of the sampled tokens "
+            f"differ by {shift:.2g} on average at step {self.trainer.state.global_step}",
+            once="filters",
+        )
+
+    def _sentence_of_processors(self, where: str, cause: str, mean: float, largest: float) -> str:
+        moved = f" ({mean:.2g} of the probability moved on average, at most {largest:.2g})" if largest else ""
+        return (
+            f"tokens are not drawn{where} from the policy's distribution under the settings of this run: at step "
+            f"{self.trainer.state.global_step} {cause or '`generate` makes other scores of the logits than the settings'}"
+            f"{moved}; look in the model's generation_config.json and for a `generate` of its own, or set "
+            "`generation_check: false`"
+        )
+
     def _is_unusual(self, rank: Evidence) -> bool:
         if self.usual is None:
             return rank.differs(self.whole)
@@ -237,9 +298,12 @@ class GenerationCheck:
 
     def _say_truncation(self, rank: Evidence) -> None:
         """Say what truncated sampling does to TRL's importance sampling correction (huggingface/trl#6789)."""
-        if self.scorer.processing is None or not self.trainer.vllm_importance_sampling_correction:
+        if self.scorer.processing is None:
             return
         cut = rank.others[RAW].total / max(rank.tokens, 1.0)
+        if not self.trainer.vllm_importance_sampling_correction:
+            self._say_filters(str(self.scorer.processing), cut)
+            return
         self._say(
             f"vLLM's log-probabilities are of the distribution after {self.scorer.processing}, those of the loss before: "
             "`vllm_importance_sampling_correction` takes that for a difference of policies (huggingface/trl#6789), at step "
@@ -364,6 +428,16 @@ def _sums_of_other(rows: Rows, picked: Tensor, expected: Tensor, other: Tensor) 
     apart = (other - expected)[labelled].float()
     left = (picked - other)[labelled]
     return torch.stack([apart.square().sum(), left.square().sum(), apart.abs().sum()])
+
+
+def _is_asked_for(mean: float, largest: float, other_processors: bool) -> bool:
+    """Return True if the distances between two distributions are within the tolerance.
+
+    The settings' own processors compute the same of the same logits, but a kernel that rounds by the size of its batch may
+    keep one token more or less at the edge of `top_p`. Other processors have no such excuse.
+    """
+    sizes = torch.tensor(mean), torch.tensor(largest)
+    return not disagreement(*sizes, whole_precision=other_processors, where="the tokens that are compared")
 
 
 def unfit_layout(trainer: Any) -> str:

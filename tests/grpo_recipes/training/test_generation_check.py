@@ -14,10 +14,13 @@ from peft import PeftModel
 from peft.helpers import rescale_adapter_scale
 from transformers import GenerationMixin
 
+from grpo_recipes.decoding.processed import ProcessorComparison
 from grpo_recipes.runs.faults import NotThePolicy
 from grpo_recipes.training import alternatives, generation_check
 from grpo_recipes.training.alternatives import AGO, HALF, OFF, RAW, TWICE, UNPADDED, WEIGHTS, Processing
 from grpo_recipes.training.verdict import Alternative, Evidence, judge
+from tests import tiny
+from tests.grids import only
 from tests.grpo_recipes import launching
 from tests.grpo_recipes.recorded import model
 from tests.grpo_recipes.training.engine import SETTINGS, serve
@@ -191,6 +194,204 @@ def test_all_ranks_stop_where_one_engine_is_wrong(layout: str, tmp_path: Path, e
     assert OFF_ in first
 
 
+# ---- tokens that are drawn from another distribution than the settings make of the policy's
+
+
+def reach(patch: pytest.MonkeyPatch, **fields: Any) -> None:
+    """Let these fields reach `generate` beside those of the settings, as a model's generation_config.json would."""
+    stock = GenerationMixin._prepare_generation_config
+
+    def filled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        prepared, rest = stock(self, *args, **kwargs)
+        prepared.update(**fields)
+        return prepared, rest
+
+    patch.setattr(GenerationMixin, "_prepare_generation_config", filled)
+
+
+UNNAMED: dict[str, tuple[dict[str, Any], str]] = {
+    "sequence_bias": ({"sequence_bias": [[[5], 50.0]]}, "`generate` applies SequenceBiasLogitsProcessor"),
+    "suppress_tokens": ({"suppress_tokens": [7, 9]}, "`generate` applies SuppressTokensLogitsProcessor"),
+    "min_p": ({"min_p": 0.1}, "`generate` applies MinPLogitsWarper(min_p=0.1) where the settings give nothing"),
+    "top_k": ({"top_k": 20}, "`generate` applies TopKLogitsWarper(top_k=20) where the settings give nothing"),
+    "num_beams": ({"num_beams": 2}, "the generation mode is beam_sample, not sample"),
+    "do_sample": ({"do_sample": False}, "the generation mode is greedy_search, not sample"),
+}
+LOOPS = pytest.mark.parametrize("generation", ["auto", "off"])
+
+
+@LOOPS
+@pytest.mark.parametrize("name", UNNAMED)
+def test_what_the_settings_do_not_name_stops_the_run(
+    name: str, generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
+) -> None:
+    fields, cause = UNNAMED[name]
+    run = trainer(tmp_path, generation=generation)
+    reach(monkeypatch, **fields)
+    with pytest.raises(NotThePolicy) as caught:
+        run.train()
+    assert run.state.global_step == 0
+    sentence = str(caught.value)
+    assert sentence.startswith(
+        "tokens are not drawn from the policy's distribution under the settings of this run: at step 0 "
+    )
+    assert cause in sentence
+    assert sentence.endswith(
+        "look in the model's generation_config.json and for a `generate` of its own, or set `generation_check: false`"
+    )
+
+
+@LOOPS
+def test_a_published_filter_is_told_from_the_users_own(
+    generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trainer(tmp_path, policy=model().bfloat16(), generation=generation, top_k=12, repetition_penalty=1.2)
+    reach(monkeypatch, min_p=0.2)
+    with pytest.raises(NotThePolicy, match=r"applies MinPLogitsWarper\(min_p=0.2\) where the settings give nothing"):
+        run.train()
+
+
+@LOOPS
+def test_a_processor_that_comes_later_stops_the_run_there(
+    generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trainer(tmp_path, generation=generation)
+    original = run._generate_and_score_completions
+
+    def later(inputs: Any) -> Any:
+        if run.state.global_step == 2:
+            reach(monkeypatch, suppress_tokens=[7, 9])
+        return original(inputs)
+
+    run._generate_and_score_completions = later
+    with pytest.raises(NotThePolicy, match="at step 2 `generate` applies SuppressTokensLogitsProcessor"):
+        run.train()
+
+
+def test_processors_are_compared_under_dropout_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+    run = trainer(tmp_path, peft_config=adapter(lora_dropout=0.5))
+    run.train()
+    assert run.state.global_step == 3
+    reach(monkeypatch, sequence_bias=[[[5], 50.0]])
+    stopped = trainer(tmp_path, peft_config=adapter(lora_dropout=0.5))
+    with pytest.raises(NotThePolicy, match="applies SequenceBiasLogitsProcessor"):
+        stopped.train()
+
+
+def test_a_processor_without_effect_is_said_once_and_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
+) -> None:
+    reach(monkeypatch, renormalize_logits=True)
+    run = trainer(tmp_path)
+    run.train()
+    assert run.state.global_step == 3
+    assert said() == [
+        "`generate` applies LogitNormalization() where the settings give nothing: so far that has changed no probability"
+    ]
+
+
+def test_without_the_check_processors_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reach(monkeypatch, suppress_tokens=[7, 9])
+    run = trainer(tmp_path, generation_check=False, max_steps=1)
+    run.train()
+    assert run.state.global_step == 1
+
+
+OWN: dict[str, tuple[dict[str, Any], str]] = {
+    "top_k and a penalty": (
+        {"top_k": 12, "repetition_penalty": 1.2, "temperature": 0.8},
+        "top_k 12, repetition_penalty 1.2",
+    ),
+    "min_p and top_p": ({"min_p": 0.05, "top_p": 0.9}, "top_p 0.9, min_p 0.05"),
+    "generation_kwargs": (
+        {"generation_kwargs": {"no_repeat_ngram_size": 2, "min_new_tokens": 3}},
+        "min_new_tokens 3, no_repeat_ngram_size 2",
+    ),
+    "greedy": ({"generation_kwargs": {"do_sample": False}}, "do_sample False"),
+    "a bias": ({"generation_kwargs": {"sequence_bias": [[[5], 2.0]]}}, "sequence_bias [[[5], 2.0]]"),
+    "dropout": ({"peft_config": adapter(lora_dropout=0.5), "top_k": 12}, "top_k 12"),
+}
+
+
+@LOOPS
+@pytest.mark.parametrize("name", only(["top_k and a penalty", "generation_kwargs", "dropout"], OWN))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_the_users_own_filters_are_announced_once(
+    name: str, dtype: torch.dtype, generation: str, tmp_path: Path, said: Any
+) -> None:
+    changes, filters = OWN[name]
+    run = trainer(tmp_path, policy=model().to(dtype), generation=generation, **changes)
+    run.train()
+    assert run.state.global_step == 3
+    (sentence,) = [sentence for sentence in said() if "sampled after" in sentence]
+    assert sentence.startswith(
+        f"completions are sampled after {filters}, and the loss takes log-probabilities before: "
+    )
+    shift = float(sentence.split("differ by ")[1].split(" on average")[0])
+    assert 0.01 < shift < 5
+    assert [other for other in said() if other != sentence and "dropout" not in other] == []
+
+
+@LOOPS
+def test_rows_that_a_stop_string_ends_are_compared_up_to_there(
+    generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
+) -> None:
+    seen: list[tuple[int, int]] = []
+    stock = ProcessorComparison.measured
+
+    def counted(self: ProcessorComparison, completions: Any) -> Any:
+        found = stock(self, completions)
+        seen.append((found.shape[1], len(completions[0])))
+        return found
+
+    monkeypatch.setattr(ProcessorComparison, "measured", counted)
+    stop = {"stop": list("abcdefghijklmnopqrst")}
+    words = {"policy": tiny.policy(), "processing_class": tiny.byte_tokenizer()}
+    run = trainer(tmp_path, generation=generation, generation_kwargs=stop, top_k=200, **words)
+    run.train()
+    assert len(seen) == 3
+    assert all(compared == length for compared, length in seen)
+    assert min(length for _, length in seen) < 24
+    (sentence,) = said()
+    assert "sampled after top_k 200," in sentence
+
+
+@LOOPS
+def test_nothing_is_said_of_a_run_without_filters(generation: str, tmp_path: Path, said: Any) -> None:
+    run = trainer(tmp_path, generation=generation, temperature=0.8, max_steps=2)
+    run.train()
+    assert said() == []
+
+
+def test_filters_of_an_engine_are_announced_without_the_correction_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
+) -> None:
+    serve(monkeypatch)
+    run = trainer(tmp_path, top_k=12, max_steps=2, **SETTINGS, vllm_importance_sampling_correction=False)
+    run.train()
+    (sentence,) = said()
+    assert sentence.startswith("completions are sampled after top_k 12, and the loss takes log-probabilities before")
+
+
+def test_guidance_is_not_compared(tmp_path: Path, said: Any) -> None:
+    run = trainer(tmp_path, generation="off", max_steps=2, generation_kwargs={"guidance_scale": 1.5})
+    run.train()
+    assert run.state.global_step == 2
+    assert "`guidance_scale` runs the model once more" in said()[0]
+
+
+def test_processors_are_compared_where_the_batch_is_due(tmp_path: Path) -> None:
+    check = trainer(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1)._generation_check
+    assert check.comparison(4).rows == [0]
+    assert check.comparison(32).rows == [0, 16]
+    check.trainer.state.global_step = 1
+    assert check.comparison(4) is not None  # one of the first batches of a launch
+    check.batches = generation_check.FIRST
+    assert check.comparison(4) is None
+    check.trainer.state.global_step = 4
+    assert check.comparison(4) is not None
+
+
 # ---- what is not a fault
 
 
@@ -254,6 +455,7 @@ def test_a_thousand_healthy_steps(name: str, tmp_path: Path, monkeypatch: pytest
     assert run.state.global_step == steps
     known = ("can't tell yet", "is the policy", "computes in 16 bits and the policy in 32", "huggingface/trl#6789")
     known = (*known, "without autocast") if "bf16" in changes else known
+    known = (*known, "are sampled after top_p 0.9") if changes.get("top_p") and "use_vllm" not in changes else known
     assert [sentence for sentence in said() if not any(part in sentence for part in known)] == []
 
 

@@ -185,13 +185,26 @@ def test_the_check_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", ["ddp_cpu", pytest.param("zero3_cpu", marks=pytest.mark.nightly)])
-def test_all_ranks_stop_where_one_engine_is_wrong(layout: str, tmp_path: Path, extensions: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "begin", "cause"),
+    [
+        ("adapter", "the generator of rank 1 is not the policy: at step 0", OFF_),
+        (
+            "bias",
+            "tokens are not drawn by rank 1 from the policy's distribution",
+            "applies SequenceBiasLogitsProcessor",
+        ),
+    ],
+)
+def test_all_ranks_stop_where_one_is_wrong(
+    fault: str, begin: str, cause: str, layout: str, tmp_path: Path, extensions: str
+) -> None:
     module = "tests.grpo_recipes.training.train_one_rank_wrong"
-    launching.launch_module(layout, module, str(tmp_path), TORCH_EXTENSIONS_DIR=extensions)
+    launching.launch_module(layout, module, str(tmp_path), fault, TORCH_EXTENSIONS_DIR=extensions)
     first, second = [(tmp_path / f"said-{rank}.txt").read_text() for rank in (0, 1)]
     assert first == second
-    assert "the generator of rank 1 is not the policy: at step 0" in first
-    assert OFF_ in first
+    assert first.startswith(begin)
+    assert cause in first
 
 
 # ---- tokens that are drawn from another distribution than the settings make of the policy's

@@ -1,6 +1,6 @@
-"""Two ranks, of which the second generates without its adapter: what the check says on each, as a file.
+"""Two ranks, of which the second generates without its adapter, or with a bias: what the check says on each, as a file.
 
-accelerate launch ... -m tests.grpo_recipes.training.train_one_rank_wrong OUTPUT
+accelerate launch ... -m tests.grpo_recipes.training.train_one_rank_wrong OUTPUT (adapter | bias)
 """
 
 from __future__ import annotations
@@ -17,18 +17,26 @@ from grpo_recipes.train import leave
 from tests.grpo_recipes.training.models import adapter, trainer
 
 
-def main(output: str) -> None:
+def main(output: str, fault: str) -> None:
     """Train until the check stops it."""
     torch.set_num_threads(1)
     made = trainer(Path(output), gradient_accumulation_steps=1, peft_config=adapter())
     rank, stock = made.accelerator.process_index, GenerationMixin.generate
+    prepare = GenerationMixin._prepare_generation_config
 
     def without(self: Any, *args: Any, **kwargs: Any) -> Any:
         with made.model.disable_adapter():
             return stock(self, *args, **kwargs)
 
-    if rank == 1:
+    def biased(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config, rest = prepare(self, *args, **kwargs)
+        config.sequence_bias = [[[5], 50.0]]
+        return config, rest
+
+    if rank == 1 and fault == "adapter":
         GenerationMixin.generate = without
+    elif rank == 1:
+        GenerationMixin._prepare_generation_config = biased
     try:
         made.train()
     except NotThePolicy as error:

@@ -7,7 +7,8 @@ Whole steps of benchmarks/step.py (8 prompts × 8 completions, GSM8K's lengths),
 The share is the CPU time inside the check over that of the step around it, of one run: the difference of two runs is smaller
 than their noise. Three kinds of steps: those in which two rows are compared, those in which the alternatives are computed too,
 of these rows, and the first four of a launch, in which they are computed of eight. With transformers' own loop the time that
-noting takes is counted where it happens; in group decoding it is timed by noting everything once more.
+noting takes is counted where it happens; in group decoding it is timed by noting everything once more. The comparison of the
+logits processors is counted where it happens in both, and in a column of its own too.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import step
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.decoding import groups
 from grpo_recipes.decoding.noted import Noted
+from grpo_recipes.decoding.processed import ProcessorComparison
 from grpo_recipes.training import generation_check
 from grpo_recipes.training.generation_check import GenerationCheck
 
@@ -60,10 +62,18 @@ class Clock:
 
 def shares(size: str, workload: str, loop: str, steps: int) -> Iterator[str]:
     """Rows of the table: a kind of step, the CPU time of its check and of all of it, and the share."""
-    clock, again = Clock(), Clock()
+    clock, again, processors = Clock(), Clock(), Clock()
     call, choose = GenerationCheck.__call__, groups.Batch.choose
     GenerationCheck.__call__ = clock.timed(call)
     Noted.__call__ = clock.timed(noted := Noted.__call__)
+    parts_of_comparison = [
+        (ProcessorComparison, "start"),
+        (ProcessorComparison, "compare"),
+        (GenerationCheck, "compare_processors"),
+    ]
+    untimed = [getattr(owner, name) for owner, name in parts_of_comparison]
+    for owner, name in parts_of_comparison:  # those that run inside of `Noted` count once on the first clock
+        setattr(owner, name, clock.timed(processors.timed(getattr(owner, name))))
 
     def noting_again(batch: groups.Batch, logits: Tensor) -> Tensor:
         places = [place for place, row in enumerate(batch.live) if row in batch.scored]
@@ -82,21 +92,24 @@ def shares(size: str, workload: str, loop: str, steps: int) -> Iterator[str]:
         run.step(step.Batch.draw("d", 0))  # warms up, and decides whether groups are decoded
         every, means = generation_check.EVERY, []
         for kind, batches in (("15 of 16", 10 * every), ("every 16th", 10 * every - 1), ("the first four", 0)):
-            parts, wholes = [], []
+            parts, wholes, compared = [], [], []
             for number in range(steps):
                 check.batches = batches  # which decides what is computed
                 run.trainer.state.global_step += 1
-                clock.spent = again.spent = 0.0
+                clock.spent = again.spent = processors.spent = 0.0
                 run.step(step.Batch.draw(workload, number))
                 parts.append(clock.spent + again.spent)
                 wholes.append(run.measured.whole[-1] - again.spent)
-            part, whole = statistics.median(parts), statistics.median(wholes)
+                compared.append(processors.spent)
+            part, whole, few = (statistics.median(values) for values in (parts, wholes, compared))
             means.append(part / whole)
-            yield f"| {size} | {workload} | {loop} | {kind} | {part:.3f} | {whole:.2f} | {part / whole:.2%} |"
+            yield f"| {size} | {workload} | {loop} | {kind} | {part:.3f} | {few:.3f} | {whole:.2f} | {part / whole:.2%} |"
         mean = ((every - 1) * means[0] + means[1]) / every
-        yield f"| {size} | {workload} | {loop} | mean from the fifth on | | | {mean:.2%} |"
+        yield f"| {size} | {workload} | {loop} | mean from the fifth on | | | | {mean:.2%} |"
     finally:
         GenerationCheck.__call__, groups.Batch.choose, Noted.__call__ = call, choose, noted
+        for (owner, name), method in zip(parts_of_comparison, untimed, strict=True):
+            setattr(owner, name, method)
 
 
 def main() -> None:
@@ -109,7 +122,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(
-        "| model | workload | loop | a step | the check, CPU s | the step, CPU s | share |\n|---|---|---|---|---|---|---|"
+        "| model | workload | loop | a step | the check, CPU s | of it the processors | the step, CPU s | share |\n"
+        "|---|---|---|---|---|---|---|---|"
     )
     for size in args.models:
         for workload in args.workloads:

@@ -30,7 +30,8 @@ class Noted(StoppingCriteria):
         self, places: Sequence[int], temperature: float, comparison: ProcessorComparison | None = None
     ) -> None:
         self.places, self.temperature, self.comparison = list(places), temperature, comparison
-        self._scores: Tensor | None = None  # of the rows that are compared, after the processors
+        self._compared: list[int] = []  # rows that have not ended
+        self._scores: Tensor | None = None  # of these rows, after the processors
         self._logits: Tensor | None = None  # of the newest forward, (rows, vocabulary)
         self._columns: list[Tensor] = []  # of one token each, (places,)
         self._width = 0
@@ -56,6 +57,7 @@ class Noted(StoppingCriteria):
     ) -> LogitsProcessorList:
         if self.comparison is not None:
             self.comparison.start(model, found, config, inputs)
+            self._compared = self.comparison.rows
         return Observed(found, self._processed)
 
     def _processed(self, process: Callable[[], Tensor]) -> Tensor:
@@ -63,8 +65,8 @@ class Noted(StoppingCriteria):
         logits = self._logits
         scores = process()
         self._logits = logits  # classifier-free guidance runs the model again, which the hook sees
-        if self.comparison is not None:
-            self._scores = scores[self.comparison.rows]
+        if self._compared:
+            self._scores = scores[self._compared]
         return scores
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
@@ -78,9 +80,9 @@ class Noted(StoppingCriteria):
             log_probs = (logits[self.places].float() / self.temperature).log_softmax(-1)
             self._columns.append(log_probs.gather(1, input_ids[self.places, -1:])[:, 0])
             if self.comparison is not None and self._scores is not None:
-                rows = self.comparison.rows
-                before, tokens = input_ids[rows, :-1], input_ids[rows, -1]
-                self.comparison.compare(rows, before, logits[rows].float(), self._scores, tokens)
+                rows, scores = self._compared, self._scores
+                self.comparison.compare(rows, input_ids[rows, :-1], logits[rows].float(), scores, input_ids[rows, -1])
+                self._compared, self._scores = self.comparison.unfinished(input_ids), None
         self._width = width
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 

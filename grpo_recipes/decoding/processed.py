@@ -19,8 +19,12 @@ from transformers.generation import LogitsProcessorList
 
 WATCHED_TYPES = (bool, int, float, str, list, tuple, dict, Tensor)
 """Types of the attributes by which two processors are told apart. Models and random generators are not among them."""
-NOT_A_SETTING = {"filter_value", "min_tokens_to_keep", "prompt_ignore_length"}
-"""Attributes of processors that no setting of the user decides: the padding of a row is one."""
+CONSTANT = {"filter_value", "min_tokens_to_keep"}
+"""Attributes of processors that no setting decides."""
+
+LOOK_FOR_ENDS = 32
+"""Tokens after which transformers' own loop, which runs finished rows on, is asked for them again: each time it waits for the
+device."""
 
 Change = Callable[[PreTrainedModel, LogitsProcessorList, GenerationConfig, dict[str, Any]], LogitsProcessorList]
 """What is done to the processors of a call: its model, the processors, its complete configuration, what else they are built
@@ -48,14 +52,17 @@ class ProcessorComparison:
         self._filters = False  # True if the settings sample from another distribution than the loss takes
         self._processors: dict[int, LogitsProcessorList] = {}  # of the settings, by row
         self._columns: dict[int, list[Tensor]] = {}  # one for each token, by row
-        self._build: Callable[[GenerationConfig, int], LogitsProcessorList]
+        self._build: Callable[[GenerationConfig, slice], LogitsProcessorList]
+        self._unfinished: list[int] = []
+        self._width = 0  # of the prompts
+        self._ends = torch.zeros(0, dtype=torch.long)
 
     def start(
         self, model: PreTrainedModel, found: LogitsProcessorList, config: GenerationConfig, inputs: dict[str, Any]
     ) -> LogitsProcessorList:
         """Build the settings' processors for a call of `generate`, and return its own, which are `found`."""
 
-        def build(settings: GenerationConfig, row: int) -> LogitsProcessorList:
+        def build(settings: GenerationConfig, rows: slice) -> LogitsProcessorList:
             settings = copy.copy(settings)
             settings._eos_token_tensor = config._eos_token_tensor
             settings.max_length = config.max_length
@@ -67,21 +74,33 @@ class ProcessorComparison:
                 model,
                 generation_config=settings,
                 input_ids_seq_length=inputs["input_ids_seq_length"],
-                encoder_input_ids=inputs["encoder_input_ids"][row : row + 1],
+                encoder_input_ids=inputs["encoder_input_ids"][rows],
                 logits_processor=LogitsProcessorList(),
                 device=inputs["device"],
-                model_kwargs={"attention_mask": None if mask is None else mask[row : row + 1]},
+                model_kwargs={"attention_mask": None if mask is None else mask[rows]},
             )
 
         self._build, self._samples = build, bool(config.do_sample)
-        self._processors = {row: build(self.settings, row) for row in self.rows}
-        self._columns = {row: [] for row in self.rows}
-        asked, plain = _described(self._processors[self.rows[0]]), _described(build(self.plain, self.rows[0]))
+        self._processors = {row: build(self.settings, slice(row, row + 1)) for row in self.rows}
+        self._columns, self._unfinished = {row: [] for row in self.rows}, list(self.rows)
+        self._width = inputs["input_ids_seq_length"]
+        # Behind the end of a row is padding, whatever has ended it.
+        ends = [config._eos_token_tensor, config._pad_token_tensor]
+        self._ends = torch.cat([token.flatten() for token in ends if token is not None])
+        # Of all rows, as those of the call: padding and prompts belong to what some processors hold.
+        asked, plain = (_described(build(settings, slice(None))) for settings in (self.settings, self.plain))
         self._filters = asked != plain or not self.settings.do_sample
         self.difference = _difference(_described(found), asked)
         mode, asked_mode = config.get_generation_mode(), self.settings.get_generation_mode()
         self.other_mode = "" if mode == asked_mode else f"the generation mode is {mode.value}, not {asked_mode.value}"
         return found
+
+    def unfinished(self, ids: Tensor) -> list[int]:
+        """Return the compared rows that may still go on after `ids`, (rows, columns), in transformers' own loop."""
+        if self._unfinished and (ids.shape[1] - self._width) % LOOK_FOR_ENDS == 0:
+            ended = torch.isin(ids[self._unfinished, self._width :], self._ends).any(1).tolist()
+            self._unfinished = [row for row, end in zip(self._unfinished, ended, strict=True) if not end]
+        return self._unfinished
 
     def compare(self, rows: Sequence[int], ids: Tensor, logits: Tensor, scores: Tensor, tokens: Tensor) -> None:
         """Compare the distributions of one token of each of `rows`.
@@ -121,15 +140,15 @@ class ProcessorComparison:
         """Return the settings that change what is sampled and that the loss does not take, as `top_k 12`."""
         if not self._filters:
             return []
-        row, asked = self.rows[0], self.settings.to_dict()
-        complete, found = _described(self._build(self.settings, row)), []  # fresh ones: some keep what they prepare
-        for name, value in asked.items():
+        every, found = slice(None), []
+        complete = _described(self._build(self.settings, every))  # fresh ones: some keep what they prepare
+        for name, value in self.settings.to_dict().items():
             neutral = getattr(self.plain, name, None)
             if value in (None, neutral):
                 continue
             without = copy.copy(self.settings)
             setattr(without, name, neutral)
-            if name == "do_sample" or _described(self._build(without, row)) != complete:
+            if name == "do_sample" or _described(self._build(without, every)) != complete:
                 found.append(_short(f"{name} {value}"))
         return found
 
@@ -181,7 +200,7 @@ def _described(processors: LogitsProcessorList) -> list[str]:
         shown = ", ".join(
             f"{name}={value.tolist() if isinstance(value, Tensor) else value}"
             for name, value in values.items()
-            if name not in NOT_A_SETTING and not name.startswith("_")
+            if name not in CONSTANT and not name.startswith("_")
         )
         found.append(f"{type(processor).__name__}({shown})")
     return found

@@ -4,7 +4,8 @@ Weights that never reach an engine, an adapter that is applied twice, a cache wi
 distribution without any error, and the run goes on and learns little. What every generator gives is the log-probability of
 each token that it sampled. Those of a few rows of each batch are compared with a plain forward of the policy; where they
 differ by more than the dtypes explain, and on the first batches of a launch, also with those of what else may have
-generated (`alternatives`). See docs/generation-check.md.
+generated (`alternatives`). The logits processors that come after are compared with those of the user's settings
+(`ProcessorComparison`). See docs/generation-check.md.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ EVERY = 16
 
 UNUSUAL = 2.0
 """How many times the usual difference makes the alternatives worth computing."""
+
+UNCHECKED = "the logits processors of `generate` are not checked"
 
 Completions = Sequence[Sequence[int]]
 
@@ -210,11 +213,13 @@ class GenerationCheck:
                 causes = gather_object([comparison.other_mode or comparison.difference])
                 where = f" by rank {number}" if len(ranks) > 1 else ""
                 raise NotThePolicy(self._sentence_of_processors(where, causes[number], mean, most))
+        tokens = sum(rank[0] for rank in ranks)
+        if not tokens:
+            self._say(f"{UNCHECKED}: `generate` is the model's own, or draws tokens without them", once="unseen")
+            return
         if comparison.difference:
             self._say(f"{comparison.difference}: so far that has changed no probability", once="processors")
-        tokens = sum(rank[0] for rank in ranks)
-        filters = comparison.filters() if tokens and "filters" not in self._said else []
-        if filters:
+        if "filters" not in self._said and (filters := comparison.filters()):
             self._say_filters(", ".join(filters), sum(rank[3] for rank in ranks) / tokens)
 
     def _say_filters(self, filters: str, shift: float) -> None:

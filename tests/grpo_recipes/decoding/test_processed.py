@@ -9,13 +9,21 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, TopPLogitsWarper
 from transformers.generation import SuppressTokensLogitsProcessor
 
+from grpo_recipes.decoding import processed
 from grpo_recipes.decoding.groups import Turn, decoding
 from grpo_recipes.decoding.processed import ProcessorComparison
 from tests.grids import only
-from tests.grpo_recipes.training.models import SETTINGS, batch, config, tiny
+from tests.grpo_recipes.training.models import SAMPLED, SETTINGS, batch, config, tiny
 
 LOOPS = pytest.mark.parametrize("grouped", [True, False], ids=["groups", "stock"])
 ROWS = [0, 5, 15]
+OWN: dict[str, dict[str, Any]] = {
+    **SETTINGS,
+    "ends": {**SAMPLED, "forced_eos_token_id": 1, "min_length": 14, "begin_suppress_tokens": [5]},
+    "prompt": {**SAMPLED, "encoder_repetition_penalty": 1.3, "encoder_no_repeat_ngram_size": 2},
+    "greedy, penalty": {"do_sample": False, "repetition_penalty": 1.3},
+}
+"""Settings of the user."""
 
 
 def compared(
@@ -42,10 +50,10 @@ def until_end(ids: list[int], ends: set[int]) -> list[int]:
 
 
 @LOOPS
-@pytest.mark.parametrize("how", SETTINGS)
+@pytest.mark.parametrize("how", OWN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_the_settings_own_processors_change_nothing(how: str, dtype: torch.dtype, grouped: bool) -> None:
-    policy, given = tiny("Qwen2Config").to(dtype), config(**SETTINGS[how])
+    policy, given = tiny("Qwen2Config").to(dtype), config(**OWN[how])
     comparison, found, completions = compared(policy, given, given, grouped)
     assert comparison.difference == comparison.other_mode == ""
     assert found.shape == (2, sum(len(completions[row]) for row in ROWS))
@@ -130,6 +138,21 @@ class Sharp(TopPLogitsWarper):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return super().__call__(input_ids, scores) * 3
+
+
+def test_the_stock_loop_leaves_out_rows_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processed, "LOOK_FOR_ENDS", 2)
+    sizes: list[int] = []
+    stock = ProcessorComparison.compare
+    monkeypatch.setattr(
+        ProcessorComparison, "compare", lambda self, rows, *rest: sizes.append(len(rows)) or stock(self, rows, *rest)
+    )
+    settings = config()
+    _, found, completions = compared(tiny("Qwen2Config"), settings, settings, False)
+    lengths = sorted(len(completions[row]) for row in ROWS)
+    assert lengths[0] < lengths[-1]
+    assert found.shape[1] == sum(lengths)
+    assert sum(lengths) <= sum(sizes) <= sum(lengths) + len(ROWS)
 
 
 def test_beams_are_another_mode() -> None:

@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 from peft.helpers import rescale_adapter_scale
 from transformers import GenerationMixin
+from transformers.generation import LogitsProcessorList
 
 from grpo_recipes.decoding.processed import ProcessorComparison
 from grpo_recipes.runs.faults import NotThePolicy
@@ -327,7 +328,7 @@ OWN: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @LOOPS
-@pytest.mark.parametrize("name", only(["top_k and a penalty", "generation_kwargs", "dropout"], OWN))
+@pytest.mark.parametrize("name", only(["top_k and a penalty", "generation_kwargs", "a bias"], OWN))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_the_users_own_filters_are_announced_once(
     name: str, dtype: torch.dtype, generation: str, tmp_path: Path, said: Any
@@ -391,6 +392,34 @@ def test_guidance_is_not_compared(tmp_path: Path, said: Any) -> None:
     run.train()
     assert run.state.global_step == 2
     assert "`guidance_scale` runs the model once more" in said()[0]
+
+
+def test_a_generate_of_the_models_own_is_not_compared(tmp_path: Path, said: Any) -> None:
+    policy = model()
+    policy.generate = policy.generate
+    run = trainer(tmp_path, policy=policy, max_steps=2)
+    run.train()
+    assert run.state.global_step == 2
+    first, second = said()
+    assert first.endswith(
+        "is not checked: `generate` is the model's own, or its tokens and forwards do not go together"
+    )
+    assert second.startswith("the logits processors of `generate` are not checked: `generate` is the model's own")
+
+
+def test_a_loop_that_draws_without_processors_is_said_to_be_unchecked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
+) -> None:
+    stock = GenerationMixin._sample
+
+    def without(self: Any, *args: Any, logits_processor: Any, **kwargs: Any) -> Any:
+        return stock(self, *args, logits_processor=LogitsProcessorList(), **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "_sample", without)
+    run = trainer(tmp_path, generation="off", max_steps=2)
+    run.train()
+    (sentence,) = said()
+    assert sentence.startswith("the logits processors of `generate` are not checked: ")
 
 
 def test_processors_are_compared_where_the_batch_is_due(tmp_path: Path) -> None:

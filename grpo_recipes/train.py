@@ -77,6 +77,9 @@ from grpo_rewards.terminal import say, say_error, visible_messages
 # rank once one has failed, so the first rank must get to print it.
 SILENCE_SECONDS = 30.0
 
+# Variables of a shell whose names sound like a password's: the working directory, and the one before.
+FOLDERS = ("PWD", "OLDPWD")
+
 # How long a diagnosis may hold up the end of a training, and the launch of the next.
 DIAGNOSIS_SECONDS = 5.0
 
@@ -231,7 +234,8 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         faults.check_build_locks()
     training_args = leave_token_to_environment(grpo_config(recipe))
-    training_args.run_name = training_args.run_name or recipe.output_dir.resolve().name  # what trackers call the run
+    # What trackers call the run.
+    training_args.run_name = redacted(training_args.run_name or recipe.output_dir.resolve().name)
     num_prompts = len(checked.train_dataset)
     interruption = restart.StopOnSignal(lambda step: checked.geometry.ends_generation(step, num_prompts))
     return Prepared(
@@ -349,8 +353,9 @@ def load_reward_models(recipe: Recipe, checked: Checked) -> None:
 
 
 def known_secrets(recipe: Recipe) -> set[str]:
-    """The secrets that the recipe holds, and those in the environment, where a reward may have its key from."""
-    return secret_values(recipe.as_dict()) | secret_values(dict(os.environ))
+    """Return the secrets that the recipe holds, and those in the environment, where a reward may have its key from."""
+    environment = {name: value for name, value in os.environ.items() if name not in FOLDERS}
+    return secret_values(recipe.as_dict()) | secret_values(environment)
 
 
 def describe_resumption(prepared: Prepared) -> str:
@@ -545,8 +550,6 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
         reference=recipe.reference,
         optimizer_cls_and_kwargs=adamw_bf16(training_args) if optimiser == ADAMW_BF16 else None,
     )
-    # The policy and its reference are loaded: what is left of these arguments is pickled with each save.
-    training_args.model_init_kwargs = redacted(training_args.model_init_kwargs)
     trainer.checkpoints.confirmed = prepared.checkpoint
     if prepared.checkpoint is not None:
         trainer.add_callback(restart.ContinueSchedule())

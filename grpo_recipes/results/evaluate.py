@@ -125,7 +125,7 @@ def evaluate_into(
     golds = _golds(dataset, settings)
     rows = {"problems": len(dataset), "rows": _rows_fingerprint(dataset, settings)}
     chosen = {key: value for key, value in asdict(settings).items() if value is not None}
-    asked = json.loads(json.dumps({**described, **rows, "settings": chosen}))
+    asked = redacted(json.loads(json.dumps({**described, **rows, "settings": chosen})))
     parts = files.inside(folder, "parts")
     if _is_finished(folder, asked):
         return files.read_object(folder / "evaluation.json", files.EVALUATION)
@@ -386,7 +386,7 @@ def evaluate_request(options: Request) -> dict[str, Any]:
         **({} if weights is None else {"weights": weights}),
         "engine": "transformers" if vllm is None else vllm.name,
         "dataset": spec.as_dict(),
-        **({"paid_by": redacted(_measured(specs, rewards))} if rewards else {}),
+        **({"paid_by": _measured(specs, rewards)} if rewards else {}),
     }
     folder = options.output or _output(options.model, options.samples)
     try:

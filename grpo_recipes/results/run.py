@@ -25,6 +25,7 @@ from grpo_recipes.runs.files import LIVE
 from grpo_recipes.runs.lock import is_held
 from grpo_recipes.runs.record import read_record
 from grpo_rewards.completions import completion_text
+from grpo_rewards.redaction import redacted
 from grpo_rewards.registry import REGISTERED, TRL_REWARDS, resolve
 
 
@@ -137,7 +138,7 @@ class Run:
             path.parent.name: files.read_object(path, files.EVALUATION)
             for path in sorted(folder.glob(f"{files.EVALUATIONS}/*/evaluation.json"))
         }
-        return cls(folder, read_record(folder) or {}, Log(), evaluations, time.monotonic() + within)
+        return cls(folder, redacted(read_record(folder) or {}), Log(), evaluations, time.monotonic() + within)
 
     def check_time(self) -> None:
         """Raise `OutOfTime` after the deadline."""

@@ -104,14 +104,14 @@ def report(
     rank = int(os.environ.get("RANK", "0"))
     found = _earlier_fault(folder) if _is_lost_contact(error) else None
     if found is None:
-        trace = [scrubbed(line, secrets) for line in traceback.format_exception(error)]
-        say("".join(trace), to_stderr=True)
+        trace = scrubbed("".join(traceback.format_exception(error)), secrets)  # whole, as a secret may have many lines
+        say(trace, to_stderr=True)
         found = scrubbed(sentence(error, rank, checkpoint, curable=curable), secrets)
         with suppress(OSError):
             if shutil.disk_usage(folder).free < FULL_BYTES:  # torch and safetensors only report a failed write
                 found += f"; the disk of {folder} is full: make room first"
         with suppress(OSError):
-            _leave(found, trace, error, folder, rank)
+            _leave(found, trace.splitlines(keepends=True), error, folder, rank)
     with suppress(OSError):
         _tell_launcher(found)
     say_last(f"error: {found}", 1)

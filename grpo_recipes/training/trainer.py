@@ -28,6 +28,7 @@ from grpo_recipes.training.eval_completions import separate_eval_completions
 from grpo_recipes.training.full_kl import FullKL, Projection, check_full_kl, last_hidden_states
 from grpo_recipes.training.generation import Generation
 from grpo_recipes.training.generation_check import GenerationCheck
+from grpo_recipes.training.hidden_arguments import hide_secrets
 from grpo_recipes.training.log_probs import LogProbs, PerToken
 from grpo_recipes.training.packing import Layout, Rows
 from grpo_recipes.training.policy import with_its_base
@@ -83,11 +84,9 @@ class GRPOTrainer(TRLGRPOTrainer):
         generation = typed("generation", generation, GenerationMode)
         if args is not None:
             check_generation(args)
-        with (
-            without_trl_reference(args),
-            sampling_by_seed(args),
-            neutral_engine(),
-        ):  # TRL builds no reference of its own
+            hide_secrets(args)
+        # TRL builds no reference of its own.
+        with without_trl_reference(args), sampling_by_seed(args), neutral_engine():
             super().__init__(with_its_base(model, args), reward_funcs, args, *rest, **kwargs)
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         if not self.is_deepspeed_enabled:  # its optimiser holds float32 weights of its own

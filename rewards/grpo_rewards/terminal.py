@@ -1,7 +1,8 @@
 """What is printed: text of models, datasets and other people's files can't steer the terminal that shows it.
 
 An escape sequence can clear a screen, rename its window or write to its clipboard; a bidirectional override shows text in
-another order than it has. Everything that either command prints goes through `say`, `say_error` or `show`.
+another order than it has. Everything that either command prints goes through `say`, `say_error` or `show`, which also hide
+what has the shape of a secret: an error may quote a URL with a password.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
+
+from grpo_rewards.redaction import redacted
 
 # Controls, formats (bidirectional overrides among them), lone surrogates, unassigned and private characters, and the two
 # separators that some programs take for a line's end.
@@ -73,8 +76,8 @@ def visible_lines(text: object) -> str:
 
 
 def say(text: object = "", *, to_stderr: bool = False) -> None:
-    """Print text, its line feeds as they are and every other control character made visible."""
-    print(visible_lines(text), file=sys.stderr if to_stderr else sys.stdout, flush=True)
+    """Print text without secrets, its line feeds as they are and every other control character made visible."""
+    print(visible_lines(redacted(str(text))), file=sys.stderr if to_stderr else sys.stdout, flush=True)
 
 
 def show(*parts: Part) -> None:
@@ -117,7 +120,7 @@ def _text(part: object) -> Any:
     from rich.text import Text
 
     content, style = (part.text, part.style) if isinstance(part, Cell) else (part, "")
-    return Text(visible_lines(content), style=_STYLES.get(style, ""))
+    return Text(visible_lines(redacted(str(content))), style=_STYLES.get(style, ""))
 
 
 def _sheet(parts: Sequence[Labelled]) -> Any:
@@ -149,22 +152,22 @@ def _grid(table: Table, *, wraps: bool) -> Any:
 
 
 def say_error(sentence: object, kind: str = "error") -> None:
-    """Print one sentence to standard error, on one line."""
-    print(f"{kind}: {visible(sentence)}", file=sys.stderr, flush=True)
+    """Print one sentence to standard error, on one line and without secrets."""
+    print(f"{kind}: {visible(redacted(str(sentence)))}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def visible_messages() -> Iterator[None]:
-    """Inside this block what libraries log, and what they warn of, is made visible too: they quote the files they read."""
+    """Inside this block treat what libraries log and warn of as `say` treats its text: they quote files and URLs."""
     make_record, show = logging.getLogRecordFactory(), warnings.showwarning
 
     def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
         made = make_record(*args, **kwargs)
-        made.msg, made.args = visible_lines(made.getMessage()), None
+        made.msg, made.args = visible_lines(redacted(made.getMessage())), None
         return made
 
     def warning(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
-        show(visible_lines(message), category, *args, **kwargs)
+        show(visible_lines(redacted(str(message))), category, *args, **kwargs)
 
     logging.setLogRecordFactory(record)
     warnings.showwarning = warning

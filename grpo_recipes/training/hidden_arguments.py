@@ -61,8 +61,11 @@ def without_secrets(value: Any) -> Any:
         vars(duplicate).update(inside)
         return duplicate
     if isinstance(value, Mapping):
-        entries = {key: HIDDEN if is_secret(key, inner) else without_secrets(inner) for key, inner in value.items()}
-        return entries if any(entries[key] is not inner for key, inner in value.items()) else value
+        entries = {
+            without_secrets(key): HIDDEN if is_secret(key, inner) else without_secrets(inner)
+            for key, inner in value.items()
+        }
+        return entries if any(entries.get(key, HIDDEN) is not inner for key, inner in value.items()) else value
     if type(value) in (list, tuple):
         items = [without_secrets(item) for item in value]
         return type(value)(items) if any(new is not old for new, old in zip(items, value, strict=True)) else value

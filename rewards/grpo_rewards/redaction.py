@@ -101,13 +101,15 @@ _END = re.compile(r"-----? ?END [A-Z0-9 ]{0,60}-----?")
 _KEY_TEXT = re.compile(r"[A-Za-z0-9+/=\s:,.()@<>\\-]*")
 
 _WORD = re.compile(r"\S+")
-_SCHEME_END = re.compile(r":(?:\\?/){2}")  # JSON may write `:\/\/`
+_SCHEME_END = re.compile(r":(?:\\{0,4}/){2}")  # JSON may write `:\/\/`, and quoted again with more backslashes
 _QUOTE = re.compile("[\"'<>`]")
 _AUTHORITY_END = re.compile("[/?#\"'<>`\\\\]")
 _PORT = re.compile(r"[0-9]{0,5}")
 _QUERY = re.compile(r"([?&;#])([\w.%\[\]-]{1,100})=([^\s&;#\"'<>`\\]+)")
 # Schemes in which a name before the `@` is part of an address: `abfss://container@account`.
 _ADDRESSES = ("abfs", "abfss", "wasb", "wasbs")
+
+_OPTION = re.compile(r"--\w")  # of a command line; a value may begin with `-----BEGIN`
 
 # A shorter value found inside a text is as likely a word of the text.
 _SHORTEST = 6
@@ -142,9 +144,12 @@ def _names_secret(words: Sequence[str], *, is_number: bool) -> bool:
 
 
 def redacted(value: Any) -> Any:
-    """Return `value`, mappings and lists all through, with `HIDDEN` for each secret in it. Nothing is changed in place."""
+    """Return `value`, mappings and lists all through, with `HIDDEN` for each secret in it. Nothing is changed in place.
+
+    Keys that differ in a secret alone become one.
+    """
     if isinstance(value, Mapping):
-        return {key: HIDDEN if is_secret(key, inner) else redacted(inner) for key, inner in value.items()}
+        return {redacted(key): HIDDEN if is_secret(key, inner) else redacted(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [redacted(inner) for inner in value]
     return _redacted_text(value) if isinstance(value, str) else value
@@ -272,10 +277,11 @@ def redacted_arguments(words: Sequence[str]) -> list[str]:
     """Return a command line without secrets: of `--key value` and `--key=value`, and inside values that are YAML mappings."""
     kept: list[str] = []
     for word in words:
-        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        is_option = _OPTION.match(word) is not None
+        option, equals, value = word.partition("=") if is_option else ("", "", word)
         before = option if equals else words[len(kept) - 1] if kept else ""
-        is_value = bool(equals) or not word.startswith("--")
-        name = before[2:].rpartition(".")[2] if before.startswith("--") else ""
+        is_value = bool(equals) or not is_option
+        name = before[2:].rpartition(".")[2] if _OPTION.match(before) else ""
         kept.append(option + equals + (_redacted_argument(name, value) if is_value else value))
     return kept
 
@@ -306,7 +312,10 @@ def hidden_places(value: Any, place: str = "") -> Iterator[str]:
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
     for key, inner in items:
-        yield from hidden_places(inner, f"{place}.{key}" if place else str(key))
+        within = f"{place}.{key}" if place else str(key)
+        if isinstance(key, str) and HIDDEN in key:
+            yield within
+        yield from hidden_places(inner, within)
 
 
 def secret_values(value: Any) -> set[str]:
@@ -317,7 +326,7 @@ def secret_values(value: Any) -> set[str]:
 def _secrets(value: Any) -> set[str]:
     if isinstance(value, Mapping):
         found = (_texts(inner) if is_secret(key, inner) else _secrets(inner) for key, inner in value.items())
-        return set().union(*found)
+        return set().union(*found, *map(_secrets, value))
     if isinstance(value, (list, tuple)):
         return set().union(*map(_secrets, value))
     if not isinstance(value, str):

@@ -1,0 +1,198 @@
+"""What counts as a secret by its key or its shape, what does not, and how long it takes to tell."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_rewards.redaction import (
+    HIDDEN,
+    hidden_places,
+    is_secret,
+    redacted,
+    redacted_arguments,
+    scrubbed,
+    secret_values,
+)
+from grpo_rewards.terminal import say, say_error, show
+
+PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEowIBAAKCAQEAcanary\nQ29kZQ==\n-----END RSA PRIVATE KEY-----"
+
+# Each text, and the part of it that nobody may read.
+SHAPES = [
+    ("http://bob:plainpass99@host/v1", "plainpass99"),
+    ("http://bob:pa/ssWORD1@h", "pa/ssWORD1"),
+    ("s3://KEY:sec/ret@bucket/rows.jsonl", "sec/ret"),
+    ("https://bob:p@ss@h", "p@ss"),
+    ("https://bob:p?a#s@s@h/x", "p?a#s@s"),
+    ("postgresql+psycopg2://bob:12/34ab@h:5432/db", "12/34ab"),
+    ("http://bob:pa://ss@h", "pa://ss"),
+    ('http://bob:pa"ss@h', 'pa"ss'),
+    ('{"url": "http://bob:hunter22@h:80/x", "mail": "a@b.c"}', "hunter22"),
+    (r"http:\/\/bob:hunter22@h", "hunter22"),
+    ("https://proxy.org/http://bob:hunter22@h", "hunter22"),
+    ("https://justatoken@github.com/x.git", "justatoken"),
+    ("https://h/p?sp=r&sig=a%2Bb%3D&se=2", "a%2Bb%3D"),
+    ("https://h/p?access_token=abc12&page=2", "abc12"),
+    ("https://h/p?page=2&api_key=abc12", "abc12"),
+    ("https://h/p?X-Amz-Signature=0fe1&X-Amz-Date=2026", "0fe1"),
+    ("https://h/p?X-Amz-Credential=AK%2F2026", "AK%2F2026"),
+    ("https://h/p?X-Amz-Security-Token=FwoG%2F", "FwoG%2F"),
+    ("https://h/p?X-Goog-Signature=7b", "7b"),
+    ("https://h/p?token=abc12", "abc12"),
+    ("https://h/p?key=abc12", "abc12"),
+    ("https://h/p?code=abc12#x", "abc12"),
+    ("https://h/cb#access_token=abc12", "abc12"),
+    ("/p?sig=abc12", "abc12"),
+    *((token, token) for token in (
+        "hf_abcdefghijklmnopqrst", "sk-proj-abcdefghijklmnopqrst", "sk-ant-api03-abcdefghijklmnopqrst",
+        "ghp_abcdefghijklmnopqrstuvwxyz0123456789", "github_pat_abcdefghijklmnopqrstuv", "glpat-abcdefghijklmnopqrst",
+        "xoxb-1234567890-abcdef", "AKIAABCDEFGHIJKLMNOP", "AIzaSyA-abcdefghijklmnopqrstuvwxyz01234",
+        "gsk_abcdefghijklmnopqrst", "nvapi-abcdefghijklmnopqrst_-x", "xai-abcdefghijklmnopqrstuvwxyz",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abc",
+    )),
+    ("Authorization: Bearer abcdefghij", "abcdefghij"),
+    ("Authorization: Basic dXNlcjpwYXNz", "dXNlcjpwYXNz"),
+    ("DefaultEndpointsProtocol=https;AccountKey=abcdefgh==;x=y", "abcdefgh=="),
+    (PEM, "MIIEowIBAAKCAQEAcanary"),
+    (json.dumps({"private": PEM, "x": 1}), "Q29kZQ=="),
+    (json.dumps(json.dumps([PEM])), "MIIEowIBAAKCAQEAcanary"),
+    (PEM[:60], "MIIEowIBAAKCAQEAcanary"),
+    ("-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk\n-----END OPENSSH PRIVATE KEY-----", "b3BlbnNzaC1rZXk"),
+    ("-----BEGIN PGP PRIVATE KEY BLOCK-----\nVersion: x\n\nlQOYBF\n-----END PGP PRIVATE KEY BLOCK-----", "lQOYBF"),
+]  # fmt: skip
+
+HARMLESS = [
+    "a@b", "Write to me@example.com or a.b@c.org: which is shorter?", "git@github.com:owner/name.git",
+    "ssh://git@github.com/owner/name", r"C:\Users\me\rows.jsonl", r"C:\a@b:c", "https://medium.com/@someone/a-title",
+    "https://host:8000/v1", "http://127.0.0.1:8000/v1 and a@b.c", "abfss://container@account.dfs.core.windows.net/rows",
+    '{"url":"http://h:80/x","mail":"a@b.c"}', "Basic arithmetic problems", "bearer of responsibilities",
+    "https://h/p?page=2&max_tokens=5&pass_at_1=0.5", "what? key=3", "x = y ? a : b; key=2", "task-oriented", "sk-learn",
+    "-----BEGIN CERTIFICATE-----\nMIID\n-----END CERTIFICATE-----", "the hf_ prefix", "eyJ", "xai-interpretability",
+    "s3://bucket/rows-*.parquet", "1 @ 2 :// 3", "a: b@c", "<think>", "```python\nx[::2]\n```", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "secret"), SHAPES)
+def test_a_secret_is_known_by_its_shape_wherever_it_stands(text: str, secret: str) -> None:
+    hidden = redacted({"x": [f"before {text} behind"]})["x"][0]
+    assert secret not in hidden
+    assert hidden.startswith("before ")
+    assert secret not in scrubbed(f"{text}.")
+    assert secret not in "".join(redacted_arguments(["--run_name", text, f"--x={text}", f"--y=[{text!r}]"]))
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_text_without_a_secret_stays_as_it_is(text: str) -> None:
+    assert redacted(text) is text
+    assert secret_values(text) == set()
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["pwd", "pass", "PASS", "password", "passwd", "db_pass", "dbpassword", "api_key_2", "api_key2", "apiKey", "APIKey", "apikey",
+     "secret_key", "aws_secret_access_key", "aws_access_key_id", "AWS_SESSION_TOKEN", "api_keys", "token_1", "password_old",
+     "X-Api-Key", "client_secret", "HFToken", "http.auth", "webhook_secret", "ssh key"],
+)  # fmt: skip
+def test_a_key_is_read_by_its_words(key: str) -> None:
+    assert redacted({key: "x9"}) == {key: HIDDEN}
+    assert redacted_arguments([f"--{key}", "x9"]) == [f"--{key}", HIDDEN]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [(key, "x9") for key in (
+        "passed", "pass_at_1", "pass_rate", "passes", "bypass", "forward_pass", "max_tokens", "eos_token", "pad_token",
+        "num_tokens", "tokenizer", "tokens", "stop_tokens", "decoder_start_token", "keys", "key", "keyboard", "author",
+        "api_key_env", "token_path", "key_2", "2", "", "cookiecutter", "secretary",
+    )] + [("pass", 1.0), ("pass", 3), ("token", 5), ("token", True), ("api_key", None), ("passes", [1])],
+)  # fmt: skip
+def test_a_key_that_only_sounds_like_a_secret_is_kept(key: str, value: Any) -> None:
+    assert redacted({key: value}) == {key: value}
+
+
+def test_an_error_that_quotes_a_part_of_a_secret_is_scrubbed() -> None:
+    recipe = {"base_url": "http://bob:plain%20pass99@h", "kwargs": {"api_key": "two  words'9", "pwd": PEM}}
+    known = secret_values(recipe)
+    quoted = [
+        "no: plain%20pass99",
+        "no: plain pass99",
+        f"no: {'two words'}'9",
+        f"no: {recipe['kwargs']!r}",
+        json.dumps(PEM),
+    ]
+    for text in quoted:
+        shown = scrubbed(text, known)
+        assert HIDDEN in shown
+        assert not any(part in shown for part in ("pass99", "words", "MIIE"))
+
+
+def test_what_is_printed_holds_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    say("http://bob:plainpass99@h")
+    say_error("http://bob:plainpass99@h")
+    show("http://bob:plainpass99@h")
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count("http://<hidden>@h") == 3
+
+
+# Made of what the shapes are made of, so that a good part of the texts nearly have one.
+PIECES = st.sampled_from(
+    ["://", ":", "@", "/", "\\", '"', "'", " ", "\n", "<", ">", "?", "&", ";", "#", "=", "sig", "key", "token", "http", "s3",
+     "hf_", "sk-", "AIza", "eyJ", ".", "-", "_", "abcdefghijklmnopqrst", "0123456789abcdefghij", "Bearer ", "Basic ",
+     "dXNlcjpwYXNz", "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----", "-----", "BEGIN ", HIDDEN, "git",
+     "8000", "é", "\x1b"]
+)  # fmt: skip
+TEXTS = st.one_of(st.text(), st.lists(PIECES, max_size=25).map("".join))
+
+
+@given(TEXTS)
+def test_a_second_pass_changes_nothing(text: str) -> None:
+    once = redacted(text)
+    assert redacted(once) == once
+    assert scrubbed(once) == once
+
+
+@given(st.text(st.characters(blacklist_characters="@=-_."), max_size=60))
+def test_words_without_the_marks_of_a_secret_stay_as_they_are(text: str) -> None:
+    assert redacted(text) == text or "earer " in text or "asic " in text
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), TEXTS),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.one_of(TEXTS, st.integers()), inner, max_size=4)),
+    max_leaves=10,
+)  # fmt: skip
+
+
+@given(JSON)
+def test_every_value_is_redacted_and_keeps_its_form(value: Any) -> None:
+    once = redacted(value)
+    assert redacted(once) == once
+    assert isinstance(secret_values(value), set)
+
+
+def test_keys_are_text_too() -> None:
+    url = "http://bob:plainpass99@h"
+    hidden = redacted({"servers": {url: 2, 3: "x"}})
+    assert hidden == {"servers": {"http://<hidden>@h": 2, 3: "x"}}
+    assert list(hidden_places(hidden)) == ["servers.http://<hidden>@h"]
+    assert "plainpass99" in secret_values({url: 2})
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["@", ":", "-----BEGIN", "-----BEGIN PRIVATE KEY-----", "-----END ", "://", "://a:b", 'http://x:y"', "://a@", ":\\/\\/",
+     "eyJaaaaaaaa-", "eyJaaaaaaaa.", "SG.aaaaaaaaaaaaaaaa", "?a=", "&key=", "sk-", "hf_", "Bearer ", "bearer x", "Basic aa",
+     "Basic YTpi", '"', "\\", "a ", "A", "aA", "1"],
+)  # fmt: skip
+def test_the_time_grows_with_the_text_whatever_it_holds(piece: str) -> None:
+    text = (piece * 1_000_000)[:1_000_000]
+    before = time.process_time()
+    redacted(text)
+    is_secret(text, "x")
+    assert time.process_time() - before < 1.0, piece

@@ -14,18 +14,24 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+import torch
+from datasets import Dataset
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+from trl import GRPOConfig
 
-from grpo_recipes import cli, train
+from grpo_recipes import GRPOTrainer, cli, train
 from grpo_recipes.recipe.checks import Machine, check
 from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_recipes.results.model_card import write_model_card
 from grpo_recipes.runs.record import add_launch, describe_launch
+from grpo_recipes.training.hidden_arguments import without_secrets
 from grpo_rewards import cli as rewards_cli
 from grpo_rewards.redaction import HIDDEN, is_secret, redacted, redacted_arguments, scrubbed, secret_values
 from grpo_rewards.terminal import visible, visible_lines
@@ -152,11 +158,14 @@ def secret_recipe(folder: Path, policy: Path, **changes: Any) -> Path:
     return launching.write_recipe(folder / "mine.yaml", policy, rows, folder / "run", **values)
 
 
-def canaries(folder: Path) -> list[str]:
-    """The files of a folder in which a secret stands, and which one."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    contents = {path: path.read_bytes() for path in files}
-    values = [secret.removeprefix("Bearer ").encode() for secret in SECRETS.values()]
+def canaries(folder: Path, secrets: Iterable[str] = SECRETS.values()) -> list[str]:
+    """The files of a folder in which one of `secrets` stands, and which one; archives are unpacked."""
+    contents = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for path in list(contents):
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                contents |= {path / name: archive.read(name) for name in archive.namelist()}
+    values = [secret.removeprefix("Bearer ").encode() for secret in secrets]
     return [f"{path}: {value!r}" for path, content in contents.items() for value in values if value in content]
 
 
@@ -226,6 +235,124 @@ def test_no_file_of_a_run_holds_a_secret(secrets_path: Path, fails: bool) -> Non
         assert train.main(["--config", str(config), "--resume_from_checkpoint", "true"]) == 0
     assert canaries(run) == []
     assert [secret for secret in SECRETS.values() if secret in printed.getvalue()] == []
+
+
+# A secret for each key of TRL's that takes any text, and for values inside the mappings that it takes.
+CANARY = "pa/ss@word-{}-canary9"
+TEXT_KEYS = (
+    "run_name", "project", "trackio_space_id", "trackio_bucket_id", "hub_model_id", "hub_revision", "length_column_name",
+    "vllm_server_base_url", "vllm_server_host", "vllm_structured_outputs_regex", "model_revision",
+)  # fmt: skip
+SHAPES = {
+    "slash": "http://bob:{}@h",
+    "bucket": "s3://KEY:{}@bucket",
+    "query": "https://h/p?page=2&X-Amz-Signature={}",
+    "google": "AIzaSyCanary{}",
+    "groq": "gsk_canarycanarycanary{}",
+    "nvidia": "nvapi-canarycanarycanary-{}",
+    "xai": "xai-canarycanarycanarycanary{}",
+    "pem": "-----BEGIN PRIVATE KEY-----\n{}canarycanary==\n-----END PRIVATE KEY-----\n",
+}
+
+
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_no_place_of_a_recipe_leads_a_secret_into_its_run(secrets_path: Path, fails: bool) -> None:
+    """Each place has a secret of its own: in a run's files, what it printed and its trackers' files none may stand."""
+    pytest.importorskip("tensorboard", reason="needs tensorboard, which the extra `dev` brings")
+    texts = {key: f"http://bob:{CANARY.format(key)}@h" for key in TEXT_KEYS}
+    inside = {name: shape.format(f"0canary0{name}0") for name, shape in SHAPES.items()}
+    keyed = {key: f"plain-{key}-canary" for key in ("pwd", "pass", "api_key_2", "aws_secret_access_key")}
+    secrets = [CANARY.format(key) for key in TEXT_KEYS] + [f"0canary0{name}0" for name in SHAPES] + list(keyed.values())
+    policy = launching.build_policy(secrets_path / "policy")
+    settings = {**inside, **keyed, f"http://bob:{CANARY.format('key')}@h": 1}
+    config = secret_recipe(
+        secrets_path,
+        policy,
+        kwargs={"settings": settings, "base_url": inside["slash"], "fails": fails},
+        chat_template_kwargs={**inside, **keyed},
+        report_to="tensorboard",
+        **texts,
+    )
+    given = [
+        "--config",
+        str(config),
+        "--rewards.0.kwargs.settings.pwd",
+        keyed["pwd"],
+        f"--run_name={texts['run_name']}",
+    ]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        assert train.main(given) == (1 if fails else 0), printed.getvalue()
+    run = secrets_path / "run"
+    if fails:
+        assert (run / "fault-rank0.json").is_file()
+    else:
+        assert run_command(f"grpo-recipes report {run}")[0] in (0, 2)
+        assert len(list(run.rglob("training_args.bin"))) == 2
+        assert list(run.rglob("events.out.tfevents.*"))
+        again = [*given, "--resume_from_checkpoint", "true", "--max_steps", "2"]
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            assert train.main(again) == 0, printed.getvalue()
+    everything = [*secrets, CANARY.format("key"), *SECRETS.values()]
+    assert canaries(run, everything) == []
+    assert [secret for secret in everything if secret in printed.getvalue()] == []
+
+
+def test_saved_arguments_are_those_of_trl_with_placeholders(tiny_model: Path, tmp_path: Path) -> None:
+    """A script that uses our trainer with arguments of its own: they keep their values, and their file holds none."""
+    url = "http://bob:pa/ss@h:8000"
+    args = GRPOConfig(
+        str(tmp_path / "run"),
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        hub_token="canary-of-the-hub",
+        vllm_server_base_url=url,
+        per_device_train_batch_size=2,
+        num_generations=2,
+    )
+    rows = Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
+    trainer = GRPOTrainer(str(tiny_model), lambda completions, **columns: [0.0] * len(completions), args, rows)
+    assert trainer.args is args
+    assert isinstance(args, GRPOConfig)
+    assert (args.vllm_server_base_url, args.hub_token) == (url, "canary-of-the-hub")
+    trainer.save_model()
+    file = tmp_path / "run" / "training_args.bin"
+    saved = torch.load(file, weights_only=False)
+    assert type(saved) is GRPOConfig
+    assert (saved.vllm_server_base_url, saved.hub_token) == (f"http://{HIDDEN}@h:8000", HIDDEN)
+    other = {"hub_token", "vllm_server_base_url"}
+    assert {k: v for k, v in vars(saved).items() if k not in other}.keys() == vars(args).keys() - other
+    for name in set(GRPOConfig.__dataclass_fields__) - other:
+        assert getattr(saved, name) == getattr(args, name), name
+    for shown in (args.to_dict(), args.to_sanitized_dict(), json.loads(args.to_json_string())):
+        assert "canary" not in repr(shown)
+        assert "pa/ss" not in repr(shown)
+    assert canaries(tmp_path / "run", ["pa/ss", "canary"]) == []
+
+
+def test_the_configuration_of_deepspeed_is_saved_without_secrets() -> None:
+    config = {
+        "train_batch_size": 1,
+        "comet": {"enabled": True, "api_key": "canary-of-comet"},
+        "zero_optimization": {"stage": 2},
+    }
+    kept = HfTrainerDeepSpeedConfig(config)
+    hidden = without_secrets({"hf_deepspeed_config": kept, "deepspeed": config, "pair": ("a", 1)})
+    assert kept.config["comet"]["api_key"] == "canary-of-comet"
+    assert hidden["hf_deepspeed_config"].config["comet"]["api_key"] == hidden["deepspeed"]["comet"]["api_key"] == HIDDEN
+    assert type(hidden["hf_deepspeed_config"]) is HfTrainerDeepSpeedConfig
+    assert hidden["pair"] == ("a", 1)
+    harmless = {"deepspeed": {"zero_optimization": {"stage": 2}}}
+    assert without_secrets(harmless) is harmless
+
+
+def test_the_working_directory_is_no_password(monkeypatch: pytest.MonkeyPatch, secrets_path: Path) -> None:
+    monkeypatch.setenv("PWD", "/a/folder")
+    monkeypatch.setenv("DB_PWD", "canary-of-a-database")
+    known = train.known_secrets(parse_recipe(["--config", str(secret_recipe(secrets_path, secrets_path))]))
+    assert "/a/folder" not in known
+    assert "canary-of-a-database" in known
 
 
 def test_a_resume_with_another_key_is_neither_refused_nor_told() -> None:

@@ -19,7 +19,7 @@ from grpo_recipes import __version__
 from grpo_recipes.runs import quiet
 from grpo_rewards.command_line import Parser
 from grpo_rewards.errors import UserError, did_you_mean
-from grpo_rewards.terminal import say, say_error, show, visible_messages
+from grpo_rewards.terminal import lasting_output, say, say_error, show, visible_messages
 
 DESCRIPTION = "GRPO training from a recipe: plan it, run it, measure its policy, judge the run."
 EPILOG = """`grpo-recipes COMMAND --help` says more, and `python -m grpo_recipes.train --help` what a recipe may say. On several
@@ -29,9 +29,19 @@ machines, start training with accelerate's own launcher on each:
 """
 
 
+# Commands that leave nothing but what they print: they have failed if that could not be written.
+PRINTS_ONLY = ("plan", "compare", "diagnose")
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line. Returns 0, 1 if `diagnose` found something, or 2 if what was asked can't be done."""
     arguments = sys.argv[1:] if args is None else list(args)
+    with lasting_output() as output:
+        code = _main(arguments)
+    return 2 if output.error is not None and _command(arguments) in PRINTS_ONLY else code
+
+
+def _main(arguments: list[str]) -> int:
     if "" not in sys.path:
         sys.path.insert(0, "")  # a reward of the user's own is found from here, as with `python -m`
     parser = Parser(
@@ -44,7 +54,7 @@ def main(args: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for add in (_add_init, _add_plan, _add_train, _add_evaluate, _add_compare, _add_diagnose, _add_report, _add_merge):
         add(commands)
-    asked = next((word for word in arguments if not word.startswith("-")), None)
+    asked = _command(arguments)
     if asked is not None and asked not in commands.choices:
         otherwise = f": choose {_either(commands.choices)}"
         parser.error(f"there is no command `{asked}`{did_you_mean(asked, commands.choices, otherwise=otherwise)}")
@@ -81,6 +91,10 @@ def _run(options: argparse.Namespace, rest: Sequence[str], known: Sequence[str])
             return merge_adapter(options.run, options.output)
         case _:
             return diagnose_run(options.run, as_json=options.json)
+
+
+def _command(arguments: Sequence[str]) -> str | None:
+    return next((word for word in arguments if not word.startswith("-")), None)
 
 
 def _either(names: Iterable[str]) -> str:

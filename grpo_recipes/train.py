@@ -71,7 +71,7 @@ from grpo_recipes.training.trainer import logger as efficiency
 from grpo_rewards.errors import UserError
 from grpo_rewards.redaction import redacted, scrubbed, secret_values
 from grpo_rewards.registry import leaves
-from grpo_rewards.terminal import say, say_error, visible_messages
+from grpo_rewards.terminal import lasting_output, say, say_error, visible_messages
 
 # How long the other ranks wait before they print an error: usually all ranks have the same one, and the launcher ends every
 # rank once one has failed, so the first rank must get to print it.
@@ -128,12 +128,17 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns 0, 2 if the recipe can't run as written, 1 if the run failed, or 130 if Ctrl-C stopped it; then the sentence that
     matters is printed last.
     """
-    arguments = sys.argv[1:] if args is None else args
+    with lasting_output():
+        return _main(sys.argv[1:] if args is None else args)
+
+
+def _main(arguments: Sequence[str]) -> int:
     if {"-h", "--help", "--version"} & set(arguments):
         say(f"grpo-recipes {__version__}" if "--version" in arguments else help_text())
         return 0
     logging.basicConfig(format="%(message)s")
     logging.getLogger("grpo_recipes").setLevel(logging.INFO)
+    recipe: Recipe | None = None
     prepared: Prepared | None = None
     try:
         recipe = parse_recipe(arguments)
@@ -142,7 +147,7 @@ def main(args: Sequence[str] | None = None) -> int:
             with only_run(prepared) as prepared:
                 return run(prepared)
     except UserError as error:
-        return _refuse(str(error))
+        return _refuse(scrubbed(str(error), known_secrets(recipe) if recipe is not None else ()))
     except KeyboardInterrupt:
         return _stopped_at_once(prepared)
     except Exception as error:  # whatever it is, the user gets a sentence, and every rank the same one

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,6 +41,8 @@ LOCK_SECONDS = 30.0
 
 # If a run fails and its disk has less room than this, the full disk is taken for the cause.
 FULL_BYTES = 1 << 20
+# Free entries (inodes). A save makes about 20 files, and those of a failed save may have been removed again.
+FULL_ENTRIES = 32
 
 # torch's backends raise RuntimeErrors for a lost rank; a server or tracker that went away raises an OSError.
 LOST_CONTACT = re.compile(r"closed by peer|reset by peer|broken pipe|\b(gloo|nccl)\b", re.IGNORECASE)
@@ -108,13 +109,21 @@ def report(
         say(trace, to_stderr=True)
         found = scrubbed(sentence(error, rank, checkpoint, curable=curable), secrets)
         with suppress(OSError):
-            if shutil.disk_usage(folder).free < FULL_BYTES:  # torch and safetensors only report a failed write
+            if is_full(folder):  # torch and safetensors only report a failed write
                 found += f"; the disk of {folder} is full: make room first"
         with suppress(OSError):
             _leave(found, trace.splitlines(keepends=True), error, folder, rank)
     with suppress(OSError):
         _tell_launcher(found)
     say_last(f"error: {found}", 1)
+
+
+def is_full(folder: Path) -> bool:
+    """Return True if the disk of `folder` has no room for another file, be it bytes or entries (inodes) that are used up."""
+    disk = os.statvfs(folder)
+    # Of a file system without a fixed number of entries, such as btrfs, that number is 0.
+    has_no_entries = disk.f_files > 0 and disk.f_favail < FULL_ENTRIES
+    return disk.f_bavail * disk.f_frsize < FULL_BYTES or has_no_entries
 
 
 def is_curable(error: Exception, *, began: bool) -> bool:

@@ -23,7 +23,7 @@ from grpo_rewards.completions import completion_text, listed_scores
 from grpo_rewards.correctness import GSM8KCorrectness
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards, leaves, registered_names, resolve
-from grpo_rewards.terminal import Cell, Part, Table, say, say_error, show, visible, visible_messages
+from grpo_rewards.terminal import Cell, Part, Table, lasting_output, say, say_error, show, visible, visible_messages
 from grpo_rewards.writing import replacing
 
 Rows = list[tuple[int, dict[str, Any]]]  # line (or row) number from 1, and the row
@@ -40,16 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `grpo-rewards` and return its exit code: 0 done, 1 some rows could not be used, 2 bad usage."""
     if "" not in sys.path:
         sys.path.insert(0, "")  # a reward of the user's own is found from here, as with `python -m`
-    options = _options(sys.argv[1:] if arguments is None else list(arguments))
-    try:
-        with visible_messages():
-            return options.run(options)
-    except UserError as error:
-        say_error(error)
-        return 2
-    except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    with lasting_output() as output:
+        options = _options(sys.argv[1:] if arguments is None else list(arguments))
+        try:
+            with visible_messages():
+                code = options.run(options)
+        except UserError as error:
+            say_error(error)
+            return 2
+    return code if output.error is None else 2
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

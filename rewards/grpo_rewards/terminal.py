@@ -15,7 +15,7 @@ import sys
 import unicodedata
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -176,6 +176,62 @@ def visible_messages() -> Iterator[None]:
     finally:
         logging.setLogRecordFactory(make_record)
         warnings.showwarning = show
+
+
+class Outlet:
+    """A standard stream that outlasts its reader and its disk: from the first failure on, its text is dropped."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.error: OSError | None = None
+        """The failure, unless the reader of a pipe has simply read enough, as `head` does."""
+
+    def write(self, text: str) -> int:
+        """Write text, or drop it."""
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._give_up(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered, or drop it."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _give_up(self, error: OSError) -> None:
+        with suppress(OSError, ValueError):  # without a descriptor there is nothing to replace
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())  # what is buffered goes there too, when the interpreter ends
+            os.close(nowhere)
+        if isinstance(error, BrokenPipeError) or self.error is not None:
+            return
+        self.error = error
+        if sys.stdout is self:
+            say_error(f"standard output can't be written ({error.strerror}): what follows is not shown", "warning")
+
+
+@contextmanager
+def lasting_output() -> Iterator[Outlet]:
+    """Inside this block a closed pipe or a full disk behind standard output or standard error raises nothing.
+
+    A command whose output nobody reads any more ends as it would have; one whose output can't be written says so once, on
+    standard error. Yields standard output, whose `error` tells the caller.
+    """
+    before = sys.stdout, sys.stderr
+    output, errors = Outlet(sys.stdout or io.StringIO()), Outlet(sys.stderr or io.StringIO())
+    sys.stdout, sys.stderr = output, errors
+    try:
+        yield output
+    finally:
+        output.flush()
+        errors.flush()
+        sys.stdout, sys.stderr = before
 
 
 def _escaped(character: str) -> str:

@@ -1,7 +1,12 @@
 """The command lines as typed: help, `grpo-recipes plan`, and what is said to a word that is not known."""
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -10,6 +15,9 @@ from grpo_recipes.cli import main
 from grpo_recipes.recipe.recipe import DEFAULTS, OUR_KEYS
 from grpo_rewards import cli as rewards_cli
 from grpo_rewards.errors import did_you_mean
+from tests.grpo_recipes import launching
+from tests.grpo_recipes.synthetic import write_run
+from tests.grpo_rewards.test_terminal import FullDisk
 
 
 def test_plan_prints_the_geometry_and_the_epoch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,3 +162,79 @@ def test_the_nearest_name(word: str, known: list[str], nearest: str | None) -> N
 def test_a_name_that_ends_like_an_option_is_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "xxjson"]) == 2
     assert "xxjson: there is no such file" in capsys.readouterr().err
+
+
+# Where the output goes
+
+
+@pytest.fixture
+def closed_pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]:
+    """Standard output as a pipe whose reader has gone, as under `| head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        yield stream
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("plan quickstart", 0), ("plan quickstart --json", 0), ("plan quickstart --resolved", 0), ("plan", 0),
+        ("diagnose {run}", 0), ("report {run}", 0), ("compare {run}/a {run}/b", 2), ("init {rows}", 0),
+        ("merge {run} --output {run}/merged", 2), ("evaluate {run}/none", 2), ("train {rows}", 2), ("--help", 0),
+        ("train --help", 0),
+    ],
+)  # fmt: skip
+def test_a_reader_that_has_read_enough_is_no_error(
+    closed_pipe: TextIO, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str, code: int
+) -> None:
+    run, rows = write_run(tmp_path / "run"), launching.write_rows(tmp_path / "rows.jsonl", 8)
+    arguments = words.format(run=run, rows=rows).split()
+    if arguments[0] == "init":
+        arguments += ["--output", str(tmp_path / "mine.yaml")]
+    try:
+        found = main(arguments)
+    except SystemExit as leaving:
+        found = leaving.code
+    said = capsys.readouterr().err
+    assert found == code, said
+    assert [line for line in said.splitlines() if not line.startswith("error: ")] == []
+    assert said.count("error: ") == (1 if code else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["grpo_recipes.cli", "grpo_recipes.train", "grpo_recipes.quickstart"])
+def test_the_interpreter_adds_nothing_to_a_closed_pipe(module: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", module, "--help"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert done.returncode == 0
+    assert "BrokenPipe" not in done.stderr
+
+
+@pytest.mark.parametrize("word", ["plan", "diagnose"])
+def test_a_command_whose_output_is_lost_has_failed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, word: str
+) -> None:
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    assert main([word, "quickstart" if word == "plan" else str(write_run(tmp_path / "run"))]) == 2
+    assert "standard output can't be written (No space left on device)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_log_on_a_full_disk_does_not_stop_a_training(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, both: bool
+) -> None:
+    """transformers prints each entry of the log itself where there is no bar."""
+    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
+    changes = {"max_steps": 1, "disable_tqdm": True, "report_to": "none"}
+    config = launching.write_recipe(tmp_path / "mine.yaml", policy, rows, tmp_path / "run", **changes)
+    for name in ("stdout", "stderr") if both else ("stdout",):
+        monkeypatch.setattr(sys, name, FullDisk())
+    assert train.main(["--config", str(config)]) == 0
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    if not both:
+        assert capsys.readouterr().err.count("standard output can't be written") == 1

@@ -1,13 +1,16 @@
 """Text and tables as a terminal, a narrow one, and a file get them."""
 
+import errno
+import io
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from grpo_rewards import terminal
-from grpo_rewards.terminal import Cell, Labelled, Table, rendered, show
+from grpo_rewards import cli, terminal
+from grpo_rewards.terminal import Cell, Labelled, Table, lasting_output, rendered, say, show
 
 TABLE = Table([["strict", 0.5, "right by the answer tag and in full pay of another reward"], ["x", 12.25, Cell("no", "bad")]],
               ("what", "share", "asks"), frozenset({1}))  # fmt: skip
@@ -73,3 +76,57 @@ def test_a_reward_is_imported_without_rich() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
     assert done.stdout.strip() == "False", done.stderr
     assert terminal.WIDTH == 100
+
+
+class FullDisk(io.StringIO):
+    """A file on a full disk."""
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_told_of_once_on_the_other_stream(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    with lasting_output() as output:
+        say("one")
+        print("two", flush=True)
+        assert output.error is not None
+    sentence = "warning: standard output can't be written (No space left on device): what follows is not shown\n"
+    assert capsys.readouterr().err == sentence
+    assert type(sys.stdout) is FullDisk
+
+
+def test_nothing_is_raised_where_neither_stream_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, FullDisk())
+    with lasting_output():
+        say("one")
+        say("two", to_stderr=True)
+    for name in ("stdout", "stderr"):  # closed, as by `>&-`
+        monkeypatch.setattr(sys, name, None)
+    with lasting_output():
+        say("one")
+
+
+def test_a_command_whose_output_is_lost_has_failed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    assert cli.main(["list"]) == 2
+    assert "can't be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["list", "--help", "--version", "score {rows} --reward tag_count", "check {rows}"])
+def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path, verb: str) -> None:
+    """As under `| head`: the pipe is closed before the command has printed; the interpreter's own last flush counts too."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"completion": "7", "answer": "7"}\n')
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-c", "import sys; from grpo_rewards.cli import main; sys.exit(main())"]
+    words = verb.format(rows=rows).split()
+    done = subprocess.run([*command, *words], stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")

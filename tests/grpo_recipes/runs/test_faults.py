@@ -5,12 +5,12 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,7 +140,7 @@ def test_a_reward_that_raises_is_named(capsys: pytest.CaptureFixture[str], tmp_p
 def test_the_sentence_is_said_where_nothing_can_be_written(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/full")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{folder}/error.json")
     faults.report(OSError(28, "No space left on device"), Path(folder), None)
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: OSError: [Errno 28] No space left on device;")
 
@@ -160,15 +160,29 @@ def test_a_full_disk_leaves_no_half_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_full"),
+    [
+        ({"f_bavail": 1}, True),
+        ({"f_favail": 3}, True),  # no inodes
+        ({"f_files": 0, "f_favail": 0}, False),  # btrfs counts none
+        ({}, False),
+    ],
+)
 def test_a_full_disk_is_called_that(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, int],
+    is_full: bool,
 ) -> None:
     """torch's own words for it are "unexpected pos 64832 vs 64724"."""
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=4096))
+    disk = {"f_bavail": 1 << 20, "f_frsize": 4096, "f_files": 10_000, "f_favail": 9_000, **changes}
+    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(**disk))
     faults.report(RuntimeError("unexpected pos 64832 vs 64724"), tmp_path, tmp_path / "checkpoint-5")
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.endswith(f"goes on from checkpoint-5; the disk of {tmp_path} is full: make room first")
+    hint = f"; the disk of {tmp_path} is full: make room first" if is_full else ""
+    assert last.endswith(f"goes on from checkpoint-5{hint}")
 
 
 @pytest.mark.parametrize(

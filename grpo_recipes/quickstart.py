@@ -23,6 +23,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_recipes.runs.interrupts import INTERRUPTED, leave_on_interrupt, raise_on_interrupt
+
+if __name__ == "__main__":  # before the imports that take seconds
+    leave_on_interrupt()
+
 from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
@@ -33,9 +38,9 @@ from grpo_recipes.recipe.data import load
 from grpo_recipes.recipe.presets import final_answer
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe, shipped
 from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_recipes.runs import quiet
+from grpo_recipes.runs import faults, quiet
 from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATIONS, write_atomically
-from grpo_rewards.terminal import say
+from grpo_rewards.terminal import lasting_output, say
 
 HELD_OUT_PROBLEMS = 400
 EVALUATION_BATCH_SIZE = 200
@@ -72,8 +77,17 @@ class WarmStart:
 
 @quiet.libraries()
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the quickstart. Returns 0, or what training returned if it could not run."""
-    options = _parse_arguments(args)
+    """Run the quickstart. Returns 0, what training returned if it could not run, or 130 after Ctrl-C."""
+    with lasting_output():
+        try:
+            return _main(_parse_arguments(args))
+        except KeyboardInterrupt as interrupted:
+            # Training and evaluation answer Ctrl-C themselves, so that it came before or between them.
+            say(str(interrupted) or "stopped by Ctrl-C: the same command starts again", to_stderr=True)
+            return INTERRUPTED
+
+
+def _main(options: argparse.Namespace) -> int:
     started = time.monotonic()
     output_dir: Path = options.output_dir
     settings = WarmStart(seed=options.seed)
@@ -121,7 +135,7 @@ def next_commands(run_dir: Path) -> list[str]:
 def warm_start(settings: WarmStart, prompts: DatasetSpec, folder: Path) -> None:
     """Leave a policy taught by `settings` in a folder, unless it holds one already.
 
-    The record that makes a policy reusable is written last, so that an interrupted warm start is made again.
+    The policy is built under another name, so that an interrupted warm start leaves the folder as it was.
     """
     conversations = demonstrations(settings, prompts)
     digest = hashlib.sha256(json.dumps(conversations).encode()).hexdigest()
@@ -130,15 +144,30 @@ def warm_start(settings: WarmStart, prompts: DatasetSpec, folder: Path) -> None:
     if record_file.is_file() and record_file.read_text(encoding="utf-8") == record:
         say(f"{folder} was made by the same settings: using it again")
         return
-    record_file.unlink(missing_ok=True)
     set_seed(settings.seed)
     tokenizer = build_tokenizer(conversations, settings.vocab_size)
     policy = build_policy(tokenizer, settings)
     say(f"a Qwen2 of {policy.num_parameters():,} parameters, {len(tokenizer)} tokens")
-    fine_tune(policy, tokenizer, conversations, settings, folder)
-    policy.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    write_atomically(record_file, record)
+    with _replaced_folder(folder) as unfinished:
+        fine_tune(policy, tokenizer, conversations, settings, unfinished)
+        policy.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        write_atomically(unfinished / record_file.name, record)
+
+
+@contextmanager
+def _replaced_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that takes the place of `folder` if the block succeeds, and is removed if it fails."""
+    unfinished = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a launch that was killed
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def demonstrations(settings: WarmStart, prompts: DatasetSpec) -> list[dict[str, list[dict[str, str]]]]:
@@ -225,7 +254,11 @@ def fine_tune(
     trainer = SFTTrainer(policy, config, train_dataset=Dataset.from_list(conversations), processing_class=tokenizer)
     if had_bars:
         enable_progress_bars()
-    trainer.train()
+    try:
+        trainer.train()
+    except KeyboardInterrupt:
+        faults.close_progress_bars(trainer.callback_handler.callbacks)
+        raise KeyboardInterrupt("stopped by Ctrl-C in the warm start: the same command starts again") from None
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -297,4 +330,5 @@ def _parse_arguments(args: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    raise_on_interrupt()
     sys.exit(main())

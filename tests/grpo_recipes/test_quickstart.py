@@ -1,12 +1,14 @@
 """The quickstart's parts; `make quickstart` itself is the end-to-end test."""
 
 import json
+import os
 import shutil
+import signal
 from functools import partial
 
 import pandas as pd
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from grpo_recipes import cli, quickstart, train
 from grpo_recipes.quickstart import WarmStart, build_policy, build_tokenizer, demonstrations, warm_start
@@ -118,9 +120,41 @@ def test_an_interrupted_warm_start_is_made_again(monkeypatch, tmp_path):
     monkeypatch.setattr(quickstart, "fine_tune", interrupt)
     with pytest.raises(KeyboardInterrupt):
         warm_start(SMALL, PROMPTS, tmp_path / "policy")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "policy").mkdir()  # of an earlier version, interrupted half-way
+    (tmp_path / "policy" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / ".policy.part").mkdir()  # of a launch that was killed
+    (tmp_path / ".policy.part" / "checkpoint-1").write_bytes(b"half")
     monkeypatch.setattr(quickstart, "fine_tune", lambda *args: None)
     warm_start(SMALL, PROMPTS, tmp_path / "policy")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "policy").num_parameters() < 1_000_000
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+    assert not (tmp_path / "policy" / "checkpoint-1").exists()
+
+
+def test_ctrl_c_in_the_warm_start_is_one_sentence(monkeypatch, tmp_path, capsys):
+    """The signal arrives while TRL trains: no traceback, and nothing that the next start finds."""
+
+    class Interrupts(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = partial(quickstart.SFTTrainer, callbacks=[Interrupts()])
+    monkeypatch.setattr(quickstart, "SFTTrainer", trainer)
+    monkeypatch.setattr(quickstart, "WarmStart", partial(WarmStart, demonstrations=64))
+    assert quickstart.main(["--output_dir", str(tmp_path)]) == 130
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "stopped by Ctrl-C in the warm start: the same command starts again"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_between_the_phases_is_one_sentence(monkeypatch, tmp_path, capsys):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quickstart, "demonstrations", interrupt)
+    assert quickstart.main(["--output_dir", str(tmp_path)]) == 130
+    assert capsys.readouterr().err.startswith("stopped by Ctrl-C: ")
 
 
 BEFORE = {"accuracy": 0.25, "low": 0.2, "high": 0.3, "n": 400, "lenient": 0.75}

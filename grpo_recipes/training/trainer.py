@@ -19,6 +19,7 @@ from grpo_recipes.decoding.stop_strings import StopStrings
 from grpo_recipes.recipe.generation import check as check_generation
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.specs import GenerationMode, KLEstimator, MicroBatching, ReferenceSpec, SamplingSpec, typed
+from grpo_recipes.runs import quiet
 from grpo_recipes.runs.restart import EpochSampler, TellEpoch
 from grpo_recipes.runs.saving import CompleteCheckpoints
 from grpo_recipes.training import micro_batches as microbatch
@@ -266,7 +267,8 @@ class GRPOTrainer(TRLGRPOTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **kwargs: Any) -> Any:
         """TRL's training, resumed only from a checkpoint that is whole; of True, from the newest such one."""
-        return super().train(self.checkpoints.resumption(resume_from_checkpoint), *rest, **kwargs)
+        with quiet.tied_weights(self.model):
+            return super().train(self.checkpoints.resumption(resume_from_checkpoint), *rest, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's log, and one line on the tokens that all generation batches since the last one took.

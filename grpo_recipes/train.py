@@ -256,7 +256,10 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
 
 
 def leave_token_to_environment(training_args: GRPOConfig) -> GRPOConfig:
-    """Move `hub_token` into this process's HF_TOKEN, where the hub's client looks: each save pickles the arguments whole."""
+    """Move `hub_token` into this process's HF_TOKEN, where the hub's client looks.
+
+    TRL makes the repository of `log_completions_hub_repo` without passing a token on.
+    """
     if training_args.hub_token:
         os.environ["HF_TOKEN"], training_args.hub_token = training_args.hub_token, None
         _say("  note            `hub_token` is kept in this process's HF_TOKEN: no file of the run holds it")

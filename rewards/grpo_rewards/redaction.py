@@ -139,7 +139,7 @@ def _names_secret(words: Sequence[str], *, is_number: bool) -> bool:
         return before not in _PASSES and not is_number
     singular = last.removesuffix("s")
     if singular == "token":
-        return before not in _TEXT_TOKENS and not is_number
+        return before not in _TEXT_TOKENS and words[0] not in ("max", "min", "num") and not is_number
     return singular in _SECRETS
 
 

@@ -27,7 +27,7 @@ from typing import Any, get_args
 from grpo_rewards.completions import Kind, LogColumn, NamedReward, check_rows, prompt_groups
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.format_tags import checked_number
-from grpo_rewards.redaction import redacted
+from grpo_rewards.redaction import redacted, scrubbed, secret_values
 
 ENTRY_POINT_GROUP = "grpo_rewards.rewards"
 
@@ -530,11 +530,12 @@ def _check_keys(name: str, spec: Mapping[str, Any]) -> None:
             raise RewardSpecError(f"reward `{name}`: unknown key `{key}`{hint}")
 
 
-def _checked(name: str, check: Callable[..., Any], *args: Any) -> Any:
+def _checked(name: str, check: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
+    """Return what `check` returns. Raise its error as one of the reward `name`, without the secrets in `kwargs`."""
     try:
         return check(*args)
     except Exception as error:  # a constructor of the user's own may fail in any way
-        raise RewardSpecError(f"reward `{name}`: {_said(error)}") from error
+        raise RewardSpecError(f"reward `{name}`: {scrubbed(_said(error), secret_values(kwargs))}") from error
 
 
 def _build_sum(spec: Mapping[str, Any], building: _Building) -> SumReward:
@@ -596,7 +597,7 @@ def _instantiate(name: str, kwargs: Any, building: _Building) -> Reward:
         for key in getattr(target, "reward_fields", ()):
             if isinstance(arguments.get(key), (str, Mapping)):  # a reward of its own, built as the others are
                 arguments[key] = build_rewards([arguments[key]], **vars(building))[0].function
-        reward = _checked(name, lambda: replace(target, **arguments) if ready else target(**arguments))
+        reward = _checked(name, lambda: replace(target, **arguments) if ready else target(**arguments), kwargs=kwargs)
     else:
         reward = target if num_generations is None else _with_group_size(target, num_generations)
     if not callable(reward):

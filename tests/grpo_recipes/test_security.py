@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import inspect
 import io
 import json
 import os
@@ -28,12 +29,22 @@ from trl import GRPOConfig
 
 from grpo_recipes import GRPOTrainer, cli, train
 from grpo_recipes.recipe.checks import Machine, check
-from grpo_recipes.recipe.recipe import parse_recipe
+from grpo_recipes.recipe.recipe import OUR_KEYS, find_file, parse_recipe, resolved, shipped_names
+from grpo_recipes.recipe.specs import DatasetSpec, MicroBatching, ReferenceSpec, SamplingSpec
 from grpo_recipes.results.model_card import write_model_card
 from grpo_recipes.runs.record import add_launch, describe_launch
 from grpo_recipes.training.hidden_arguments import without_secrets
 from grpo_rewards import cli as rewards_cli
-from grpo_rewards.redaction import HIDDEN, is_secret, redacted, redacted_arguments, scrubbed, secret_values
+from grpo_rewards.redaction import (
+    HIDDEN,
+    hidden_places,
+    is_secret,
+    redacted,
+    redacted_arguments,
+    scrubbed,
+    secret_values,
+)
+from grpo_rewards.registry import REGISTERED, resolve
 from grpo_rewards.terminal import visible, visible_lines
 from tests.grpo_recipes import launching
 from tests.grpo_recipes.synthetic import healthy_completions, ramp, write_run
@@ -345,6 +356,43 @@ def test_the_configuration_of_deepspeed_is_saved_without_secrets() -> None:
     assert hidden["pair"] == ("a", 1)
     harmless = {"deepspeed": {"zero_optimization": {"stage": 2}}}
     assert without_secrets(harmless) is harmless
+
+
+@pytest.mark.parametrize("line", ["train --config {config}", "grpo-recipes plan {config} --build"])
+def test_an_error_of_a_constructor_quotes_no_secret(secrets_path: Path, line: str) -> None:
+    (secrets_path / "strict_keys.py").write_text(
+        "class Strict:\n"
+        "    def __init__(self, api_key, base_url):\n"
+        "        raise ValueError(f'{api_key!r} is no key of {base_url}')\n"
+        "    def __call__(self, prompts, completions, **columns): return []\n"
+    )
+    kwargs = {"api_key": SECRETS["api_key"], "base_url": f"https://{SECRETS['url']}@host"}
+    rewards = [{"name": "strict_keys.Strict", "kwargs": kwargs}]
+    config = secret_recipe(secrets_path, launching.build_policy(secrets_path / "policy"), rewards=rewards)
+    code, said = run_command(line.format(config=config))
+    assert (code, said.count(HIDDEN)) == (2, 2), said
+    assert "is no key of https://" in said
+    assert [secret for secret in SECRETS.values() if secret in said] == []
+
+
+@pytest.mark.parametrize("name", shipped_names("recipes"))
+def test_a_shipped_recipe_holds_nothing_that_looks_like_a_secret(name: str) -> None:
+    recipe = resolved(parse_recipe(["--config", name]).as_dict())
+    assert list(hidden_places(redacted(recipe))) == []
+    text = find_file("recipes", name).read_text()
+    assert redacted(text) == text
+
+
+def test_no_key_of_ours_is_hidden() -> None:
+    specs = [DatasetSpec, MicroBatching, ReferenceSpec, SamplingSpec]
+    nested = [field for spec in specs for field in getattr(spec, "__dataclass_fields__", ())]
+    assert len(nested) > 20
+    assert [key for key in [*OUR_KEYS, *nested, *spec_keys()] if is_secret(key, "x")] == []
+
+
+def spec_keys() -> list[str]:
+    """The arguments of every reward of ours: only a key's environment variable is named there."""
+    return [name for reward in REGISTERED for name in inspect.signature(resolve(reward)).parameters]
 
 
 def test_the_working_directory_is_no_password(monkeypatch: pytest.MonkeyPatch, secrets_path: Path) -> None:

@@ -58,8 +58,9 @@ from grpo_recipes.runs import checkpoints, faults, quiet, restart
 from grpo_recipes.runs.files import RECORD
 from grpo_recipes.runs.last_sentence import say_last
 from grpo_recipes.runs.live import LiveLine, LiveLog
-from grpo_recipes.runs.lock import only_launch
+from grpo_recipes.runs.lock import FolderLost, Held, only_launch
 from grpo_recipes.runs.record import add_launch, data_order, describe_launch, read_record
+from grpo_recipes.runs.saving import check_held
 from grpo_recipes.training import updates
 from grpo_recipes.training.adamw_bf16 import adamw_bf16
 from grpo_recipes.training.offline import RecordedRollout
@@ -150,6 +151,8 @@ def _main(arguments: Sequence[str]) -> int:
         return _refuse(scrubbed(str(error), known_secrets(recipe) if recipe is not None else ()))
     except KeyboardInterrupt:
         return _stopped_at_once(prepared)
+    except FolderLost as error:
+        return faults.end(str(error))  # not a file more in a folder that belongs to another launch
     except Exception as error:  # whatever it is, the user gets a sentence, and every rank the same one
         if prepared is None:  # nothing has begun: an error of our own
             raise
@@ -187,6 +190,8 @@ class Prepared:
     point: checks.ResumePoint
     """Where a resumed run may go on; once `confirm_checkpoint` has read them, where it does."""
     interruption: restart.StopOnSignal
+    held: Held | None = None
+    """The run's folder, once this launch holds it."""
     steps_before: int = 0
     """The optimiser steps that the checkpoint has behind it: read at once, since the run may rotate the checkpoint away."""
 
@@ -269,10 +274,18 @@ def leave_token_to_environment(training_args: GRPOConfig) -> GRPOConfig:
 @contextmanager
 def only_run(prepared: Prepared) -> Iterator[Prepared]:
     """Hold the run's folder alone; yields what was prepared, its checkpoint confirmed, and the reward models loaded."""
-    with prepared.recipe.naming_this_file(), only_launch(prepared.recipe.output_dir):
-        prepared = confirm_checkpoint(prepared)
+    with prepared.recipe.naming_this_file(), only_launch(prepared.recipe.output_dir) as held:
+        prepared = confirm_checkpoint(replace(prepared, held=held))
         load_reward_models(prepared.recipe, prepared.checked)
-        yield prepared
+        try:
+            yield prepared
+        except (UserError, FolderLost):
+            raise
+        except Exception as error:
+            # An error of a library that could not write there does not name the reason.
+            if loss := held.loss():
+                raise FolderLost(f"{loss.reason}; this launch failed ({type(error).__name__}): {loss.fix}") from error
+            raise
 
 
 def confirm_checkpoint(prepared: Prepared) -> Prepared:
@@ -462,6 +475,7 @@ def run(prepared: Prepared) -> int:
     After SIGTERM or Ctrl-C it leaves a checkpoint instead and says so. Returns 0, or 130 after Ctrl-C.
     """
     recipe, training_args = prepared.recipe, prepared.training_args
+    check_folder(prepared)  # to confirm a checkpoint, and to load reward models, may have taken minutes
     if recipe.resumes:
         if training_args.should_save:  # of each node, where each has a disk of its own
             checkpoints.set_aside(prepared.point.rejected)
@@ -469,6 +483,7 @@ def run(prepared: Prepared) -> int:
     faults.forget(recipe.output_dir)
     trainer = build_trainer(prepared)
     describe_run(prepared, trainer)
+    check_folder(prepared)
     if trainer.accelerator.is_main_process:
         add_launch(recipe.output_dir, launch_entry(prepared))
     started = time.monotonic()
@@ -477,13 +492,22 @@ def run(prepared: Prepared) -> int:
         return _stopped(prepared, trainer)
     if not prepared.is_over and trainer.state.global_step == prepared.steps_before:
         raise faults.NothingTrained(f"no optimiser step was taken, of {prepared.steps}: the model is as it was")
+    trainer.checkpoints.check_folder()
     # As TRL's own call: ours pushes to the hub later, in `finish`.
     trainer.save_model(training_args.output_dir, _internal_call=True)
+    trainer.checkpoints.check_folder()
     try:
         finish(prepared, trainer, time.monotonic() - started)
     except KeyboardInterrupt:
         return _interrupted(f"the run is finished, and its model is in {recipe.output_dir}")
     return 0
+
+
+def check_folder(prepared: Prepared) -> None:
+    """Raise `FolderLost` on every rank if this launch lost the run's folder before its first step. Collective."""
+    if prepared.held is not None:
+        saved = prepared.checkpoint.name if prepared.checkpoint else None
+        check_held(prepared.held, "before its first step", saved)
 
 
 def describe_run(prepared: Prepared, trainer: GRPOTrainer) -> None:
@@ -558,7 +582,7 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
         reference=recipe.reference,
         optimizer_cls_and_kwargs=adamw_bf16(training_args) if optimiser == ADAMW_BF16 else None,
     )
-    trainer.checkpoints.confirmed = prepared.checkpoint
+    trainer.checkpoints.confirmed, trainer.checkpoints.held = prepared.checkpoint, prepared.held
     if prepared.checkpoint is not None:
         trainer.add_callback(restart.ContinueSchedule())
     trainer.add_callback(prepared.interruption)

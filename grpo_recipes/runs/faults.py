@@ -113,9 +113,14 @@ def report(
                 found += f"; the disk of {folder} is full: make room first"
         with suppress(OSError):
             _leave(found, trace.splitlines(keepends=True), error, folder, rank)
+    end(found)
+
+
+def end(found: str) -> int:
+    """Print the sentence that a failed run ends with, and write nothing into its folder. Returns the exit code."""
     with suppress(OSError):
         _tell_launcher(found)
-    say_last(f"error: {found}", 1)
+    return say_last(f"error: {found}", 1)
 
 
 def is_full(folder: Path) -> bool:

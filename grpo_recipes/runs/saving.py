@@ -17,6 +17,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from grpo_recipes.runs.checkpoints import newest_confirmed, rejection, survey, unfit
 from grpo_recipes.runs.files import write_atomically
+from grpo_recipes.runs.lock import FolderLost, Held
 from grpo_recipes.runs.manifest import CheckpointDamaged, Manifest, gathered, read_manifest, write_manifest
 
 LOGGED = "logged.json"  # in each checkpoint: what is to be logged next
@@ -40,6 +41,9 @@ class CompleteCheckpoints(TrainerCallback):
         self.resumed_from: Path | None = None
         self.first_step = 0
         """The optimiser steps that this launch began after."""
+        self.held: Held | None = None
+        """The run's folder, which this launch must still hold before it writes there; None if the folder has no lock."""
+        self.last_saved: Path | None = None
 
     def resumption(self, asked: str | bool | None) -> str | bool | None:
         """The checkpoint to go on from: `asked`, or for True the newest one that its manifest confirms. Collective.
@@ -92,8 +96,24 @@ class CompleteCheckpoints(TrainerCallback):
         """Give the arguments back as they were."""
         args.save_total_limit, args.push_to_hub = self.limit, self.pushes
 
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Check the folder before transformers and TRL write a log, completions or a checkpoint."""
+        if control.should_log or control.should_evaluate or control.should_save:
+            self.check_folder()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Check the folder as after a step."""
+        self.on_step_end(args, state, control)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Check the folder again: an evaluation takes its time, and a save may follow it."""
+        self.check_folder()
+
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Complete the checkpoint; then push it, and remove older ones but the best."""
+        self.check_folder()
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         _write_logged(self.trainer, checkpoint / LOGGED)
         manifest = Manifest(state.global_step, args.world_size, args.save_only_model, {})
@@ -102,6 +122,16 @@ class CompleteCheckpoints(TrainerCallback):
             self.trainer._push_from_checkpoint(str(checkpoint))
         if args.should_save:
             rotate_checkpoints(args.output_dir, self.limit, state.best_model_checkpoint, use_mtime=True)
+        self.last_saved = checkpoint
+
+    def check_folder(self) -> None:
+        """Raise `FolderLost` on every rank if the launch no longer holds the run's folder. Collective.
+
+        Call it before anything is written there.
+        """
+        if self.held is not None:
+            last = self.last_saved or self.resumed_from
+            check_held(self.held, f"after step {self.trainer.state.global_step}", last.name if last else None)
 
     def _check_best(self, args: TrainingArguments, state: TrainerState) -> None:
         """Raise `CheckpointDamaged` if the best checkpoint, which `load_best_model_at_end` would end with, is not whole."""
@@ -123,6 +153,22 @@ class CompleteCheckpoints(TrainerCallback):
         for name in ("train_samples_per_second", "train_steps_per_second"):
             if name in logs:
                 logs[name] = round(logs[name] * (step - self.first_step) / max(step, 1), 3)
+
+
+def check_held(held: Held, when: str, last_saved: str | None) -> None:
+    """Raise `FolderLost` on every rank if the first one has lost the folder. Collective.
+
+    Args:
+        held: the folder, as each rank has it.
+        when: when this launch stops, for the message.
+        last_saved: the name of the newest checkpoint that is saved, or None.
+    """
+    loss = held.loss()
+    saved = f"{last_saved} is its last checkpoint" if last_saved else "it has no checkpoint"
+    sentence = loss and f"{loss.reason}; this launch stops {when} and writes nothing more there, {saved}: {loss.fix}"
+    # Only the first rank holds the folder. All ranks must leave together, or the others would wait for it.
+    if found := next(filter(None, gathered(sentence)), None):
+        raise FolderLost(found)
 
 
 def _write_logged(trainer: Any, path: Path) -> None:

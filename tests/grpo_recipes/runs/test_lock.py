@@ -1,39 +1,69 @@
-"""Two launches into one folder: the second is refused; a lock that a killed launch left is taken over."""
+"""Two launches into one folder: the second is refused, a lock that is left behind is taken over, and the loser stops."""
 
-import json
 import os
+import platform
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
+from filelock import SoftFileLease
 
 from grpo_recipes import train
 from grpo_recipes.runs import lock
-from grpo_recipes.runs.lock import LOCK, Holder, RunLocked, only_launch
+from grpo_recipes.runs.lock import LOCK, RunLocked, only_launch
 from tests.grpo_recipes import launching
 
-ELSEWHERE = Holder("other-host", "another boot", 17, "12345")
+OTHER = "process 17 on other-host"
 
 
-def left_by(holder: Holder, folder: Path, seconds_ago: float = 0.0) -> Path:
-    """The lock that a process leaves when it is killed, or holds."""
+@pytest.fixture
+def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "LEASE_SECONDS", 0.4)
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(lock, "SWAP_SECONDS", 0.2)
+
+
+def marker(pid: int = 17, host: str = "other-host", start: int | None = None, token: str = "theirs") -> str:
+    """A lock as filelock writes it."""
+    lines = ["filelock/2", f"pid={pid}", f"host={host}", "mode=lease", f"token={token}"]
+    lines += [f"duration={lock.LEASE_SECONDS!r}"] + ([f"start={start}"] if start is not None else [])
+    return "".join(f"{line}\n" for line in lines)
+
+
+def left(folder: Path, content: str, seconds_ago: float = 0.0) -> Path:
+    """A lock with some content."""
     folder.mkdir(exist_ok=True)
     path = folder / LOCK
-    path.write_text(json.dumps(asdict(holder)))
+    path.write_text(content)
     then = time.time() - seconds_ago
     os.utime(path, (then, then))
     return path
 
 
+def take_over(folder: Path, content: str | None = None) -> None:
+    """Replace the holder in the lock, as a launch elsewhere does once the lease has expired."""
+    part = folder / "part"
+    part.write_text(marker() if content is None else content)
+    part.rename(folder / LOCK)
+
+
+def an_ended_process() -> int:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    return ended.pid
+
+
 def test_a_launch_holds_its_folder_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    with only_launch(tmp_path / "new"):
-        assert Holder.read(tmp_path / "new" / LOCK) == Holder.here()
+    with only_launch(tmp_path / "new") as held:
+        assert SoftFileLease(tmp_path / "new" / LOCK).pid == os.getpid()
+        assert held.loss() is None
         with (
             pytest.raises(RunLocked, match=rf"process {os.getpid()} on .*: wait for it or stop it$"),
             only_launch(tmp_path / "new"),
@@ -59,7 +89,7 @@ def test_a_second_launch_of_a_recipe_is_refused(tmp_path: Path, capsys: pytest.C
     assert not (tmp_path / "run" / LOCK).exists()
 
 
-def test_a_killed_launch_is_taken_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_launch_is_taken_over_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = (
         "import os, signal, pathlib, sys\n"
         "from grpo_recipes.runs.lock import only_launch\n"
@@ -68,120 +98,322 @@ def test_a_killed_launch_is_taken_over(tmp_path: Path, capsys: pytest.CaptureFix
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")])
     assert killed.returncode == -9
     # An interpreter that ends in the middle of the block does not wait for the thread that touches the lock.
-    left = code.partition("with ")[0] + "block = only_launch(pathlib.Path(sys.argv[1])); block.__enter__()\n"
-    subprocess.run([sys.executable, "-c", left, str(tmp_path / "left")], check=True, timeout=30)
+    leaves = code.partition("with ")[0] + "block = only_launch(pathlib.Path(sys.argv[1])); block.__enter__()\n"
+    subprocess.run([sys.executable, "-c", leaves, str(tmp_path / "left")], check=True, timeout=30)
     assert (tmp_path / "run" / LOCK).is_file()
+    assert not lock.is_held(tmp_path / "run")
     with only_launch(tmp_path / "run"):
-        assert "left by a launch that was killed (process " in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "left by a process that was killed (process " in said
+        assert "waiting" not in said
     # Another process has the number of the one that was killed.
-    left_by(replace(Holder.here(), began="1"), tmp_path / "run")
+    left(tmp_path / "run", marker(os.getpid(), lock._own_host(), start=1))
     with only_launch(tmp_path / "run"):
         assert "taken over" in capsys.readouterr().out
 
 
-def test_a_reader_goes_by_the_time_of_a_lock_of_another_machine(tmp_path: Path) -> None:
-    assert not lock.is_held(tmp_path / "run")
-    for content in (None, "{"):
-        for seconds_ago, is_held in ((0, True), (3600, False)):
-            path = left_by(ELSEWHERE, tmp_path / "run", seconds_ago)
-            if content is not None:
-                touched = path.stat().st_mtime
-                path.write_text(content)
-                os.utime(path, (touched, touched))
-            assert lock.is_held(tmp_path / "run") == is_held
-    left_by(Holder.here(), tmp_path / "run", seconds_ago=3600)
-    assert lock.is_held(tmp_path / "run"), "it runs here"
-    left_by(replace(Holder.here(), began="1"), tmp_path / "run")
-    assert not lock.is_held(tmp_path / "run")
-
-
-@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"pid": 3}'])
-def test_on_another_machine_a_lock_that_is_not_touched_is_taken_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: str | None
+def test_without_an_exchange_of_names_a_killed_launch_is_taken_over_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], short_lease: None
 ) -> None:
-    """As is one whose contents can't be read, which a full disk leaves."""
-    path = left_by(ELSEWHERE, tmp_path / "run", seconds_ago=3600)
-    if content is not None:
-        path.write_text(content)
-        os.utime(path, (1, 1))
-    with only_launch(tmp_path / "run"):
-        assert "waiting" not in capsys.readouterr().out
-    monkeypatch.setattr(lock, "STALE_SECONDS", 0.2)
-    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.02)
-    left_by(ELSEWHERE, tmp_path / "run")
+    """NFS has none, and filelock leaves a lock alone there."""
+    monkeypatch.setattr("filelock._soft.exchange_names", lambda source, target: False)
+    for host, waits in ((lock._own_host(), False), ("other-host", True)):
+        left(tmp_path / "run", marker(an_ended_process(), host))
+        with only_launch(tmp_path / "run") as held:
+            said = capsys.readouterr().out
+            assert ("waiting up to" in said) == waits
+            assert "and taken over" in said
+            assert held.loss() is None
+
+
+def test_a_lock_of_another_machine_is_taken_over_once_it_has_expired(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], short_lease: None
+) -> None:
+    left(tmp_path / "run", marker())
     with only_launch(tmp_path / "run"):
         said = capsys.readouterr().out
         assert "waiting up to" in said
-        assert "(process 17 on other-host), and taken over" in said
+        assert f"({OTHER}), and taken over" in said
 
 
-def test_on_another_machine_a_lock_that_is_touched_is_respected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(lock, "STALE_SECONDS", 30.0)
-    monkeypatch.setattr(lock, "_processes", lambda: "another boot")
-    with only_launch(tmp_path / "run"):  # touches the lock as long as it runs
-        monkeypatch.setattr(lock, "_processes", lambda: "this one")
+def test_a_lock_of_another_machine_that_is_touched_is_respected(tmp_path: Path, short_lease: None) -> None:
+    path, ended = left(tmp_path / "run", marker()), threading.Event()
+
+    def touch() -> None:
+        while not ended.wait(0.05):
+            os.utime(path)
+
+    toucher = threading.Thread(target=touch)
+    toucher.start()
+    try:
         with (
-            pytest.raises(RunLocked, match=r"if it does not run any more, remove .*_run\.lock"),
+            pytest.raises(RunLocked, match=rf"\({OTHER}\): .*if it does not run any more, remove .*_run\.lock"),
             only_launch(tmp_path / "run"),
         ):
             pass
+    finally:
+        ended.set()
+        toucher.join()
+    assert path.read_text() == marker()
 
 
-@pytest.mark.skipif(not Path("/proc/self/ns/pid").exists(), reason="reads /proc")
-def test_a_process_is_known_by_its_number_in_one_table_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another container on this machine, or this machine before it was started again, has another table."""
-    here = Holder.here()
-    assert here.processes
-    assert here.runs()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "readlink", lambda path: "pid:[17]")
-        container = Holder.here()
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_text", lambda *given, **more: "another boot")
-        patch.setattr(lock, "_began", lambda pid: here.began)
-        restarted = Holder.here()
-    assert len({one.processes for one in (here, container, restarted)}) == 3
-    uptime = float(Path("/proc/uptime").read_text().split()[0])
-    age = uptime - int(here.began) / os.sysconf("SC_CLK_TCK")
-    assert age == pytest.approx(time.time() - psutil.Process().create_time(), abs=5)
-    ended = os.fork()
-    if ended == 0:
-        os._exit(0)
-    os.waitpid(ended, 0)
-    with monkeypatch.context() as patch:
-        patch.setattr(lock, "_began", lambda pid: "")  # as where the system does not say
-        assert replace(here, began="").runs()
-        assert not replace(here, began="", pid=ended).runs()
-    assert Holder.here() == here
+DAMAGED = {
+    "empty": "",
+    "cut off": "filelock/2\npid=1",
+    "nested": "[" * 200_000,
+    "another format": '{"host": "h", "processes": "p", "pid": 17, "began": "1"}',
+    "no process": marker(pid=10**30),
+}
 
 
-@pytest.mark.parametrize("links", [True, False])
-def test_of_many_launches_one_gets_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
-    if not links:
+@pytest.mark.parametrize("what", [*DAMAGED, "pipe", "link", "sparse"])
+def test_a_damaged_lock_is_taken_over(tmp_path: Path, short_lease: None, what: str) -> None:
+    path = left(tmp_path / "run", DAMAGED.get(what, ""))
+    if what == "sparse":
+        os.truncate(path, 12 << 30)
+    elif what in ("pipe", "link"):
+        path.unlink()
+        os.mkfifo(path) if what == "pipe" else path.symlink_to(tmp_path / "elsewhere")
+    lock.is_held(tmp_path / "run")
+    with only_launch(tmp_path / "run") as held:
+        assert held.loss() is None
+    assert not os.path.lexists(path)
+    assert not (tmp_path / "elsewhere").exists()
 
-        def no_links(*given: object) -> None:
-            raise OSError(95, "Operation not supported")
 
-        monkeypatch.setattr(os, "link", no_links)
-    barrier = threading.Barrier(16)
+def test_a_lock_that_is_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run" / LOCK).mkdir(parents=True)
+    assert not lock.is_held(tmp_path / "run")
+    with pytest.raises(RunLocked, match=r"Is a directory.*remove .*_run\.lock$"), only_launch(tmp_path / "run"):
+        pass
 
-    def take(number: int) -> bool:
-        barrier.wait()
-        return lock._taken(tmp_path / LOCK, replace(ELSEWHERE, pid=number))
 
-    with ThreadPoolExecutor(16) as pool:
-        took = list(pool.map(take, range(16)))
-    assert sum(took) == 1
-    assert Holder.read(tmp_path / LOCK) == replace(ELSEWHERE, pid=took.index(True))
-    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+def test_a_lock_with_another_lease_is_respected(tmp_path: Path) -> None:
+    left(tmp_path / "run", marker().replace("duration=60.0", "duration=5.0"))
+    with pytest.raises(RunLocked, match=OTHER), only_launch(tmp_path / "run"):
+        pass
+
+
+def test_a_reader_goes_by_the_time_of_a_lock_of_another_machine(tmp_path: Path) -> None:
+    assert not lock.is_held(tmp_path / "run")
+    for content in (marker(), "{", marker(os.getpid(), lock._own_host())):
+        for seconds_ago, is_held in ((0, True), (3600, False)):
+            left(tmp_path / "run", content, seconds_ago)
+            assert lock.is_held(tmp_path / "run") == is_held
+
+
+def test_the_loser_of_a_takeover_knows_it_and_leaves_the_others_lock(tmp_path: Path, short_lease: None) -> None:
+    with only_launch(tmp_path / "run") as held:
+        take_over(tmp_path / "run")
+        loss = held.loss()
+        assert loss is not None
+        assert f"another launch ({OTHER}) has taken it over" in loss.reason
+        assert "`--resume_from_checkpoint true`" in loss.fix
+    assert (tmp_path / "run" / LOCK).read_text() == marker()
+
+
+def test_a_lock_that_was_removed_is_a_loss(tmp_path: Path, short_lease: None) -> None:
+    """The launch that took it over may have ended meanwhile."""
+    with only_launch(tmp_path / "run") as held:
+        (tmp_path / "run" / LOCK).unlink()
+        loss = held.loss()
+        assert loss is not None
+        assert "was removed, or another launch took it over and has ended" in loss.reason
+
+
+def test_a_lock_that_another_launch_just_looks_at_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """filelock swaps a lock for its own while it looks whether the lock is stale."""
+    with only_launch(tmp_path / "run") as held:
+        path, aside = tmp_path / "run" / LOCK, tmp_path / "run" / "aside"
+        path.rename(aside)
+        back = threading.Timer(0.3, lambda: aside.rename(path))
+        back.start()
+        assert held.loss() is None
+        back.join()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
+def test_a_folder_that_was_moved_is_named(tmp_path: Path) -> None:
+    with only_launch(tmp_path / "run") as held:
+        (tmp_path / "run" / "checkpoint-2").mkdir()
+        (tmp_path / "run").rename(tmp_path / "there")
+        for _ in range(2):
+            loss = held.loss()
+            assert loss is not None
+            assert loss.reason == f"`output_dir` {tmp_path}/run was moved to {tmp_path}/there during the launch"
+            assert f"`--output_dir {tmp_path}/there --resume_from_checkpoint true`" in loss.fix
+            (tmp_path / "run").mkdir(exist_ok=True)  # another folder of its name
+    with only_launch(tmp_path / "gone") as held:
+        (tmp_path / "gone" / LOCK).unlink()
+        (tmp_path / "gone").rmdir()
+        loss = held.loss()
+        assert loss is not None
+        assert f"{tmp_path}/gone is gone" in loss.reason
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["checkpoint-2"]
+
+
+def test_a_lock_is_touched_again_after_a_file_system_failed_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_lease: None
+) -> None:
+    """filelock's heartbeat ends then."""
+    path = tmp_path / "run" / LOCK
+    with only_launch(tmp_path / "run") as held:
+        with monkeypatch.context() as patch:
+
+            def fails(*given: object, **more: object) -> None:
+                raise OSError(5, "Input/output error")
+
+            patch.setattr(os, "utime", fails)
+            while held._lease.compromise is None:
+                time.sleep(0.05)
+        assert held.loss() is None
+        touched = path.stat().st_mtime_ns
+        deadline = time.monotonic() + 30
+        while path.stat().st_mtime_ns == touched:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_of_many_launches_one_takes_over(tmp_path: Path) -> None:
+    left(tmp_path / "run", marker(an_ended_process(), lock._own_host()))
+    everyone, tried = threading.Barrier(8), threading.Barrier(8)
+
+    def takes() -> bool:
+        everyone.wait()
+        try:
+            with only_launch(tmp_path / "run") as held:
+                tried.wait()
+                return held.loss() is None
+        except RunLocked:
+            tried.wait()
+            return False
+
+    with ThreadPoolExecutor(8) as pool:
+        took = [pool.submit(takes) for _ in range(8)]
+    assert sum(future.result() for future in took) == 1
 
 
 def test_only_the_first_rank_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    left_by(Holder.here(), tmp_path / "run")
-    with only_launch(tmp_path / "run"):
-        pass
+    left(tmp_path / "run", marker(os.getpid(), lock._own_host()))
+    with only_launch(tmp_path / "run") as held:
+        assert held.loss() is None
     assert (tmp_path / "run" / LOCK).is_file()
+
+
+def loses_its_folder(completions: Sequence[str], trainer_state: Any, **columns: Any) -> list[float]:
+    """A reward in whose third step another launch takes the run's folder over, or the folder is moved."""
+    folder = Path(os.environ["FOLDER_TO_LOSE"])
+    if os.environ.get("RANK", "0") == "0" and trainer_state.global_step == 2:
+        folder.rename(folder.with_name("moved")) if "MOVES" in os.environ else take_over(folder)
+    return launching.variety(completions)
+
+
+LOSES = {"rewards": ["tests.grpo_recipes.runs.test_lock.loses_its_folder"], "max_steps": 4}
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_launch_that_lost_its_folder_stops_before_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], moves: bool
+) -> None:
+    run = tmp_path / "run"
+    monkeypatch.setenv("FOLDER_TO_LOSE", str(run))
+    if moves:
+        monkeypatch.setenv("MOVES", "1")
+    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
+    recipe = launching.write_recipe(tmp_path / "mine.yaml", policy, rows, run, **LOSES)
+    assert train.main(["--config", str(recipe)]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: ")
+    assert "this launch stops after step 3 and writes nothing more there, checkpoint-2 is its last checkpoint" in said
+    if moves:
+        assert f"was moved to {tmp_path}/moved" in said
+        assert not run.exists()
+        run = tmp_path / "moved"
+        assert not (run / LOCK).exists()
+    else:
+        assert f"another launch ({OTHER}) has taken it over" in said
+        assert (run / LOCK).read_text() == marker()
+    assert sorted(path.name for path in run.glob("c*")) == ["checkpoint-1", "checkpoint-2", "completions"]
+    assert sorted(path.name for path in (run / "completions").iterdir()) == [
+        f"completions_{step:05d}.parquet" for step in (1, 2)
+    ]
+    assert not list(run.glob("fault*"))
+    assert not (run / "model.safetensors").exists()
+
+
+def test_all_ranks_stop_together(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
+    recipe = launching.write_recipe(tmp_path / "mine.yaml", policy, rows, run, **LOSES)
+    process = launching.start("ddp_cpu", recipe, FOLDER_TO_LOSE=str(run))
+    said = launching.finish(process)
+    assert process.returncode == 1, said
+    assert said.count(f"error: `output_dir` {run}: another launch ({OTHER}) has taken it over") >= 2
+    assert "Traceback" not in said.split("error: ")[0]
+    assert not list(run.glob("fault*"))
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    assert (run / LOCK).read_text() == marker()
+
+
+HOLDS = """
+import os, pathlib, signal, sys
+from grpo_recipes.runs import lock
+lock.LEASE_SECONDS, lock.HEARTBEAT_SECONDS, lock.SWAP_SECONDS = 1.0, 0.1, 0.2
+with lock.only_launch(pathlib.Path(sys.argv[1])) as held:
+    print("holds", flush=True)
+    sys.stdin.readline()
+    print(held.loss(), flush=True)
+    sys.stdin.readline()
+"""
+IN_A_NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc")
+
+
+def can_unshare() -> bool:
+    if platform.system() != "Linux":
+        return False
+    try:
+        return subprocess.run([*IN_A_NAMESPACE, "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def holding(folder: Path, *prefix: str) -> subprocess.Popen:
+    """A process that holds a folder, prints its loss after a line, and ends after another."""
+    command: Sequence[str] = [*prefix, sys.executable, "-c", HOLDS, str(folder)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, bufsize=1, **pipes)
+
+
+def ask(process: subprocess.Popen) -> str:
+    process.stdin.write("\n")
+    return process.stdout.readline()
+
+
+@pytest.mark.skipif(not can_unshare(), reason="makes a PID namespace")
+def test_a_launch_that_stood_still_loses_its_folder_to_another_container(tmp_path: Path) -> None:
+    first = holding(tmp_path / "run")
+    try:
+        assert first.stdout.readline() == "holds\n"
+        refused = holding(tmp_path / "run", *IN_A_NAMESPACE)  # where no process has the first one's number
+        _, said = refused.communicate(timeout=60)
+        assert refused.returncode == 1
+        assert f"another launch writes there just now (process {first.pid} on {platform.node()}" in said
+        first.send_signal(signal.SIGSTOP)
+        second = holding(tmp_path / "run", *IN_A_NAMESPACE)
+        try:
+            assert "waiting up to" in second.stdout.readline()
+            assert "and taken over" in second.stdout.readline()
+            assert second.stdout.readline() == "holds\n"
+            held = (tmp_path / "run" / LOCK).read_text()
+            first.send_signal(signal.SIGCONT)
+            assert "another launch (process 1 on " in ask(first)
+            first.communicate("\n", timeout=60)
+            assert (tmp_path / "run" / LOCK).read_text() == held
+            assert ask(second) == "None\n"
+        finally:
+            second.communicate("\n", timeout=60)
+    finally:
+        first.kill()
+        first.communicate()
+    assert not (tmp_path / "run" / LOCK).exists()

@@ -37,6 +37,7 @@ from grpo_recipes.results.engines import Complete, Engine, EvaluationError, chec
 from grpo_recipes.results.estimates import Estimate, mcnemar, mean_share, paired_difference, pass_at_k
 from grpo_recipes.results.vllm_engine import VLLM, load_vllm
 from grpo_recipes.runs import checkpoints, files
+from grpo_recipes.runs.lock import EVALUATION, LOCK, Held, only_writer
 from grpo_recipes.runs.record import read_record
 from grpo_rewards.answers import Judge, read_gold
 from grpo_rewards.redaction import redacted
@@ -118,7 +119,8 @@ def evaluate_into(
         What `evaluation.json` holds.
 
     Raises:
-        EvaluationError: the folder holds another evaluation.
+        EvaluationError: the folder holds another evaluation, or this process lost the folder meanwhile.
+        RunLocked: another evaluation writes to the folder.
         RunError: a file of the folder is damaged.
         ValueError: the dataset is empty, or an answer can't be read as a gold.
     """
@@ -126,10 +128,28 @@ def evaluate_into(
     rows = {"problems": len(dataset), "rows": _rows_fingerprint(dataset, settings)}
     chosen = {key: value for key, value in asdict(settings).items() if value is not None}
     asked = redacted(json.loads(json.dumps({**described, **rows, "settings": chosen})))
-    parts = files.inside(folder, "parts")
-    if _is_finished(folder, asked):
+    if _is_finished(folder, asked):  # to read it takes no lock, and no permission to write
         return files.read_object(folder / "evaluation.json", files.EVALUATION)
-    made_by = made_with()
+    with only_writer(folder, EVALUATION) as held:
+        if _is_finished(folder, asked):  # by an evaluation that held the folder until now
+            return files.read_object(folder / "evaluation.json", files.EVALUATION)
+        return _evaluate_held(held, complete, dataset, golds, settings, asked, rewards, made_with(), sampling)
+
+
+def _evaluate_held(
+    held: Held,
+    complete: Complete,
+    dataset: Dataset,
+    golds: list[str] | None,
+    settings: Settings,
+    asked: dict[str, Any],
+    rewards: Sequence[paid.OwnReward],
+    made_by: dict[str, Any],
+    sampling: Callable[[Settings], dict[str, Any]] | None,
+) -> dict[str, Any]:
+    """Make the batches of an evaluation that are missing, then its result, in a folder that this process holds."""
+    folder = held.folder
+    parts = files.inside(folder, "parts")
     parts.mkdir(parents=True, exist_ok=True)
     files.write_atomically(folder / REQUEST, json.dumps(asked))
     size = max(1, settings.batch_size // settings.samples)
@@ -139,6 +159,7 @@ def evaluate_into(
         if not part.is_file():
             batch_settings = replace(settings, seed=settings.seed * 1_000_003 + number)
             table = _completed(problems, complete, dataset, golds, batch_settings, rewards)
+            _check_held(held)
             _write_table(part, table)
     again = "remove the file: the same command makes it again"
     columns = {**files.EVALUATED, **paid.columns_of(rewards)}
@@ -148,11 +169,18 @@ def evaluate_into(
     if sampling is not None:
         recorded["sampling"] = sampling(settings)
     summary = {**asked, **recorded, **summarise(table)}
+    _check_held(held)
     _write_table(folder / "completions.parquet", table)
     files.write_atomically(folder / "evaluation.json", json.dumps(summary, indent=2) + "\n")
     shutil.rmtree(parts)
     (folder / REQUEST).unlink()
     return summary
+
+
+def _check_held(held: Held) -> None:
+    """Raise `EvaluationError` if another evaluation has taken the folder over, or if the folder was moved or removed."""
+    if loss := held.loss():
+        raise EvaluationError(f"{loss.reason}; this evaluation stops and writes nothing more there: {loss.fix}")
 
 
 def summarise(table: pd.DataFrame) -> dict[str, Any]:
@@ -696,7 +724,7 @@ def _is_finished(folder: Path, asked: dict[str, Any]) -> bool:
             if difference := _difference(files.read_object(folder / name, shape, fix), asked):
                 raise EvaluationError(f"{folder} holds another evaluation: {difference}; {fix}")
             return name == "evaluation.json"
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and any(not path.name.startswith(LOCK) for path in folder.iterdir()):
         raise EvaluationError(f"{folder} holds files that are no evaluation: give another --output")
     return False
 

@@ -31,7 +31,9 @@ from grpo_recipes.results.evaluate import (
     summarise,
     weights_fingerprint,
 )
+from grpo_recipes.runs import lock
 from grpo_recipes.runs.files import RunError
+from grpo_recipes.runs.lock import EVALUATION, LOCK, RunLocked, only_writer
 
 FILES = ("completions.parquet", "evaluation.json")
 
@@ -98,6 +100,57 @@ def test_a_killed_evaluation_goes_on_to_the_same_files(tmp_path: Path, settings:
     finished = len(calls)
     run(tmp_path / "halves", dies, **settings)
     assert len(calls) == finished, "a finished evaluation is only read"
+
+
+def test_of_two_evaluations_into_one_folder_the_second_is_refused(tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def meets_another(prompts: list[str], given: Settings) -> list[str]:
+        with pytest.raises(RunLocked) as caught:
+            run(tmp_path / "e")
+        refused.append(str(caught.value))
+        return policy(prompts, given)
+
+    run(tmp_path / "e", meets_another)
+    process = f"process {os.getpid()} on "
+    assert all(f"{tmp_path}/e: another evaluation writes there just now ({process}" in said for said in refused)
+    assert len(refused) == 3
+    run(tmp_path / "whole")
+    for name in FILES:
+        assert (tmp_path / "e" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert sorted(path.name for path in (tmp_path / "e").iterdir()) == sorted(FILES)
+
+
+def test_the_command_refuses_a_second_evaluation_before_the_model_is_loaded(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(evaluate, "load_engine", lambda name: pytest.fail("the model was loaded"))
+    with only_writer(tmp_path / "e", EVALUATION):
+        arguments = ["--dataset", "arithmetic", "--limit", "2", "--output", str(tmp_path / "e")]
+        assert cli.main(["evaluate", str(tiny_model), *arguments]) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.startswith(f"error: {tmp_path}/e: another evaluation writes there just now (process {os.getpid()} ")
+        assert [path.name for path in (tmp_path / "e").iterdir()] == [LOCK]
+
+
+def test_an_evaluation_whose_folder_was_taken_over_writes_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "SWAP_SECONDS", 0.1)
+    calls: list[list[str]] = []
+
+    def loses(prompts: list[str], given: Settings) -> list[str]:
+        calls.append(prompts)
+        if len(calls) == 2:
+            (tmp_path / "e" / LOCK).write_text(
+                "filelock/2\npid=17\nhost=other-host\nmode=lease\ntoken=x\nduration=60.0\n"
+            )
+        return policy(prompts, given)
+
+    with pytest.raises(EvaluationError, match="process 17 on other-host.* has taken it over.*this evaluation stops"):
+        run(tmp_path / "e", loses)
+    assert [path.name for path in (tmp_path / "e" / "parts").iterdir()] == ["000000.parquet"]
+    assert not (tmp_path / "e" / "evaluation.json").exists()
 
 
 def test_another_evaluation_is_never_mixed_in(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from grpo_recipes.recipe.checks import Machine
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, parse_recipe, read_yaml
 from grpo_recipes.runs import last_sentence
 from grpo_recipes.runs.checkpoints import last_complete_checkpoint
-from grpo_recipes.runs.interrupts import INTERRUPTED, NOTHING_DONE
+from grpo_recipes.runs.interrupts import INTERRUPTED, NOTHING_DONE, drop_closed_outputs, hangs_up
 from grpo_rewards.terminal import say, visible
 
 MODULE = "grpo_recipes.train"
@@ -100,6 +100,7 @@ def launch(
         file = Path(folder) / "last_sentence.json"
         code, signalled = _run(layout.command(arguments), {**os.environ, last_sentence.VARIABLE: str(file)})
         found = last_sentence.read(file)
+    drop_closed_outputs()
     if found is None and code == 0:
         return 0
     sentence, code = found or _without_sentence(recipe, machine, code, signalled)
@@ -160,7 +161,8 @@ def _passing_signals_to(launcher: subprocess.Popen) -> Iterator[list[signal.Sign
             else:  # it has not started them yet
                 os.killpg(launcher.pid, signal.SIGKILL)
 
-    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    numbers = [number for number in SIGNALS if number != signal.SIGHUP or hangs_up()]
+    before = {number: signal.signal(number, pass_on) for number in numbers}
     try:
         yield received
     finally:

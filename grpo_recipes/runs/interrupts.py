@@ -1,6 +1,7 @@
-"""Ctrl-C while a program still imports its libraries, which takes seconds. Nothing here imports any of them."""
+"""Ctrl-C while a program still imports its libraries, and a terminal that is closed. Nothing here imports any library."""
 
 import os
+import select
 import signal
 from types import FrameType
 
@@ -16,6 +17,25 @@ def leave_on_interrupt() -> None:
 def raise_on_interrupt() -> None:
     """From here on Ctrl-C raises `KeyboardInterrupt`, as Python has it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def drop_closed_outputs() -> None:
+    """Point standard output and error to /dev/null if their terminal was closed or the reader of their pipe has ended.
+
+    The next message would raise `OSError` otherwise, perhaps just before a save.
+    """
+    for descriptor in (1, 2):
+        poll = select.poll()
+        poll.register(descriptor, 0)
+        if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, descriptor)
+            os.close(null)
+
+
+def hangs_up() -> bool:
+    """Return True unless the process was started to outlive its terminal, as `nohup` does it: SIGHUP is ignored then."""
+    return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:

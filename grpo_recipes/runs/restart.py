@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl.trainer.utils import RepeatSampler
 
+from grpo_recipes.runs.interrupts import drop_closed_outputs, hangs_up
 from grpo_rewards.errors import UserError
 
 LAYOUT_KEYS = ("geometry", "train_prompts", "train_prompts_sha256", "seed", "shuffle_dataset")
@@ -166,7 +167,9 @@ class ContinueSchedule(TrainerCallback):
 
 
 class StopOnSignal(TrainerCallback):
-    """On SIGTERM (pre-emption, `scancel`) or Ctrl-C, saves at the end of the step and stops, on every rank alike.
+    """On SIGTERM (pre-emption, `scancel`), SIGHUP (a closed terminal) or Ctrl-C, saves at the end of the step and stops.
+
+    All ranks stop at the same step.
 
     A signal may reach ranks at different steps, so each step ends with one reduction of its number. A save in the middle
     of a generation batch would lose the completions that are still to be trained on: `ends_generation` says after which
@@ -187,17 +190,19 @@ class StopOnSignal(TrainerCallback):
     @property
     def name(self) -> str:
         """What stopped the run."""
-        return "Ctrl-C" if self.requested == signal.SIGINT else "SIGTERM"
+        return "Ctrl-C" if self.requested == signal.SIGINT else signal.Signals(self.requested).name
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Listen for both signals."""
+        """Listen for the signals."""
         self.began = True
-        self._previous = {number: signal.signal(number, self._request) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hangs_up() else [])]
+        self._previous = {number: signal.signal(number, self._request) for number in numbers}
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Agree over the ranks whether to stop; if so, save and stop where nothing is lost."""
+        drop_closed_outputs()
         self.requested = _largest(self.requested, args.device)
         if self.requested and self.ends_generation(state.global_step):
             self.stopped = state.global_step < state.max_steps
@@ -215,6 +220,8 @@ class StopOnSignal(TrainerCallback):
             signal.signal(number, handler)
 
     def _request(self, signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGHUP:
+            drop_closed_outputs()
         if signum == signal.SIGINT:
             if self.requested == signal.SIGINT and not self._is_echo():
                 raise KeyboardInterrupt

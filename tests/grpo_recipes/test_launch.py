@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
-from grpo_recipes import cli
+from grpo_recipes import cli, launch
 from grpo_recipes.launch import Layout
 from grpo_recipes.recipe.recipe import RecipeError, find_file
 from tests.grpo_recipes import launching
@@ -135,6 +136,18 @@ def test_a_signal_to_the_command_leaves_a_checkpoint_and_no_process(recipe: Path
     assert last_line(said).startswith(f"stopped by {'SIGTERM' if code == 0 else 'Ctrl-C'} after step ")
     assert list((recipe.parent / "run").glob("checkpoint-*"))
     assert not [child for child in tree if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN])
+def test_under_nohup_a_closed_terminal_stops_no_run(handler: signal.Handlers) -> None:
+    previous = signal.signal(signal.SIGHUP, handler)
+    try:
+        with launch._passing_signals_to(SimpleNamespace(pid=os.getpid())):
+            is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert is_ignored == (handler == signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGHUP) == handler
+    finally:
+        signal.signal(signal.SIGHUP, previous)
 
 
 @pytest.mark.slow

@@ -223,24 +223,26 @@ def test_a_second_ctrl_c_stops_at_once_and_the_launchers_echo_does_not(
     assert capfd.readouterr().err.count("a second Ctrl-C stops it at once") == 2
 
 
-def test_sigterm_saves_and_stops_where_no_generation_is_under_way() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_and_stops_where_no_generation_is_under_way(number: signal.Signals) -> None:
     callback = StopOnSignal(lambda step: step % 3 == 0)
     args, state = SimpleNamespace(device=torch.device("cpu")), TrainerState(max_steps=100)
-    previous = signal.getsignal(signal.SIGTERM)
+    previous = signal.signal(number, signal.SIG_DFL)
     callback.on_train_begin(args, state, TrainerControl())
     try:
         stopped = []
         for state.global_step in range(1, 7):
             control = TrainerControl()
             if state.global_step == 4:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
             callback.on_step_end(args, state, control)
             stopped.append((control.should_save, control.should_training_stop))
     finally:
         callback.on_train_end(args, state, TrainerControl())
     assert stopped == [(False, False)] * 5 + [(True, True)]
     assert callback.stopped
-    assert signal.getsignal(signal.SIGTERM) == previous
+    assert callback.name == number.name
+    assert signal.signal(number, previous) == signal.SIG_DFL
 
 
 ON_TWO_RANKS = [((0, 0), None), ((0, signal.SIGTERM), "SIGTERM"), ((signal.SIGINT, signal.SIGINT), "Ctrl-C")]

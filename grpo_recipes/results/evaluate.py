@@ -128,6 +128,7 @@ def evaluate_into(
     rows = {"problems": len(dataset), "rows": _rows_fingerprint(dataset, settings)}
     chosen = {key: value for key, value in asdict(settings).items() if value is not None}
     asked = redacted(json.loads(json.dumps({**described, **rows, "settings": chosen})))
+    files.inside(folder, "parts")  # raises if a link leads out of the folder
     if _is_finished(folder, asked):  # to read it takes no lock, and no permission to write
         return files.read_object(folder / "evaluation.json", files.EVALUATION)
     with only_writer(folder, EVALUATION) as held:

@@ -88,10 +88,10 @@ class Held:
         """
         if self._lease is None or self._descriptor is None:
             return None
-        if not self._is_in_place(self._descriptor):
-            return self._absence(self._descriptor)
         deadline = time.monotonic() + SWAP_SECONDS
         while not _is_named(self._lease):
+            if not self._is_in_place(self._descriptor):
+                return self._absence(self._descriptor)
             if time.monotonic() > deadline:
                 return self._takeover(self._lease)
             time.sleep(0.05)

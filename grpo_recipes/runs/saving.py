@@ -107,6 +107,11 @@ class CompleteCheckpoints(TrainerCallback):
         """Check the folder as after a step."""
         self.on_step_end(args, state, control)
 
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Check the folder again if a save follows: to write the completions may have taken a while."""
+        if control.should_save:
+            self.check_folder()
+
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Check the folder again: an evaluation takes its time, and a save may follow it."""
         self.check_folder()

@@ -9,15 +9,20 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from filelock import SoftFileLease
+from transformers import TrainerControl, TrainerState
 
 from grpo_recipes import train
 from grpo_recipes.runs import lock
-from grpo_recipes.runs.lock import LOCK, RunLocked, only_launch
+from grpo_recipes.runs.files import LIVE
+from grpo_recipes.runs.lock import LOCK, FolderLost, RunLocked, only_launch
+from grpo_recipes.runs.saving import CompleteCheckpoints
 from tests.grpo_recipes import launching
 
 OTHER = "process 17 on other-host"
@@ -340,6 +345,53 @@ def test_a_launch_that_lost_its_folder_stops_before_it_writes(
     ]
     assert not list(run.glob("fault*"))
     assert not (run / "model.safetensors").exists()
+
+
+WRITES = [
+    ("on_step_end", {"should_save": True}, True),
+    ("on_step_end", {"should_log": True}, True),
+    ("on_step_end", {}, False),
+    ("on_epoch_end", {"should_save": True}, True),
+    ("on_log", {"should_save": True}, True),
+    ("on_log", {}, False),
+    ("on_evaluate", {}, True),
+    ("on_save", {}, True),
+]
+
+
+@pytest.mark.parametrize(("event", "flags", "looks"), WRITES)
+def test_the_folder_is_looked_at_before_whatever_writes_there(
+    tmp_path: Path, short_lease: None, event: str, flags: dict[str, bool], looks: bool
+) -> None:
+    checkpoints = CompleteCheckpoints(SimpleNamespace(state=TrainerState(global_step=7)))
+    arguments = SimpleNamespace(output_dir=str(tmp_path / "run")), TrainerState(), TrainerControl(**flags)
+    with only_launch(tmp_path / "run") as checkpoints.held:
+        take_over(tmp_path / "run")
+        with pytest.raises(FolderLost, match="after step 7 .*, it has no checkpoint: ") if looks else nullcontext():
+            getattr(checkpoints, event)(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("after", "written"), [("confirm_checkpoint", []), ("build_trainer", []), ("train", ["run.json"])]
+)
+def test_a_folder_that_is_lost_outside_the_steps_gets_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], after: str, written: list[str]
+) -> None:
+    run, original = tmp_path / "run", getattr(train, after)
+
+    def loses(*given: Any) -> Any:
+        done = original(*given)
+        take_over(run)
+        return done
+
+    monkeypatch.setattr(lock, "SWAP_SECONDS", 0.2)
+    monkeypatch.setattr(train, after, loses)
+    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
+    changes = {"max_steps": 1, "save_strategy": "no", "save_steps": None, "log_completions": False}
+    recipe = launching.write_recipe(tmp_path / "mine.yaml", policy, rows, run, **changes)
+    assert train.main(["--config", str(recipe)]) == 1
+    assert f"another launch ({OTHER}) has taken it over" in capsys.readouterr().err.splitlines()[-1]
+    assert sorted(path.name for path in run.iterdir() if path.name != LIVE) == [LOCK, *written]
 
 
 def test_all_ranks_stop_together(tmp_path: Path) -> None:

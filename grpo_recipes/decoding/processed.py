@@ -19,7 +19,7 @@ from transformers.generation import LogitsProcessorList
 
 WATCHED_TYPES = (bool, int, float, str, list, tuple, dict, Tensor)
 """Types of the attributes by which two processors are told apart. Models and random generators are not among them."""
-CONSTANT = {"filter_value", "min_tokens_to_keep"}
+CONSTANT = {"filter_value", "min_tokens_to_keep", "prepared_bias_variables"}
 """Attributes of processors that no setting decides."""
 
 LOOK_FOR_ENDS = 32

@@ -56,6 +56,7 @@ UNUSUAL = 2.0
 """How many times the usual difference makes the alternatives worth computing."""
 
 UNCHECKED = "the logits processors of `generate` are not checked"
+"""Beginning of a sentence that goes on with the reason."""
 
 Completions = Sequence[Sequence[int]]
 
@@ -116,10 +117,7 @@ class GenerationCheck:
         if not self.asked or self.reason or self.settings is None:
             return None
         if self.settings.guidance_scale not in (None, 1):
-            self._say(
-                "the logits processors of `generate` are not checked: `guidance_scale` runs the model once more",
-                "guidance",
-            )
+            self._say(f"{UNCHECKED}: `guidance_scale` runs the model once more", once="unseen")
             return None
         if not self.is_due(rows) and self.batches >= FIRST:
             return None
@@ -230,7 +228,7 @@ class GenerationCheck:
         )
 
     def _sentence_of_processors(self, where: str, cause: str, mean: float, largest: float) -> str:
-        moved = f" ({mean:.2g} of the probability moved on average, at most {largest:.2g})" if largest else ""
+        moved = f" ({mean:.2%} of the probability moved on average, at most {largest:.2%})" if largest else ""
         return (
             f"tokens are not drawn{where} from the policy's distribution under the settings of this run: at step "
             f"{self.trainer.state.global_step} {cause or '`generate` makes other scores of the logits than the settings'}"

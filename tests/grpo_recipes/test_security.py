@@ -358,6 +358,18 @@ def test_the_configuration_of_deepspeed_is_saved_without_secrets() -> None:
     assert without_secrets(harmless) is harmless
 
 
+def test_an_evaluation_holds_no_secret(tiny_model: Path, tmp_path: Path) -> None:
+    """Its request and its result; the prompts, in a parquet file, are data."""
+    url = f"http://{SECRETS['url']}@h"
+    out = tmp_path / "out"
+    more = f"--system_prompt {url} --limit 1 --max_new_tokens 1 --output {out}"
+    code, said = run_command(f"grpo-recipes evaluate {tiny_model} --dataset arithmetic {more}")
+    assert code == 0, said
+    written = [path.read_text() for path in out.rglob("*.json")]
+    assert "http://<hidden>@h" in "".join(written)
+    assert not any(SECRETS["url"] in text for text in [said, *written])
+
+
 @pytest.mark.parametrize("line", ["train --config {config}", "grpo-recipes plan {config} --build"])
 def test_an_error_of_a_constructor_quotes_no_secret(secrets_path: Path, line: str) -> None:
     (secrets_path / "strict_keys.py").write_text(

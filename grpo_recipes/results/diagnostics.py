@@ -57,7 +57,7 @@ class Diagnosis:
     findings: list[Finding]
     unchecked: dict[str, str]
     reading: str = ""
-    """What was left out, as a clause, where completions were logged at too many steps to read all."""
+    """Clause on the logged steps whose completions were not read, if there are too many to read all."""
 
     @property
     def checked(self) -> int:
@@ -348,9 +348,9 @@ CHECKS: tuple[Callable[[Run], Found | None], ...] = (
 
 def _reading(run: Run) -> str:
     sampled = run.completion_files
-    if len(sampled.kept) == sampled.count:
+    if sampled.read == sampled.count:
         return ""
-    return f"of the completions, {len(sampled.kept):,} of {sampled.count:,} files were read, evenly spread"
+    return f"of the completions, {sampled.read:,} of {sampled.count:,} steps were read, evenly spread"
 
 
 def _logged(run: Run, key: str, why_not: str = "") -> Series:

@@ -1,8 +1,8 @@
 """What a run left in its folder, read back: `Run.read(folder)`. Nothing here imports torch.
 
 Read are `run.json` (absent for a run of TRL alone, which can be read too), `trainer_state.json` (the newest: the folder's, or
-that of its last checkpoint) and what a run under way has logged since (`_log.jsonl`), `completions/*.parquet` (`eval_*` from
-evaluations during training) and `evaluations/*/evaluation.json`.
+that of its last checkpoint) and what a run under way has logged since (`_log.jsonl`), `completions/*.parquet`
+(`runs/completions.py`) and `evaluations/*/evaluation.json`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pandas as pd
 
 from grpo_recipes.results.estimates import Estimate, mean_share
 from grpo_recipes.results.history import Log, add_live, read_log, read_step
-from grpo_recipes.runs import files
+from grpo_recipes.runs import completions, files
 from grpo_recipes.runs.files import LIVE
 from grpo_recipes.runs.lock import is_held
 from grpo_recipes.runs.record import read_record
@@ -196,8 +196,8 @@ class Run:
 
     @cached_property
     def completion_files(self) -> Sampled:
-        """The files of logged completions. TRL logs the last generation before each logging step."""
-        return Sampled.of(self._files("completions_"))
+        """The logged completions. TRL logs the last generation before each logging step."""
+        return self._sampled(completions.TRAINING)
 
     @cached_property
     def rows(self) -> pd.DataFrame:
@@ -223,12 +223,13 @@ class Run:
                     },
                 }
             )
-            for number, file in enumerate(self.completion_files.kept)
-            for start, batch in self._completions(file)
+            for number, source in enumerate(self.completion_files.kept)
+            for start, batch in self._completions(source)
         ]
         if not parts:
             return pd.DataFrame({name: [] for name in ("file", "row", "step", "prompt", "completion", "total")})
-        return pd.concat(parts, ignore_index=True)
+        # Compacted files whose columns differ may hold every other step.
+        return pd.concat(parts).sort_values("step", kind="stable", ignore_index=True)
 
     def texts(self, rows: pd.DataFrame) -> pd.DataFrame:
         """The completions at some of `rows`, in the same order, with their texts.
@@ -249,7 +250,7 @@ class Run:
         order = zip(rows["file"].astype(int), rows["row"].astype(int), strict=True)
         return pd.DataFrame([found[place] for place in order])
 
-    def _completions(self, file: Path, more: Iterable[str] = ()) -> Iterator[tuple[int, pd.DataFrame]]:
+    def _completions(self, source: completions.Source, more: Iterable[str] = ()) -> Iterator[tuple[int, pd.DataFrame]]:
         """The completions of a file, some at a time, with the columns `more` if it has them, and the number of the first."""
         columns: dict[str, files.Kind] = {
             "step": files.INTEGERS,
@@ -258,7 +259,8 @@ class Run:
         }
         columns |= {f"{name}?": files.ANYTHING for name in more}
         start = 0
-        for batch in files.read_batches(file, columns | {f"{reward.name}?": files.NUMBERS for reward in self.rewards}):
+        columns |= {f"{reward.name}?": files.NUMBERS for reward in self.rewards}
+        for batch in completions.read_batches(source, columns):
             self.check_time()
             batch["question"] = [last_message(prompt) for prompt in batch["prompt"]]
             batch["prompt"] = [prompt_text(prompt) for prompt in batch["prompt"]]
@@ -278,44 +280,41 @@ class Run:
         columns = {"step": files.INTEGERS, "prompt": files.CONVERSATIONS} | {
             f"{name}?": files.NUMBERS for name in judges
         }
-        accuracy = []
-        for file in Sampled.of(self._files("eval_completions_")).kept:
-            shares: dict[str, list[float]] = {}
-            step = 0
-            for batch in files.read_batches(file, columns):
+        shares: dict[int, dict[str, list[float]]] = {}
+        for source in self._sampled(completions.EVALUATION).kept:
+            for batch in completions.read_batches(source, columns):
                 self.check_time()
                 paid = batch[[name for name in judges if name in batch.columns]]
                 if paid.empty:
                     continue
-                step = int(batch["step"].iloc[0])
-                for prompt, right in zip(batch["prompt"], (paid > 0).any(axis=1), strict=True):
-                    shares.setdefault(prompt_text(prompt), []).append(float(right))
-            if shares:
-                accuracy.append((step, mean_share([_mean(right) for right in shares.values()])))
-        return accuracy
+                for step, prompt, right in zip(batch["step"], batch["prompt"], (paid > 0).any(axis=1), strict=True):
+                    shares.setdefault(int(step), {}).setdefault(prompt_text(prompt), []).append(float(right))
+        return [(step, mean_share([_mean(right) for right in shares[step].values()])) for step in sorted(shares)]
 
-    def _files(self, prefix: str) -> list[Path]:
-        return sorted(
-            (self.folder / "completions").glob(f"{prefix}*.parquet"), key=lambda path: (len(path.name), path.name)
-        )
+    def _sampled(self, kind: str) -> Sampled:
+        logged = completions.logged(self.folder / completions.FOLDER, kind)
+        self.check_time()
+        return Sampled.of(logged)
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Files of one kind, in order, and those of them that are read: at most `MOST`, evenly spread, the last among them."""
+    """Logged steps of one kind, and where those are that are read: at most `MOST`, evenly spread, the last among them."""
 
     MOST: ClassVar[int] = 1000
 
-    kept: list[Path]
+    kept: list[completions.Source]
+    read: int
     count: int
 
     @classmethod
-    def of(cls, paths: list[Path]) -> Sampled:
-        """All of the files, or as many as may be read."""
-        if len(paths) <= cls.MOST:
-            return cls(paths, len(paths))
-        last = len(paths) - 1
-        return cls([paths[number * last // (cls.MOST - 1)] for number in range(cls.MOST)], len(paths))
+    def of(cls, steps: list[completions.Logged]) -> Sampled:
+        """All of the steps, or as many as may be read."""
+        read = steps
+        if len(steps) > cls.MOST:
+            last = len(steps) - 1
+            read = [steps[number * last // (cls.MOST - 1)] for number in range(cls.MOST)]
+        return cls(completions.sources(read), len(read), len(steps))
 
 
 def _kind_by_name(name: str) -> str:

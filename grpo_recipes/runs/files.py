@@ -139,9 +139,14 @@ def read_table(path: Path, columns: Mapping[str, Kind], fix: str = "restore or r
 
 
 def read_batches(
-    path: Path, columns: Mapping[str, Kind], fix: str = "restore or remove the file"
+    path: Path,
+    columns: Mapping[str, Kind],
+    fix: str = "restore or remove the file",
+    row_groups: Sequence[int] | None = None,
 ) -> Iterator[pd.DataFrame]:
     """The same, at most `BATCH_ROWS` rows at a time: no other column is read, and no row before it is asked for.
+
+    With `row_groups` only these row groups are read, and limits apply to what is read.
 
     A few kilobytes of parquet can stand for terabytes of repeated text. Text is therefore decoded only where it stays below
     `BATCH_BYTES` and, over the whole file, `FILE_BYTES`.
@@ -154,14 +159,15 @@ def read_batches(
         with parquet.ParquetFile(path) as file:
             metadata = file.metadata
             names = _columns(path, file, columns, fix)
-            if metadata.num_rows > FILE_ROWS or _stored_bytes(file, names) > FILE_BYTES:
+            groups = range(metadata.num_row_groups) if row_groups is None else row_groups
+            if metadata.num_rows > FILE_ROWS or _stored_bytes(file, names, groups) > FILE_BYTES:
                 raise _too_large(path, fix)
             # Repeated text stays repeated until its size is known.
             leaves = [file.schema.column(place) for place in range(len(file.schema))]
             texts = [leaf.path for leaf in leaves if leaf.logical_type.type == "STRING"]
         with parquet.ParquetFile(path, metadata=metadata, read_dictionary=texts) as file:
             decoded = 0
-            for batch in _batches_or_empty(file, names):
+            for batch in _batches_or_empty(file, names, groups):
                 size = sum(map(_decoded_bytes, batch.columns))
                 decoded += size
                 if size > BATCH_BYTES or decoded > FILE_BYTES:
@@ -169,7 +175,7 @@ def read_batches(
                 yield _checked_batch(path, batch, columns, fix)
     except RunError:
         raise
-    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+    except (pa.ArrowException, OSError, ValueError, OverflowError, IndexError) as error:
         raise RunError(f"{path}: can't be read as parquet ({one_line(error)}); {fix}") from error
 
 
@@ -186,20 +192,20 @@ def _columns(path: Path, file: parquet.ParquetFile, columns: Mapping[str, Kind],
     return wanted
 
 
-def _stored_bytes(file: parquet.ParquetFile, names: Sequence[str]) -> int:
+def _stored_bytes(file: parquet.ParquetFile, names: Sequence[str], row_groups: Sequence[int]) -> int:
     """The bytes of some columns before they are decoded, or their number of values if that is more, as the file states them."""
-    groups = (file.metadata.row_group(number) for number in range(file.metadata.num_row_groups))
+    groups = map(file.metadata.row_group, row_groups)
     chunks = (group.column(place) for group in groups for place in range(group.num_columns))
     wanted = (chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in names)
     return sum(max(chunk.total_uncompressed_size, chunk.num_values) for chunk in wanted)
 
 
-def _batches_or_empty(file: parquet.ParquetFile, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+def _batches_or_empty(
+    file: parquet.ParquetFile, names: Sequence[str], row_groups: Sequence[int]
+) -> Iterator[pa.RecordBatch]:
     """The batches of some columns; one without rows where the file has none, so that its columns are still known."""
     found = False
-    for group in range(
-        file.metadata.num_row_groups
-    ):  # each has its own repeated texts, which pyarrow can't always join
+    for group in row_groups:  # each has its own repeated texts, which pyarrow can't always join
         for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=list(names)):
             found = True
             yield batch

@@ -24,6 +24,7 @@ from grpo_recipes.runs.restart import EpochSampler, TellEpoch
 from grpo_recipes.runs.saving import CompleteCheckpoints
 from grpo_recipes.training import micro_batches as microbatch
 from grpo_recipes.training import offline
+from grpo_recipes.training.callbacks import CompactCompletions
 from grpo_recipes.training.continuous_batching import ContinuousBatching, refuse_cast
 from grpo_recipes.training.eval_completions import separate_eval_completions
 from grpo_recipes.training.full_kl import FullKL, Projection, check_full_kl, last_hidden_states
@@ -120,6 +121,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         self._prompts = PromptSampling.added_to(self, sampling)
         self.checkpoints = CompleteCheckpoints(self)
         self.add_callback(self.checkpoints)
+        self.add_callback(CompactCompletions(self))
 
     # Seam 1: the buffer of a generation batch, after TRL has generated, scored, shuffled and split it.
 

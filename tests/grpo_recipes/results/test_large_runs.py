@@ -89,7 +89,7 @@ def test_completions_of_too_many_steps_are_read_evenly_and_said_so(
     monkeypatch.setattr(run_module.Sampled, "MOST", 5)
     run = Run.read(folder)
     assert sorted(run.rows["step"].unique()) == [10, 45, 53, 61, 69]
-    assert diagnostics.diagnose(run).coverage.endswith("of the completions, 5 of 33 files were read, evenly spread")
+    assert diagnostics.diagnose(run).coverage.endswith("of the completions, 5 of 33 steps were read, evenly spread")
 
 
 @pytest.mark.parametrize("reached", ["log", "checks", "completions"])

@@ -1,0 +1,413 @@
+"""Logged completions in a run's folder: one file per step as TRL writes them, and compacted files of up to 1,000 steps.
+
+    completions/completions_01001.parquet          one step, TRL's name
+    completions/completions_00001-01000.parquet    compacted: the logged steps from 1 to 1,000, one row group per step
+    completions/eval_completions_...               the same for evaluations during training (`eval_NAME_completions_...`)
+
+A compacted file replaces step files only once it is on the disk under its name, so a run that is killed leaves a step in
+the step file, in the compacted file, or in both. `logged` lists every step once. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+from pyarrow import parquet
+
+from grpo_recipes.runs import files
+
+FOLDER = "completions"
+TRAINING, EVALUATION = "completions", "eval_completions"
+
+STEPS = 1000
+"""Largest number of steps in a compacted file."""
+BYTES = files.FILE_BYTES // 4
+"""Largest size of a compacted file in memory: a reader accepts four times as much."""
+SCHEMAS = 8
+"""Largest number of compacted files that 1,000 step files with different columns become; other step files stay."""
+SECONDS = 60.0
+"""Time after which no further compacted file is begun at a save: the other ranks wait in a collective call meanwhile."""
+
+_STEP_FILE = re.compile(r"(.*completions)_(\d+)\.parquet")
+_COMPACTED = re.compile(r"(.*completions)_(\d+)-(\d+)\.parquet")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Logged:
+    """Completions of one step: a step file, or a row group of a compacted file."""
+
+    step: int
+    path: Path
+    row_group: int | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Completions in one file: the whole file, or some of its row groups."""
+
+    path: Path
+    row_groups: tuple[int, ...] | None = None
+
+
+def logged(folder: Path, kind: str) -> list[Logged]:
+    """Return the logged steps of a kind (`TRAINING`, `EVALUATION`), each from one file, in order.
+
+    A step that is in a compacted file and in a step file is taken from the compacted file. Raises `RunError` if a compacted
+    file can't be read.
+    """
+    # Step files first: a run under way removes them after the compacted file is there, so no step is missed.
+    single = _step_files(folder).get(kind, [])
+    found: list[Logged] = []
+    steps: set[int] = set()
+    for path in _compacted_files(folder):
+        if _kind(path) == kind:
+            new = [one for one in _row_groups(path) if one.step not in steps]
+            steps.update(one.step for one in new)
+            found += new
+    found += [one for one in single if one.step not in steps]
+    return sorted(found, key=lambda one: one.step)
+
+
+def sources(steps: Iterable[Logged]) -> list[Source]:
+    """Group steps by file, so that each file is opened once; files are ordered by their first step."""
+    row_groups: dict[Path, list[int]] = {}
+    for one in steps:
+        groups = row_groups.setdefault(one.path, [])
+        if one.row_group is not None:
+            groups.append(one.row_group)
+    return [Source(path, tuple(groups) or None) for path, groups in row_groups.items()]
+
+
+def read_batches(source: Source, columns: Mapping[str, files.Kind]) -> Iterator[pd.DataFrame]:
+    """Yield the rows of a source as `files.read_batches` does, also if a run under way has compacted it meanwhile."""
+    if source.row_groups is None and not source.path.exists() and (match := _STEP_FILE.fullmatch(source.path.name)):
+        steps = [one for one in logged(source.path.parent, match[1]) if one.step == int(match[2])]
+        source = next(iter(sources(steps)), source)
+    yield from files.read_batches(source.path, columns, row_groups=source.row_groups)
+
+
+def drop_after(folder: Path, step: int) -> int:
+    """Remove the completions after a step, and step files whose rows are in a compacted file.
+
+    A compacted file that can't be read stays, with a warning. Returns the number of steps removed. Raises `RunError` if
+    something can't be removed: rows of a compacted file would hide the rows that the run is about to log.
+    """
+    try:
+        for part in folder.glob(".*completions.part"):
+            part.unlink()
+        return _cut_compacted(folder, step) + _remove_step_files(folder, step)
+    except (OSError, pa.ArrowException) as error:
+        raise files.RunError(
+            f"{folder}: the completions after step {step} can't be removed ({files.one_line(error)}); free space on the "
+            "disk, or move the folder away"
+        ) from error
+
+
+def _cut_compacted(folder: Path, step: int) -> int:
+    """Remove the rows after a step from all compacted files; return the number of steps removed."""
+    dropped = 0
+    for path in _compacted_files(folder):
+        if _span(path)[1] <= step:
+            continue
+        try:
+            steps = _row_groups(path)
+        except files.RunError as error:
+            logger.warning("%s", error)
+            continue
+        kept = [one for one in steps if one.step <= step]
+        dropped += len(steps) - len(kept)
+        _keep_only(path, kept, len(steps))
+    return dropped
+
+
+def _remove_step_files(folder: Path, step: int) -> int:
+    """Remove step files after a step, and those whose rows are in a compacted file; return the number of the former."""
+    single = _step_files(folder)
+    compacted: dict[str, set[int]] = defaultdict(set)
+    for path in _compacted_files(folder):
+        kind, (first, last) = _kind(path), _span(path)
+        if any(first <= one.step <= last for one in single.get(kind, [])):
+            try:
+                compacted[kind].update(one.step for one in _row_groups(path))
+            except files.RunError as error:
+                logger.warning("%s", error)
+    dropped = 0
+    for kind, steps in single.items():
+        for one in steps:
+            if one.step > step or one.step in compacted[kind]:
+                one.path.unlink()
+            dropped += one.step > step
+    return dropped
+
+
+class Compaction:
+    """Merges the step files of a run's folder into compacted files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._kept: set[Path] = set()
+        """Step files that stay as they are: damaged, too large, or unlike every other one."""
+
+    def compact(self, before: int, *, rest: bool = False) -> None:
+        """Merge full thousands of step files, with `rest` all of them, from step 1 up to the one before `before`.
+
+        TRL may write the files of step `before`, and of an evaluation at step 0, again. If the disk is full, or a file can't be
+        written for another reason, a warning says so and the step files stay.
+        """
+        deadline = time.monotonic() + SECONDS
+        try:
+            for kind, single in _step_files(self.folder).items():
+                waiting = [one for one in single if 0 < one.step < before and one.path not in self._kept]
+                while len(waiting) >= (2 if rest else STEPS) and time.monotonic() < deadline:
+                    self._merge(kind, waiting[:STEPS], deadline)
+                    waiting = waiting[STEPS:]
+        except (OSError, pa.ArrowException) as error:
+            logger.warning(
+                "%s: the completions were not compacted (%s), and stay in one file per step",
+                self.folder,
+                files.one_line(error),
+            )
+
+    def _merge(self, kind: str, steps: Sequence[Logged], deadline: float) -> None:
+        """Merge step files, in as many compacted files as their columns and sizes need."""
+        kept: dict[Path, str] = {}
+        for schema, waiting in _by_schema(steps, kept):
+            while len(waiting) > 1 and time.monotonic() < deadline:
+                merged, seen = _write(self.folder, kind, schema, waiting, kept)
+                waiting = waiting[seen:]
+                self._kept.update(merged)  # not once more if one of them can't be removed
+                for path in merged:
+                    path.unlink()
+                    self._kept.discard(path)
+        self._kept.update(kept)
+        if kept:
+            path, reason = next(iter(kept.items()))
+            more = f", and {len(kept) - 1} more files" if len(kept) > 1 else ""
+            logger.warning("%s is not compacted and stays as it is (%s)%s", path, reason, more)
+
+
+def _by_schema(steps: Sequence[Logged], kept: dict[Path, str]) -> list[tuple[pa.Schema, list[Logged]]]:
+    """Divide step files into groups whose columns fit one schema; adds to `kept` the files that fit none, with the reason."""
+    schemas: list[pa.Schema] = []
+    members: list[list[Logged]] = []
+    for one in steps:
+        try:
+            schema = _schema(one)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            kept[one.path] = files.one_line(error)
+            continue
+        for place, known in enumerate(schemas):
+            if (both := _common(known, schema)) is not None:
+                schemas[place] = both
+                members[place].append(one)
+                break
+        else:
+            schemas.append(schema)
+            members.append([one])
+    groups = sorted(zip(schemas, members, strict=True), key=lambda group: len(group[1]), reverse=True)
+    for place, (_, group) in enumerate(groups):
+        if len(group) == 1 or place >= SCHEMAS:
+            kept.update((one.path, "its columns have other types than those of other steps") for one in group)
+    return groups[:SCHEMAS]
+
+
+def _schema(one: Logged) -> pa.Schema:
+    """Return the columns of a step file. Raises `ValueError` if the file can't be a part of a compacted file."""
+    if not one.path.is_file():
+        raise ValueError("it is no ordinary file")
+    metadata = parquet.read_metadata(one.path)
+    schema = metadata.schema.to_arrow_schema().remove_metadata()  # pandas' part of it counts the rows
+    size = sum(metadata.row_group(place).total_byte_size for place in range(metadata.num_row_groups))
+    if not metadata.num_rows:
+        raise ValueError("it has no rows")
+    if size > BYTES:
+        raise ValueError(f"it is larger than {BYTES >> 20} MiB")
+    if schema.names.count("step") != 1 or len(set(schema.names)) < len(schema.names):
+        raise ValueError("it has no column `step`, or two columns of one name")
+    return schema
+
+
+def _common(one: pa.Schema, other: pa.Schema) -> pa.Schema | None:
+    """Return the schema that holds the values of both, or None."""
+    if one == other:
+        return one
+    try:
+        both = pa.unify_schemas([one, other], promote_options="permissive")
+    except pa.ArrowException:
+        return None
+    # Permissive also makes bytes of text.
+    holds = all(_holds(both.field(field.name).type, field.type) for schema in (one, other) for field in schema)
+    return both if holds else None
+
+
+def _holds(wide: pa.DataType, narrow: pa.DataType) -> bool:
+    """Return True if every value of `narrow` is the same value in `wide`; a cast raises for integers that are too large."""
+    if wide == narrow or pa.types.is_null(narrow):
+        return True
+    if pa.types.is_list(narrow) and pa.types.is_list(wide):
+        return _holds(wide.value_type, narrow.value_type)
+    if pa.types.is_struct(narrow) and pa.types.is_struct(wide):
+        return all(_holds(wide.field(field.name).type, field.type) for field in narrow)
+    if pa.types.is_integer(narrow):
+        return pa.types.is_integer(wide) or pa.types.is_floating(wide)
+    return pa.types.is_floating(narrow) and pa.types.is_floating(wide)
+
+
+def _write(
+    folder: Path, kind: str, schema: pa.Schema, steps: Sequence[Logged], kept: dict[Path, str]
+) -> tuple[list[Path], int]:
+    """Write the rows of the first of some step files to one compacted file. Only one step is in memory at a time.
+
+    Adds to `kept` the files that can't be read, with the reason.
+
+    Returns:
+        The step files whose rows are in the compacted file, and the number of files looked at.
+    """
+    merged: list[Logged] = []
+    seen = size = 0
+    with _unfinished(folder / f".{kind}.part") as part:
+        with _writer(part, schema) as writer:
+            for one in steps:
+                try:
+                    table = _table(one, schema)
+                except (OSError, ValueError, pa.ArrowException) as error:
+                    kept[one.path] = files.one_line(error)
+                    seen += 1
+                    continue
+                if merged and size + table.nbytes > BYTES:
+                    break
+                writer.write_table(table, row_group_size=len(table))
+                merged.append(one)
+                seen += 1
+                size += table.nbytes
+        if merged:
+            path = folder / _name(kind, merged[0].step, merged[-1].step)
+            if path.exists():
+                raise FileExistsError(f"{path} is there already")
+            os.replace(part, path)
+            _flush_names(folder)
+    return [one.path for one in merged], seen
+
+
+def _table(one: Logged, schema: pa.Schema) -> pa.Table:
+    """Return a step file's rows in a schema. Raises if it is damaged, or does not fit."""
+    with parquet.ParquetFile(one.path) as file:
+        table = file.read().replace_schema_metadata(None)
+    if table["step"].unique().to_pylist() != [one.step]:
+        raise ValueError("its column `step` is not the step in its name")
+    for field in schema:
+        if field.name not in table.schema.names:
+            table = table.append_column(field, pa.nulls(len(table), field.type))
+    table = table.select(schema.names).cast(schema)
+    if table.nbytes > BYTES:
+        raise ValueError(f"it is larger than {BYTES >> 20} MiB")
+    return table
+
+
+def _keep_only(path: Path, kept: Sequence[Logged], count: int) -> None:
+    """Remove all but some of the `count` row groups from a compacted file, and name it after the steps that are left."""
+    if not kept:
+        path.unlink()
+        return
+    if len(kept) < count:
+        with parquet.ParquetFile(path) as file, _unfinished(path.with_name(f".{_kind(path)}.part")) as part:
+            with _writer(part, file.schema_arrow) as writer:
+                for one in kept:
+                    table = file.read_row_group(one.row_group)
+                    writer.write_table(table, row_group_size=len(table))
+            # Under its old name first: a run killed between two names would leave these rows in two files.
+            os.replace(part, path)
+    path.rename(path.with_name(_name(_kind(path), kept[0].step, kept[-1].step)))
+    _flush_names(path.parent)
+
+
+@contextmanager
+def _unfinished(part: Path) -> Iterator[Path]:
+    """A file that is not complete yet; it is removed unless the block has renamed it."""
+    part.unlink(missing_ok=True)
+    try:
+        yield part
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _writer(path: Path, schema: pa.Schema) -> Iterator[parquet.ParquetWriter]:
+    """Write a new parquet file, which is on the disk when the block ends."""
+    # "x" fails where opening the name to write would follow a link that somebody else has put there since.
+    with path.open("xb") as file:
+        with parquet.ParquetWriter(file, schema) as writer:
+            yield writer
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_names(folder: Path) -> None:
+    """Have the names in a folder written to the disk, so that a machine that fails keeps them."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _row_groups(path: Path) -> list[Logged]:
+    """Return the steps of a compacted file in order. Raises `RunError` if it can't be read, or is no compacted file."""
+    fix = "restore or remove the file"
+    files.check_ordinary(path, fix)
+    try:
+        metadata = parquet.read_metadata(path)
+        columns = [metadata.schema.column(place).path for place in range(len(metadata.schema))]
+        column = columns.index("step")
+        steps = []
+        for place in range(metadata.num_row_groups):
+            bounds = metadata.row_group(place).column(column).statistics
+            if bounds is None or bounds.min != bounds.max or not isinstance(bounds.min, int):
+                raise ValueError(f"its row group {place} does not hold one step")
+            steps.append(Logged(bounds.min, path, place))
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise files.RunError(
+            f"{path}: can't be read as compacted completions ({files.one_line(error)}); {fix}"
+        ) from error
+    return steps
+
+
+def _step_files(folder: Path) -> dict[str, list[Logged]]:
+    """Return the step files in a folder by kind, in order."""
+    found: dict[str, list[Logged]] = defaultdict(list)
+    for path in folder.glob("*.parquet"):
+        if match := _STEP_FILE.fullmatch(path.name):
+            found[match[1]].append(Logged(int(match[2]), path))
+    return {kind: sorted(found[kind], key=lambda one: one.step) for kind in sorted(found)}
+
+
+def _compacted_files(folder: Path) -> list[Path]:
+    """Return the compacted files of every kind in a folder, in order."""
+    paths = [path for path in folder.glob("*.parquet") if _COMPACTED.fullmatch(path.name)]
+    return sorted(paths, key=lambda path: (_kind(path), *_span(path)))
+
+
+def _name(kind: str, first: int, last: int) -> str:
+    return f"{kind}_{first:05d}-{last:05d}.parquet"
+
+
+def _kind(path: Path) -> str:
+    return path.name.rpartition("_")[0]
+
+
+def _span(path: Path) -> tuple[int, int]:
+    """Return the first and the last step in the name of a compacted file."""
+    first, _, last = path.stem.rpartition("_")[2].partition("-")
+    return int(first), int(last)

@@ -1,0 +1,494 @@
+"""Compacted completions: every row once, whatever happens while step files are merged, and none after a resume's step."""
+
+import errno
+import logging
+import os
+import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+from datasets import Dataset
+from trl import GRPOConfig
+
+from grpo_recipes import GRPOTrainer
+from grpo_recipes.results.run import Run, Sampled
+from grpo_recipes.runs import completions, files
+from grpo_recipes.runs.completions import EVALUATION, TRAINING, Compaction, drop_after, logged
+from grpo_recipes.training.callbacks import CompactCompletions
+from tests.grpo_recipes.probe_rewards import distinct_characters
+from tests.grpo_recipes.synthetic import write_run
+
+Rows = list[tuple[int, str]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "completions").mkdir()
+    return tmp_path / "completions"
+
+
+@pytest.fixture
+def threes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps make a full compacted file."""
+    monkeypatch.setattr(completions, "STEPS", 3)
+
+
+def write(folder: Path, *steps: int, kind: str = TRAINING, **columns: Any) -> None:
+    """Two rows for each step, as TRL writes them."""
+    for step in steps:
+        texts = {"prompt": ["p", "p"], "completion": [f"{step}a", f"{step}b"], "reward": [0.0, 1.0]}
+        table = pd.DataFrame({"step": [step] * 2, **texts, **columns})
+        table.to_parquet(folder / f"{kind}_{step:05d}.parquet")
+
+
+def rows_of(*steps: int) -> Rows:
+    return [(step, f"{step}{which}") for step in steps for which in "ab"]
+
+
+def read(folder: Path, kind: str = TRAINING) -> Rows:
+    """The rows as our readers find them."""
+    columns = {"step": files.INTEGERS, "completion": files.TEXTS}
+    tables = [
+        batch
+        for source in completions.sources(logged(folder, kind))
+        for batch in completions.read_batches(source, columns)
+    ]
+    return sorted(row for table in tables for row in zip(table["step"].tolist(), table["completion"], strict=True))
+
+
+def read_with_pandas(folder: Path, pattern: str = "*.parquet") -> Rows:
+    """The rows as somebody finds them who knows nothing of compacted files."""
+    tables = [pd.read_parquet(path) for path in folder.glob(pattern)]
+    return sorted(row for table in tables for row in zip(table["step"].tolist(), table["completion"], strict=True))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# Merging
+
+
+def test_full_thousands_are_merged_at_saves_and_the_rest_at_the_end(folder: Path, threes: None) -> None:
+    write(folder, *range(1, 9))
+    write(folder, 0, 4, 8, kind=EVALUATION)
+    write(folder, 2, 4, kind="eval_owner-name_completions")
+    (folder / "mine.parquet").write_bytes(b"")
+    compaction = Compaction(folder)
+    compaction.compact(8)
+    merged = ["completions_00001-00003.parquet", "completions_00004-00006.parquet"]
+    last = ["completions_00007.parquet", "completions_00008.parquet"]
+    assert [name for name in names(folder) if name.startswith(TRAINING)] == [*merged, *last]
+    write(folder, 9)
+    write(folder, 9, kind=EVALUATION)
+    compaction.compact(9, rest=True)
+    assert names(folder) == [
+        *merged,
+        "completions_00007-00008.parquet",
+        "completions_00009.parquet",  # of the current step: TRL writes it once more at the end of a training
+        "eval_completions_00000.parquet",  # an evaluation before the training, which may be made again
+        "eval_completions_00004-00008.parquet",
+        "eval_completions_00009.parquet",
+        "eval_owner-name_completions_00002-00004.parquet",
+        "mine.parquet",
+    ]
+    (folder / "mine.parquet").unlink()
+    assert read(folder) == read_with_pandas(folder, "completions_*") == rows_of(*range(1, 10))
+    assert read(folder, EVALUATION) == read_with_pandas(folder, "eval_completions_*") == rows_of(0, 4, 8, 9)
+    assert [one.step for one in logged(folder, TRAINING)] == list(range(1, 10))
+
+
+def test_columns_that_differ_between_steps_are_kept(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`log_extra` adds columns, a column without values has no type, and messages with tool calls have more fields."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
+    write(folder, 1, extra=[None, None], messages=[[{"role": "user", "content": "x"}]] * 2)
+    write(folder, 2, extra=["seven", None], messages=[[call]] * 2)
+    write(folder, 3, level=[1, 2], messages=[[{"role": "user", "content": "x"}]] * 2)
+    write(folder, 4, level=[0.5, None], extra=["eight", "nine"])
+    write(folder, 5, 6, extra=[1, 2])  # no text: another compacted file
+    write(folder, 7, extra=[["a"], ["b"]])  # neither: stays
+    before = pd.concat(map(pd.read_parquet, sorted(folder.iterdir())), ignore_index=True)
+    with caplog.at_level(logging.WARNING):
+        Compaction(folder).compact(8, rest=True)
+    assert names(folder) == [
+        "completions_00001-00004.parquet",
+        "completions_00005-00006.parquet",
+        "completions_00007.parquet",
+    ]
+    assert [record.message.partition(" is not")[0] for record in caplog.records] == [
+        str(folder / "completions_00007.parquet")
+    ]
+    after = pd.concat(map(pd.read_parquet, sorted(folder.iterdir())), ignore_index=True)
+    plain = ["step", "prompt", "completion", "reward"]
+    pd.testing.assert_frame_equal(after[plain], before[plain])
+    assert after["level"].dropna().tolist() == before["level"].dropna().tolist() == [1, 2, 0.5]
+    shown = [
+        [None if value is None or value != value else value for value in table["extra"][:12]]
+        for table in (before, after)
+    ]
+    assert shown[0] == shown[1] == [None, None, "seven", None, None, None, "eight", "nine", 1, 2, 1, 2]
+    message = after["messages"][2][0]
+    assert (message["role"], message["tool_calls"][0]["arguments"]) == ("assistant", {"a": 1})
+    assert after["messages"][0][0]["tool_calls"] is None
+
+
+@pytest.mark.parametrize("wrong", ["damaged", "cut off", "another step", "no rows", "a pipe", "large integers"])
+def test_a_file_that_can_not_be_merged_stays_and_is_said_once(
+    folder: Path, wrong: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(folder, 1, 3, 4, count=[0.5, 1.0])
+    path = folder / "completions_00002.parquet"
+    write(folder, 2, count=[2**60 + 1, 1] if wrong == "large integers" else [1, 2])
+    if wrong == "damaged":
+        content = path.read_bytes()
+        path.write_bytes(content[:10] + bytes(300) + content[310:])
+    elif wrong == "cut off":
+        path.write_bytes(path.read_bytes()[:-20])
+    elif wrong == "another step":
+        pd.read_parquet(path).assign(step=[2, 3]).to_parquet(path)
+    elif wrong == "no rows":
+        pd.read_parquet(path)[:0].to_parquet(path)
+    elif wrong == "a pipe":
+        path.unlink()
+        os.mkfifo(path)
+    left = None if wrong == "a pipe" else path.read_bytes()
+    compaction = Compaction(folder)
+    with caplog.at_level(logging.WARNING):
+        compaction.compact(5, rest=True)
+        compaction.compact(5, rest=True)
+    (said,) = caplog.messages
+    assert said.startswith(f"{path} is not compacted and stays as it is (")
+    assert names(folder) == ["completions_00001-00004.parquet", path.name]
+    assert left is None or path.read_bytes() == left
+    path.unlink()
+    assert read(folder) == rows_of(1, 3, 4)
+
+
+def test_a_compacted_file_stays_below_what_a_reader_accepts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(folder, *range(1, 7), completion=["a" * 1000, "b" * 1000])
+    monkeypatch.setattr(completions, "BYTES", 5000)
+    Compaction(folder).compact(7, rest=True)
+    assert names(folder) == [f"completions_{first:05d}-{first + 1:05d}.parquet" for first in (1, 3, 5)]
+
+
+def test_one_step_is_in_memory_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(folder, *range(1, 9))
+    alive: list[weakref.ref[pa.Table]] = []
+    most = []
+    table_of = completions._table
+
+    def counted(*arguments: Any) -> pa.Table:
+        most.append(sum(reference() is not None for reference in alive))
+        table = table_of(*arguments)
+        alive.append(weakref.ref(table))
+        return table
+
+    monkeypatch.setattr(completions, "_table", counted)
+    Compaction(folder).compact(9, rest=True)
+    assert len(most) == 8
+    assert max(most) <= 1  # the one before, until its name is given to the next
+
+
+# Crashes and full disks
+
+
+def killed_at(number: int, work: Callable[[], object]) -> bool:
+    """Do `work` in a process that ends, as one that is killed, at the `number`th call that changes a file or a name.
+
+    Returns False if there are fewer such calls.
+    """
+    calls = 0
+
+    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **more: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                os._exit(9)
+            return function(*arguments, **more)
+
+        return counted
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for name in ("replace", "rename", "unlink", "fsync"):
+                setattr(os, name, counting(getattr(os, name)))
+            for name in ("open", "rename", "unlink"):
+                setattr(Path, name, counting(getattr(Path, name)))
+            pa.parquet.ParquetWriter.write_table = counting(pa.parquet.ParquetWriter.write_table)
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert status in (0, 9)
+    return status == 9
+
+
+def test_a_kill_at_any_point_loses_no_row_and_shows_none_twice(tmp_path: Path, threes: None) -> None:
+    expected, expected_eval = rows_of(*range(1, 8)), rows_of(2, 4, 6)
+    number = kills = 0
+    while True:
+        folder, number = tmp_path / str(number + 1), number + 1
+        folder.mkdir()
+        write(folder, *range(1, 8))
+        write(folder, 2, 4, 6, kind=EVALUATION)
+        if not killed_at(number, lambda folder=folder: Compaction(folder).compact(7, rest=True)):  # type: ignore[misc]
+            break
+        kills += 1
+        assert (read(folder), read(folder, EVALUATION)) == (expected, expected_eval)
+        # The next launch goes on.
+        assert drop_after(folder, 7) == 0
+        assert read_with_pandas(folder, "completions_*") == expected
+        assert read_with_pandas(folder, "eval_*") == expected_eval
+        Compaction(folder).compact(7, rest=True)
+        assert (read(folder), read(folder, EVALUATION)) == (expected, expected_eval)
+        assert len(names(folder)) <= 5
+        shutil.rmtree(folder)
+    assert kills > 20
+
+
+@pytest.mark.parametrize("call", ["write_table", "fsync", "replace"])
+def test_on_a_full_disk_the_step_files_stay(
+    folder: Path, call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(folder, 1, 2, 3)
+    before = names(folder)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(pa.parquet.ParquetWriter if call == "write_table" else os, call, full)
+        compaction = Compaction(folder)
+        compaction.compact(4, rest=True)
+    (said,) = caplog.messages
+    assert "the completions were not compacted ([Errno 28] No space left on device)" in said
+    assert names(folder) == before
+    compaction.compact(4, rest=True)
+    assert names(folder) == ["completions_00001-00003.parquet"]
+
+
+def test_step_files_that_can_not_be_removed_are_not_merged_twice(
+    folder: Path, threes: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(folder, *range(1, 7))
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+
+        def denied(path: Path, missing_ok: bool = False) -> None:
+            if "00002" in path.name:
+                raise PermissionError(errno.EACCES, "Permission denied")
+            os.unlink(path)
+
+        patch.setattr(Path, "unlink", denied)
+        compaction = Compaction(folder)
+        compaction.compact(4)
+    compaction.compact(7)
+    assert len(caplog.messages) == 1
+    assert read(folder) == rows_of(*range(1, 7))
+    assert len(list(folder.glob("*-*.parquet"))) == 2
+    drop_after(folder, 6)
+    assert names(folder) == ["completions_00001-00003.parquet", "completions_00004-00006.parquet"]
+
+
+# Resumes
+
+
+def test_a_resume_drops_the_rows_after_its_step(folder: Path, threes: None) -> None:
+    for kind in (TRAINING, EVALUATION):
+        write(folder, *range(1, 9), kind=kind)
+    write(folder, 0, kind=EVALUATION)
+    Compaction(folder).compact(8)
+    (folder / ".completions.part").write_bytes(b"left by a launch that was killed")
+    assert drop_after(folder, 5) == 6
+    assert names(folder) == [
+        "completions_00001-00003.parquet",
+        "completions_00004-00005.parquet",
+        "eval_completions_00000.parquet",
+        "eval_completions_00001-00003.parquet",
+        "eval_completions_00004-00005.parquet",
+    ]
+    assert read(folder) == read_with_pandas(folder, "completions_*") == rows_of(*range(1, 6))
+    assert drop_after(folder, 5) == 0
+    assert drop_after(folder, 0) == 10
+    assert names(folder) == ["eval_completions_00000.parquet"]  # made before the training that now begins
+
+
+def test_a_kill_while_rows_are_dropped_leaves_each_row_once(tmp_path: Path) -> None:
+    number = kills = 0
+    while True:
+        folder, number = tmp_path / str(number + 1), number + 1
+        folder.mkdir()
+        write(folder, *range(1, 7))
+        Compaction(folder).compact(7, rest=True)
+        write(folder, 7)
+        if not killed_at(number, lambda folder=folder: drop_after(folder, 4)):  # type: ignore[misc]
+            break
+        kills += 1
+        found = read(folder)
+        assert found == read_with_pandas(folder)
+        assert found[:8] == rows_of(*range(1, 5))
+        drop_after(folder, 4)
+        assert names(folder) == ["completions_00001-00004.parquet"]
+        assert read(folder) == rows_of(*range(1, 5))
+    assert kills > 5
+
+
+def test_a_damaged_compacted_file_does_not_stop_a_resume(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(folder, 1, 2)
+    path = folder / "completions_00003-00004.parquet"
+    path.write_bytes(b"PAR1")
+    with caplog.at_level(logging.WARNING):
+        assert drop_after(folder, 1) == 1
+    assert caplog.messages[0].startswith(f"{path}: can't be read as compacted completions")
+    assert names(folder) == ["completions_00001.parquet", path.name]
+    with pytest.raises(files.RunError, match="restore or remove the file"):
+        logged(folder, TRAINING)
+
+
+def test_rows_that_can_not_be_dropped_stop_the_resume(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would hide what the run logs from now on."""
+    write(folder, 1, 2, 3)
+    Compaction(folder).compact(4, rest=True)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pa.parquet.ParquetWriter, "write_table", full)
+    with pytest.raises(files.RunError, match=r"the completions after step 2 can't be removed .*free space"):
+        drop_after(folder, 2)
+    assert read(folder) == rows_of(1, 2, 3)
+
+
+# Readers
+
+
+def test_a_run_is_read_the_same_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "run")
+    before = Run.read(folder).rows
+    Compaction(folder / "completions").compact(40, rest=True)
+    assert names(folder / "completions") == ["completions_00010-00030.parquet", "completions_00040.parquet"]
+    run = Run.read(folder)
+    same = ["step", "prompt", "completion", "total", "pay/gsm8k_correctness"]
+    pd.testing.assert_frame_equal(run.rows[same], before[same])
+    chosen = run.rows.iloc[[20, 3, 31]]
+    assert run.texts(chosen)["question"].tolist() == ["question 30.1", "question 10.0", "question 40.1"]
+    # Steps are drawn, not files.
+    monkeypatch.setattr(Sampled, "MOST", 2)
+    run = Run.read(folder)
+    assert (run.completion_files.read, run.completion_files.count) == (2, 4)
+    assert sorted(set(run.rows["step"])) == [10, 40]
+    assert run.texts(run.rows.iloc[[9]])["question"].tolist() == ["question 40.0"]
+
+
+def test_a_report_on_a_run_under_way_finds_rows_that_were_compacted_meanwhile(folder: Path) -> None:
+    write(folder, 1, 2, 3)
+    sources = completions.sources(logged(folder, TRAINING))
+    Compaction(folder).compact(4, rest=True)
+    tables = [batch for source in sources for batch in completions.read_batches(source, {"step": files.INTEGERS})]
+    assert pd.concat(tables)["step"].tolist() == [1, 1, 2, 2, 3, 3]
+
+
+def test_a_pipe_in_place_of_a_compacted_file_is_not_waited_for(folder: Path) -> None:
+    os.mkfifo(folder / "completions_00001-00002.parquet")
+    with pytest.raises(files.RunError, match="it is no ordinary file"):
+        logged(folder, TRAINING)
+
+
+def test_a_file_that_only_has_the_name_of_a_compacted_one_is_refused(folder: Path) -> None:
+    write(folder, 1)
+    pd.DataFrame({"step": [1, 2], "prompt": "p", "completion": "c"}).to_parquet(
+        folder / "completions_00001-00002.parquet"
+    )
+    with pytest.raises(files.RunError, match="its row group 0 does not hold one step"):
+        logged(folder, TRAINING)
+
+
+# The trainer
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({}, None),
+        ({"log_completions_hub_repo": "me/logs"}, "`log_completions_hub_repo` has pushed the files already"),
+        ({"push_to_hub": True}, "`push_to_hub` has pushed the files already"),
+        ({"push_to_hub": True, "hub_strategy": "end"}, None),
+    ],
+)
+def test_nothing_is_compacted_that_the_hub_has(
+    folder: Path, keys: dict[str, Any], reason: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = GRPOConfig(output_dir=str(folder.parent), use_cpu=True, bf16=False, log_completions=True, **keys)
+    saving = SimpleNamespace(pushes=args.push_to_hub)
+    callback = CompactCompletions(SimpleNamespace(args=args, log_completions=True, checkpoints=saving))
+    write(folder, 1, 2, 3)
+    state, control = SimpleNamespace(global_step=3, is_world_process_zero=True), SimpleNamespace()
+    with caplog.at_level(logging.WARNING):
+        for event in (callback.on_train_begin, callback.on_save, callback.on_step_begin, callback.on_train_end):
+            event(args, state, control)  # type: ignore[arg-type]
+    assert len(names(folder)) == (3 if reason else 2)
+    assert [message for message in caplog.messages if reason and reason in message] == caplog.messages
+    assert len(caplog.messages) == bool(reason)
+
+
+def test_only_the_first_rank_touches_the_files(folder: Path) -> None:
+    args = GRPOConfig(output_dir=str(folder.parent), use_cpu=True, bf16=False, log_completions=True)
+    callback = CompactCompletions(SimpleNamespace(args=args, log_completions=True))
+    write(folder, 1, 2, 3)
+    state, control = SimpleNamespace(global_step=2, is_world_process_zero=False), SimpleNamespace()
+    for event in (callback.on_train_begin, callback.on_save, callback.on_step_begin, callback.on_train_end):
+        event(args, state, control)  # type: ignore[arg-type]
+    assert len(names(folder)) == 3
+
+
+def test_a_script_that_resumes_an_earlier_checkpoint_logs_every_step_once(
+    tiny_model: Path, tmp_path: Path, threes: None
+) -> None:
+    def trained(name: str, steps: int, resume: str | None = None) -> Path:
+        args = GRPOConfig(
+            output_dir=str(tmp_path / name),
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=4,
+            num_generations=4,
+            num_generations_eval=2,
+            per_device_eval_batch_size=2,
+            max_completion_length=6,
+            max_steps=steps,
+            lr_scheduler_type="constant",
+            logging_steps=1,
+            log_completions=True,
+            save_steps=2,
+            eval_strategy="steps",
+            eval_steps=1,
+            report_to="none",
+        )
+        prompts, held_out = (Dataset.from_dict({"prompt": list(words)}) for words in (["one", "two", "four"], ["five"]))
+        trainer = GRPOTrainer(str(tiny_model), distinct_characters, args, prompts, eval_dataset=held_out)
+        trainer.train(resume)
+        return tmp_path / name / "completions"
+
+    alone = trained("alone", 8)
+    assert names(alone) == [
+        "completions_00001-00003.parquet",
+        "completions_00004-00006.parquet",
+        "completions_00007.parquet",
+        "completions_00008.parquet",
+        "eval_completions_00001-00003.parquet",
+        "eval_completions_00004-00006.parquet",
+        "eval_completions_00007.parquet",
+        "eval_completions_00008.parquet",
+    ]
+    folder = trained("resumed", 7)
+    assert trained("resumed", 8, str(tmp_path / "resumed" / "checkpoint-4")) == folder
+    for kind in (TRAINING, EVALUATION):
+        assert [one.step for one in logged(folder, kind)] == list(range(1, 9))
+        assert read_with_pandas(folder, f"{kind}_*") == read_with_pandas(alone, f"{kind}_*")

@@ -1,9 +1,13 @@
 """Time and memory of `grpo-recipes diagnose` and `report` on a run of many steps, written here without training.
 
 python benchmarks/large_run.py [--steps 100000] [--rows 96000]
+python benchmarks/large_run.py --train 2000
 
-The log holds the 45 metrics of a real run at every step; the completions lie in one file for every 100 steps. Each command
-runs in a process of its own, whose peak of resident memory is read when it ends.
+The second command trains a model of a few hundred parameters instead, logs and saves often, and prints what grows with the
+number of steps: resident memory, open files, files in the folder, the time of a save.
+
+The log of the first command holds the 45 metrics of a real run at every step; the completions lie in one file for every 100
+steps. Each command runs in a process of its own, whose peak of resident memory is read when it ends.
 """
 
 from __future__ import annotations
@@ -13,12 +17,14 @@ import json
 import os
 import platform
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -98,18 +104,116 @@ def measure(*arguments: str) -> tuple[float, float, float]:
     return time.perf_counter() - started, cpu, megabytes
 
 
+SAVES_PER_ROW = 10
+"""Number of saves that a row of the table of a training sums up."""
+
+
+def train(folder: Path, steps: int, save_steps: int) -> None:
+    """Train a near-empty model, and print a row of figures after every `SAVES_PER_ROW` saves."""
+    import torch
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback
+    from trl import GRPOConfig
+
+    from grpo_recipes import GRPOTrainer
+    from grpo_recipes.runs.live import LiveLog
+
+    torch.set_num_threads(1)
+    words = [f"w{number}" for number in range(64)]
+    backend = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", eos_token="w1", padding_side="left")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, pad_token_id=0, eos_token_id=1, bos_token_id=None, **sizes))
+    args = GRPOConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=4,
+        max_steps=steps + 1,  # a row is printed when the next step begins
+        logging_steps=1,
+        log_completions=True,
+        num_completions_to_print=0,
+        save_steps=save_steps,
+        save_total_limit=2,
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+    def distinct(completions: list[str], **columns: Any) -> list[float]:
+        return [float(len(set(text.split()))) for text in completions]
+
+    prompts = Dataset.from_dict({"prompt": [f"{one} {other}" for one in words[2:10] for other in words[2:10]]})
+    trainer = GRPOTrainer(model, distinct, args, prompts, processing_class=tokenizer)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(LiveLog(folder))
+    trainer.add_callback(_between_steps(folder, save_steps))
+    trainer.train()
+    print(f"\nAfter the end: {len(list((folder / 'completions').iterdir()))} files of completions.")
+
+
+def _between_steps(folder: Path, save_steps: int) -> Any:
+    """Return a callback that times what lies between two steps, and prints the table."""
+    import pyarrow as pa
+    from transformers import TrainerCallback
+
+    logs: list[float] = []
+    saves: list[float] = []
+    ended = 0.0
+
+    class BetweenSteps(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            nonlocal ended
+            ended = time.perf_counter()
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            step = state.global_step
+            if not step:
+                return
+            (saves if step % save_steps == 0 else logs).append(1000 * (time.perf_counter() - ended))
+            if step % (SAVES_PER_ROW * save_steps):
+                return
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+            names = [path.name for path in (folder / "completions").iterdir()]
+            saved = (folder / f"checkpoint-{step}" / "trainer_state.json").stat().st_size / 1e6
+            print(
+                f"| {step:,} | {resident:.0f} | {pa.total_allocated_bytes() / 1e6:.1f} | {len(os.listdir('/proc/self/fd'))} | "
+                f"{len(names):,} ({sum('-' in name for name in names)}) | {saved:.2f} | {statistics.median(logs):.0f} | "
+                f"{statistics.median(saves):.0f} | {max(saves):.0f} |",
+                flush=True,
+            )
+            logs.clear()
+            saves.clear()
+
+    print(
+        "| step | resident, MB | held by pyarrow, MB | open files | files of completions (compacted) | trainer_state.json, MB | "
+        "log, ms | save, ms | longest save, ms |\n|---|---|---|---|---|---|---|---|---|"
+    )
+    return BetweenSteps()
+
+
 def main() -> None:
-    """Print a table of both commands at a quarter of the size and at the whole."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Print a table of both commands at a quarter of the size and at the whole, or of a training."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--rows", type=int, default=96_000)
+    parser.add_argument("--train", type=int, metavar="STEPS", help="train so many steps instead")
+    parser.add_argument("--save_steps", type=int, default=25, help="of the training")
     options = parser.parse_args()
-    names = ("pandas", "pyarrow")
+    names = ("trl", "transformers", "pyarrow") if options.train else ("pandas", "pyarrow")
     print(
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, ",
         end="",
     )
     print(", ".join(f"{name} {version(name)}" for name in names) + "\n")
+    if options.train:
+        with tempfile.TemporaryDirectory() as folder:
+            train(Path(folder), options.train, options.save_steps)
+        return
     print(
         "| command | steps | rows of completions | seconds | CPU seconds | peak memory, MB |\n|---|---|---|---|---|---|"
     )

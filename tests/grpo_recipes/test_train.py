@@ -86,8 +86,8 @@ def test_a_run_leaves_everything_that_is_promised(tiny_model: Path, gsm8k_file: 
     assert len(logged) == 3
     # With dropout off the first step's policy is the reference.
     assert abs(logged[0]["kl"]) < 1e-6
-    completions = pd.read_parquet(sorted((output / "completions").glob("*.parquet"))[0])
-    assert len(completions) == 16
+    completions = pd.concat(map(pd.read_parquet, sorted((output / "completions").glob("*.parquet"))))
+    assert completions.groupby("step").size().to_dict() == {1: 16, 2: 16, 3: 16}
     assert {"prompt", "completion", "gsm8k_correctness", "tag_presence", "advantage"} <= set(completions.columns)
     card = (output / "README.md").read_text()
     assert f"`{tiny_model.name}`, trained with GRPO on 40 prompts of `{gsm8k_file.name}`" in card

@@ -69,14 +69,9 @@ def logged(folder: Path, kind: str) -> list[Logged]:
     """
     # Step files first: a run under way removes them after the compacted file is there, so no step is missed.
     single = _step_files(folder).get(kind, [])
-    found: list[Logged] = []
-    steps: set[int] = set()
-    for path in _compacted_files(folder):
-        if _kind(path) == kind:
-            new = [one for one in _row_groups(path) if one.step not in steps]
-            steps.update(one.step for one in new)
-            found += new
-    found += [one for one in single if one.step not in steps]
+    found = [one for path in _compacted_files(folder) if _kind(path) == kind for one in _row_groups(path)]
+    compacted = {one.step for one in found}
+    found += [one for one in single if one.step not in compacted]
     return sorted(found, key=lambda one: one.step)
 
 
@@ -175,7 +170,7 @@ class Compaction:
                     waiting = waiting[STEPS:]
         except (OSError, pa.ArrowException) as error:
             logger.warning(
-                "%s: the completions were not compacted (%s), and stay in one file per step",
+                "%s: completions can't be compacted (%s); the files that are left stay as they are",
                 self.folder,
                 files.one_line(error),
             )

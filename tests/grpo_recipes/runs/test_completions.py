@@ -112,7 +112,7 @@ def test_columns_that_differ_between_steps_are_kept(folder: Path, caplog: pytest
     write(folder, 3, level=[1, 2], messages=[[{"role": "user", "content": "x"}]] * 2)
     write(folder, 4, level=[0.5, None], extra=["eight", "nine"])
     write(folder, 5, 6, extra=[1, 2])  # no text: another compacted file
-    write(folder, 7, extra=[["a"], ["b"]])  # neither: stays
+    write(folder, 7, extra=[b"a", b"b"])  # neither: stays
     before = pd.concat(map(pd.read_parquet, sorted(folder.iterdir())), ignore_index=True)
     with caplog.at_level(logging.WARNING):
         Compaction(folder).compact(8, rest=True)
@@ -161,13 +161,14 @@ def test_a_file_that_can_not_be_merged_stays_and_is_said_once(
     compaction = Compaction(folder)
     with caplog.at_level(logging.WARNING):
         compaction.compact(5, rest=True)
-        compaction.compact(5, rest=True)
+        write(folder, 5, 6)
+        compaction.compact(7, rest=True)
     (said,) = caplog.messages
     assert said.startswith(f"{path} is not compacted and stays as it is (")
-    assert names(folder) == ["completions_00001-00004.parquet", path.name]
+    assert names(folder) == ["completions_00001-00004.parquet", path.name, "completions_00005-00006.parquet"]
     assert left is None or path.read_bytes() == left
     path.unlink()
-    assert read(folder) == rows_of(1, 3, 4)
+    assert read(folder) == rows_of(1, 3, 4, 5, 6)
 
 
 def test_a_compacted_file_stays_below_what_a_reader_accepts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +194,43 @@ def test_one_step_is_in_memory_at_a_time(folder: Path, monkeypatch: pytest.Monke
     Compaction(folder).compact(9, rest=True)
     assert len(most) == 8
     assert max(most) <= 1  # the one before, until its name is given to the next
+
+
+def test_the_merged_file_is_on_the_disk_before_a_step_file_is_removed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(folder, 1, 2)
+    calls: list[str] = []
+
+    def noting(call: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(what: Any, *rest: Any, **more: Any) -> Any:
+            if call == "fsync":
+                calls.append(f"fsync {'folder' if os.path.samestat(os.fstat(what), folder.stat()) else 'file'}")
+            elif call == "replace" or what.name.endswith(".parquet"):
+                calls.append(f"{call} {what.name}")
+            return function(what, *rest, **more)
+
+        return noted
+
+    for owner, call in ((os, "fsync"), (os, "replace"), (Path, "unlink")):
+        monkeypatch.setattr(owner, call, noting(call, getattr(owner, call)))
+    Compaction(folder).compact(3, rest=True)
+    flushed = ["fsync file", "replace .completions.part", "fsync folder"]
+    assert calls == [*flushed, "unlink completions_00001.parquet", "unlink completions_00002.parquet"]
+
+
+def test_merging_stops_in_time_and_goes_on_after_the_next_save(
+    folder: Path, threes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier version left one file per step, and other ranks wait for the first one."""
+    write(folder, *range(1, 7))
+    compaction = Compaction(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(completions, "SECONDS", -1.0)
+        compaction.compact(8)
+    assert len(names(folder)) == 6
+    compaction.compact(8)
+    assert len(names(folder)) == 2
 
 
 # Crashes and full disks
@@ -270,7 +308,7 @@ def test_on_a_full_disk_the_step_files_stay(
         compaction = Compaction(folder)
         compaction.compact(4, rest=True)
     (said,) = caplog.messages
-    assert "the completions were not compacted ([Errno 28] No space left on device)" in said
+    assert "completions can't be compacted ([Errno 28] No space left on device)" in said
     assert names(folder) == before
     compaction.compact(4, rest=True)
     assert names(folder) == ["completions_00001-00003.parquet"]
@@ -280,16 +318,18 @@ def test_step_files_that_can_not_be_removed_are_not_merged_twice(
     folder: Path, threes: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(folder, *range(1, 7))
+    unlink = Path.unlink
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
 
         def denied(path: Path, missing_ok: bool = False) -> None:
             if "00002" in path.name:
                 raise PermissionError(errno.EACCES, "Permission denied")
-            os.unlink(path)
+            unlink(path, missing_ok)
 
         patch.setattr(Path, "unlink", denied)
         compaction = Compaction(folder)
         compaction.compact(4)
+    assert names(folder)[:2] == ["completions_00001-00003.parquet", "completions_00002.parquet"]
     compaction.compact(7)
     assert len(caplog.messages) == 1
     assert read(folder) == rows_of(*range(1, 7))
@@ -306,7 +346,7 @@ def test_a_resume_drops_the_rows_after_its_step(folder: Path, threes: None) -> N
         write(folder, *range(1, 9), kind=kind)
     write(folder, 0, kind=EVALUATION)
     Compaction(folder).compact(8)
-    (folder / ".completions.part").write_bytes(b"left by a launch that was killed")
+    (folder / ".eval_easy_completions.part").write_bytes(b"left by a launch that was killed")
     assert drop_after(folder, 5) == 6
     assert names(folder) == [
         "completions_00001-00003.parquet",
@@ -424,17 +464,26 @@ def test_a_file_that_only_has_the_name_of_a_compacted_one_is_refused(folder: Pat
     ],
 )
 def test_nothing_is_compacted_that_the_hub_has(
-    folder: Path, keys: dict[str, Any], reason: str | None, caplog: pytest.LogCaptureFixture
+    folder: Path, threes: None, keys: dict[str, Any], reason: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     args = GRPOConfig(output_dir=str(folder.parent), use_cpu=True, bf16=False, log_completions=True, **keys)
     saving = SimpleNamespace(pushes=args.push_to_hub)
     callback = CompactCompletions(SimpleNamespace(args=args, log_completions=True, checkpoints=saving))
-    write(folder, 1, 2, 3)
-    state, control = SimpleNamespace(global_step=3, is_world_process_zero=True), SimpleNamespace()
+    write(folder, *range(1, 7))
+    state, control = SimpleNamespace(global_step=6, is_world_process_zero=True), SimpleNamespace()
+    counts = []
     with caplog.at_level(logging.WARNING):
-        for event in (callback.on_train_begin, callback.on_save, callback.on_step_begin, callback.on_train_end):
+        for event in (
+            callback.on_train_begin,
+            callback.on_step_begin,
+            callback.on_save,
+            callback.on_step_begin,
+            callback.on_train_end,
+        ):
             event(args, state, control)  # type: ignore[arg-type]
-    assert len(names(folder)) == (3 if reason else 2)
+            counts.append(len(names(folder)))
+    # Full thousands (three here) after a save, the rest but the last step at the end.
+    assert counts == ([6, 6, 6, 6, 6] if reason else [6, 6, 6, 4, 3])
     assert [message for message in caplog.messages if reason and reason in message] == caplog.messages
     assert len(caplog.messages) == bool(reason)
 

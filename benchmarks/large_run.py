@@ -110,7 +110,6 @@ SAVES_PER_ROW = 10
 
 def train(folder: Path, steps: int, save_steps: int) -> None:
     """Train a near-empty model, and print a row of figures after every `SAVES_PER_ROW` saves."""
-    import torch
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback
@@ -119,7 +118,6 @@ def train(folder: Path, steps: int, save_steps: int) -> None:
     from grpo_recipes import GRPOTrainer
     from grpo_recipes.runs.live import LiveLog
 
-    torch.set_num_threads(1)
     words = [f"w{number}" for number in range(64)]
     backend = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="w0"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -92,6 +92,15 @@ def test_completions_of_too_many_steps_are_read_evenly_and_said_so(
     assert diagnostics.diagnose(run).coverage.endswith("of the completions, 5 of 33 steps were read, evenly spread")
 
 
+def test_the_benchmark_of_a_training_prints_a_row_for_every_ten_saves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large_run.train(tmp_path / "run", steps=40, save_steps=2)
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in said if re.match(r"\| \d", line)] == ["| 20", "| 40"]
+    assert said[-1] == "After the end: 2 files of completions."
+
+
 @pytest.mark.parametrize("reached", ["log", "checks", "completions"])
 def test_a_diagnosis_that_has_no_time_is_left_out_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reached: str

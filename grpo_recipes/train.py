@@ -54,12 +54,14 @@ from grpo_recipes.recipe.tokenizer import check_chat_template, load_tokenizer
 from grpo_recipes.results.diagnostics import describe, diagnose
 from grpo_recipes.results.model_card import write_model_card
 from grpo_recipes.results.run import OutOfTime, Run
-from grpo_recipes.runs import checkpoints, faults, quiet, restart
+from grpo_recipes.runs import checkpoints, faults, quiet, restart, resume
 from grpo_recipes.runs.files import RECORD
 from grpo_recipes.runs.last_sentence import say_last
 from grpo_recipes.runs.live import LiveLine, LiveLog
 from grpo_recipes.runs.lock import FolderLost, Held, only_launch
+from grpo_recipes.runs.manifest import CheckpointDamaged
 from grpo_recipes.runs.record import add_launch, data_order, describe_launch, read_record
+from grpo_recipes.runs.resume import Resume
 from grpo_recipes.runs.saving import check_held
 from grpo_recipes.training import updates
 from grpo_recipes.training.adamw_bf16 import adamw_bf16
@@ -187,8 +189,8 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     training_args: GRPOConfig
     rollout: RecordedRollout | None
-    point: checks.ResumePoint
-    """Where a resumed run may go on; once `confirm_checkpoint` has read them, where it does."""
+    point: Resume | None
+    """Where a resumed run may go on, and does once `confirm_checkpoint` has read it; None if the run is a new one."""
     interruption: restart.StopOnSignal
     held: Held | None = None
     """The run's folder, once this launch holds it."""
@@ -198,7 +200,7 @@ class Prepared:
     @property
     def checkpoint(self) -> Path | None:
         """What a resumed run goes on from, if anything was saved."""
-        return self.point.newest
+        return self.point.newest if self.point is not None else None
 
     @property
     def steps(self) -> int:
@@ -220,11 +222,12 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
 
     Raises `RecipeError`, `sources.DatasetUnreachable` or `faults.BuildLocked`.
     """
-    checks.check_output_dir(recipe, machine)
+    checks.check_output_dir(recipe)
     checks.check_packages(recipe)
-    point = checks.resume_point(recipe, machine) if recipe.resumes else checks.ResumePoint(())
-    before = earlier_launch(recipe, point.newest)
-    if point.newest is not None:
+    point = checks.resume_point(recipe, machine)
+    checkpoint = point.newest if point is not None else None
+    before = earlier_launch(recipe, checkpoint)
+    if checkpoint is not None:
         check_same_recipe(recipe, before)
     check_weights(recipe)
     checked = checks.check(recipe, machine)
@@ -239,7 +242,7 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
         if recipe.offline is not None:
             limit = recipe.config.max_completion_length
             rollout = RecordedRollout(checked.train_dataset, tokenizer, recipe.offline, limit)
-    if point.newest is not None:
+    if checkpoint is not None:
         check_same_order(recipe, checked, before)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         faults.check_build_locks()
@@ -293,9 +296,13 @@ def confirm_checkpoint(prepared: Prepared) -> Prepared:
 
     A collective call. Raises `RecipeError` if none is left.
     """
-    if not prepared.recipe.resumes:
+    if prepared.point is None:
         return prepared
-    point = checks.confirmed(prepared.recipe, prepared.point)
+    recipe = prepared.recipe
+    try:
+        point = resume.confirmed(prepared.point, each_node=recipe.config.save_on_each_node)
+    except CheckpointDamaged as error:
+        raise recipe.error(f"`resume_from_checkpoint`: {error}") from error
     steps = checkpoints.steps_done(point.newest) if point.newest else 0
     return replace(prepared, point=point, steps_before=steps)
 
@@ -381,7 +388,11 @@ def known_secrets(recipe: Recipe) -> set[str]:
 
 def describe_resumption(prepared: Prepared) -> str:
     """Where a resumed run goes on from, and which checkpoints it leaves out and why."""
+    assert prepared.point is not None, "only a resumed run is described so"
     aside = "".join(f"{one.reason}, and is set aside as {one.aside.name}: " for one in prepared.point.rejected)
+    if left := prepared.point.abandoned:
+        names = " and ".join(path.name for path in left)
+        aside += f"the last launch did not go on from {names}, which an earlier one saved: "
     if prepared.checkpoint is None:
         return f"{aside}{prepared.recipe.output_dir} has no checkpoint to go on from: starting at the beginning"
     return f"{aside}going on from {prepared.checkpoint}"
@@ -476,7 +487,7 @@ def run(prepared: Prepared) -> int:
     """
     recipe, training_args = prepared.recipe, prepared.training_args
     check_folder(prepared)  # to confirm a checkpoint, and to load reward models, may have taken minutes
-    if recipe.resumes:
+    if prepared.point is not None:
         if training_args.should_save:  # of each node, where each has a disk of its own
             checkpoints.set_aside(prepared.point.rejected)
         _say(describe_resumption(prepared))

@@ -22,18 +22,9 @@ from grpo_recipes.recipe.precision import ADAMW_BF16, Precision
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, grpo_config, model_config, read_yaml
 from grpo_recipes.recipe.reward_checks import GoldCheck
 from grpo_recipes.recipe.specs import RECORDED_REWARD
-from grpo_recipes.runs.checkpoints import (
-    Rejected,
-    has_state,
-    is_of_ours,
-    newest_confirmed,
-    rejection,
-    step_of,
-    survey,
-    unfit,
-)
 from grpo_recipes.runs.files import EVALUATIONS, FAULT_FILES, check_links
 from grpo_recipes.runs.lock import LOCK
+from grpo_recipes.runs.resume import Resume, decide
 from grpo_rewards.errors import UserError
 from grpo_rewards.registry import BuiltReward
 
@@ -255,14 +246,12 @@ def _holds_adapter(folder: Path) -> bool:
     return (folder / "adapter_config.json").is_file()
 
 
-def check_output_dir(recipe: Recipe, machine: Machine) -> None:
-    """Raise `RecipeError` if the run would overwrite an earlier one, can't write, or can't go on from its checkpoint."""
+def check_output_dir(recipe: Recipe) -> None:
+    """Raise `RecipeError` if the run would overwrite an earlier one, or can't write."""
     folder = recipe.output_dir
     with recipe.naming_this_file():
         check_links(folder)
-    if recipe.resumes:
-        resume_point(recipe, machine)
-    elif folder.exists() and (not folder.is_dir() or _holds_a_run(folder)):
+    if not recipe.resumes and folder.exists() and (not folder.is_dir() or _holds_a_run(folder)):
         raise recipe.error(
             f"`output_dir` {folder} already holds files: choose another folder with `--output_dir`, or set "
             "`resume_from_checkpoint: true` to go on with that run"
@@ -296,82 +285,22 @@ def _check_writable(recipe: Recipe) -> None:
         ) from error
 
 
-@dataclass(frozen=True)
-class ResumePoint:
-    """Where a run may go on, newest first, and the checkpoints that it can't go on from."""
+def resume_point(recipe: Recipe, machine: Machine) -> Resume | None:
+    """Return where the run resumes, as far as names and sizes tell, or None if it is not asked to resume.
 
-    checkpoints: Sequence[Path]
-    """Whole as far as names and sizes tell; none for a run that was stopped before its first."""
-    rejected: Sequence[Rejected] = ()
-
-    @property
-    def newest(self) -> Path | None:
-        """What the run goes on from if its contents are whole."""
-        return self.checkpoints[0] if self.checkpoints else None
-
-
-def resume_point(recipe: Recipe, machine: Machine) -> ResumePoint:
-    """The checkpoints to go on from, as far as names and sizes tell.
-
-    Raises `RecipeError` if the named checkpoint is not complete, those of the run are of another number of processes or of
-    `save_only_model`, or all of them are damaged.
+    Raises `RecipeError` if it may not: the named checkpoint is not complete, those of the run are of another number of
+    processes or of `save_only_model`, or all of them are damaged.
     """
+    if not recipe.resumes:
+        return None
     place = str(recipe.training["resume_from_checkpoint"])
-    if place == "true":
-        point = ResumePoint(*survey(recipe.output_dir, machine.num_processes))
-    else:
-        point = ResumePoint([Path(place)])
-        if (found := rejection(Path(place), machine.num_processes)) is not None:
-            if found.cut_off:
-                raise _no_checkpoint(recipe, machine, place)
-            raise _named_is_damaged(recipe, found)
-    if point.newest is None:
-        if not is_of_ours(recipe.output_dir) and any(has_state(one.path) for one in point.rejected if one.cut_off):
-            raise _no_checkpoint(recipe, machine, str(recipe.output_dir))
-        _check_some_left(recipe, point.rejected)
-    elif reason := unfit(point.newest, machine.num_processes):
+    try:
+        point = decide(recipe.output_dir, True if place == "true" else place, machine.num_processes)
+    except UserError as error:
+        raise recipe.error(f"`resume_from_checkpoint`: {error}") from error
+    if (reason := point.refusal()) is not None:
         raise recipe.error(f"`resume_from_checkpoint`: {reason}")
     return point
-
-
-def confirmed(recipe: Recipe, point: ResumePoint) -> ResumePoint:
-    """The newest checkpoint whose contents its manifest confirms, and all newer ones that are set aside; collective.
-
-    Raises `RecipeError` if the named checkpoint, or every one of the run, is damaged.
-    """
-    newest, damaged = newest_confirmed(point.checkpoints, each_node=recipe.config.save_on_each_node)
-    rejected = [*point.rejected, *damaged]
-    if newest is None:
-        if damaged and str(recipe.training["resume_from_checkpoint"]) != "true":
-            raise _named_is_damaged(recipe, damaged[0])
-        _check_some_left(recipe, rejected)
-        return ResumePoint((), rejected)
-    newer = [one for one in rejected if step_of(one.path) > step_of(newest)]
-    return ResumePoint([newest], sorted(newer, key=lambda one: step_of(one.path)))
-
-
-def _check_some_left(recipe: Recipe, rejected: Sequence[Rejected]) -> None:
-    """Raise `RecipeError` if no checkpoint is left of a run that had complete ones: starting again would lose it."""
-    damaged = [one for one in rejected if not one.cut_off]
-    if damaged:
-        folders = " and ".join(str(one.path) for one in damaged)
-        raise recipe.error(
-            f"`resume_from_checkpoint`: {damaged[0].reason}, and no other checkpoint is left to go on from: restore it, or "
-            f"remove the folder {folders}, and `--resume_from_checkpoint true` starts from the beginning"
-        )
-
-
-def _named_is_damaged(recipe: Recipe, found: Rejected) -> RecipeError:
-    return recipe.error(
-        f"`resume_from_checkpoint`: {found.reason}: name another checkpoint, or `true` for the newest one that is whole"
-    )
-
-
-def _no_checkpoint(recipe: Recipe, machine: Machine, place: str) -> RecipeError:
-    return recipe.error(
-        f"`resume_from_checkpoint`: there is no complete checkpoint of {machine.num_processes} process(es) in "
-        f"{place}: launch as many processes as before, or name another checkpoint"
-    )
 
 
 def dry_config(recipe: Recipe, machine: Machine) -> None:

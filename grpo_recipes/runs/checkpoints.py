@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.runs import manifest as manifests
+from grpo_recipes.runs.branches import branch_of, last_launch, numbered
 from grpo_recipes.runs.files import RECORD
 from grpo_recipes.runs.manifest import MANIFEST, CheckpointDamaged, read_manifest, size_damage
 from grpo_rewards.errors import UserError
@@ -183,20 +184,36 @@ def last_complete_checkpoint(folder: Path, num_processes: int) -> tuple[Path | N
 
 
 def survey(folder: Path, num_processes: int) -> tuple[list[Path], list[Rejected]]:
-    """The complete checkpoints in a run's folder, as far as names and sizes tell, and the others; newest first."""
+    """Return the checkpoints that the last launch of a run can go on from, and those that are not whole; newest first.
+
+    Names and sizes decide what is whole. A whole checkpoint that the last launch abandoned is in neither list.
+    """
+    last = last_launch(folder)
+    checkpoints = set(numbered(folder))
+    if last.source is not None and has_state(last.source):  # it may lie in another run's folder
+        checkpoints.add(last.source)
     whole, rejected = [], []
-    checkpoints = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
     for checkpoint in sorted(checkpoints, key=step_of, reverse=True):
-        if (one := rejection(checkpoint, num_processes)) is None:
-            whole.append(checkpoint)
-        else:
+        if (branch := branch_of(checkpoint)) and not last.holds(branch, step_of(checkpoint)):
+            continue
+        if (one := rejection(checkpoint, num_processes)) is not None:
             rejected.append(one)
+        elif last.holds(branch, step_of(checkpoint)):
+            whole.append(checkpoint)
     return whole, rejected
 
 
+def abandoned(folder: Path) -> list[Path]:
+    """Return the checkpoints in a run's folder that the last launch does not descend from, lowest step first."""
+    last = last_launch(folder)
+    written = [path for path in numbered(folder) if (path / "trainer_state.json").is_file()]
+    return sorted((path for path in written if not last.holds(branch_of(path), step_of(path))), key=step_of)
+
+
 def step_of(checkpoint: Path) -> int:
-    """The optimiser step in a checkpoint's name."""
-    return int(checkpoint.name.rpartition("-")[2])
+    """Return the optimizer step of a checkpoint: that in its name, or in its state if it was renamed."""
+    numbers = re.fullmatch(r"checkpoint-(\d+)", checkpoint.name)
+    return int(numbers[1]) if numbers else steps_done(checkpoint)
 
 
 def rejection(checkpoint: Path, num_processes: int) -> Rejected | None:

@@ -14,7 +14,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,17 @@ from grpo_rewards.errors import UserError
 MANIFEST = "manifest.json"
 CHECKSUM = "xxh3_128"
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+BRANCH_SHAPE: Shape = [{"id": TEXT, "number": INTEGER, "after": INTEGER}]
 SHAPE: Shape = {
     "step": INTEGER,
     "num_processes": INTEGER,
     "model_only": FLAG,
     "files": {"*?": {"bytes": INTEGER, CHECKSUM: TEXT}},
+    "branch?": BRANCH_SHAPE,
     CHECKSUM: TEXT,
 }
+
+ADDED_KEYS = ("branch", "identity")
 
 Listing = tuple[str, Mapping[str, int]]
 """Which disk a rank sees, and the size of each file of the checkpoint there."""
@@ -40,6 +44,27 @@ Listing = tuple[str, Mapping[str, int]]
 
 class CheckpointDamaged(UserError):
     """A checkpoint that is not as its manifest says, or whose manifest can't be read; names the file."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a run, as the checkpoints that descend from it remember it."""
+
+    id: str
+    """Random identifier: launches into two folders may have the same number."""
+    number: int
+    """Position among the launches into one folder, counted from 1."""
+    after: int
+    """Optimizer step that the launch began after."""
+
+
+Branch = tuple[Launch, ...]
+"""The launches that the steps of a checkpoint were made by, oldest first."""
+
+
+def as_branch(content: list[dict[str, Any]]) -> Branch:
+    """Return a branch from its JSON, which has the shape `BRANCH_SHAPE`."""
+    return tuple(Launch(one["id"], one["number"], one["after"]) for one in content)
 
 
 @dataclass(frozen=True)
@@ -51,10 +76,15 @@ class Manifest:
     model_only: bool
     """Whether it was saved with `save_only_model`: without optimiser and random state, so that no run can go on from it."""
     files: Mapping[str, Mapping[str, Any]]
+    branch: Branch = ()
+    """Launches that the checkpoint's steps were made by. Empty in a manifest written before there were branches."""
 
     def text(self) -> str:
         """The file's text: with a checksum over itself, so that a damaged manifest is noticed too."""
         content = {**vars(self), "files": dict(sorted(self.files.items()))}
+        content["branch"] = [vars(launch) for launch in self.branch]
+        # An older manifest lacks these keys, and its checksum is that of the other ones.
+        content = {key: value for key, value in content.items() if value or key not in ADDED_KEYS}
         return (
             json.dumps({**content, CHECKSUM: xxhash.xxh3_128(json.dumps(content).encode()).hexdigest()}, indent=1)
             + "\n"
@@ -81,8 +111,7 @@ def write_manifest(checkpoint: Path, manifest: Manifest, *, each_node: bool, wri
             if where == disk
             for name, entry in part.items()
         }
-        complete = Manifest(manifest.step, manifest.num_processes, manifest.model_only, whole)
-        write_atomically(checkpoint / MANIFEST, complete.text())
+        write_atomically(checkpoint / MANIFEST, replace(manifest, files=whole).text())
         _flush(checkpoint / MANIFEST)
         _flush(checkpoint)
     gathered(None)  # nothing is removed before every disk has its manifest
@@ -103,7 +132,8 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
         raise CheckpointDamaged(f"{path} is {'damaged' if text else 'empty'}") from error
     if mismatch(content, SHAPE) is None:
         content.pop(CHECKSUM)
-        manifest = Manifest(**{key: content[key] for key in ("step", "num_processes", "model_only", "files")})
+        required = {key: content[key] for key in ("step", "num_processes", "model_only", "files")}
+        manifest = Manifest(**required, branch=as_branch(content.get("branch", [])))
         if manifest.text() == text:
             return manifest
     raise CheckpointDamaged(f"{path} is damaged: its own checksum differs")

@@ -9,16 +9,28 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+from collections.abc import Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import rotate_checkpoints
 
-from grpo_recipes.runs.checkpoints import newest_confirmed, rejection, survey, unfit
+from grpo_recipes.runs.branches import LastLaunch, new_branch, oldest_first, write_launch
+from grpo_recipes.runs.checkpoints import is_of_ours, newest_confirmed, rejection, step_of, unfit
 from grpo_recipes.runs.files import write_atomically
 from grpo_recipes.runs.lock import FolderLost, Held
-from grpo_recipes.runs.manifest import CheckpointDamaged, Manifest, gathered, read_manifest, write_manifest
+from grpo_recipes.runs.manifest import (
+    Branch,
+    CheckpointDamaged,
+    Manifest,
+    gathered,
+    rank,
+    read_manifest,
+    write_manifest,
+)
+from grpo_recipes.runs.resume import Resume, decide
+from grpo_rewards.errors import UserError
 
 LOGGED = "logged.json"  # in each checkpoint: what is to be logged next
 
@@ -39,6 +51,8 @@ class CompleteCheckpoints(TrainerCallback):
         self.confirmed: Path | None = None
         """A checkpoint whose contents have been read and compared already: once is enough."""
         self.resumed_from: Path | None = None
+        self.launch = LastLaunch()
+        """This launch, and the earlier ones that its checkpoints descend from."""
         self.first_step = 0
         """The optimiser steps that this launch began after."""
         self.held: Held | None = None
@@ -51,29 +65,71 @@ class CompleteCheckpoints(TrainerCallback):
         Raises `CheckpointDamaged` if it is not whole, or none is.
         """
         self.resumed_from = None
-        if not asked:
-            return asked
+        if asked:
+            self.resumed_from = self._chosen(asked)
+        self._begin_launch()
+        # Where there is no checkpoint, transformers says so.
+        return asked if self.resumed_from is None else str(self.resumed_from)
+
+    def _chosen(self, asked: str | Literal[True]) -> Path | None:
+        """Return the checkpoint that `resumption` is asked for."""
         args = self.trainer.args
-        if asked is True:
-            whole, rejected = survey(Path(args.output_dir), args.world_size)
-            if not whole and not rejected:
-                return asked  # transformers says that there is none
-        else:
-            found = rejection(Path(asked), args.world_size) if read_manifest(Path(asked)) else None
-            whole, rejected = ([], [found]) if found else ([Path(asked)], [])
-        is_confirmed = len(whole) == 1 and whole[0] == self.confirmed
-        newest, damaged = (whole[0], []) if is_confirmed else newest_confirmed(whole, each_node=args.save_on_each_node)
-        for one in [*rejected, *damaged]:
+        point = self._decided(asked)
+        if point.newest is None and not point.rejected:
+            return None
+        is_confirmed = len(point.checkpoints) == 1 and point.newest == self.confirmed
+        unread = [] if is_confirmed else point.checkpoints
+        read, damaged = newest_confirmed(unread, each_node=args.save_on_each_node)
+        newest = point.newest if is_confirmed else read
+        for one in [*point.rejected, *damaged]:
             logger.warning("%s: no run can go on from it", one.reason)
         if newest is None:
-            raise CheckpointDamaged(f"{[*rejected, *damaged][0].reason}: name another checkpoint to resume from")
+            raise CheckpointDamaged(f"{[*point.rejected, *damaged][0].reason}: name another checkpoint to resume from")
+        if point.abandoned:
+            names = " and ".join(path.name for path in point.abandoned)
+            logger.warning("going on from %s: the last launch did not go on from %s", newest, names)
         manifest = read_manifest(newest)
         if manifest is not None and (reason := unfit(newest, args.world_size)):
             if manifest.model_only:
                 raise CheckpointDamaged(reason)
             logger.warning("%s", reason)  # transformers does so too, in a script that may know why
-        self.resumed_from = newest
-        return str(newest)
+        return newest
+
+    def _decided(self, asked: str | Literal[True]) -> Resume:
+        """Return what all ranks decide; if one of them refuses, all do. Collective."""
+        args = self.trainer.args
+        folder, point, refusal = Path(args.output_dir), None, None
+        try:
+            if asked is not True and self._is_another_trainers(Path(asked)):
+                point = Resume(folder, args.world_size, Path(asked), [Path(asked)])
+            else:
+                point = decide(folder, asked, args.world_size)
+        except UserError as error:
+            refusal = str(error)
+        for sentence in gathered(refusal):
+            if sentence is not None:
+                raise CheckpointDamaged(sentence)
+        assert point is not None, "no rank refused"
+        return point
+
+    def _is_another_trainers(self, checkpoint: Path) -> bool:
+        """Return True if a checkpoint has no manifest and is not one of ours that was cut off: transformers checks it."""
+        if read_manifest(checkpoint) is not None:
+            return False
+        # `train.py` has checked it, and written `run.json` beside it since.
+        return checkpoint == self.confirmed or not is_of_ours(checkpoint.parent)
+
+    def _begin_launch(self) -> None:
+        """Record the launch that now begins, so that a later `true` follows it even if it saves nothing. Collective."""
+        args, source = self.trainer.args, self.resumed_from
+        folder = Path(args.output_dir)
+        branch: Branch = ()
+        if rank() == 0:
+            branch = new_branch(folder, source, step_of(source) if source is not None else 0)
+        # Each rank has read the folder when the first one's answer arrives, and only then is it written to.
+        self.launch = LastLaunch(gathered(branch)[0], source)
+        if args.should_save:
+            write_launch(folder, self.launch)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -121,13 +177,17 @@ class CompleteCheckpoints(TrainerCallback):
         self.check_folder()
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         _write_logged(self.trainer, checkpoint / LOGGED)
-        manifest = Manifest(state.global_step, args.world_size, args.save_only_model, {})
+        manifest = Manifest(state.global_step, args.world_size, args.save_only_model, {}, self.launch.branch)
         write_manifest(checkpoint, manifest, each_node=args.save_on_each_node, writes=args.should_save)
         if self.pushes:
             self.trainer._push_from_checkpoint(str(checkpoint))
-        if args.should_save:
-            rotate_checkpoints(args.output_dir, self.limit, state.best_model_checkpoint, use_mtime=True)
         self.last_saved = checkpoint
+        if self.limit is None or self.limit <= 0:
+            return
+        self.check_folder()  # to push may have taken minutes
+        if args.should_save:
+            best = Path(state.best_model_checkpoint or checkpoint)
+            _rotate(oldest_first(Path(args.output_dir), self.launch), self.limit, {checkpoint, best})
 
     def check_folder(self) -> None:
         """Raise `FolderLost` on every rank if the launch no longer holds the run's folder. Collective.
@@ -174,6 +234,17 @@ def check_held(held: Held, when: str, last_saved: str | None) -> None:
     # Only the first rank holds the folder. All ranks must leave together, or the others would wait for it.
     if found := next(filter(None, gathered(sentence)), None):
         raise FolderLost(found)
+
+
+def _rotate(checkpoints: Sequence[Path], limit: int, kept: Set[Path]) -> None:
+    """Remove the first of `checkpoints` until `limit` are left, but none of those to be kept.
+
+    transformers' own `rotate_checkpoints` orders by modification time or by step. Either may remove the only checkpoint of
+    a branch and keep an abandoned one.
+    """
+    removable = [path for path in checkpoints if path not in kept]
+    for checkpoint in removable[: max(0, len(checkpoints) - max(limit, len(kept)))]:
+        shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def _write_logged(trainer: Any, path: Path) -> None:

@@ -214,14 +214,14 @@ def test_a_malformed_line_is_named_by_file_and_number(write, tmp_path: Path) -> 
 def test_an_earlier_run_is_not_overwritten(write, tmp_path: Path) -> None:
     recipe = parsed(write())
     (tmp_path / "run" / "completions").mkdir(parents=True)
-    check_output_dir(recipe, CPU)
+    check_output_dir(recipe)
     before = tmp_path / "run" / "evaluations" / "before"
     before.mkdir(parents=True)
     (before / "evaluation.json").write_text("{}")  # of the policy that the run will start from
-    check_output_dir(recipe, CPU)
+    check_output_dir(recipe)
     (tmp_path / "run" / "run.json").write_text("{}")
     with pytest.raises(RecipeError, match="already holds files.*resume_from_checkpoint"):
-        check_output_dir(recipe, CPU)
+        check_output_dir(recipe)
     check(recipe, CPU)  # as `plan` does: a run that is there can be planned
 
 
@@ -250,7 +250,7 @@ def test_what_a_run_resumes_from(write, tmp_path: Path) -> None:
     assert resume_point(recipe, Machine(2, bf16=False)).newest == checkpoint
     recipe = parsed(write(resume_from_checkpoint=str(tmp_path / "elsewhere")))
     with pytest.raises(RecipeError, match="no complete checkpoint of 1 process.*elsewhere"):
-        check_output_dir(recipe, CPU)
+        resume_point(recipe, CPU)
 
 
 def test_a_reward_that_needs_whole_groups_refuses_a_layout_that_splits_them(write) -> None:

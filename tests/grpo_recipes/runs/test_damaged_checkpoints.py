@@ -11,9 +11,11 @@ import pytest
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer, train
-from grpo_recipes.recipe.checks import Machine, confirmed, resume_point
+from grpo_recipes.recipe.checks import Machine, resume_point
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
 from grpo_recipes.runs.manifest import MANIFEST, CheckpointDamaged, Manifest, read_manifest, share, write_manifest
+from grpo_recipes.runs.resume import Resume, confirmed
+from grpo_rewards.errors import UserError
 from tests.grpo_recipes import launching, short_runs
 
 CPU = Machine(1, bf16=False)
@@ -65,10 +67,11 @@ def finished(request: pytest.FixtureRequest, recipes: Callable[..., Path]) -> Pa
     return recipe
 
 
-def resumed(recipe: Path, place: str = "true") -> Any:
+def resumed(recipe: Path, place: str = "true") -> Resume:
     """What a resume decides before a model is loaded: where it goes on, and what it sets aside."""
-    parsed = parse_recipe(["--config", str(recipe), "--resume_from_checkpoint", place])
-    return confirmed(parsed, resume_point(parsed, CPU))
+    point = resume_point(parse_recipe(["--config", str(recipe), "--resume_from_checkpoint", place]), CPU)
+    assert point is not None
+    return confirmed(point, each_node=False)
 
 
 def files(checkpoint: Path) -> list[Path]:
@@ -102,7 +105,7 @@ def test_every_damage_to_every_file_is_noticed(finished: Path, restored: Path) -
             # Without its manifest a checkpoint counts as one that was never finished.
             assert ("was cut off" if (file.name, kind) == (MANIFEST, "missing") else str(file)) in one.reason
             if kind in ("missing", "one bit"):
-                with pytest.raises(RecipeError, match=r"checkpoint-3.*name another checkpoint"):
+                with pytest.raises(UserError, match=r"checkpoint-3.*name another checkpoint"):
                     resumed(finished, str(restored / "checkpoint-3"))
             file.write_bytes(whole)
     assert resumed(finished).newest == restored / "checkpoint-3"
@@ -136,7 +139,7 @@ def test_several_damaged_ones_are_passed_over_and_all_are_not(finished: Path, re
     assert point.newest == restored / "checkpoint-1"
     assert [one.aside.name for one in point.rejected] == ["damaged-checkpoint-2", "damaged-checkpoint-3"]
     _flip(restored / "checkpoint-1" / "rng_state.pth")
-    with pytest.raises(RecipeError, match=r"no other checkpoint is left.*remove the folder.*checkpoint-1"):
+    with pytest.raises(UserError, match=r"no other checkpoint is left.*remove the folder.*checkpoint-1"):
         resumed(finished)
     for step in (1, 2, 3):
         (restored / f"checkpoint-{step}" / MANIFEST).unlink()

@@ -28,7 +28,7 @@ def damage(checkpoint: Path) -> None:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> CompleteCheckpoints:
-    args = SimpleNamespace(output_dir=str(tmp_path), world_size=1, save_on_each_node=False)
+    args = SimpleNamespace(output_dir=str(tmp_path), world_size=1, save_on_each_node=False, should_save=False)
     return CompleteCheckpoints(SimpleNamespace(args=args))  # type: ignore[arg-type]
 
 

@@ -1,0 +1,182 @@
+"""Which checkpoint `resume_from_checkpoint: true` takes where a run has branches: runs through the trainer, as scripts use it."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+from grpo_recipes import GRPOTrainer, train
+from grpo_recipes.runs.branches import LAUNCH
+from grpo_recipes.runs.manifest import MANIFEST, CheckpointDamaged, read_manifest
+from grpo_recipes.runs.resume import confirmed, decide
+from grpo_rewards.errors import UserError
+from tests.grpo_recipes import launching, short_runs
+
+
+class StopAfter(TrainerCallback):
+    """Ends a training after an optimizer step, as SIGTERM does, with or without a save."""
+
+    def __init__(self, step: int, *, saves: bool) -> None:
+        self.step = step
+        self.saves = saves
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            control.should_training_stop = True
+            control.should_save = self.saves
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return launching.build_policy(tmp_path_factory.mktemp("policy") / "policy").as_posix()
+
+
+@pytest.fixture(scope="module")
+def six_steps(tmp_path_factory: pytest.TempPathFactory, policy: str) -> Path:
+    """A run of six steps with checkpoints 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    script(policy, folder).train()
+    return folder
+
+
+@pytest.fixture
+def run(six_steps: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(six_steps, tmp_path / "run"))
+
+
+def script(policy: str, folder: Path, *stops: StopAfter, **changes: Any) -> GRPOTrainer:
+    """What a script without a recipe builds."""
+    args = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "beta": 0.0, **changes}
+    trainer = short_runs.trainer(GRPOTrainer, policy, short_runs.arguments(folder, **args))
+    for stop in stops:
+        trainer.add_callback(stop)
+    return trainer
+
+
+def steps_saved(folder: Path) -> list[int]:
+    return sorted(int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*"))
+
+
+def test_true_follows_the_last_launch_and_not_the_highest_step(run: Path, policy: str) -> None:
+    branch = script(policy, run, StopAfter(3, saves=True), max_steps=8)
+    branch.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    assert steps_saved(run) == [2, 3, 4, 6]
+    again = script(policy, run, max_steps=8)
+    again.train(resume_from_checkpoint=True)
+    assert again.checkpoints.resumed_from == run / "checkpoint-3"
+    # Its checkpoints 4 and 6 have replaced the abandoned ones.
+    last = script(policy, run, max_steps=10)
+    last.train(resume_from_checkpoint=True)
+    assert last.checkpoints.resumed_from == run / "checkpoint-8"
+
+
+def test_a_branch_that_saved_nothing_is_taken_up_at_its_branch_point(run: Path, policy: str) -> None:
+    script(policy, run, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
+    assert steps_saved(run) == [2, 4, 6]
+    again = script(policy, run, StopAfter(3, saves=False), max_steps=8)
+    again.train(resume_from_checkpoint=True)
+    assert again.checkpoints.resumed_from == run / "checkpoint-2"
+
+
+def test_a_branch_whose_branch_point_is_gone_is_not_replaced_by_another(run: Path, policy: str) -> None:
+    script(policy, run, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
+    shutil.rmtree(run / "checkpoint-2")
+    with pytest.raises(CheckpointDamaged, match=r"went on from checkpoint-2 and saved nothing.*checkpoint-6.*name the"):
+        script(policy, run, max_steps=8).train(resume_from_checkpoint=True)
+
+
+def test_a_script_that_began_anew_is_not_sent_to_an_earlier_runs_checkpoint(run: Path, policy: str) -> None:
+    script(policy, run, StopAfter(1, saves=False)).train()
+    with pytest.raises(CheckpointDamaged, match=r"began anew and saved nothing; checkpoint-2 and .*an earlier launch"):
+        script(policy, run).train(resume_from_checkpoint=True)
+    script(policy, run, StopAfter(1, saves=True)).train()
+    again = script(policy, run)
+    again.train(resume_from_checkpoint=True)
+    assert again.checkpoints.resumed_from == run / "checkpoint-1"
+
+
+def test_a_branch_in_another_folder_goes_on_there(run: Path, policy: str, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    script(policy, other, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
+    again = script(policy, other, StopAfter(3, saves=True), max_steps=8)
+    again.train(resume_from_checkpoint=True)
+    assert again.checkpoints.resumed_from == run / "checkpoint-2"
+    assert steps_saved(other) == [3]
+    # Once the branch has a checkpoint of its own, its folder may be moved away.
+    moved = Path(shutil.copytree(other, tmp_path / "moved"))
+    last = script(policy, moved, StopAfter(4, saves=False), max_steps=8)
+    last.train(resume_from_checkpoint=True)
+    assert last.checkpoints.resumed_from == moved / "checkpoint-3"
+    left = script(policy, run, StopAfter(7, saves=False), max_steps=8)
+    left.train(resume_from_checkpoint=True)
+    assert left.checkpoints.resumed_from == run / "checkpoint-6"
+
+
+@pytest.mark.parametrize(("limit", "left"), [(1, [3]), (2, [2, 3]), (3, [2, 3, 6])])
+def test_rotation_removes_abandoned_checkpoints_first(run: Path, policy: str, limit: int, left: list[int]) -> None:
+    branch = script(policy, run, StopAfter(3, saves=True), max_steps=8, save_total_limit=limit)
+    branch.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    assert steps_saved(run) == left
+
+
+def test_checkpoints_without_a_branch_are_followed_by_step(run: Path, policy: str) -> None:
+    """Those of an earlier version, whose manifests say nothing of launches."""
+    for checkpoint in run.glob("checkpoint-*"):
+        manifest = read_manifest(checkpoint)
+        assert manifest is not None
+        (checkpoint / MANIFEST).write_text(replace(manifest, branch=()).text())
+    assert "branch" not in json.loads((run / "checkpoint-2" / MANIFEST).read_text())
+    assert decide(run, True, 1).newest == run / "checkpoint-6"
+    script(policy, run, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
+    point = decide(run, True, 1)
+    assert (point.newest, point.abandoned) == (run / "checkpoint-2", [run / "checkpoint-4", run / "checkpoint-6"])
+
+
+def test_a_launch_that_saved_only_a_part_is_taken_up_before_it(run: Path, policy: str) -> None:
+    """The new branch was killed in its first save, at a step of its own and at one that was saved before."""
+    script(policy, run, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
+    (run / "checkpoint-3").mkdir()
+    (run / "checkpoint-4" / "optimizer.pt").write_bytes(b"another launch's")
+    point = decide(run, True, 1)
+    assert [one.path.name for one in point.rejected] == ["checkpoint-3"]
+    assert confirmed(point, each_node=False).newest == run / "checkpoint-2"
+    shutil.rmtree(run / "checkpoint-2")
+    with pytest.raises(CheckpointDamaged, match=r"went on from checkpoint-2 and saved nothing"):
+        decide(run, True, 1)
+
+
+def test_a_damaged_record_of_the_last_launch_is_named(run: Path, policy: str) -> None:
+    script(policy, run, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
+    for content in ("{", '{"branch": [{"id": 1}], "resumed_from": null}', "[]"):
+        (run / LAUNCH).write_text(content)
+        with pytest.raises(UserError, match=r"_launch.json: .*remove the file"):
+            decide(run, True, 1)
+
+
+def test_true_follows_the_last_launch_of_a_recipe_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 16)
+    recipe = launching.write_recipe(
+        tmp_path / "mine.yaml", policy, rows, tmp_path / "run", save_steps=2, max_completion_length=4, report_to="none"
+    )
+    command = ["--config", str(recipe)]
+    assert train.main(command) == 0
+    output = tmp_path / "run"
+    # A run of three steps in all ends the branch after step 3, which is saved.
+    branch = ["--resume_from_checkpoint", str(output / "checkpoint-2")]
+    assert train.main([*command, *branch, "--max_steps=3", "--save_steps=1"]) == 0
+    capsys.readouterr()
+    assert train.main([*command, "--resume_from_checkpoint=true", "--max_steps=4"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        f"did not go on from checkpoint-4 and checkpoint-6, which an earlier one saved: going on from {output}" in said
+    )
+    record = json.loads((output / "run.json").read_text())
+    assert [Path(launch["resumed_from"] or "none").name for launch in record["launches"]] == [
+        "none",
+        "checkpoint-2",
+        "checkpoint-3",
+    ]

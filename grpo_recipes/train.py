@@ -37,6 +37,7 @@ from grpo_recipes import __version__
 from grpo_recipes.decoding.stop_strings import StopStrings
 from grpo_recipes.recipe import checks, limits, prompts, vllm_checks
 from grpo_recipes.recipe.checks import Checked, Machine
+from grpo_recipes.recipe.hub import hub_commit
 from grpo_recipes.recipe.precision import ADAMW_BF16, Precision
 from grpo_recipes.recipe.recipe import (
     DEFAULTS,
@@ -56,10 +57,11 @@ from grpo_recipes.results.model_card import write_model_card
 from grpo_recipes.results.run import OutOfTime, Run
 from grpo_recipes.runs import checkpoints, faults, quiet, restart, resume
 from grpo_recipes.runs.files import RECORD
+from grpo_recipes.runs.identity import Identity, Source, compare, identify, reward_models
 from grpo_recipes.runs.last_sentence import say_last
 from grpo_recipes.runs.live import LiveLine, LiveLog
 from grpo_recipes.runs.lock import FolderLost, Held, only_launch
-from grpo_recipes.runs.manifest import CheckpointDamaged
+from grpo_recipes.runs.manifest import CheckpointDamaged, read_manifest
 from grpo_recipes.runs.record import add_launch, data_order, describe_launch, read_record
 from grpo_recipes.runs.resume import Resume
 from grpo_recipes.runs.saving import check_held
@@ -189,6 +191,8 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     training_args: GRPOConfig
     rollout: RecordedRollout | None
+    identity: Identity
+    """Data, weights, rewards and versions, which each checkpoint repeats."""
     point: Resume | None
     """Where a resumed run may go on, and does once `confirm_checkpoint` has read it; None if the run is a new one."""
     interruption: restart.StopOnSignal
@@ -244,6 +248,9 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
             rollout = RecordedRollout(checked.train_dataset, tokenizer, recipe.offline, limit)
     if checkpoint is not None:
         check_same_order(recipe, checked, before)
+    identity = identity_of(recipe, checked)
+    if checkpoint is not None:
+        check_same_content(recipe, checkpoint, identity)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         faults.check_build_locks()
     training_args = leave_token_to_environment(grpo_config(recipe))
@@ -258,6 +265,7 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
         tokenizer,
         training_args,
         rollout,
+        identity,
         point,
         interruption,
     )
@@ -303,6 +311,8 @@ def confirm_checkpoint(prepared: Prepared) -> Prepared:
         point = resume.confirmed(prepared.point, each_node=recipe.config.save_on_each_node)
     except CheckpointDamaged as error:
         raise recipe.error(f"`resume_from_checkpoint`: {error}") from error
+    if point.newest is not None and point.newest != prepared.checkpoint:  # the one that `prepare` compared is damaged
+        check_same_content(recipe, point.newest, prepared.identity)
     steps = checkpoints.steps_done(point.newest) if point.newest else 0
     return replace(prepared, point=point, steps_before=steps)
 
@@ -447,6 +457,32 @@ def order_of(recipe: Recipe, checked: Checked) -> dict[str, Any]:
     return data_order(checked.geometry.as_dict(), checked.train_dataset["prompt"], vars(recipe.config))
 
 
+def identity_of(recipe: Recipe, checked: Checked) -> Identity:
+    """Return the identity of the launch: the rows, the weights that it loads, the code of its rewards, the versions."""
+    name, revision = recipe.model["model_name_or_path"], model_config(recipe).model_revision
+    sources = {"policy": Source(name, hub_commit(name, revision))}
+    if (config := checkpoints.adapter_config(name, revision)) is not None and config.base_model_name_or_path:
+        base = config.base_model_name_or_path
+        sources["base"] = Source(base, hub_commit(base, config.revision))
+    if (reference := recipe.reference.adapter) is not None:
+        sources["reference"] = Source(reference, hub_commit(reference))
+    sources |= reward_models(checked.rewards, hub_commit)
+    # With recorded responses every column is one of them, or what they were paid.
+    return identify(checked.train_dataset, checked.rewards, sources, all_columns=recipe.offline is not None)
+
+
+def check_same_content(recipe: Recipe, checkpoint: Path, identity: Identity) -> None:
+    """Say what else changed since a checkpoint was saved. Raises `RecipeError` for other data or weights."""
+    manifest = read_manifest(checkpoint)
+    if manifest is None:  # of another trainer: `earlier_launch` has said what is not checked
+        return
+    found = compare(manifest.identity, identity)
+    if (line := found.line(checkpoint)) is not None:
+        _say(line)
+    if (reason := found.refusal(checkpoint)) is not None:
+        raise _another_run(recipe, reason)
+
+
 def launch_entry(prepared: Prepared) -> dict[str, Any]:
     """The entry of a launch in `run.json`."""
     recipe, checked = prepared.recipe, prepared.checked
@@ -460,6 +496,7 @@ def launch_entry(prepared: Prepared) -> dict[str, Any]:
         resumed_from=prepared.checkpoint,
         world_size=prepared.training_args.world_size,
         **order_of(recipe, checked),
+        identity=prepared.identity.content,
         **({"unscorable_golds": checked.golds.as_dict()} if checked.golds else {}),
     )
 
@@ -594,6 +631,7 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
         optimizer_cls_and_kwargs=adamw_bf16(training_args) if optimiser == ADAMW_BF16 else None,
     )
     trainer.checkpoints.confirmed, trainer.checkpoints.held = prepared.checkpoint, prepared.held
+    trainer.checkpoints.identify = lambda: prepared.identity
     if prepared.checkpoint is not None:
         trainer.add_callback(restart.ContinueSchedule())
     trainer.add_callback(prepared.interruption)

@@ -51,3 +51,22 @@ def hub_answers() -> bool:
     except OSError:
         return False
     return True
+
+
+def hub_commit(name: str, revision: str | None = None) -> str | None:
+    """Return the commit of a hub repository that loading it takes: the newest if the hub answers, else the cache's.
+
+    None if `name` is a folder, or no configuration of a model or an adapter can be found under it.
+    """
+    if Path(name).exists():
+        return None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    cached_only = not hub_answers()
+    for file in ("config.json", "adapter_config.json"):
+        try:
+            return Path(hf_hub_download(name, file, revision=revision, local_files_only=cached_only)).parent.name
+        except (EntryNotFoundError, OSError, ValueError):  # loading the model reports what is wrong with the name
+            continue
+    return None

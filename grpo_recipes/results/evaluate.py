@@ -29,7 +29,7 @@ from tqdm.auto import tqdm
 
 from grpo_recipes.recipe.data import load
 from grpo_recipes.recipe.generation import stop_strings
-from grpo_recipes.recipe.hub import hub_answers, is_missing
+from grpo_recipes.recipe.hub import hub_commit, is_missing
 from grpo_recipes.recipe.sources import has_one_split
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.results import paid, strict, vllm_engine
@@ -525,7 +525,8 @@ def weights_fingerprint(model: str) -> str | None:
     """
     folder = Path(model)
     if not folder.is_dir():
-        return _hub_revision(model)
+        commit = hub_commit(model)
+        return None if commit is None else f"revision {commit}"
     try:
         lines = [f"{file.name} {checkpoints.identify_weights(file)}" for file in checkpoints.weight_files(folder)]
     except checkpoints.WeightFileError:
@@ -536,20 +537,6 @@ def weights_fingerprint(model: str) -> str | None:
         base = config.base_model_name_or_path if config is not None else None
         lines.append(f"base {weights_fingerprint(base) if base else None}")
     return "sha256 " + hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _hub_revision(name: str) -> str | None:
-    """The commit of a hub repository that loading it takes: the newest if the hub answers, else the cache's."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
-    cached_only = not hub_answers()
-    for file in ("config.json", "adapter_config.json"):
-        try:
-            return f"revision {Path(hf_hub_download(name, file, local_files_only=cached_only)).parent.name}"
-        except (EntryNotFoundError, OSError, ValueError):  # loading the model reports what is wrong with the name
-            continue
-    return None
 
 
 def held_out_spec(trained: dict[str, Any], options: Request) -> DatasetSpec:

@@ -20,19 +20,27 @@ from typing import Any
 
 import xxhash
 
-from grpo_recipes.runs.files import INTEGER, TEXT, Kind, Shape, mismatch, write_atomically
+from grpo_recipes.runs.files import INTEGER, INTEGER_OR_NULL, TEXT, Kind, Shape, mismatch, write_atomically
 from grpo_rewards.errors import UserError
 
 MANIFEST = "manifest.json"
 CHECKSUM = "xxh3_128"
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 BRANCH_SHAPE: Shape = [{"id": TEXT, "number": INTEGER, "after": INTEGER}]
+IDENTITY_SHAPE: Shape = {
+    "rows": INTEGER_OR_NULL,
+    "columns": {"*?": TEXT},
+    "weights": {"*?": {"*?": TEXT}},
+    "rewards": {"*?": TEXT},
+    "versions": {"*?": TEXT},
+}
 SHAPE: Shape = {
     "step": INTEGER,
     "num_processes": INTEGER,
     "model_only": FLAG,
     "files": {"*?": {"bytes": INTEGER, CHECKSUM: TEXT}},
     "branch?": BRANCH_SHAPE,
+    "identity?": IDENTITY_SHAPE,
     CHECKSUM: TEXT,
 }
 
@@ -78,6 +86,8 @@ class Manifest:
     files: Mapping[str, Mapping[str, Any]]
     branch: Branch = ()
     """Launches that the checkpoint's steps were made by. Empty in a manifest written before there were branches."""
+    identity: Mapping[str, Any] | None = None
+    """What the steps read besides the checkpoint, as `identity.identify` describes it. None in an older manifest."""
 
     def text(self) -> str:
         """The file's text: with a checksum over itself, so that a damaged manifest is noticed too."""
@@ -133,7 +143,7 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
     if mismatch(content, SHAPE) is None:
         content.pop(CHECKSUM)
         required = {key: content[key] for key in ("step", "num_processes", "model_only", "files")}
-        manifest = Manifest(**required, branch=as_branch(content.get("branch", [])))
+        manifest = Manifest(**required, branch=as_branch(content.get("branch", [])), identity=content.get("identity"))
         if manifest.text() == text:
             return manifest
     raise CheckpointDamaged(f"{path} is damaged: its own checksum differs")

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import grpo_rewards
 from grpo_recipes import __version__
 from grpo_recipes.runs.files import (
     INTEGER,
@@ -149,6 +150,7 @@ def versions() -> dict[str, str]:
     """The versions that a result depends on."""
     return {
         "grpo-recipes": __version__,
+        "grpo-rewards": grpo_rewards.__version__,
         "python": platform.python_version(),
         **{name: version(name) for name in VERSIONED},
         **{name: found for name in VLLM if (found := _version_if_installed(name)) is not None},

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from grpo_recipes.runs.branches import LastLaunch, new_branch, oldest_first, write_launch
 from grpo_recipes.runs.checkpoints import is_of_ours, newest_confirmed, rejection, step_of, unfit
 from grpo_recipes.runs.files import write_atomically
+from grpo_recipes.runs.identity import ContentChanged, Identity, compare
 from grpo_recipes.runs.lock import FolderLost, Held
 from grpo_recipes.runs.manifest import (
     Branch,
@@ -41,16 +42,23 @@ class CompleteCheckpoints(TrainerCallback):
     """Completes each checkpoint of `trainer` (TRL's) with a manifest, and restores from it what is to be logged next.
 
     While training, `save_total_limit` and `push_to_hub` are switched off in the trainer's arguments, and carried out here
-    once the manifest stands, with transformers' own functions.
+    once the manifest stands.
+
+    Args:
+        trainer: TRL's, which this callback is added to.
+        identify: returns the identity of the launch that begins.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, identify: Callable[[], Identity]) -> None:
         self.trainer = trainer
         self.limit: int | None = None
         self.pushes = False
         self.confirmed: Path | None = None
         """A checkpoint whose contents have been read and compared already: once is enough."""
         self.resumed_from: Path | None = None
+        self.identify = identify
+        self.identity = Identity({})
+        """Data, weights, rewards and versions of this launch."""
         self.launch = LastLaunch()
         """This launch, and the earlier ones that its checkpoints descend from."""
         self.first_step = 0
@@ -65,6 +73,8 @@ class CompleteCheckpoints(TrainerCallback):
         Raises `CheckpointDamaged` if it is not whole, or none is.
         """
         self.resumed_from = None
+        # The first rank's answer serves all: to read the rows takes seconds, and all ranks must decide alike.
+        self.identity = gathered(self.identify() if rank() == 0 else None)[0]
         if asked:
             self.resumed_from = self._chosen(asked)
         self._begin_launch()
@@ -93,7 +103,19 @@ class CompleteCheckpoints(TrainerCallback):
             if manifest.model_only:
                 raise CheckpointDamaged(reason)
             logger.warning("%s", reason)  # transformers does so too, in a script that may know why
+        if not is_confirmed:
+            self._check_identity(newest, manifest)
         return newest
+
+    def _check_identity(self, checkpoint: Path, manifest: Manifest | None) -> None:
+        """Log what else has changed since a checkpoint was saved; raise `ContentChanged` for other data or weights."""
+        found = compare(manifest.identity if manifest is not None else None, self.identity)
+        if (line := found.line(checkpoint)) is not None:
+            logger.warning("%s", line)
+        if (reason := found.refusal(checkpoint)) is not None:
+            raise ContentChanged(
+                f"{reason}: train on what the run was trained on, or start another run from the checkpoint as its model"
+            )
 
     def _decided(self, asked: str | Literal[True]) -> Resume:
         """Return what all ranks decide; if one of them refuses, all do. Collective."""
@@ -177,7 +199,8 @@ class CompleteCheckpoints(TrainerCallback):
         self.check_folder()
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         _write_logged(self.trainer, checkpoint / LOGGED)
-        manifest = Manifest(state.global_step, args.world_size, args.save_only_model, {}, self.launch.branch)
+        about = (state.global_step, args.world_size, args.save_only_model)
+        manifest = Manifest(*about, files={}, branch=self.launch.branch, identity=self.identity.content)
         write_manifest(checkpoint, manifest, each_node=args.save_on_each_node, writes=args.should_save)
         if self.pushes:
             self.trainer._push_from_checkpoint(str(checkpoint))

@@ -31,6 +31,7 @@ from grpo_recipes.training.full_kl import FullKL, Projection, check_full_kl, las
 from grpo_recipes.training.generation import Generation
 from grpo_recipes.training.generation_check import GenerationCheck
 from grpo_recipes.training.hidden_arguments import hide_secrets
+from grpo_recipes.training.identity import identity_of, starting_weights
 from grpo_recipes.training.log_probs import LogProbs, PerToken
 from grpo_recipes.training.packing import Layout, Rows
 from grpo_recipes.training.policy import with_its_base
@@ -119,7 +120,8 @@ class GRPOTrainer(TRLGRPOTrainer):
             refuse_cast(self.model, self.args)
             self._continuous_batching = ContinuousBatching(self.continuous_batching_config)
         self._prompts = PromptSampling.added_to(self, sampling)
-        self.checkpoints = CompleteCheckpoints(self)
+        self._sources = starting_weights(model, self.model, reference)
+        self.checkpoints = CompleteCheckpoints(self, lambda: identity_of(self, self._sources))
         self.add_callback(self.checkpoints)
         self.add_callback(CompactCompletions(self))
 

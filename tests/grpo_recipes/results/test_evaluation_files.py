@@ -234,7 +234,7 @@ def test_a_fingerprint_of_a_hub_model_is_its_revision(tmp_path: Path, monkeypatc
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(evaluate, "hub_answers", lambda: False)
+    monkeypatch.setattr("grpo_recipes.recipe.hub.hub_answers", lambda: False)
     assert weights_fingerprint("org/name") == f"revision {snapshot.name}"
     assert weights_fingerprint("org/other") is None
     assert weights_fingerprint("/no/such-folder") is None

@@ -9,8 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from grpo_recipes.runs.identity import Identity
 from grpo_recipes.runs.manifest import CheckpointDamaged, Manifest, write_manifest
 from grpo_recipes.runs.saving import LOGGED, CompleteCheckpoints
+
+NOTHING = Identity({"rows": 0, "columns": {}, "weights": {}, "rewards": {}, "versions": {}})
 
 
 def saved(folder: Path, step: int, processes: int = 1, *, model_only: bool = False) -> Path:
@@ -18,7 +21,8 @@ def saved(folder: Path, step: int, processes: int = 1, *, model_only: bool = Fal
     checkpoint = folder / f"checkpoint-{step}"
     checkpoint.mkdir()
     (checkpoint / "model.safetensors").write_bytes(b"weights")
-    write_manifest(checkpoint, Manifest(step, processes, model_only, {}), each_node=False, writes=True)
+    manifest = Manifest(step, processes, model_only, {}, identity=NOTHING.content)
+    write_manifest(checkpoint, manifest, each_node=False, writes=True)
     return checkpoint
 
 
@@ -29,7 +33,7 @@ def damage(checkpoint: Path) -> None:
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> CompleteCheckpoints:
     args = SimpleNamespace(output_dir=str(tmp_path), world_size=1, save_on_each_node=False, should_save=False)
-    return CompleteCheckpoints(SimpleNamespace(args=args))  # type: ignore[arg-type]
+    return CompleteCheckpoints(SimpleNamespace(args=args), lambda: NOTHING)  # type: ignore[arg-type]
 
 
 def test_the_newest_checkpoint_that_holds_is_gone_on_from(
@@ -85,7 +89,7 @@ def test_sums_go_on_where_they_were(tmp_path: Path, ranks: int, rank: int, loss:
     )  # fmt: skip
     content = {"losses_since": [1.0, 3.0], "logged_step": 4, "loss_total": 7.5, "metrics_since": {"reward": [1.0, 2.0]}}
     (tmp_path / LOGGED).write_text(json.dumps(content))
-    callback = CompleteCheckpoints(trainer)  # type: ignore[arg-type]
+    callback = CompleteCheckpoints(trainer, lambda: NOTHING)  # type: ignore[arg-type]
     callback.resumed_from = tmp_path
     callback.on_train_begin(args, SimpleNamespace(global_step=5, best_model_checkpoint=None), SimpleNamespace())  # type: ignore[arg-type]
     assert trainer._tr_loss.item() == loss

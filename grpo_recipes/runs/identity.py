@@ -1,0 +1,347 @@
+"""Identity of a run: what its steps read besides the checkpoint, so that a resume notices what changed behind an unchanged path.
+
+| part | identified by |
+|---|---|
+| dataset | a checksum of each column that prompts and rewards read, in row order |
+| weights | `identify_weights` of each file in a folder, or the commit on the hub |
+| rewards of the user | a checksum of the source file that defines the reward |
+| packages | their versions |
+
+Not seen are: streamed rows; files that a column names by their path; transforms made with `set_transform`; all but the length
+and both ends of bytes such as images; a change of weights behind the first 4 KiB of a tensor that keeps the size of its file;
+`config.json`; whatever the source file of a reward imports.
+
+Changed data and weights are refused on a resume. Changed code and versions are logged.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import xxhash
+from pyarrow import compute, types
+
+from grpo_recipes.runs.checkpoints import ADAPTER_CONFIG, WeightFileError, identify_weights, weight_files
+from grpo_recipes.runs.files import RunError, read_object
+from grpo_recipes.runs.manifest import checksum
+from grpo_recipes.runs.record import versions
+from grpo_rewards.errors import UserError
+from grpo_rewards.registry import BoundReward, BuiltReward, leaves
+
+NOT_IDENTIFIED = "not identified"
+SLICE_ROWS = 10_000
+END_BYTES = 4096  # of each value of bytes, at either end
+
+PROMPT_COLUMNS = ("prompt", "image", "images", "environment")
+"""Columns that TRL's trainer makes prompts of."""
+# Versions cover the rewards that these packages ship.
+VERSIONED_PACKAGES = ("grpo_rewards", "grpo_recipes", "trl", "transformers", "torch")
+# Arguments of a reward that are no columns.
+TRL_ARGUMENTS = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+    "log_reason",
+    "environments",
+    "self",
+)
+
+Weights = Mapping[str, str]
+"""Identities of weight files by name, or the commit on the hub under `commit`; empty if the weights are not identified."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Folder or name on the hub that weights are loaded from."""
+
+    name: str
+    commit: str | None = None
+    """Commit on the hub, if it is known."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Identity of a launch."""
+
+    content: Mapping[str, Any]
+    """The identity as manifests and `run.json` hold it, without a path: either may be pushed to the hub."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Folders and names that the weights are loaded from, by role, for sentences."""
+
+
+class ContentChanged(UserError):
+    """A resume with data or weights other than those that the run was trained with; one sentence that names them."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Differences between the identity in a checkpoint and that of the launch that resumes it, each as a clause."""
+
+    refused: list[str] = field(default_factory=list)
+    logged: list[str] = field(default_factory=list)
+
+    def line(self, checkpoint: Path) -> str | None:
+        """Return one line on what is different or unknown and goes on all the same; None if there is nothing to say."""
+        return f"since {checkpoint} was saved: {'; '.join(self.logged)}" if self.logged else None
+
+    def refusal(self, checkpoint: Path) -> str | None:
+        """Return what may not change and did, as a clause; None if nothing did."""
+        return f"since {checkpoint} was saved, {', and '.join(self.refused)}" if self.refused else None
+
+
+def identify(
+    dataset: Any, rewards: Sequence[BuiltReward], sources: Mapping[str, Source], *, all_columns: bool = False
+) -> Identity:
+    """Return the identity of a launch.
+
+    Args:
+        dataset: training rows, as the trainer reads them.
+        rewards: rewards of the run, composed ones included.
+        sources: where the weights of the policy, its base, its reference and the reward models come from, by role.
+        all_columns: True if something else than prompts and rewards reads the rows.
+    """
+    singles = dict(_named(rewards))
+    names = _columns_read(dataset, [one.unbound for one in singles.values()], all_columns)
+    code = {name: source_digest(one.unbound) for name, one in singles.items()}
+    content = {
+        "rows": len(dataset) if _is_table(dataset) else None,
+        "columns": column_digests(dataset, names),
+        "weights": {role: weights_of(source) for role, source in sources.items()},
+        "rewards": {name: digest for name, digest in code.items() if digest is not None},
+        "versions": versions(),
+    }
+    return Identity(content, {role: source.name for role, source in sources.items()})
+
+
+def compare(before: Mapping[str, Any] | None, launch: Identity) -> Comparison:
+    """Compare the identity in a checkpoint's manifest, None in an older manifest, with that of this launch."""
+    if before is None:
+        return Comparison(
+            logged=["data, weights and rewards are not compared, because the checkpoint does not identify them"]
+        )
+    now, found = launch.content, Comparison()
+    _compare_rewards(before["rewards"], now["rewards"], found)
+    _compare_data(before, now, found)
+    _compare_weights(before["weights"], launch, found)
+    for name, version in now["versions"].items():
+        if (was := before["versions"].get(name, version)) != version:
+            found.logged.append(f"{name} was {was} and is {version}")
+    return found
+
+
+def _compare_rewards(before: Mapping[str, str], now: Mapping[str, str], found: Comparison) -> None:
+    changed = [name for name in now if name in before and before[name] != now[name]]
+    unknown = [name for name in now if NOT_IDENTIFIED in (before.get(name), now[name])]
+    for name in changed:
+        if name not in unknown:
+            found.logged.append(f"the source file of the reward `{name}` has changed")
+    if unknown:
+        names = ", ".join(f"`{name}`" for name in unknown)
+        found.logged.append(f"the code of {names} is not compared, because it has no source file")
+
+
+def _compare_data(before: Mapping[str, Any], now: Mapping[str, Any], found: Comparison) -> None:
+    if before["rows"] is None or now["rows"] is None:
+        found.logged.append("the dataset is not compared, because it is streamed")
+        return
+    if before["rows"] != now["rows"]:
+        found.refused.append(f"the dataset had {before['rows']:,} rows and has {now['rows']:,}")
+        return
+    old, new = before["columns"], now["columns"]
+    for name in old.keys() & new.keys():
+        if old[name] != new[name]:
+            found.refused.append(f"the column `{name}` of the dataset has changed")
+    # Another version of a reward may read other columns, and another version of a reward is no reason to refuse.
+    is_same_code = before["rewards"] == now["rewards"]
+    for name in sorted(old.keys() ^ new.keys()):
+        clause = f"the column `{name}` of the dataset is {'new' if name in new else 'no longer read'}"
+        (found.refused if is_same_code else found.logged).append(clause)
+    found.refused.sort()
+
+
+def _compare_weights(before: Mapping[str, Weights], launch: Identity, found: Comparison) -> None:
+    for role, weights in launch.content["weights"].items():
+        was, place = before.get(role, {}), launch.places[role]
+        if not was or not weights or ("commit" in was) != ("commit" in weights):
+            found.logged.append(f"the weights of the {role} are not compared, because they are not identified")
+            continue
+        changed = sorted(name for name in was.keys() | weights.keys() if was.get(name) != weights.get(name))
+        if changed == ["commit"]:
+            commits = f"{was['commit']} and are now {weights['commit']}"
+            found.refused.append(f"the weights of the {role} were {place} at the commit {commits}")
+        elif changed:
+            found.refused.append(f"the weights of the {role} have changed ({Path(place) / changed[0]})")
+
+
+def column_digests(dataset: Any, names: Iterable[str]) -> dict[str, str]:
+    """Return an XXH3 checksum for each of these columns, its values in row order.
+
+    The checksum is of the values, so that it does not depend on how Arrow cuts a table into chunks or stores a text. Slices
+    keep the memory small.
+    """
+    digests = {name: xxhash.xxh3_128() for name in names}
+    if not digests:
+        return {}
+    rows = dataset.select_columns(list(digests)).with_format("arrow")
+    for start in range(0, len(rows), SLICE_ROWS):
+        table = rows[start : start + SLICE_ROWS]
+        for name, digest in digests.items():
+            for part in _parts(table[name].combine_chunks()):
+                digest.update(json.dumps(part, default=str).encode() + b"\n")
+    return {name: digest.hexdigest() for name, digest in digests.items()}
+
+
+def _parts(values: pa.Array) -> Iterator[Any]:
+    """Yield the values of an array as lists of plain values, the fields of nested ones one after another."""
+    if isinstance(values, pa.ChunkedArray):  # combining leaves one of very long texts
+        for chunk in values.chunks:
+            yield from _parts(chunk)
+    elif isinstance(values, pa.ExtensionArray):
+        yield from _parts(values.storage)
+    elif types.is_struct(values.type):
+        yield values.is_valid().to_pylist()
+        for named, part in zip(values.type, values.flatten(), strict=True):
+            yield named.name
+            yield from _parts(part)
+    elif types.is_list(values.type) or types.is_large_list(values.type):
+        yield compute.list_value_length(values).to_pylist()
+        yield from _parts(values.flatten())
+    elif types.is_binary(values.type) or types.is_large_binary(values.type):
+        # Images would take as long as reading the whole dataset.
+        yield compute.binary_length(values).to_pylist()
+        for end in (compute.binary_slice(values, 0, END_BYTES), compute.binary_slice(values, -END_BYTES)):
+            yield [None if value is None else xxhash.xxh3_128(value).hexdigest() for value in end.to_pylist()]
+    else:
+        yield values.to_pylist()
+
+
+def weights_of(source: Source) -> dict[str, str]:
+    """Return the identity of a model's or an adapter's weights: of each file in a folder, or the commit on the hub.
+
+    Only the heads of files are read. The result is empty if the weights are not identified.
+    """
+    folder = Path(source.name)
+    if not source.name or not folder.is_dir():
+        return {} if source.commit is None else {"commit": source.commit}
+    try:
+        files = {str(file.relative_to(folder)): identify_weights(file) for file in weight_files(folder)}
+        if (folder / ADAPTER_CONFIG).is_file():
+            files[ADAPTER_CONFIG] = _adapter_digest(folder / ADAPTER_CONFIG)
+    except (WeightFileError, RunError, OSError):  # whoever loads the weights says what is wrong with them
+        return {}
+    return files
+
+
+def reward_models(
+    rewards: Sequence[BuiltReward], hub_commit: Callable[[str, str | None], str | None]
+) -> dict[str, Source]:
+    """Return where the models among the rewards come from, by role; `hub_commit` looks a name and a revision up."""
+    sources = {}
+    for name, one in _named(rewards):
+        reward: Any = one.unbound
+        role = f"reward model `{name}`"
+        if hasattr(reward, "load") and isinstance(getattr(reward, "model", None), str):
+            sources[role] = Source(reward.model, hub_commit(reward.model, getattr(reward, "revision", None)))
+        elif hasattr(reward, "config") and hasattr(reward, "state_dict"):  # TRL takes models for rewards too
+            sources[role] = loaded_source(reward)
+    return sources
+
+
+def loaded_source(model: Any) -> Source:
+    """Return where `from_pretrained` has loaded a model from; the name is empty if the model was built otherwise."""
+    config = model.config
+    return Source(getattr(config, "_name_or_path", "") or "", getattr(config, "_commit_hash", None))
+
+
+def _adapter_digest(path: Path) -> str:
+    """Return a checksum of an adapter's configuration, whose scale is a part of what the adapter computes."""
+    content = read_object(path, {})
+    # The base is identified by its own weights, and may have moved.
+    content = {key: value for key, value in content.items() if key not in ("base_model_name_or_path", "revision")}
+    return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def source_digest(reward: Any) -> str | None:
+    """Return a checksum of the file that defines a reward, `not identified` if there is none, None if versions cover it."""
+    code = _code(reward)
+    if str(getattr(code, "__module__", "")).partition(".")[0] in VERSIONED_PACKAGES:
+        return None
+    try:
+        file = inspect.getsourcefile(code)
+    except TypeError:  # defined by exec, or in C
+        file = None
+    if file is None or not Path(file).is_file():  # typed into an interpreter or a notebook
+        return NOT_IDENTIFIED
+    return checksum(Path(file))
+
+
+def _code(reward: Any) -> Any:
+    """Return the function or the class that defines a reward, behind bound arguments and decorators."""
+    while isinstance(reward, (BoundReward, functools.partial)):
+        reward = reward.function if isinstance(reward, BoundReward) else reward.func
+    if inspect.ismethod(reward):
+        reward = reward.__func__
+    if inspect.isfunction(reward) or inspect.isclass(reward) or inspect.isbuiltin(reward):
+        return inspect.unwrap(reward)
+    return type(reward)
+
+
+def _columns_read(dataset: Any, rewards: Iterable[Any], all_columns: bool) -> list[str]:
+    """Return the columns of a table that prompts and rewards read, in the table's order."""
+    if not _is_table(dataset):
+        return []
+    read: set[str] = set(PROMPT_COLUMNS)
+    for reward in rewards:
+        declared = columns_read(reward)
+        if declared is None:
+            all_columns = True
+        else:
+            read |= declared
+    return [name for name in dataset.column_names if all_columns or name in read]
+
+
+def columns_read(reward: Any) -> set[str] | None:
+    """Return the columns that a reward declares, or None if it may read any: it takes `**columns` and declares nothing."""
+    declared = getattr(reward, "columns_read", None)
+    if declared is not None:
+        choices = getattr(reward, "choices_column", None)
+        return {*declared, *([choices] if choices else [])}
+    code = _code(reward)
+    if str(getattr(code, "__module__", "")).partition(".")[0] in ("grpo_rewards", "torch", "transformers"):
+        return set()  # ours declare what they read, and a model reads the text
+    called = code.__call__ if inspect.isclass(code) else code
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except (TypeError, ValueError):  # in C
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return {parameter.name for parameter in parameters} - set(TRL_ARGUMENTS)
+
+
+def _named(rewards: Sequence[BuiltReward]) -> Iterator[tuple[str, BuiltReward]]:
+    """Yield the single rewards that `rewards` are made of, each with a name of its own."""
+    seen: Counter[str] = Counter()
+    for reward in rewards:
+        for one in leaves([reward]):
+            name = reward.name if one.name == reward.name else f"{reward.name}/{one.name}"
+            seen[name] += 1
+            yield (name if seen[name] == 1 else f"{name} {seen[name]}"), one
+
+
+def _is_table(dataset: Any) -> bool:
+    """Return True if the rows of a dataset can be read again without using them up."""
+    from datasets import Dataset  # takes seconds, and most readers of a run's files need none
+
+    return isinstance(dataset, Dataset)

@@ -1,0 +1,334 @@
+"""A resume where something has changed behind an unchanged path: by a recipe, and by a script without one."""
+
+import importlib
+import json
+import logging
+import re
+import shutil
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+
+from grpo_recipes import GRPOTrainer, train
+from grpo_recipes.recipe import hub
+from grpo_recipes.runs import identity
+from grpo_recipes.runs.identity import (
+    NOT_IDENTIFIED,
+    ContentChanged,
+    Identity,
+    Source,
+    column_digests,
+    columns_read,
+    compare,
+    source_digest,
+    weights_of,
+)
+from grpo_recipes.runs.manifest import MANIFEST, read_manifest
+from grpo_rewards.correctness import GSM8KCorrectness
+from grpo_rewards.format_tags import TagCount
+from grpo_rewards.registry import build_rewards
+from tests import tiny
+from tests.grpo_recipes import launching, short_runs
+
+REWARD = """
+def by_length(prompts, completions, answer, **columns):
+    return [float(len(set(text))) for text in completions]
+"""
+LORA = {"use_peft": True, "lora_r": 2, "lora_target_modules": "all-linear"}
+
+
+def change_one_tensor(folder: Path) -> None:
+    """Change one weight of a saved model, with no change to the size of the file."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = sorted(tensors)[-1]
+    tensors[name] = tensors[name] + 1.0
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def write_golds(path: Path, shift: int) -> None:
+    """The prompts of `launching.write_rows` with golds that are `shift` too high."""
+    rows = ({"question": f"What is {n} + {n}?", "answer": f"#### {2 * n + shift}"} for n in range(8))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a policy, a reward model, rows and a module of rewards, whose run is in `run`."""
+    launching.build_policy(tmp_path / "policy")
+    tiny.save_reward_model(tmp_path / "scorer")
+    write_golds(tmp_path / "rows.jsonl", 0)
+    (tmp_path / "own_rewards.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("own_rewards", None)
+
+
+Change = Callable[[Path], object]
+CHANGES: dict[str, tuple[Change, str]] = {
+    "golds": (lambda place: write_golds(place / "rows.jsonl", 1), r"the column `answer` of the dataset has changed"),
+    "policy": (
+        lambda place: change_one_tensor(place / "policy"),
+        r"the weights of the policy have changed \(.*policy.model.safetensors\)",
+    ),
+    "reward model": (
+        lambda place: change_one_tensor(place / "scorer"),
+        r"the weights of the reward model `reward_model` have changed \(.*scorer.model.safetensors\)",
+    ),
+    "reward code": (lambda place: (place / "own_rewards.py").write_text(REWARD + "\n# another\n"), ""),
+}
+
+
+def recipe(place: Path, **changes: Any) -> list[str]:
+    """The command line of a recipe on what lies in a folder."""
+    values: dict[str, Any] = {
+        "rewards": ["own_rewards.by_length", {"name": "reward_model", "kwargs": {"model": str(place / "scorer")}}],
+        "max_completion_length": 4,
+        "max_steps": 1,
+        "beta": 0.04,
+        "report_to": "none",
+        **changes,
+    }
+    written = (place / "mine.yaml", place / "policy", place / "rows.jsonl", place / "run")
+    return ["--config", str(launching.write_recipe(*written, **values))]
+
+
+def script(place: Path, **changes: Any) -> GRPOTrainer:
+    """What a script without a recipe builds on what lies in a folder."""
+    from grpo_rewards.reward_model import RewardModelScore
+
+    sys.modules.pop("own_rewards", None)
+    importlib.invalidate_caches()
+    own = importlib.import_module("own_rewards")
+    rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
+    table = datasets.Dataset.from_list([{"prompt": row["question"], "answer": row["answer"]} for row in rows])
+    args = short_runs.arguments(place / "run", save_strategy="steps", save_steps=1, max_completion_length=4)
+    return GRPOTrainer(
+        model=str(place / "policy"),
+        reward_funcs=[own.by_length, RewardModelScore(str(place / "scorer"))],
+        args=args,
+        train_dataset=table,
+        processing_class=tiny.byte_tokenizer(),
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("kind", [*CHANGES, "adapter's base"])
+def test_a_recipe_notices_what_changed_behind_its_path(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    change, words = CHANGES["policy" if kind == "adapter's base" else kind]
+    command = recipe(place, **(LORA if kind == "adapter's base" else {}))
+    assert train.main(command) == 0
+    capsys.readouterr()
+    change(place)
+    resumed = [*command, "--resume_from_checkpoint=true", "--max_steps=2"]
+    if not words:
+        assert train.main(resumed) == 0
+        said = capsys.readouterr().out
+        line = (
+            f"since {place / 'run' / 'checkpoint-1'} was saved: the source file of the reward `by_length` has changed"
+        )
+        assert said.count(line) == 1
+        return
+    monkeypatch.setattr(train, "load_policy", lambda *given: pytest.fail("the policy is loaded"))
+    monkeypatch.setattr(train, "load_reward_models", lambda *given: pytest.fail("a reward model is loaded"))
+    assert train.main(resumed) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "mine.yaml: `resume_from_checkpoint`: since " in said
+    assert "launch as before, or start another run" in said
+    assert re.search(words, said), said
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_script_notices_what_changed_behind_its_path(
+    place: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    change, words = CHANGES[kind]
+    script(place).train()
+    change(place)
+    again = script(place)
+    if words:
+        with pytest.raises(ContentChanged, match=f"since .*checkpoint-1 was saved, {words}: train on what"):
+            again.train(resume_from_checkpoint=True)
+        return
+    with caplog.at_level(logging.WARNING):
+        again.train(resume_from_checkpoint=True)
+    assert (
+        len([line for line in caplog.messages if "the source file of the reward `by_length` has changed" in line]) == 1
+    )
+
+
+def test_a_script_notices_another_base_under_its_adapter(place: Path) -> None:
+    adapter = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    script(place, peft_config=adapter).train()
+    change_one_tensor(place / "policy")
+    with pytest.raises(ContentChanged, match=r"the weights of the policy have changed"):
+        script(place, peft_config=adapter).train(resume_from_checkpoint=True)
+
+
+def test_nothing_is_said_where_nothing_changed(
+    place: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a recipe, in a script that goes on with a recipe's run, and with the same contents at another place."""
+    command = recipe(place, max_steps=1)
+    assert train.main(command) == 0
+    record = json.loads((place / "run" / "run.json").read_text())
+    manifest = read_manifest(place / "run" / "checkpoint-1")
+    assert manifest is not None
+    assert manifest.identity == record["identity"] == record["launches"][0]["identity"]
+    assert str(place) not in json.dumps(manifest.identity), "a manifest may be pushed to the hub"
+    shutil.move(place / "policy", place / "moved")
+    (place / "policy").symlink_to(place / "moved")
+    calls: list[Any] = []
+    watched = identity.column_digests
+    monkeypatch.setattr(identity, "column_digests", lambda *given: calls.append(given) or watched(*given))
+    capsys.readouterr()
+    with caplog.at_level(logging.WARNING):
+        assert train.main([*command, "--resume_from_checkpoint=true", "--max_steps=2"]) == 0
+    assert "was saved:" not in capsys.readouterr().out + caplog.text
+    assert len(calls) == 1, "the rows are read once"
+
+
+def test_an_older_checkpoint_is_said_not_to_be_compared(
+    place: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = recipe(place)
+    assert train.main(command) == 0
+    checkpoint = place / "run" / "checkpoint-1"
+    manifest = read_manifest(checkpoint)
+    assert manifest is not None
+    older = replace(manifest, identity=None, branch=()).text()
+    (checkpoint / MANIFEST).write_text(older)
+    capsys.readouterr()
+    assert train.main([*command, "--resume_from_checkpoint=true"]) == 0
+    assert capsys.readouterr().out.count("are not compared, because the checkpoint does not identify them") == 1
+    with caplog.at_level(logging.WARNING):
+        script(place).train(resume_from_checkpoint=str(checkpoint))
+    assert caplog.text.count("are not compared, because the checkpoint does not identify them") == 1
+
+
+def table(**columns: Any) -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"prompt": ["a", "b", "c"], **columns})
+
+
+def digest(dataset: datasets.Dataset, name: str) -> str:
+    return column_digests(dataset, [name])[name]
+
+
+def test_a_digest_is_of_the_values_in_row_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    chats = [[{"role": "user", "content": text}] for text in ("x", "y", "z")]
+    one = table(chat=chats, level=[1, None, 3])
+    for name in one.column_names:
+        expected = digest(one, name)
+        reordered = one.select([2, 1, 0]).select([2, 1, 0])
+        joined = datasets.concatenate_datasets([one.select([0]), one.select([1, 2])])
+        assert digest(reordered, name) == digest(joined, name) == digest(one.with_format("numpy"), name) == expected
+        assert digest(one.select([1, 0, 2]), name) != expected
+    moved = [[{"role": "user", "content": "x"}, {"role": "user", "content": "y"}], [], chats[2]]
+    assert digest(table(chat=moved), "chat") != digest(one, "chat")
+    assert digest(table(chat=[chats[0], None, chats[2]]), "chat") != digest(
+        table(chat=[chats[0], [], chats[2]]), "chat"
+    )
+    monkeypatch.setattr(identity, "SLICE_ROWS", 2)
+    assert digest(one, "level") != digest(table(level=[1, None, 4]), "level")
+
+
+def test_a_digest_of_images_reads_both_ends_of_each() -> None:
+    noise = np.random.default_rng(0).integers(0, 255, 50_000, np.uint8).tobytes()
+    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
+
+    def images(*values: bytes) -> datasets.Dataset:
+        rows = {"prompt": ["a", "b"], "image": [{"bytes": value, "path": None} for value in values]}
+        return datasets.Dataset.from_dict(rows, features=features)
+
+    expected = digest(images(noise, noise), "image")
+    assert digest(images(noise, noise), "image") == expected
+    for place in (0, len(noise) - 1):
+        other = bytearray(noise)
+        other[place] ^= 1
+        assert digest(images(noise, bytes(other)), "image") != expected
+    assert digest(images(noise, noise + b"\0"), "image") != expected
+
+
+def test_a_large_table_is_identified_in_seconds() -> None:
+    """A bound far above what it takes: 1M rows within a minute or two."""
+    rows = 50_000
+    large = datasets.Dataset.from_dict(
+        {
+            "prompt": [[{"role": "user", "content": f"What is {number} + {number}?"}] for number in range(rows)],
+            "answer": [str(2 * number) for number in range(rows)],
+        }
+    )
+    assert set(column_digests(large, ["prompt", "answer"])) == {"prompt", "answer"}
+
+
+def test_only_what_is_read_is_identified() -> None:
+    built = build_rewards([{"name": "gsm8k_correctness", "kwargs": {"gold_column": "gold"}}, "tag_count"])
+    rows = table(gold=["1"] * 3, answer=["1"] * 3, note=["n"] * 3)
+    assert set(identity.identify(rows, built, {}).content["columns"]) == {"prompt", "gold"}
+    own = [*built, build_rewards(["tests.grpo_recipes.launching.variety"])[0]]
+    assert set(identity.identify(rows, own, {}).content["columns"]) == {"prompt", "gold", "answer", "note"}
+    assert columns_read(lambda prompts, completions, note: []) == {"note"}
+    assert (columns_read(GSM8KCorrectness()), columns_read(TagCount())) == ({"answer"}, set())
+
+
+def test_rewards_without_a_source_file_are_not_identified() -> None:
+    typed = types.FunctionType(compile("def f(completions, **columns): ...", "<stdin>", "exec").co_consts[0], {}, "f")
+    assert source_digest(typed) == NOT_IDENTIFIED
+    assert source_digest(GSM8KCorrectness()) is None, "its package's version says which it is"
+    assert source_digest(launching.variety) == source_digest(launching.raises_on_rank_1) != NOT_IDENTIFIED
+    streamed = table().to_iterable_dataset()
+    content = identity.identify(streamed, [], {}).content
+    assert (content["rows"], content["columns"]) == (None, {})
+    before = {**content, "rewards": {"f": NOT_IDENTIFIED}}
+    found = compare(before, Identity({**before, "versions": {**before["versions"], "trl": "0.1"}}))
+    assert found.refused == []
+    assert found.logged == [
+        "the code of `f` is not compared, because it has no source file",
+        "the dataset is not compared, because it is streamed",
+        f"trl was {content['versions']['trl']} and is 0.1",
+    ]
+
+
+def test_weights_on_the_hub_are_their_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commits = {"main": "c0ffee" * 6 + "beef", "v2": "decade" * 6 + "beef"}
+    for revision, commit in commits.items():
+        snapshot = tmp_path / "models--org--name" / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text("{}")
+        (tmp_path / "models--org--name" / "refs").mkdir(exist_ok=True)
+        (tmp_path / "models--org--name" / "refs" / revision).write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub, "hub_answers", lambda: False)
+    sources = [Source("org/name", hub.hub_commit("org/name", revision)) for revision in commits]
+    identities = [identity.identify(table(), [], {"policy": source}) for source in sources]
+    (reason,) = compare(identities[0].content, identities[1]).refused
+    assert reason == (
+        f"the weights of the policy were org/name at the commit {commits['main']} and are now {commits['v2']}"
+    )
+    unknown = identity.identify(table(), [], {"policy": Source("org/other", hub.hub_commit("org/other"))})
+    found = compare(identities[0].content, unknown)
+    assert (found.refused, len(found.logged)) == ([], 1)
+
+
+def test_the_scale_of_an_adapter_is_a_part_of_its_weights_and_its_base_may_move(place: Path) -> None:
+    model = short_runs.adapted(place / "policy", LoraConfig(r=2, task_type="CAUSAL_LM"), continued=True)
+    model.save_pretrained(place / "adapter")
+    before = weights_of(Source(str(place / "adapter")))
+    assert set(before) == {"adapter_model.safetensors", "adapter_config.json"}
+    file = place / "adapter" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "base_model_name_or_path": "/elsewhere"}))
+    assert weights_of(Source(str(place / "adapter"))) == before
+    file.write_text(json.dumps({**config, "lora_alpha": 99}))
+    assert weights_of(Source(str(place / "adapter"))) != before

@@ -479,7 +479,7 @@ def check_same_content(recipe: Recipe, checkpoint: Path, identity: Identity) -> 
     found = compare(manifest.identity, identity)
     if (line := found.line(checkpoint)) is not None:
         _say(line)
-    if (reason := found.refusal(checkpoint)) is not None:
+    if (reason := found.refused_change(checkpoint)) is not None:
         raise _another_run(recipe, reason)
 
 

@@ -298,7 +298,7 @@ def resume_point(recipe: Recipe, machine: Machine) -> Resume | None:
         point = decide(recipe.output_dir, True if place == "true" else place, machine.num_processes)
     except UserError as error:
         raise recipe.error(f"`resume_from_checkpoint`: {error}") from error
-    if (reason := point.refusal()) is not None:
+    if (reason := point.obstacle()) is not None:
         raise recipe.error(f"`resume_from_checkpoint`: {reason}")
     return point
 

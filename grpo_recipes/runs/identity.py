@@ -95,7 +95,7 @@ class Comparison:
         """Return one line on what is different or unknown and goes on all the same; None if there is nothing to say."""
         return f"since {checkpoint} was saved: {'; '.join(self.logged)}" if self.logged else None
 
-    def refusal(self, checkpoint: Path) -> str | None:
+    def refused_change(self, checkpoint: Path) -> str | None:
         """Return what may not change and did, as a clause; None if nothing did."""
         return f"since {checkpoint} was saved, {', and '.join(self.refused)}" if self.refused else None
 

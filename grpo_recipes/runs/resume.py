@@ -45,7 +45,7 @@ class Resume:
         """Checkpoint that the run goes on from, or None if it starts at the beginning."""
         return self.checkpoints[0] if self.checkpoints else None
 
-    def refusal(self) -> str | None:
+    def obstacle(self) -> str | None:
         """Return why this launch may not resume, as a clause; None if it may, or if it starts at the beginning."""
         if self.newest is not None:
             return unfit(self.newest, self.processes)
@@ -104,7 +104,7 @@ def confirmed(point: Resume, *, each_node: bool) -> Resume:
     rejected = [*point.rejected, *damaged]
     if newest is None:
         point = replace(point, checkpoints=[], rejected=rejected)
-        if (reason := point.refusal()) is not None:
+        if (reason := point.obstacle()) is not None:
             raise CheckpointDamaged(reason)
     else:
         rejected = [one for one in rejected if step_of(one.path) > step_of(newest)]

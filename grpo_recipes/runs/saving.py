@@ -112,7 +112,7 @@ class CompleteCheckpoints(TrainerCallback):
         found = compare(manifest.identity if manifest is not None else None, self.identity)
         if (line := found.line(checkpoint)) is not None:
             logger.warning("%s", line)
-        if (reason := found.refusal(checkpoint)) is not None:
+        if (reason := found.refused_change(checkpoint)) is not None:
             raise ContentChanged(
                 f"{reason}: train on what the run was trained on, or start another run from the checkpoint as its model"
             )
@@ -120,17 +120,17 @@ class CompleteCheckpoints(TrainerCallback):
     def _decided(self, asked: str | Literal[True]) -> Resume:
         """Return what all ranks decide; if one of them refuses, all do. Collective."""
         args = self.trainer.args
-        folder, point, refusal = Path(args.output_dir), None, None
+        folder, point, refused = Path(args.output_dir), None, None
         try:
             if asked is not True and self._is_another_trainers(Path(asked)):
                 point = Resume(folder, args.world_size, Path(asked), [Path(asked)])
             else:
                 point = decide(folder, asked, args.world_size)
         except UserError as error:
-            refusal = str(error)
-        for sentence in gathered(refusal):
-            if sentence is not None:
-                raise CheckpointDamaged(sentence)
+            refused = error
+        for one in gathered(refused):
+            if one is not None:
+                raise one
         assert point is not None, "no rank refused"
         return point
 

@@ -180,3 +180,26 @@ def test_true_follows_the_last_launch_of_a_recipe_too(tmp_path: Path, capsys: py
         "checkpoint-2",
         "checkpoint-3",
     ]
+
+
+@pytest.mark.slow
+def test_two_ranks_of_a_script_decide_alike(tmp_path: Path) -> None:
+    launching.build_policy(tmp_path / "policy")
+    (tmp_path / "golds.txt").write_text(" ".join(map(str, range(16))))
+
+    def said(*arguments: str) -> str:
+        module = "tests.grpo_recipes.script_without_recipe"
+        return launching.launch_module("ddp_cpu", module, str(tmp_path), *arguments)
+
+    said("6", "none")
+    said("3", str(tmp_path / "run" / "checkpoint-2"))
+    assert steps_saved(tmp_path / "run") == [2, 3, 4, 6]
+    resumed = said("4", "true")
+    assert resumed.count(f"went on from {tmp_path / 'run' / 'checkpoint-3'}") == 2
+    branches = {read_manifest(path).branch for path in (tmp_path / "run").glob("checkpoint-[34]")}  # type: ignore[union-attr]
+    assert sorted(map(len, branches)) == [2, 3]
+    (tmp_path / "golds.txt").write_text(" ".join(map(str, range(1, 17))))
+    refused = said("8", "true")
+    for rank in range(2):
+        assert f"rank {rank} refused: since " in refused
+    assert refused.count("the column `answer` of the dataset has changed") == 2

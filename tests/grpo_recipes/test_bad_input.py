@@ -435,6 +435,7 @@ DATA: list[Case] = [
 
 # Resuming, folders that can't be written, weight files that can't be read.
 RESUME = "train --config {recipe} --resume_from_checkpoint true"
+BRANCH_FROM_1 = '{"branch": [{"id": "b", "number": 2, "after": 1}], "resumed_from": "checkpoint-1"}'
 
 
 def _changed(option: str, *words: str, run: Mapping[str, Any] | None = None) -> Case:
@@ -443,6 +444,18 @@ def _changed(option: str, *words: str, run: Mapping[str, Any] | None = None) -> 
 
 
 TRAINING: list[Case] = [
+    Case(
+        RESUME,
+        ("recipe.yaml: `resume_from_checkpoint`", "_launch.json: ", "remove the file"),
+        files={"run/_launch.json": "["},
+        run={},
+    ),
+    Case(
+        RESUME,
+        ("run went on from checkpoint-1 and saved nothing", "checkpoint-2 are of an earlier launch", "name the one"),
+        files={"run/_launch.json": BRANCH_FROM_1},
+        run={},
+    ),
     _changed("--learning_rate 1e-4", "`learning_rate` was 1e-06 and is 0.0001"),
     _changed("--learning_rate 1e-4 --beta 0.1", "`learning_rate` was 1e-06", "`beta` was 0.0 and is 0.1"),
     _changed("--max_steps 9 --beta 0.1", "`beta` was 0.0 and is 0.1: launch as before"),

@@ -141,6 +141,9 @@ def compare(before: Mapping[str, Any] | None, launch: Identity) -> Comparison:
 
 
 def _compare_rewards(before: Mapping[str, str], now: Mapping[str, str], found: Comparison) -> None:
+    if before.keys() != now.keys():
+        names, new_names = (", ".join(f"`{name}`" for name in rewards) or "none" for rewards in (before, now))
+        found.logged.append(f"the rewards from source files were {names} and are {new_names}")
     changed = [name for name in now if name in before and before[name] != now[name]]
     unknown = [name for name in now if NOT_IDENTIFIED in (before.get(name), now[name])]
     for name in changed:
@@ -165,12 +168,13 @@ def _compare_data(before: Mapping[str, Any], now: Mapping[str, Any], found: Comp
     # Another version of a reward may read other columns, and another version of a reward is no reason to refuse.
     is_same_code = before["rewards"] == now["rewards"]
     for name in sorted(old.keys() ^ new.keys()):
-        clause = f"the column `{name}` of the dataset is {'new' if name in new else 'no longer read'}"
+        clause = f"the column `{name}` of the dataset {'was not read before' if name in new else 'is no longer read'}"
         (found.refused if is_same_code else found.logged).append(clause)
     found.refused.sort()
 
 
 def _compare_weights(before: Mapping[str, Weights], launch: Identity, found: Comparison) -> None:
+    found.logged.extend(f"the weights of the {role} are no longer read" for role in before if role not in launch.places)
     for role, weights in launch.content["weights"].items():
         was, place = before.get(role, {}), launch.places[role]
         if not was or not weights or ("commit" in was) != ("commit" in weights):

@@ -123,4 +123,4 @@ def _no_branch_point(folder: Path, left: Sequence[Path]) -> str:
     else:
         place = source.name if source.parent == folder else str(source)
         begun = f"the last launch into {folder} went on from {place} and saved nothing, and that checkpoint is gone"
-    return f"{begun}; {names} are of an earlier launch: name the one to go on from"
+    return f"{begun}; an earlier launch saved {names}: name the one to go on from"

@@ -452,7 +452,7 @@ TRAINING: list[Case] = [
     ),
     Case(
         RESUME,
-        ("run went on from checkpoint-1 and saved nothing", "checkpoint-2 are of an earlier launch", "name the one"),
+        ("run went on from checkpoint-1 and saved nothing", "an earlier launch saved checkpoint-2: name the one"),
         files={"run/_launch.json": BRANCH_FROM_1},
         run={},
     ),

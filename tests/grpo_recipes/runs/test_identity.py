@@ -313,6 +313,21 @@ def test_rewards_without_a_source_file_are_not_identified() -> None:
     ]
 
 
+def test_other_columns_are_refused_unless_the_code_that_reads_them_is_another() -> None:
+    before = identity.identify(table(gold=["1"] * 3), [], {"reward model `a`": Source("")}, all_columns=True).content
+    now = identity.identify(table(gold=["1"] * 3), [], {})
+    assert compare(before, now).refused == ["the column `gold` of the dataset is no longer read"]
+    assert compare(before, now).logged == ["the weights of the reward model `a` are no longer read"]
+    found = compare({**before, "rewards": {"f": "1"}}, now)
+    assert found.refused == []
+    assert found.logged[:2] == [
+        "the rewards from source files were `f` and are none",
+        "the column `gold` of the dataset is no longer read",
+    ]
+    found = compare(before, identity.identify(table().select([0, 1]), [], {}))
+    assert found.refused == ["the dataset had 3 rows and has 2"]
+
+
 def test_weights_on_the_hub_are_their_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commits = {"main": "c0ffee" * 6 + "beef", "v2": "decade" * 6 + "beef"}
     for revision, commit in commits.items():

@@ -91,7 +91,9 @@ def test_a_branch_whose_branch_point_is_gone_is_not_replaced_by_another(run: Pat
 
 def test_a_script_that_began_anew_is_not_sent_to_an_earlier_runs_checkpoint(run: Path, policy: str) -> None:
     script(policy, run, StopAfter(1, saves=False)).train()
-    with pytest.raises(CheckpointDamaged, match=r"began anew and saved nothing; checkpoint-2 and .*an earlier launch"):
+    with pytest.raises(
+        CheckpointDamaged, match=r"began anew and saved nothing; an earlier launch saved checkpoint-2 and"
+    ):
         script(policy, run).train(resume_from_checkpoint=True)
     script(policy, run, StopAfter(1, saves=True)).train()
     again = script(policy, run)

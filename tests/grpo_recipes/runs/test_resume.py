@@ -145,6 +145,8 @@ def test_a_launch_that_saved_only_a_part_is_taken_up_before_it(run: Path, policy
     (run / "checkpoint-4" / "optimizer.pt").write_bytes(b"another launch's")
     point = decide(run, True, 1)
     assert [one.path.name for one in point.rejected] == ["checkpoint-3"]
+    with pytest.raises(CheckpointDamaged, match=r"checkpoint-3 was cut off .*: name another checkpoint"):
+        script(policy, run).train(resume_from_checkpoint=str(run / "checkpoint-3"))
     assert confirmed(point, each_node=False).newest == run / "checkpoint-2"
     shutil.rmtree(run / "checkpoint-2")
     with pytest.raises(CheckpointDamaged, match=r"went on from checkpoint-2 and saved nothing"):

@@ -242,6 +242,21 @@ def test_an_older_checkpoint_is_said_not_to_be_compared(
     assert caplog.text.count("are not compared, because the checkpoint does not identify them") == 1
 
 
+def test_the_checkpoint_before_a_damaged_one_is_compared_too(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = recipe(place, max_steps=2)
+    assert train.main(command) == 0
+    checkpoint = place / "run" / "checkpoint-1"
+    manifest = read_manifest(checkpoint)
+    assert manifest is not None
+    assert manifest.identity is not None
+    of_another = {**manifest.identity, "columns": {**manifest.identity["columns"], "answer": "0"}}
+    (checkpoint / MANIFEST).write_text(replace(manifest, identity=of_another).text())
+    weights = place / "run" / "checkpoint-2" / "model.safetensors"
+    weights.write_bytes(bytes(weights.stat().st_size))
+    assert train.main([*command, "--resume_from_checkpoint=true"]) == 2
+    assert f"since {checkpoint} was saved, the column `answer`" in capsys.readouterr().err.splitlines()[-1]
+
+
 def table(**columns: Any) -> datasets.Dataset:
     return datasets.Dataset.from_dict({"prompt": ["a", "b", "c"], **columns})
 
@@ -264,6 +279,9 @@ def test_a_digest_is_of_the_values_in_row_order(monkeypatch: pytest.MonkeyPatch)
     assert digest(table(chat=[chats[0], None, chats[2]]), "chat") != digest(
         table(chat=[chats[0], [], chats[2]]), "chat"
     )
+    missing = [{"role": None, "content": None}, None, {"role": "user", "content": "z"}]
+    swapped = [None, missing[0], missing[2]]
+    assert digest(table(message=missing), "message") != digest(table(message=swapped), "message")
     monkeypatch.setattr(identity, "SLICE_ROWS", 2)
     assert digest(one, "level") != digest(table(level=[1, None, 4]), "level")
 

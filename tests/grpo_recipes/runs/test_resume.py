@@ -82,6 +82,19 @@ def test_a_branch_that_saved_nothing_is_taken_up_at_its_branch_point(run: Path, 
     assert again.checkpoints.resumed_from == run / "checkpoint-2"
 
 
+def test_the_last_of_two_branches_is_followed_in_a_moved_folder_too(run: Path, policy: str, tmp_path: Path) -> None:
+    for step in (5, 3):
+        branch = script(policy, run, StopAfter(step, saves=True), max_steps=8, save_steps=100)
+        branch.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    record = (run / LAUNCH).read_text()
+    (run / LAUNCH).unlink()  # it only matters until a branch has a checkpoint of its own
+    assert decide(run, True, 1).newest == run / "checkpoint-3"
+    (run / LAUNCH).write_text(record)
+    shutil.rmtree(run / "checkpoint-3")
+    moved = run.rename(tmp_path / "moved")
+    assert decide(moved, True, 1).newest == moved / "checkpoint-2"
+
+
 def test_a_branch_whose_branch_point_is_gone_is_not_replaced_by_another(run: Path, policy: str) -> None:
     script(policy, run, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
     shutil.rmtree(run / "checkpoint-2")
@@ -108,6 +121,19 @@ def test_a_branch_in_another_folder_goes_on_there(run: Path, policy: str, tmp_pa
     again.train(resume_from_checkpoint=True)
     assert again.checkpoints.resumed_from == run / "checkpoint-2"
     assert steps_saved(other) == [3]
+    # Nothing is renamed in the other folder if its checkpoint is the one that is damaged.
+    weights = other / "checkpoint-3" / "model.safetensors"
+    weights.write_bytes(bytes(weights.stat().st_size))
+    point = confirmed(decide(other, True, 1), each_node=False)
+    assert (point.newest, [one.path for one in point.rejected]) == (run / "checkpoint-2", [other / "checkpoint-3"])
+    shutil.copytree(run / "checkpoint-2", tmp_path / "kept")
+    (run / "checkpoint-2" / "optimizer.pt").unlink()
+    with pytest.raises(CheckpointDamaged, match=r"optimizer.pt is missing, and no other checkpoint is left"):
+        confirmed(decide(other, True, 1), each_node=False)
+    shutil.rmtree(run / "checkpoint-2")
+    shutil.copytree(tmp_path / "kept", run / "checkpoint-2")
+    shutil.rmtree(other / "checkpoint-3")
+    script(policy, other, StopAfter(3, saves=True), max_steps=8).train(resume_from_checkpoint=True)
     # Once the branch has a checkpoint of its own, its folder may be moved away.
     moved = Path(shutil.copytree(other, tmp_path / "moved"))
     last = script(policy, moved, StopAfter(4, saves=False), max_steps=8)

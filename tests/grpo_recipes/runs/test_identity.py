@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_recipes import GRPOTrainer, train
 from grpo_recipes.recipe import hub
+from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_recipes.runs import identity
 from grpo_recipes.runs.identity import (
     NOT_IDENTIFIED,
@@ -33,6 +35,7 @@ from grpo_recipes.runs.identity import (
     weights_of,
 )
 from grpo_recipes.runs.manifest import MANIFEST, read_manifest
+from grpo_recipes.training.identity import identity_of
 from grpo_rewards.correctness import GSM8KCorrectness
 from grpo_rewards.format_tags import TagCount
 from grpo_rewards.registry import build_rewards
@@ -311,6 +314,17 @@ def test_only_what_is_read_is_identified() -> None:
     assert set(identity.identify(rows, own, {}).content["columns"]) == {"prompt", "gold", "answer", "note"}
     assert columns_read(lambda prompts, completions, note: []) == {"note"}
     assert (columns_read(GSM8KCorrectness()), columns_read(TagCount())) == ({"answer"}, set())
+
+
+def test_what_generates_from_the_rows_may_read_every_column(place: Path) -> None:
+    rows = table(note=["n"] * 3)
+    built = SimpleNamespace(reward_funcs=[], reward_func_names=[], train_dataset=rows, rollout_func=None)
+    assert set(identity_of(built, {}).content["columns"]) == {"prompt"}
+    built.rollout_func = print
+    assert set(identity_of(built, {}).content["columns"]) == {"prompt", "note"}
+    recorded = recipe(place, rewards=["recorded"], dataset={"name": "scored", "path": "rows.jsonl"}, offline="group")
+    checked = SimpleNamespace(train_dataset=rows, rewards=[])
+    assert set(train.identity_of(parse_recipe(recorded), checked).content["columns"]) == {"prompt", "note"}  # type: ignore[arg-type]
 
 
 def test_rewards_without_a_source_file_are_not_identified() -> None:

@@ -51,16 +51,20 @@ class CompactCompletions(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Merge full thousands of files after a save."""
-        if self._compaction is not None and self._is_due:
-            self._compaction.compact(state.global_step)
-        self._is_due = False
+        if self._is_due:
+            self._is_due = False
+            self._compact(state.global_step)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Merge the files that are left."""
+        self._compact(state.global_step, rest=True)
+
+    def _compact(self, step: int, *, rest: bool = False) -> None:
+        self.trainer.checkpoints.check_folder()  # on all ranks: another launch may have taken the folder over
         if self._compaction is not None:
-            self._compaction.compact(state.global_step, rest=True)
+            self._compaction.compact(step, rest=rest)
 
     def _why_not(self) -> str:
         """Return why the files must stay, or "" if they need not: the hub would hold each row twice."""

@@ -18,7 +18,6 @@ import atexit
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -26,6 +25,8 @@ import threading
 import time
 from collections.abc import Sequence
 from typing import IO, Any
+
+from grpo_rewards.child_limits import limit_cpu, limit_memory, readable
 
 # What a child may allocate on top of the imported libraries, and the server's time to import those.
 MEMORY_BYTES = 160 * 2**20
@@ -205,19 +206,12 @@ def _write_whole(pipe: IO[bytes], content: bytes) -> None:
 def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
     """Read one line of the server's output, or raise TimeoutError, or EOFError if it ended."""
     output = _pipe(process.stdout)
-    if not _readable(output.fileno(), seconds):
+    if not readable(output.fileno(), seconds):
         raise TimeoutError
     line = output.readline()  # whole: the server writes a few bytes at once, which a pipe never splits
     if not line:
         raise EOFError
     return line
-
-
-def _readable(descriptor: int, seconds: float) -> bool:
-    # poll, since select refuses descriptors over 1023.
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(max(seconds, 0) * 1000))
 
 
 _WARM_UP = (("x+1", "1+x"), (r"\sqrt{8}", r"2\sqrt{2}"), ("(1,2)", "(1,3)"), (r"\frac{\sqrt{3}}{2}", r"\frac{1}{3}"))
@@ -290,7 +284,7 @@ class Child:
         self.compared += 1
         with contextlib.suppress(BrokenPipeError):
             os.write(self._requests, request)
-        verdict = os.read(self._verdicts, 16) if _readable(self._verdicts, end - time.monotonic()) else b""
+        verdict = os.read(self._verdicts, 16) if readable(self._verdicts, end - time.monotonic()) else b""
         return json.loads(verdict) if verdict else None
 
     def kill(self) -> None:
@@ -305,10 +299,11 @@ def _run_child(requests: int, verdicts: int) -> None:
     """Answer requests until they end. Out of memory, exit without a verdict."""
     try:
         _detach()
-        _limit_memory()
+        limit_memory(MEMORY_BYTES)
         with open(requests, "rb") as lines:
             for request in map(json.loads, lines):
-                _limit_cpu(request["seconds"])
+                # Should the server be killed during a comparison, nothing else ends its child.
+                limit_cpu(request["seconds"])
                 _reply(verdicts, _verify_whatever(request["gold"], request["answer"]))
     finally:
         os._exit(0)
@@ -328,23 +323,6 @@ def _detach() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-
-
-def _limit_memory() -> None:
-    import resource
-
-    if os.path.exists("/proc/self/statm"):  # macOS has no such limit
-        with open("/proc/self/statm") as statm:
-            used = int(statm.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
-
-
-def _limit_cpu(seconds: float) -> None:
-    # Should the server be killed during a comparison, nothing else ends its child.
-    import resource
-
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 1, hard))
 
 
 def _reply(descriptor: int, reply: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from grpo_recipes import __version__
 from grpo_recipes.runs import quiet
+from grpo_recipes.runs.interrupts import INTERRUPTED
 from grpo_rewards.command_line import Parser
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.terminal import lasting_output, say, say_error, show, visible_messages
@@ -70,6 +71,9 @@ def _main(arguments: list[str]) -> int:
     except UserError as error:
         say_error(error)
         return 2
+    except KeyboardInterrupt:  # `train` and `evaluate` have words of their own
+        say("stopped by Ctrl-C", to_stderr=True)
+        return INTERRUPTED
 
 
 def _run(options: argparse.Namespace, rest: Sequence[str], known: Sequence[str]) -> int:

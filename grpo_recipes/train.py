@@ -236,7 +236,7 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     check_weights(recipe)
     checked = checks.check(recipe, machine)
     checks.check_adapter(recipe)
-    tokenizer = load_tokenizer(recipe)
+    tokenizer = load_tokenizer(recipe, checked.train_dataset)
     check_chat_template(recipe, tokenizer, checked.train_dataset[0]["prompt"])
     with recipe.naming_this_file():
         StopStrings.of(recipe.config.generation_kwargs, tokenizer)  # raises for a tokenizer that can't be searched

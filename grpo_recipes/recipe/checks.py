@@ -15,7 +15,7 @@ from typing import Any, Literal
 from datasets import Dataset
 from trl import get_peft_config
 
-from grpo_recipes.recipe import data, memory, packages, recorded, reward_checks, vllm_checks
+from grpo_recipes.recipe import data, memory, model_sizes, packages, recorded, reward_checks, vllm_checks
 from grpo_recipes.recipe.geometry import Geometry
 from grpo_recipes.recipe.hub import is_missing
 from grpo_recipes.recipe.precision import ADAMW_BF16, Precision
@@ -91,6 +91,7 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
     with recipe.naming_this_file():
         _check_rewards(recipe.config, geometry, rewards)
         check_reference(recipe)
+        check_model(recipe)
         _check_offline(recipe, geometry)
         check_early_stopping(recipe)
         check_machine(recipe, machine)
@@ -218,6 +219,19 @@ def check_adapter(recipe: Recipe) -> None:
     if recipe.model.get("use_peft") and recipe.model.get("lora_target_modules") not in (None, ["all-linear"]):
         with contextlib.suppress(memory.MemoryUnknown):  # no configuration: loading the model will say so
             model_shape(recipe)
+
+
+def check_model(recipe: Recipe) -> None:
+    """Raise `RecipeError` if the configuration of the policy, or of the base under it, has a size that no model has.
+
+    Looks at files on this machine only. A model of the hub that is not here yet is checked before its tokenizer is loaded.
+    """
+    name, revision = str(recipe.model["model_name_or_path"]), recipe.model.get("model_revision", "main")
+    with recipe.naming_this_file():
+        model_sizes.check_model_sizes(name, revision)
+        if _holds_adapter(Path(name)) and (adapter := adapter_config(name)) is not None:
+            base_revision = adapter.revision or "main"
+            model_sizes.check_model_sizes(str(adapter.base_model_name_or_path), base_revision)
 
 
 def check_reference(recipe: Recipe) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.recipe.hub import hub_answers, is_missing
+from grpo_recipes.recipe.model_sizes import SizeError, check_model_sizes
 from grpo_recipes.recipe.precision import ADAMW_BF16
 from grpo_rewards import strict_yaml
 from grpo_rewards.errors import UserError
@@ -343,7 +344,8 @@ class MemoryPlan:
 def load_shape(model: str, peft_config: Any = None) -> ModelShape:
     """The sizes of a model from its configuration: a file, a folder, the hub's cache, or the hub.
 
-    Raises `MemoryUnknown` where there is no configuration to be had, or transformers does not know the architecture.
+    Raises `MemoryUnknown` where there is no configuration to be had, or transformers can build no model from it, and
+    `SizeError` for a size that no model has.
     """
     from transformers import AutoConfig
 
@@ -351,13 +353,14 @@ def load_shape(model: str, peft_config: Any = None) -> ModelShape:
         raise MemoryUnknown(f"{model}: there is no such folder (--model_config FILE gives a configuration)")
     try:
         here_only = Path(model).exists() or not hub_answers()
+        check_model_sizes(model, local_only=here_only)
         # Unless it is told not to, transformers asks on the terminal whether to run the code that a folder brings.
         config = AutoConfig.from_pretrained(model, local_files_only=here_only, trust_remote_code=False)
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of peft's own use of transformers
             return ModelShape.from_config(config, peft_config)
-    except NoTargetModules:
+    except (NoTargetModules, SizeError):
         raise
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers raises whatever the values of a stranger's file lead to
         reason = f"no configuration could be loaded (--model_config FILE gives one): {' '.join(str(error).split())}"
         raise MemoryUnknown(f"{model}: {reason}") from error
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from grpo_recipes.recipe.hub import hub_answers
 from grpo_recipes.recipe.prompts import hash_sample, rendered, token_lengths
-from grpo_recipes.recipe.recipe import Recipe, RecipeError
+from grpo_recipes.recipe.recipe import Recipe
 from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_recipes.recipe.tokenizer import check_chat_template, load_tokenizer
+from grpo_recipes.recipe.tokenizer import TokenizerUnavailable, check_chat_template, load_tokenizer
 from grpo_recipes.runs import checkpoints
 
 _INDENT = "  | "
@@ -85,12 +85,12 @@ class PromptReport:
 
 
 def prompt_report(recipe: Recipe, dataset: datasets.Dataset) -> PromptReport:
-    """Look at the prompts of a dataset. Raises `RecipeError` for a chat template that can't be used."""
+    """Look at the prompts of a dataset. Raises `RecipeError` for a tokenizer or chat template that can't be used."""
     first, template_kwargs = dataset[0]["prompt"], recipe.config.chat_template_kwargs or {}
     name = checkpoints.tokenizer_source(recipe.model["model_name_or_path"])
     try:
-        tokenizer = load_tokenizer(recipe, local_only=Path(name).exists() or not hub_answers())
-    except RecipeError as error:
+        tokenizer = load_tokenizer(recipe, dataset, local_only=Path(name).exists() or not hub_answers())
+    except TokenizerUnavailable as error:
         return PromptReport(_as_messages(first), None, None, str(error).removeprefix(f"{recipe.source}: "))
     check_chat_template(recipe, tokenizer, first)
     with recipe.naming_this_file():

@@ -6,33 +6,61 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+import datasets
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from grpo_recipes.recipe import model_sizes, rehearsal
 from grpo_recipes.recipe.hub import hub_answers, is_missing
-from grpo_recipes.recipe.recipe import Recipe
+from grpo_recipes.recipe.recipe import Recipe, RecipeError
 from grpo_recipes.runs import checkpoints
+from grpo_recipes.runs.files import one_line
 
 _MARK = "grpo-recipes"
 
 
-def load_tokenizer(recipe: Recipe, *, local_only: bool = False) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer, padding on the left; `local_only` asks no hub. Raises `RecipeError` if it can't be loaded."""
+class TokenizerUnavailable(RecipeError):
+    """A tokenizer that is not there, or can't be read."""
+
+
+def load_tokenizer(
+    recipe: Recipe, dataset: datasets.Dataset | None = None, *, local_only: bool = False
+) -> PreTrainedTokenizerBase:
+    """Return the policy's tokenizer, padding on the left, after a bounded child has tried it on some prompts of `dataset`.
+
+    Args:
+        recipe: names the model.
+        dataset: has the column `prompt`; None trusts the tokenizer.
+        local_only: asks no hub.
+
+    Raises:
+        TokenizerUnavailable: it can't be loaded.
+        RecipeError: it, or its chat template, is too slow or too large, or fails on a prompt; or the model's configuration,
+            which transformers reads to find the tokenizer's class, has a size that no model has.
+    """
     name = checkpoints.tokenizer_source(recipe.model["model_name_or_path"])
     if is_missing(name):
-        raise recipe.error(f"`model_name_or_path` {name}: there is no such folder")
-    try:
-        return AutoTokenizer.from_pretrained(
-            name,
-            revision=recipe.model.get("model_revision", "main"),
-            trust_remote_code=recipe.config.trust_remote_code,
-            padding_side="left",
-            truncation_side="left",
-            local_files_only=local_only,
-        )
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise recipe.error(f"`model_name_or_path` {name}: no tokenizer could be loaded: {reason}") from error
+        raise TokenizerUnavailable(f"{recipe.source}: `model_name_or_path` {name}: there is no such folder")
+    revision = recipe.model.get("model_revision", "main")
+
+    def load() -> PreTrainedTokenizerBase:
+        try:
+            return AutoTokenizer.from_pretrained(
+                name,
+                revision=revision,
+                trust_remote_code=recipe.config.trust_remote_code,
+                padding_side="left",
+                truncation_side="left",
+                local_files_only=local_only,
+            )
+        except Exception as error:  # transformers and tokenizers raise whatever a stranger's values lead to
+            reason = f"no tokenizer could be loaded: {one_line(error) or type(error).__name__}"
+            raise TokenizerUnavailable(f"{recipe.source}: `model_name_or_path` {name}: {reason}") from error
+
+    with recipe.naming_this_file((model_sizes.SizeError, rehearsal.TokenizerRefused)):
+        model_sizes.check_model_sizes(name, revision, local_only=local_only)
+        if dataset is None:
+            return load()
+        return rehearsal.rehearsed(name, load, rehearsal.chosen(dataset), recipe.config.chat_template_kwargs)
 
 
 def check_chat_template(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prompt: Any) -> None:
@@ -63,7 +91,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str
     turns = [{"role": "user", "content": _MARK}, {"role": "assistant", "content": _MARK}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False, **template_kwargs)
-    except (TemplateError, TypeError, ValueError):
+    except Exception:  # a template is a program, and may raise anything
         return None
     ids = tokenizer(text.rpartition(_MARK)[2].strip(), add_special_tokens=False)["input_ids"]
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
@@ -83,8 +111,9 @@ def stop_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[int] | 
         declared = GenerationConfig.from_pretrained(name, **given).eos_token_id
     except (OSError, ValueError):  # as for the model itself, its configuration says it then
         try:
+            model_sizes.check_model_sizes(name, revision, local_only=local_only)
             config = AutoConfig.from_pretrained(name, trust_remote_code=recipe.config.trust_remote_code, **given)
-        except (OSError, ValueError):
+        except Exception:  # whatever the values of a stranger's file lead to: loading the model says it
             return None
         declared = GenerationConfig.from_model_config(config).eos_token_id
     ids = [declared] if isinstance(declared, int) else list(declared or [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +18,8 @@ from grpo_recipes.decoding.groups import Turn, decoding
 from grpo_recipes.decoding.models import base_model, unfit
 from grpo_recipes.decoding.stop_strings import Ends, StopStrings
 from grpo_recipes.recipe.hub import hub_answers
+from grpo_recipes.recipe.model_sizes import check_model_sizes
+from grpo_recipes.recipe.rehearsal import rehearsed
 from grpo_recipes.runs.checkpoints import ADAPTER_CONFIG, adapter_config, tokenizer_source
 from grpo_rewards.errors import UserError
 
@@ -49,14 +51,17 @@ class Engine(Protocol):
         """Return the sampling settings of every completion, ready for JSON, under the engine's own names."""
 
 
-def load_engine(name: str) -> Engine:
-    """The engine of a model or adapter. Raises `EvaluationError` if it can't be loaded, or its weights are incomplete."""
+def load_engine(name: str, prompts: Sequence[Any] = ()) -> Engine:
+    """The engine of a model or adapter, its tokenizer tried on some prompts first.
+
+    Raises `EvaluationError` if it can't be loaded, or its weights are incomplete, `UserError` for a hostile tokenizer.
+    """
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
     adapter = Path(name) / ADAPTER_CONFIG
+    tokenizer = load_tokenizer(name, prompts)
     try:
-        tokenizer = load_tokenizer(name)
         if adapter.is_file():
             with warnings.catch_warnings():
                 # PEFT only warns where it fills what is missing with the values of a new adapter.
@@ -70,8 +75,9 @@ def load_engine(name: str) -> Engine:
                 name, dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
             )
             missing = sorted(loading["missing_keys"])
-    except (OSError, ValueError, RuntimeError, UserWarning) as error:
-        raise EvaluationError(f"{name}: the model can't be loaded: {' '.join(str(error).split())}") from error
+    except Exception as error:  # transformers raises whatever the values of a stranger's files lead to
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise EvaluationError(f"{name}: the model can't be loaded: {reason}") from error
     if missing:  # transformers fills them with random numbers
         raise EvaluationError(
             f"{name}: its weights lack {len(missing)} of the model's tensors (such as {missing[0]}): copy or download it again"
@@ -79,11 +85,25 @@ def load_engine(name: str) -> Engine:
     return transformers_engine(model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
 
 
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model or adapter, which pads with its end token if it has no other."""
+def load_tokenizer(name: str, prompts: Sequence[Any] = ()) -> Any:
+    """Return the tokenizer of a model or adapter, which pads with its end token if it has no other.
+
+    A bounded child tries it on `prompts` first. Raises `EvaluationError` if it can't be loaded, `TokenizerRefused` if it is
+    too slow or too large, or fails on a prompt.
+    """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_source(name), trust_remote_code=False)
+    source = tokenizer_source(name)
+
+    def load() -> Any:
+        try:
+            return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        except Exception as error:  # transformers and tokenizers raise whatever a stranger's values lead to
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise EvaluationError(f"{name}: its tokenizer can't be loaded: {reason}") from error
+
+    check_model_sizes(source, local_only=False)  # transformers reads them to find the tokenizer's class
+    tokenizer = rehearsed(source, load, prompts)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -97,7 +117,7 @@ def checkpoint_dtype(name: str) -> str | None:
     here_only = Path(model).exists() or not hub_answers()
     try:
         config = AutoConfig.from_pretrained(model, local_files_only=here_only, trust_remote_code=False)
-    except (OSError, ValueError):  # loading it says what is wrong
+    except Exception:  # whatever it is, loading it says what is wrong
         return None
     dtype = config.get_text_config().dtype or config.dtype
     return str(dtype).removeprefix("torch.") if dtype is not None else None

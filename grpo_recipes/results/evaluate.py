@@ -30,6 +30,8 @@ from tqdm.auto import tqdm
 from grpo_recipes.recipe.data import load
 from grpo_recipes.recipe.generation import stop_strings
 from grpo_recipes.recipe.hub import hub_commit, is_missing
+from grpo_recipes.recipe.model_sizes import check_model_sizes
+from grpo_recipes.recipe.rehearsal import chosen
 from grpo_recipes.recipe.sources import has_one_split
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.results import paid, strict, vllm_engine
@@ -419,7 +421,7 @@ def evaluate_request(options: Request) -> dict[str, Any]:
     }
     folder = options.output or _output(options.model, options.samples)
     try:
-        engine = LoadedWhenCalled(options.model, vllm)
+        engine = LoadedWhenCalled(options.model, vllm, dataset)
         made_with = partial(_made_with, options.model, vllm)
         return evaluate_into(folder, engine, dataset, settings, described, rewards, made_with, engine.sampling)
     except KeyboardInterrupt as error:
@@ -466,13 +468,14 @@ def _made_with(model: str, vllm: VLLM | None) -> dict[str, Any]:
 class LoadedWhenCalled:
     """An engine that loads its model for the first batch: a finished evaluation needs none."""
 
-    def __init__(self, model: str, vllm: VLLM | None) -> None:
-        self.model, self.vllm = model, vllm
+    def __init__(self, model: str, vllm: VLLM | None, dataset: Dataset) -> None:
+        self.model, self.vllm, self.dataset = model, vllm, dataset
 
     @cached_property
     def engine(self) -> Engine:
         """The engine itself, loaded."""
-        return load_engine(self.model) if self.vllm is None else load_vllm(self.model, self.vllm)
+        tried = chosen(self.dataset)
+        return load_engine(self.model, tried) if self.vllm is None else load_vllm(self.model, self.vllm, tried)
 
     def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
         """Complete each prompt once, in order."""
@@ -499,6 +502,7 @@ def check_model_folder(folder: Path) -> None:
         newest = get_last_checkpoint(folder)  # of a run that has not finished, the only models are its checkpoints
         hint = f": its newest checkpoint is {newest}" if newest else ""
         raise EvaluationError(f"{folder} holds no model (no config.json, no adapter_config.json){hint}")
+    check_model_sizes(str(folder))
     restore = "copy or download the folder again"
     for name in _READ_WHOLE:
         if (folder / name).is_file():

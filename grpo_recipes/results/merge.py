@@ -10,6 +10,8 @@ from huggingface_hub import ModelCard
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from grpo_recipes.recipe.model_sizes import check_model_sizes
+from grpo_recipes.recipe.rehearsal import TokenizerRefused, rehearsed
 from grpo_recipes.runs import checkpoints
 from grpo_rewards.errors import UserError
 
@@ -36,15 +38,18 @@ def merge(folder: Path, output: Path) -> str:
         raise MergeError(f"{folder} holds an adapter of kind {config.peft_type.value}, whose tokens no weight can hold")
     if output.exists():
         raise MergeError(f"--output {output} exists: name a folder that does not")
+    base_name, revision = str(config.base_model_name_or_path), config.revision or "main"
+    source = checkpoints.tokenizer_source(str(folder))
+    check_model_sizes(base_name, revision, local_only=False)
     try:
-        base = AutoModelForCausalLM.from_pretrained(
-            config.base_model_name_or_path, revision=config.revision or "main", dtype="auto", trust_remote_code=False
-        )
-        tokenizer = AutoTokenizer.from_pretrained(checkpoints.tokenizer_source(str(folder)), trust_remote_code=False)
-    except (OSError, ValueError) as error:
+        tokenizer = rehearsed(source, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=False), ())
+        base = AutoModelForCausalLM.from_pretrained(base_name, revision=revision, dtype="auto", trust_remote_code=False)
+    except TokenizerRefused:
+        raise
+    except Exception as error:  # transformers raises whatever the values of a stranger's files lead to
         raise MergeError(
             f"{folder}: its base {config.base_model_name_or_path} can't be loaded: set `base_model_name_or_path` in its "
-            f"adapter_config.json ({' '.join(str(error).split())})"
+            f"adapter_config.json ({' '.join(str(error).split()) or type(error).__name__})"
         ) from error
     merged, report = _merged(base, folder)
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ import random
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
@@ -78,12 +78,9 @@ class VLLM:
         return {name: value for name, value in named.items() if value is not None}
 
 
-def load_vllm(name: str, options: VLLM) -> Engine:
-    """The engine of a model or adapter. Raises `EvaluationError` if it can't be had."""
-    try:
-        tokenizer = load_tokenizer(name)
-    except (OSError, ValueError) as error:
-        raise EvaluationError(f"{name}: its tokenizer can't be loaded: {' '.join(str(error).split())}") from error
+def load_vllm(name: str, options: VLLM, prompts: Sequence[Any] = ()) -> Engine:
+    """The engine of a model or adapter, its tokenizer tried on some prompts first. Raises `UserError` if it can't be had."""
+    tokenizer = load_tokenizer(name, prompts)
     if options.vllm_server_base_url is not None:
         return Server(options.vllm_server_base_url, name, tokenizer)
     return Local(name, options, tokenizer)

@@ -335,7 +335,7 @@ def test_ctrl_c_says_what_is_saved_and_the_same_command_goes_on(
         return [""] * len(prompts)
 
     engine.sampling = lambda settings: {}
-    monkeypatch.setattr(evaluate, "load_engine", lambda name: engine)
+    monkeypatch.setattr(evaluate, "load_engine", lambda *_: engine)
     arguments = ["evaluate", str(tiny_model), "--dataset", "arithmetic", "--limit", "6", "--batch_size", "2"]
     arguments += ["--output", str(tmp_path / "e")]
     said = []
@@ -422,7 +422,7 @@ def test_a_runs_own_rewards_say_what_is_strict(tiny_model: Path, tmp_path: Path,
         return [rf"\boxed{{{golds[prompt[0]['content']]}}}" for prompt in prompts]
 
     engine.sampling = lambda settings: {}
-    monkeypatch.setattr(evaluate, "load_engine", lambda name: engine)
+    monkeypatch.setattr(evaluate, "load_engine", lambda *_: engine)
     arguments = ["evaluate", str(run_folder), "--limit", "8", "--samples", "2"]
     assert cli.main(arguments) == 0
     assert "strict: right by `extract: boxed`" in capsys.readouterr().out

@@ -58,7 +58,7 @@ def evaluated(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch)
         return said
 
     engine.sampling = lambda settings: {}
-    monkeypatch.setattr(evaluate, "load_engine", lambda name: engine)
+    monkeypatch.setattr(evaluate, "load_engine", lambda *_: engine)
 
     def run(rewards: list, *arguments: str, rows: list = ROWS, name: str = "e", code: int = 0) -> dict:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

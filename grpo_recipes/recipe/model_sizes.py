@@ -1,0 +1,196 @@
+"""The sizes in a model's config.json, checked before transformers builds a configuration or a model with them.
+
+transformers compares types and no magnitudes: with ten million layers it builds modules, even without storage, for hours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.runs import checkpoints
+from grpo_recipes.runs.files import read_object, shown
+from grpo_rewards.errors import UserError
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Values that a size may have: integers from 1 to `most`.
+
+    Attributes:
+        most: several times the largest value of a published model.
+        optional: True if null or 0 stands for "none", or for a value that follows from others.
+        per_layer: True if a list may give one value a layer.
+    """
+
+    most: int
+    optional: bool = False
+    per_layer: bool = False
+
+    def holds(self, value: Any) -> bool:
+        """Return True if a size may have `value`."""
+        if isinstance(value, list):
+            return self.per_layer and len(value) <= LAYERS and all(self.holds(item) for item in value)
+        if value is None:
+            return self.optional
+        return type(value) is int and (0 if self.optional else 1) <= value <= self.most
+
+    def is_within(self, value: Any) -> bool:
+        """Return True unless `value` is, or holds, a number above `most`: for parts other than the language model."""
+        if isinstance(value, list):
+            return len(value) <= LAYERS and all(self.is_within(item) for item in value)
+        return not isinstance(value, (int, float)) or value <= self.most  # a comparison with NaN is False
+
+
+LAYERS = 1024
+
+SIZES: Mapping[str, Allowed] = {
+    "vocab_size": Allowed(2**22),
+    "hidden_size": Allowed(2**17),
+    "num_hidden_layers": Allowed(LAYERS),
+    "num_attention_heads": Allowed(2**12, per_layer=True),
+    "num_key_value_heads": Allowed(2**12, optional=True, per_layer=True),
+    "head_dim": Allowed(2**13, optional=True),
+    "intermediate_size": Allowed(2**20, optional=True, per_layer=True),
+    "moe_intermediate_size": Allowed(2**20, optional=True, per_layer=True),
+    "num_experts": Allowed(2**16, optional=True),
+    "num_local_experts": Allowed(2**16, optional=True),
+    "n_routed_experts": Allowed(2**16, optional=True),
+    "max_position_embeddings": Allowed(2**27, optional=True),
+}
+"""Sizes by their names in transformers. An architecture's own names for them are its `attribute_map`."""
+
+TEXT_CONFIGS = ("text_config", "decoder")
+"""Keys of the language model's sizes in the configuration of a model that reads images or speech too."""
+
+# A model whose weights have 4 bits stores 2 of them in a byte, one of 1 bit 8.
+_WEIGHTS_PER_BYTE = 8
+
+
+class SizeError(UserError):
+    """A model's configuration with a size that no model has; the message names file, key and value."""
+
+
+def check_model_sizes(name: str, revision: str = "main", *, local_only: bool = True) -> None:
+    """Raise if the configuration of a model has a size that no model has, or that its weights can't hold.
+
+    Args:
+        name: a model's folder, its config.json, or its name on the hub. An adapter's folder without config.json passes.
+        revision: the version on the hub.
+        local_only: of the hub, looks only into the cache.
+
+    Raises:
+        SizeError: as said.
+        RunError: the file can't be read as JSON.
+    """
+    path = _config_file(name, revision, local_only=local_only)
+    if path is None:  # loading the model says what is missing
+        return
+    config = read_object(path, {}, "copy or download it again")
+    for part in _parts(config):
+        for key, allowed in part.sizes():
+            value = part.values[key]
+            if not (allowed.holds(value) if part.is_language_model else allowed.is_within(value)):
+                raise SizeError(
+                    f"{path}: `{part.prefix}{key}` is {shown(json.dumps(value))}, and a size of a model is a whole number from "
+                    f"1 to {allowed.most:,}: correct it, or copy or download the file again"
+                )
+    if path != Path(name):
+        _check_against_weights(path, config)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One object of a configuration.
+
+    Attributes:
+        values: its keys.
+        prefix: the keys that lead to it, each followed by a dot.
+        is_language_model: True if its sizes must all be possible; otherwise they must not be too large.
+    """
+
+    values: Mapping[str, Any]
+    prefix: str
+    is_language_model: bool
+
+    def sizes(self) -> Iterator[tuple[str, Allowed]]:
+        """The sizes that it has, each under the name that it has here."""
+        own_names = _own_names(self.values.get("model_type"))
+        for name, allowed in SIZES.items():
+            for key in {name, own_names.get(name, name)}:
+                if key in self.values:
+                    yield key, allowed
+
+    def size(self, name: str) -> int:
+        """A size by its name in transformers; of several the largest, and 0 if it is not given."""
+        own_names = _own_names(self.values.get("model_type"))
+        value = self.values.get(name, self.values.get(own_names.get(name, name)))
+        return max(value, default=0) if isinstance(value, list) else value or 0
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[_Part]:
+    """A configuration and the objects in it, two levels deep."""
+    has_text_config = any(isinstance(config.get(key), dict) for key in TEXT_CONFIGS)
+    yield _Part(config, "", not has_text_config)
+    for key, values in config.items():
+        if isinstance(values, dict):
+            yield _Part(values, f"{key}.", key in TEXT_CONFIGS)
+            for inner_key, inner in values.items():
+                if isinstance(inner, dict):
+                    yield _Part(inner, f"{key}.{inner_key}.", inner_key in TEXT_CONFIGS)
+
+
+def _own_names(model_type: Any) -> Mapping[str, str]:
+    """An architecture's own names for sizes; none for one that transformers does not know."""
+    from transformers import CONFIG_MAPPING  # takes seconds
+
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        return {}
+    names = getattr(CONFIG_MAPPING[model_type], "attribute_map", {})
+    return {name: own for name, own in names.items() if name in SIZES}
+
+
+def _config_file(name: str, revision: str, *, local_only: bool) -> Path | None:
+    """The configuration of a model, if it can be found."""
+    if Path(name).exists():
+        path = Path(name) / CONFIG if Path(name).is_dir() else Path(name)
+        return path if path.exists() else None
+    from transformers.utils import cached_file  # takes seconds
+
+    with contextlib.suppress(OSError, ValueError):
+        found = cached_file(name, CONFIG, revision=revision, local_files_only=local_only)
+        return None if found is None else Path(found)
+    return None
+
+
+def _check_against_weights(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise `SizeError` if a matrix of a model would have more weights than all of the files beside its configuration."""
+    try:
+        held = sum(file.stat().st_size for file in checkpoints.weight_files(path.parent)) * _WEIGHTS_PER_BYTE
+    except (checkpoints.WeightFileError, OSError):  # loading them says what is wrong
+        return
+    (part, *_) = [part for part in _parts(config) if part.is_language_model] or [_Part(config, "", True)]
+    hidden = part.size("hidden_size")
+    # Each layer has a norm at least, and each expert a row of its router.
+    rows_of = (
+        "vocab_size",
+        "num_hidden_layers",
+        "intermediate_size",
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+    )
+    matrices = {name: part.size(name) for name in rows_of}
+    matrices["head_dim"] = part.size("head_dim") * part.size("num_attention_heads")
+    for name, rows in matrices.items():
+        if rows * hidden > held:
+            raise SizeError(
+                f"{path}: `{part.prefix}hidden_size` {hidden:,} and `{name}` {part.size(name):,} are more than the weights "
+                "beside it can hold: correct them, or copy or download the folder again"
+            )

@@ -1,0 +1,150 @@
+"""A function call in a forked child with limits on time and memory, for work that neither a signal nor an exception can stop.
+
+A tokenizer's regular expression, for one, runs in native code that holds the interpreter. The child starts from what the
+parent has imported, which takes milliseconds where a fresh interpreter would import transformers for more than a second. It
+has one thread, so the function must not use what other threads of the parent may hold at the moment of the fork: no GPU,
+no process group, no pool of threads. POSIX only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_recipes.runs.files import one_line, shown
+from grpo_rewards.child_limits import limit_cpu, limit_memory, readable
+from grpo_rewards.errors import UserError
+
+Announce = Callable[[str], None]
+"""Names the stage that a bounded call begins, for the error if the call is stopped in it."""
+
+_ERROR_CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one call: seconds of computing, seconds on the clock, and bytes on top of what the parent has in use."""
+
+    cpu_seconds: float
+    wall_seconds: float
+    memory_bytes: int
+
+
+class CallStopped(Exception):
+    """A bounded call that failed or was stopped. The function may raise one itself, with an empty stage.
+
+    Attributes:
+        stage: the last stage that the call announced, or "" before the first.
+        reason: a clause that follows the name of the stage: "takes more than 10 s".
+    """
+
+    def __init__(self, stage: str, reason: str) -> None:
+        super().__init__(f"{stage} {reason}".strip())
+        self.stage, self.reason = stage, reason
+
+
+def bounded_call(function: Callable[[Announce], Any], limits: Limits) -> Any:
+    """Return what `function` returns in a child process, which must be ready for JSON. The child is gone afterwards.
+
+    Raises:
+        CallStopped: the function raised, or reached a limit, or its process ended.
+        UserError: no process can be started.
+    """
+    answers, answering = os.pipe()
+    try:
+        # Python 3.12 warns of a fork beside other threads; the head of this file says what the function must not use.
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            pid = os.fork()
+    except OSError as error:
+        os.close(answers)
+        os.close(answering)
+        raise UserError(f"no process can be started ({error.strerror}): end some, or free memory") from error
+    if pid == 0:
+        os.close(answers)
+        _run_child(function, limits, answering)
+    is_over = False
+    try:
+        os.close(answering)
+        content, is_over = _read_until_closed(answers, time.monotonic() + limits.wall_seconds)
+    finally:  # of Ctrl-C too
+        os.close(answers)
+        if not is_over:
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+    return _answer(content, status, limits, is_over=is_over)
+
+
+def _read_until_closed(descriptor: int, end: float) -> tuple[bytes, bool]:
+    """Everything that is written into a pipe until `end` (monotonic seconds), and True if it was closed by then."""
+    content = bytearray()
+    while readable(descriptor, end - time.monotonic()):
+        piece = os.read(descriptor, 1 << 16)
+        if not piece:
+            return bytes(content), True
+        content += piece
+    return bytes(content), False
+
+
+def _answer(content: bytes, status: int, limits: Limits, *, is_over: bool) -> Any:
+    """The value among the child's lines; raises `CallStopped` where there is none."""
+    stage = ""
+    for line in content.decode(errors="replace").splitlines(keepends=True):
+        if not line.endswith("\n"):  # cut off when the child was killed
+            break
+        kind, value = json.loads(line)
+        if kind == "stage":
+            stage = value
+        elif kind == "value":
+            return value
+        else:
+            raise CallStopped(stage, value)
+    ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    if not is_over:
+        raise CallStopped(stage, f"takes more than {limits.wall_seconds:g} s")
+    if ended_by == signal.SIGXCPU:
+        raise CallStopped(stage, f"takes more than {limits.cpu_seconds:g} s")
+    how = signal.Signals(ended_by).name if ended_by is not None else f"code {os.waitstatus_to_exitcode(status)}"
+    raise CallStopped(stage, f"ends its process ({how}), as for want of memory")
+
+
+def _run_child(function: Callable[[Announce], Any], limits: Limits, answering: int) -> None:
+    """Call the function and write its stages and its value; never returns."""
+
+    def write(kind: str, value: Any) -> None:
+        rest = memoryview(json.dumps([kind, value]).encode() + b"\n")
+        while rest:
+            rest = rest[os.write(answering, rest) :]
+
+    try:
+        _detach()
+        limit_cpu(limits.cpu_seconds)  # also ends a child whose parent was killed
+        limit_memory(limits.memory_bytes)
+        write("value", function(lambda stage: write("stage", stage)))
+    except CallStopped as stopped:
+        write("failure", stopped.reason)
+    except MemoryError:
+        write("failure", f"needs more than {limits.memory_bytes / 2**30:.2g} GiB of memory")
+    except BaseException as error:  # the panic of a native library is no Exception
+        reason = shown(f"{type(error).__name__}: {one_line(error)}", _ERROR_CHARACTERS)
+        write("failure", f"fails ({reason})")
+    finally:
+        os._exit(0)
+
+
+def _detach() -> None:
+    """Let a child print nothing, leave Ctrl-C to its parent, and write no memory image when a limit ends it."""
+    import resource
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)

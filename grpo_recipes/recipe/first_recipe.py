@@ -14,6 +14,7 @@ import yaml
 from grpo_recipes.recipe.prompts import RESERVED
 from grpo_recipes.recipe.sources import Keys, read
 from grpo_recipes.recipe.specs import SourceSpec
+from grpo_recipes.recipe.tables import listed
 from grpo_rewards.answers import extract_answer, parse_number
 from grpo_rewards.choices import read_choices, read_gold
 from grpo_rewards.errors import UserError
@@ -131,7 +132,7 @@ def guessed(table: datasets.Dataset) -> Guess:
     prompt, question, choices = (_first(names, known) for known in ([PROMPT], QUESTIONS, CHOICES))
     if prompt is None and question is None:
         raise UserError(
-            f"none of the columns {', '.join(map(repr, table.column_names))} looks like a question ({', '.join(QUESTIONS)}): "
+            f"none of the columns {listed(map(repr, table.column_names))} looks like a question ({', '.join(QUESTIONS)}): "
             "write a recipe with `dataset.columns`, as in `columns: {question: ...}`"
         )
     candidates = [name for known in ANSWERS if (name := names.get(known.lower())) not in (None, prompt or question)]

@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from grpo_recipes.recipe.presets import PRESETS, Preset, Turns, message, text_of, user_turn
 from grpo_recipes.recipe.sources import Rows, one_line
 from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_recipes.recipe.tables import BATCH, fingerprint, stored
+from grpo_recipes.recipe.tables import BATCH, fingerprint, listed, stored
 from grpo_rewards.errors import UserError
 
 SYSTEM_PROMPTS: Mapping[str, str | None] = MappingProxyType(
@@ -110,7 +110,8 @@ def phrased(rows: Rows, spec: DatasetSpec) -> Prompts:
     made = stored(name, lambda: phrasing.tables(inputs))
     identities = made.data.column(_IDENTITY).to_numpy()
     made = made.remove_columns([_IDENTITY])
-    others = [column for column in table.column_names if as_it_is or column not in reading.used_up]
+    used_up = set() if as_it_is else reading.used_up
+    others = [column for column in table.column_names if column not in used_up]
     parts = [part for part in (made, table.select_columns(others) if others else None) if part is not None]
     parts = [part for part in parts if part.column_names]
     return Prompts(datasets.concatenate_datasets(parts, axis=1) if len(parts) > 1 else parts[0], identities)
@@ -250,13 +251,14 @@ def _given_prompt(parts: Mapping[str, Any], where: str) -> tuple[Turns, dict[str
 
 
 def _has(table: datasets.Dataset, place: Callable[[int], str]) -> str:
-    return f"{place(0)} has the columns {', '.join(table.column_names)}"
+    return f"{place(0)} has the columns {listed(table.column_names)}"
 
 
 def _check_names(table: datasets.Dataset, reading: _Reading, rows: Rows) -> None:
     """Raise `UserError` for a column that stays in the row under a name that it can't have."""
+    used_up = reading.used_up
     for column in table.column_names:
-        if column not in reading.used_up and column in (*RESERVED, "prompt", *reading.made):
+        if column not in used_up and column in (*RESERVED, "prompt", *reading.made):
             raise UserError(
                 f"`dataset`: {rows.place(0)} has a column {column!r}, a name that the trainer takes for itself: rename it, as "
                 f"in `columns: {{other_{column}: {column}}}`, or leave it out"

@@ -19,6 +19,7 @@ import numpy as np
 from grpo_recipes.recipe import text_files
 from grpo_recipes.recipe.hub import cache_only_if_hub_is_silent, is_missing
 from grpo_recipes.recipe.specs import SourceSpec
+from grpo_recipes.recipe.tables import check_columns, check_fields, listed
 from grpo_rewards.errors import UserError
 
 SOURCE = "source"
@@ -58,10 +59,14 @@ def read(source: SourceSpec, keys: Keys) -> Rows:
         UserError: nothing to read there.
     """
     if source.data_files is not None or source.data_dir is not None:
-        return with_columns(_hub_rows(source, keys), source, keys)
-    splits = local_splits(source, keys)
-    rows = _hub_rows(source, keys) if splits is None else sliced(splits, source.split, keys)
-    return with_columns(rows, source, keys)
+        rows = _hub_rows(source, keys)
+    else:
+        splits = local_splits(source, keys)
+        rows = _hub_rows(source, keys) if splits is None else sliced(splits, source.split, keys)
+    rows = with_columns(rows, source, keys)
+    check_columns(len(rows.table.column_names), source.path)
+    check_fields(rows.table.features.arrow_schema.types, source.path)
+    return rows
 
 
 def local_splits(source: SourceSpec, keys: Keys) -> dict[str, Rows] | None:
@@ -241,15 +246,16 @@ def with_columns(rows: Rows, source: SourceSpec, keys: Keys) -> Rows:
     if not columns:
         return rows
     wanted = list(columns.values()) if isinstance(columns, dict) else columns
-    if missing := [name for name in wanted if name not in table.column_names]:
+    there, taken = set(table.column_names), set(wanted)
+    if missing := [name for name in wanted if name not in there]:
         raise UserError(
-            f"`dataset.columns`: {source.path} has no column {missing[0]!r} (it has {', '.join(table.column_names)}): "
+            f"`dataset.columns`: {source.path} has no column {missing[0]!r} (it has {listed(table.column_names)}): "
             "correct the name"
         )
     if not isinstance(columns, dict):
         return Rows(table.select_columns(list(columns)), rows.place)
-    others = [name for name in table.column_names if name not in wanted]
-    if clash := [name for name in columns if name in others]:
+    others = [name for name in table.column_names if name not in taken]
+    if clash := [name for name in columns if name in there - taken]:
         raise UserError(
             f"`dataset.columns`: `{clash[0]}: {columns[clash[0]]}` meets a column {clash[0]!r} that {source.path} has "
             f"already: give that one a new name too, as in `other_{clash[0]}: {clash[0]}`"

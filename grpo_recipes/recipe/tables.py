@@ -7,7 +7,7 @@ processes share its pages.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import datasets
@@ -15,10 +15,51 @@ import pyarrow as pa
 import xxhash
 from filelock import FileLock
 
+from grpo_recipes.runs.files import shown
 from grpo_rewards.errors import UserError
 
 BATCH = 10_000
 """Rows that are read, changed and written at once."""
+
+
+COLUMNS = 2_000
+"""Number of columns that a table may have: `datasets` joins tables in time that is quadratic in it."""
+
+FIELDS = 10_000
+"""Number of columns and of keys in their objects, all rows together, that a table may have."""
+
+_NAMES, _NAME_CHARACTERS = 20, 60
+
+
+def check_columns(count: int, where: object) -> None:
+    """Raise `UserError` for more than `COLUMNS` columns; `where` is the file or table that has them."""
+    if count > COLUMNS:
+        raise UserError(
+            f"`dataset`: {where} has {count:,} columns, and a table of problems may have {COLUMNS:,}: keep those that the prompt "
+            "and the rewards read"
+        )
+
+
+def check_fields(kinds: Iterable[pa.DataType], where: object) -> None:
+    """Raise `UserError` if columns of these types, and the objects in them, have more than `FIELDS` keys together."""
+    count, waiting = 0, list(kinds)
+    while waiting:
+        kind = waiting.pop()
+        count += 1
+        waiting += [kind.field(number).type for number in range(kind.num_fields)]
+    if count > FIELDS:
+        raise UserError(
+            f"`dataset`: the objects in {where} have more than {FIELDS:,} different keys: write them as text (JSON), or as lists "
+            "of keys and values"
+        )
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names of columns for an error message: the first of them, and how many more there are."""
+    all_names = list(names)
+    shown_names = [shown(name, _NAME_CHARACTERS) for name in all_names[:_NAMES]]
+    more = len(all_names) - _NAMES
+    return ", ".join(shown_names) + (f" and {more:,} more" if more > 0 else "")
 
 
 def fingerprint(*parts: object) -> str:

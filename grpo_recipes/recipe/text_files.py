@@ -21,7 +21,7 @@ import datasets
 import pyarrow as pa
 
 from grpo_recipes.recipe import tables
-from grpo_recipes.recipe.tables import BATCH, fingerprint, stored
+from grpo_recipes.recipe.tables import BATCH, check_columns, check_fields, fingerprint, listed, stored
 from grpo_rewards.errors import UserError
 
 _VERSION = 1
@@ -101,12 +101,15 @@ def _batches(paths: Sequence[Path], key: str) -> Iterator[tuple[Path, _Batch]]:
 def _wider(schema: pa.Schema, path: Path, batch: _Batch) -> pa.Schema:
     """`schema` with the columns and types of a batch taken in. Raises `UserError` for types that do not go together."""
     known = dict(zip(schema.names, schema.types, strict=True))
-    for name in dict.fromkeys(name for _, row in batch for name in row):
+    names = dict.fromkeys(name for _, row in batch for name in row)
+    check_columns(len(known.keys() | names), path)
+    for name in names:
         before = known.get(name, pa.null())
         common = _common(before, _values(path, batch, name, None).type, as_text=path.suffix == ".csv")
         if common is None:
             raise _several_types(path, batch, name, before)
         known[name] = common
+    check_fields(known.values(), path)
     return pa.schema(list(known.items()))
 
 
@@ -236,9 +239,10 @@ def _csv_rows(path: Path, key: str) -> _Rows:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)
             names = next(reader, [])
+            check_columns(len(names), path)
             if "" in names or len(set(names)) < len(names):
                 raise UserError(
-                    f"`dataset`: {path}, line 1 must name every column once, and it has {', '.join(names) or 'nothing'}"
+                    f"`dataset`: {path}, line 1 must name every column once, and it has {listed(names) or 'nothing'}"
                 )
             line = 1
             for cells in reader:

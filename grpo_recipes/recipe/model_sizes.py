@@ -36,16 +36,16 @@ class Allowed:
     def holds(self, value: Any) -> bool:
         """Return True if a size may have `value`."""
         if isinstance(value, list):
-            return self.per_layer and len(value) <= LAYERS and all(self.holds(item) for item in value)
-        if value is None:
-            return self.optional
+            return self.per_layer and len(value) <= LAYERS and all(self._holds_number(item) for item in value)
+        return self.optional if value is None else self._holds_number(value)
+
+    def _holds_number(self, value: Any) -> bool:
         return type(value) is int and (0 if self.optional else 1) <= value <= self.most
 
     def is_within(self, value: Any) -> bool:
         """Return True unless `value` is, or holds, a number above `most`: for parts other than the language model."""
-        if isinstance(value, list):
-            return len(value) <= LAYERS and all(self.is_within(item) for item in value)
-        return not isinstance(value, (int, float)) or value <= self.most  # a comparison with NaN is False
+        numbers = value if isinstance(value, list) else [value]
+        return len(numbers) <= LAYERS and not any(isinstance(one, (int, float)) and one > self.most for one in numbers)
 
 
 LAYERS = 1024

@@ -14,6 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from grpo_recipes.recipe.specs import DatasetName
+from grpo_recipes.recipe.tables import SHOWN
+from grpo_recipes.runs.files import shown
 from grpo_rewards.answers import extract_answer
 from grpo_rewards.choices import read_choices, read_gold
 from grpo_rewards.errors import UserError
@@ -50,7 +52,9 @@ def text_of(row: Mapping[str, Any], part: str, where: str) -> str:
     """The text of a part, stripped. Raises `UserError` for anything else, and for none."""
     value = row[part]
     if not isinstance(value, str) or not value.strip():
-        raise UserError(f"`dataset`: {where} has the {part} {value!r}: it must be text that is not empty")
+        raise UserError(
+            f"`dataset`: {where} has the {part} {shown(repr(value), SHOWN)}: it must be text that is not empty"
+        )
     return value.strip()
 
 
@@ -76,7 +80,9 @@ def _worked(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
     """A question, and worked steps that end in `#### N`."""
     question, answer = text_of(row, "question", where), final_answer(_gold_of(row, where))
     if not answer:
-        raise UserError(f"`dataset`: {where} has the answer {row['answer']!r}: it must be text that is not empty")
+        raise UserError(
+            f"`dataset`: {where} has the answer {shown(repr(row['answer']), SHOWN)}: it must be text that is not empty"
+        )
     return user_turn(question), {"answer": answer}
 
 
@@ -91,8 +97,8 @@ def _choice(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
     question, choices = text_of(row, "question", where), read_choices(row["choices"])
     if choices is None or row["choices"] is None:
         raise UserError(
-            f"`dataset`: {where} has the choices {row['choices']!r}: they must be a list of texts, or lists of texts and "
-            "of labels"
+            f"`dataset`: {where} has the choices {shown(repr(row['choices']), SHOWN)}: they must be a list of texts, or "
+            "lists of texts and of labels"
         )
     listed = [f"{label}. {text}" for label, text in zip(choices.labels, choices.texts, strict=True)]
     return user_turn("\n".join([question, *listed])), {"answer": read_gold(row["answer"], choices)}
@@ -102,7 +108,9 @@ def _conversation(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, 
     """MiniMind's RLAIF schema: the turns of a conversation, the assistant's last one left to be generated."""
     turns = row["conversations"]
     if not isinstance(turns, list) or not turns:
-        raise UserError(f"`dataset`: {where} has the conversations {turns!r}: they must be a list of messages")
+        raise UserError(
+            f"`dataset`: {where} has the conversations {shown(repr(turns), SHOWN)}: they must be a list of messages"
+        )
     messages = [message(turn, where) for turn in turns]
     reference = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
     if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
@@ -115,7 +123,8 @@ def message(turn: Any, where: str) -> Message:
     role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, Mapping) else (None, None)
     if role not in ("system", "user", "assistant") or not isinstance(content, str):
         raise UserError(
-            f"`dataset`: {where} has the turn {turn!r}: a turn needs the role system, user or assistant, and text as content"
+            f"`dataset`: {where} has the turn {shown(repr(turn), SHOWN)}: a turn needs the role system, user or assistant, and "
+            "text as content"
         )
     return {"role": role, "content": content}
 

@@ -18,7 +18,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from grpo_recipes.recipe.presets import PRESETS, Preset, Turns, message, text_of, user_turn
 from grpo_recipes.recipe.sources import Rows, one_line
 from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_recipes.recipe.tables import BATCH, fingerprint, listed, stored
+from grpo_recipes.recipe.tables import BATCH, SHOWN, fingerprint, listed, stored
+from grpo_recipes.runs.files import shown
 from grpo_rewards.errors import UserError
 
 SYSTEM_PROMPTS: Mapping[str, str | None] = MappingProxyType(
@@ -243,10 +244,14 @@ def _given_prompt(parts: Mapping[str, Any], where: str) -> tuple[Turns, dict[str
     if isinstance(prompt, str) and prompt.strip():
         return prompt, {}
     if not isinstance(prompt, list) or not prompt:
-        raise UserError(f"`dataset`: {where} has the prompt {prompt!r}: it must be text or messages, and not empty")
+        raise UserError(
+            f"`dataset`: {where} has the prompt {shown(repr(prompt), SHOWN)}: it must be text or messages, and not empty"
+        )
     turns = [message(turn, where) for turn in prompt]
     if not any(turn["content"].strip() for turn in turns):
-        raise UserError(f"`dataset`: {where} has the prompt {prompt!r}: it must be text or messages, and not empty")
+        raise UserError(
+            f"`dataset`: {where} has the prompt {shown(repr(prompt), SHOWN)}: it must be text or messages, and not empty"
+        )
     return turns, {}
 
 

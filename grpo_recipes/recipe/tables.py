@@ -28,6 +28,9 @@ COLUMNS = 2_000
 FIELDS = 10_000
 """Number of columns and of keys in their objects, all rows together, that a table may have."""
 
+SHOWN = 200
+"""Number of characters of a row's value that an error message shows."""
+
 _NAMES, _NAME_CHARACTERS = 20, 60
 
 

@@ -21,7 +21,8 @@ import datasets
 import pyarrow as pa
 
 from grpo_recipes.recipe import tables
-from grpo_recipes.recipe.tables import BATCH, check_columns, check_fields, fingerprint, listed, stored
+from grpo_recipes.recipe.tables import BATCH, SHOWN, check_columns, check_fields, fingerprint, listed, stored
+from grpo_recipes.runs.files import shown
 from grpo_rewards.errors import UserError
 
 _VERSION = 1
@@ -148,7 +149,7 @@ def _several_types(path: Path, batch: _Batch, name: str, kind: pa.DataType | Non
         if common is None:
             return UserError(
                 f"`dataset`: {path}, line {number}: the column {name!r} has values of several types, here "
-                f"{row.get(name)!r}: give all one type, or leave it out"
+                f"{shown(repr(row.get(name)), SHOWN)}: give all one type, or leave it out"
             )
         kind = common
     return UserError(f"`dataset`: the column {name!r} of {path} has values of several types: give all one type")

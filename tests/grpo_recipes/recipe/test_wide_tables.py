@@ -89,6 +89,13 @@ def test_a_sentence_names_some_of_many_columns(tmp_path: Path, others: list[str]
     assert len(str(refused.value)) < 600 + len(str(tmp_path))
 
 
+def test_a_sentence_shows_the_beginning_of_a_long_value(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"question": ["word"] * 10_000}])
+    with pytest.raises(UserError, match=r"has the question \['word', .*\.\.\.: it must be text") as refused:
+        load(path)
+    assert len(str(refused.value)) < 400 + len(str(tmp_path))
+
+
 def test_listed_names_say_how_many_are_left_out() -> None:
     assert listed(["a", "b"]) == "a, b"
     assert listed(names(30)) == ", ".join(names(20)) + " and 10 more"

@@ -22,6 +22,7 @@ from grpo_recipes.recipe.precision import ADAMW_BF16, Precision
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, grpo_config, model_config, read_yaml
 from grpo_recipes.recipe.reward_checks import GoldCheck
 from grpo_recipes.recipe.specs import RECORDED_REWARD
+from grpo_recipes.runs.checkpoints import adapter_config
 from grpo_recipes.runs.files import EVALUATIONS, FAULT_FILES, check_links
 from grpo_recipes.runs.lock import LOCK
 from grpo_recipes.runs.resume import Resume, decide

@@ -70,7 +70,7 @@ class CompleteCheckpoints(TrainerCallback):
     def resumption(self, asked: str | bool | None) -> str | bool | None:
         """The checkpoint to go on from: `asked`, or for True the newest one that its manifest confirms. Collective.
 
-        Raises `CheckpointDamaged` if it is not whole, or none is.
+        Raises `CheckpointDamaged` if it is not whole, or none is, and `ContentChanged` for other data or weights.
         """
         self.resumed_from = None
         # The first rank's answer serves all: to read the rows takes seconds, and all ranks must decide alike.
@@ -95,7 +95,7 @@ class CompleteCheckpoints(TrainerCallback):
             logger.warning("%s: no run can go on from it", one.reason)
         if newest is None:
             raise CheckpointDamaged(f"{[*point.rejected, *damaged][0].reason}: name another checkpoint to resume from")
-        if point.abandoned:
+        if point.abandoned and rank() == 0:
             names = " and ".join(path.name for path in point.abandoned)
             logger.warning("going on from %s: the last launch did not go on from %s", newest, names)
         manifest = read_manifest(newest)
@@ -110,7 +110,7 @@ class CompleteCheckpoints(TrainerCallback):
     def _check_identity(self, checkpoint: Path, manifest: Manifest | None) -> None:
         """Log what else has changed since a checkpoint was saved; raise `ContentChanged` for other data or weights."""
         found = compare(manifest.identity if manifest is not None else None, self.identity)
-        if (line := found.line(checkpoint)) is not None:
+        if (line := found.line(checkpoint)) is not None and rank() == 0:
             logger.warning("%s", line)
         if (reason := found.refused_change(checkpoint)) is not None:
             raise ContentChanged(

@@ -226,6 +226,7 @@ def test_two_ranks_of_a_script_decide_alike(tmp_path: Path) -> None:
     assert steps_saved(tmp_path / "run") == [2, 3, 4, 6]
     resumed = said("4", "true")
     assert resumed.count(f"went on from {tmp_path / 'run' / 'checkpoint-3'}") == 2
+    assert resumed.count("the last launch did not go on from checkpoint-4 and checkpoint-6") == 1
     branches = {read_manifest(path).branch for path in (tmp_path / "run").glob("checkpoint-[34]")}  # type: ignore[union-attr]
     assert sorted(map(len, branches)) == [2, 3]
     (tmp_path / "golds.txt").write_text(" ".join(map(str, range(1, 17))))

@@ -39,7 +39,8 @@ from grpo_recipes.recipe.presets import final_answer
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe, shipped
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.runs import faults, quiet
-from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATIONS, write_atomically
+from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATION, EVALUATIONS, read_object, write_atomically
+from grpo_rewards.reading import read_text
 from grpo_rewards.terminal import lasting_output, say
 
 HELD_OUT_PROBLEMS = 400
@@ -141,7 +142,7 @@ def warm_start(settings: WarmStart, prompts: DatasetSpec, folder: Path) -> None:
     digest = hashlib.sha256(json.dumps(conversations).encode()).hexdigest()
     record = json.dumps({**asdict(settings), "demonstrations_sha256": digest}, indent=2)
     record_file = folder / "warm_start.json"
-    if record_file.is_file() and record_file.read_text(encoding="utf-8") == record:
+    if record_file.is_file() and read_text(record_file) == record:
         say(f"{folder} was made by the same settings: using it again")
         return
     set_seed(settings.seed)
@@ -286,7 +287,7 @@ def evaluate(model: Path, output: Path, recipe: Recipe) -> dict[str, float]:
     say(f"grpo-recipes {' '.join(arguments)}")
     if status := cli.main(arguments):
         raise SystemExit(status)
-    result = json.loads((output / "evaluation.json").read_bytes())
+    result = read_object(output / "evaluation.json", EVALUATION)
     strict = result["strict"]
     ends = {"low": strict["low"], "high": strict["high"]}
     return {"accuracy": strict["value"], **ends, "n": result["problems"], "lenient": result["lenient"]["value"]}

@@ -22,8 +22,8 @@ from grpo_recipes.recipe.precision import ADAMW_BF16, Precision
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, grpo_config, model_config, read_yaml
 from grpo_recipes.recipe.reward_checks import GoldCheck
 from grpo_recipes.recipe.specs import RECORDED_REWARD
-from grpo_recipes.runs.checkpoints import adapter_config
-from grpo_recipes.runs.files import EVALUATIONS, FAULT_FILES, check_links
+from grpo_recipes.runs.checkpoints import adapter_config, check_descriptions
+from grpo_recipes.runs.files import EVALUATIONS, FAULT_FILES, RunError, check_links
 from grpo_recipes.runs.lock import LOCK
 from grpo_recipes.runs.resume import Resume, decide
 from grpo_rewards.errors import UserError
@@ -92,6 +92,7 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
     with recipe.naming_this_file():
         _check_rewards(recipe.config, geometry, rewards)
         check_reference(recipe)
+        check_model_folders(recipe)
         check_model(recipe)
         _check_offline(recipe, geometry)
         check_early_stopping(recipe)
@@ -255,6 +256,21 @@ def check_reference(recipe: Recipe) -> None:
         )
     if reference.adapter and Path(reference.adapter).is_dir() and not _holds_adapter(Path(reference.adapter)):
         raise recipe.error(f"`reference.adapter`: there is no adapter_config.json in {reference.adapter}")
+
+
+def check_model_folders(recipe: Recipe) -> None:
+    """Raise `RecipeError` if the policy, its base or its reference is a folder with a damaged file beside the weights."""
+    name, reference = recipe.model["model_name_or_path"], recipe.reference.adapter
+    for key, folder in (("model_name_or_path", name), ("reference.adapter", reference)):
+        if folder is None or not Path(folder).is_dir():
+            continue
+        try:
+            check_descriptions(Path(folder))
+            adapter = adapter_config(folder)
+            if adapter is not None and Path(base := str(adapter.base_model_name_or_path)).is_dir():
+                check_descriptions(Path(base))
+        except RunError as error:
+            raise recipe.error(f"`{key}`: {error}") from error
 
 
 def _holds_adapter(folder: Path) -> bool:

@@ -17,6 +17,8 @@ from typing import Any
 from grpo_recipes.recipe.hub import hub_answers, is_missing
 from grpo_recipes.recipe.model_sizes import SizeError, check_model_sizes
 from grpo_recipes.recipe.precision import ADAMW_BF16
+from grpo_recipes.runs.checkpoints import check_descriptions
+from grpo_recipes.runs.files import read_object
 from grpo_rewards import strict_yaml
 from grpo_rewards.errors import UserError
 from grpo_rewards.terminal import Cell, Labelled, Part, Table
@@ -344,15 +346,20 @@ class MemoryPlan:
 def load_shape(model: str, peft_config: Any = None) -> ModelShape:
     """The sizes of a model from its configuration: a file, a folder, the hub's cache, or the hub.
 
-    Raises `MemoryUnknown` where there is no configuration to be had, or transformers can build no model from it, and
-    `SizeError` for a size that no model has.
+    Raises `MemoryUnknown` where there is no configuration to be had, or transformers can build no model from it,
+    `SizeError` for a size that no model has, and `RunError` for a damaged file.
     """
     from transformers import AutoConfig
 
     if is_missing(model):
         raise MemoryUnknown(f"{model}: there is no such folder (--model_config FILE gives a configuration)")
+    path = Path(model)
+    if path.is_dir():
+        check_descriptions(path)
+    elif path.exists():
+        read_object(path, {}, "give a model's config.json")
     try:
-        here_only = Path(model).exists() or not hub_answers()
+        here_only = path.exists() or not hub_answers()
         check_model_sizes(model, local_only=here_only)
         # Unless it is told not to, transformers asks on the terminal whether to run the code that a folder brings.
         config = AutoConfig.from_pretrained(model, local_files_only=here_only, trust_remote_code=False)

@@ -42,15 +42,13 @@ from grpo_recipes.runs import checkpoints, files
 from grpo_recipes.runs.lock import EVALUATION, LOCK, Held, only_writer
 from grpo_recipes.runs.record import read_record
 from grpo_rewards.answers import Judge, read_gold
+from grpo_rewards.reading import read_text
 from grpo_rewards.redaction import redacted
 from grpo_rewards.registry import RewardSpecError
 from grpo_rewards.terminal import Cell, Part, Table
 
 DEFAULT_NEW_TOKENS = 512
 REQUEST = "request.json"
-
-# Read beside the weights; loading a model with one of them cut off raises an error that names no file.
-_READ_WHOLE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 _RIGHT = frozenset({"exact", "equal", "symbolic"})
 
@@ -496,6 +494,7 @@ def check_model_folder(folder: Path) -> None:
         RunError: a JSON file is damaged.
     """
     adapter = folder / checkpoints.ADAPTER_CONFIG
+    checkpoints.check_descriptions(folder)
     if not adapter.is_file() and not (folder / "config.json").is_file():
         from transformers.trainer_utils import get_last_checkpoint  # takes seconds
 
@@ -504,9 +503,6 @@ def check_model_folder(folder: Path) -> None:
         raise EvaluationError(f"{folder} holds no model (no config.json, no adapter_config.json){hint}")
     check_model_sizes(str(folder))
     restore = "copy or download the folder again"
-    for name in _READ_WHOLE:
-        if (folder / name).is_file():
-            files.read_object(folder / name, {}, restore)
     try:
         checkpoints.check_weight_files(folder)
     except checkpoints.WeightFileError as error:
@@ -536,7 +532,7 @@ def weights_fingerprint(model: str) -> str | None:
     except checkpoints.WeightFileError:
         return None
     if (folder / checkpoints.ADAPTER_CONFIG).is_file():  # its scale is part of what the policy computes
-        lines.append((folder / checkpoints.ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        lines.append(read_text(folder / checkpoints.ADAPTER_CONFIG))
         config = checkpoints.adapter_config(folder)
         base = config.base_model_name_or_path if config is not None else None
         lines.append(f"base {weights_fingerprint(base) if base else None}")

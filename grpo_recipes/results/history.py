@@ -6,8 +6,10 @@ each entry becomes a number in the column of its metric before the next one is r
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,9 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from grpo_recipes.runs.files import NUMBER, STEP, RunError, Shape, check_ordinary, mismatch, one_line
+from grpo_recipes.runs.files import NUMBER, STATE_BYTES, STEP, RunError, Shape, mismatch, one_line
+from grpo_rewards.reading import UnreadableFile, open_ordinary
 
 _CHARACTERS = 1 << 18
+_VALUE_CHARACTERS = 1 << 23  # of one entry of a log: the largest real ones have some thousand
+_METRICS = 20_000  # each has a column: as many names as entries would take many times the file
+_SPACE = re.compile(r"[ \t\r\n]*")
 _ENTRY: Shape = {"step": STEP}
 _KEYS: Mapping[Any, Shape] = {"log_history": [_ENTRY], "global_step": STEP}
 _IN_NUMBERS = "0123456789+-.eE"  # a number that is followed by one of these has not been read to its end
@@ -42,6 +48,8 @@ class Log:
         for key, value in entry.items():
             column = self.metrics.get(key)
             if column is None:
+                if len(self.metrics) == _METRICS:
+                    raise ValueError(f"its entries have more than {_METRICS:,} names")
                 column = self.metrics[key] = (array("q"), array("d"))
             if (type(value) is float or NUMBER.holds(value)) and math.isfinite(value):
                 column[0].append(step)
@@ -85,19 +93,20 @@ def add_live(log: Log, path: Path, tick: Callable[[], None] = lambda: None) -> b
     A last line that is still being written is left for the next reader. Raises `RunError` if the file is damaged.
     """
     with suppress(FileNotFoundError):
-        check_ordinary(path, _FIX)
         known = log.last_step
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for number, line in enumerate(file):
+        with _opened(path, errors="replace") as file:
+            for number, line in enumerate(iter(lambda: file.readline(_VALUE_CHARACTERS), ""), start=1):
                 if not line.endswith("\n"):
+                    if len(line) == _VALUE_CHARACTERS:
+                        raise RunError(f"{path}: line {number} has more than {len(line):,} characters; {_FIX}")
                     break
                 try:
                     entry = json.loads(line)
                 except (ValueError, RecursionError) as error:
                     raise RunError(
-                        f"{path}: line {number + 1} can't be read as JSON ({one_line(error)}); {_FIX}"
+                        f"{path}: line {number} can't be read as JSON ({one_line(error)}); {_FIX}"
                     ) from error
-                if problem := mismatch(entry, _ENTRY, f"line {number + 1}"):
+                if problem := mismatch(entry, _ENTRY, f"line {number}"):
                     raise RunError(f"{path}: {problem}; {_FIX}")
                 if STEP.holds(most := entry.pop("max_steps", None)):
                     log.max_steps = most
@@ -127,12 +136,23 @@ def read_step(path: Path) -> int:
 @contextmanager
 def _reader(path: Path) -> Iterator[_Reader]:
     """A JSON file that is read in this block, in which what is wrong with the file becomes a `RunError`."""
-    check_ordinary(path, _FIX)
+    with _opened(path) as file:
+        yield _Reader(file, path)
+
+
+@contextmanager
+def _opened(path: Path, errors: str = "strict") -> Iterator[TextIO]:
+    """Open a text file of at most `STATE_BYTES` for a block, in which what is wrong with the file becomes a `RunError`.
+
+    Raises FileNotFoundError if there is no such file.
+    """
     try:
-        with path.open(encoding="utf-8") as file:
-            yield _Reader(file)
+        with io.TextIOWrapper(open_ordinary(path, STATE_BYTES), encoding="utf-8", errors=errors) as file:
+            yield file
     except (FileNotFoundError, RunError):
         raise
+    except UnreadableFile as error:
+        raise RunError(f"{error}; {_FIX}") from error
     except (ValueError, RecursionError, OSError) as error:
         raise RunError(f"{path}: can't be read as JSON ({one_line(error)}); {_FIX}") from error
 
@@ -140,8 +160,8 @@ def _reader(path: Path) -> Iterator[_Reader]:
 class _Reader:
     """A JSON text that is decoded value by value, with no more than one of them in memory."""
 
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
+    def __init__(self, file: TextIO, path: Path) -> None:
+        self._file, self._path = file, path
         self._text, self._at, self._is_over = "", 0, False
         self._decoder = json.JSONDecoder()
 
@@ -150,7 +170,7 @@ class _Reader:
         if self._next() != "{":
             value = self.value()
             kind = "a list" if isinstance(value, list) else json.dumps(value)[:40]
-            raise RunError(f"{self._file.name}: it is {kind}, not an object; {_FIX}")
+            raise RunError(f"{self._path}: it is {kind}, not an object; {_FIX}")
         self._take("{")
         if self._next() == "}":
             return
@@ -172,13 +192,15 @@ class _Reader:
             raise ValueError("there is more behind its end")
 
     def value(self) -> Any:
-        """The next value, whole."""
+        """Return the next value, whole. Raises ValueError if it has more than `_VALUE_CHARACTERS`."""
         self._next()
         size = _CHARACTERS
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._text, self._at)
             except ValueError:
+                if len(self._text) - self._at > _VALUE_CHARACTERS:
+                    raise ValueError(f"one value has more than {_VALUE_CHARACTERS:,} characters") from None
                 if not self._fill(size):
                     raise
             else:
@@ -191,10 +213,11 @@ class _Reader:
     def _next(self) -> str:
         """The next character that is no space; "" at the end."""
         while True:
-            while self._at < len(self._text):
-                if (character := self._text[self._at]) not in " \t\r\n":
-                    return character
-                self._at += 1
+            space = _SPACE.match(self._text, self._at)
+            assert space is not None, "it matches nothing at all too"
+            self._at = space.end()
+            if self._at < len(self._text):
+                return self._text[self._at]
             if not self._fill(_CHARACTERS):
                 return ""
 

@@ -6,7 +6,6 @@ run's files. Names on the hub are linked; of a path of this machine, which means
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from grpo_recipes.recipe.presets import PRESETS
 from grpo_recipes.results.run import Run
-from grpo_recipes.runs.files import write_atomically
+from grpo_recipes.runs.files import ADAPTER, read_object, write_atomically
 from grpo_recipes.runs.record import launches, read_record
 from grpo_rewards.redaction import redacted, redacted_arguments
 
@@ -113,7 +112,7 @@ def _base_model(record: Mapping[str, Any]) -> str:
     adapter = Path(record["directory"], given) / "adapter_config.json"
     if not adapter.is_file():
         return given
-    return str(json.loads(adapter.read_bytes())["base_model_name_or_path"])
+    return str(read_object(adapter, ADAPTER)["base_model_name_or_path"])
 
 
 def _dataset(record: Mapping[str, Any]) -> str:

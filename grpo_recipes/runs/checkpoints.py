@@ -7,21 +7,42 @@ directory comes last: a file that is cut off has none. A checkpoint of ours has 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import re
 import shutil
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from grpo_recipes.runs import manifest as manifests
 from grpo_recipes.runs.branches import branch_of, last_launch, numbered
-from grpo_recipes.runs.files import RECORD
+from grpo_recipes.runs.files import ADAPTER as ADAPTER_SHAPE
+from grpo_recipes.runs.files import (
+    RECORD,
+    STATE_BYTES,
+    STEP,
+    Kind,
+    RunError,
+    mismatch,
+    one_line,
+    read_object,
+)
 from grpo_recipes.runs.manifest import MANIFEST, CheckpointDamaged, read_manifest, size_damage
 from grpo_rewards.errors import UserError
+from grpo_rewards.reading import (
+    LARGE_BYTES,
+    LARGE_JSON,
+    UnreadableFile,
+    check_model_files,
+    open_ordinary,
+    parse_json,
+    read_json,
+)
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -39,6 +60,14 @@ PICKLE = b"\x80"  # torch.save before it wrote zip files
 # How much of a weight file, and of each of its tensors, is read to identify it.
 HEAD_BYTES, TENSOR_BYTES = 1 << 20, 1 << 12
 
+DIRECTORY_BYTES = 1 << 24
+"""Largest directory of a zip file that is read: torch writes some 100 bytes a tensor."""
+
+MOST_BYTES = 1 << 62
+"""Bound on a place in a file, above which it is no place in any file."""
+
+SHARD = Kind("the name of a file in the same folder", lambda value: isinstance(value, str) and _is_name(value))
+
 
 class WeightFileError(UserError):
     """Weights that are missing or damaged, in one sentence that names the file and what is wrong with it."""
@@ -48,6 +77,19 @@ def check_weight_files(folder: Path) -> None:
     """Raise `WeightFileError` unless `folder` holds a model's or an adapter's weights, every file of them whole."""
     for file in weight_files(folder):
         check_weight_file(file)
+
+
+def check_descriptions(folder: Path, fix: str = "copy or download the folder again") -> None:
+    """Raise `RunError` if loading `folder` would read a file beside the weights that is damaged, or made to do harm.
+
+    Such a file is no ordinary one, too large, or not a JSON object where one is due. Files that are absent are not missed.
+    """
+    try:
+        check_model_files(folder)
+    except UnreadableFile as error:
+        raise RunError(f"{error}; {fix}") from error
+    with contextlib.suppress(FileNotFoundError):
+        read_object(folder / ADAPTER_CONFIG, ADAPTER_SHAPE, fix)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -69,9 +111,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def check_weight_file(file: Path) -> None:
     """Raise `WeightFileError` if a file of weights, or of another state that torch saved, is missing or not whole."""
-    if not file.is_file():
-        raise WeightFileError(f"{file} is missing")
-    with file.open("rb") as opened:
+    with _opened(file) as opened:
         start = opened.read(len(LFS_POINTER))
     if not start:
         raise WeightFileError(f"{file} is empty")
@@ -79,7 +119,7 @@ def check_weight_file(file: Path) -> None:
         raise WeightFileError(f"{file} is a git-lfs pointer, not the weights: run `git lfs pull` there")
     if file.suffix == ".safetensors":
         _check_safetensors(file)
-    elif not zipfile.is_zipfile(file) and not start.startswith(PICKLE):
+    elif _zip_entries(file) is None and not start.startswith(PICKLE):
         raise WeightFileError(f"{file} is cut off or damaged ({file.stat().st_size:,} bytes)")
 
 
@@ -93,31 +133,94 @@ def _check_safetensors(file: Path) -> None:
 
 
 def _header(file: Path) -> tuple[int, dict[str, Any]]:
-    """The length of a safetensors file's header, and its entries, one a tensor."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
+    """Return the length of a safetensors file's header, and its entries, one a tensor."""
+    with _opened(file) as opened:
+        size = os.fstat(opened.fileno()).st_size
         length = int.from_bytes(opened.read(8), "little")
         if length > size - 8:
             raise WeightFileError(f"{file} is cut off in its header, or no safetensors file ({size:,} bytes)")
+        if length > LARGE_BYTES:
+            raise WeightFileError(
+                f"{file} is damaged, or no safetensors file: its header tells of {length:,} bytes of header, and at most "
+                f"{LARGE_BYTES:,} are read"
+            )
         content = opened.read(length)
     try:
-        header = {name: entry for name, entry in json.loads(content).items() if name != "__metadata__"}
+        header = {name: entry for name, entry in parse_json(file, content).items() if name != "__metadata__"}
         spans = [(start, end) for start, end in (entry["data_offsets"] for entry in header.values())]
         # To read from a place before the file, or a negative number of bytes, would be to read something else, or all of it.
-        readable = all(0 <= start <= end for start, end in spans)
+        readable = all(type(start) is type(end) is int and 0 <= start <= end < MOST_BYTES for start, end in spans)
+    except UnreadableFile as error:
+        raise WeightFileError(f"{file} is damaged: its header {error.problem}") from error
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise WeightFileError(f"{file} is damaged: its header can't be read") from error
     if not readable:
-        raise WeightFileError(f"{file} is damaged: its header tells of a tensor that ends before it begins")
+        raise WeightFileError(
+            f"{file} is damaged: its header tells of a tensor that ends before it begins, or beyond any file"
+        )
     return length, header
 
 
 def _shards(index: Path) -> list[str]:
+    """Return the names of the files that an index of weights names, each of which lies in its folder."""
     try:
-        content: Any = json.loads(index.read_bytes())
-        return sorted(set(content["weight_map"].values()))
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
-        raise WeightFileError(f"{index} is damaged: it can't be read as an index of weights") from error
+        content = read_json(index)
+        problem = mismatch(content, {"weight_map": {"*?": SHARD}})
+    except UnreadableFile as error:
+        problem = error.problem
+    if problem is not None:
+        raise WeightFileError(f"{index} is damaged: it can't be read as an index of weights ({problem})")
+    if not content["weight_map"]:
+        raise WeightFileError(f"{index} is damaged: it names no file of weights")
+    return sorted(set(content["weight_map"].values()))
+
+
+def _is_name(name: str) -> bool:
+    """Return True if a path leads to a file inside the folder that it is relative to."""
+    path = PurePosixPath(name)
+    return (
+        path.name != "" and not path.is_absolute() and ".." not in path.parts and len(name) < 256 and "\0" not in name
+    )
+
+
+def _opened(file: Path) -> BinaryIO:
+    """Open a file of weights. Raises `WeightFileError` if it is missing, or no ordinary file."""
+    try:
+        return open_ordinary(file)
+    except FileNotFoundError as error:
+        raise WeightFileError(f"{file} is missing") from error
+    except UnreadableFile as error:
+        raise WeightFileError(str(error)) from error
+
+
+def _zip_entries(file: Path) -> list[tuple[str, int]] | None:
+    """Return the name and the checksum of each entry in the directory of a zip file; None if it is no zip file.
+
+    Raises `WeightFileError` if the directory is damaged, or larger than a reader of it should hold.
+    """
+    with _opened(file) as opened:
+        if not zipfile.is_zipfile(opened):
+            return None
+        try:
+            with zipfile.ZipFile(_Directory(opened)) as archive:
+                return [(entry.filename, entry.CRC) for entry in archive.infolist()]
+        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+            raise WeightFileError(f"{file} is damaged: its directory can't be read ({error})") from error
+
+
+class _Directory:
+    """A zip file of which no more than `DIRECTORY_BYTES` are read at once: its end says how long its directory is."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next `size` bytes, or all to the end. Raises ValueError if that is too many."""
+        content = self._file.read(min(size, DIRECTORY_BYTES + 1) if size >= 0 else DIRECTORY_BYTES + 1)
+        if len(content) > DIRECTORY_BYTES:
+            raise ValueError(f"more than {DIRECTORY_BYTES:,} bytes")
+        return content
 
 
 def identify_weights(file: Path) -> str:
@@ -126,8 +229,8 @@ def identify_weights(file: Path) -> str:
     The first MiB is often part of an embedding, which training may leave as it was. So the start of each tensor in a
     safetensors file is hashed too, and the directory of a zip file, which has a checksum of each tensor.
     """
-    digest = hashlib.sha256(str(file.stat().st_size).encode())
-    with file.open("rb") as opened:
+    with _opened(file) as opened:
+        digest = hashlib.sha256(str(os.fstat(opened.fileno()).st_size).encode())
         digest.update(opened.read(HEAD_BYTES))
         if file.suffix == ".safetensors":
             header_length, header = _header(file)
@@ -135,21 +238,30 @@ def identify_weights(file: Path) -> str:
             for start, end in sorted(entry["data_offsets"] for entry in header.values()):
                 opened.seek(8 + header_length + start)
                 digest.update(opened.read(min(TENSOR_BYTES, end - start)))
-    if zipfile.is_zipfile(file):
-        with zipfile.ZipFile(file) as archive:
-            digest.update(str([(entry.filename, entry.CRC) for entry in archive.infolist()]).encode())
+    if file.suffix != ".safetensors" and (entries := _zip_entries(file)) is not None:
+        digest.update(str(entries).encode())
     return digest.hexdigest()
 
 
 def adapter_config(where: str | Path, revision: str = "main") -> PeftConfig | None:
-    """The configuration of the adapter in folder or hub repository `where`; None if that is no adapter."""
-    if Path(where).is_dir() and not (Path(where) / ADAPTER_CONFIG).is_file():
-        return None
+    """The configuration of the adapter in folder or hub repository `where`; None if that is no adapter.
+
+    Raises `RunError` if a folder has one that can't be read.
+    """
+    file, fix = Path(where) / ADAPTER_CONFIG, "copy or download the adapter again"
+    is_local = Path(where).is_dir()
+    if is_local:
+        try:
+            read_object(file, ADAPTER_SHAPE, fix)
+        except FileNotFoundError:
+            return None
     from peft import PeftConfig  # takes seconds
 
     try:
         return PeftConfig.from_pretrained(str(where), revision=revision)
-    except (OSError, ValueError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        if is_local:
+            raise RunError(f"{file}: peft can't read it ({type(error).__name__}: {one_line(error)}); {fix}") from error
         return None
 
 
@@ -227,11 +339,11 @@ def rejection(checkpoint: Path, num_processes: int) -> Rejected | None:
     except CheckpointDamaged as error:
         return Rejected(checkpoint, str(error), cut_off=False)
     if manifest is not None:
-        damage = size_damage(checkpoint, manifest)
+        damage = size_damage(checkpoint, manifest) or description_damage(checkpoint)
     elif is_of_ours(checkpoint.parent) or not is_complete(checkpoint, num_processes):
         return Rejected(checkpoint, f"{checkpoint.name} was cut off while it was being saved", cut_off=True)
     else:
-        damage = checkpoint_damage(checkpoint)
+        damage = checkpoint_damage(checkpoint) or description_damage(checkpoint)
     return Rejected(checkpoint, damage, cut_off=False) if damage else None
 
 
@@ -285,21 +397,48 @@ def is_complete(checkpoint: Path, num_processes: int) -> bool:
     `trainer_state.json` after that (`Trainer._save_checkpoint`): if these files are whole, so are the others.
     """
     ranks = [f"rng_state_{rank}.pth" for rank in range(num_processes)] if num_processes > 1 else ["rng_state.pth"]
-    return has_state(checkpoint) and all(zipfile.is_zipfile(checkpoint / name) for name in ranks)
+    return has_state(checkpoint) and all(_is_zip(checkpoint / name) for name in ranks)
+
+
+def _is_zip(file: Path) -> bool:
+    try:
+        with open_ordinary(file) as opened:
+            return zipfile.is_zipfile(opened)
+    except (OSError, UnreadableFile):
+        return False
 
 
 def has_state(checkpoint: Path) -> bool:
     """Whether a checkpoint has the file that transformers writes last, whole."""
     try:
-        json.loads((checkpoint / "trainer_state.json").read_bytes())
-    except (OSError, ValueError):
+        _read_state(checkpoint)
+    except (FileNotFoundError, RunError):
         return False
     return True
 
 
 def steps_done(checkpoint: Path) -> int:
-    """The optimiser step that a complete checkpoint was saved after."""
-    return json.loads((checkpoint / "trainer_state.json").read_bytes())["global_step"]
+    """The optimiser step that a complete checkpoint was saved after. Raises `RunError` if no file says so."""
+    manifest = read_manifest(checkpoint)
+    return manifest.step if manifest is not None else _read_state(checkpoint)["global_step"]
+
+
+def _read_state(checkpoint: Path) -> dict[str, Any]:
+    """Return a checkpoint's `trainer_state.json`. Raises FileNotFoundError, or `RunError` if it is damaged or too large."""
+    return read_object(checkpoint / "trainer_state.json", {"global_step": STEP}, most=STATE_BYTES)
+
+
+def description_damage(checkpoint: Path) -> str | None:
+    """Return what is wrong with the JSON files that going on from a checkpoint reads beside its log, None if nothing is."""
+    files = [*checkpoint.glob("*.json"), *checkpoint.glob(f"*/{ADAPTER_CONFIG}")]
+    for file in sorted(files):
+        if file.name in (MANIFEST, "trainer_state.json", *LARGE_JSON):
+            continue
+        try:
+            read_object(file, {})
+        except (FileNotFoundError, RunError) as error:
+            return f"{error}"
+    return None
 
 
 def checkpoint_damage(checkpoint: Path) -> str | None:

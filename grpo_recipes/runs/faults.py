@@ -23,7 +23,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 from trl.trainer.utils import is_async_callable
 
-from grpo_recipes.runs.files import FAULT_FILES, write_atomically
+from grpo_recipes.runs.files import FAULT_FILES, NUMBER, TEXT, RunError, read_object, write_atomically
 from grpo_recipes.runs.last_sentence import say_last
 from grpo_rewards.completions import completion_text, listed_scores
 from grpo_rewards.errors import UserError
@@ -254,7 +254,10 @@ def _earlier_fault(folder: Path) -> str | None:
     deadline = time.monotonic() + SENTENCE_SECONDS
     while not (files := list(folder.glob(FAULT_FILES))) and time.monotonic() < deadline:
         time.sleep(0.1)
-    records = [json.loads(path.read_bytes()) for path in files]
+    records = []
+    for path in files:
+        with suppress(FileNotFoundError, RunError):  # a fault file that can't be read says nothing
+            records.append(read_object(path, {"sentence": TEXT, "time": NUMBER}))
     return min(records, key=lambda record: record["time"])["sentence"] if records else None
 
 

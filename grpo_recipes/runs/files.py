@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ import pyarrow as pa
 from pyarrow import compute, parquet
 
 from grpo_rewards.errors import UserError
+from grpo_rewards.reading import JSON_BYTES, UnreadableFile, read_json
 from grpo_rewards.writing import replacing as replacing
 from grpo_rewards.writing import write_atomically as write_atomically
 
@@ -29,6 +31,10 @@ FAULT_FILES = "fault-rank*.json"
 # What a table may come to: of evaluations, some 100,000 long completions. At once, and over the whole file.
 BATCH_ROWS, FILE_ROWS = 1024, 10_000_000
 BATCH_BYTES, FILE_BYTES = 1 << 28, 1 << 30
+
+
+STATE_BYTES = 1 << 31
+"""Largest log that is read, one entry at a time: a trainer_state.json of a million steps has 1.3 GB."""
 
 
 class RunError(UserError):
@@ -113,20 +119,19 @@ EVALUATED = {
 }
 
 
-def read_object(path: Path, shape: Shape, fix: str = "restore or remove the file") -> dict[str, Any]:
-    """A JSON file that holds an object of a shape.
+def read_object(
+    path: Path, shape: Shape, fix: str = "restore or remove the file", *, most: int = JSON_BYTES
+) -> dict[str, Any]:
+    """Return the object that a JSON file of at most `most` bytes holds, which has a shape.
 
     Raises:
         FileNotFoundError: there is no such file.
-        RunError: it is damaged, or holds something else; `fix` says what to do.
+        RunError: it is no ordinary file, too large, damaged, or holds something else; `fix` says what to do.
     """
-    check_ordinary(path, fix)
     try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise
-    except (ValueError, RecursionError, OSError) as error:
-        raise RunError(f"{path}: can't be read as JSON ({one_line(error)}); {fix}") from error
+        content = read_json(path, most)
+    except UnreadableFile as error:
+        raise RunError(f"{error}; {fix}") from error
     if problem := mismatch(content, shape):
         raise RunError(f"{path}: {problem}; {fix}")
     return content
@@ -241,7 +246,7 @@ def _too_large(path: Path, fix: str) -> RunError:
 
 def check_ordinary(path: Path, fix: str) -> None:
     """Raise `RunError` for what is there and is no file: reading a pipe or a device may never end."""
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):
         raise RunError(f"{path}: it is no ordinary file; {fix}")
 
 

@@ -11,6 +11,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from grpo_recipes.runs.files import INTEGER, TEXT, RunError, read_object
 from grpo_rewards.terminal import say, visible
 
 VARIABLE = "GRPO_RECIPES_LAST_SENTENCE"
@@ -34,10 +35,10 @@ def say_last(sentence: str, code: int) -> int:
 def read(path: Path) -> tuple[str, int] | None:
     """The sentence in the file and the exit code that goes with it; None if no process left one."""
     try:
-        found = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+        found = read_object(path, {"sentence": TEXT, "code": INTEGER})
+    except (FileNotFoundError, RunError):
         return None
-    return str(found["sentence"]), int(found["code"])
+    return found["sentence"], found["code"]
 
 
 def _leave(path: Path, found: dict[str, str | int]) -> bool:

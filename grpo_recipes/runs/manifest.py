@@ -22,6 +22,7 @@ import xxhash
 
 from grpo_recipes.runs.files import INTEGER, INTEGER_OR_NULL, TEXT, Kind, Shape, mismatch, write_atomically
 from grpo_rewards.errors import UserError
+from grpo_rewards.reading import UnreadableFile, parse_json, read_text
 
 MANIFEST = "manifest.json"
 CHECKSUM = "xxh3_128"
@@ -131,15 +132,14 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
     """A checkpoint's manifest, or None if it has none. Raises `CheckpointDamaged` if it can't be read."""
     path = checkpoint / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
+        content: Any = parse_json(path, text.encode()) if text else None
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointDamaged(f"{path} is damaged") from error
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointDamaged(f"{path} is {'damaged' if text else 'empty'}") from error
+    except UnreadableFile as error:
+        raise CheckpointDamaged(f"{path} is damaged: {error.problem}") from error
+    if not text:
+        raise CheckpointDamaged(f"{path} is empty")
     if mismatch(content, SHAPE) is None:
         content.pop(CHECKSUM)
         required = {key: content[key] for key in ("step", "num_processes", "model_only", "files")}

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from grpo_recipes.runs.branches import LastLaunch, new_branch, oldest_first, write_launch
 from grpo_recipes.runs.checkpoints import is_of_ours, newest_confirmed, rejection, step_of, unfit
-from grpo_recipes.runs.files import write_atomically
+from grpo_recipes.runs.files import NUMBER, NUMBER_OR_NULL, STEP, RunError, Shape, read_object, write_atomically
 from grpo_recipes.runs.identity import ContentChanged, Identity, compare
 from grpo_recipes.runs.lock import FolderLost, Held
 from grpo_recipes.runs.manifest import (
@@ -34,6 +34,12 @@ from grpo_recipes.runs.resume import Resume, decide
 from grpo_rewards.errors import UserError
 
 LOGGED = "logged.json"  # in each checkpoint: what is to be logged next
+LOGGED_SHAPE: Shape = {
+    "losses_since": [NUMBER],
+    "logged_step": STEP,
+    "loss_total": NUMBER,
+    "metrics_since": {"*?": [NUMBER_OR_NULL]},
+}
 
 logger = logging.getLogger(__name__)
 
@@ -285,9 +291,12 @@ def _write_logged(trainer: Any, path: Path) -> None:
 
 def _restore_logged(trainer: Any, path: Path) -> None:
     """Go on adding up where the run that wrote a checkpoint was; without the file (another trainer's) from zero."""
-    if not path.is_file():
+    try:
+        content = read_object(path, LOGGED_SHAPE, "resume from another checkpoint")
+    except FileNotFoundError:
         return
-    content = json.loads(path.read_bytes())
+    except RunError as error:
+        raise CheckpointDamaged(str(error)) from error
     losses = content["losses_since"]
     is_same_layout = len(losses) == trainer.args.world_size
     trainer._tr_loss.fill_(losses[trainer.args.process_index] if is_same_layout else sum(losses) / len(losses))

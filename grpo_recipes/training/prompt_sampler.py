@@ -31,7 +31,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.recipe.specs import SamplingSpec
-from grpo_recipes.runs.files import write_atomically
+from grpo_recipes.runs.files import read_object, write_atomically
 from grpo_recipes.runs.manifest import CheckpointDamaged
 from grpo_recipes.runs.restart import EpochSampler
 from grpo_rewards.errors import UserError
@@ -294,8 +294,9 @@ def spread(rewards: np.ndarray) -> np.ndarray:
 def read_memory(path: Path, prompts: int) -> np.ndarray:
     """The memory in a checkpoint. Raises `CheckpointDamaged` if it is not of as many prompts."""
     try:
-        counts = np.array(json.loads(path.read_bytes())["groups_without_variance"], np.int64)
-    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
+        content = read_object(path, {"groups_without_variance": []})
+        counts = np.array(content["groups_without_variance"], np.int64)
+    except (OSError, ValueError, TypeError, OverflowError) as error:
         raise CheckpointDamaged(f"{path} is damaged: it can't be read: resume from another checkpoint") from error
     if counts.shape != (prompts,) or (counts < 0).any():
         raise CheckpointDamaged(

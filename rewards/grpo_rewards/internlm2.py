@@ -9,7 +9,6 @@ transformers 5, or worse runs and returns wrong scores, so nothing here executes
 """
 
 import importlib
-import json
 import os
 import pickle
 import shutil
@@ -27,6 +26,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrained
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from grpo_rewards.errors import UserError
+from grpo_rewards.reading import UnreadableFile, check_model_files, read_json
 
 ARCHITECTURE = "InternLM2ForRewardModel"
 
@@ -133,15 +133,23 @@ def checkpoint_folder(
         ) from error
 
 
+def check_files(folder: Path) -> None:
+    """Raise `CheckpointError` if a file that loading reads beside the weights is damaged, or made to do harm."""
+    try:
+        check_model_files(folder)
+    except UnreadableFile as error:
+        raise CheckpointError(f"{error}: download it again") from error
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Read `config.json` of a checkpoint folder; raises `CheckpointError` where it is absent or no JSON object."""
     path = folder / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{folder} has no config.json: this is not a model checkpoint")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}): download it again") from error
+        config = read_json(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} has no config.json: this is not a model checkpoint") from error
+    except UnreadableFile as error:
+        raise CheckpointError(f"{error}: download it again") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a JSON object: download it again")
     return config
@@ -196,6 +204,7 @@ def load(
     comes in evaluation mode without gradients. Raises `CheckpointError`, naming the tensor or the file.
     """
     folder = checkpoint_folder(model, revision, allow_pickle=allow_pickle)
+    check_files(folder)
     config = llama_config(read_config(folder))
     files = _weight_files(folder, allow_pickle)
     tokenizer = load_tokenizer(folder)
@@ -235,11 +244,13 @@ def _weight_files(folder: Path, allow_pickle: bool) -> list[Path]:
 
 def _listed_shards(index: Path) -> set[str]:
     try:
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(read_json(index)["weight_map"].values())
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{index} is not an index of shards ({type(error).__name__}): download it again"
-        ) from error
+        reason = error.problem if isinstance(error, UnreadableFile) else type(error).__name__
+        raise CheckpointError(f"{index} is not an index of shards ({reason}): download it again") from error
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise CheckpointError(f"{index} is not an index of shards (a shard is a file beside it): download it again")
+    return names
 
 
 def _fill(network: nn.Module, files: list[Path], dtype: torch.dtype | None, device: str | torch.device) -> None:

@@ -534,6 +534,7 @@ def _default_device() -> torch.device:
 @functools.cache
 def _load(model: str, revision: str | None, dtype: str, device: str) -> LoadedRewardModel:
     folder = internlm2.checkpoint_folder(model, revision)
+    internlm2.check_files(folder)
     with _outside_zero3():
         if internlm2.is_internlm2_reward(internlm2.read_config(folder)):
             network, tokenizer = internlm2.load(folder, dtype=dtype, device=device)

@@ -1,0 +1,185 @@
+"""Files that may come from a stranger: ordinary files only, read up to a bound, and JSON of a bounded structure.
+
+Opening a pipe waits for a writer, a device never ends, and a sparse file of terabytes takes no disk. So a file is opened
+without waiting, its descriptor is checked instead of its name, and no byte beyond the bound is read. Nested brackets cost the
+parser its stack and empty ones many times their size in memory: both are counted before anything is parsed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import sys
+from contextlib import suppress
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from grpo_rewards.errors import UserError
+
+JSON_BYTES = 1 << 25
+"""Largest JSON file that is read: run.json takes some 20 kB a launch, a list of ten million small numbers 30 MB."""
+
+LARGE_BYTES = 1 << 26
+"""Largest tokenizer file, and largest header of a safetensors file, that is read: the worst of them takes 1.5 GB as objects."""
+
+MAX_DEPTH = 100
+MAX_CONTAINERS = 2_000_000
+"""How many arrays and objects a JSON text may have: a tokenizer of 500,000 merges has one for each."""
+
+# Files beside the weights that loading a model or its tokenizer reads: objects in JSON, small and large, and others.
+SMALL_JSON = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "chat_template.json",
+)
+LARGE_JSON = ("tokenizer.json", "vocab.json")
+OTHERS = ("merges.txt", "vocab.txt", "*.model", "*.tiktoken", "*.jinja", "additional_chat_templates/*.jinja")
+
+_ESCAPED = re.compile(rb"\\.", re.DOTALL)
+_STRING = re.compile(rb'"[\[\]{}]*"')
+_STRUCTURE = b'"[]{}'
+_OTHERS = bytes(set(range(256)) - set(_STRUCTURE))
+_CHANGE = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1, ord('"'): 0}
+
+
+class UnreadableFile(UserError):
+    """A file that is no ordinary one, too large, or not what it should hold.
+
+    `problem` is the clause that says so, without the path: for an error that adds the fix.
+    """
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+        self.problem = problem
+
+
+def open_ordinary(path: Path, most: int | None = None) -> BinaryIO:
+    """Open an ordinary file of at most `most` bytes for reading, and never wait for one that is something else.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UnreadableFile: it is a folder, a pipe or a device, larger, or it can't be opened.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        descriptor = os.open(path, flags)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+        if _is_other(path):
+            raise UnreadableFile(path, "it is no ordinary file") from error
+        raise UnreadableFile(path, f"it can't be opened ({getattr(error, 'strerror', None) or error})") from error
+    try:
+        # The descriptor's own kind: the name may stand for another file by now.
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise UnreadableFile(path, "it is no ordinary file")
+        if most is not None:
+            _check_size(path, status.st_size, most)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _is_other(path: Path) -> bool:
+    """Return True if something that is no ordinary file is there, such as a socket, which can't be opened at all."""
+    try:
+        return not stat.S_ISREG(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def read_bytes(path: Path, most: int = JSON_BYTES) -> bytes:
+    """Return what an ordinary file of at most `most` bytes holds.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UnreadableFile: it is no ordinary file, larger, or can't be read.
+    """
+    with open_ordinary(path, most) as file:
+        try:
+            content = file.read(most + 1)
+        except OSError as error:
+            raise UnreadableFile(path, f"it can't be read ({error.strerror or error})") from error
+    _check_size(path, len(content), most)  # it may have grown
+    return content
+
+
+def read_text(path: Path, most: int = JSON_BYTES) -> str:
+    """Return the UTF-8 text of an ordinary file of at most `most` bytes. Raises as `read_bytes`."""
+    return _decoded(path, read_bytes(path, most))
+
+
+def read_json(path: Path, most: int = JSON_BYTES) -> Any:
+    """Return the value in a JSON file of at most `most` bytes. Raises as `read_bytes`, and `UnreadableFile` for no JSON."""
+    return parse_json(path, read_bytes(path, most))
+
+
+def parse_json(path: Path, content: bytes) -> Any:
+    """Return the JSON value that `content`, read from `path`, is. Raises `UnreadableFile` if it is none."""
+    text = _decoded(path, content)
+    if problem := structure_problem(content):
+        raise UnreadableFile(path, f"can't be read as JSON ({problem})")
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UnreadableFile(path, f"can't be read as JSON ({error})") from error
+    except RecursionError as error:  # little of the stack was left
+        raise UnreadableFile(path, f"can't be read as JSON ({error})") from error
+    except ValueError as error:
+        problem = f"a number has more than {sys.get_int_max_str_digits()} digits"
+        raise UnreadableFile(path, f"can't be read as JSON ({problem})") from error
+
+
+def check_model_files(folder: Path) -> None:
+    """Raise `UnreadableFile` if loading a model or tokenizer would read a file that is damaged, or made to do harm.
+
+    Such a file is no ordinary one, too large, or not a JSON object where one is due. Files that are absent are not missed,
+    and files of weights are not looked at.
+    """
+    for name in (*SMALL_JSON, *LARGE_JSON):
+        with suppress(FileNotFoundError):
+            content = read_json(folder / name, LARGE_BYTES if name in LARGE_JSON else JSON_BYTES)
+            # The words of some tokenizers are a list.
+            if not isinstance(content, (dict, list) if name == "vocab.json" else dict):
+                raise UnreadableFile(folder / name, "it is not a JSON object")
+    for file in (file for pattern in OTHERS for file in sorted(folder.glob(pattern))):
+        with suppress(FileNotFoundError):  # a link to nothing
+            open_ordinary(file, LARGE_BYTES).close()
+
+
+def structure_problem(content: bytes) -> str | None:
+    """Return why a JSON text is not to be parsed, as a clause: too deep, or too many arrays and objects; None if neither.
+
+    Text outside of strings that is no JSON may be counted wrongly: the parser stops before it gets there.
+    """
+    if b"\\" in content:
+        content = _ESCAPED.sub(b"", content)
+    # Without what is between them, strings are pairs of quotes, some with brackets of their text inside.
+    brackets = _STRING.sub(b"", content.translate(None, _OTHERS))
+    if brackets.count(b"[") + brackets.count(b"{") > MAX_CONTAINERS:
+        return f"it has more than {MAX_CONTAINERS:,} arrays and objects"
+    if max(accumulate(map(_CHANGE.__getitem__, brackets)), default=0) > MAX_DEPTH:
+        return f"its brackets are nested more than {MAX_DEPTH} deep"
+    return None
+
+
+def _decoded(path: Path, content: bytes) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UnreadableFile(path, f"it is not UTF-8 text (byte {error.start + 1})") from error
+
+
+def _check_size(path: Path, size: int, most: int) -> None:
+    if size > most:
+        raise UnreadableFile(path, f"it has {size:,} bytes, and at most {most:,} are read")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar
 
 import datasets
 import pyarrow as pa
@@ -24,9 +24,18 @@ from grpo_recipes.recipe import tables
 from grpo_recipes.recipe.tables import BATCH, SHOWN, check_columns, check_fields, fingerprint, listed, stored
 from grpo_recipes.runs.files import shown
 from grpo_rewards.errors import UserError
+from grpo_rewards.reading import UnreadableFile, read_bytes
+
+Text = TypeVar("Text", str, bytes)
 
 _VERSION = 1
 """Part of a table's name: raise it when the same file gives another table."""
+
+LINE_BYTES = 1 << 28
+"""Longest line that is read: a file of zeros has one of its whole length."""
+
+ARRAY_BYTES = 1 << 30
+"""Largest file that is one JSON array, which is read whole."""
 
 # A row's number in its file (a line, an entry), its text or its object.
 _Rows = Iterator[tuple[int, Any]]
@@ -186,7 +195,9 @@ def _is_array(path: Path) -> bool:
 
 def _array_entries(path: Path, key: str) -> _Rows:
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_bytes(path, ARRAY_BYTES))
+    except UnreadableFile as error:
+        raise UserError(f"`dataset.{key}`: {error}: write one object a line, as JSON Lines") from error
     except UnicodeDecodeError as error:
         raise UserError(f"`dataset.{key}`: {path} is not UTF-8 text: correct the path or the file") from error
     except (ValueError, RecursionError) as error:
@@ -199,13 +210,21 @@ def _lines(path: Path, key: str) -> _Rows:
     """The objects of a JSONL file; blank lines are passed over."""
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(_bounded(file, path, key), start=1):
                 if number == 1:
                     line = line.removeprefix(b"\xef\xbb\xbf")
                 if line.strip():
                     yield number, _object(line, path, number, key)
     except OSError as error:
         raise _unreadable(path, key, error) from error
+
+
+def _bounded(file: IO[Text], path: Path, key: str) -> Iterator[Text]:
+    """Yield the lines of a file. Raises `UserError` for one of more than `LINE_BYTES`."""
+    while line := file.readline(LINE_BYTES):
+        if len(line) == LINE_BYTES:
+            raise UserError(f"`dataset.{key}`: {path} has a line of {LINE_BYTES:,} bytes or more: correct the file")
+        yield line
 
 
 def _object(line: bytes, path: Path, number: int, key: str) -> Mapping[str, Any]:
@@ -238,7 +257,7 @@ def _csv_rows(path: Path, key: str) -> _Rows:
     csv.field_size_limit(1 << 30)  # the default refuses cells above 128 KiB
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, strict=True)
+            reader = csv.reader(_bounded(file, path, key), strict=True)
             names = next(reader, [])
             check_columns(len(names), path)
             if "" in names or len(set(names)) < len(names):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 from huggingface_hub import ModelCard
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -13,7 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from grpo_recipes.recipe.model_sizes import check_model_sizes
 from grpo_recipes.recipe.rehearsal import TokenizerRefused, rehearsed
 from grpo_recipes.runs import checkpoints
+from grpo_recipes.runs.files import one_line
 from grpo_rewards.errors import UserError
+from grpo_rewards.reading import UnreadableFile, read_text
 
 PROBE_TOKENS = 64
 
@@ -31,16 +35,20 @@ def merge(folder: Path, output: Path) -> str:
 
     Returns what was done, with the largest change of a logit. Raises `MergeError`; then nothing is written.
     """
-    config = checkpoints.adapter_config(folder) if (folder / checkpoints.ADAPTER_CONFIG).is_file() else None
+    config = checkpoints.adapter_config(folder) if folder.is_dir() else None
     if config is None:
-        raise MergeError(f"{folder} holds no adapter (no readable adapter_config.json): a full model needs no merging")
+        raise MergeError(f"{folder} holds no adapter (no adapter_config.json): a full model needs no merging")
     if config.is_prompt_learning:
         raise MergeError(f"{folder} holds an adapter of kind {config.peft_type.value}, whose tokens no weight can hold")
     if output.exists():
         raise MergeError(f"--output {output} exists: name a folder that does not")
     base_name, revision = str(config.base_model_name_or_path), config.revision or "main"
     source = checkpoints.tokenizer_source(str(folder))
+    for part in (folder, Path(base_name)):
+        if part.is_dir():
+            _check_whole(part)
     check_model_sizes(base_name, revision, local_only=False)
+    card = _card(folder)
     try:
         tokenizer = rehearsed(source, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=False), ())
         base = AutoModelForCausalLM.from_pretrained(base_name, revision=revision, dtype="auto", trust_remote_code=False)
@@ -57,9 +65,19 @@ def merge(folder: Path, output: Path) -> str:
         whole = Path(parts) / "model"
         merged.save_pretrained(whole)
         tokenizer.save_pretrained(whole)
-        _write_card(folder, whole)
+        if card is not None:
+            card.save(whole / "README.md")
         whole.rename(output)
     return f"{output}: {folder} merged into {config.base_model_name_or_path}, {report}"
+
+
+def _check_whole(folder: Path) -> None:
+    """Raise one sentence if a file of a model or adapter is damaged: loading would name no file, or never end."""
+    checkpoints.check_descriptions(folder)
+    try:
+        checkpoints.check_weight_files(folder)
+    except checkpoints.WeightFileError as error:
+        raise MergeError(f"{error}: copy or download the folder again") from error
 
 
 def _merged(base: PreTrainedModel, folder: Path) -> tuple[PreTrainedModel, str]:
@@ -96,11 +114,19 @@ def _logits(model: PreTrainedModel | PeftModel) -> torch.Tensor:
     return model(input_ids=row[None].to(model.device)).logits[0].float()
 
 
-def _write_card(folder: Path, whole: Path) -> None:
-    """The run's model card, if it has one, as that of a model."""
-    if not (folder / "README.md").is_file():
-        return
-    card = ModelCard.load(folder / "README.md")
-    card.data.library_name = "transformers"
-    card.text = f"{card.text.rstrip()}\n\nThe adapter is merged into its base here.\n"
-    card.save(whole / "README.md")
+def _card(folder: Path) -> ModelCard | None:
+    """Return the run's model card as that of the merged model, or None if the run has none. Raises `MergeError`."""
+    file = folder / "README.md"
+    try:
+        card: Any = ModelCard(read_text(file))
+        card.data.library_name = "transformers"
+        card.text = f"{card.text.rstrip()}\n\nThe adapter is merged into its base here.\n"
+    except FileNotFoundError:
+        return None
+    except UnreadableFile as error:
+        raise MergeError(f"{error}; correct or remove the file") from error
+    except (ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        raise MergeError(
+            f"{file}: it can't be read as a model card ({one_line(error)}); correct or remove it"
+        ) from error
+    return card

@@ -1,0 +1,337 @@
+"""Every file that a verb reads, replaced by one that was made to do harm: one sentence, at once, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from trl import GRPOTrainer as TRLGRPOTrainer
+
+from grpo_recipes import GRPOTrainer, Recipe, cli, evaluate_model, run_recipe, train
+from grpo_rewards.errors import UserError
+from tests import tiny
+from tests.grpo_recipes import launching, short_runs
+from tests.grpo_recipes.stored import evaluation_files, run_files
+
+SECONDS, BYTES = 20, 2 << 30
+"""Bounds of one cell."""
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(12 << 30)
+
+
+def _sparse_after_a_start(path: Path) -> None:
+    """A beginning that a reader goes on from: an object, or a header of 4 GB."""
+    with path.open("wb") as file:
+        file.write((4 << 30).to_bytes(8, "little") if path.suffix == ".safetensors" else b'{"log_history": [')
+        file.truncate(12 << 30)
+
+
+def _written(content: bytes) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(content) and None
+
+
+FAULTS: dict[str, Callable[[Path], None]] = {
+    "a pipe": _pipe,
+    "a folder": Path.mkdir,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "12 GB of zeros": _sparse,
+    "12 GB after a start": _sparse_after_a_start,
+    "deep": _written(b"[" * 200_000 + b"]" * 200_000),
+    "deep objects": _written(b'{"a":' * 200_000 + b"1" + b"}" * 200_000),
+    "a number of 5,000 digits": _written(b'{"global_step": ' + b"1" * 5000 + b"}"),
+    "a list": _written(b"[]"),
+    "a number": _written(b"5"),
+    "text": _written(b'"x"'),
+    "null": _written(b"null"),
+    "NaN": _written(b"NaN"),
+    "an empty object": _written(b"{}"),
+    "empty": _written(b""),
+    "not UTF-8": _written(b'{"a": "\xff\xfe"}'),
+    "UTF-16": _written('{"a": 1}'.encode("utf-16")),
+    "a byte order mark": _written(b'\xef\xbb\xbf{"a": 1}'),
+}
+NO_OBJECT = tuple(name for name in FAULTS if name != "an empty object")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a verb is called on: everything that it reads is whole."""
+
+    folder: Path
+    policy: Path
+    adapter: Path
+    rewarder: Path
+    rows: Path
+    run: Path
+    """A finished run with one checkpoint."""
+    foreign: Path
+    """A run of TRL's own trainer, whose checkpoint has no manifest."""
+    stored: Path
+    """A run, finished long ago, to be reported."""
+    sharded: Path
+    """A model whose weights an index names."""
+
+    def recipe(self, **changes: Any) -> Path:
+        """A recipe of two steps on one process, in a file of its own."""
+        values = {"per_device_train_batch_size": 8, "max_steps": 2, "save_steps": 2, "report_to": "none", **changes}
+        output = Path(values.pop("output_dir", self.folder / "new"))
+        return launching.write_recipe(self.folder / "mine.yaml", self.policy, self.rows, output, **values)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a `Scene`."""
+    folder = tmp_path_factory.mktemp("scene")
+    scene = _scene(folder)
+    launching.build_policy(scene.policy)
+    launching.write_rows(scene.rows, 8)
+    adapted = get_peft_model(short_runs.load(scene.policy), LoraConfig(r=2, target_modules="all-linear"))
+    short_runs.moved(adapted).save_pretrained(scene.adapter)
+    tiny.save_reward_model(scene.rewarder)
+    assert train.main(["--config", str(scene.recipe(output_dir=scene.run))]) == 0
+    arguments = short_runs.arguments(scene.foreign, save_strategy="steps", save_steps=1)
+    short_runs.trainer(TRLGRPOTrainer, short_runs.load(scene.policy), arguments).train()
+    for path, content in {**run_files("stored"), **evaluation_files("one"), **evaluation_files("two")}.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (scene.stored / "_log.jsonl").write_text(json.dumps({"step": 41, "reward": 1.0}) + "\n")
+    shutil.copytree(scene.policy, scene.sharded)
+    short_runs.load(scene.policy).save_pretrained(scene.sharded, max_shard_size="20KB")
+    (scene.sharded / "model.safetensors").unlink()
+    return folder
+
+
+def _scene(folder: Path) -> Scene:
+    names = ("policy", "adapter", "rewarder", "rows.jsonl", "run", "foreign", "stored", "sharded")
+    return Scene(folder, *(folder / name for name in names))
+
+
+@pytest.fixture
+def scene(built: Path) -> Iterator[Scene]:
+    """The scene, put back as it was."""
+    shutil.copytree(built, built.with_name("copy"), symlinks=True)
+    yield _scene(built)
+    shutil.rmtree(built)
+    built.with_name("copy").rename(built)
+
+
+# How each verb is called: what it returns is its exit code.
+
+
+def _train(scene: Scene, **changes: Any) -> int:
+    return train.main(["--config", str(scene.recipe(**changes))])
+
+
+def _plan(scene: Scene, *options: str, **changes: Any) -> int:
+    return cli.main(["plan", str(scene.recipe(**changes)), *options])
+
+
+def _evaluate(scene: Scene, model: Path, *options: str) -> int:
+    arguments = ["--path", str(scene.rows), "--prompt_format", "text", "--max_new_tokens", "2", "--limit", "1"]
+    return cli.main(["evaluate", str(model), *arguments, "--output", str(scene.folder / "evaluated"), *options])
+
+
+def _resume(scene: Scene, place: str) -> int:
+    run = scene.foreign if place == "foreign" else scene.run
+    where = {"newest": "true", "foreign": str(run / "checkpoint-1")}.get(place, str(run / "checkpoint-2"))
+    return train.main(["--config", str(scene.recipe(output_dir=run)), "--resume_from_checkpoint", where])
+
+
+def _api(call: Callable[[], Any]) -> int:
+    """The exit code that a verb would give an entry's outcome, its error printed as the verb prints it."""
+    try:
+        call()
+    except UserError as error:
+        train.say_last(f"error: {error}", 2)
+        return 2
+    return 0
+
+
+def _drop_in(scene: Scene, checkpoint: Path) -> None:
+    args = short_runs.arguments(checkpoint.parent, max_steps=3)
+    trainer = short_runs.trainer(GRPOTrainer, short_runs.load(scene.policy), args)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+
+
+def _plan_rows(scene: Scene, name: str) -> int:
+    dataset = {"name": "gsm8k", "path": str(scene.folder / name), "prompt_format": "text"}
+    return _plan(scene, dataset=dataset)
+
+
+MODEL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+WEIGHTS = ("model.safetensors",)
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+REWARD = {"name": "reward_model", "kwargs": {}}
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A verb, the files that it reads, and which faults of them are none: there it may do its work instead."""
+
+    call: Callable[[Scene], int]
+    files: Sequence[str]
+    harmless: Sequence[tuple[str, str]] = ()
+
+
+def _in(folder: str, names: Sequence[str]) -> list[str]:
+    return [f"{folder}/{name}" for name in names]
+
+
+STATE = ("trainer_state.json", "config.json", "model.safetensors", "rng_state.pth", "optimizer.pt", "scheduler.pt")
+RUN = ("run.json", "evaluations/before/evaluation.json", "trainer_state.json", "_log.jsonl")
+VERBS: dict[str, Verb] = {
+    "diagnose": Verb(lambda scene: cli.main(["diagnose", str(scene.stored)]), _in("stored", RUN)),
+    "report": Verb(lambda scene: cli.main(["report", str(scene.stored)]), _in("stored", RUN)),
+    "compare": Verb(
+        lambda scene: cli.main(["compare", str(scene.folder / "one"), str(scene.folder / "two")]),
+        ["one/evaluation.json", "two/evaluation.json", "two/completions.parquet"],
+    ),
+    "plan": Verb(_plan, [*_in("policy", MODEL), "rows.jsonl"]),
+    "plan --model_config": Verb(
+        lambda scene: _plan(scene, "--model_config", str(scene.sharded / "config.json")), ["sharded/config.json"]
+    ),
+    "plan, a reward model": Verb(
+        lambda scene: _plan(scene, rewards=[{"name": "reward_model", "kwargs": {"model": str(scene.rewarder)}}]),
+        ["rewarder/config.json"],
+    ),
+    "plan, JSON": Verb(lambda scene: _plan_rows(scene, "rows.json"), ["rows.json"]),
+    "plan, CSV": Verb(lambda scene: _plan_rows(scene, "rows.csv"), ["rows.csv"]),
+    "plan, Parquet": Verb(lambda scene: _plan_rows(scene, "rows.parquet"), ["rows.parquet"]),
+    "init": Verb(
+        lambda scene: cli.main(
+            ["init", str(scene.rows), "--model", str(scene.policy), "--output", str(scene.folder / "first.yaml")]
+        ),
+        [*_in("policy", MODEL), "rows.jsonl"],
+    ),
+    "train": Verb(_train, [*_in("policy", (*MODEL, *WEIGHTS)), "rows.jsonl"]),
+    "train, shards": Verb(
+        lambda scene: _train(scene, model_name_or_path=str(scene.sharded)),
+        _in("sharded", ("model.safetensors.index.json", "model-00001-of-00003.safetensors")),
+    ),
+    "train, an adapter": Verb(
+        lambda scene: _train(scene, model_name_or_path=str(scene.adapter)),
+        [*_in("adapter", ADAPTER), *_in("policy", ("config.json", "tokenizer.json", *WEIGHTS))],
+    ),
+    "train, a reference": Verb(
+        lambda scene: _train(scene, use_peft=True, beta=0.1, reference={"adapter": str(scene.adapter)}),
+        _in("adapter", ADAPTER),
+    ),
+    "train, a reward model": Verb(
+        lambda scene: _train(scene, rewards=[{"name": "reward_model", "kwargs": {"model": str(scene.rewarder)}}]),
+        _in("rewarder", (*MODEL, *WEIGHTS)),
+    ),
+    "run_recipe": Verb(
+        lambda scene: _api(lambda: run_recipe(Recipe.load(scene.recipe()))), _in("policy", (*MODEL, *WEIGHTS))
+    ),
+    "resume true": Verb(
+        lambda scene: _resume(scene, "newest"), ["run/run.json", *_in("run/checkpoint-2", ("manifest.json", *STATE))]
+    ),
+    "resume, named": Verb(
+        lambda scene: _resume(scene, "named"), ["run/run.json", *_in("run/checkpoint-2", ("manifest.json", *STATE))]
+    ),
+    "resume, TRL's": Verb(lambda scene: _resume(scene, "foreign"), _in("foreign/checkpoint-1", STATE)),
+    "a script resumes": Verb(
+        lambda scene: _api(lambda: _drop_in(scene, scene.run / "checkpoint-2")),
+        _in("run/checkpoint-2", ("manifest.json", *STATE)),
+    ),
+    "evaluate": Verb(
+        lambda scene: _evaluate(scene, scene.policy), [*_in("policy", (*MODEL, *WEIGHTS, "run.json")), "rows.jsonl"]
+    ),
+    "evaluate, an adapter": Verb(
+        lambda scene: _evaluate(scene, scene.adapter), [*_in("adapter", ADAPTER), "policy/config.json"]
+    ),
+    "evaluate, shards": Verb(
+        lambda scene: _evaluate(scene, scene.sharded), _in("sharded", ("model.safetensors.index.json",))
+    ),
+    "evaluate, again": Verb(
+        lambda scene: _evaluate(scene, scene.policy), _in("evaluated", ("evaluation.json", "request.json"))
+    ),
+    "evaluate_model": Verb(
+        lambda scene: _api(
+            lambda: evaluate_model(
+                scene.policy, path=str(scene.rows), prompt_format="text", limit=1, output=scene.folder / "evaluated"
+            )
+        ),
+        _in("policy", (*MODEL, *WEIGHTS)),
+    ),
+    "merge": Verb(
+        lambda scene: cli.main(["merge", str(scene.adapter), "--output", str(scene.folder / "merged")]),
+        [*_in("adapter", (*ADAPTER, "README.md")), *_in("policy", (*MODEL, *WEIGHTS))],
+    ),
+}
+
+
+class TooSlow(BaseException):
+    """A cell took longer than `SECONDS`."""
+
+
+@contextmanager
+def bounded(place: Path) -> Iterator[None]:
+    """In this block `SECONDS` may pass and `BYTES` be taken, beyond what this process has; `place` may be a pipe."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TooSlow
+
+    def end_pipe() -> None:  # a library that waits for a writer outside of Python hears no signal
+        nonlocal waited
+        waited = True
+        with suppress(OSError):
+            os.close(os.open(place, os.O_WRONLY | os.O_NONBLOCK))
+
+    waited = False
+    timer = threading.Timer(SECONDS, end_pipe)
+
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = signal.signal(signal.SIGALRM, stop)
+    resource.setrlimit(resource.RLIMIT_AS, (taken + BYTES, limits[1]))
+    signal.alarm(SECONDS)
+    timer.start()
+    try:
+        yield
+        assert not waited, f"{place} was waited for"
+    finally:
+        timer.cancel()
+        signal.alarm(0)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        signal.signal(signal.SIGALRM, before)
+
+
+CELLS = [(verb, file, fault) for verb, entry in VERBS.items() for file in entry.files for fault in FAULTS]
+
+
+@pytest.mark.parametrize(("verb", "file", "fault"), CELLS)
+def test_a_file_made_to_do_harm_gets_one_sentence(
+    scene: Scene, verb: str, file: str, fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = scene.folder / file
+    place.parent.mkdir(exist_ok=True)
+    place.unlink(missing_ok=True)
+    FAULTS[fault](place)
+    with bounded(place):
+        code = VERBS[verb].call(scene)
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err + said.out
+    last = said.err.strip().splitlines()[-1] if said.err.strip() else ""
+    assert code == 2, f"{code}: {last}"
+    assert last.startswith("error: "), last
+    assert place.name in last, last

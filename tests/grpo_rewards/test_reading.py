@@ -1,0 +1,117 @@
+"""The bounded reader: ordinary files only, no byte beyond the bound, and JSON that is counted before it is parsed."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from grpo_rewards import reading
+from grpo_rewards.reading import UnreadableFile, check_model_files, open_ordinary, read_bytes, read_json, read_text
+
+
+def problem(path: Path, most: int = reading.JSON_BYTES) -> str:
+    with pytest.raises(UnreadableFile) as error:
+        read_json(path, most)
+    assert str(error.value) == f"{path}: {error.value.problem}"
+    return error.value.problem
+
+
+def test_only_ordinary_files_are_opened_and_none_is_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "zeros").symlink_to("/dev/zero")
+    (tmp_path / "to the pipe").symlink_to("pipe")
+    with socket.socket(socket.AF_UNIX) as listening:
+        here = Path.cwd()
+        os.chdir(tmp_path)  # the name of a socket may have 107 bytes
+        try:
+            listening.bind("socket")
+        finally:
+            os.chdir(here)
+        for name in ("pipe", "folder", "zeros", "to the pipe", "socket"):
+            assert problem(tmp_path / name) == "it is no ordinary file", name
+    (tmp_path / "loop").symlink_to("loop")
+    assert "can't be opened" in problem(tmp_path / "loop")
+    assert "can't be opened" in problem(tmp_path / ("n" * 300))
+    assert "can't be opened" in problem(tmp_path / "nul\0")
+    (tmp_path / "dangling").symlink_to("nothing")
+    for name in ("dangling", "nothing"):
+        with pytest.raises(FileNotFoundError):
+            read_bytes(tmp_path / name)
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("file")
+    assert read_bytes(tmp_path / "link") == b"content"
+    assert "can't be opened" in problem(tmp_path / "file" / "below")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"{}")
+    (tmp_path / "file").chmod(0)
+    assert problem(tmp_path / "file") == "it can't be opened (Permission denied)"
+
+
+def test_no_byte_beyond_the_bound_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file.json"
+    file.write_bytes(b"[1, 2]")
+    assert read_json(file, 6) == [1, 2]
+    assert problem(file, 5) == "it has 6 bytes, and at most 5 are read"
+    with file.open("wb") as sparse:
+        sparse.truncate(12 << 30)
+    assert problem(file) == "it has 12,884,901,888 bytes, and at most 33,554,432 are read"
+    # A file that grows: its size was 0 when it was opened.
+    monkeypatch.setattr(reading, "open_ordinary", lambda path, most: open_ordinary(path))
+    assert problem(file, 5) == "it has 6 bytes, and at most 5 are read"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "can't be read as JSON (Expecting value"),
+        (b"{", "can't be read as JSON (Expecting property name"),
+        (b'"\xff"', "it is not UTF-8 text (byte 2)"),
+        ('{"a": 1}'.encode("utf-16"), "it is not UTF-8 text (byte 1)"),
+        (b"\xef\xbb\xbf{}", "can't be read as JSON (Unexpected UTF-8 BOM"),
+        (b"1" * 5000, "can't be read as JSON (a number has more than 4300 digits)"),
+        (b"[" * 200_000, "can't be read as JSON (its brackets are nested more than 100 deep)"),
+        (b'{"a":' * 101 + b"1" + b"}" * 101, "can't be read as JSON (its brackets are nested more than 100 deep)"),
+        (b"[" + b"[]," * 2_000_000 + b"1]", "can't be read as JSON (it has more than 2,000,000 arrays and objects)"),
+    ],
+)
+def test_what_is_not_json_or_too_much_of_it(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "file.json").write_bytes(content)
+    assert problem(tmp_path / "file.json").startswith(says)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 100 + b"]" * 100,
+        json.dumps({"text": '[{"\\' * 500, "other": "]" * 500, "more": ['\\"[' * 200]}).encode(),
+        '{"größe": ["é\\u2028[", "\\\\"], "a": NaN}'.encode(),
+        b'{"a": 1, "a": [2]}',
+    ],
+)
+def test_brackets_inside_strings_do_not_count(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file.json").write_bytes(content)
+    assert repr(read_json(tmp_path / "file.json")) == repr(json.loads(content))
+    assert read_text(tmp_path / "file.json") == content.decode()
+
+
+def test_the_files_of_a_model_are_checked_as_far_as_they_are_there(tmp_path: Path) -> None:
+    check_model_files(tmp_path)
+    for name, content in (("config.json", "{}"), ("vocab.json", "[]"), ("tokenizer.model", "x"), ("run.json", "[")):
+        (tmp_path / name).write_text(content)
+    check_model_files(tmp_path)
+    for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"):
+        (tmp_path / name).write_text("[]")
+        with pytest.raises(UnreadableFile, match=rf"{name}: it is not a JSON object"):
+            check_model_files(tmp_path)
+        (tmp_path / name).unlink()
+    for name in ("merges.txt", "other.model", "chat_template.jinja"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(UnreadableFile, match=rf"{name}: it is no ordinary file"):
+            check_model_files(tmp_path)
+        (tmp_path / name).unlink()

@@ -56,7 +56,7 @@ from grpo_recipes.results.diagnostics import describe, diagnose
 from grpo_recipes.results.model_card import write_model_card
 from grpo_recipes.results.run import OutOfTime, Run
 from grpo_recipes.runs import checkpoints, faults, quiet, restart, resume
-from grpo_recipes.runs.files import RECORD
+from grpo_recipes.runs.files import RECORD, RunError
 from grpo_recipes.runs.identity import Identity, Source, compare, identify, reward_models
 from grpo_recipes.runs.last_sentence import say_last
 from grpo_recipes.runs.live import LiveLine, LiveLog
@@ -352,7 +352,13 @@ def limit_prompts(recipe: Recipe, checked: Checked, tokenizer: PreTrainedTokeniz
 def check_weights(recipe: Recipe) -> None:
     """Raise `RecipeError` if the policy, the base under it or its reference is a folder whose weights are not whole."""
     name, reference, base = recipe.model["model_name_or_path"], recipe.reference.adapter, None
-    if (Path(name) / "adapter_config.json").is_file() and (config := checkpoints.adapter_config(name)) is not None:
+    try:
+        config = checkpoints.adapter_config(name) if Path(name).is_dir() else None
+        if reference is not None and Path(reference).is_dir():
+            checkpoints.adapter_config(reference)
+    except RunError as error:
+        raise recipe.error(str(error)) from error
+    if config is not None:
         base = config.base_model_name_or_path
     if base is not None and Path(base).is_absolute() and not Path(base).exists():
         raise recipe.error(

@@ -59,8 +59,16 @@ def load_tokenizer(
     with recipe.naming_this_file((model_sizes.SizeError, rehearsal.TokenizerRefused)):
         model_sizes.check_model_sizes(name, revision, local_only=local_only)
         if dataset is None:
-            return load()
-        return rehearsal.rehearsed(name, load, rehearsal.chosen(dataset), recipe.config.chat_template_kwargs)
+            tokenizer = load()
+        else:
+            template_kwargs = recipe.config.chat_template_kwargs
+            tokenizer = rehearsal.rehearsed(name, load, rehearsal.chosen(dataset), template_kwargs)
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise recipe.error(
+            f"`model_name_or_path` {name}: its tokenizer has neither a `pad_token` nor an `eos_token`: set one in its "
+            "tokenizer_config.json"
+        )
+    return tokenizer
 
 
 def check_chat_template(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prompt: Any) -> None:

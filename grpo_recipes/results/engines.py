@@ -104,6 +104,10 @@ def load_tokenizer(name: str, prompts: Sequence[Any] = ()) -> Any:
 
     check_model_sizes(source, local_only=False)  # transformers reads them to find the tokenizer's class
     tokenizer = rehearsed(source, load, prompts)
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise EvaluationError(
+            f"{name}: its tokenizer has neither a `pad_token` nor an `eos_token`: set one in its tokenizer_config.json"
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

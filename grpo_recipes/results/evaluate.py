@@ -708,10 +708,13 @@ def _is_finished(folder: Path, asked: dict[str, Any]) -> bool:
     """Whether a folder holds this very evaluation, finished. Raises `EvaluationError` if it holds another."""
     fix = "remove the folder, or give another --output"
     for name, shape in (("evaluation.json", files.EVALUATION), (REQUEST, {})):
-        if (folder / name).is_file():
-            if difference := _difference(files.read_object(folder / name, shape, fix), asked):
-                raise EvaluationError(f"{folder} holds another evaluation: {difference}; {fix}")
-            return name == "evaluation.json"
+        try:
+            found = files.read_object(folder / name, shape, fix)
+        except FileNotFoundError:
+            continue
+        if difference := _difference(found, asked):
+            raise EvaluationError(f"{folder} holds another evaluation: {difference}; {fix}")
+        return name == "evaluation.json"
     if folder.exists() and any(not path.name.startswith(LOCK) for path in folder.iterdir()):
         raise EvaluationError(f"{folder} holds files that are no evaluation: give another --output")
     return False

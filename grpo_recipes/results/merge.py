@@ -51,9 +51,15 @@ def merge(folder: Path, output: Path) -> str:
     card = _card(folder)
     try:
         tokenizer = rehearsed(source, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=False), ())
-        base = AutoModelForCausalLM.from_pretrained(base_name, revision=revision, dtype="auto", trust_remote_code=False)
     except TokenizerRefused:
         raise
+    except Exception as error:  # the tokenizers library raises this very class
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise MergeError(
+            f"{source}: its tokenizer can't be loaded ({reason}): copy the tokenizer's files again"
+        ) from error
+    try:
+        base = AutoModelForCausalLM.from_pretrained(base_name, revision=revision, dtype="auto", trust_remote_code=False)
     except Exception as error:  # transformers raises whatever the values of a stranger's files lead to
         raise MergeError(
             f"{folder}: its base {config.base_model_name_or_path} can't be loaded: set `base_model_name_or_path` in its "

@@ -43,6 +43,7 @@ SMALL_JSON = (
 LARGE_JSON = ("tokenizer.json", "vocab.json")
 OTHERS = ("merges.txt", "vocab.txt", "*.model", "*.tiktoken", "*.jinja", "additional_chat_templates/*.jinja")
 
+_CHUNK = 1 << 20
 _ESCAPED = re.compile(rb"\\.", re.DOTALL)
 _STRING = re.compile(rb'"[\[\]{}]*"')
 _STRUCTURE = b'"[]{}'
@@ -105,13 +106,16 @@ def read_bytes(path: Path, most: int = JSON_BYTES) -> bytes:
         FileNotFoundError: there is no such file.
         UnreadableFile: it is no ordinary file, larger, or can't be read.
     """
+    content = bytearray()
     with open_ordinary(path, most) as file:
         try:
-            content = file.read(most + 1)
+            # The file may grow, and the bound is too large to ask for that much memory at once.
+            while chunk := file.read(_CHUNK):
+                content += chunk
+                _check_size(path, len(content), most)
         except OSError as error:
             raise UnreadableFile(path, f"it can't be read ({error.strerror or error})") from error
-    _check_size(path, len(content), most)  # it may have grown
-    return content
+    return bytes(content)
 
 
 def read_text(path: Path, most: int = JSON_BYTES) -> str:

@@ -585,5 +585,7 @@ def _load_classifier(name: str, folder: Path, dtype: str) -> tuple[PreTrainedMod
 def _one_sentence(problem: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, ImportError) as error:
+    except (
+        Exception
+    ) as error:  # of a damaged file, whatever its reader meets; the tokenizers library raises this very class
         raise CheckpointError(f"{problem} ({' '.join(str(error).split())})") from error

@@ -20,6 +20,7 @@ from peft import LoraConfig, get_peft_model
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer, Recipe, cli, evaluate_model, run_recipe, train
+from grpo_rewards import reward_model
 from grpo_rewards.errors import UserError
 from tests import tiny
 from tests.grpo_recipes import launching, short_runs
@@ -46,7 +47,7 @@ def _sparse_after_a_start(path: Path) -> None:
 
 
 def _written(content: bytes) -> Callable[[Path], None]:
-    return lambda path: path.write_bytes(content) and None
+    return lambda path: path.write_bytes(content + b"\n" * bool(content)) and None
 
 
 FAULTS: dict[str, Callable[[Path], None]] = {
@@ -127,7 +128,8 @@ def _scene(folder: Path) -> Scene:
 
 @pytest.fixture
 def scene(built: Path) -> Iterator[Scene]:
-    """The scene, put back as it was."""
+    """The scene, put back as it was, in a process that has loaded nothing of it."""
+    reward_model._load.cache_clear()
     shutil.copytree(built, built.with_name("copy"), symlinks=True)
     yield _scene(built)
     shutil.rmtree(built)

@@ -23,7 +23,7 @@ from grpo_recipes.recipe.recipe import Recipe, RecipeError, grpo_config, model_c
 from grpo_recipes.recipe.reward_checks import GoldCheck
 from grpo_recipes.recipe.specs import RECORDED_REWARD
 from grpo_recipes.runs.checkpoints import adapter_config, check_descriptions
-from grpo_recipes.runs.files import EVALUATIONS, FAULT_FILES, RunError, check_links
+from grpo_recipes.runs.files import EVALUATIONS, FAULT_FILES, TEXT, RunError, check_links, read_object
 from grpo_recipes.runs.lock import LOCK
 from grpo_recipes.runs.resume import Resume, decide
 from grpo_rewards.errors import UserError
@@ -267,8 +267,11 @@ def check_model_folders(recipe: Recipe) -> None:
         try:
             check_descriptions(Path(folder))
             adapter = adapter_config(folder)
-            if adapter is not None and Path(base := str(adapter.base_model_name_or_path)).is_dir():
-                check_descriptions(Path(base))
+            model = Path(folder if adapter is None else str(adapter.base_model_name_or_path))
+            if adapter is not None and model.is_dir():
+                check_descriptions(model)
+            with contextlib.suppress(FileNotFoundError):
+                read_object(model / "config.json", {"model_type": TEXT}, "copy or download the model again")
         except RunError as error:
             raise recipe.error(f"`{key}`: {error}") from error
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pandas as pd
 import pytest
 from peft import LoraConfig, get_peft_model
 from trl import GRPOTrainer as TRLGRPOTrainer
@@ -70,7 +71,6 @@ FAULTS: dict[str, Callable[[Path], None]] = {
     "UTF-16": _written('{"a": 1}'.encode("utf-16")),
     "a byte order mark": _written(b'\xef\xbb\xbf{"a": 1}'),
 }
-NO_OBJECT = tuple(name for name in FAULTS if name != "an empty object")
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scene = _scene(folder)
     launching.build_policy(scene.policy)
     launching.write_rows(scene.rows, 8)
+    rows = pd.read_json(scene.rows, lines=True)
+    rows.to_json(folder / "rows.json", orient="records")
+    rows.to_csv(folder / "rows.csv", index=False)
+    rows.to_parquet(folder / "rows.parquet")
     adapted = get_peft_model(short_runs.load(scene.policy), LoraConfig(r=2, target_modules="all-linear"))
     short_runs.moved(adapted).save_pretrained(scene.adapter)
     tiny.save_reward_model(scene.rewarder)
     assert train.main(["--config", str(scene.recipe(output_dir=scene.run))]) == 0
-    arguments = short_runs.arguments(scene.foreign, save_strategy="steps", save_steps=1)
+    like = {"learning_rate": 1e-3, "lr_scheduler_type": "linear", "per_device_train_batch_size": 8}
+    arguments = short_runs.arguments(scene.foreign, save_strategy="steps", save_steps=1, **like)
     short_runs.trainer(TRLGRPOTrainer, short_runs.load(scene.policy), arguments).train()
     for path, content in {**run_files("stored"), **evaluation_files("one"), **evaluation_files("two")}.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -182,16 +187,14 @@ def _plan_rows(scene: Scene, name: str) -> int:
 MODEL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 WEIGHTS = ("model.safetensors",)
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
-REWARD = {"name": "reward_model", "kwargs": {}}
 
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb, the files that it reads, and which faults of them are none: there it may do its work instead."""
+    """A verb, and the files that it reads."""
 
     call: Callable[[Scene], int]
     files: Sequence[str]
-    harmless: Sequence[tuple[str, str]] = ()
 
 
 def _in(folder: str, names: Sequence[str]) -> list[str]:
@@ -227,7 +230,7 @@ VERBS: dict[str, Verb] = {
     "train": Verb(_train, [*_in("policy", (*MODEL, *WEIGHTS)), "rows.jsonl"]),
     "train, shards": Verb(
         lambda scene: _train(scene, model_name_or_path=str(scene.sharded)),
-        _in("sharded", ("model.safetensors.index.json", "model-00001-of-00003.safetensors")),
+        _in("sharded", ("model.safetensors.index.json", "model-00001-of-00002.safetensors")),
     ),
     "train, an adapter": Verb(
         lambda scene: _train(scene, model_name_or_path=str(scene.adapter)),
@@ -318,10 +321,41 @@ def bounded(place: Path) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-CELLS = [(verb, file, fault) for verb, entry in VERBS.items() for file in entry.files for fault in FAULTS]
+def _is_harmless(file: str, fault: str) -> bool:
+    """Return True if a verb may do its work with a file that has this fault: then it need not name the file either."""
+    name = Path(file).name
+    if fault == "an empty object":  # every setting is its default
+        return True
+    if name == "README.md":
+        return fault not in (
+            "a pipe",
+            "a folder",
+            "a device",
+            "12 GB of zeros",
+            "12 GB after a start",
+            "not UTF-8",
+            "UTF-16",
+        )
+    # The file of a run that has logged nothing, and a folder in place of its configuration alone.
+    return (name, fault) in {("_log.jsonl", "empty"), ("config.json", "a folder")} and not file.startswith("policy")
 
 
-@pytest.mark.parametrize(("verb", "file", "fault"), CELLS)
+# What tells that a checkpoint without a manifest is whole: where it can't be read, the checkpoint is named.
+WHOLENESS = ("foreign/checkpoint-1/trainer_state.json", "foreign/checkpoint-1/rng_state.pth")
+
+
+def _cells() -> Iterator[Any]:
+    """Every fault of every file for every verb that reads it; all but one fault of each file are left to the slow part."""
+    number = 0
+    for verb, entry in VERBS.items():
+        for file in entry.files:
+            for place, fault in enumerate(FAULTS):
+                is_quick = place == 5 * number % len(FAULTS)
+                yield pytest.param(verb, file, fault, marks=() if is_quick else pytest.mark.slow)
+            number += 1
+
+
+@pytest.mark.parametrize(("verb", "file", "fault"), _cells())
 def test_a_file_made_to_do_harm_gets_one_sentence(
     scene: Scene, verb: str, file: str, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -334,6 +368,17 @@ def test_a_file_made_to_do_harm_gets_one_sentence(
     said = capsys.readouterr()
     assert "Traceback" not in said.err + said.out
     last = said.err.strip().splitlines()[-1] if said.err.strip() else ""
+    if _is_harmless(file, fault) and code != 2:
+        assert code in (0, 1)
+        return
     assert code == 2, f"{code}: {last}"
     assert last.startswith("error: "), last
-    assert place.name in last, last
+    if not _is_harmless(file, fault):
+        assert (place.parent.name if file in WHOLENESS else place.name) in last, last
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_same_files_as_they_should_be_are_read(scene: Scene, verb: str) -> None:
+    """Otherwise a sentence about something else would pass for one about the fault."""
+    with bounded(scene.folder / "nothing"):
+        assert VERBS[verb].call(scene) in ((0, 1) if verb == "diagnose" else (0,))

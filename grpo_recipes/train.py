@@ -352,14 +352,13 @@ def limit_prompts(recipe: Recipe, checked: Checked, tokenizer: PreTrainedTokeniz
 def check_weights(recipe: Recipe) -> None:
     """Raise `RecipeError` if the policy, the base under it or its reference is a folder whose weights are not whole."""
     name, reference, base = recipe.model["model_name_or_path"], recipe.reference.adapter, None
-    try:
-        config = checkpoints.adapter_config(name) if Path(name).is_dir() else None
-        if reference is not None and Path(reference).is_dir():
-            checkpoints.adapter_config(reference)
-    except RunError as error:
-        raise recipe.error(str(error)) from error
-    if config is not None:
-        base = config.base_model_name_or_path
+    for key, folder in {"model_name_or_path": name, "reference.adapter": reference}.items():
+        try:
+            config = checkpoints.adapter_config(folder) if folder is not None and Path(folder).is_dir() else None
+        except RunError as error:
+            raise recipe.error(f"`{key}`: {error}") from error
+        if config is not None and folder == name:
+            base = config.base_model_name_or_path
     if base is not None and Path(base).is_absolute() and not Path(base).exists():
         raise recipe.error(
             f"`model_name_or_path` {name} is an adapter, and its base {base} is not there: set "

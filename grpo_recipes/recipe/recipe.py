@@ -45,6 +45,7 @@ from grpo_recipes.runs.files import RECORD
 from grpo_recipes.runs.record import read_record
 from grpo_rewards import strict_yaml
 from grpo_rewards.errors import UserError, did_you_mean
+from grpo_rewards.reading import UnreadableFile, read_text
 from grpo_rewards.redaction import HIDDEN, hidden_places, redacted
 from grpo_rewards.registry import BuiltReward, build_rewards
 
@@ -374,10 +375,12 @@ def _read_recipe(path: Path) -> dict[str, Any]:
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises `RecipeError` for anything else."""
     try:
-        raw = strict_yaml.load(path.read_text(encoding="utf-8"))
+        raw = strict_yaml.load(read_text(path))
     except strict_yaml.DuplicateKey as error:
         raise RecipeError(f"{path}: {error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnreadableFile as error:
+        raise RecipeError(f"{path}: not YAML: {error.problem}") from error
+    except (yaml.YAMLError, RecursionError) as error:
         raise RecipeError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):
         raise RecipeError(f"{path}: a recipe is a YAML mapping of `key: value` lines, not {type(raw).__name__}")

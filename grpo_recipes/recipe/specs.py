@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, Self, cast
 
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_rewards.errors import UserError, did_you_mean
+from grpo_rewards.reading import UnreadableFile, read_text
 from grpo_rewards.redaction import HIDDEN, is_secret, redacted
 
 KLEstimator = Literal["sampled", "full"]
@@ -305,9 +306,9 @@ def _prompt_text(given: Any) -> str | None:
             raise SpecError(f"`dataset.system_prompt` must be a name, the text, or {{file: prompt.txt}}, not {given!r}")
         place = f" (read from {given['file']})"
         try:
-            given = Path(given["file"]).expanduser().read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
+            given = read_text(Path(given["file"]).expanduser()).removeprefix("\ufeff")
+        except (OSError, RuntimeError, UnreadableFile) as error:  # RuntimeError: the home of an unknown user
+            reason = error.problem if isinstance(error, UnreadableFile) else getattr(error, "strerror", None) or error
             raise SpecError(
                 f"`dataset.system_prompt`: {place[12:-1]} can't be read ({reason}): correct the path"
             ) from error

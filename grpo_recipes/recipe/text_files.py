@@ -24,15 +24,12 @@ from grpo_recipes.recipe import tables
 from grpo_recipes.recipe.tables import BATCH, SHOWN, check_columns, check_fields, fingerprint, listed, stored
 from grpo_recipes.runs.files import shown
 from grpo_rewards.errors import UserError
-from grpo_rewards.reading import UnreadableFile, read_bytes
+from grpo_rewards.reading import LINE_BYTES, UnreadableFile, read_bytes
 
 Text = TypeVar("Text", str, bytes)
 
 _VERSION = 1
 """Part of a table's name: raise it when the same file gives another table."""
-
-LINE_BYTES = 1 << 28
-"""Longest line that is read: a file of zeros has one of its whole length."""
 
 ARRAY_BYTES = 1 << 30
 """Largest file that is one JSON array, which is read whole."""

@@ -28,6 +28,7 @@ from grpo_recipes.runs.files import (
     STEP,
     Kind,
     RunError,
+    Shape,
     mismatch,
     one_line,
     read_object,
@@ -411,7 +412,7 @@ def _is_zip(file: Path) -> bool:
 def has_state(checkpoint: Path) -> bool:
     """Whether a checkpoint has the file that transformers writes last, whole."""
     try:
-        _read_state(checkpoint)
+        _read_state(checkpoint, {})
     except (FileNotFoundError, RunError):
         return False
     return True
@@ -420,12 +421,12 @@ def has_state(checkpoint: Path) -> bool:
 def steps_done(checkpoint: Path) -> int:
     """The optimiser step that a complete checkpoint was saved after. Raises `RunError` if no file says so."""
     manifest = read_manifest(checkpoint)
-    return manifest.step if manifest is not None else _read_state(checkpoint)["global_step"]
+    return manifest.step if manifest is not None else _read_state(checkpoint, {"global_step": STEP})["global_step"]
 
 
-def _read_state(checkpoint: Path) -> dict[str, Any]:
+def _read_state(checkpoint: Path, shape: Shape) -> dict[str, Any]:
     """Return a checkpoint's `trainer_state.json`. Raises FileNotFoundError, or `RunError` if it is damaged or too large."""
-    return read_object(checkpoint / "trainer_state.json", {"global_step": STEP}, most=STATE_BYTES)
+    return read_object(checkpoint / "trainer_state.json", shape, most=STATE_BYTES)
 
 
 def description_damage(checkpoint: Path) -> str | None:

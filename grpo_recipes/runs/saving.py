@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from grpo_recipes.runs.branches import LastLaunch, new_branch, oldest_first, write_launch
 from grpo_recipes.runs.checkpoints import is_of_ours, newest_confirmed, rejection, step_of, unfit
-from grpo_recipes.runs.files import NUMBER, NUMBER_OR_NULL, STEP, RunError, Shape, read_object, write_atomically
+from grpo_recipes.runs.files import NUMBER, NUMBER_OR_NULL, STEP, Shape, mismatch, write_atomically
 from grpo_recipes.runs.identity import ContentChanged, Identity, compare
 from grpo_recipes.runs.lock import FolderLost, Held
 from grpo_recipes.runs.manifest import (
@@ -32,6 +32,7 @@ from grpo_recipes.runs.manifest import (
 )
 from grpo_recipes.runs.resume import Resume, decide
 from grpo_rewards.errors import UserError
+from grpo_rewards.reading import UnreadableFile, read_json
 
 LOGGED = "logged.json"  # in each checkpoint: what is to be logged next
 LOGGED_SHAPE: Shape = {
@@ -292,11 +293,14 @@ def _write_logged(trainer: Any, path: Path) -> None:
 def _restore_logged(trainer: Any, path: Path) -> None:
     """Go on adding up where the run that wrote a checkpoint was; without the file (another trainer's) from zero."""
     try:
-        content = read_object(path, LOGGED_SHAPE, "resume from another checkpoint")
+        content = read_json(path)
+        problem = mismatch(content, LOGGED_SHAPE)
     except FileNotFoundError:
         return
-    except RunError as error:
-        raise CheckpointDamaged(str(error)) from error
+    except UnreadableFile as error:
+        problem = error.problem
+    if problem is not None:
+        raise CheckpointDamaged(f"{path} is damaged: {problem}: resume from another checkpoint")
     losses = content["losses_since"]
     is_same_layout = len(losses) == trainer.args.world_size
     trainer._tr_loss.fill_(losses[trainer.args.process_index] if is_same_layout else sum(losses) / len(losses))

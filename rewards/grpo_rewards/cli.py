@@ -22,6 +22,7 @@ from grpo_rewards.command_line import Parser
 from grpo_rewards.completions import completion_text, listed_scores
 from grpo_rewards.correctness import GSM8KCorrectness
 from grpo_rewards.errors import UserError, did_you_mean
+from grpo_rewards.reading import LINE_BYTES
 from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards, leaves, registered_names, resolve
 from grpo_rewards.terminal import Cell, Part, Table, lasting_output, say, say_error, show, visible, visible_messages
 from grpo_rewards.writing import replacing
@@ -482,7 +483,9 @@ def _problem(row: dict[str, Any], needed: Sequence[str]) -> str | None:
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(iter(lambda: lines.readline(LINE_BYTES), b""), 1):
+            if len(line) == LINE_BYTES:
+                raise CommandError(f"{path} has a line of {LINE_BYTES:,} bytes or more: correct the file")
             if not line.strip():
                 continue
             try:

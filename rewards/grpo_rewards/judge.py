@@ -29,6 +29,7 @@ from grpo_rewards.completions import Kind, LogColumn, check_rows, completion_tex
 from grpo_rewards.errors import UserError
 from grpo_rewards.format_tags import checked_number, checked_tags
 from grpo_rewards.patterns import linear_capture
+from grpo_rewards.reading import read_json
 from grpo_rewards.schema import find_object
 
 logger = logging.getLogger(__name__)
@@ -451,7 +452,7 @@ class _Session:
     def _from_cache(self, body: bytes) -> Reply | None:
         path = self._cache_file(body)
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))["content"] if path else None
+            content = read_json(path)["content"] if path else None
         except (OSError, ValueError, LookupError, TypeError):
             return None  # not there, or not whole: ask, and write it anew
         reply = Reply(content) if isinstance(content, str) else None

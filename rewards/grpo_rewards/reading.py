@@ -25,6 +25,9 @@ JSON_BYTES = 1 << 25
 LARGE_BYTES = 1 << 26
 """Largest tokenizer file, and largest header of a safetensors file, that is read: the worst of them takes 1.5 GB as objects."""
 
+LINE_BYTES = 1 << 28
+"""Longest line of a file of rows that is read: a file of zeros has one of its whole length."""
+
 MAX_DEPTH = 100
 MAX_CONTAINERS = 2_000_000
 """How many arrays and objects a JSON text may have: a tokenizer of 500,000 merges has one for each."""
@@ -57,9 +60,9 @@ class UnreadableFile(UserError):
     `problem` is the clause that says so, without the path: for an error that adds the fix.
     """
 
-    def __init__(self, path: Path, problem: str) -> None:
-        super().__init__(f"{path}: {problem}")
-        self.problem = problem
+    def __init__(self, sentence: str, path: Path) -> None:
+        super().__init__(sentence)
+        self.problem = sentence.removeprefix(f"{path}: ")
 
 
 def open_ordinary(path: Path, most: int | None = None) -> BinaryIO:
@@ -76,13 +79,14 @@ def open_ordinary(path: Path, most: int | None = None) -> BinaryIO:
         raise
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL
         if _is_other(path):
-            raise UnreadableFile(path, "it is no ordinary file") from error
-        raise UnreadableFile(path, f"it can't be opened ({getattr(error, 'strerror', None) or error})") from error
+            raise UnreadableFile(f"{path}: it is no ordinary file", path) from error
+        reason = getattr(error, "strerror", None) or error
+        raise UnreadableFile(f"{path}: it can't be opened ({reason})", path) from error
     try:
         # The descriptor's own kind: the name may stand for another file by now.
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise UnreadableFile(path, "it is no ordinary file")
+            raise UnreadableFile(f"{path}: it is no ordinary file", path)
         if most is not None:
             _check_size(path, status.st_size, most)
         return os.fdopen(descriptor, "rb")
@@ -110,11 +114,11 @@ def read_bytes(path: Path, most: int = JSON_BYTES) -> bytes:
     with open_ordinary(path, most) as file:
         try:
             # The file may grow, and the bound is too large to ask for that much memory at once.
-            while chunk := file.read(_CHUNK):
+            while chunk := file.read(min(_CHUNK, most + 1 - len(content))):
                 content += chunk
                 _check_size(path, len(content), most)
         except OSError as error:
-            raise UnreadableFile(path, f"it can't be read ({error.strerror or error})") from error
+            raise UnreadableFile(f"{path}: it can't be read ({error.strerror or error})", path) from error
     return bytes(content)
 
 
@@ -132,16 +136,16 @@ def parse_json(path: Path, content: bytes) -> Any:
     """Return the JSON value that `content`, read from `path`, is. Raises `UnreadableFile` if it is none."""
     text = _decoded(path, content)
     if problem := structure_problem(content):
-        raise UnreadableFile(path, f"can't be read as JSON ({problem})")
+        raise UnreadableFile(f"{path}: can't be read as JSON ({problem})", path)
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise UnreadableFile(path, f"can't be read as JSON ({error})") from error
+        raise UnreadableFile(f"{path}: can't be read as JSON ({error})", path) from error
     except RecursionError as error:  # little of the stack was left
-        raise UnreadableFile(path, f"can't be read as JSON ({error})") from error
+        raise UnreadableFile(f"{path}: can't be read as JSON ({error})", path) from error
     except ValueError as error:
         problem = f"a number has more than {sys.get_int_max_str_digits()} digits"
-        raise UnreadableFile(path, f"can't be read as JSON ({problem})") from error
+        raise UnreadableFile(f"{path}: can't be read as JSON ({problem})", path) from error
 
 
 def check_model_files(folder: Path) -> None:
@@ -155,7 +159,7 @@ def check_model_files(folder: Path) -> None:
             content = read_json(folder / name, LARGE_BYTES if name in LARGE_JSON else JSON_BYTES)
             # The words of some tokenizers are a list.
             if not isinstance(content, (dict, list) if name == "vocab.json" else dict):
-                raise UnreadableFile(folder / name, "it is not a JSON object")
+                raise UnreadableFile(f"{folder / name}: it is not a JSON object", folder / name)
     for file in (file for pattern in OTHERS for file in sorted(folder.glob(pattern))):
         with suppress(FileNotFoundError):  # a link to nothing
             open_ordinary(file, LARGE_BYTES).close()
@@ -181,9 +185,9 @@ def _decoded(path: Path, content: bytes) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UnreadableFile(path, f"it is not UTF-8 text (byte {error.start + 1})") from error
+        raise UnreadableFile(f"{path}: it is not UTF-8 text (byte {error.start + 1})", path) from error
 
 
 def _check_size(path: Path, size: int, most: int) -> None:
     if size > most:
-        raise UnreadableFile(path, f"it has {size:,} bytes, and at most {most:,} are read")
+        raise UnreadableFile(f"{path}: it has {size:,} bytes, and at most {most:,} are read", path)

@@ -61,7 +61,8 @@ def test_no_byte_beyond_the_bound_is_read(tmp_path: Path, monkeypatch: pytest.Mo
     with file.open("wb") as sparse:
         sparse.truncate(12 << 30)
     assert problem(file) == "it has 12,884,901,888 bytes, and at most 33,554,432 are read"
-    # A file that grows: its size was 0 when it was opened.
+    # A file that has grown since it was opened.
+    file.write_bytes(b"[1, 2, 3]")
     monkeypatch.setattr(reading, "open_ordinary", lambda path, most: open_ordinary(path))
     assert problem(file, 5) == "it has 6 bytes, and at most 5 are read"
 

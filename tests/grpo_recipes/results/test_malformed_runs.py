@@ -13,6 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from grpo_recipes import cli
+from grpo_recipes.results import history
 from grpo_recipes.results.history import read_log, read_step
 from grpo_recipes.runs import files
 from tests.grpo_recipes.stored import EVALUATED, EVALUATION, HISTORY, RECORD, run_files
@@ -278,3 +279,19 @@ def test_reading_can_be_stopped_at_an_entry(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(json.dumps(state(*HISTORY)))
     with pytest.raises(Stopped):
         read_log(tmp_path / "state.json", keeping(3))
+
+
+def test_a_log_of_many_names_or_of_a_huge_entry_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each name has a column, of many times the size of an entry; an entry is held whole."""
+    monkeypatch.setattr(history, "_METRICS", 50)
+    (tmp_path / "state.json").write_text(json.dumps(state(*({"step": n, f"m{n}": 1.0} for n in range(60)))))
+    with pytest.raises(files.RunError, match="its entries have more than 50 names"):
+        read_log(tmp_path / "state.json")
+    monkeypatch.setattr(history, "_VALUE_CHARACTERS", 1000)
+    monkeypatch.setattr(history, "_CHARACTERS", 100)
+    (tmp_path / "state.json").write_text(json.dumps(state({"step": 1, "text": "x" * 5000})))
+    with pytest.raises(files.RunError, match="one value has more than 1,000 characters"):
+        read_log(tmp_path / "state.json")
+    (tmp_path / "_log.jsonl").write_text('{"step": 1, "text": "' + "x" * 5000)
+    with pytest.raises(files.RunError, match="line 1 has more than 1,000 characters"):
+        history.add_live(history.Log(), tmp_path / "_log.jsonl")

@@ -128,3 +128,46 @@ def test_weights_are_not_read_whole_to_be_identified(tmp_path: Path, monkeypatch
     identify_weights(file)
     header = file.stat().st_size - 8 * (4 << 20)
     assert sum(read) == (1 << 20) + header + 8 * (4 << 10)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"weight_map": {"a": 1}}, "`weight_map.a` is 1, not the name of a file in the same folder"),
+        ({"weight_map": {"a": "../model.safetensors"}}, "not the name of a file in the same folder"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "not the name of a file in the same folder"),
+        ({"weight_map": {"a": "x\0"}}, "not the name of a file in the same folder"),
+        ({"weight_map": {"a": "n" * 300}}, "not the name of a file in the same folder"),
+        ({"weight_map": {"a": ""}}, "not the name of a file in the same folder"),
+        ({"weight_map": ["a"]}, "`weight_map` is a list, not an object"),
+        ({"weight_map": {}}, "it names no file of weights"),
+        ({}, "it has no `weight_map`"),
+        ([], "it is a list, not an object"),
+    ],
+)
+def test_an_index_names_files_in_its_folder(tmp_path: Path, content: object, says: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+    with pytest.raises(WeightFileError) as error:
+        weight_files(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / 'model.safetensors.index.json'} is damaged: ")
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("span", [[0, 10**30], [0.0, 4.0], [True, 4], [4, 0], [-1, 4], [0], "04"])
+def test_a_tensor_lies_somewhere_in_a_file(tmp_path: Path, span: object) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": span}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    for read in (check_weight_file, identify_weights):
+        with pytest.raises(WeightFileError, match="is damaged: its header"):
+            read(tmp_path / "model.safetensors")
+
+
+def test_the_directory_of_a_zip_file_is_bounded(tmp_path: Path) -> None:
+    """Its end, 22 bytes, says that it has 4 GB; the file has them, as a hole."""
+    file, size = tmp_path / "optimizer.bin", 0xFFFFFF00
+    with file.open("wb") as opened:
+        opened.truncate(size)
+        opened.seek(size)
+        opened.write(b"PK\5\6" + bytes(8) + size.to_bytes(4, "little") + bytes(4) + bytes(2))
+    with pytest.raises(WeightFileError, match="its directory can't be read .more than 16,777,216 bytes"):
+        check_weight_file(file)

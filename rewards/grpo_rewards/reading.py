@@ -159,7 +159,8 @@ def check_model_files(folder: Path) -> None:
             content = read_json(folder / name, LARGE_BYTES if name in LARGE_JSON else JSON_BYTES)
             # The words of some tokenizers are a list.
             if not isinstance(content, (dict, list) if name == "vocab.json" else dict):
-                raise UnreadableFile(f"{folder / name}: it is not a JSON object", folder / name)
+                kind = "a list" if isinstance(content, list) else json.dumps(content)[:40]
+                raise UnreadableFile(f"{folder / name}: it is {kind}, not an object", folder / name)
     for file in (file for pattern in OTHERS for file in sorted(folder.glob(pattern))):
         with suppress(FileNotFoundError):  # a link to nothing
             open_ordinary(file, LARGE_BYTES).close()

@@ -860,7 +860,7 @@ RESULTS: list[Case] = [
             ),
             (
                 {"config.json": None, "adapter_config.json": "{", "adapter_model.safetensors": b""},
-                ("m/adapter_model.safetensors is empty",),
+                ("m/adapter_config.json: can't be read as JSON",),
             ),
             (
                 {"config.json": None, "adapter_config.json": "{", "adapter_model.bin": b"\x80"},
@@ -1142,8 +1142,8 @@ REWARDS: list[Case] = [
          files=SCORED),
     Case("grpo-rewards convert-internlm2 absent out", ("'absent' is neither a folder nor a model",)),
     Case("grpo-rewards convert-internlm2 empty out", ("has no config.json",), files={"empty/file": ""}),
-    Case("grpo-rewards convert-internlm2 odd out", ("is not valid JSON",), files={"odd/config.json": "{"}),
-    Case("grpo-rewards convert-internlm2 odd out", ("is not a JSON object",), files={"odd/config.json": "[]"}),
+    Case("grpo-rewards convert-internlm2 odd out", ("config.json: can't be read as JSON",), files={"odd/config.json": "{"}),
+    Case("grpo-rewards convert-internlm2 odd out", ("config.json: it is a list, not an object",), files={"odd/config.json": "[]"}),
     Case("grpo-rewards convert-internlm2 odd out", ("config.json lacks vocab_size",),
          files={"odd/config.json": '{"architectures": ["InternLM2ForRewardModel"]}'}),
     Case("grpo-rewards convert-internlm2 odd out", ("config.json has a value", "hidden_size"),
@@ -1152,7 +1152,7 @@ REWARDS: list[Case] = [
          files={"odd/config.json": INTERNLM2.replace("{", '{"dtype": "float3", ')}),
     Case("grpo-rewards convert-internlm2 odd out", ("no model.safetensors",), files={"odd/config.json": INTERNLM2}),
     Case("grpo-rewards convert-internlm2 odd out", ("odd has a tokenizer that can't be read",),
-         files={"odd/config.json": INTERNLM2, "odd/model.safetensors": "", "odd/tokenizer.json": "{"}),
+         files={"odd/config.json": INTERNLM2, "odd/model.safetensors": "", "odd/tokenizer.json": "{}"}),
     Case("grpo-rewards convert-internlm2 {model} out", ("not InternLM2ForRewardModel",)),
     Case("grpo-rewards convert-internlm2 {model} there", ("there exists already",), files={"there/file": ""}),
 ]  # fmt: skip

@@ -108,7 +108,7 @@ def test_the_files_of_a_model_are_checked_as_far_as_they_are_there(tmp_path: Pat
     check_model_files(tmp_path)
     for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"):
         (tmp_path / name).write_text("[]")
-        with pytest.raises(UnreadableFile, match=rf"{name}: it is not a JSON object"):
+        with pytest.raises(UnreadableFile, match=rf"{name}: it is a list, not an object"):
             check_model_files(tmp_path)
         (tmp_path / name).unlink()
     for name in ("merges.txt", "other.model", "chat_template.jinja"):

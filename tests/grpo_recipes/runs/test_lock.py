@@ -21,6 +21,7 @@ from transformers import TrainerControl, TrainerState
 from grpo_recipes import train
 from grpo_recipes.runs import lock
 from grpo_recipes.runs.files import LIVE
+from grpo_recipes.runs.identity import Identity
 from grpo_recipes.runs.lock import LOCK, FolderLost, RunLocked, only_launch
 from grpo_recipes.runs.saving import CompleteCheckpoints
 from tests.grpo_recipes import launching
@@ -363,7 +364,8 @@ WRITES = [
 def test_the_folder_is_looked_at_before_whatever_writes_there(
     tmp_path: Path, short_lease: None, event: str, flags: dict[str, bool], looks: bool
 ) -> None:
-    checkpoints = CompleteCheckpoints(SimpleNamespace(state=TrainerState(global_step=7)))
+    trainer: Any = SimpleNamespace(state=TrainerState(global_step=7))
+    checkpoints = CompleteCheckpoints(trainer, lambda: Identity({}))
     arguments = SimpleNamespace(output_dir=str(tmp_path / "run")), TrainerState(), TrainerControl(**flags)
     with only_launch(tmp_path / "run") as checkpoints.held:
         take_over(tmp_path / "run")

@@ -501,12 +501,12 @@ def check_model_folder(folder: Path) -> None:
         newest = get_last_checkpoint(folder)  # of a run that has not finished, the only models are its checkpoints
         hint = f": its newest checkpoint is {newest}" if newest else ""
         raise EvaluationError(f"{folder} holds no model (no config.json, no adapter_config.json){hint}")
-    check_model_sizes(str(folder))
     restore = "copy or download the folder again"
     try:
         checkpoints.check_weight_files(folder)
     except checkpoints.WeightFileError as error:
         raise EvaluationError(f"{error}: {restore}, or name another checkpoint") from error
+    check_model_sizes(str(folder))  # compared with the weights, which are whole
     if adapter.is_file() and (base := files.read_object(adapter, files.ADAPTER, restore)["base_model_name_or_path"]):
         if Path(base).is_dir():
             check_model_folder(Path(base))

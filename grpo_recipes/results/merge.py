@@ -49,11 +49,14 @@ def merge(folder: Path, output: Path) -> str:
             _check_whole(part)
     check_model_sizes(base_name, revision, local_only=False)
     card = _card(folder)
+    # A tokenizer made to do harm is refused before the base takes its memory.
     try:
         tokenizer = rehearsed(source, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=False), ())
     except TokenizerRefused:
         raise
     except Exception as error:  # the tokenizers library raises this very class
+        if source == base_name:
+            raise _no_base(folder, base_name, error) from error
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise MergeError(
             f"{source}: its tokenizer can't be loaded ({reason}): copy the tokenizer's files again"
@@ -61,10 +64,7 @@ def merge(folder: Path, output: Path) -> str:
     try:
         base = AutoModelForCausalLM.from_pretrained(base_name, revision=revision, dtype="auto", trust_remote_code=False)
     except Exception as error:  # transformers raises whatever the values of a stranger's files lead to
-        raise MergeError(
-            f"{folder}: its base {config.base_model_name_or_path} can't be loaded: set `base_model_name_or_path` in its "
-            f"adapter_config.json ({' '.join(str(error).split()) or type(error).__name__})"
-        ) from error
+        raise _no_base(folder, base_name, error) from error
     merged, report = _merged(base, folder)
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent) as parts:
@@ -75,6 +75,13 @@ def merge(folder: Path, output: Path) -> str:
             card.save(whole / "README.md")
         whole.rename(output)
     return f"{output}: {folder} merged into {config.base_model_name_or_path}, {report}"
+
+
+def _no_base(folder: Path, base: str, error: Exception) -> MergeError:
+    return MergeError(
+        f"{folder}: its base {base} can't be loaded: set `base_model_name_or_path` in its adapter_config.json "
+        f"({one_line(error) or type(error).__name__})"
+    )
 
 
 def _check_whole(folder: Path) -> None:

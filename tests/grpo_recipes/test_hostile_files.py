@@ -21,6 +21,7 @@ from peft import LoraConfig, get_peft_model
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer, Recipe, cli, evaluate_model, run_recipe, train
+from grpo_recipes.runs.lock import LOCK
 from grpo_rewards import reward_model
 from grpo_rewards.errors import UserError
 from tests import tiny
@@ -86,6 +87,8 @@ class Scene:
     """A finished run with one checkpoint."""
     foreign: Path
     """A run of TRL's own trainer, whose checkpoint has no manifest."""
+    scripted: Path
+    """A run of our trainer in a script, with one checkpoint."""
     stored: Path
     """A run, finished long ago, to be reported."""
     sharded: Path
@@ -117,6 +120,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     like = {"learning_rate": 1e-3, "lr_scheduler_type": "linear", "per_device_train_batch_size": 8}
     arguments = short_runs.arguments(scene.foreign, save_strategy="steps", save_steps=1, **like)
     short_runs.trainer(TRLGRPOTrainer, short_runs.load(scene.policy), arguments).train()
+    _drop_in(scene, None)
     for path, content in {**run_files("stored"), **evaluation_files("one"), **evaluation_files("two")}.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -128,7 +132,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _scene(folder: Path) -> Scene:
-    names = ("policy", "adapter", "rewarder", "rows.jsonl", "run", "foreign", "stored", "sharded")
+    names = ("policy", "adapter", "rewarder", "rows.jsonl", "run", "foreign", "scripted", "stored", "sharded")
     return Scene(folder, *(folder / name for name in names))
 
 
@@ -174,10 +178,10 @@ def _api(call: Callable[[], Any]) -> int:
     return 0
 
 
-def _drop_in(scene: Scene, checkpoint: Path) -> None:
-    args = short_runs.arguments(checkpoint.parent, max_steps=3)
+def _drop_in(scene: Scene, checkpoint: Path | None) -> None:
+    args = short_runs.arguments(scene.scripted, max_steps=3 if checkpoint else 2, save_strategy="steps", save_steps=2)
     trainer = short_runs.trainer(GRPOTrainer, short_runs.load(scene.policy), args)
-    trainer.train(resume_from_checkpoint=str(checkpoint))
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
 
 def _plan_rows(scene: Scene, name: str) -> int:
@@ -260,8 +264,8 @@ VERBS: dict[str, Verb] = {
     ),
     "resume, TRL's": Verb(lambda scene: _resume(scene, "foreign"), _in("foreign/checkpoint-1", STATE)),
     "a script resumes": Verb(
-        lambda scene: _api(lambda: _drop_in(scene, scene.run / "checkpoint-2")),
-        _in("run/checkpoint-2", ("manifest.json", *STATE)),
+        lambda scene: _api(lambda: _drop_in(scene, scene.scripted / "checkpoint-2")),
+        _in("scripted/checkpoint-2", ("manifest.json", *STATE)),
     ),
     "evaluate": Verb(
         lambda scene: _evaluate(scene, scene.policy), [*_in("policy", (*MODEL, *WEIGHTS, "run.json")), "rows.jsonl"]
@@ -382,6 +386,17 @@ def test_a_file_made_to_do_harm_gets_one_sentence(
     assert last.startswith("error: "), last
     if not _is_harmless(file, fault):
         assert (place.parent.name if file in WHOLENESS else place.name) in last, last
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_lock_made_to_do_harm_keeps_no_run_from_being_read(
+    scene: Scene, fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = scene.stored / LOCK
+    FAULTS[fault](place)
+    with bounded(place):
+        assert VERBS["diagnose"].call(scene) in (0, 1)
+    assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -467,7 +467,7 @@ def test_nothing_is_compacted_that_the_hub_has(
     folder: Path, threes: None, keys: dict[str, Any], reason: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     args = GRPOConfig(output_dir=str(folder.parent), use_cpu=True, bf16=False, log_completions=True, **keys)
-    saving = SimpleNamespace(pushes=args.push_to_hub)
+    saving = SimpleNamespace(pushes=args.push_to_hub, check_folder=lambda: None)
     callback = CompactCompletions(SimpleNamespace(args=args, log_completions=True, checkpoints=saving))
     write(folder, *range(1, 7))
     state, control = SimpleNamespace(global_step=6, is_world_process_zero=True), SimpleNamespace()
@@ -490,12 +490,15 @@ def test_nothing_is_compacted_that_the_hub_has(
 
 def test_only_the_first_rank_touches_the_files(folder: Path) -> None:
     args = GRPOConfig(output_dir=str(folder.parent), use_cpu=True, bf16=False, log_completions=True)
-    callback = CompactCompletions(SimpleNamespace(args=args, log_completions=True))
+    looked: list[int] = []  # a collective call, which no rank may leave out
+    saving = SimpleNamespace(check_folder=lambda: looked.append(1))
+    callback = CompactCompletions(SimpleNamespace(args=args, log_completions=True, checkpoints=saving))
     write(folder, 1, 2, 3)
     state, control = SimpleNamespace(global_step=2, is_world_process_zero=False), SimpleNamespace()
     for event in (callback.on_train_begin, callback.on_save, callback.on_step_begin, callback.on_train_end):
         event(args, state, control)  # type: ignore[arg-type]
     assert len(names(folder)) == 3
+    assert len(looked) == 2
 
 
 def test_a_script_that_resumes_an_earlier_checkpoint_logs_every_step_once(

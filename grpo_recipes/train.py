@@ -631,6 +631,7 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
         micro_batching=recipe.micro_batching,
         generation=recipe.generation,
         sampling=recipe.sampling,
+        advantages=recipe.advantages,
         generation_check=recipe.generation_check,
         reference=recipe.reference,
         optimizer_cls_and_kwargs=adamw_bf16(training_args) if optimiser == ADAMW_BF16 else None,

@@ -376,7 +376,7 @@ def _check_offline(recipe: Recipe, geometry: Geometry) -> None:
 
 
 def _check_rewards(config: Any, geometry: Geometry, rewards: Sequence[BuiltReward]) -> None:
-    """Raise `UserError` for rewards that pay nothing, or that need groups or advantages which they would not get."""
+    """Raise `UserError` for rewards that pay nothing, or that need whole groups where the layout splits them."""
     reward_checks.check_weights(rewards)
     reward_checks.check_punished_lengths(rewards, config.max_completion_length)
     for reward in rewards:
@@ -393,28 +393,3 @@ def _check_rewards(config: Any, geometry: Geometry, rewards: Sequence[BuiltRewar
                 f"over processes: make per_device_train_batch_size × steps_per_generation "
                 f"({geometry.completions_per_rank}) a multiple of num_generations ({geometry.num_generations})"
             )
-        if reward.normalises_groups:
-            _check_normalised(config, reward, rewards)
-
-
-def _check_normalised(config: Any, reward: BuiltReward, rewards: Sequence[BuiltReward]) -> None:
-    """Raise `UserError` unless the advantage is what `reward`, divided by the mean of its group, pays less its mean."""
-    divided = f"`rewards`: {reward.name} divides by the mean of its group"
-    if others := [other.name for other in rewards if other is not reward and other.weight]:
-        raise UserError(
-            f"{divided}, and {others[0]} would be added to the quotient: put both in a `sum` inside it, or give {others[0]} "
-            "the weight 0"
-        )
-    if config.scale_rewards != "none" or config.multi_objective_aggregation != "sum_then_normalize":
-        key = "scale_rewards: none"
-        if config.multi_objective_aggregation != "sum_then_normalize":
-            key = "multi_objective_aggregation: sum_then_normalize"
-        raise UserError(f"{divided}, and the advantage would be divided by a standard deviation too: set `{key}`")
-    generations = config.num_generations_eval or config.num_generations
-    if str(config.eval_strategy) != "no" and (
-        generations != config.num_generations or config.per_device_eval_batch_size % generations
-    ):
-        raise UserError(
-            f"{divided}, in an evaluation too: leave `num_generations_eval` out, and make `per_device_eval_batch_size` a "
-            f"multiple of num_generations ({config.num_generations})"
-        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from grpo_rewards.errors import UserError
 
@@ -66,6 +66,9 @@ LOSS_TYPES: dict[str, LossType] = {
     "luspo": LossType(lambda mask, _: len(mask), levels=("sequence",)),
     "vespo": LossType(None, keys=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")),
 }
+
+AdvantageRule = Literal["max_rl"]
+"""Name of a rule for advantages that TRL's options cannot express; `training/advantages.py` computes them."""
 
 OBJECTIVE_KEYS = tuple(dict.fromkeys(key for loss in LOSS_TYPES.values() for key in loss.keys))
 """The keys of TRL that some loss types read and others ignore."""
@@ -130,6 +133,27 @@ def _check_level(loss: LossType, config: Any, *, sampled_kl: bool) -> None:
         raise UserError(
             "`importance_sampling_level: sequence` gives a completion one ratio, of all its tokens, and "
             "`top_entropy_quantile` leaves out tokens: remove one of them"
+        )
+
+
+def check_advantages(rule: AdvantageRule | None, config: Any) -> None:
+    """Raise `UserError` for options of TRL that have no effect, because `rule` computes the advantages in place of TRL.
+
+    Args:
+        rule: the recipe's `advantages`.
+        config: every key of `GRPOConfig`, as attributes.
+    """
+    if rule is None:
+        return
+    if config.multi_objective_aggregation != "sum_then_normalize":
+        raise UserError(
+            f"`multi_objective_aggregation: {config.multi_objective_aggregation}` has no effect with `advantages: {rule}`, "
+            "which takes the weighted sum of the rewards: remove it"
+        )
+    if config.scale_rewards != "none":
+        raise UserError(
+            f"`scale_rewards: {config.scale_rewards}` has no effect with `advantages: {rule}`, which divides by no standard "
+            "deviation: set `scale_rewards: none`"
         )
 
 

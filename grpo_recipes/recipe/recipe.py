@@ -26,7 +26,7 @@ from trl import GRPOConfig, ModelConfig, TrlParser
 
 from grpo_recipes.recipe import data, generation, limits, losses, specs
 from grpo_recipes.recipe.geometry import Geometry
-from grpo_recipes.recipe.losses import LOSS_TYPES
+from grpo_recipes.recipe.losses import LOSS_TYPES, AdvantageRule
 from grpo_recipes.recipe.precision import ADAMW_BF16
 from grpo_recipes.recipe.prompts import Prompts
 from grpo_recipes.recipe.sources import DatasetUnreachable
@@ -114,6 +114,9 @@ class Recipe:
     generation_check: Annotated[
         bool, "whether completions are compared with the policy, and the run stops where another one sampled them"
     ] = True
+    advantages: Annotated[
+        AdvantageRule | None, "rule for advantages in place of TRL's: max_rl divides by the group's mean reward"
+    ] = None
     early_stopping_patience: Annotated[
         int | None,
         "how many evaluations in a row may be no better than the best before training stops (transformers' callback)",
@@ -250,6 +253,7 @@ def _build(raw: dict[str, Any], values: Mapping[str, Any], source: str, args: Se
     if recipe.sampling is not None:
         recipe.sampling.check(recipe.config)
     losses.check(recipe.training, recipe.config, sampled_kl=recipe.kl_estimator == "sampled")
+    losses.check_advantages(recipe.advantages, recipe.config)
     if recipe.kl_estimator == "full" and recipe.config.beta == 0.0:
         raise UserError("`kl_estimator: full` needs a reference policy: set `beta` above 0")
     return recipe

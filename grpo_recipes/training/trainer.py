@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,13 +17,14 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes.decoding.stop_strings import StopStrings
 from grpo_recipes.recipe.generation import check as check_generation
-from grpo_recipes.recipe.losses import LOSS_TYPES
+from grpo_recipes.recipe.losses import LOSS_TYPES, AdvantageRule, check_advantages
 from grpo_recipes.recipe.specs import GenerationMode, KLEstimator, MicroBatching, ReferenceSpec, SamplingSpec, typed
 from grpo_recipes.runs import quiet
 from grpo_recipes.runs.restart import EpochSampler, TellEpoch
 from grpo_recipes.runs.saving import CompleteCheckpoints
 from grpo_recipes.training import micro_batches as microbatch
 from grpo_recipes.training import offline
+from grpo_recipes.training.advantages import advantages as advantages_by_rule
 from grpo_recipes.training.callbacks import CompactCompletions
 from grpo_recipes.training.continuous_batching import ContinuousBatching, refuse_cast
 from grpo_recipes.training.eval_completions import separate_eval_completions
@@ -59,6 +60,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         generation: "auto" or "off": whether transformers' `generate` runs each prompt of a batch once and drops finished
             rows, where the tokens stay what they are. Concerns neither vLLM nor continuous batching.
         sampling: "informative" or a mapping: leaves out prompts whose last groups had no variance. See docs/sampling.md.
+        advantages: "max_rl" or None: rule that computes the advantages in place of TRL. See docs/algorithms.md.
         generation_check: whether completions are compared with the policy, and a run is stopped where they are not its own.
             See docs/generation-check.md.
         optimizer_cls_and_kwargs: transformers' own argument, which TRL's trainer leaves out: an optimiser by its class.
@@ -78,6 +80,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         micro_batching: str | Mapping[str, bool] | MicroBatching = "auto",
         generation: GenerationMode = "auto",
         sampling: str | Mapping[str, Any] | SamplingSpec | None = None,
+        advantages: AdvantageRule | None = None,
         generation_check: bool = True,
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         **kwargs: Any,
@@ -85,8 +88,11 @@ class GRPOTrainer(TRLGRPOTrainer):
         self.micro_batching = MicroBatching.parse(micro_batching)
         typed("kl_estimator", kl_estimator, KLEstimator)
         generation = typed("generation", generation, GenerationMode)
+        typed("advantages", advantages, AdvantageRule | None)
+        self._advantage_rule = advantages
         if args is not None:
             check_generation(args)
+            check_advantages(advantages, args)
             hide_secrets(args)
         # TRL builds no reference of its own.
         with without_trl_reference(args), sampling_by_seed(args), neutral_engine():
@@ -138,11 +144,30 @@ class GRPOTrainer(TRLGRPOTrainer):
         return offline.with_recorded_log_probs(inputs, self.rollout_func)
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
-        """TRL's, of the prompts that are drawn."""
-        generate = super()._generate_and_score_completions
+        """Generate and score the prompts that are drawn, with the advantages of the trainer's rule."""
         if self._prompts is None or not self.model.training:
-            return generate(inputs)
-        return self._prompts.generate(inputs, generate)
+            return self._generate_with_advantages(inputs)
+        return self._prompts.generate(inputs, self._generate_with_advantages)
+
+    def _generate_with_advantages(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        """Run TRL's generation and scoring, then replace its advantages, in the batch and in the log, by the rule's."""
+        output = super()._generate_and_score_completions(inputs)
+        if self._advantage_rule is None:
+            return output
+        group = self.num_generations if self.model.training else self.num_generations_eval
+        values = advantages_by_rule(self._advantage_rule, self._gathered_rewards, self.reward_weights, group)
+        logged = self._logs["advantages"]
+        for _ in range(min(len(logged), len(values))):  # TRL's log keeps the last generation batch only
+            logged.pop()
+        logged.extend(values.tolist())
+        first = self.accelerator.process_index * len(inputs)
+        output["advantages"] = values[first : first + len(inputs)]
+        return output
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Keep TRL's gathered rewards, (completions of all ranks, functions), for the rule for advantages."""
+        self._gathered_rewards = super()._calculate_rewards(*args, **kwargs)
+        return self._gathered_rewards
 
     def _regroup(self, padded: list[dict[str, Any]]) -> None:
         """Replace TRL's micro-batches with ours, and log what that saves over all ranks."""

@@ -6,7 +6,6 @@ A spec is a name (registered, or a dotted path), or one of the mappings
     {name: my_rewards.unit_tests, kind: correctness}
     {name: sum, rewards: [spec, ...], weight: 1.0, alias: total}
     {name: gate, reward: spec, only_if: spec, at_least: 1.0, weight: 1.0, alias: gated}
-    {name: max_rl, reward: spec, weight: 1.0, alias: relative}
 
 A class is always instantiated, with `kwargs` or with nothing. A plain function is the reward itself, unless `kwargs` is
 given (even `{}`): then it is a factory and is called with them first. A ready dataclass instance is the reward itself,
@@ -24,7 +23,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
-from grpo_rewards.completions import Kind, LogColumn, NamedReward, check_rows, prompt_groups
+from grpo_rewards.completions import Kind, LogColumn, NamedReward, check_rows
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.format_tags import checked_number
 from grpo_rewards.redaction import redacted, scrubbed, secret_values
@@ -63,7 +62,6 @@ _SPEC_KEYS = ("name", "weight", "alias", "kind", "kwargs")
 _COMPOSED_KEYS: Mapping[str, tuple[str, ...]] = {
     "sum": ("name", "weight", "alias", "rewards"),
     "gate": ("name", "weight", "alias", "reward", "only_if", "at_least"),
-    "max_rl": ("name", "weight", "alias", "reward"),
 }
 
 Reward = Callable[..., Any]
@@ -99,11 +97,6 @@ class BuiltReward:
     def needs_whole_groups(self) -> bool:
         """Whether the reward compares the completions of a group."""
         return getattr(self.unbound, "needs_whole_groups", False)
-
-    @property
-    def normalises_groups(self) -> bool:
-        """Whether the reward divides by its group's mean, so that nothing may be added to it or scale it afterwards."""
-        return isinstance(self.unbound, MaxRLReward)
 
 
 @dataclass(frozen=True)
@@ -275,67 +268,6 @@ class GateReward(ComposedReward):
         return f"{'open' if self._opens(condition) else 'closed'}: {self.only_if.name} pays {condition:g}"
 
 
-@dataclass(frozen=True)
-class MaxRLReward(ComposedReward):
-    """A reward divided by its mean over the group of a prompt: the weights of maximum likelihood RL (MaxRL).
-
-    | row | pay |
-    |---|---|
-    | `reward` pays r, and its group's mean m is above 0 | r / m |
-    | the mean of its group is 0 | 0 |
-    | `reward` returns None | None, and the row is left out of the mean |
-
-    TRL's baseline is the mean of what is paid, 1 or 0, so that with `scale_rewards: none` the advantage is (r - m) / m,
-    or 0 in a group without a success: the estimator of arXiv 2602.02710, which is of rewards that are never negative.
-    What the reward itself pays is logged as a column `<name>/<part>` and as its mean; the mean of the quotient only says
-    in how many groups anything was paid.
-    """
-
-    reward: BuiltReward
-    num_generations: int | None = None
-    name: str = "max_rl"
-
-    @property
-    def needs_whole_groups(self) -> bool:
-        """The mean is that of a whole group."""
-        return True
-
-    @property
-    def parts(self) -> tuple[BuiltReward, ...]:  # type: ignore[override]
-        """The reward that is divided."""
-        return (self.reward,)
-
-    @property
-    def highest_pay(self) -> float | None:
-        """The group's size: what its only success earns."""
-        return None if self.num_generations is None else float(self.num_generations)
-
-    def __call__(self, prompts: Any = None, completions: Sequence[Any] = (), **columns: Any) -> list[float | None]:
-        """Score whole groups.
-
-        Raises:
-            ValueError: `num_generations` is not known, the call does not hold whole groups, or a reward is negative.
-        """
-        check_rows(self.name, prompts=prompts, completions=completions)
-        groups = prompt_groups(self.name, prompts, self.num_generations)
-        rewards = super().__call__(prompts, completions, **columns)
-        if negative := [reward for reward in rewards if reward is not None and reward < 0]:
-            raise ValueError(
-                f"reward `{self.name}`: {self.reward.name} paid {negative[0]:g}, and a quotient by the group's mean is "
-                "meant for rewards that are never negative: pay 0 instead"
-            )
-        return [relative for group in groups for relative in _over_mean(rewards[group])]
-
-    def _pay(self, row: Sequence[float]) -> float:
-        return row[0]
-
-
-def _over_mean(rewards: Sequence[float | None]) -> list[float | None]:
-    known = [reward for reward in rewards if reward is not None]
-    mean = sum(known) / len(known) if known else 0.0
-    return [reward if not reward else reward / mean for reward in rewards]
-
-
 def leaves(rewards: Iterable[BuiltReward], weight: float = 1.0) -> Iterator[BuiltReward]:
     """Yield the single rewards that `rewards` are made of, each with its weight in the total (times `weight`).
 
@@ -402,7 +334,7 @@ def _with_prefix(reward: BuiltReward) -> BuiltReward:
 
 
 def spec_parts(spec: Any) -> list[Spec]:
-    """Return the specs inside a spec: what a `sum` adds, a `gate` pays and asks for, a `max_rl` divides; else none."""
+    """Return the specs inside a spec: the parts of a `sum`, the reward and the condition of a `gate`, else none."""
     if not isinstance(spec, Mapping):
         return []
     return [*(spec.get("rewards") or []), *(spec[key] for key in ("reward", "only_if") if key in spec)]
@@ -489,8 +421,6 @@ def _build(spec: Spec, building: _Building) -> BuiltReward:
         function = _build_sum(spec, building)
     elif name == "gate":
         function = _build_gate(spec, building)
-    elif name == "max_rl":
-        function = _build_max_rl(spec, building)
     else:
         function = _instantiate(name, spec.get("kwargs"), building)
         _check_call(name, function)
@@ -561,23 +491,8 @@ def _build_gate(spec: Mapping[str, Any], building: _Building) -> GateReward:
     return GateReward(parts[0], replace(parts[1], weight=0.0), at_least)
 
 
-def _build_max_rl(spec: Mapping[str, Any], building: _Building) -> MaxRLReward:
-    if "reward" not in spec:
-        raise RewardSpecError("reward `max_rl`: the key `reward` is missing: give it the reward to divide")
-    if isinstance(spec["reward"], Mapping) and "weight" in spec["reward"]:
-        raise RewardSpecError("reward `max_rl`: the weight of its `reward` has no effect in a quotient: remove it")
-    parts = build_rewards([spec["reward"]], **vars(building))
-    _refuse_parts("max_rl", parts)
-    return MaxRLReward(parts[0], building.num_generations)
-
-
 def _refuse_parts(name: str, parts: Iterable[BuiltReward]) -> None:
     for part in parts:
-        if part.normalises_groups:
-            raise RewardSpecError(
-                f"reward `{name}`: `{part.name}` is divided by its group's mean, and can't be part of another reward: "
-                + ("name it once" if name == "max_rl" else f"put the {name} inside the max_rl")
-            )
         if _is_async(part.function):
             raise RewardSpecError(
                 f"reward `{name}`: `{part.name}` is asynchronous; list it beside the {name}, not in it"

@@ -10,14 +10,16 @@ from typing import Any
 
 from trl import GRPOTrainer
 
+import grpo_recipes
 from grpo_recipes.recipe.recipe import Recipe
-from grpo_rewards import registry
+from grpo_recipes.training import advantages
 from tests.mathematics.algorithms import Held, Layout, hold
 from tests.mathematics.harness import edited
 
 LOSS = (GRPOTrainer, "_compute_loss")
 SCORE = (GRPOTrainer, "_generate_and_score_completions")
-OVER_MEAN = (registry, "_over_mean")
+MAX_RL = (advantages, "max_rl")
+RULE = (grpo_recipes.GRPOTrainer, "_generate_with_advantages")
 LIMIT = 1e-10
 
 
@@ -57,10 +59,6 @@ def _unpunished(rewards: list[Any]) -> list[Any]:
 
 def _summed(rewards: list[Any]) -> list[Any]:
     return [{"name": "sum", "rewards": rewards}]
-
-
-def _undivided(rewards: list[Any]) -> list[Any]:
-    return [rewards[0]["reward"]]
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -105,8 +103,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault("gdpo", "no normalisation over the batch", edit=(
         SCORE, "(rewards - torch.nanmean(rewards)) / (std_rewards + 1e-4)", "rewards")),
     Fault("gdpo", "a mean over tokens", {"loss_type": "dapo"}),
-    Fault("maxrl", "not divided by the mean", rewards=_undivided),
-    Fault("maxrl", "divided by the deviation too", {"scale_rewards": "group"}),
+    Fault("maxrl", "not divided by the mean", edit=(MAX_RL, "torch.where(mean == 0, 1.0, mean)", "1.0")),
+    Fault("maxrl", "divided by the deviation too", edit=(
+        MAX_RL, "torch.where(mean == 0, 1.0, mean)", "(mean + (mean == 0)) / (rewards.std(1, keepdim=True) + 1e-4)")),
     Fault("maxrl", "a mean over each completion", {"loss_type": "grpo"}),
-    Fault("maxrl", "divided by the sum", edit=(OVER_MEAN, "sum(known) / len(known)", "sum(known)")),
+    Fault("maxrl", "divided by the sum", edit=(MAX_RL, "rewards.nanmean(", "rewards.nansum(")),
+    Fault("maxrl", "TRL's advantages", edit=(RULE, "self._advantage_rule is None", "True")),
 )  # fmt: skip

@@ -127,7 +127,7 @@ def _scaled(spec: Any) -> Any:
         return {**{key: spec[key] for key in spec if key != "kwargs"}, "name": STAND_INS[name]}
     if name.endswith("get_soft_overlong_punishment"):
         return {**spec, "kwargs": {"max_completion_len": MAX_COMPLETION_LENGTH, "soft_punish_cache": 3}}
-    return {key: _scaled(value) if key == "reward" else value for key, value in spec.items()}
+    return dict(spec)
 
 
 def paid(name: str, completions: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -166,7 +166,7 @@ def train(checkpoint: Path, name: str, layout: Layout, updates: int, recipe: Rec
         checkpoint,
         torch.float64,
         [reward.function for reward in rewards],
-        _with(micro_batching=recipe.micro_batching, kl_estimator=recipe.kl_estimator),
+        _with(micro_batching=recipe.micro_batching, kl_estimator=recipe.kl_estimator, advantages=recipe.advantages),
         **config,
     )
     assert trainer.accelerator.num_processes == layout.ranks

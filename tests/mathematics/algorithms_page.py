@@ -105,7 +105,7 @@ reward, on-policy, for a reward of whole completions.
 | `scale_rewards: group` | divides a group by its deviation: nearly decided groups, almost all right or wrong, weigh more; no longer the gradient of the expected reward |
 | `scale_rewards: batch` | divides all groups by one number: the direction of `none`, at a length that does not depend on the reward's scale |
 | `normalize_then_sum` | gives each reward the same spread in each group before they are added, so that the largest does not drown the others; then one number for all |
-| `max_rl` | divides a group by its mean: a prompt solved with probability p weighs about 1/p; the gradient of the likelihood to order G − 1 |
+| `advantages: max_rl` | divides a group by its mean: a prompt solved with probability p weighs about 1/p; the gradient of the likelihood to order G − 1 |
 | `loss_type: grpo`, `sapo` | a completion weighs the same whatever its length, its tokens 1/length: long wrong ones are punished less per token |
 | `loss_type: dapo`, `cispo`, `vespo` | every token weighs the same; the divisor is the batch's number of tokens, itself random |
 | `loss_type: dr_grpo` | every token weighs the same, by a constant: unbiased |
@@ -130,7 +130,7 @@ reward, on-policy, for a reward of whole completions.
 | `sampling: {informative: unbiased}` | the same gradient in expectation, at more variance; `grpo`, `dr_grpo`, `luspo`, `sapo` at `beta: 0` |
 | `dataset.pass_rate` | another distribution of prompts: the gradient of the expected reward on the rows kept |
 | `sampling`, `dataset.pass_rate` | leave out prompts whose groups would have no variance: [docs/sampling.md](sampling.md) says when the expectation stays |
-| `num_generations` | G: less variance, (G − 1)/G nearer 1, and of `max_rl` the order |
+| `num_generations` | G: less variance, (G − 1)/G nearer 1, and of `advantages: max_rl` the order |
 | `micro_batching`, `gradient_accumulation_steps`, ranks | nothing (`bnpo`, an entropy bonus and a router loss excepted: [docs/mathematics.md](mathematics.md)) |
 
 The KL terms, the normalisers and the masks are held one by one in [docs/mathematics.md](mathematics.md).
@@ -152,7 +152,6 @@ REFUSED: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("gdpo", {"scale_rewards": "none"}),
     ("maxrl", {"scale_rewards": "group"}),
     ("maxrl", {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "group"}),
-    ("maxrl", {"per_device_train_batch_size": 12}),
 )
 
 

@@ -28,7 +28,7 @@ ALGORITHM = (
     *OBJECTIVE_KEYS,
     *("loss_type", "scale_rewards", "multi_objective_aggregation", "importance_sampling_level"),
     *("beta", "use_bias_correction_kl", "mask_truncated_completions"),
-    *("rewards", "per_device_train_batch_size", "steps_per_generation", "output_dir"),
+    *("advantages", "rewards", "per_device_train_batch_size", "steps_per_generation", "output_dir"),
 )
 
 
@@ -119,16 +119,15 @@ def test_a_recipe_with_every_default_shows_none_that_its_loss_ignores(capsys: py
     assert shown["num_iterations"] == 1
 
 
-def test_maxrl_is_refused_where_its_advantage_would_be_another() -> None:
-    both = [{"name": "max_rl", "reward": "gsm8k_correctness"}, "well_formed"]
-    assert "well_formed would be added to the quotient" in refused("maxrl", rewards=both)
-    logged = [both[0], {"name": "well_formed", "weight": 0}]
-    assert check(Recipe.load(find_file("recipes", "maxrl"), rewards=logged), ONE)
+def test_maxrl_refuses_options_of_trl_that_it_does_not_read() -> None:
     assert "set `scale_rewards: none`" in refused("maxrl", scale_rewards="batch")
-    assert "splits groups" in refused("maxrl", per_device_train_batch_size=12)
-    evaluated = {"eval_strategy": "steps", "eval_steps": 1}
-    assert "leave `num_generations_eval` out" in refused("maxrl", **evaluated, num_generations_eval=1)
-    assert "a multiple of num_generations (8)" in refused("maxrl", **evaluated, per_device_eval_batch_size=4)
+    both = {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "group"}
+    assert "which takes the weighted sum of the rewards: remove it" in refused("maxrl", **both)
+
+
+def test_maxrl_takes_several_rewards_and_groups_that_the_layout_splits() -> None:
+    recipe = Recipe.load("maxrl", rewards=["gsm8k_correctness", "well_formed"], per_device_train_batch_size=12)
+    assert check(recipe, Machine(2, bf16=False)).geometry.splits_groups
 
 
 def test_an_overlong_punishment_that_can_never_act_is_refused() -> None:

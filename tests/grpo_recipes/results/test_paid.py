@@ -156,16 +156,15 @@ def test_a_run_of_somebody_elses_names_nothing_that_is_run() -> None:
     assert "it asks a model that the run names" in left_out[2]
 
 
-def test_our_own_rewards_of_somebody_elses_run_are_asked_in_a_sum_a_gate_and_a_quotient_too() -> None:
+def test_our_own_rewards_of_somebody_elses_run_are_asked_in_a_sum_and_a_gate_too() -> None:
     right = {"name": "gsm8k_correctness"}
     specs = [
-        {"name": "sum", "rewards": [right, {"name": "max_rl", "alias": "m", "reward": "os.system"}]},
+        {"name": "sum", "rewards": [right, {"name": "gate", "alias": "g", "reward": "os.system", "only_if": right}]},
         {"name": "sum", "rewards": [right, "well_formed"]},
         {"name": "gate", "reward": right, "only_if": "well_formed"},
-        {"name": "max_rl", "reward": right},
     ]
     usable, left_out = paid.own_rewards(specs, {"prompt": "p", "answer": "1"}, 2, is_trusted=False)
-    assert [reward.name for reward in usable] == ["sum", "gate", "max_rl"]
+    assert [reward.name for reward in usable] == ["sum", "gate"]
     assert left_out == ["sum (code that the run names: give its recipe with --recipe)"]
 
 

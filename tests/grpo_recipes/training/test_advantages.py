@@ -1,0 +1,93 @@
+"""Rules for advantages: their values, what they refuse, and that a training takes and logs them."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import grpo_recipes
+from grpo_recipes.recipe.losses import AdvantageRule
+from grpo_recipes.training.advantages import advantages, max_rl
+from grpo_rewards.errors import UserError
+
+NAN = float("nan")
+
+
+def test_max_rl_by_hand() -> None:
+    rewards = torch.tensor([[1.0, 0, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0], [NAN, 1, 0, NAN], [NAN, NAN, NAN, NAN]])
+    expected = [[1, -1, -1, 1], [3, -1, -1, -1], [0, 0, 0, 0], [0, 1, -1, 0], [0, 0, 0, 0]]
+    assert max_rl(rewards).tolist() == expected
+
+
+@given(st.lists(st.integers(0, 50), min_size=2, max_size=12))
+def test_max_rl_is_the_quotient_of_exact_fractions(rewards: list[int]) -> None:
+    mean = Fraction(sum(rewards), len(rewards))
+    expected = [float((reward - mean) / mean) if mean else 0.0 for reward in rewards]
+    assert max_rl(torch.tensor([rewards], dtype=torch.float64))[0].tolist() == pytest.approx(expected)
+
+
+def test_a_negative_total_is_named() -> None:
+    with pytest.raises(ValueError, match=r"`advantages: max_rl`.*total reward is -0.5"):
+        max_rl(torch.tensor([[NAN, -0.5, 1.0]]))
+
+
+@pytest.mark.parametrize("rule", get_args(AdvantageRule))
+def test_every_rule_sums_the_rewards_by_weight_and_ignores_missing_ones(rule: AdvantageRule) -> None:
+    # Two groups of two completions and two functions: totals 1 and 3, then 2 and unscored.
+    rewards = torch.tensor([[1.0, NAN], [1.0, 1.0], [0.0, 1.0], [NAN, NAN]])
+    found = advantages(rule, rewards, torch.tensor([1.0, 2.0]), num_generations=2)
+    assert found.tolist() == pytest.approx([-0.5, 0.5, 0.0, 0.0])
+
+
+def by_tokens(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    return [float(sum(ids) % 3) for ids in completion_ids]
+
+
+def test_a_training_takes_and_logs_the_advantages_of_the_rule(make_trainer: Any) -> None:
+    trainer = make_trainer(by_tokens, advantages="max_rl", scale_rewards="none")
+    seen: list[torch.Tensor] = []
+    generate = trainer._generate_with_advantages
+
+    def recorded(inputs: Any) -> Any:
+        output = generate(inputs)
+        seen.append(output["advantages"])
+        return output
+
+    trainer._generate_with_advantages = recorded
+    trainer.train()
+    logged = torch.tensor(list(trainer._logs["advantages"]))
+    rewards = torch.tensor(list(trainer._logs["rewards"]["by_tokens"])).view(-1, trainer.num_generations)
+    mean = rewards.mean(1, keepdim=True)
+    expected = torch.where(mean > 0, (rewards - mean) / mean, 0.0).flatten()
+    assert expected.any()
+    torch.testing.assert_close(logged, expected)
+    torch.testing.assert_close(seen[-1], expected)
+
+
+def test_a_script_is_refused_as_a_recipe_is(make_trainer: Any) -> None:
+    with pytest.raises(UserError, match="set `scale_rewards: none`"):
+        make_trainer(by_tokens, advantages="max_rl")
+    with pytest.raises(UserError, match="advantages"):
+        make_trainer(by_tokens, advantages="maxrl", scale_rewards="none")
+
+
+@pytest.fixture
+def make_trainer(tiny_model: Path, tmp_path: Path) -> Any:
+    """A factory of our trainer on the tiny model, for one step."""
+    from datasets import Dataset
+    from trl import GRPOConfig
+
+    def make(reward: Any, *, advantages: Any, **config: Any) -> grpo_recipes.GRPOTrainer:
+        settings = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "max_steps": 1}
+        quiet = {"report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no", "logging_steps": 1}
+        args = GRPOConfig(output_dir=str(tmp_path / "run"), **{**settings, **quiet, **config})
+        rows = Dataset.from_dict({"prompt": ["1 + 1 =", "2 + 2 =", "3 + 3 =", "4 + 4 ="]})
+        return grpo_recipes.GRPOTrainer(str(tiny_model), reward, args, rows, advantages=advantages)
+
+    return make

@@ -382,17 +382,16 @@ def load_reward_models(recipe: Recipe, checked: Checked) -> None:
 
     Raises `RecipeError` if one can't be loaded, or does not answer.
     """
-    for reward in (leaf.unbound for leaf in leaves(checked.rewards)):
-        folder = Path(getattr(reward, "model", ""))
-        if hasattr(reward, "load") and (folder / "config.json").is_file():
+    for reward in (leaf.declared for leaf in leaves(checked.rewards)):
+        folder = Path(reward.model_source or "")
+        if (folder / "config.json").is_file():
             _check_weights(recipe, "rewards", folder)
         try:
-            if hasattr(reward, "load"):
-                _say(reward.load().summary())
-            if hasattr(reward, "probe"):
-                _say(reward.probe())
+            line = reward.prepare()
         except ValueError as error:
             raise recipe.error(f"`rewards`: {error}") from error
+        if line is not None:
+            _say(line)
 
 
 def known_secrets(recipe: Recipe) -> set[str]:

@@ -380,7 +380,7 @@ def _check_rewards(config: Any, geometry: Geometry, rewards: Sequence[BuiltRewar
     reward_checks.check_weights(rewards)
     reward_checks.check_punished_lengths(rewards, config.max_completion_length)
     for reward in rewards:
-        if not getattr(reward.function, "needs_whole_groups", False):
+        if not reward.needs_whole_groups:
             continue
         if geometry.num_generations == 1:
             raise UserError(

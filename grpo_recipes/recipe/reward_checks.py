@@ -12,6 +12,7 @@ from datasets import Dataset
 from grpo_recipes.recipe.prompts import hash_sample
 from grpo_rewards.errors import UserError
 from grpo_rewards.registry import BoundReward, BuiltReward, leaves
+from grpo_rewards.reward import BaseReward
 
 # What TRL hands to every reward beside the dataset's columns (`GRPOTrainer._calculate_rewards`), which hold no `prompt`.
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -80,6 +81,7 @@ def check_columns(rewards: Iterable[BuiltReward], columns: Sequence[str]) -> Non
     given = [column for column in columns if column != "prompt"]  # TRL keeps it back: rewards get `prompts`
     for reward in leaves(rewards):
         needed, takes_all = _parameters(reward.function)
+        needed = [*reward.declared.columns_read, *needed]
         for column in needed:
             if column not in (*TRL_ARGUMENTS, *given):
                 raise UserError(
@@ -94,13 +96,12 @@ def check_columns(rewards: Iterable[BuiltReward], columns: Sequence[str]) -> Non
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
-    """What a reward can't be called without, the columns that it reads included, and whether it takes any other."""
+    """Return the arguments that a reward needs, and True if it takes any other by name."""
     if isinstance(function, BoundReward):
         needed, takes_all = _parameters(function.function)
         return [name for name in needed if name not in function.arguments], takes_all
-    needed = [*getattr(function, "columns_read", ())]
     parameters = inspect.signature(function).parameters
-    needed += [
+    needed = [
         name
         for name, parameter in parameters.items()
         if parameter.default is parameter.empty
@@ -141,19 +142,16 @@ def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset) -> GoldCheck |
     return GoldCheck(len(rows), len(dataset), tuple(rows[:NAMED_ROWS]), names, sampled_from) if rows else None
 
 
-def _judges(reward: BuiltReward) -> list[Any]:
-    """The correctness rewards in `reward` that read the dataset."""
-    return [
-        leaf.function
-        for leaf in leaves([reward])
-        if leaf.kind == "correctness" and bool(getattr(leaf.function, "columns_read", ()))
-    ]
+def _judges(reward: BuiltReward) -> list[BaseReward]:
+    """Return the correctness rewards in `reward` that read the dataset."""
+    found = [leaf.declared for leaf in leaves([reward]) if leaf.kind == "correctness"]
+    return [judge for judge in found if judge.columns_read]
 
 
-def _can_score(judge: Any, dataset: Dataset) -> list[bool]:
-    read = (*judge.columns_read, getattr(judge, "choices_column", None))
+def _can_score(judge: BaseReward, dataset: Dataset) -> list[bool]:
+    read = (*judge.columns_read, *judge.optional_columns)
     columns = {column: list(dataset[column]) for column in dataset.column_names if column in read}
-    return [score is not None for score in judge(completions=[""] * len(dataset), **columns)]
+    return judge.validate(len(dataset), columns)
 
 
 def _excerpt(gold: Any, length: int = 60) -> str:

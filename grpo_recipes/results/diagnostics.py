@@ -17,7 +17,6 @@ import pandas as pd
 from grpo_recipes.results.run import Run, RunReward, Series
 from grpo_recipes.results.strict import judge_of, single_specs
 from grpo_recipes.runs.files import AFTER, BEFORE
-from grpo_rewards.correctness import GSM8KCorrectness
 from grpo_rewards.registry import RewardSpecError
 from grpo_rewards.terminal import Cell, Part, Table, visible
 
@@ -377,16 +376,15 @@ def _too_few(metric: str) -> NoData:
 
 
 def _where_answers_are(run: Run, name: str) -> str:
-    """Where a reward looks for an answer and where the logged completions state one; the former alone if it can't be built."""
+    """Return a clause that says where a reward looks for an answer, and where the logged completions state one."""
     for spec in single_specs(run.recipe.get("rewards") or []):
         if name not in (spec.get("alias"), str(spec.get("name")).rpartition(".")[2]):
             continue
         with suppress(RewardSpecError):
-            reward = judge_of(spec)
-            if isinstance(reward, GSM8KCorrectness):
+            if (reward := judge_of(spec)) is not None:
                 texts = run.texts(run.rows.tail(LATEST_TEXTS))
                 note = reward.unparsed_note(texts["completion"].tolist() if len(texts) else [])
-                return note or f"no completion states an answer where `extract: {reward.extract}` looks"
+                return note or f"no completion states an answer {reward.looks_at}"
     return "no completion states an answer where it looks"
 
 

@@ -45,6 +45,7 @@ from grpo_rewards.answers import Judge, read_gold
 from grpo_rewards.reading import read_text
 from grpo_rewards.redaction import redacted
 from grpo_rewards.registry import RewardSpecError
+from grpo_rewards.reward import BaseReward
 from grpo_rewards.terminal import Cell, Part, Table
 
 DEFAULT_NEW_TOKENS = 512
@@ -78,7 +79,7 @@ class Settings:
     max_new_tokens: int = 256
     batch_size: int = 64
     seed: int = 0
-    strict: tuple[strict.Asked, ...] | None = ()
+    strict: tuple[BaseReward, ...] | None = ()
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -680,7 +681,7 @@ def _golds(dataset: Dataset, settings: Settings) -> list[str] | None:
     columns = {name: list(dataset[name]) for name in dataset.column_names if name != "prompt"}
     judged = strict.can_judge(settings.strict, len(dataset), columns)
     if not all(judged):
-        asked = strict.describe([asdict(reward) for reward in settings.strict])
+        asked = strict.describe([vars(reward) for reward in settings.strict])
         raise ValueError(f"row {judged.index(False) + 1} can't be scored by what strict asks for, {asked}")
     golds = columns.get(strict.gold_column(settings.strict), [None] * len(dataset))
     return ["" if gold is None else str(gold) for gold in golds]

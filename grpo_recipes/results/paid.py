@@ -23,7 +23,17 @@ from grpo_recipes.results.estimates import mean_share, mean_value, paired_differ
 from grpo_recipes.runs.files import BOOLEANS, NUMBERS, Kind
 from grpo_rewards.answers import answer_number
 from grpo_rewards.completions import listed_scores
-from grpo_rewards.registry import BuiltReward, Spec, build_rewards, is_composed, leaves, own_name, resolve, spec_parts
+from grpo_rewards.registry import (
+    BuiltReward,
+    Spec,
+    build_rewards,
+    fields_of_rewards,
+    is_composed,
+    leaves,
+    own_name,
+    resolve,
+    spec_parts,
+)
 
 PAY, PASSED = "reward/{}", "passed/{}"
 """The columns of `completions.parquet` for a reward."""
@@ -109,8 +119,8 @@ def _names(spec: Spec) -> Iterable[str]:
     name = str(mapping.get("name"))
     if not is_composed(mapping):
         yield name
-    taken = getattr(resolve(own), "reward_fields", ()) if (own := own_name(name)) else ()
-    kwargs = mapping.get("kwargs") or {}
+    taken = fields_of_rewards(resolve(own)) if (own := own_name(name)) else ()
+    kwargs: Any = mapping.get("kwargs") or {}
     for part in [*spec_parts(mapping), *(kwargs[key] for key in taken if key in kwargs)]:
         yield from _names(part)
 
@@ -124,7 +134,7 @@ def _unusable(built: BuiltReward, samples: int, *, is_trusted: bool) -> str | No
     if asks_a_model and not is_trusted:
         return "it asks a model that the run names: give its recipe with --recipe"
     # A judge needs whole groups only so that it can leave out all of one.
-    if samples == 1 and getattr(built.function, "needs_whole_groups", False) and not asks_a_model:
+    if samples == 1 and built.needs_whole_groups and not asks_a_model:
         return "it compares completions of one prompt: ask for several with --samples"
     return None
 

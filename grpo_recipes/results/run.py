@@ -320,7 +320,7 @@ class Sampled:
 def _kind_by_name(name: str) -> str:
     """The kind of one of our rewards or TRL's, by the name that it logs under."""
     if name in REGISTERED:
-        return getattr(resolve(name), "kind", "other")
+        return resolve(name).kind
     return TRL_REWARDS[name][0] if name in TRL_REWARDS else "other"
 
 

@@ -8,14 +8,14 @@ the default asks for one reasoning block, then one answer block that holds the r
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from grpo_rewards.answers import answer_extractor
-from grpo_rewards.completions import Kind
 from grpo_rewards.correctness import GSM8KCorrectness
 from grpo_rewards.format_tags import WellFormed
 from grpo_rewards.registry import TRL_REWARDS, Spec, build_rewards, own_name, resolve, spec_parts
+from grpo_rewards.reward import BaseReward, Kind
 from grpo_rewards.terminal import visible
 
 Tags = tuple[str, str]
@@ -23,28 +23,26 @@ THINK_FORMAT = "trl.rewards.think_format_reward"
 
 
 @dataclass(frozen=True)
-class ThinkFormat:
+class ThinkFormat(BaseReward):
     """TRL's `think_format_reward`, called on texts: 1 if the completion begins with one closed think block, else 0."""
 
     kind: ClassVar[Kind] = "format"
-    highest_pay: ClassVar[float] = 1.0
 
     name: str = "think_format_reward"
 
-    def __call__(self, *, completions: Sequence[str], **columns: Any) -> list[float]:
+    @property
+    def highest_pay(self) -> float:
+        """Pay of a completion in the format."""
+        return 1.0
+
+    def __call__(self, prompts: Any = None, completions: Sequence[str] = (), **columns: Any) -> list[float | None]:
         """Score each completion."""
         from trl.rewards import think_format_reward
 
         return think_format_reward([[{"content": completion}] for completion in completions])
 
 
-# One of our rewards, a frozen dataclass, of the kind correctness or format.
-Asked = Any
-# What a reward pays, and how it is called, says nothing about what earns the most: fields, as far as a reward has them.
-_PLAIN = {"pay": 1.0, "pay_wrong": 0.0, "pay_partial": 0.0, "prefix": ""}
-
-
-def asked_by(specs: Sequence[Spec], tags: Tags, *, override_tags: bool = False) -> tuple[Asked, ...]:
+def asked_by(specs: Sequence[Spec], tags: Tags, *, override_tags: bool = False) -> tuple[BaseReward, ...]:
     """What a recipe's rewards ask of a completion, sorted; the default if none of them pays for correctness or format.
 
     Left out are rewards of other kinds, a user's own (which may need other columns), and those without a positive weight,
@@ -62,7 +60,7 @@ def asked_by(specs: Sequence[Spec], tags: Tags, *, override_tags: bool = False) 
     """
     known = list(_known(specs, tags))
     if override_tags:
-        known = [_with_tags(reward, tags) for reward in known]
+        known = [reward.with_tags(tags) for reward in known]
     if not known:
         return GSM8KCorrectness(pay_exact=1.0, pay_equal=1.0, tags=tags), WellFormed(tags=tags)
     if not any(reward.kind == "correctness" for reward in known):
@@ -75,14 +73,15 @@ def judges_correctness(specs: Sequence[Spec]) -> bool:
     return any(reward.kind == "correctness" for reward in _known(specs, ("think", "answer")))
 
 
-def is_right(asked: Sequence[Asked], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> list[bool]:
-    """Whether each completion earns the most that every reward can pay; `columns` are the dataset's, `answer` the golds."""
-    pays = [reward(completions=completions, **columns) for reward in asked]
-    most = [reward.highest_pay for reward in asked]
-    return [list(row) == most for row in zip(*pays, strict=True)]
+def is_right(
+    asked: Sequence[BaseReward], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+) -> list[bool]:
+    """Return, for each completion, True if it passes every reward; `columns` are the dataset's, `answer` the golds."""
+    passed = [reward.passed(reward(completions=completions, **columns)) for reward in asked]
+    return [all(row) for row in zip(*passed, strict=True)]
 
 
-def passing(spec: Spec) -> Asked | None:
+def passing(spec: Spec) -> BaseReward | None:
     """What a completion that passes one of our correctness rewards earns in full, whatever a spec says of pay.
 
     None for every other reward, and for one whose answers all earn the same.
@@ -90,32 +89,32 @@ def passing(spec: Spec) -> Asked | None:
     built = judge_of({"name": spec} if isinstance(spec, str) else spec)
     if built is None or built.kind != "correctness":
         return None
-    return next(iter(_plain(built)), None)
+    return built.with_unit_pay()
 
 
-def can_judge(asked: Sequence[Asked], rows: int, columns: Mapping[str, Sequence[Any]]) -> list[bool]:
-    """Whether every reward can score each of the rows: one says by None that it can't, whatever the completion.
+def can_judge(asked: Sequence[BaseReward], rows: int, columns: Mapping[str, Sequence[Any]]) -> list[bool]:
+    """Return, for each row, True if every reward can score it.
 
     Raises:
         ValueError: a reward needs a column that is not there.
     """
-    pays = [reward(completions=[""] * rows, **columns) for reward in asked]
-    return [None not in row for row in zip(*pays, strict=True)]
+    valid = [reward.validate(rows, columns) for reward in asked]
+    return [all(row) for row in zip(*valid, strict=True)]
 
 
-def columns_read(reward: Asked) -> set[str]:
-    """The dataset columns that tell one row from another to a reward."""
-    return {*getattr(reward, "columns_read", ()), getattr(reward, "choices_column", None) or ""} - {""}
+def columns_read(reward: BaseReward) -> set[str]:
+    """Return the names of the dataset columns that tell one row from another to a reward."""
+    return {*reward.columns_read, *reward.optional_columns}
 
 
-def gold_column(asked: Sequence[Asked]) -> str:
+def gold_column(asked: Sequence[BaseReward]) -> str:
     """Where the first correctness reward finds its golds; `answer` for one that has none."""
     judge = next(reward for reward in asked if reward.kind == "correctness")
-    return getattr(judge, "gold_column", "answer")
+    return judge.gold_column or "answer"
 
 
 def stated_answers(
-    asked: Sequence[Asked], completions: Sequence[str], columns: Mapping[str, Sequence[Any]], tags: Tags
+    asked: Sequence[BaseReward], completions: Sequence[str], columns: Mapping[str, Sequence[Any]], tags: Tags
 ) -> list[str | None]:
     """Each completion's answer as the first correctness reward reads it, else in any recognised layout."""
     logged: dict[str, list[str | None]] = {}
@@ -149,45 +148,26 @@ def single_specs(specs: Iterable[Spec]) -> Iterator[Mapping[str, Any]]:
         yield from single_specs(spec_parts(mapping)) if spec_parts(mapping) else [mapping]
 
 
-def judge_of(spec: Mapping[str, Any]) -> Any | None:
+def judge_of(spec: Mapping[str, Any]) -> BaseReward | None:
     """One of our correctness or format rewards as a spec describes it; None for every other reward.
 
     The spec may come from a run of somebody else's, so that nothing is imported or called by a name that it gives.
     """
     own = own_name(str(spec.get("name")))
     # By the class, before anything is built: a reward of another kind may take the spec of a further one, or a model's name.
-    if own is None or getattr(resolve(own), "kind", None) not in ("correctness", "format"):
+    if own is None or resolve(own).kind not in ("correctness", "format"):
         return None
-    return build_rewards([spec])[0].function
+    return build_rewards([spec])[0].declared
 
 
-def _known(specs: Sequence[Spec], tags: Tags) -> Iterator[Asked]:
+def _known(specs: Sequence[Spec], tags: Tags) -> Iterator[BaseReward]:
     for spec in single_specs(specs):
         name = str(spec.get("name"))
         package, _, attribute = name.rpartition(".")
         if (built := judge_of(spec)) is not None:
-            yield from _plain(built)
+            if (asked := built.with_unit_pay()) is not None:
+                yield asked
         elif name == THINK_FORMAT:
             yield ThinkFormat()
         elif package == "trl.rewards" and TRL_REWARDS.get(attribute, ("other",))[0] == "correctness":
             yield GSM8KCorrectness(extract="auto", pay_exact=1.0, pay_equal=1.0, tags=tags)
-
-
-def _plain(reward: Any) -> Iterator[Asked]:
-    """A reward without what makes no difference to which completions earn its highest pay; nothing if none earns any."""
-    if isinstance(reward, GSM8KCorrectness):
-        if reward.pay_exact > reward.pay_wrong:
-            kept = {key: getattr(reward, key) for key in ("extract", "tags", "prefilled", "gold_column", "deadline")}
-            yield GSM8KCorrectness(pay_exact=1.0, pay_equal=float(reward.pay_equal > reward.pay_wrong), **kept)
-    elif reward.highest_pay > 0:
-        known = {field.name: field.default for field in fields(reward)}
-        # A format reward pays its `pay` for each of several tags: there, its default serves as well.
-        paid = _PLAIN if reward.kind == "correctness" else {"pay": known["pay"]}
-        changed = {key: value for key, value in paid.items() if key in known}
-        yield replace(reward, **changed, name=known["name"])
-
-
-def _with_tags(reward: Asked, tags: Tags) -> Asked:
-    if isinstance(reward, ThinkFormat):
-        return reward
-    return replace(reward, tags=tags, prefilled=tags[0] if reward.prefilled else None)

@@ -28,8 +28,8 @@ from numbers import Real
 from typing import NamedTuple
 
 from grpo_rewards.completions import thinking_remover
-from grpo_rewards.format_tags import check_choice
 from grpo_rewards.prose import stated_quantity
+from grpo_rewards.reward import check_choice
 from grpo_rewards.symbolic import equivalent
 from grpo_rewards.words import (
     CJK_NUMERALS,

@@ -19,7 +19,8 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from grpo_rewards.completions import needed_column
-from grpo_rewards.golds import AgainstGold, Judgement, Judgements, LogMetric
+from grpo_rewards.golds import AgainstGold, Judgement, Judgements
+from grpo_rewards.reward import LogMetric
 
 # An answer longer than the longest choice by more than this names none.
 _MAX_EXTRA_CHARS = 1000
@@ -502,7 +503,7 @@ def _taken_back(following: str, label: str, choices: Choices) -> bool:
     return bool(_CORRECTION.match(following) and _mentioned(_cleaned(following), choices) - {label})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChoiceCorrectness(AgainstGold):
     r"""Whether a completion names the right choice of a multiple-choice question, by its letter or by its text.
 
@@ -550,6 +551,11 @@ class ChoiceCorrectness(AgainstGold):
         if self.choices_column is None or self.choices_column == "choices":
             return super().columns_read
         return *super().columns_read, self.choices_column
+
+    @property
+    def optional_columns(self) -> tuple[str, ...]:
+        """Name of the choices' column, if the reward reads one."""
+        return () if self.choices_column is None else (self.choices_column,)
 
     def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> Judgements:
         golds = needed_column(self, "gold_column", columns, texts)

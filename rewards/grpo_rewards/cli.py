@@ -20,7 +20,6 @@ from typing import Any
 from grpo_rewards import __version__
 from grpo_rewards.command_line import Parser
 from grpo_rewards.completions import completion_text, listed_scores
-from grpo_rewards.correctness import GSM8KCorrectness
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.reading import LINE_BYTES
 from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards, leaves, registered_names, resolve
@@ -152,7 +151,7 @@ def _score(options: argparse.Namespace) -> int:
 
 def _why_unscorable(reward: BuiltReward, row: tuple[int, dict[str, Any]], gold_column: str) -> str:
     number, columns = row
-    own = getattr(reward.function, "gold_column", None)
+    own = reward.declared.gold_column
     if own is None:
         return "it returned None for each"
     column = gold_column if own == "answer" else own
@@ -335,9 +334,8 @@ def _summary(reward: BuiltReward, column: Sequence[float | None], rows: Rows) ->
             {"row": rows[index][0], "pay": score, "completion": _excerpt(rows[index][1]["completion"])}
             for score, index in examples
         ]
-    if isinstance(reward.function, GSM8KCorrectness):
-        note = reward.function.unparsed_note([row["completion"] for _, row in rows])
-        summary |= {"note": note} if note else {}
+    if note := reward.declared.unparsed_note([row["completion"] for _, row in rows]):
+        summary["note"] = note
     return summary
 
 
@@ -416,8 +414,7 @@ def _judge(text: str) -> tuple[BuiltReward, float]:
     """The reward of a spec that reads golds, inside a gate or a sum too, and its full pay."""
     built = build_rewards([_spec(text)])
     for reward in leaves(built):
-        function = reward.function
-        has_gold = hasattr(function, "gold_column") and bool(getattr(function, "columns_read", ()))
+        has_gold = reward.declared.gold_column is not None and bool(reward.declared.columns_read)
         if reward.kind == "correctness" and has_gold and reward.highest_pay is not None:
             return reward, reward.highest_pay
     raise CommandError(f"check needs a correctness reward, and `{built[0].name}` compares with no gold")

@@ -3,23 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, Literal
-
-# What a reward judges. A recipe's diagnosis tells format from correctness by it.
-Kind = Literal["correctness", "format", "length", "judge", "other"]
-# Takes the name of a column and its values, one per completion. TRL offers one as `log_extra`; as `log_reason`, for what a
-# training's log has no use for, `grpo-rewards score --explain` does.
-LogColumn = Callable[[str, list], None] | None
-
-
-class NamedReward:
-    """A reward that a trainer logs under its field `name`, as it logs a function under its own."""
-
-    name: str
-
-    @property
-    def __name__(self) -> str:
-        return self.name
+from typing import Any
 
 
 def completion_text(completion: Any) -> str:

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 from grpo_rewards.answers import LAYOUTS, Gold, Judge, answer_extractor, read_gold
 from grpo_rewards.completions import completion_text, needed_column
-from grpo_rewards.format_tags import checked_number
-from grpo_rewards.golds import GoldReward, Judgements, LogMetric
+from grpo_rewards.golds import GoldReward, Judgements
+from grpo_rewards.reward import BaseReward, LogMetric, checked_number
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GSM8KCorrectness(GoldReward):
     """The correctness pay of "GRPO from scratch" on GSM8K, on an exact comparison.
 
@@ -64,13 +64,32 @@ class GSM8KCorrectness(GoldReward):
         paid = [pays.get(verdict, self.pay_wrong) for verdict in verdicts]
         return Judgements(answers, [gold and gold.text for gold in golds], verdicts, paid)
 
+    def with_unit_pay(self) -> BaseReward | None:
+        """Return a `GSM8KCorrectness` that pays 1 for what earns the most here, or None if no answer earns more."""
+        if self.pay_exact <= self.pay_wrong:
+            return None
+        return GSM8KCorrectness(
+            extract=self.extract,
+            tags=self.tags,
+            prefilled=self.prefilled,
+            gold_column=self.gold_column,
+            deadline=self.deadline,
+            pay_exact=1.0,
+            pay_equal=float(self.pay_equal > self.pay_wrong),
+        )
+
+    @property
+    def looks_at(self) -> str:
+        """Clause that names the layout."""
+        return f"where `extract: {self.extract}` looks"
+
     def unparsed_note(self, completions: Sequence[Any]) -> str | None:
         """Say that no completion states an answer where this reward looks, and where they do; None if any has one."""
         texts = list(map(completion_text, completions))
         if any(self._answers(texts, self.extract)):
             return None
         others = [name for name in LAYOUTS if name != self.extract]
-        note = f"no completion states an answer where `extract: {self.extract}` looks"
+        note = f"no completion states an answer {self.looks_at}"
         counts = {layout: sum(map(bool, map(answer_extractor(layout, self.tags), texts))) for layout in others}
         best = max(others, key=lambda layout: (counts[layout], layout != "auto"))
         return f"{note}; `extract: {best}` finds one in {counts[best]} of {len(texts)}" if counts[best] else note
@@ -83,7 +102,7 @@ def _read_golds(golds: Sequence[Any]) -> list[Gold | None]:
     return [known[key] for key in keys]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MathCorrectness(GSM8KCorrectness):
     r"""Whether the final answer is the gold's, formulas included (math-verify, with a deadline).
 

@@ -7,47 +7,16 @@ between tags is quadratic in repeated tags.
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from grpo_rewards.completions import Kind, LogColumn, NamedReward, check_rows, completion_text
-
-_TAG_NAME = re.compile(r"\w[\w.-]*\Z")
-
-
-def checked_tags(tags: Any, prefilled: Any = None) -> tuple[str, str]:
-    """Return `tags` as (reasoning tag, answer tag), or raise ValueError that names the key."""
-    names = tuple(tags) if isinstance(tags, Sequence) and not isinstance(tags, str) else ()
-    valid = len(names) == 2 and all(isinstance(name, str) and _TAG_NAME.match(name) for name in names)
-    if not valid or names[0] == names[1]:
-        raise ValueError(f"tags must be two different tag names such as [think, answer], not {tags!r}")
-    if prefilled not in (None, names[0]):
-        raise ValueError(f"prefilled must be null or the first tag, {names[0]!r}, not {prefilled!r}")
-    return names
-
-
-def checked_number(value: Any, key: str) -> float:
-    """Return `value` as a finite float, or raise ValueError that names the key. "5e-1", a string to YAML, is read."""
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"{key} must be a finite number, not {value!r}")
-    return number
-
-
-def check_choice(value: Any, key: str, choices: Sequence[str]) -> None:
-    """Raise ValueError that names the key unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{key} must be one of {', '.join(choices)}, not {value!r}")
+from grpo_rewards.completions import check_rows, completion_text
+from grpo_rewards.reward import BaseReward, Kind, LogColumn, checked_number, checked_tags
 
 
 @dataclass(frozen=True)
-class _TagReward(NamedReward):
+class _TagReward(BaseReward):
     kind: ClassVar[Kind] = "format"
     payments: ClassVar[int] = 1  # how often a completion can earn `pay`
 
@@ -64,6 +33,14 @@ class _TagReward(NamedReward):
     def highest_pay(self) -> float:
         """The most that a completion can earn."""
         return max(0.0, self.pay * self.payments)
+
+    def with_unit_pay(self) -> BaseReward | None:
+        """Return this reward with its class's default pay and name, or None if it pays nothing."""
+        return replace(self, pay=type(self).pay, name=type(self).name) if self.highest_pay > 0 else None
+
+    def with_tags(self, tags: tuple[str, str]) -> BaseReward:
+        """Return this reward for other tags."""
+        return replace(self, tags=tags, prefilled=tags[0] if self.prefilled else None)
 
     def __call__(
         self, prompts: Any = None, completions: Sequence[Any] = (), *, log_reason: LogColumn = None, **columns: Any

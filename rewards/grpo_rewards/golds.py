@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from grpo_rewards.answers import LAYOUTS, answer_extractor
-from grpo_rewards.completions import Kind, LogColumn, NamedReward, check_rows, completion_text, outside_thinking
-from grpo_rewards.format_tags import check_choice, checked_number, checked_tags
-
-LogMetric = Callable[[str, float], None] | None
+from grpo_rewards.completions import check_rows, completion_text, outside_thinking
+from grpo_rewards.reward import BaseReward, Kind, LogColumn, LogMetric, TaggedReward, check_choice, checked_number
 
 
 class Judgement(NamedTuple):
@@ -44,36 +42,31 @@ class Judgements(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class GoldReward(NamedReward):
+@dataclass(frozen=True, kw_only=True)
+class GoldReward(TaggedReward):
     """A reward that holds a completion's answer against a gold; what a row earns, a subclass says in `_judged`."""
 
     kind: ClassVar[Kind] = "correctness"
     layouts: ClassVar[tuple[str, ...]] = LAYOUTS
     payments: ClassVar[tuple[str, ...]]  # the fields that say what is paid
-    gold_forms: ClassVar[str]
 
     extract: str = "answer_tag"
-    tags: tuple[str, str] = ("think", "answer")
-    prefilled: str | None = None
     gold_column: str = "answer"
-    prefix: str = ""
-    name: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tags", checked_tags(self.tags, self.prefilled))
+        super().__post_init__()
         for key in self.payments:
             object.__setattr__(self, key, checked_number(getattr(self, key), key))
         check_choice(self.extract, "extract", self.layouts)
 
     @property
     def highest_pay(self) -> float:
-        """The most that a completion can earn."""
+        """Largest of the amounts that the reward pays."""
         return max(getattr(self, key) for key in self.payments)
 
     @property
     def columns_read(self) -> tuple[str, ...]:
-        """The dataset columns that the reward needs."""
+        """Name of the gold's column."""
         return (self.gold_column,)
 
     def __call__(
@@ -93,9 +86,9 @@ class GoldReward(NamedReward):
         check_rows(self.name, completions=completions)
         texts = [row if type(row) is str else completion_text(row) for row in completions]
         judged = self._judged(texts, columns, log_metric)
-        if log_extra is not None:
-            for key in ("extracted", "gold", "verdict"):
-                log_extra(f"{self.prefix}{key}", getattr(judged, key))
+        self.log_column(log_extra, "extracted", judged.extracted)
+        self.log_column(log_extra, "gold", judged.gold)
+        self.log_column(log_extra, "verdict", judged.verdict)
         if log_metric is not None and texts:
             parsed = sum(answer is not None for answer in judged.extracted)
             log_metric(f"rewards/{self.name}/parsed", parsed / len(texts))
@@ -117,7 +110,7 @@ class GoldReward(NamedReward):
         return outside_thinking(text, self.tags[0], self.prefilled is not None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AgainstGold(GoldReward):
     """A reward that pays `pay_wrong + share * (pay - pay_wrong)` for a share in [0, 1]."""
 
@@ -131,6 +124,10 @@ class AgainstGold(GoldReward):
         super().__post_init__()
         if self.pay <= self.pay_wrong:
             raise ValueError(f"pay must be more than pay_wrong, {self.pay_wrong:g}, not {self.pay:g}")
+
+    def with_unit_pay(self) -> BaseReward | None:
+        """Return this reward paying 1 or 0, without its name and prefix, or None if no completion earns anything."""
+        return replace(self, pay=1.0, pay_wrong=0.0, prefix="", name=type(self).name) if self.highest_pay > 0 else None
 
     def _pay(self, share: float) -> float:
         return self.pay if share == 1 else self.pay_wrong + share * (self.pay - self.pay_wrong)

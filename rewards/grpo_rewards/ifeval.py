@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
-from grpo_rewards.completions import Kind, LogColumn, check_rows, completion_text, needed_column, outside_thinking
-from grpo_rewards.format_tags import checked_number, checked_tags
+from grpo_rewards.completions import check_rows, completion_text, needed_column, outside_thinking
+from grpo_rewards.reward import BaseReward, Kind, LogColumn, TaggedReward, checked_number
 from grpo_rewards.strict_json import parse_json
 
 RULES = ("share", "strict")
@@ -22,8 +22,8 @@ RULES = ("share", "strict")
 _Check = Callable[..., bool]  # of the text and of one keyword argument per key in the row's `kwargs`
 
 
-@dataclass(frozen=True)
-class Instructions:
+@dataclass(frozen=True, kw_only=True)
+class Instructions(TaggedReward):
     """How many of its row's instructions a completion follows, as IFEval checks them.
 
     | the completion | pay |
@@ -58,20 +58,13 @@ class Instructions:
     pay: float = 1.0
     ids_column: str = "instruction_id_list"
     kwargs_column: str = "kwargs"
-    tags: tuple[str, str] = ("think", "answer")
-    prefilled: str | None = None
-    prefix: str = ""
     name: str = "instructions"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tags", checked_tags(self.tags, self.prefilled))
+        super().__post_init__()
         object.__setattr__(self, "pay", checked_number(self.pay, "pay"))
         if self.rule not in RULES:
             raise ValueError(f"rule must be share or strict, not {self.rule!r}")
-
-    @property
-    def __name__(self) -> str:
-        return self.name
 
     @property
     def highest_pay(self) -> float:
@@ -82,6 +75,10 @@ class Instructions:
     def columns_read(self) -> tuple[str, ...]:
         """The dataset columns that the reward needs."""
         return self.ids_column, self.kwargs_column
+
+    def with_unit_pay(self) -> BaseReward | None:
+        """Return this reward paying 1 or 0, without its name and prefix, or None if no completion earns anything."""
+        return replace(self, pay=1.0, prefix="", name=type(self).name) if self.highest_pay > 0 else None
 
     def __call__(
         self,
@@ -102,8 +99,7 @@ class Instructions:
         rows = zip(completions, names, arguments, strict=True)
         judged = [self._judge(completion_text(completion), *row) for completion, *row in rows]
         scores = [score for _, score in judged]
-        if log_extra is not None:
-            log_extra(f"{self.prefix}verdict", [verdict for verdict, _ in judged])
+        self.log_column(log_extra, "verdict", [verdict for verdict, _ in judged])
         if log_metric is not None and scores:
             followed = [verdict == "follows all" for verdict, score in judged if score is not None]
             log_metric(f"rewards/{self.name}/unscorable", float(len(scores) - len(followed)))

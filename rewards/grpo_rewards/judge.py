@@ -20,16 +20,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from grpo_rewards.chat_endpoint import ChatEndpoint, EndpointError, Reply, checked_base_url
-from grpo_rewards.completions import Kind, LogColumn, check_rows, completion_text, group_slices, outside_thinking
+from grpo_rewards.completions import check_rows, completion_text, group_slices, outside_thinking
 from grpo_rewards.errors import UserError
-from grpo_rewards.format_tags import checked_number, checked_tags
 from grpo_rewards.patterns import linear_capture
 from grpo_rewards.reading import read_json
+from grpo_rewards.reward import Kind, LogColumn, TaggedReward, checked_number
 from grpo_rewards.schema import find_object
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class JudgeError(UserError):
 
 
 @dataclass(frozen=True)
-class JudgeScore:
+class JudgeScore(TaggedReward):
     """The score of a language model behind an OpenAI-compatible chat endpoint.
 
     | completion | pay |
@@ -112,13 +112,10 @@ class JudgeScore:
     concurrency: int = 8
     cache: str | None = None
     request: Mapping[str, Any] | str | None = None
-    tags: tuple[str, str] = ("think", "answer")
-    prefilled: str | None = None
-    prefix: str = ""
-    name: str = "judge"
+    name: str = field(default="judge", kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tags", checked_tags(self.tags, self.prefilled))
+        super().__post_init__()
         object.__setattr__(self, "base_url", checked_base_url(self.base_url))
         for key in ("lowest", "highest", "pay", "timeout"):
             object.__setattr__(self, key, checked_number(getattr(self, key), key))
@@ -140,10 +137,6 @@ class JudgeScore:
         if self.score_pattern is not None:
             linear_capture(self.score_pattern)
         object.__setattr__(self, "request", _request_text(self.request))
-
-    @property
-    def __name__(self) -> str:
-        return self.name
 
     @property
     def highest_pay(self) -> float:
@@ -190,9 +183,8 @@ class JudgeScore:
         if log_reason is not None:
             left_out = (paid is not None and score is None for (_, paid), score in zip(judged, scores, strict=True))
             log_reason("reason", ["another of its group has no score" if left else "" for left in left_out])
-        if log_extra is not None:
-            log_extra(f"{self.prefix}verdict", [verdict for verdict, _ in judged])
-            log_extra(f"{self.prefix}reply", [_content(replies.get(body)) if body else "" for body in bodies])
+        self.log_column(log_extra, "verdict", [verdict for verdict, _ in judged])
+        self.log_column(log_extra, "reply", [_content(replies.get(body)) if body else "" for body in bodies])
         if log_metric is not None and completions:
             unreadable = sum(verdict.startswith("unreadable") for verdict, _ in judged)
             failed = sum(score is None for _, score in judged) - unreadable
@@ -201,7 +193,7 @@ class JudgeScore:
                 log_metric(f"rewards/{self.name}/{metric}", float(count))
         return scores
 
-    def probe(self) -> str:
+    def prepare(self) -> str:
         """Ask for one score and return a line that says how that went.
 
         Raises:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_rewards.completions import Kind, LogColumn, NamedReward, check_rows, completion_text
-from grpo_rewards.format_tags import checked_number
+from grpo_rewards.completions import check_rows, completion_text
+from grpo_rewards.reward import BaseReward, Kind, LogColumn, checked_number
 
 # Scripts written without spaces, and emoji: each character is a word.
 _ALONE = (
@@ -61,7 +61,7 @@ def repeated_share(units: Sequence[Any], ngram: int) -> float | None:
 
 
 @dataclass(frozen=True)
-class Repetition(NamedReward):
+class Repetition(BaseReward):
     """A penalty that grows with the share of n-grams that the completion has said before.
 
     | the completion | pay |

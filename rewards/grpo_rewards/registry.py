@@ -23,10 +23,10 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
-from grpo_rewards.completions import Kind, LogColumn, NamedReward, check_rows
+from grpo_rewards.completions import check_rows
 from grpo_rewards.errors import UserError, did_you_mean
-from grpo_rewards.format_tags import checked_number
 from grpo_rewards.redaction import redacted, scrubbed, secret_values
+from grpo_rewards.reward import BaseReward, FunctionReward, Kind, LogColumn, checked_number
 
 ENTRY_POINT_GROUP = "grpo_rewards.rewards"
 
@@ -87,25 +87,47 @@ class BuiltReward:
 
     @property
     def unbound(self) -> Reward:
-        """The reward itself, behind another name and bound arguments."""
-        function = self.function
-        while isinstance(function, BoundReward):
-            function = function.function
-        return function
+        """Reward behind another name and bound arguments."""
+        return _unbound(self.function)
+
+    @property
+    def declared(self) -> BaseReward:
+        """Reward with its declarations: an instance of ours itself, a plain function behind the same interface."""
+        return _declared(self.function)
 
     @property
     def needs_whole_groups(self) -> bool:
-        """Whether the reward compares the completions of a group."""
-        return getattr(self.unbound, "needs_whole_groups", False)
+        """True if the reward compares the completions of a group."""
+        return self.declared.needs_whole_groups
+
+
+def _unbound(function: Reward) -> Reward:
+    while isinstance(function, BoundReward):
+        function = function.function
+    return function
+
+
+def _declared(function: Reward) -> BaseReward:
+    reward = _unbound(function)
+    return reward if isinstance(reward, BaseReward) else FunctionReward(function, reward)
+
+
+def _declared_kind(function: Reward) -> Kind | None:
+    declared = _declared(function)
+    return declared.declared_kind if isinstance(declared, FunctionReward) else declared.kind
 
 
 @dataclass(frozen=True)
-class BoundReward(NamedReward):
+class BoundReward:
     """A reward under another name, or with arguments that every call adds. Picklable if the reward is."""
 
     function: Reward
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def __name__(self) -> str:
+        return self.name
 
     def __call__(self, *args: Any, **columns: Any) -> Any:
         """Call the reward with the bound arguments."""
@@ -125,31 +147,35 @@ def _log_under(log: Callable[[str, list], None], prefix: str, column: str, value
 
 
 @dataclass(frozen=True)
-class UnbuiltReward(NamedReward):
+class UnbuiltReward:
     """A reward that somebody else's package would build: imported, its arguments checked, and not called."""
 
     name: str
     kind: Kind | None = None
     needs_whole_groups: bool = False
 
+    @property
+    def __name__(self) -> str:
+        return self.name
+
     def __call__(self, prompts: Any = None, completions: Sequence[Any] = (), **columns: Any) -> Any:
         """Refuse: there is nothing to call yet."""
         raise RewardSpecError(f"reward `{self.name}` was not built")
 
 
-class ComposedReward(NamedReward):
+class ComposedReward(BaseReward):
     """A reward made of others: calls each part, logs it, and combines the scores of a row."""
 
     parts: tuple[BuiltReward, ...]
 
     @property
-    def needs_whole_groups(self) -> bool:
-        """Whether any part compares the completions of a group."""
+    def needs_whole_groups(self) -> bool:  # type: ignore[override]
+        """True if any part compares the completions of a group."""
         return any(part.needs_whole_groups for part in self.parts)
 
     @property
-    def kind(self) -> Kind:
-        """The kind of what is paid, "other" for a mixture."""
+    def kind(self) -> Kind:  # type: ignore[override]
+        """Kind of what is paid, "other" for a mixture."""
         kinds = {part.kind for part in self.parts if part.weight != 0}
         return kinds.pop() if len(kinds) == 1 else "other"
 
@@ -276,12 +302,12 @@ def leaves(rewards: Iterable[BuiltReward], weight: float = 1.0) -> Iterator[Buil
     """
     for reward in rewards:
         reward = replace(reward, weight=weight * reward.weight)
-        function: Any = reward.unbound
-        if isinstance(function, ComposedReward):
-            yield from leaves(function.parts, reward.weight)
+        declared = reward.declared
+        if isinstance(declared, ComposedReward):
+            yield from leaves(declared.parts, reward.weight)
             continue
         yield reward
-        yield from leaves(_built(asked, 0.0) for asked in getattr(function, "asks", ()))
+        yield from leaves(_built(asked, 0.0) for asked in declared.asks)
 
 
 def build_rewards(
@@ -343,6 +369,12 @@ def spec_parts(spec: Any) -> list[Spec]:
 def is_composed(spec: Any) -> bool:
     """Whether a spec is one of our rewards that are made of others, and names those."""
     return isinstance(spec, Mapping) and spec.get("name") in _COMPOSED_KEYS and bool(spec_parts(spec))
+
+
+def fields_of_rewards(target: Any) -> tuple[str, ...]:
+    """Return the names of the fields of one of our reward classes that may hold the spec of another reward."""
+    is_ours = inspect.isclass(target) and issubclass(target, BaseReward)
+    return target.reward_fields if is_ours or isinstance(target, BaseReward) else ()
 
 
 def own_name(name: str) -> str | None:
@@ -434,9 +466,8 @@ def _build(spec: Spec, building: _Building) -> BuiltReward:
 def _built(function: Any, weight: float, spec_name: str = "") -> BuiltReward:
     """A reward with what it declares; what declares nothing may be one of TRL's."""
     built = BuiltReward(function, weight, _callable_name(function))
-    inner: Any = built.unbound
-    if getattr(inner, "kind", None) in get_args(Kind):
-        return replace(built, kind=inner.kind, highest_pay=getattr(inner, "highest_pay", None))
+    if (kind := _declared_kind(function)) is not None:
+        return replace(built, kind=kind, highest_pay=built.declared.highest_pay)
     package, _, attribute = spec_name.rpartition(".")
     if package.startswith("trl.") and attribute in TRL_REWARDS:
         kind, highest = TRL_REWARDS[attribute]
@@ -445,8 +476,8 @@ def _built(function: Any, weight: float, spec_name: str = "") -> BuiltReward:
 
 
 def _kind(name: str, kind: Any, function: Any) -> Kind:
-    if getattr(function, "kind", None) in get_args(Kind):
-        raise RewardSpecError(f"reward `{name}`: `kind` is {function.kind} and can't be set: remove it")
+    if (declared := _declared_kind(function)) is not None:
+        raise RewardSpecError(f"reward `{name}`: `kind` is {declared} and can't be set: remove it")
     if kind not in get_args(Kind):
         raise RewardSpecError(f"reward `{name}`: `kind` must be one of {', '.join(get_args(Kind))}, not {kind!r}")
     return kind
@@ -509,7 +540,7 @@ def _instantiate(name: str, kwargs: Any, building: _Building) -> Reward:
         _check_arguments(name, type(target) if ready else target, arguments, num_generations)
         if own_name(name) is None and not building.call_factories:
             return _unbuilt(name, target)
-        for key in getattr(target, "reward_fields", ()):
+        for key in fields_of_rewards(target):
             if isinstance(arguments.get(key), (str, Mapping)):  # a reward of its own, built as the others are
                 arguments[key] = build_rewards([arguments[key]], **vars(building))[0].function
         reward = _checked(name, lambda: replace(target, **arguments) if ready else target(**arguments), kwargs=kwargs)

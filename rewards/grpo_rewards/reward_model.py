@@ -41,9 +41,9 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_rewards import internlm2
-from grpo_rewards.completions import Kind, NamedReward, check_rows, completion_text
-from grpo_rewards.format_tags import check_choice, checked_number
+from grpo_rewards.completions import check_rows, completion_text
 from grpo_rewards.internlm2 import CheckpointError
+from grpo_rewards.reward import BaseReward, Kind, check_choice, checked_number
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ _FORWARD_COST_ELSEWHERE = 512
 
 
 @dataclass(frozen=True)
-class RewardModelScore(NamedReward):
+class RewardModelScore(BaseReward):
     """The score of a scalar reward model for the prompt and the completion as its answer.
 
     | completion | pay |
@@ -135,14 +135,23 @@ class RewardModelScore(NamedReward):
         """The bound on the score; None without `clamp`."""
         return self.clamp
 
+    @property
+    def model_source(self) -> str:
+        """Hub name or folder of the reward model."""
+        return self.model
+
+    def prepare(self) -> str:
+        """Load the model and return a line about it. Raises `CheckpointError`, a ValueError, if it cannot be loaded."""
+        return self.load().summary()
+
     def load(self) -> LoadedRewardModel:
         """Load the model in this process, once. Called early, it lets a bad checkpoint stop a run at its start."""
         return _load(self.model, self.revision, self.dtype, str(self.device or _default_device()))
 
     def __call__(
         self,
-        prompts: Sequence[str | Conversation],
-        completions: Sequence[Any],
+        prompts: Any = None,
+        completions: Sequence[Any] = (),
         *,
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,

@@ -11,17 +11,17 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from fractions import Fraction
 from functools import cache, lru_cache
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, ClassVar, NamedTuple
 
-from grpo_rewards.completions import Kind, LogColumn, check_rows, completion_text, outside_thinking
+from grpo_rewards.completions import check_rows, completion_text, outside_thinking
 from grpo_rewards.errors import UserError
-from grpo_rewards.format_tags import checked_number, checked_tags
 from grpo_rewards.patterns import PatternError, linear_search
+from grpo_rewards.reward import BaseReward, Kind, LogColumn, TaggedReward, checked_number
 from grpo_rewards.strict_json import parse_json
 
 LAYOUTS = ("answer_tag", "fence", "whole", "auto")
@@ -34,8 +34,8 @@ _REFUSED = ("$dynamicRef", "$recursiveRef", "unevaluatedItems", "unevaluatedProp
 _FENCE = re.compile(r" {0,3}(`{3,})[ \t]*([^\s`]*)[^`]*\Z")
 
 
-@dataclass(frozen=True)
-class JsonSchema:
+@dataclass(frozen=True, kw_only=True)
+class JsonSchema(TaggedReward):
     """One JSON object that fits a schema.
 
     | the completion holds | pay |
@@ -73,13 +73,10 @@ class JsonSchema:
     extract: str = "auto"
     pay: float = 1.0
     pay_partial: float = 0.5
-    tags: tuple[str, str] = ("think", "answer")
-    prefilled: str | None = None
-    prefix: str = ""
     name: str = "json_schema"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tags", checked_tags(self.tags, self.prefilled))
+        super().__post_init__()
         for key in ("pay", "pay_partial"):
             object.__setattr__(self, key, checked_number(getattr(self, key), key))
         if not 0 <= self.pay_partial < self.pay:
@@ -95,10 +92,6 @@ class JsonSchema:
             object.__setattr__(self, "schema", text)
 
     @property
-    def __name__(self) -> str:
-        return self.name
-
-    @property
     def highest_pay(self) -> float:
         """The most that a completion can earn."""
         return self.pay
@@ -107,6 +100,12 @@ class JsonSchema:
     def columns_read(self) -> tuple[str, ...]:
         """The dataset columns that the reward needs: none where one schema serves every row."""
         return () if self.schema is not None else (self.schema_column,)
+
+    def with_unit_pay(self) -> BaseReward | None:
+        """Return this reward paying 1 or 0, without its name and prefix, or None if no completion earns anything."""
+        return (
+            replace(self, pay=1.0, pay_partial=0.0, prefix="", name=type(self).name) if self.highest_pay > 0 else None
+        )
 
     def __call__(
         self,
@@ -132,8 +131,7 @@ class JsonSchema:
         check_rows(self.name, **{"completions": completions, self.schema_column: schemas})
         judged = [self._judge(completion_text(row), schema) for row, schema in zip(completions, schemas, strict=True)]
         verdicts = [verdict for verdict, _ in judged]
-        if log_extra is not None:
-            log_extra(f"{self.prefix}verdict", verdicts)
+        self.log_column(log_extra, "verdict", verdicts)
         if log_metric is not None and verdicts:
             rows = len(verdicts)
             log_metric(f"rewards/{self.name}/fits", verdicts.count("fits") / rows)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_rewards.completions import Kind, LogColumn, NamedReward, check_rows, completion_text, prompt_groups
+from grpo_rewards.completions import check_rows, completion_text, prompt_groups
 from grpo_rewards.correctness import gsm8k_correctness
+from grpo_rewards.reward import BaseReward, Kind, LogColumn
 
 
 @dataclass(frozen=True)
-class GroupLength(NamedReward):
+class GroupLength(BaseReward):
     """The length reward of Kimi k1.5, within the group of one prompt.
 
     With L = 0.5 - (length - shortest) / (longest - shortest) over the group:
@@ -34,9 +35,7 @@ class GroupLength(NamedReward):
 
     needs_whole_groups: ClassVar[bool] = True
     kind: ClassVar[Kind] = "length"
-    highest_pay: ClassVar[float] = 0.5
     reward_fields: ClassVar[tuple[str, ...]] = ("correctness",)
-    """The fields that may hold the spec of another reward."""
 
     num_generations: int | None = None
     correctness: Callable[..., Any] | Mapping[str, Any] | str = gsm8k_correctness
@@ -51,14 +50,19 @@ class GroupLength(NamedReward):
             object.__setattr__(self, "correctness", build_rewards([self.correctness])[0].function)
 
     @property
+    def highest_pay(self) -> float:
+        """Pay of the shortest right completion of its group."""
+        return 0.5
+
+    @property
     def asks(self) -> tuple[Any, ...]:
-        """The reward that is called and not paid."""
+        """Reward that tells right from wrong."""
         return (self.correctness,)
 
     def __call__(
         self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
+        prompts: Any = None,
+        completions: Sequence[Any] = (),
         *,
         completion_ids: Sequence[Sequence[int]] | None = None,
         log_extra: Any = None,

@@ -12,9 +12,9 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from grpo_rewards.completions import needed_column
-from grpo_rewards.format_tags import check_choice
-from grpo_rewards.golds import AgainstGold, Judgement, Judgements, LogMetric
+from grpo_rewards.golds import AgainstGold, Judgement, Judgements
 from grpo_rewards.patterns import linear_search
+from grpo_rewards.reward import LogMetric, check_choice
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -86,7 +86,7 @@ def _gold_text(gold: Any) -> str:
     return str(gold).strip() if is_text else ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StringMatch(AgainstGold):
     r"""Whether the answer is the gold string, or one of several.
 

@@ -566,7 +566,7 @@ def test_the_key_comes_from_the_environment_and_is_shown_nowhere(monkeypatch, ca
     key = "sk-very-secret"
     with serving(lambda request, handler: (401, f"wrong key {key}".encode())) as server:
         reward = JudgeScore(server.url, "m", num_generations=1, api_key_env="JUDGE_KEY")
-        for ask in (reward.probe, lambda: reward(["p"], ["c"])):
+        for ask in (reward.prepare, lambda: reward(["p"], ["c"])):
             monkeypatch.delenv("JUDGE_KEY", raising=False)
             with pytest.raises(JudgeError, match=r"the environment variable JUDGE_KEY \(api_key_env\) is not set"):
                 ask()
@@ -578,7 +578,7 @@ def test_the_key_comes_from_the_environment_and_is_shown_nowhere(monkeypatch, ca
         columns = {}
         assert reward(["p"], ["c"], log_extra=columns.__setitem__) == [None]
         with pytest.raises(JudgeError, match="401") as refused:
-            reward.probe()
+            reward.prepare()
         assert server.headers[0][1]["Authorization"] == f"Bearer {key}"
     everywhere = [repr(reward), repr(reward.endpoint()), str(columns), str(refused.value), caplog.text]
     everywhere += [pickle.dumps(reward).decode("latin-1"), json.dumps(server.requests), *capsys.readouterr()]
@@ -621,17 +621,17 @@ def test_arguments_are_checked(arguments, message):
 def test_the_probe_says_how_it_went(tmp_path):
     with serving(by_length) as server:
         reward = JudgeScore(server.url, "m", template="{completion} {reference}", cache=str(tmp_path / "a" / "b"))
-        assert re.fullmatch(rf"judge m at {server.url}: a sample was scored in \d\.\d s", reward.probe())
+        assert re.fullmatch(rf"judge m at {server.url}: a sample was scored in \d\.\d s", reward.prepare())
         assert os.path.isdir(tmp_path / "a" / "b")
     complaint = r"reward `judge`: the reply of m to a sample is unreadable.*'Sure!'$"
     with (
         serving(lambda request, handler: (200, completion("Sure!"))) as server,
         pytest.raises(JudgeError, match=complaint),
     ):
-        JudgeScore(server.url, "m").probe()
+        JudgeScore(server.url, "m").prepare()
     url = f"http://127.0.0.1:{free_port()}/v1"
     with pytest.raises(JudgeError, match=f"reward `judge`: {url} gives no score .*refused"):
-        JudgeScore(url, "m").probe()
+        JudgeScore(url, "m").prepare()
 
 
 # --- any text

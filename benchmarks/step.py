@@ -601,7 +601,7 @@ def main() -> None:
         cases = list(product(asked.models, asked.workloads, asked.beta))
         table(head, lambda: (row for case in cases for row in whole_step(*case, asked.steps, asked.seed, asked.others)))
         return
-    layouts = {"packed": "auto", "trimmed": {"pack": False}}
+    layouts = {"packed": "auto", "trimmed": {"layout": "trimmed"}}
     head = (
         "| model | workload | tuning | checkpointing | layout | tokens | computed ÷ needed | TRL, CPU s | ours, CPU s | "
         "TRL ÷ ours | memory, ours ÷ TRL | largest parameter difference after 3 steps |"

@@ -102,7 +102,8 @@ class Recipe:
         "how that KL is measured: on the sampled tokens, as TRL does (sampled), or over the vocabulary (full)",
     ] = "sampled"
     micro_batching: Annotated[
-        MicroBatching, "how padding and idle rows are left out: auto, off, or pack, trim, skip_zero_advantage"
+        MicroBatching,
+        "layout of the training passes: auto, off, or {layout: packed, trimmed or padded, skip_zero_advantage: true}",
     ] = field(default_factory=MicroBatching)
     generation: Annotated[
         GenerationMode, "whether transformers generates each prompt of a group once, where that is exact: auto, off"

@@ -32,9 +32,6 @@ RECORDED_REWARD = "recorded_reward"
 """The column in which rewards find what was recorded for a response."""
 
 
-_OFF = {"pack": False, "trim": False, "skip_zero_advantage": False}
-
-
 class SpecError(UserError):
     """A value that a key of a recipe can't have."""
 
@@ -49,6 +46,8 @@ class Spec:
     KEY: ClassVar[str]
     WORDS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Plain values that stand for a mapping. Without any, a plain string is the value of the first field."""
+    RENAMED: ClassVar[Mapping[str, str]] = {}
+    """What to write in place of a key that earlier versions had."""
 
     def __post_init__(self) -> None:
         for name, hint in self.hints().items():
@@ -66,6 +65,8 @@ class Spec:
             return raw
         mapping = cls.expand(raw)
         for key in mapping:
+            if key in cls.RENAMED:
+                raise SpecError(f"`{cls.KEY}.{key}` is gone: write `{cls.RENAMED[key]}`")
             if key not in cls.hints():
                 nearest = did_you_mean(str(key), cls.hints(), otherwise=f": choose from {', '.join(cls.hints())}")
                 raise SpecError(f"unknown key `{cls.KEY}.{key}`{nearest}")
@@ -376,22 +377,25 @@ class ReferenceSpec(Spec):
 
 @dataclass(frozen=True)
 class MicroBatching(Spec):
-    """How padding and rows without a gradient are left out of the training passes. Each is done only where it is exact."""
+    """Layout of the training passes, without padding and zero-advantage rows wherever that leaves the gradient as it is."""
 
     KEY = "micro_batching"
-    WORDS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {}, "off": _OFF}
+    WORDS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {}, "off": {"layout": "padded"}}
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "pack": "layout: packed` or `layout: trimmed",
+        "trim": "layout: trimmed` or `layout: padded",
+    }
 
-    pack: bool = True
-    """Compute the prompt of a group once, in one row without padding."""
-    trim: bool = True
-    """Cut each micro-batch to its own longest prompt and completion."""
+    layout: Literal["packed", "trimmed", "padded"] = "packed"
+    """`packed` computes the prompt of a group once, in one row without padding; `trimmed` cuts each micro-batch to its own
+    longest prompt and completion; `padded` is TRL's own layout, which skips no row."""
     skip_zero_advantage: bool = True
-    """Leave out rows that cannot contribute to the gradient."""
+    """Skip rows that cannot contribute to the gradient."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.trim and (self.pack or self.skip_zero_advantage):
-            raise SpecError("`micro_batching`: without `trim` nothing else is done: write `micro_batching: off`")
+        if self.layout == "padded":
+            object.__setattr__(self, "skip_zero_advantage", False)
 
 
 @dataclass(frozen=True)

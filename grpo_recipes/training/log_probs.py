@@ -67,7 +67,7 @@ class ModelCall:
         """Tokens that run through the model, padding included."""
         if self.layout is Layout.PACKED:
             return self.rows.packed_tokens()
-        return (self.rows if self.layout is Layout.PLAIN else self.trimmed).input_ids.numel()
+        return (self.rows if self.layout is Layout.PADDED else self.trimmed).input_ids.numel()
 
 
 @dataclass
@@ -97,7 +97,7 @@ class LogProbs:
         size = len(rows.input_ids)
         chunk = batch_size or size
         layout = self.layout(model, rows, chunk)
-        in_place = layout is Layout.PLAIN or size <= chunk
+        in_place = layout is Layout.PADDED or size <= chunk
         sequence = torch.arange(size, device=rows.input_ids.device) if in_place else order(rows, layout)
         calls = [self.model_call(model, rows.select(index), layout) for index in sequence.split(chunk)]
         log_probs, entropies = zip(*(self._run(call, model, compute_entropy) for call in calls), strict=True)
@@ -114,7 +114,7 @@ class LogProbs:
         if state not in checked:
             found = self._choose_layout(model, bare, rows.select(slice(chunk)))
             if found is None:  # no row has a label to compare: run these plainly, and choose on the next rows
-                return Layout.PLAIN
+                return Layout.PADDED
             checked.add(state)
             self._layouts[bare] = found
         return self._layouts[bare]
@@ -141,7 +141,7 @@ class LogProbs:
     def _run(self, call: ModelCall, model: nn.Module, compute_entropy: bool) -> PerToken:
         if call.layout is Layout.PACKED:
             return self._run_packed(model, pack(call.rows), call.rows, compute_entropy)
-        if call.layout is Layout.PLAIN:
+        if call.layout is Layout.PADDED:
             return self.plain(model, call.rows, compute_entropy)
         log_probs, entropies = self.plain(model, call.trimmed, compute_entropy)
         return _scatter_rows(log_probs, call), _scatter_rows(entropies, call) if entropies is not None else None
@@ -174,12 +174,12 @@ class LogProbs:
         wanted = self._layouts.get(bare, self.wanted)
         found, reason = self._allowed(bare)
         found = min(found, wanted)
-        if found is not Layout.PLAIN:
+        if found is not Layout.PADDED:
             if not self._any_rank(bool(rows.completion_mask.any())):
                 return None
             with eval_no_grad(bare), disable_gradient_checkpointing(bare, self.args.gradient_checkpointing_kwargs):
                 found, doubt = self._verify(model, bare, rows, found)
-                if found is not Layout.PLAIN:
+                if found is not Layout.PADDED:
                     found, late = self._try_out(model, bare, rows, found)
                     doubt = late or doubt
             reason = doubt or reason
@@ -192,15 +192,15 @@ class LogProbs:
     def _allowed(self, model: nn.Module) -> tuple[Layout, str]:
         """The most preferred layout that settings and model allow, and why it isn't the one wanted."""
         if self.args.pad_to_multiple_of is not None:
-            return Layout.PLAIN, "pad_to_multiple_of asks for the shapes that TRL makes"
+            return Layout.PADDED, "pad_to_multiple_of asks for the shapes that TRL makes"
         if self.plain_because:
-            return Layout.PLAIN, self.plain_because
+            return Layout.PADDED, self.plain_because
         if self.args.neftune_noise_alpha is not None:
-            return Layout.PLAIN, "neftune_noise_alpha adds noise by the width of the rows, padding included"
+            return Layout.PADDED, "neftune_noise_alpha adds noise by the width of the rows, padding included"
         if reason := follows_the_width(text_config(model)):
-            return Layout.PLAIN, reason
+            return Layout.PADDED, reason
         if getattr(getattr(model, "active_peft_config", None), "velora_config", None) is not None:
-            return Layout.PLAIN, "the adapter's gradient is compressed by an average over whole micro-batches (VeLoRA)"
+            return Layout.PADDED, "the adapter's gradient is compressed by an average over whole micro-batches (VeLoRA)"
         if self.wanted is not Layout.PACKED:
             return self.wanted, ""
         unsupported_because = unsupported(model)
@@ -217,12 +217,15 @@ class LogProbs:
         """
         wide = _widened(rows, bare)
         if self._any_rank(wide is rows and _learns_positions(base_model(bare))):
-            return Layout.PLAIN, "its positions are learnt, and the rows leave no room to check whether padding matters"
+            return (
+                Layout.PADDED,
+                "its positions are learnt, and the rows leave no room to check whether padding matters",
+            )
         expected = self.plain(model, wide, False)[0][:, : rows.logits_to_keep]
         got, _ = self._run(ModelCall(Layout.TRIMMED, rows, *rows.trimmed()), model, False)
         doubt = self._disagreement(got, expected, rows, bare)
         if self._any_rank(bool(doubt)):
-            return Layout.PLAIN, f"the log-probabilities of this model depend on padding ({doubt or _ELSEWHERE})"
+            return Layout.PADDED, f"the log-probabilities of this model depend on padding ({doubt or _ELSEWHERE})"
         if wanted is not Layout.PACKED:
             return Layout.TRIMMED, ""
         packable = self._packable(bare, rows)
@@ -278,7 +281,7 @@ class LogProbs:
                     return Layout(layout - 1), f"{_DOUBTS[layout]} once it has trained ({doubt or _ELSEWHERE})"
             return up_to, ""
 
-        plain = ModelCall(Layout.PLAIN, wide, wide, torch.arange(len(wide.input_ids)))
+        plain = ModelCall(Layout.PADDED, wide, wide, torch.arange(len(wide.input_ids)))
         with check.in_float32(bare, self.accelerator) if widen else nullcontext(), check.perturbed(bare):
             parameters = [] if sharded else check.compared(bare)
             with check.in_training(bare, device):

@@ -70,8 +70,8 @@ def exactness(
 
 
 def asked_layout(asked: MicroBatching) -> Layout:
-    """The most that model calls may be laid out as."""
-    return Layout.PACKED if asked.pack else Layout.TRIMMED if asked.trim else Layout.PLAIN
+    """Return the most compact layout that a recipe allows."""
+    return Layout[asked.layout.upper()]
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def regroup(
     `buffer` holds TRL's micro-batches, each a mapping with the same keys: tensors of (B, ...) or lists of B, which move
     with their rows, and scalars. Returns as many micro-batches of B rows each, trimmed; in `layout` PLAIN they are TRL's.
     """
-    if layout is Layout.PLAIN or not all(map(_is_rectangular, buffer)):
+    if layout is Layout.PADDED or not all(map(_is_rectangular, buffer)):
         return list(buffer)
     step = window if exact.regroup else 1
     result = []
@@ -186,7 +186,7 @@ def count(
     needed = sum(needed_tokens(ours[start : start + window], layout) for start in range(0, len(ours), window))
     labelled = [int(batch["completion_mask"].any(1).sum()) for batch in ours]
     rows = sum(map(_size, ours))
-    skipped = 0 if layout is Layout.PLAIN else rows - sum(labelled)
+    skipped = 0 if layout is Layout.PADDED else rows - sum(labelled)
     rectangle = sum(as_rows(batch).input_ids.numel() for batch in padded)
     return torch.tensor([sum(tokens), needed, rectangle, rows, skipped, *labelled])
 

@@ -46,12 +46,12 @@ Span = tuple[int, int]
 class Layout(IntEnum):
     """How the rows of a model call are laid out, in the order in which they are preferred."""
 
-    PLAIN = 0
-    """TRL's rectangle, as it is."""
+    PADDED = 0
+    """Stock TRL layout: every row is padded to the longest of the generation batch."""
     TRIMMED = 1
-    """The columns and rows that hold no label or context are cut away."""
+    """Padded layout without the columns and rows that hold no label or context."""
     PACKED = 2
-    """One row without padding, prompts shared."""
+    """One row without padding, in which the completions of a group share their prompt."""
 
     def __str__(self) -> str:
         return ("left as TRL pads them", "trimmed and not packed", "packed")[self]
@@ -305,7 +305,7 @@ def packed_attention(
     if dropout > 0:
         raise RuntimeError(
             f"a packed row reached {type(module).__name__} with an attention dropout of {dropout:g}, which its "
-            "completions would share: set micro_batching: {pack: false}"
+            "completions would share: set `micro_batching: {layout: trimmed}`"
         )
     # The spans imply causality, which is all that a boolean mask says here. A float mask adds to the scores and would be
     # lost: such a layer is not counted, and the row is refused after the forward.

@@ -55,8 +55,8 @@ class GRPOTrainer(TRLGRPOTrainer):
         reference: what the KL term ties the policy to, as `grpo_recipes.training.reference.set_reference` takes it.
         kl_estimator: how `beta` weighs the distance from the reference. "sampled" is TRL's estimate from the sampled
             tokens. "full" is KL(policy || reference) over the vocabulary at each completion token, logged as `kl/full`.
-        micro_batching: "auto", "off", or a mapping of `pack`, `trim`, `skip_zero_advantage`: how the training phase avoids
-            padding, repeated prompts and rows without a gradient. See docs/efficiency.md.
+        micro_batching: "auto", "off", or a mapping of `layout` and `skip_zero_advantage`: how the training phase avoids
+            padding, repeated prompts and zero-advantage rows. See docs/efficiency.md.
         generation: "auto" or "off": whether transformers' `generate` runs each prompt of a batch once and drops finished
             rows, where the tokens stay what they are. Concerns neither vLLM nor continuous batching.
         sampling: "informative" or a mapping: leaves out prompts whose last groups had no variance. See docs/sampling.md.
@@ -77,7 +77,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         *rest: Any,
         reference: str | Mapping[str, Any] | ReferenceSpec | None = None,
         kl_estimator: KLEstimator = "sampled",
-        micro_batching: str | Mapping[str, bool] | MicroBatching = "auto",
+        micro_batching: str | Mapping[str, Any] | MicroBatching = "auto",
         generation: GenerationMode = "auto",
         sampling: str | Mapping[str, Any] | SamplingSpec | None = None,
         advantages: AdvantageRule | None = None,
@@ -136,7 +136,7 @@ class GRPOTrainer(TRLGRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         buffer = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        off = microbatch.asked_layout(self.micro_batching) is Layout.PLAIN
+        off = microbatch.asked_layout(self.micro_batching) is Layout.PADDED
         # A new buffer was generated just now: evaluation, and a generation that serves again, leave the old one.
         if not off and self._buffered_inputs is not buffer:
             self._regroup(self._buffered_inputs)

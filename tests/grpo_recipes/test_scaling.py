@@ -55,7 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, extensions: str) -> Any:
             if "full-kl" in kind:
                 changes |= {"kl_estimator": "full", "beta": 1.0}
             if "trimmed" in kind:
-                changes["micro_batching"] = {"pack": False, "trim": True}
+                changes["micro_batching"] = {"layout": "trimmed"}
             if "judged" in kind:
                 model = folder / "judge"
                 if not model.exists():

@@ -24,7 +24,7 @@ from tests.mathematics.test_loss_against_trl import LIMIT, LOSS_LIMIT, cells
 CASES = {
     "packed": ("auto", False),
     "packed, half of the groups at zero advantage": ("auto", True),
-    "trimmed, half of the groups at zero advantage": ({"pack": False}, True),
+    "trimmed, half of the groups at zero advantage": ({"layout": "trimmed"}, True),
 }
 
 

@@ -81,11 +81,11 @@ def test_the_command_line_reaches_nested_keys(write) -> None:
     ("written", "arguments", "expected"),
     [
         (..., [], MicroBatching()),
-        ("off", [], MicroBatching(False, False, False)),
-        ({"pack": False}, [], MicroBatching(pack=False)),
-        ("auto", ["--micro_batching.pack=false"], MicroBatching(pack=False)),
+        ("off", [], MicroBatching("padded", False)),
+        ({"layout": "trimmed"}, [], MicroBatching("trimmed", True)),
+        ("auto", ["--micro_batching.layout=trimmed"], MicroBatching("trimmed")),
         (False, ["--micro_batching.skip_zero_advantage", "false"], MicroBatching(skip_zero_advantage=False)),
-        ({"pack": False}, ["--micro_batching", "off"], MicroBatching(False, False, False)),
+        ({"layout": "trimmed"}, ["--micro_batching", "off"], MicroBatching("padded", False)),
     ],
 )
 def test_micro_batching(write, written: object, arguments: list[str], expected: MicroBatching) -> None:

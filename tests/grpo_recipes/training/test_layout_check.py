@@ -56,14 +56,14 @@ def checked(policy: PreTrainedModel, folder: Path, **config: Any) -> Layout:
 
 TARGETS = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
 MIXES_TOKENS: dict[str, tuple[peft.PeftConfig, Layout, str]] = {
-    "Lily": (peft.LilyConfig(r=4, num_B=2, **TARGETS), Layout.PLAIN, "depends on padding once it has trained"),
+    "Lily": (peft.LilyConfig(r=4, num_B=2, **TARGETS), Layout.PADDED, "depends on padding once it has trained"),
     "Shadow": (
         peft.ShadowConfig(r=4, shadow_dropout=0.0, task_type="CAUSAL_LM"),
         Layout.TRIMMED,
         "packed rows give something else once it has trained",
     ),
     "aLoRA": (LoraConfig(r=4, alora_invocation_tokens=[7], **TARGETS), Layout.TRIMMED, "invocation tokens"),
-    "VeLoRA": (LoraConfig(r=4, velora_config={"num_groups": 4}, **TARGETS), Layout.PLAIN, "VeLoRA"),
+    "VeLoRA": (LoraConfig(r=4, velora_config={"num_groups": 4}, **TARGETS), Layout.PADDED, "VeLoRA"),
     "PVeRA": (peft.PveraConfig(r=8, **TARGETS), Layout.TRIMMED, "in training the model draws random numbers"),
 }
 
@@ -89,11 +89,11 @@ def test_a_reference_that_is_scored_first_does_not_settle_the_layout(tmp_path: P
         scored(trainer, flat(RAGGED))
         assert layout_of(trainer) is Layout.PACKED
     scored(trainer, flat(RAGGED))
-    assert layout_of(trainer) is Layout.PLAIN
+    assert layout_of(trainer) is Layout.PADDED
     assert trainer.model.get_base_model().config._attn_implementation == "sdpa"
     with trainer.model.disable_adapter():
         scored(trainer, flat(RAGGED))
-    assert layout_of(trainer) is Layout.PLAIN
+    assert layout_of(trainer) is Layout.PADDED
 
 
 # ---- what the check leaves behind
@@ -168,7 +168,7 @@ def test_a_gradient_that_mixes_tokens_is_noticed(tmp_path: Path, said: Any) -> N
     """Its log-probabilities agree in every layout."""
     policy = model(transformers.LlamaConfig)
     policy.model.layers[0].mlp = WithMixedGradients(policy.model.layers[0].mlp)
-    assert checked(policy, tmp_path) is Layout.PLAIN
+    assert checked(policy, tmp_path) is Layout.PADDED
     (sentence,) = said()
     assert "gradients by" in sentence
     assert "on a few short rows" in sentence
@@ -218,7 +218,7 @@ def test_noise_in_training(case: str, tmp_path: Path) -> None:
 
 
 def test_noise_by_the_width_of_the_rows(tmp_path: Path, said: Any) -> None:
-    assert checked(model(), tmp_path, neftune_noise_alpha=5.0) is Layout.PLAIN
+    assert checked(model(), tmp_path, neftune_noise_alpha=5.0) is Layout.PADDED
     assert "neftune_noise_alpha" in said()[0]
 
 
@@ -259,7 +259,7 @@ FOLLOWS_THE_WIDTH: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", quickly(FOLLOWS_THE_WIDTH, "Ministral 3", "hy_v4"))
 def test_a_model_whose_rows_depend_on_their_width_is_left_plain(case: str, tmp_path: Path, said: Any) -> None:
     name, config, reason = FOLLOWS_THE_WIDTH[case]
-    assert checked(model(getattr(transformers, name), **config), tmp_path) is Layout.PLAIN
+    assert checked(model(getattr(transformers, name), **config), tmp_path) is Layout.PADDED
     assert reason in said()[0]
 
 
@@ -282,7 +282,7 @@ def test_padding_on_the_right_that_matters(tmp_path: Path, said: Any) -> None:
     policy.model.layers[0].mlp = CountsTheRow(policy.model.layers[0].mlp)
     trainer = trainer_on(policy, tmp_path)
     scored(trainer, padded([[5, 6, 7]] * 2, [[8, 9], [4, 4]]))
-    assert layout_of(trainer) is Layout.PLAIN
+    assert layout_of(trainer) is Layout.PADDED
     assert "depend on padding" in said()[0]
 
 
@@ -300,13 +300,13 @@ IN_16_BIT: dict[str, dict[str, Any]] = {
 def test_the_layout_is_that_of_float32(dtype: torch.dtype, architecture: str, tmp_path: Path, said: Any) -> None:
     """In bfloat16 these models' dependence on padding is as small as its rounding."""
     policy = model(getattr(transformers, architecture), **IN_16_BIT[architecture]).to(dtype)
-    assert checked(policy, tmp_path) is Layout.PLAIN
+    assert checked(policy, tmp_path) is Layout.PADDED
     assert "padding" in said()[0]
 
 
 def test_autocast_is_left_out_of_the_check(tmp_path: Path, said: Any) -> None:
     policy = model(transformers.HunYuanDenseV1Config, **IN_16_BIT["HunYuanDenseV1Config"])
-    assert checked(policy, tmp_path, bf16=True) is Layout.PLAIN
+    assert checked(policy, tmp_path, bf16=True) is Layout.PADDED
     assert "1e-04 allowed" in said()[0]
 
 

@@ -36,7 +36,7 @@ WINDOWS = {
     "one micro-batch": {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 16},
     "one row in a micro-batch": {"gradient_accumulation_steps": 16, "per_device_train_batch_size": 1},
 }
-TRIM_ONLY = {"pack": False}
+TRIM_ONLY = {"layout": "trimmed"}
 
 
 def gap(recording: Recording, folder: Path, *build: Callable[[], PreTrainedModel], **config: Any) -> float:
@@ -406,23 +406,25 @@ def test_a_statistic_of_a_micro_batch_keeps_its_rows_together(option: dict[str, 
     assert exactness("grpo", 0.0, **option) == Exactness(False, False)
 
 
-@pytest.mark.parametrize("raw", ["auto", {}, {"pack": True}])
+@pytest.mark.parametrize("raw", ["auto", {}, {"layout": "packed"}])
 def test_auto_does_all_that_is_exact(raw: Any) -> None:
-    assert MicroBatching.parse(raw) == MicroBatching(True, True, True)
+    assert MicroBatching.parse(raw) == MicroBatching("packed", True)
 
 
 @pytest.mark.parametrize("raw", ["off", False])
 def test_off_leaves_trl_alone(raw: Any) -> None:
-    assert asked_layout(MicroBatching.parse(raw)) is Layout.PLAIN
+    assert asked_layout(MicroBatching.parse(raw)) is Layout.PADDED
 
 
 @pytest.mark.parametrize(
     ("raw", "says"),
     [
         ("on", "must be auto, off, or a mapping"),
-        ({"packing": True}, "unknown key `micro_batching.packing`: did you mean `pack`"),
-        ({"pack": "yes"}, "`micro_batching.pack` must be true or false"),
-        ({"trim": False}, "without `trim` nothing else is done"),
+        ({"layuot": "packed"}, "unknown key `micro_batching.layuot`: did you mean `layout`"),
+        ({"layout": "dense"}, "`micro_batching.layout` can.t be `dense`: choose packed or trimmed or padded"),
+        ({"skip_zero_advantage": "yes"}, "`micro_batching.skip_zero_advantage` must be true or false"),
+        ({"pack": False}, "`micro_batching.pack` is gone: write `layout: packed` or `layout: trimmed`"),
+        ({"trim": False}, "`micro_batching.trim` is gone: write `layout: trimmed` or `layout: padded`"),
         (3, "must be auto, off, or a mapping"),
         (True, "must be auto, off, or a mapping"),
     ],

@@ -175,7 +175,7 @@ def test_packed_log_probabilities_are_those_of_unpadded_rows(architecture: str, 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 9])
 @pytest.mark.parametrize("pack_rows", [True, False])
 def test_any_chunking_gives_the_same_rows_in_as_many_calls(batch_size: int, pack_rows: bool, tmp_path: Path) -> None:
-    trainer = trainer_on(model(), tmp_path, micro_batching={"pack": pack_rows})
+    trainer = trainer_on(model(), tmp_path, micro_batching={"layout": "packed" if pack_rows else "trimmed"})
     rows = flat(RAGGED).select(torch.tensor([4, 0, 8, 2, 6, 1, 5, 3, 7]))
     expected = one_by_one(trainer.model, rows)
     scored(trainer, rows)  # chooses the layout
@@ -190,7 +190,7 @@ def test_any_chunking_gives_the_same_rows_in_as_many_calls(batch_size: int, pack
 
 @pytest.mark.parametrize("pack_rows", [True, False])
 def test_rows_without_a_token_to_score(pack_rows: bool, tmp_path: Path) -> None:
-    trainer = trainer_on(model(), tmp_path, micro_batching={"pack": pack_rows})
+    trainer = trainer_on(model(), tmp_path, micro_batching={"layout": "packed" if pack_rows else "trimmed"})
     scored(trainer, flat(RAGGED))
     some = padded([[5, 6, 7], [8], [5, 6, 7]], [[10, 11], [], []])
     expected = one_by_one(trainer.model, some)
@@ -202,7 +202,7 @@ def test_rows_without_a_token_to_score(pack_rows: bool, tmp_path: Path) -> None:
     count.remove()
     log = trainer._log_probs
     assert [log.model_call(trainer.model, some, layout_of(trainer)).tokens] == ran
-    assert log.model_call(trainer.model, some, Layout.PLAIN).tokens == some.input_ids.numel()
+    assert log.model_call(trainer.model, some, Layout.PADDED).tokens == some.input_ids.numel()
     none = padded([[5, 6, 7], [8]], [[], []])
     trainer.model.train()
     log_probs, entropies, _ = trainer._get_per_token_logps_and_entropies(
@@ -312,9 +312,9 @@ def test_a_rotary_table_of_the_longest_row_in_one_kind_of_layer(pack_rows: bool,
     local = {"rope_type": "default", "rope_theta": 10000.0}
     rotary = {"full_attention": {**local, "rope_type": "dynamic", "factor": 4.0}, "sliding_attention": local}
     policy = model(transformers.Gemma3TextConfig, sliding_window=64, head_dim=8, rope_parameters=rotary)
-    trainer = trainer_on(policy, tmp_path, micro_batching={"pack": pack_rows})
+    trainer = trainer_on(policy, tmp_path, micro_batching={"layout": "packed" if pack_rows else "trimmed"})
     scored(trainer, flat(RAGGED))
-    assert layout_of(trainer) is Layout.PLAIN
+    assert layout_of(trainer) is Layout.PADDED
     assert "rotary table of type dynamic" in said()[0]
 
 
@@ -369,7 +369,7 @@ def test_dropout_that_inspection_does_not_see_is_an_error(tmp_path: Path, monkey
     monkeypatch.setattr(log_probs.LogProbs, "_try_out", lambda self, model, bare, rows, found: (found, ""))
     trainer = trainer_on(model(transformers.LlamaConfig, attention_dropout=0.5), tmp_path)
     trainer.model.train()
-    with pytest.raises(RuntimeError, match="attention dropout of 0.5.*micro_batching: {pack: false}"):
+    with pytest.raises(RuntimeError, match="attention dropout of 0.5.*micro_batching: {layout: trimmed}"):
         scored(trainer, flat(RAGGED))
 
 
@@ -383,7 +383,7 @@ class WithFullKL(GRPOTrainer):
 def test_rows_that_something_else_reads_stay_plain(tmp_path: Path, said: Any) -> None:
     trainer = make_trainer(WithFullKL, RAGGED, model(), tmp_path, beta=0.04, per_device_train_batch_size=9)
     scored(trainer, flat(RAGGED))
-    assert layout_of(trainer) is Layout.PLAIN
+    assert layout_of(trainer) is Layout.PADDED
     (sentence,) = said()
     assert "are left as TRL pads them: the full-vocabulary KL reads the hidden states of TRL's rows" in sentence
 
@@ -434,7 +434,7 @@ def test_rows_as_long_as_the_context_can_be_checked(tmp_path: Path, said: Any) -
     longest = flat(RAGGED).input_ids.shape[1]
     trainer = trainer_on(model(transformers.GPT2Config, **{**learnt, "max_position_embeddings": longest}), tmp_path)
     scored(trainer, flat(RAGGED))
-    assert layout_of(trainer) is Layout.PLAIN
+    assert layout_of(trainer) is Layout.PADDED
     assert "its positions are learnt" in said()[0]
     rotary = trainer_on(model(max_position_embeddings=longest), tmp_path)
     scored(rotary, flat(RAGGED))
@@ -544,8 +544,8 @@ def on_two_ranks(trainers: list[GRPOTrainer], rows: list[Rows]) -> list[list[str
     [
         ("MistralConfig", {"sliding_window": 8}, SHORT, LONG, Layout.PACKED),  # one rank has no row that fits
         ("MistralConfig", {"sliding_window": 4}, LONG, LONG, Layout.TRIMMED),  # neither has
-        ("GPT2Config", GPT2, SHORT, UNLABELLED, Layout.PLAIN),  # padding matters, as one rank alone can tell
-        ("GPT2Config", {**GPT2, "max_position_embeddings": 12}, SHORT, LONG, Layout.PLAIN),  # no room on one rank
+        ("GPT2Config", GPT2, SHORT, UNLABELLED, Layout.PADDED),  # padding matters, as one rank alone can tell
+        ("GPT2Config", {**GPT2, "max_position_embeddings": 12}, SHORT, LONG, Layout.PADDED),  # no room on one rank
         ("Qwen2Config", {}, SHORT, UNLABELLED, Layout.PACKED),
     ],
 )

@@ -32,6 +32,14 @@ def test_the_workflow_runs_what_ci_runs() -> None:
     assert jobs["make"]["strategy"]["matrix"]["target"] == steps
 
 
+def test_the_release_builds_what_make_dist_builds() -> None:
+    """The archives that the workflow uploads are those of `make dist`, which also checks them."""
+    build = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]["build"]["steps"]
+    assert "make dist" in [step.get("run") for step in build]
+    (uploaded,) = [step["with"]["path"].split() for step in build if "upload-artifact" in step.get("uses", "")]
+    assert uploaded == ["dist/*.whl", "dist/*.tar.gz"]
+
+
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The wheels of both packages, by package."""
@@ -44,6 +52,12 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def metadata(wheel: Path) -> str:
     (name,) = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA")]
     return zipfile.ZipFile(wheel).read(name).decode()
+
+
+@pytest.mark.slow
+def test_type_checkers_read_both_packages(wheels: dict[str, Path]) -> None:
+    for package, wheel in wheels.items():
+        assert f"{package}/py.typed" in zipfile.ZipFile(wheel).namelist()
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ from grpo_recipes.runs.manifest import checksum
 from grpo_recipes.runs.record import versions
 from grpo_rewards.errors import UserError
 from grpo_rewards.registry import BoundReward, BuiltReward, leaves
+from grpo_rewards.reward import BaseReward
 
 NOT_IDENTIFIED = "not identified"
 SLICE_ROWS = 10_000
@@ -254,9 +255,9 @@ def reward_models(
     sources = {}
     for name, one in _named(rewards):
         reward: Any = one.unbound
-        role = f"reward model `{name}`"
-        if hasattr(reward, "load") and isinstance(getattr(reward, "model", None), str):
-            sources[role] = Source(reward.model, hub_commit(reward.model, getattr(reward, "revision", None)))
+        role, model = f"reward model `{name}`", one.declared.model_source
+        if model is not None:
+            sources[role] = Source(model, hub_commit(model, one.declared.model_revision))
         elif hasattr(reward, "config") and hasattr(reward, "state_dict"):  # TRL takes models for rewards too
             sources[role] = loaded_source(reward)
     return sources
@@ -317,13 +318,14 @@ def _columns_read(dataset: Any, rewards: Iterable[Any], all_columns: bool) -> li
 
 def columns_read(reward: Any) -> set[str] | None:
     """Return the columns that a reward declares, or None if it may read any: it takes `**columns` and declares nothing."""
+    if isinstance(reward, BaseReward):
+        return {*reward.columns_read, *reward.optional_columns}
     declared = getattr(reward, "columns_read", None)
     if declared is not None:
-        choices = getattr(reward, "choices_column", None)
-        return {*declared, *([choices] if choices else [])}
+        return set(declared)
     code = _code(reward)
-    if str(getattr(code, "__module__", "")).partition(".")[0] in ("grpo_rewards", "torch", "transformers"):
-        return set()  # ours declare what they read, and a model reads the text
+    if str(getattr(code, "__module__", "")).partition(".")[0] in ("torch", "transformers"):
+        return set()  # a model reads the text
     called = code.__call__ if inspect.isclass(code) else code
     try:
         parameters = inspect.signature(called).parameters.values()

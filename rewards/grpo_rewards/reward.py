@@ -96,6 +96,11 @@ class BaseReward:
         """Hub name or folder of the model that `prepare` loads; None if the reward loads none."""
         return None
 
+    @property
+    def model_revision(self) -> str | None:
+        """Branch, tag or commit of that model on the hub; None for the default branch."""
+        return None
+
     def prepare(self) -> str | None:
         """Load or ask what the reward depends on, before training, and return one line about it; None if it needs nothing.
 

@@ -140,6 +140,11 @@ class RewardModelScore(BaseReward):
         """Hub name or folder of the reward model."""
         return self.model
 
+    @property
+    def model_revision(self) -> str | None:
+        """Branch, tag or commit of the reward model on the hub."""
+        return self.revision
+
     def prepare(self) -> str:
         """Load the model and return a line about it. Raises `CheckpointError`, a ValueError, if it cannot be loaded."""
         return self.load().summary()

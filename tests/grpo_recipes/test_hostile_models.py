@@ -123,7 +123,7 @@ CASES = [
     *((verb, kind) for verb in ("plan", "train", "evaluate") for kind in (*TEMPLATES, *SIZES, *TOKENIZERS)),
     *(("merge", kind) for kind in SIZES),
 ]
-QUICK = {("plan", "large"), ("train", "layers")}
+QUICK = {("plan", "large")}
 
 
 @pytest.mark.parametrize(

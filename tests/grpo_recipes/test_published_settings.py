@@ -236,7 +236,7 @@ OFTEN = {"return_dict_in_generate", "sequence_bias"}
     [
         pytest.param({"generation": "off"}, id="transformers' own loop"),
         pytest.param({"peft_config": adapter(), "beta": 0.04}, id="an adapter"),
-        pytest.param({"use_transformers_continuous_batching": True}, id="continuous batching"),
+        pytest.param({"use_transformers_continuous_batching": True}, id="continuous batching", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize(

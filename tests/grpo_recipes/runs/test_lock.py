@@ -396,6 +396,7 @@ def test_a_folder_that_is_lost_outside_the_steps_gets_no_files(
     assert sorted(path.name for path in run.iterdir() if path.name != LIVE) == [LOCK, *written]
 
 
+@pytest.mark.slow
 def test_all_ranks_stop_together(tmp_path: Path) -> None:
     run = tmp_path / "run"
     policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)

@@ -94,27 +94,42 @@ def add_live(log: Log, path: Path, tick: Callable[[], None] = lambda: None) -> b
     """
     with suppress(FileNotFoundError):
         known = log.last_step
-        with _opened(path, errors="replace") as file:
-            for number, line in enumerate(iter(lambda: file.readline(_VALUE_CHARACTERS), ""), start=1):
-                if not line.endswith("\n"):
-                    if len(line) == _VALUE_CHARACTERS:
-                        raise RunError(f"{path}: line {number} has more than {len(line):,} characters; {_FIX}")
-                    break
-                try:
-                    entry = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise RunError(
-                        f"{path}: line {number} can't be read as JSON ({one_line(error)}); {_FIX}"
-                    ) from error
-                if problem := mismatch(entry, _ENTRY, f"line {number}"):
-                    raise RunError(f"{path}: {problem}; {_FIX}")
-                if STEP.holds(most := entry.pop("max_steps", None)):
-                    log.max_steps = most
-                elif entry["step"] > known:
-                    log.add(entry)
-                tick()
+        for entry in _live_entries(path):
+            if STEP.holds(most := entry.pop("max_steps", None)):
+                log.max_steps = most
+            elif entry["step"] > known:
+                log.add(entry)
+            tick()
         return True
     return False
+
+
+def first_step(path: Path) -> int | None:
+    """Return the step that a launch began after, which the first line of its `_log.jsonl` holds; None if it says nothing.
+
+    Raises `RunError` if the line is damaged.
+    """
+    with suppress(FileNotFoundError):
+        entry = next(_live_entries(path), {})
+        return entry["step"] if "max_steps" in entry else None
+    return None
+
+
+def _live_entries(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the entries of a `_log.jsonl`. Raises FileNotFoundError, or `RunError` if the file is damaged."""
+    with _opened(path, errors="replace") as file:
+        for number, line in enumerate(iter(lambda: file.readline(_VALUE_CHARACTERS), ""), start=1):
+            if not line.endswith("\n"):
+                if len(line) == _VALUE_CHARACTERS:
+                    raise RunError(f"{path}: line {number} has more than {len(line):,} characters; {_FIX}")
+                break
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise RunError(f"{path}: line {number} can't be read as JSON ({one_line(error)}); {_FIX}") from error
+            if problem := mismatch(entry, _ENTRY, f"line {number}"):
+                raise RunError(f"{path}: {problem}; {_FIX}")
+            yield entry
 
 
 def read_step(path: Path) -> int:

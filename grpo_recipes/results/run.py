@@ -19,8 +19,9 @@ import numpy as np
 import pandas as pd
 
 from grpo_recipes.results.estimates import Estimate, mean_share
-from grpo_recipes.results.history import Log, add_live, read_log, read_step
+from grpo_recipes.results.history import Log, add_live, first_step, read_log, read_step
 from grpo_recipes.runs import completions, files
+from grpo_recipes.runs.branches import branch_of, last_launch
 from grpo_recipes.runs.files import LIVE
 from grpo_recipes.runs.lock import is_held
 from grpo_recipes.runs.record import read_record
@@ -364,16 +365,26 @@ class NothingSaved(files.RunError):
 
 
 def _saved_log(folder: Path, tick: Callable[[], None]) -> Log:
-    """The log in the `trainer_state.json` of the highest step, of the folder or a checkpoint. A damaged one is skipped."""
+    """Return the log of the highest step that the last launch descends from. A damaged `trainer_state.json` is skipped.
+
+    A checkpoint that an earlier launch saved after the place where the last one went on is of an abandoned branch. So is the
+    folder's own file then: a launch writes it at its end, when it removes `_log.jsonl`, so it is older than that one.
+    """
     states: list[tuple[int, Path]] = []
     damaged: files.RunError | None = None
+    last = last_launch(folder)
+    began = first_step(folder / LIVE)
     for path in (folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")):
         try:
-            states.append((read_step(path), path))
+            step = read_step(path)
         except FileNotFoundError:  # none in the folder itself, or a checkpoint that has just been deleted
             continue
         except files.RunError as error:
             damaged = error
+            continue
+        is_own = path.parent == folder
+        if (began is None or step <= began) if is_own else last.holds(branch_of(path.parent), step):
+            states.append((step, path))
     for _, path in sorted(states, key=lambda state: state[0], reverse=True):
         try:
             return read_log(path, tick)

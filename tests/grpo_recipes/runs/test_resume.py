@@ -10,7 +10,9 @@ import pytest
 from transformers import TrainerCallback
 
 from grpo_recipes import GRPOTrainer, train
+from grpo_recipes.results.run import Run
 from grpo_recipes.runs.branches import LAUNCH
+from grpo_recipes.runs.files import LIVE
 from grpo_recipes.runs.manifest import MANIFEST, CheckpointDamaged, read_manifest
 from grpo_recipes.runs.resume import confirmed, decide
 from grpo_rewards.errors import UserError
@@ -198,6 +200,7 @@ def test_true_follows_the_last_launch_of_a_recipe_too(tmp_path: Path, capsys: py
     # A run of three steps in all ends the branch after step 3, which is saved.
     branch = ["--resume_from_checkpoint", str(output / "checkpoint-2")]
     assert train.main([*command, *branch, "--max_steps=3", "--save_steps=1"]) == 0
+    assert list(Run.read(output).series("reward").steps) == [1, 2, 3]  # not the six of the launch before
     capsys.readouterr()
     assert train.main([*command, "--resume_from_checkpoint=true", "--max_steps=4"]) == 0
     said = capsys.readouterr().out
@@ -210,6 +213,14 @@ def test_true_follows_the_last_launch_of_a_recipe_too(tmp_path: Path, capsys: py
         "checkpoint-2",
         "checkpoint-3",
     ]
+
+
+def test_a_report_of_a_branch_under_way_holds_nothing_of_the_abandoned_steps(run: Path, policy: str) -> None:
+    shutil.copy(run / "checkpoint-6" / "trainer_state.json", run)  # as a finished run leaves it
+    script(policy, run, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
+    (run / LIVE).write_text('{"step": 2, "max_steps": 8}\n{"step": 3, "reward": 0.5}\n')
+    found = Run.read(run)
+    assert (list(found.series("reward").steps), found.log.max_steps) == ([1, 2, 3], 8)
 
 
 @pytest.mark.slow

@@ -101,7 +101,8 @@ def check_model_sizes(name: str, revision: str = "main", *, local_only: bool = T
                     f"{path}: `{part.prefix}{key}` is {shown(json.dumps(value))}, and a size of a model is a whole number from "
                     f"1 to {allowed.most:,}: correct it, or copy or download the file again"
                 )
-    if path != Path(name):
+    # The weights beside an adapter's own copy of its base's config.json are the adapter's.
+    if path != Path(name) and not (path.parent / checkpoints.ADAPTER_CONFIG).exists():
         _check_against_weights(path, config)
 
 

@@ -70,6 +70,17 @@ def test_a_size_that_the_weights_can_not_hold_is_refused(model: Path, values: di
     check_model_sizes(str(model))  # that they are missing is said elsewhere
 
 
+def test_an_adapter_beside_a_copy_of_its_bases_configuration_passes(model: Path) -> None:
+    """Some trainers save both. The adapter's few weights say nothing of the base's sizes."""
+    (model / "model.safetensors").rename(model / "adapter_model.safetensors")
+    (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "elsewhere"}))
+    change(model, vocab_size=4_000_000)
+    check_model_sizes(str(model))
+    change(model, vocab_size=10**7)
+    with pytest.raises(SizeError, match="`vocab_size` is 10000000"):
+        check_model_sizes(str(model))
+
+
 def test_every_architecture_of_transformers_passes_with_its_own_sizes(tmp_path: Path) -> None:
     checked = 0
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

@@ -12,7 +12,7 @@ import logging
 import shutil
 from collections.abc import Callable, Sequence, Set
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -22,7 +22,6 @@ from grpo_recipes.runs.files import NUMBER, NUMBER_OR_NULL, STEP, Shape, mismatc
 from grpo_recipes.runs.identity import ContentChanged, Identity, compare
 from grpo_recipes.runs.lock import FolderLost, Held
 from grpo_recipes.runs.manifest import (
-    Branch,
     CheckpointDamaged,
     Manifest,
     gathered,
@@ -43,6 +42,8 @@ LOGGED_SHAPE: Shape = {
 }
 
 logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
 
 
 class CompleteCheckpoints(TrainerCallback):
@@ -81,7 +82,7 @@ class CompleteCheckpoints(TrainerCallback):
         """
         self.resumed_from = None
         # The first rank's answer serves all: to read the rows takes seconds, and all ranks must decide alike.
-        self.identity = gathered(self.identify() if rank() == 0 else None)[0]
+        self.identity = _of_first_rank(self.identify)
         if asked:
             self.resumed_from = self._chosen(asked)
         self._begin_launch()
@@ -152,11 +153,11 @@ class CompleteCheckpoints(TrainerCallback):
         """Record the launch that now begins, so that a later `true` follows it even if it saves nothing. Collective."""
         args, source = self.trainer.args, self.resumed_from
         folder = Path(args.output_dir)
-        branch: Branch = ()
-        if rank() == 0:
-            branch = new_branch(folder, source, step_of(source) if source is not None else 0)
+        branch = _of_first_rank(lambda: new_branch(folder, source, step_of(source) if source is not None else 0))
         # Each rank has read the folder when the first one's answer arrives, and only then is it written to.
-        self.launch = LastLaunch(gathered(branch)[0], source)
+        self.launch = LastLaunch(branch, source)
+        if self.held is not None:
+            check_held(self.held, "before its first step", source.name if source is not None else None)
         if args.should_save:
             write_launch(folder, self.launch)
 
@@ -164,6 +165,7 @@ class CompleteCheckpoints(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Become the last callback, so that a manifest lists what the others add; take over rotation and pushing."""
+        self.check_folder()  # other callbacks begin their files now, and to load the checkpoint may have taken minutes
         handler = self.trainer.callback_handler
         handler.callbacks = [*(one for one in handler.callbacks if one is not self), self]
         # Already None or False if an earlier call of `train` was interrupted.
@@ -248,6 +250,21 @@ class CompleteCheckpoints(TrainerCallback):
         for name in ("train_samples_per_second", "train_steps_per_second"):
             if name in logs:
                 logs[name] = round(logs[name] * (step - self.first_step) / max(step, 1), 3)
+
+
+def _of_first_rank(function: Callable[[], Value]) -> Value:
+    """Return the first rank's answer on every rank. Collective. Raises the first rank's `UserError` on every rank."""
+    answer: Value | None = None
+    refused: UserError | None = None
+    if rank() == 0:
+        try:
+            answer = function()
+        except UserError as error:  # raised there alone, the others would wait for an answer
+            refused = error
+    answer, refused = gathered((answer, refused))[0]
+    if refused is not None:
+        raise refused
+    return cast(Value, answer)
 
 
 def check_held(held: Held, when: str, last_saved: str | None) -> None:

@@ -30,6 +30,7 @@ class CompactCompletions(TrainerCallback):
     ) -> None:
         """Remove the completions after the step that the training goes on from: it logs these steps again."""
         self._compaction, self._is_due = None, False
+        self.trainer.checkpoints.check_folder()  # on all ranks: to load the checkpoint may have taken minutes
         if not self.trainer.log_completions or not state.is_world_process_zero:
             return
         folder = Path(args.output_dir) / completions.FOLDER

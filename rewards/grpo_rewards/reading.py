@@ -62,7 +62,12 @@ class UnreadableFile(UserError):
 
     def __init__(self, sentence: str, path: Path) -> None:
         super().__init__(sentence)
+        self.path = path
         self.problem = sentence.removeprefix(f"{path}: ")
+
+    def __reduce__(self) -> tuple[type[UnreadableFile], tuple[str, Path]]:
+        """Return both arguments, for a rank that tells the others: by default only the sentence is pickled."""
+        return type(self), (str(self), self.path)
 
 
 def open_ordinary(path: Path, most: int | None = None) -> BinaryIO:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import socket
 from pathlib import Path
 
@@ -16,6 +17,11 @@ def problem(path: Path, most: int = reading.JSON_BYTES) -> str:
         read_json(path, most)
     assert str(error.value) == f"{path}: {error.value.problem}"
     return error.value.problem
+
+
+def test_another_process_can_be_told_of_an_error(tmp_path: Path) -> None:
+    told = pickle.loads(pickle.dumps(UnreadableFile(f"{tmp_path}: it is empty", tmp_path)))
+    assert (str(told), told.problem) == (f"{tmp_path}: it is empty", "it is empty")
 
 
 def test_only_ordinary_files_are_opened_and_none_is_waited_for(tmp_path: Path) -> None:

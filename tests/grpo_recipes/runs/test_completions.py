@@ -20,6 +20,7 @@ from grpo_recipes import GRPOTrainer
 from grpo_recipes.results.run import Run, Sampled
 from grpo_recipes.runs import completions, files
 from grpo_recipes.runs.completions import EVALUATION, TRAINING, Compaction, drop_after, logged
+from grpo_recipes.runs.lock import FolderLost
 from grpo_recipes.training.callbacks import CompactCompletions
 from tests.grpo_recipes.probe_rewards import distinct_characters
 from tests.grpo_recipes.synthetic import write_run
@@ -498,7 +499,21 @@ def test_only_the_first_rank_touches_the_files(folder: Path) -> None:
     for event in (callback.on_train_begin, callback.on_save, callback.on_step_begin, callback.on_train_end):
         event(args, state, control)  # type: ignore[arg-type]
     assert len(names(folder)) == 3
-    assert len(looked) == 2
+    assert len(looked) == 3
+
+
+def test_nothing_is_removed_from_a_folder_that_another_launch_has_taken_over(folder: Path) -> None:
+    def lost() -> None:
+        raise FolderLost("another launch has taken it over")
+
+    args = GRPOConfig(output_dir=str(folder.parent), use_cpu=True, bf16=False, log_completions=True)
+    saving = SimpleNamespace(pushes=False, check_folder=lost)
+    callback = CompactCompletions(SimpleNamespace(args=args, log_completions=True, checkpoints=saving))
+    write(folder, 1, 2, 3)
+    state, control = SimpleNamespace(global_step=1, is_world_process_zero=True), SimpleNamespace()
+    with pytest.raises(FolderLost):
+        callback.on_train_begin(args, state, control)  # type: ignore[arg-type]
+    assert len(names(folder)) == 3
 
 
 def test_a_script_that_resumes_an_earlier_checkpoint_logs_every_step_once(

@@ -349,6 +349,7 @@ def test_a_launch_that_lost_its_folder_stops_before_it_writes(
 
 
 WRITES = [
+    ("on_train_begin", {}, True),
     ("on_step_end", {"should_save": True}, True),
     ("on_step_end", {"should_log": True}, True),
     ("on_step_end", {}, False),

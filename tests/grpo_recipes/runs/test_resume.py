@@ -11,8 +11,9 @@ from transformers import TrainerCallback
 
 from grpo_recipes import GRPOTrainer, train
 from grpo_recipes.results.run import Run
+from grpo_recipes.runs import saving
 from grpo_recipes.runs.branches import LAUNCH
-from grpo_recipes.runs.files import LIVE
+from grpo_recipes.runs.files import LIVE, RunError
 from grpo_recipes.runs.manifest import MANIFEST, CheckpointDamaged, read_manifest
 from grpo_recipes.runs.resume import confirmed, decide
 from grpo_rewards.errors import UserError
@@ -223,6 +224,21 @@ def test_a_report_of_a_branch_under_way_holds_nothing_of_the_abandoned_steps(run
     assert (list(found.series("reward").steps), found.log.max_steps) == ([1, 2, 3], 8)
 
 
+def test_every_rank_raises_what_the_first_one_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank alone reads the rows and the folder. Raised there only, the others would wait for its answer."""
+    sent: list[Any] = []
+
+    def refuse() -> int:
+        raise RunError("_launch.json is damaged")
+
+    monkeypatch.setattr(saving, "gathered", lambda value: [sent.append(value) or sent[0], (None, None)])
+    for rank in (0, 1):
+        monkeypatch.setattr(saving, "rank", lambda rank=rank: rank)
+        with pytest.raises(RunError, match="_launch.json is damaged"):
+            saving._of_first_rank(refuse)
+    assert sent[1] == (None, None)
+
+
 @pytest.mark.slow
 def test_two_ranks_of_a_script_decide_alike(tmp_path: Path) -> None:
     launching.build_policy(tmp_path / "policy")
@@ -245,3 +261,7 @@ def test_two_ranks_of_a_script_decide_alike(tmp_path: Path) -> None:
     for rank in range(2):
         assert f"rank {rank} refused: since " in refused
     assert refused.count("the column `answer` of the dataset has changed") == 2
+    (tmp_path / "run" / LAUNCH).write_text("{")
+    refused = said("8", "none")
+    for rank in range(2):
+        assert f"rank {rank} refused: {tmp_path / 'run' / LAUNCH}: can't be read as JSON" in refused

@@ -232,8 +232,7 @@ class GenerationCheck:
         return (
             f"tokens are not drawn{where} from the policy's distribution under the settings of this run: at step "
             f"{self.trainer.state.global_step} {cause or '`generate` makes other scores of the logits than the settings'}"
-            f"{moved}; look in the model's generation_config.json and for a `generate` of its own, or set "
-            "`generation_check: false`"
+            f"{moved}; look for a `generate` or logits processors that the model brings, or set `generation_check: false`"
         )
 
     def _is_unusual(self, rank: Evidence) -> bool:

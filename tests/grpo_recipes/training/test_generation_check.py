@@ -212,7 +212,7 @@ def test_all_ranks_stop_where_one_is_wrong(
 
 
 def reach(patch: pytest.MonkeyPatch, **fields: Any) -> None:
-    """Let these fields reach `generate` beside those of the settings, as a model's generation_config.json would."""
+    """Let these fields reach `generate` beside those of the settings, as if the published ones were not put aside."""
     stock = GenerationMixin._prepare_generation_config
 
     def filled(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -251,7 +251,7 @@ def test_what_the_settings_do_not_name_stops_the_run(
     )
     assert cause in sentence
     assert sentence.endswith(
-        "look in the model's generation_config.json and for a `generate` of its own, or set `generation_check: false`"
+        "look for a `generate` or logits processors that the model brings, or set `generation_check: false`"
     )
 
 

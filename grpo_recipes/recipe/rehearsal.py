@@ -7,7 +7,6 @@ from then on, on all prompts. docs/security.md says what remains unbounded.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -114,7 +113,9 @@ def _try(announce: Announce, source: Any, prompts: Sequence[Any], template_kwarg
     if not hasattr(source, "apply_chat_template"):
         try:
             tokenizer = source()
-        except Exception:  # whatever it is, loading raises it again in the parent, which has the words for it
+        except Exception as error:  # whatever it is, loading raises it again in the parent, which has the words for it
+            if _is_out_of_memory(error):  # the parent has no limit
+                raise MemoryError from error
             return
     texts, is_text = list(prompts), not prompts or isinstance(prompts[0], str)
     if not is_text:
@@ -122,11 +123,22 @@ def _try(announce: Announce, source: Any, prompts: Sequence[Any], template_kwarg
             return
         announce(_RENDERING)
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        with contextlib.suppress(Exception):  # as `end_of_turn`
+        try:
             tokenizer.apply_chat_template(turns, tokenize=False, **template_kwargs)
+        except MemoryError:  # `end_of_turn` renders these turns without a limit
+            raise
+        except Exception:  # as `end_of_turn`
+            pass
         texts = _tried(lambda prompt: rendered(prompt, tokenizer, template_kwargs), prompts)
     announce(_ENCODING)
     _tried(lambda text: len(tokenizer(text, add_special_tokens=is_text)["input_ids"]), texts)
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Return True if an error, or one that it was raised from, is a MemoryError: loaders wrap all that they meet."""
+    while error is not None and not isinstance(error, MemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _tried(function: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:

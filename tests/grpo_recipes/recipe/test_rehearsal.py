@@ -71,6 +71,26 @@ def test_a_chat_template_is_tried_within_limits(tmp_path: Path, template: str, w
     assert message.endswith(": correct the template, or name another model")
 
 
+def test_a_template_that_is_large_after_an_answer_only_is_refused(tmp_path: Path) -> None:
+    """No prompt ends with an answer, and the search for the end of a turn renders one."""
+    large = "{% if messages[-1]['role'] == 'assistant' %}" + LARGE + "{% endif %}"
+    with pytest.raises(TokenizerRefused, match=r"chat_template.jinja\) needs more than 0.25 GiB of memory"):
+        rehearse(save_tokenizer(tmp_path / "model", tiny.CHATML + large))
+
+
+def test_a_tokenizer_that_takes_too_much_memory_to_load_is_refused(tmp_path: Path) -> None:
+    folder = save_tokenizer(tmp_path / "model")
+
+    def load() -> Any:
+        try:
+            return bytes(1 << 29)
+        except Exception as error:
+            raise LookupError("in the words of the loader") from error
+
+    with pytest.raises(TokenizerRefused, match=r"loading its tokenizer \(.*\) needs more than 0.25 GiB of memory"):
+        rehearsed(str(folder), load, PROMPTS)
+
+
 def split_by(pattern: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 

@@ -108,8 +108,10 @@ def _is_other(path: Path) -> bool:
         return False
 
 
-def read_bytes(path: Path, most: int = JSON_BYTES) -> bytes:
+def read_bytes(path: Path, most: int = JSON_BYTES, *, is_json: bool = False) -> bytes:
     """Return what an ordinary file of at most `most` bytes holds.
+
+    With `is_json` reading stops at the first zero byte, which no JSON has: a sparse file costs one chunk, not its size.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -122,6 +124,8 @@ def read_bytes(path: Path, most: int = JSON_BYTES) -> bytes:
             while chunk := file.read(min(_CHUNK, most + 1 - len(content))):
                 content += chunk
                 _check_size(path, len(content), most)
+                if is_json and b"\0" in chunk:  # the parser refuses it
+                    break
         except OSError as error:
             raise UnreadableFile(f"{path}: it can't be read ({error.strerror or error})", path) from error
     return bytes(content)
@@ -134,7 +138,7 @@ def read_text(path: Path, most: int = JSON_BYTES) -> str:
 
 def read_json(path: Path, most: int = JSON_BYTES) -> Any:
     """Return the value in a JSON file of at most `most` bytes. Raises as `read_bytes`, and `UnreadableFile` for no JSON."""
-    return parse_json(path, read_bytes(path, most))
+    return parse_json(path, read_bytes(path, most, is_json=True))
 
 
 def parse_json(path: Path, content: bytes) -> Any:

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import socket
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,12 @@ def test_no_byte_beyond_the_bound_is_read(tmp_path: Path, monkeypatch: pytest.Mo
     with file.open("wb") as sparse:
         sparse.truncate(12 << 30)
     assert problem(file) == "it has 12,884,901,888 bytes, and at most 33,554,432 are read"
+    # Below the bound too zeros are not held in memory: no JSON has one.
+    os.truncate(file, 2 << 30)
+    tracemalloc.start()
+    assert problem(file, 1 << 31) == "can't be read as JSON (Expecting value: line 1 column 1 (char 0))"
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
     # A file that has grown since it was opened.
     file.write_bytes(b"[1, 2, 3]")
     monkeypatch.setattr(reading, "open_ordinary", lambda path, most: open_ordinary(path))

@@ -254,7 +254,7 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         faults.check_build_locks()
     training_args = leave_token_to_environment(grpo_config(recipe))
-    # What trackers call the run.
+    # Trackers show this name.
     training_args.run_name = redacted(training_args.run_name or recipe.output_dir.resolve().name)
     num_prompts = len(checked.train_dataset)
     interruption = restart.StopOnSignal(lambda step: checked.geometry.ends_generation(step, num_prompts))

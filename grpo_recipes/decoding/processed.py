@@ -27,8 +27,8 @@ LOOK_FOR_ENDS = 32
 device."""
 
 Change = Callable[[PreTrainedModel, LogitsProcessorList, GenerationConfig, dict[str, Any]], LogitsProcessorList]
-"""What is done to the processors of a call: its model, the processors, its complete configuration, what else they are built
-from."""
+"""Function that may replace the processors of a call, from the model, the processors, the complete configuration, and the
+other arguments that the processors are built from."""
 
 
 class ProcessorComparison:
@@ -45,9 +45,9 @@ class ProcessorComparison:
         self.plain = GenerationConfig(do_sample=True, temperature=temperature)
         """The settings under which the loss takes the log-probabilities of tokens."""
         self.difference = ""
-        """How the processors differ from those of the settings, as a phrase; empty if they are the same ones."""
+        """Difference of the processors from those of the settings, as a phrase; empty if they are the same ones."""
         self.other_mode = ""
-        """How the generation mode differs from that of the settings, as a phrase; empty if it is the same one."""
+        """Difference of the generation mode from that of the settings, as a phrase; empty if it is the same one."""
         self._samples = True
         self._filters = False  # True if the settings sample from another distribution than the loss takes
         self._processors: dict[int, LogitsProcessorList] = {}  # of the settings, by row
@@ -87,7 +87,7 @@ class ProcessorComparison:
         # Behind the end of a row is padding, whatever has ended it.
         ends = [config._eos_token_tensor, config._pad_token_tensor]
         self._ends = torch.cat([token.flatten() for token in ends if token is not None])
-        # Of all rows, as those of the call: padding and prompts belong to what some processors hold.
+        # Built for all rows, as those of the call: some processors hold padding and prompts.
         asked, plain = (_described(build(settings, slice(None))) for settings in (self.settings, self.plain))
         self._filters = asked != plain or not self.settings.do_sample
         self.difference = _difference(_described(found), asked)

@@ -83,10 +83,10 @@ def check_model_sizes(name: str, revision: str = "main", *, local_only: bool = T
     Args:
         name: a model's folder, its config.json, or its name on the hub. An adapter's folder without config.json passes.
         revision: the version on the hub.
-        local_only: of the hub, looks only into the cache.
+        local_only: True to look into the hub's cache only.
 
     Raises:
-        SizeError: as said.
+        SizeError: a size is no number that a model has, or is too large for the weights.
         RunError: the file can't be read as JSON.
     """
     path = _config_file(name, revision, local_only=local_only)
@@ -121,7 +121,7 @@ class _Part:
     is_language_model: bool
 
     def sizes(self) -> Iterator[tuple[str, Allowed]]:
-        """The sizes that it has, each under the name that it has here."""
+        """Yield the sizes that this part gives, each under the part's own name for it, with the allowed values."""
         own_names = _own_names(self.values.get("model_type"))
         for name, allowed in SIZES.items():
             for key in {name, own_names.get(name, name)}:
@@ -129,14 +129,14 @@ class _Part:
                     yield key, allowed
 
     def size(self, name: str) -> int:
-        """A size by its name in transformers; of several the largest, and 0 if it is not given."""
+        """Return a size by its name in transformers: the largest if there is one for each layer, 0 if none is given."""
         own_names = _own_names(self.values.get("model_type"))
         value = self.values.get(name, self.values.get(own_names.get(name, name)))
         return max(value, default=0) if isinstance(value, list) else value or 0
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[_Part]:
-    """A configuration and the objects in it, two levels deep."""
+    """Yield a configuration and the objects in it, two levels deep."""
     has_text_config = any(isinstance(config.get(key), dict) for key in TEXT_CONFIGS)
     yield _Part(config, "", not has_text_config)
     for key, values in config.items():
@@ -148,7 +148,7 @@ def _parts(config: Mapping[str, Any]) -> Iterator[_Part]:
 
 
 def _own_names(model_type: Any) -> Mapping[str, str]:
-    """An architecture's own names for sizes; none for one that transformers does not know."""
+    """Return an architecture's own names for sizes, none if transformers does not know the architecture."""
     from transformers import CONFIG_MAPPING  # takes seconds
 
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
@@ -158,7 +158,7 @@ def _own_names(model_type: Any) -> Mapping[str, str]:
 
 
 def _config_file(name: str, revision: str, *, local_only: bool) -> Path | None:
-    """The configuration of a model, if it can be found."""
+    """Return the path of a model's configuration, or None if there is none."""
     if Path(name).exists():
         path = Path(name) / CONFIG if Path(name).is_dir() else Path(name)
         return path if path.exists() else None

@@ -69,7 +69,7 @@ def rehearsed(
 
 
 def chosen(dataset: datasets.Dataset) -> list[Any]:
-    """The prompts to try: the first ones and the longest ones, each cut to `CHARACTERS`."""
+    """Return the prompts to try: the first ones and the longest ones, each cut to `CHARACTERS`."""
     lengths = _character_lengths(dataset)
     longest = np.argsort(lengths, kind="stable")[-LONGEST:]
     rows = sorted({*range(min(FIRST, len(lengths))), *longest.tolist()})
@@ -77,7 +77,7 @@ def chosen(dataset: datasets.Dataset) -> list[Any]:
 
 
 def _character_lengths(dataset: datasets.Dataset) -> np.ndarray:
-    """The number of characters of each prompt, (N,), of messages the sum of their contents."""
+    """Return the number of characters of each prompt, (N,): for messages the sum over their contents."""
     lengths = [np.empty(0, np.int64)]
     for batch in dataset.select_columns(["prompt"]).with_format("arrow").iter(BATCH):
         column = batch["prompt"].combine_chunks()
@@ -142,7 +142,7 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _tried(function: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
-    """The results of `function`. Raises `CallStopped` if it is too slow for a dataset of such values."""
+    """Return the results of `function`. Raise `CallStopped` if it is too slow for a dataset of such values."""
     results = [function(value) for value in values]
     started = time.process_time()  # what is compiled or imported on first use does not count
     for value in values:
@@ -155,7 +155,7 @@ def _tried(function: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
 
 
 def _refusal(name: str, stopped: CallStopped, count: int) -> str:
-    """The sentence for a rehearsal that was stopped."""
+    """Return the sentence for a rehearsal that was stopped."""
     is_folder = Path(name).is_dir()
     tokenizer_file = str(Path(name) / "tokenizer.json") if is_folder else name
     template = next(

@@ -52,7 +52,7 @@ class Engine(Protocol):
 
 
 def load_engine(name: str, prompts: Sequence[Any] = ()) -> Engine:
-    """The engine of a model or adapter, its tokenizer tried on some prompts first.
+    """Return the engine of a model or adapter, its tokenizer tried on some prompts first.
 
     Raises `EvaluationError` if it can't be loaded, or its weights are incomplete, `UserError` for a hostile tokenizer.
     """
@@ -275,7 +275,7 @@ def _seeded(model: Any, seed: int) -> Iterator[None]:
 
 
 def _generation(model: Any, tokenizer: Any, settings: Settings) -> dict[str, Any]:
-    """The generation options of the settings. `PublishedSettings` keeps the model's own from filling the others."""
+    """Return the options of `generate`. `PublishedSettings` keeps the model's own from filling the others."""
     return generation_options(settings, end_tokens(model.generation_config, tokenizer), tokenizer.pad_token_id)
 
 

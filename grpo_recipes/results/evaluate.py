@@ -472,7 +472,7 @@ class LoadedWhenCalled:
 
     @cached_property
     def engine(self) -> Engine:
-        """The engine itself, loaded."""
+        """Engine, loaded at the first use."""
         tried = chosen(self.dataset)
         return load_engine(self.model, tried) if self.vllm is None else load_vllm(self.model, self.vllm, tried)
 

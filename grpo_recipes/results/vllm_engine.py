@@ -79,7 +79,7 @@ class VLLM:
 
 
 def load_vllm(name: str, options: VLLM, prompts: Sequence[Any] = ()) -> Engine:
-    """The engine of a model or adapter, its tokenizer tried on some prompts first. Raises `UserError` if it can't be had."""
+    """Return the engine of a model or adapter, its tokenizer tried on some prompts first. Raises `UserError` if it fails."""
     tokenizer = load_tokenizer(name, prompts)
     if options.vllm_server_base_url is not None:
         return Server(options.vllm_server_base_url, name, tokenizer)
@@ -156,7 +156,7 @@ def _is_adapter(name: str) -> bool:
 
 
 class Sampling:
-    """What vLLM is asked for with every request. Each field is sent: vLLM fills the others from the generation_config.json."""
+    """Sampling settings of every request. All fields are sent: vLLM fills missing ones from the generation_config.json."""
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         self.config = published_config(name)

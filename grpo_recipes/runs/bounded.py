@@ -81,7 +81,7 @@ def bounded_call(function: Callable[[Announce], Any], limits: Limits) -> Any:
 
 
 def _read_until_closed(descriptor: int, end: float) -> tuple[bytes, bool]:
-    """Everything that is written into a pipe until `end` (monotonic seconds), and True if it was closed by then."""
+    """Return everything that is written into a pipe until `end` (monotonic seconds), and True if it was closed by then."""
     content = bytearray()
     while readable(descriptor, end - time.monotonic()):
         piece = os.read(descriptor, 1 << 16)
@@ -92,7 +92,7 @@ def _read_until_closed(descriptor: int, end: float) -> tuple[bytes, bool]:
 
 
 def _answer(content: bytes, status: int, limits: Limits, *, is_over: bool) -> Any:
-    """The value among the child's lines; raises `CallStopped` where there is none."""
+    """Return the value among the child's lines. Raise `CallStopped` if there is none."""
     stage = ""
     for line in content.decode(errors="replace").splitlines(keepends=True):
         if not line.endswith("\n"):  # cut off when the child was killed

@@ -126,7 +126,7 @@ def end(found: str) -> int:
 def is_full(folder: Path) -> bool:
     """Return True if the disk of `folder` has no room for another file, be it bytes or entries (inodes) that are used up."""
     disk = os.statvfs(folder)
-    # Of a file system without a fixed number of entries, such as btrfs, that number is 0.
+    # A file system without a fixed number of entries, such as btrfs, says 0.
     has_no_entries = disk.f_files > 0 and disk.f_favail < FULL_ENTRIES
     return disk.f_bavail * disk.f_frsize < FULL_BYTES or has_no_entries
 

@@ -88,7 +88,7 @@ class Manifest:
     branch: Branch = ()
     """Launches that the checkpoint's steps were made by. Empty in a manifest written before there were branches."""
     identity: Mapping[str, Any] | None = None
-    """What the steps read besides the checkpoint, as `identity.identify` describes it. None in an older manifest."""
+    """Identity of the data, weights and rewards that the steps read (`identity.identify`). None in an older manifest."""
 
     def text(self) -> str:
         """The file's text: with a checksum over itself, so that a damaged manifest is noticed too."""

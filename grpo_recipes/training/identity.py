@@ -42,6 +42,6 @@ def identity_of(trainer: Any, sources: Mapping[str, Source]) -> Identity:
     for function, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True):
         rewards.append(BuiltReward(function, 1.0, name))
     sources = {**sources, **reward_models(rewards, hub_commit)}
-    # What makes the completions, or the turns of a tool loop, may read any column.
+    # A rollout function or an environment may read any column.
     reads_rows = trainer.rollout_func is not None or bool(getattr(trainer, "environment_factories", None))
     return identify(trainer.train_dataset, rewards, sources, all_columns=reads_rows)

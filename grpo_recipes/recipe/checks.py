@@ -23,7 +23,7 @@ from grpo_recipes.recipe.recipe import Recipe, RecipeError, grpo_config, model_c
 from grpo_recipes.recipe.reward_checks import GoldCheck
 from grpo_recipes.recipe.specs import RECORDED_REWARD
 from grpo_recipes.runs.checkpoints import adapter_config, check_descriptions
-from grpo_recipes.runs.files import EVALUATIONS, FAULT_FILES, TEXT, RunError, check_links, read_object
+from grpo_recipes.runs.files import EVALUATIONS, FAULT_FILES, TEXT, RunError, check_names, read_object
 from grpo_recipes.runs.lock import LOCK
 from grpo_recipes.runs.resume import Resume, decide
 from grpo_rewards.errors import UserError
@@ -284,7 +284,7 @@ def check_output_dir(recipe: Recipe) -> None:
     """Raise `RecipeError` if the run would overwrite an earlier one, or can't write."""
     folder = recipe.output_dir
     with recipe.naming_this_file():
-        check_links(folder)
+        check_names(folder)
     if not recipe.resumes and folder.exists() and (not folder.is_dir() or _holds_a_run(folder)):
         raise recipe.error(
             f"`output_dir` {folder} already holds files: choose another folder with `--output_dir`, or set "

@@ -32,6 +32,8 @@ FAULT_FILES = "fault-rank*.json"
 BATCH_ROWS, FILE_ROWS = 1024, 10_000_000
 BATCH_BYTES, FILE_BYTES = 1 << 28, 1 << 30
 
+FILE_SUFFIXES = frozenset({".bin", ".jinja", ".json", ".jsonl", ".md", ".model", ".parquet", ".png", ".safetensors"})
+"""Suffixes of the files that a run writes into its folder."""
 
 STATE_BYTES = 1 << 31
 """Largest log that is read, one entry at a time: a trainer_state.json of a million steps has 1.3 GB."""
@@ -49,12 +51,18 @@ def inside(folder: Path, *names: str) -> Path:
     return place
 
 
-def check_links(folder: Path) -> None:
-    """Raise `RunError` if a name in a run's folder, or among its completions, is a link that leads out of it."""
+def check_names(folder: Path) -> None:
+    """Raise `RunError` if a name in a run's folder, or among its completions, can't be written to.
+
+    A link may lead out of the folder. Opening a pipe waits for a reader. A folder in place of a file stops the last save.
+    """
     for names in ("*", "completions/*", "completions/images/*"):
         for path in folder.glob(names):
             if path.is_symlink():
                 inside(folder, *path.relative_to(folder).parts)
+            is_file_name = path.suffix in FILE_SUFFIXES
+            if path.exists() and not path.is_file() and (is_file_name or not path.is_dir()):
+                raise RunError(f"{path}: it is no ordinary file, and the run can't write there: remove it")
 
 
 @dataclass(frozen=True)

@@ -835,6 +835,20 @@ def test_a_run_is_not_written_through_a_link(tmp_path: Path, outside: Path, name
     assert (code, "a link leads out of" in said) == (2, True), said
 
 
+@pytest.mark.parametrize("name", ["training_args.bin", "completions/completions_00001.parquet", "checkpoint-1"])
+@pytest.mark.parametrize("kind", ["a pipe", "a folder"])
+def test_a_run_is_not_written_to_what_is_no_file(tmp_path: Path, name: str, kind: str) -> None:
+    """A pipe would hold the run up in its last save, after all its steps; a folder would stop the run there."""
+    rows = launching.write_rows(tmp_path / "rows.jsonl", 8)
+    config = launching.write_recipe(tmp_path / "mine.yaml", tmp_path, rows, tmp_path / "run")
+    place = tmp_path / "run" / name
+    place.parent.mkdir(parents=True)
+    os.mkfifo(place) if kind == "a pipe" else place.mkdir()
+    code, said = run_command(f"train --config {config} --resume_from_checkpoint true")
+    is_refused = f"{place}: it is no ordinary file" in said
+    assert (code, is_refused) == (2, kind == "a pipe" or name != "checkpoint-1"), said
+
+
 def test_scores_replace_their_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     rows.write_text('{"completion": "7"}\n')

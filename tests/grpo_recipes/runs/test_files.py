@@ -121,11 +121,11 @@ def test_what_is_written_stays_in_its_folder(tmp_path: Path) -> None:
     (folder / "completions").mkdir(parents=True)
     outside.mkdir()
     (folder / "completions" / "images").symlink_to(folder)  # leads nowhere else
-    files.check_links(folder)
+    files.check_names(folder)
     assert files.inside(folder, "completions", "a") == folder / "completions" / "a"
     for place in (folder / "model", folder / "completions" / "table"):
         place.symlink_to(outside)
         with pytest.raises(files.RunError, match=f"^{place}: a link leads out of {folder}"):
-            files.check_links(folder)
+            files.check_names(folder)
         place.unlink()
-    files.check_links(folder)
+    files.check_names(folder)

@@ -37,7 +37,7 @@ from grpo_recipes.runs.manifest import MANIFEST, CheckpointDamaged, read_manifes
 from grpo_rewards.errors import UserError
 from grpo_rewards.reading import (
     LARGE_BYTES,
-    LARGE_JSON,
+    SMALL_JSON,
     UnreadableFile,
     check_model_files,
     open_ordinary,
@@ -54,6 +54,9 @@ INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 ADAPTER = ("adapter_model.safetensors", "adapter_model.bin")
 
 ADAPTER_CONFIG = "adapter_config.json"
+
+# JSON that a resume reads from a checkpoint, with those of `runs/saving.py` and `training/prompt_sampler.py`.
+RESUMED_JSON = (*SMALL_JSON, *INDICES, ADAPTER_CONFIG, "logged.json", "prompts.json")
 
 LFS_POINTER = b"version https://git-lfs"
 PICKLE = b"\x80"  # torch.save before it wrote zip files
@@ -430,14 +433,17 @@ def _read_state(checkpoint: Path, shape: Shape) -> dict[str, Any]:
 
 
 def description_damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with the JSON files that going on from a checkpoint reads beside its log, None if nothing is."""
-    files = [*checkpoint.glob("*.json"), *checkpoint.glob(f"*/{ADAPTER_CONFIG}")]
-    for file in sorted(files):
-        if file.name in (MANIFEST, "trainer_state.json", *LARGE_JSON):
-            continue
+    """Return what is wrong with the JSON files that going on from a checkpoint reads beside its log, None if nothing is.
+
+    A script may keep JSON files of its own there, of any form and size.
+    """
+    files = [checkpoint / name for name in RESUMED_JSON]
+    for file in sorted([*files, *checkpoint.glob(f"*/{ADAPTER_CONFIG}")]):
         try:
             read_object(file, {})
-        except (FileNotFoundError, RunError) as error:
+        except FileNotFoundError:
+            continue
+        except RunError as error:
             return f"{error}"
     return None
 

@@ -14,9 +14,12 @@ from grpo_recipes.runs.checkpoints import (
     WeightFileError,
     check_weight_file,
     check_weight_files,
+    description_damage,
     identify_weights,
     weight_files,
 )
+from grpo_recipes.runs.saving import LOGGED
+from grpo_recipes.training.prompt_sampler import MEMORY
 from tests import tiny
 from tests.grpo_recipes import short_runs
 
@@ -171,3 +174,13 @@ def test_the_directory_of_a_zip_file_is_bounded(tmp_path: Path) -> None:
         opened.write(b"PK\5\6" + bytes(8) + size.to_bytes(4, "little") + bytes(4) + bytes(2))
     with pytest.raises(WeightFileError, match="its directory can't be read .more than 16,777,216 bytes"):
         check_weight_file(file)
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", '"done"', "{"])
+def test_json_of_a_script_in_a_checkpoint_is_none_of_ours(tmp_path: Path, content: str) -> None:
+    (tmp_path / "scores.json").write_text(content)
+    assert description_damage(tmp_path) is None
+    for name in (LOGGED, MEMORY, "config.json", "adapter_config.json"):
+        (tmp_path / name).write_text(content)
+        assert f"{tmp_path / name}: " in str(description_damage(tmp_path))
+        (tmp_path / name).unlink()

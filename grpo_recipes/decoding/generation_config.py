@@ -14,6 +14,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from grpo_recipes.decoding.models import base_model
+from grpo_recipes.runs.files import shown
 
 KEPT = frozenset({
     "bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id",
@@ -86,7 +87,9 @@ def ignored_fields(published: Any, asked: GenerationConfig) -> dict[str, Any]:
 
 def described(ignored: dict[str, Any]) -> str:
     """Return one line that names ignored settings and their values."""
-    pairs = ", ".join(f"{name}: {_shortened(value)}" for name, value in ignored.items())
+    pairs = ", ".join(
+        f"{name}: {shown(' '.join(str(value).split()), LONGEST_VALUE)}" for name, value in ignored.items()
+    )
     return f"the model's generation_config is not applied to completions ({pairs})"
 
 
@@ -97,8 +100,3 @@ def _set_fields(config: Any) -> dict[str, Any]:
         for name, value in vars(config).items()
         if value is not None and not name.startswith("_") and name != "transformers_version"
     }
-
-
-def _shortened(value: Any) -> str:
-    text = " ".join(str(value).split())
-    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."

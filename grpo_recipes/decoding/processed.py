@@ -17,10 +17,15 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import LogitsProcessorList
 
+from grpo_recipes.runs.files import shown
+
 WATCHED_TYPES = (bool, int, float, str, list, tuple, dict, Tensor)
 """Types of the attributes by which two processors are told apart. Models and random generators are not among them."""
 CONSTANT = {"filter_value", "min_tokens_to_keep", "prepared_bias_variables"}
 """Attributes of processors that no setting decides."""
+
+LONGEST_PHRASE = 80
+"""Characters of a setting or a processor that a message shows."""
 
 LOOK_FOR_ENDS = 32
 """Tokens after which transformers' own loop, which runs finished rows on, is asked for them again: each time it waits for the
@@ -149,7 +154,7 @@ class ProcessorComparison:
             without = copy.copy(self.settings)
             setattr(without, name, neutral)
             if name == "do_sample" or _described(self._build(without, every)) != complete:
-                found.append(_short(f"{name} {value}"))
+                found.append(shown(f"{name} {value}", LONGEST_PHRASE))
         return found
 
 
@@ -210,12 +215,8 @@ def _difference(found: list[str], asked: list[str]) -> str:
     """Return how two descriptions differ, as a phrase; empty if they don't."""
     if found == asked:
         return ""
-    more = [_short(text) for text in found if text not in asked]
-    less = [_short(text) for text in asked if text not in found]
+    more = [shown(text, LONGEST_PHRASE) for text in found if text not in asked]
+    less = [shown(text, LONGEST_PHRASE) for text in asked if text not in found]
     if not more and not less:
         return "`generate` applies the processors of the settings in another order"
     return f"`generate` applies {', '.join(more) or 'nothing'} where the settings give {', '.join(less) or 'nothing'}"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:77]}..."

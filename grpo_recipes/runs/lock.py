@@ -283,11 +283,19 @@ def _is_gone(pid: int, host: str) -> bool:
 
 @cache
 def _own_host() -> str:
-    """Return the name of this host and PID namespace in a lock, which filelock tells of a lock that it wrote only."""
-    with tempfile.TemporaryDirectory() as folder, SoftFileLease(Path(folder, LOCK)) as lease:
+    """Return the name of this host and PID namespace in a lock, or "" where no temporary file can be written.
+
+    filelock tells them of a lock that it wrote only.
+    """
+    with (
+        suppress(OSError),
+        tempfile.TemporaryDirectory() as folder,
+        SoftFileLease(Path(folder, LOCK)) as lease,
+    ):
         owner = lease.owner
         assert owner is not None, "it has just been written"
         return owner.hostname
+    return ""
 
 
 def _locked(lease: SoftFileLease, writer: Writer, reason: str = "") -> RunLocked:

@@ -34,10 +34,10 @@ def published(policy: Path, folder: Path, **settings: object) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def steered_server(steering: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that reads the model's settings, as vLLM does by itself."""
-    started = Server(steering, tmp_path_factory.mktemp("server") / "log.txt", settings="auto")
+@pytest.fixture
+def steered_server(steering: Path, tmp_path: Path) -> Iterator[Server]:
+    """A server that reads the model's settings, as vLLM does by itself. Training changes its weights: one for each test."""
+    started = Server(steering, tmp_path / "server.txt", settings="auto")
     try:
         started.wait()
         yield started

@@ -200,6 +200,17 @@ def test_a_lock_with_another_lease_is_respected(tmp_path: Path) -> None:
         pass
 
 
+def test_a_full_temporary_folder_keeps_nobody_from_looking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with only_launch(tmp_path / "run"):
+        lock._own_host.cache_clear()
+        monkeypatch.setattr(lock.tempfile, "TemporaryDirectory", full)
+        assert lock.is_held(tmp_path / "run")
+    lock._own_host.cache_clear()
+
+
 def test_a_reader_goes_by_the_time_of_a_lock_of_another_machine(tmp_path: Path) -> None:
     assert not lock.is_held(tmp_path / "run")
     for content in (marker(), "{", marker(os.getpid(), lock._own_host())):

@@ -47,7 +47,7 @@ class Spec:
     WORDS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Plain values that stand for a mapping. Without any, a plain string is the value of the first field."""
     RENAMED: ClassVar[Mapping[str, str]] = {}
-    """What to write in place of a key that earlier versions had."""
+    """Replacement of each key that is no longer read, for the message that refuses the key."""
 
     def __post_init__(self) -> None:
         for name, hint in self.hints().items():

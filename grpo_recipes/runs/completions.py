@@ -322,7 +322,7 @@ def _keep_only(path: Path, kept: Sequence[Logged], count: int) -> None:
                 for one in kept:
                     table = file.read_row_group(one.row_group)
                     writer.write_table(table, row_group_size=len(table))
-            # Under its old name first: a run killed between two names would leave these rows in two files.
+            # First under its old name: a run killed between two names would leave these rows in two files.
             os.replace(part, path)
     path.rename(path.with_name(_name(_kind(path), kept[0].step, kept[-1].step)))
     _flush_names(path.parent)

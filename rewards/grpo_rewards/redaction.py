@@ -97,7 +97,7 @@ _BASIC = re.compile(r"asic (?<=\b[Bb]asic )([A-Za-z0-9+/=]{8,})")
 
 _PRIVATE_KEY = re.compile(r"-----? ?BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)? ?-----?")
 _END = re.compile(r"-----? ?END [A-Z0-9 ]{0,60}-----?")
-# What may follow where a key is cut off: the letters of the key and its headers, and line feeds as JSON writes them.
+# Characters that may follow where a key is cut off: the letters of the key and its headers, and line feeds as JSON writes them.
 _KEY_TEXT = re.compile(r"[A-Za-z0-9+/=\s:,.()@<>\\-]*")
 
 _WORD = re.compile(r"\S+")

@@ -76,7 +76,7 @@ FAULTS: dict[str, Callable[[Path], None]] = {
 
 @dataclass(frozen=True)
 class Scene:
-    """What a verb is called on: everything that it reads is whole."""
+    """Files that a verb is called on. Everything that it reads is whole."""
 
     folder: Path
     policy: Path
@@ -351,7 +351,7 @@ def _is_harmless(file: str, fault: str) -> bool:
     return (name, fault) in {("_log.jsonl", "empty"), ("config.json", "a folder")} and not file.startswith("policy")
 
 
-# What tells that a checkpoint without a manifest is whole: where it can't be read, the checkpoint is named.
+# Files that tell that a checkpoint without a manifest is whole: if one can't be read, the checkpoint is named.
 WHOLENESS = ("foreign/checkpoint-1/trainer_state.json", "foreign/checkpoint-1/rng_state.pth")
 
 

@@ -126,7 +126,7 @@ def publish(policy: PreTrainedModel, **fields: Any) -> PreTrainedModel:
 
 @dataclass
 class Run:
-    """What a step of training leaves."""
+    """Completions, metrics and parameters after a step of training."""
 
     completions: list[str]
     metrics: list[dict[str, Any]]
@@ -285,7 +285,7 @@ def test_continuous_batching_sees_neutral_settings(kind: str, tmp_path: Path, sa
     assert len(said()) == 1
 
 
-# What stays in force
+# Settings that stay in force
 
 
 def test_special_tokens_and_the_cache_stay_in_force() -> None:
@@ -363,7 +363,7 @@ def test_a_saved_model_keeps_what_was_published(tmp_path: Path) -> None:
     assert saved.items() >= {**published, "eos_token_id": ENDS}.items()
 
 
-# What is announced
+# The announcement
 
 
 def test_ignored_settings_are_announced_once(tmp_path: Path, said: Any) -> None:

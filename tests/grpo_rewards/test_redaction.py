@@ -1,4 +1,4 @@
-"""What counts as a secret by its key or its shape, what does not, and how long it takes to tell."""
+"""Redaction: secrets by their key or their shape, text that is none, and the time it takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every reward declares: ours on one base class, plain functions behind the same interface."""
+"""Declarations of every reward: ours on one base class, plain functions behind the same interface."""
 
 from __future__ import annotations
 

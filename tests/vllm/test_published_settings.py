@@ -1,4 +1,4 @@
-"""What a model publishes in its generation_config.json does not steer vLLM: in training, in an evaluation, from a server."""
+"""A model's published generation_config.json does not steer vLLM: in training, in an evaluation, from a server."""
 
 import json
 import shutil

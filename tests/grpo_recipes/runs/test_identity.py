@@ -106,7 +106,7 @@ def recipe(place: Path, **changes: Any) -> list[str]:
 
 
 def script(place: Path, **changes: Any) -> GRPOTrainer:
-    """What a script without a recipe builds on what lies in a folder."""
+    """Return the trainer that a script without a recipe builds from a folder's files."""
     from grpo_rewards.reward_model import RewardModelScore
 
     sys.modules.pop("own_rewards", None)

@@ -1,4 +1,4 @@
-"""Which checkpoint `resume_from_checkpoint: true` takes where a run has branches: runs through the trainer, as scripts use it."""
+"""The checkpoint that `resume_from_checkpoint: true` takes if a run has branches: runs through the trainer, as scripts use it."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ def run(six_steps: Path, tmp_path: Path) -> Path:
 
 
 def script(policy: str, folder: Path, *stops: StopAfter, **changes: Any) -> GRPOTrainer:
-    """What a script without a recipe builds."""
+    """Return the trainer that a script without a recipe builds."""
     args = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "beta": 0.0, **changes}
     trainer = short_runs.trainer(GRPOTrainer, policy, short_runs.arguments(folder, **args))
     for stop in stops:

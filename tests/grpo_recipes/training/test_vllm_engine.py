@@ -1,4 +1,4 @@
-"""What reaches vLLM: the policy's weights, also where they are read after TRL's iterator has ended, the run's seed and settings.
+"""The data that reach vLLM: the run's seed, its settings, and the policy's weights, also if they are read after TRL's iterator.
 
 tests/vllm runs the same against vLLM itself.
 """

@@ -72,6 +72,7 @@ def neutral(published: Any, asked: GenerationConfig) -> GenerationConfig:
     for name in KEPT:
         setattr(config, name, getattr(published, name, None))
     if asked.do_sample:
+        config.do_sample = True  # transformers warns that a `top_k` without it may be ignored
         config.top_k = 0  # transformers' own default keeps the 50 likeliest tokens
     return config
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, 
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from grpo_recipes.decoding import groups
-from grpo_recipes.decoding.generation_config import KEPT, PublishedSettings
+from grpo_recipes.decoding.generation_config import KEPT, PublishedSettings, neutral
 from grpo_recipes.results import engines
 from grpo_recipes.results.engines import complete_continuously, transformers_engine
 from grpo_recipes.results.evaluate import Settings
@@ -218,6 +218,12 @@ def test_published_end_tokens_end_completions(tmp_path: Path) -> None:
     named = {f"t{end}" for end in ends}
     for completions in (seen, evaluated(publish(model(), eos_token_id=ends))):
         assert 0 < len(last_words(completions) & named) == len(last_words(completions))
+
+
+@pytest.mark.parametrize("samples", [True, False])
+def test_transformers_warns_of_no_setting_that_nobody_asked_for(samples: bool) -> None:
+    """Its sentence would say of our `top_k` that it may be ignored."""
+    neutral(GenerationConfig(), GenerationConfig(do_sample=samples)).validate(strict=True)
 
 
 def test_a_custom_entry_is_dropped(tmp_path: Path, expected: Run, expected_evaluation: list[str]) -> None:

@@ -9,7 +9,7 @@
 
 Not seen are: streamed rows; files that a column names by their path; transforms made with `set_transform`; all but the length
 and both ends of bytes such as images; a change of weights behind the first 4 KiB of a tensor that keeps the size of its file;
-`config.json`; whatever the source file of a reward imports.
+`config.json`; the tokenizer and its chat template; whatever the source file of a reward imports.
 
 Changed data and weights are refused on a resume. Changed code and versions are logged.
 """

@@ -4,12 +4,13 @@
 |---|---|
 | dataset | a checksum of each column that prompts and rewards read, in row order |
 | weights | `identify_weights` of each file in a folder, or the commit on the hub |
+| configuration, tokenizer | a checksum of each file beside those weights, as far as a step reads it |
 | rewards of the user | a checksum of the source file that defines the reward |
 | packages | their versions |
 
 Not seen are: streamed rows; files that a column names by their path; transforms made with `set_transform`; all but the length
 and both ends of bytes such as images; a change of weights behind the first 4 KiB of a tensor that keeps the size of its file;
-`config.json`; the tokenizer and its chat template; whatever the source file of a reward imports.
+a tokenizer from another folder than the model; whatever the source file of a reward imports.
 
 Changed data and weights are refused on a resume. Changed code and versions are logged.
 """
@@ -58,8 +59,24 @@ TRL_ARGUMENTS = (
     "self",
 )
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+)
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+# Entries of a config.json that say who wrote the file, not what the model computes.
+CONFIG_METADATA = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
+
 Weights = Mapping[str, str]
-"""Identities of weight files by name, or the commit on the hub under `commit`; empty if the weights are not identified."""
+"""Identities of a model's files by name, or the commit on the hub under `commit`; empty if the weights are not identified."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +203,10 @@ def _compare_weights(before: Mapping[str, Weights], launch: Identity, found: Com
             commits = f"{was['commit']} and are now {weights['commit']}"
             found.refused.append(f"the weights of the {role} were {place} at the commit {commits}")
         elif changed:
-            found.refused.append(f"the weights of the {role} have changed ({Path(place) / changed[0]})")
+            beside = (*TOKENIZER_FILES, CONFIG, GENERATION_CONFIG)
+            kind = "files" if all(name in beside for name in changed) else "weights"
+            first = next((name for name in changed if kind == "files" or name not in beside), changed[0])
+            found.refused.append(f"the {kind} of the {role} have changed ({Path(place) / first})")
 
 
 def column_digests(dataset: Any, names: Iterable[str]) -> dict[str, str]:
@@ -243,9 +263,30 @@ def weights_of(source: Source) -> dict[str, str]:
         files = {str(file.relative_to(folder)): identify_weights(file) for file in weight_files(folder)}
         if (folder / ADAPTER_CONFIG).is_file():
             files[ADAPTER_CONFIG] = _adapter_digest(folder / ADAPTER_CONFIG)
+        files |= _beside_weights(folder)
     except (WeightFileError, RunError, OSError):  # whoever loads the weights says what is wrong with them
         return {}
     return files
+
+
+def _beside_weights(folder: Path) -> dict[str, str]:
+    """Return a checksum of each file beside a model's weights that decides what the model reads and computes.
+
+    A step reads no more of generation_config.json than the special tokens: sampling settings are put aside.
+    """
+    found = {name: checksum(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
+    if (folder / CONFIG).is_file():
+        content = read_object(folder / CONFIG, {})
+        found[CONFIG] = _digest({key: value for key, value in content.items() if key not in CONFIG_METADATA})
+    if (folder / GENERATION_CONFIG).is_file():
+        content = read_object(folder / GENERATION_CONFIG, {})
+        found[GENERATION_CONFIG] = _digest({key: content[key] for key in content if key.endswith("_token_id")})
+    return found
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    """Return a checksum of values from a JSON file, whatever their order."""
+    return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def reward_models(
@@ -274,7 +315,7 @@ def _adapter_digest(path: Path) -> str:
     content = read_object(path, {})
     # The base is identified by its own weights, and may have moved.
     content = {key: value for key, value in content.items() if key not in ("base_model_name_or_path", "revision")}
-    return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return _digest(content)
 
 
 def source_digest(reward: Any) -> str | None:

@@ -76,12 +76,25 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("own_rewards", None)
 
 
+def edit(path: Path, **values: Any) -> None:
+    """Replace entries of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
 Change = Callable[[Path], object]
 CHANGES: dict[str, tuple[Change, str]] = {
     "golds": (lambda place: write_golds(place / "rows.jsonl", 1), r"the column `answer` of the dataset has changed"),
     "policy": (
         lambda place: change_one_tensor(place / "policy"),
         r"the weights of the policy have changed \(.*policy.model.safetensors\)",
+    ),
+    "configuration": (
+        lambda place: edit(place / "policy" / "config.json", rms_norm_eps=0.1),
+        r"the files of the policy have changed \(.*policy.config.json\)",
+    ),
+    "tokenizer": (
+        lambda place: edit(place / "policy" / "tokenizer_config.json", model_max_length=7),
+        r"the files of the policy have changed \(.*policy.tokenizer_config.json\)",
     ),
     "reward model": (
         lambda place: change_one_tensor(place / "scorer"),
@@ -123,6 +136,18 @@ def script(place: Path, **changes: Any) -> GRPOTrainer:
         processing_class=tiny.byte_tokenizer(),
         **changes,
     )
+
+
+def test_files_beside_the_weights_are_compared_as_far_as_a_step_reads_them(tmp_path: Path) -> None:
+    policy = tmp_path / "policy"
+    launching.build_policy(policy)
+    before = weights_of(Source(str(policy)))
+    edit(policy / "config.json", transformers_version="6.0.0")
+    edit(policy / "generation_config.json", temperature=0.1, transformers_version="6.0.0")
+    assert weights_of(Source(str(policy))) == before
+    edit(policy / "generation_config.json", eos_token_id=[1, 2, 3])
+    after = weights_of(Source(str(policy)))
+    assert {name for name in after if after[name] != before[name]} == {"generation_config.json"}
 
 
 @pytest.mark.parametrize("kind", [*CHANGES, "adapter's base"])

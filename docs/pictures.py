@@ -43,7 +43,8 @@ def shots(run: Path) -> dict[str, Shot]:
 def take(shots: Mapping[str, Shot], folder: Path) -> list[Path]:
     """Write the screenshots as PNGs into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as profile, Browser(Path(profile)) as browser:
+    # Chromium's helper processes may write to the profile for a moment after their parent has ended.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, Browser(Path(profile)) as browser:
         return [
             browser.open(shot.page.resolve(), shot.width, dark=shot.dark).screenshot(
                 folder / f"{name}.png", shot.height

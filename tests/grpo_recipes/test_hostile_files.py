@@ -356,12 +356,12 @@ WHOLENESS = ("foreign/checkpoint-1/trainer_state.json", "foreign/checkpoint-1/rn
 
 
 def _cells() -> Iterator[Any]:
-    """Every fault of every file for every verb that reads it; all but one fault of each file are left to the slow part."""
+    """Yield every fault of every file for every verb that reads it. The quick part has one fault of every second file."""
     number = 0
     for verb, entry in VERBS.items():
         for file in entry.files:
             for place, fault in enumerate(FAULTS):
-                is_quick = place == 5 * number % len(FAULTS)
+                is_quick = number % 2 == 0 and place == 5 * number // 2 % len(FAULTS)
                 yield pytest.param(verb, file, fault, marks=() if is_quick else pytest.mark.slow)
             number += 1
 

@@ -190,7 +190,16 @@ def test_every_field_has_a_value_here() -> None:
     assert [name for name, value in VALUES.items() if value in (None, defaults.get(name))] == ["do_sample"]
 
 
-@pytest.mark.parametrize("field", FIELDS)
+STEERED = {
+    "guidance_scale", "min_new_tokens", "min_p", "no_repeat_ngram_size", "num_beams", "repetition_penalty",
+    "sequence_bias", "stop_strings", "suppress_tokens", "top_k",
+}  # fmt: skip
+"""The fields of the quick test of training: among those that changed a step when they were followed."""
+
+
+@pytest.mark.parametrize(
+    "field", [pytest.param(name, marks=() if name in STEERED else pytest.mark.slow) for name in FIELDS]
+)
 def test_a_published_field_does_not_change_training(field: str, tmp_path: Path, expected: Run) -> None:
     assert_same_run(trained(tmp_path, publish(model(), **{field: VALUES[field]})), expected)
 

@@ -51,7 +51,11 @@ def until_end(ids: list[int], ends: set[int]) -> list[int]:
 
 @LOOPS
 @pytest.mark.parametrize("how", OWN)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)],
+    ids=["float32", "bfloat16"],
+)
 def test_the_settings_own_processors_change_nothing(how: str, dtype: torch.dtype, grouped: bool) -> None:
     policy, given = tiny("Qwen2Config").to(dtype), config(**OWN[how])
     comparison, found, completions = compared(policy, given, given, grouped)

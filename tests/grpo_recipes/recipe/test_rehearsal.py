@@ -107,7 +107,7 @@ MULTIPLY = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
     ],
     ids=["backtracks", "gives up", "multiplies"],
 )
-@pytest.mark.parametrize("is_text", [False, True])
+@pytest.mark.parametrize("is_text", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_tokenizer_is_tried_within_limits(
     tmp_path: Path, changes: dict[str, Any], text: str, words: str, is_text: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -329,7 +329,11 @@ OWN: dict[str, tuple[dict[str, Any], str]] = {
 
 @LOOPS
 @pytest.mark.parametrize("name", only(["top_k and a penalty", "generation_kwargs", "a bias"], OWN))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)],
+    ids=["float32", "bfloat16"],
+)
 def test_the_users_own_filters_are_announced_once(
     name: str, dtype: torch.dtype, generation: str, tmp_path: Path, said: Any
 ) -> None:

@@ -7,8 +7,8 @@ Whole steps of benchmarks/step.py (8 prompts × 8 completions, GSM8K's lengths),
 The share is the CPU time inside the check over that of the step around it, of one run: the difference of two runs is smaller
 than their noise. Three kinds of steps: those in which two rows are compared, those in which the alternatives are computed too,
 of these rows, and the first four of a launch, in which they are computed of eight. With transformers' own loop the time that
-noting takes is counted where it happens; in group decoding it is timed by noting everything once more. The comparison of the
-logits processors is counted where it happens in both, and in a column of its own too.
+noting takes is counted where it happens; in group decoding it is timed by noting everything once more. The comparison
+of the logits processors is counted where it happens in both, and in a column of its own too.
 """
 
 from __future__ import annotations

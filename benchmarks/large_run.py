@@ -3,11 +3,11 @@
 python benchmarks/large_run.py [--steps 100000] [--rows 96000]
 python benchmarks/large_run.py --train 2000
 
-The second command trains a model of a few hundred parameters instead, logs and saves often, and prints what grows with the
-number of steps: resident memory, open files, files in the folder, the time of a save.
+The second command trains a model of a few hundred parameters instead, logs and saves often, and prints what grows with
+the number of steps: resident memory, open files, files in the folder, the time of a save.
 
-The log of the first command holds the 45 metrics of a real run at every step; the completions lie in one file for every 100
-steps. Each command runs in a process of its own, whose peak of resident memory is read when it ends.
+The log of the first command holds the 45 metrics of a real run at every step; the completions lie in one file for every
+100 steps. Each command runs in a process of its own, whose peak of resident memory is read when it ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The distribution that tokens are drawn from, compared with the one that the user's own settings ask for.
 
-`generate` passes the logits through its processors before it draws a token. A processor that nobody asked for changes what is
-sampled, and the log-probabilities of the logits do not show it. So a few rows of the same logits also go through the
-processors that the settings alone give. The model runs no more often for it, and no dtype adds noise to the comparison.
+`generate` passes the logits through its processors before it draws a token. A processor that nobody asked for changes
+what is sampled, and the log-probabilities of the logits do not show it. So a few rows of the same logits also go
+through the processors that the settings alone give. The model runs no more often for it, and no dtype adds noise to the
+comparison.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ LONGEST_PHRASE = 80
 """Characters of a setting or a processor that a message shows."""
 
 LOOK_FOR_ENDS = 32
-"""Tokens after which transformers' own loop, which runs finished rows on, is asked for them again: each time it waits for the
-device."""
+"""Tokens after which transformers' own loop, which runs finished rows on, is asked for them again: each time it waits
+for the device."""
 
 Change = Callable[[PreTrainedModel, LogitsProcessorList, GenerationConfig, dict[str, Any]], LogitsProcessorList]
-"""Function that may replace the processors of a call, from the model, the processors, the complete configuration, and the
-other arguments that the processors are built from."""
+"""Function that may replace the processors of a call, from the model, the processors, the complete configuration, and
+the other arguments that the processors are built from."""
 
 
 class ProcessorComparison:
@@ -132,9 +133,9 @@ class ProcessorComparison:
     def measured(self, completions: Sequence[Sequence[int]]) -> Tensor:
         """Return (2, tokens of all compared rows).
 
-        The first line holds, for each token, the probability that one distribution has elsewhere than the other (the total
-        variation distance, 0 to 1). The second holds by how much the token's log-probability differs from the loss's because
-        of the settings.
+        The first line holds, for each token, the probability that one distribution has elsewhere than the other (the
+        total variation distance, 0 to 1). The second holds by how much the token's log-probability differs from the
+        loss's because of the settings.
         """
         columns: list[Tensor] = []
         for row, found in self._columns.items():

@@ -226,7 +226,8 @@ def check_adapter(recipe: Recipe) -> None:
 def check_model(recipe: Recipe) -> None:
     """Raise `RecipeError` if the configuration of the policy, or of the base under it, has a size that no model has.
 
-    Looks at files on this machine only. A model of the hub that is not here yet is checked before its tokenizer is loaded.
+    Looks at files on this machine only. A model of the hub that is not here yet is checked before its tokenizer is
+    loaded.
     """
     name, revision = str(recipe.model["model_name_or_path"]), recipe.model.get("model_revision", "main")
     with recipe.naming_this_file():

@@ -1,6 +1,7 @@
 """The sizes in a model's config.json, checked before transformers builds a configuration or a model with them.
 
-transformers compares types and no magnitudes: with ten million layers it builds modules, even without storage, for hours.
+transformers compares types and no magnitudes: with ten million layers it builds modules, even without storage, for
+hours.
 """
 
 from __future__ import annotations

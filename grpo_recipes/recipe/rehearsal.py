@@ -1,8 +1,8 @@
 """A tokenizer and its chat template, tried on some prompts in a bounded child before this process uses them.
 
-Both come with a model, perhaps from a stranger: a template is a program with loops, and a tokenizer's regular expressions may
-backtrack for hours. The child renders and encodes the first prompts and the longest ones. A tokenizer that passes is trusted
-from then on, on all prompts. docs/security.md says what remains unbounded.
+Both come with a model, perhaps from a stranger: a template is a program with loops, and a tokenizer's regular
+expressions may backtrack for hours. The child renders and encodes the first prompts and the longest ones. A tokenizer
+that passes is trusted from then on, on all prompts. docs/security.md says what remains unbounded.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def rehearsed(
 ) -> Any:
     """Return the tokenizer that `load` returns, once a bounded child has loaded it and tried it on `prompts`.
 
-    Only a folder's own tokenizer.json is loaded in the child: a download, or the conversion of a SentencePiece model, may take
-    its time. What loading raises, it raises in this process.
+    Only a folder's own tokenizer.json is loaded in the child: a download, or the conversion of a SentencePiece model,
+    may take its time. What loading raises, it raises in this process.
 
     Args:
         name: the tokenizer's folder, or its name on the hub.

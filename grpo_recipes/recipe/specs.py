@@ -377,7 +377,7 @@ class ReferenceSpec(Spec):
 
 @dataclass(frozen=True)
 class MicroBatching(Spec):
-    """Layout of the training passes, without padding and zero-advantage rows wherever that leaves the gradient as it is."""
+    """Layout of the training passes, without padding and zero-advantage rows wherever the gradient stays the same."""
 
     KEY = "micro_batching"
     WORDS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {}, "off": {"layout": "padded"}}
@@ -387,8 +387,8 @@ class MicroBatching(Spec):
     }
 
     layout: Literal["packed", "trimmed", "padded"] = "packed"
-    """`packed` computes the prompt of a group once, in one row without padding; `trimmed` cuts each micro-batch to its own
-    longest prompt and completion; `padded` is TRL's own layout, which skips no row."""
+    """`packed` computes the prompt of a group once, in one row without padding; `trimmed` cuts each micro-batch to its
+    own longest prompt and completion; `padded` is TRL's own layout, which skips no row."""
     skip_zero_advantage: bool = True
     """Skip rows that cannot contribute to the gradient."""
 

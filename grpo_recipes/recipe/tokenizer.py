@@ -25,7 +25,8 @@ class TokenizerUnavailable(RecipeError):
 def load_tokenizer(
     recipe: Recipe, dataset: datasets.Dataset | None = None, *, local_only: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Return the policy's tokenizer, padding on the left, after a bounded child has tried it on some prompts of `dataset`.
+    """Return the policy's tokenizer, padding on the left, after a bounded child has tried it on some prompts of
+    `dataset`.
 
     Args:
         recipe: names the model.
@@ -34,7 +35,7 @@ def load_tokenizer(
 
     Raises:
         TokenizerUnavailable: it can't be loaded.
-        RecipeError: it, or its chat template, is too slow or too large, or fails on a prompt; or the model's configuration,
+        RecipeError: it, or its chat template, is too slow or too large, or fails on a prompt; or the configuration,
             which transformers reads to find the tokenizer's class, has a size that no model has.
     """
     name = checkpoints.tokenizer_source(recipe.model["model_name_or_path"])

@@ -88,8 +88,8 @@ def load_engine(name: str, prompts: Sequence[Any] = ()) -> Engine:
 def load_tokenizer(name: str, prompts: Sequence[Any] = ()) -> Any:
     """Return the tokenizer of a model or adapter, which pads with its end token if it has no other.
 
-    A bounded child tries it on `prompts` first. Raises `EvaluationError` if it can't be loaded, `TokenizerRefused` if it is
-    too slow or too large, or fails on a prompt.
+    A bounded child tries it on `prompts` first. Raises `EvaluationError` if it can't be loaded, `TokenizerRefused` if
+    it is too slow or too large, or fails on a prompt.
     """
     from transformers import AutoTokenizer
 

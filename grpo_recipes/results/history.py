@@ -105,7 +105,8 @@ def add_live(log: Log, path: Path, tick: Callable[[], None] = lambda: None) -> b
 
 
 def first_step(path: Path) -> int | None:
-    """Return the step that a launch began after, which the first line of its `_log.jsonl` holds; None if it says nothing.
+    """Return the step that a launch began after, which the first line of its `_log.jsonl` holds; None if it says
+    nothing.
 
     Raises `RunError` if the line is damaged.
     """

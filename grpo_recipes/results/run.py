@@ -367,8 +367,9 @@ class NothingSaved(files.RunError):
 def _saved_log(folder: Path, tick: Callable[[], None]) -> Log:
     """Return the log of the highest step that the last launch descends from. A damaged `trainer_state.json` is skipped.
 
-    A checkpoint that an earlier launch saved after the place where the last one went on is of an abandoned branch. So is the
-    folder's own file then: a launch writes it at its end, when it removes `_log.jsonl`, so it is older than that one.
+    A checkpoint that an earlier launch saved after the place where the last one went on is of an abandoned branch. So
+    is the folder's own file then: a launch writes it at its end, when it removes `_log.jsonl`, so it is older than that
+    one.
     """
     states: list[tuple[int, Path]] = []
     damaged: files.RunError | None = None

@@ -79,7 +79,8 @@ class VLLM:
 
 
 def load_vllm(name: str, options: VLLM, prompts: Sequence[Any] = ()) -> Engine:
-    """Return the engine of a model or adapter, its tokenizer tried on some prompts first. Raises `UserError` if it fails."""
+    """Return the engine of a model or adapter, its tokenizer tried on some prompts first. Raises `UserError` if it
+    fails."""
     tokenizer = load_tokenizer(name, prompts)
     if options.vllm_server_base_url is not None:
         return Server(options.vllm_server_base_url, name, tokenizer)

@@ -1,9 +1,10 @@
-"""A function call in a forked child with limits on time and memory, for work that neither a signal nor an exception can stop.
+"""A function call in a forked child with limits on time and memory, for work that neither a signal nor an exception can
+stop.
 
-A tokenizer's regular expression, for one, runs in native code that holds the interpreter. The child starts from what the
-parent has imported, which takes milliseconds where a fresh interpreter would import transformers for more than a second. It
-has one thread, so the function must not use what other threads of the parent may hold at the moment of the fork: no GPU,
-no process group, no pool of threads. POSIX only.
+A tokenizer's regular expression, for one, runs in native code that holds the interpreter. The child starts from what
+the parent has imported, which takes milliseconds where a fresh interpreter would import transformers for more than a
+second. It has one thread, so the function must not use what other threads of the parent may hold at the moment of the
+fork: no GPU, no process group, no pool of threads. POSIX only.
 """
 
 from __future__ import annotations

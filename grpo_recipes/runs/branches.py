@@ -1,8 +1,8 @@
 """The launches of a run: which checkpoints the last launch descends from, and which ones it has abandoned.
 
-A launch that goes on from an earlier checkpoint begins a branch. The later checkpoints of the launch before are abandoned then,
-although their steps are higher. Every manifest holds the branch of its checkpoint. `_launch.json` in the run's folder holds the
-branch of the last launch, which may have been stopped before it saved anything.
+A launch that goes on from an earlier checkpoint begins a branch. The later checkpoints of the launch before are
+abandoned then, although their steps are higher. Every manifest holds the branch of its checkpoint. `_launch.json` in
+the run's folder holds the branch of the last launch, which may have been stopped before it saved anything.
 
 Launches are ordered by number. Clocks differ between machines, and modification times change when a folder is copied.
 """

@@ -86,7 +86,8 @@ def check_weight_files(folder: Path) -> None:
 def check_descriptions(folder: Path, fix: str = "copy or download the folder again") -> None:
     """Raise `RunError` if loading `folder` would read a file beside the weights that is damaged, or made to do harm.
 
-    Such a file is no ordinary one, too large, or not a JSON object where one is due. Files that are absent are not missed.
+    Such a file is no ordinary one, too large, or not a JSON object where one is due. Files that are absent are not
+    missed.
     """
     try:
         check_model_files(folder)
@@ -428,12 +429,14 @@ def steps_done(checkpoint: Path) -> int:
 
 
 def _read_state(checkpoint: Path, shape: Shape) -> dict[str, Any]:
-    """Return a checkpoint's `trainer_state.json`. Raises FileNotFoundError, or `RunError` if it is damaged or too large."""
+    """Return a checkpoint's `trainer_state.json`. Raises FileNotFoundError, or `RunError` if it is damaged or too
+    large."""
     return read_object(checkpoint / "trainer_state.json", shape, most=STATE_BYTES)
 
 
 def description_damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with the JSON files that going on from a checkpoint reads beside its log, None if nothing is.
+    """Return what is wrong with the JSON files that going on from a checkpoint reads beside its log, None if nothing
+    is.
 
     A script may keep JSON files of its own there, of any form and size.
     """

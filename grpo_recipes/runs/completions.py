@@ -2,10 +2,11 @@
 
     completions/completions_01001.parquet          one step, TRL's name
     completions/completions_00001-01000.parquet    compacted: the logged steps from 1 to 1,000, one row group per step
-    completions/eval_completions_...               the same for evaluations during training (`eval_NAME_completions_...`)
+    completions/eval_completions_...               the same for evaluations during training
+    completions/eval_NAME_completions_...          the same for an evaluation dataset with a name
 
-A compacted file replaces step files only once it is on the disk under its name, so a run that is killed leaves a step in
-the step file, in the compacted file, or in both. `logged` lists every step once. Nothing here imports torch.
+A compacted file replaces step files only once it is on the disk under its name, so a run that is killed leaves a step
+in the step file, in the compacted file, or in both. `logged` lists every step once. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class Source:
 def logged(folder: Path, kind: str) -> list[Logged]:
     """Return the logged steps of a kind (`TRAINING`, `EVALUATION`), each from one file, in order.
 
-    A step that is in a compacted file and in a step file is taken from the compacted file. Raises `RunError` if a compacted
-    file can't be read.
+    A step that is in a compacted file and in a step file is taken from the compacted file. Raises `RunError` if a
+    compacted file can't be read.
     """
     # Step files first: a run under way removes them after the compacted file is there, so no step is missed.
     single = _step_files(folder).get(kind, [])
@@ -158,8 +159,8 @@ class Compaction:
     def compact(self, before: int, *, rest: bool = False) -> None:
         """Merge full thousands of step files, with `rest` all of them, from step 1 up to the one before `before`.
 
-        TRL may write the files of step `before`, and of an evaluation at step 0, again. If the disk is full, or a file can't be
-        written for another reason, a warning says so and the step files stay.
+        TRL may write the files of step `before`, and of an evaluation at step 0, again. If the disk is full, or a file
+        can't be written for another reason, a warning says so and the step files stay.
         """
         deadline = time.monotonic() + SECONDS
         try:
@@ -194,7 +195,8 @@ class Compaction:
 
 
 def _by_schema(steps: Sequence[Logged], kept: dict[Path, str]) -> list[tuple[pa.Schema, list[Logged]]]:
-    """Divide step files into groups whose columns fit one schema; adds to `kept` the files that fit none, with the reason."""
+    """Divide step files into groups whose columns fit one schema; adds to `kept` the files that fit none, with the
+    reason."""
     schemas: list[pa.Schema] = []
     members: list[list[Logged]] = []
     for one in steps:
@@ -248,7 +250,8 @@ def _common(one: pa.Schema, other: pa.Schema) -> pa.Schema | None:
 
 
 def _holds(wide: pa.DataType, narrow: pa.DataType) -> bool:
-    """Return True if every value of `narrow` is the same value in `wide`; a cast raises for integers that are too large."""
+    """Return True if every value of `narrow` is the same value in `wide`; a cast raises for integers that are too
+    large."""
     if wide == narrow or pa.types.is_null(narrow):
         return True
     if pa.types.is_list(narrow) and pa.types.is_list(wide):

@@ -124,7 +124,8 @@ def end(found: str) -> int:
 
 
 def is_full(folder: Path) -> bool:
-    """Return True if the disk of `folder` has no room for another file, be it bytes or entries (inodes) that are used up."""
+    """Return True if the disk of `folder` has no room for another file, be it bytes or entries (inodes) that are used
+    up."""
     disk = os.statvfs(folder)
     # A file system without a fixed number of entries, such as btrfs, says 0.
     has_no_entries = disk.f_files > 0 and disk.f_favail < FULL_ENTRIES

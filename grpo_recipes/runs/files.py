@@ -54,7 +54,8 @@ def inside(folder: Path, *names: str) -> Path:
 def check_names(folder: Path) -> None:
     """Raise `RunError` if a name in a run's folder, or among its completions, can't be written to.
 
-    A link may lead out of the folder. Opening a pipe waits for a reader. A folder in place of a file stops the last save.
+    A link may lead out of the folder. Opening a pipe waits for a reader. A folder in place of a file stops the last
+    save.
     """
     for names in ("*", "completions/*", "completions/images/*"):
         for path in folder.glob(names):

@@ -1,4 +1,5 @@
-"""Identity of a run: what its steps read besides the checkpoint, so that a resume notices what changed behind an unchanged path.
+"""Identity of a run: what its steps read besides the checkpoint, so that a resume notices what changed behind an
+unchanged path.
 
 | part | identified by |
 |---|---|
@@ -8,9 +9,9 @@
 | rewards of the user | a checksum of the source file that defines the reward |
 | packages | their versions |
 
-Not seen are: streamed rows; files that a column names by their path; transforms made with `set_transform`; all but the length
-and both ends of bytes such as images; a change of weights behind the first 4 KiB of a tensor that keeps the size of its file;
-a tokenizer from another folder than the model; whatever the source file of a reward imports.
+Not seen are: streamed rows; files that a column names by their path; transforms made with `set_transform`; all but the
+length and both ends of bytes such as images; a change of weights behind the first 4 KiB of a tensor that keeps the size
+of its file; a tokenizer from another folder than the model; whatever the source file of a reward imports.
 
 Changed data and weights are refused on a resume. Changed code and versions are logged.
 """
@@ -76,7 +77,8 @@ CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 CONFIG_METADATA = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
 
 Weights = Mapping[str, str]
-"""Identities of a model's files by name, or the commit on the hub under `commit`; empty if the weights are not identified."""
+"""Identities of a model's files by name, or the commit on the hub under `commit`; empty if the weights are not
+identified."""
 
 
 @dataclass(frozen=True)
@@ -212,8 +214,8 @@ def _compare_weights(before: Mapping[str, Weights], launch: Identity, found: Com
 def column_digests(dataset: Any, names: Iterable[str]) -> dict[str, str]:
     """Return an XXH3 checksum for each of these columns, its values in row order.
 
-    The checksum is of the values, so that it does not depend on how Arrow cuts a table into chunks or stores a text. Slices
-    keep the memory small.
+    The checksum is of the values, so that it does not depend on how Arrow cuts a table into chunks or stores a text.
+    Slices keep the memory small.
     """
     digests = {name: xxhash.xxh3_128() for name in names}
     if not digests:
@@ -319,7 +321,8 @@ def _adapter_digest(path: Path) -> str:
 
 
 def source_digest(reward: Any) -> str | None:
-    """Return a checksum of the file that defines a reward, `not identified` if there is none, None if versions cover it."""
+    """Return a checksum of the file that defines a reward, `not identified` if there is none, None if versions cover
+    it."""
     code = _code(reward)
     if str(getattr(code, "__module__", "")).partition(".")[0] in VERSIONED_PACKAGES:
         return None

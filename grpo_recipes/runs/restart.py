@@ -167,7 +167,8 @@ class ContinueSchedule(TrainerCallback):
 
 
 class StopOnSignal(TrainerCallback):
-    """On SIGTERM (pre-emption, `scancel`), SIGHUP (a closed terminal) or Ctrl-C, saves at the end of the step and stops.
+    """On SIGTERM (pre-emption, `scancel`), SIGHUP (a closed terminal) or Ctrl-C, saves at the end of the step and
+    stops.
 
     All ranks stop at the same step.
 

@@ -1,7 +1,7 @@
 """One decision for every resume: may this run go on, and from which checkpoint?
 
-`decide` reads names, sizes, manifests and the last launch's branch. `confirmed` then compares the contents with the manifests.
-Both serve `train.py` and `GRPOTrainer.train`.
+`decide` reads names, sizes, manifests and the last launch's branch. `confirmed` then compares the contents with the
+manifests. Both serve `train.py` and `GRPOTrainer.train`.
 """
 
 from __future__ import annotations

@@ -286,8 +286,8 @@ def check_held(held: Held, when: str, last_saved: str | None) -> None:
 def _rotate(checkpoints: Sequence[Path], limit: int, kept: Set[Path]) -> None:
     """Remove the first of `checkpoints` until `limit` are left, but none of those to be kept.
 
-    transformers' own `rotate_checkpoints` orders by modification time or by step. Either may remove the only checkpoint of
-    a branch and keep an abandoned one.
+    transformers' own `rotate_checkpoints` orders by modification time or by step. Either may remove the only checkpoint
+    of a branch and keep an abandoned one.
     """
     removable = [path for path in checkpoints if path not in kept]
     for checkpoint in removable[: max(0, len(checkpoints) - max(limit, len(kept)))]:

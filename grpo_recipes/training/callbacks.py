@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 class CompactCompletions(TrainerCallback):
-    """Merges the files of logged completions after saves and at the end of a training (`grpo_recipes/runs/completions.py`).
+    """Merges the files of logged completions after saves and at the end of a training
+    (`grpo_recipes/runs/completions.py`).
 
     Only the first rank, which writes the files, does so.
     """

@@ -447,8 +447,8 @@ def _sums_of_other(rows: Rows, picked: Tensor, expected: Tensor, other: Tensor) 
 def _is_asked_for(mean: float, largest: float, other_processors: bool) -> bool:
     """Return True if the distances between two distributions are within the tolerance.
 
-    The settings' own processors compute the same of the same logits, but a kernel that rounds by the size of its batch may
-    keep one token more or less at the edge of `top_p`. Other processors have no such excuse.
+    The settings' own processors compute the same of the same logits, but a kernel that rounds by the size of its batch
+    may keep one token more or less at the edge of `top_p`. Other processors have no such excuse.
     """
     sizes = torch.tensor(mean), torch.tensor(largest)
     return not disagreement(*sizes, whole_precision=other_processors, where="the tokens that are compared")

@@ -18,7 +18,8 @@ from grpo_rewards.redaction import HIDDEN, is_secret, redacted
 
 
 def hide_secrets(args: TrainingArguments) -> None:
-    """Make `args` hide its secrets when it is pickled, copied or turned into a dictionary. Its attributes stay as they are.
+    """Make `args` hide its secrets when it is pickled, copied or turned into a dictionary. Its attributes stay as they
+    are.
 
     The object stays the same one, as a script may go on to set its attributes; its class becomes a subclass of its own.
     A file pickled from it names the class that it had before, and is loaded without this package.
@@ -51,7 +52,8 @@ def _hiding(original: Any) -> Any:
 def without_secrets(value: Any) -> Any:
     """Return `value` with a placeholder for each secret in it, of the same type; `value` itself if it holds none.
 
-    Unlike `redacted`, it keeps tuples and enumerations, and looks into DeepSpeed's configuration, which may name trackers.
+    Unlike `redacted`, it keeps tuples and enumerations, and looks into DeepSpeed's configuration, which may name
+    trackers.
     """
     if isinstance(value, (HfDeepSpeedConfig, DeepSpeedPlugin)):
         inside = without_secrets(vars(value))

@@ -1,4 +1,5 @@
-"""Repairs between the policy and vLLM that TRL leaves open: the policy's weights, the recipe's seed, a model's settings.
+"""Repairs between the policy and vLLM that TRL leaves open: the policy's weights, the recipe's seed, a model's
+settings.
 
 TRL 1.16 merges the adapter, hands out views of the parameters one by one, and unmerges after the last
 (`VLLMGeneration._iter_named_params`). A vLLM server's weights are packed 1 GiB at a time, so the last pack, of a small model

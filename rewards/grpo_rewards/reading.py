@@ -1,8 +1,9 @@
 """Files that may come from a stranger: ordinary files only, read up to a bound, and JSON of a bounded structure.
 
-Opening a pipe waits for a writer, a device never ends, and a sparse file of terabytes takes no disk. So a file is opened
-without waiting, its descriptor is checked instead of its name, and no byte beyond the bound is read. Nested brackets cost the
-parser its stack and empty ones many times their size in memory: both are counted before anything is parsed.
+Opening a pipe waits for a writer, a device never ends, and a sparse file of terabytes takes no disk. So a file is
+opened without waiting, its descriptor is checked instead of its name, and no byte beyond the bound is read. Nested
+brackets cost the parser its stack and empty ones many times their size in memory: both are counted before anything is
+parsed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ JSON_BYTES = 1 << 25
 """Largest JSON file that is read: run.json takes some 20 kB a launch, a list of ten million small numbers 30 MB."""
 
 LARGE_BYTES = 1 << 26
-"""Largest tokenizer file, and largest header of a safetensors file, that is read: the worst of them takes 1.5 GB as objects."""
+"""Largest tokenizer file, and largest header of a safetensors file, that is read: the worst of them takes 1.5 GB as
+objects."""
 
 LINE_BYTES = 1 << 28
 """Longest line of a file of rows that is read: a file of zeros has one of its whole length."""
@@ -137,7 +139,8 @@ def read_text(path: Path, most: int = JSON_BYTES) -> str:
 
 
 def read_json(path: Path, most: int = JSON_BYTES) -> Any:
-    """Return the value in a JSON file of at most `most` bytes. Raises as `read_bytes`, and `UnreadableFile` for no JSON."""
+    """Return the value in a JSON file of at most `most` bytes. Raises as `read_bytes`, and `UnreadableFile` for no
+    JSON."""
     return parse_json(path, read_bytes(path, most, is_json=True))
 
 
@@ -160,8 +163,8 @@ def parse_json(path: Path, content: bytes) -> Any:
 def check_model_files(folder: Path) -> None:
     """Raise `UnreadableFile` if loading a model or tokenizer would read a file that is damaged, or made to do harm.
 
-    Such a file is no ordinary one, too large, or not a JSON object where one is due. Files that are absent are not missed,
-    and files of weights are not looked at.
+    Such a file is no ordinary one, too large, or not a JSON object where one is due. Files that are absent are not
+    missed, and files of weights are not looked at.
     """
     for name in (*SMALL_JSON, *LARGE_JSON):
         with suppress(FileNotFoundError):
@@ -176,7 +179,8 @@ def check_model_files(folder: Path) -> None:
 
 
 def structure_problem(content: bytes) -> str | None:
-    """Return why a JSON text is not to be parsed, as a clause: too deep, or too many arrays and objects; None if neither.
+    """Return why a JSON text is not to be parsed, as a clause: too deep, or too many arrays and objects; None if
+    neither.
 
     Text outside of strings that is no JSON may be counted wrongly: the parser stops before it gets there.
     """

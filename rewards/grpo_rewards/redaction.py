@@ -7,8 +7,8 @@ One rule for every file and message of both packages. Two things count as a secr
   `X-Amz-Signature`, a token by its prefix (`hf_...`, `AIza...`), `Bearer ...`, a PEM block with a private key.
 
 This is a list, not a proof: a secret under another name and of another shape is not found. Keep secrets in environment
-variables, and give their names. Text without any of these stays as it is, and a second pass changes nothing more. The time
-grows linearly with the text, whatever it holds.
+variables, and give their names. Text without any of these stays as it is, and a second pass changes nothing more. The
+time grows linearly with the text, whatever it holds.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ _TOKENS: Mapping[str, str] = {
     **dict.fromkeys(("npm_", "dop_v1_", "shpat_", "dckr_pat_", "whsec_", "wandb_v1_", "pypi-", "hvs."), r"[\w-]{20,}"),
     "lsv2_": r"[\w-]{20,}",
     "SG.": r"[\w-]{16,64}\.[\w-]{16,}",
-    # A JSON web token. It begins a word that includes hyphens: at each `eyJ` in such a word the time would be quadratic.
+    # A JSON web token. It begins a word that includes hyphens: at each `eyJ` in such a word the time would be
+    # quadratic.
     "eyJ": r"(?<![\w-]eyJ)[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
 }
 # Text in which the secret follows a word.
@@ -97,7 +98,8 @@ _BASIC = re.compile(r"asic (?<=\b[Bb]asic )([A-Za-z0-9+/=]{8,})")
 
 _PRIVATE_KEY = re.compile(r"-----? ?BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)? ?-----?")
 _END = re.compile(r"-----? ?END [A-Z0-9 ]{0,60}-----?")
-# Characters that may follow where a key is cut off: the letters of the key and its headers, and line feeds as JSON writes them.
+# Characters that may follow where a key is cut off: the letters of the key and its headers, and line feeds as JSON
+# writes them.
 _KEY_TEXT = re.compile(r"[A-Za-z0-9+/=\s:,.()@<>\\-]*")
 
 _WORD = re.compile(r"\S+")
@@ -217,8 +219,8 @@ def _is_user_and_password(text: str) -> bool:
 def _user_informations(text: str) -> Iterator[tuple[int, int]]:
     """Yield the user information of each URL: everything up to the last `@`, as a password may hold any character.
 
-    A URL ends at white space. Without a `:` in its first part, as in `https://host/@name`, an `@` further on is part of the
-    path.
+    A URL ends at white space. Without a `:` in its first part, as in `https://host/@name`, an `@` further on is part of
+    the path.
     """
     for found in _WORD.finditer(text):
         last_at = text.rfind("@", found.start(), found.end())
@@ -274,7 +276,8 @@ def _query_values(text: str) -> Iterator[tuple[int, int]]:
 
 
 def redacted_arguments(words: Sequence[str]) -> list[str]:
-    """Return a command line without secrets: of `--key value` and `--key=value`, and inside values that are YAML mappings."""
+    """Return a command line without secrets: of `--key value` and `--key=value`, and inside values that are YAML
+    mappings."""
     kept: list[str] = []
     for word in words:
         is_option = _OPTION.match(word) is not None

@@ -102,7 +102,8 @@ class BaseReward:
         return None
 
     def prepare(self) -> str | None:
-        """Load or ask what the reward depends on, before training, and return one line about it; None if it needs nothing.
+        """Load or ask what the reward depends on, before training, and return one line about it; None if it needs
+        nothing.
 
         Raises:
             ValueError: a model cannot be loaded, or an endpoint gives no score.

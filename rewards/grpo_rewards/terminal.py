@@ -1,8 +1,8 @@
 """What is printed: text of models, datasets and other people's files can't steer the terminal that shows it.
 
 An escape sequence can clear a screen, rename its window or write to its clipboard; a bidirectional override shows text in
-another order than it has. Everything that either command prints goes through `say`, `say_error` or `show`, which also hide
-what has the shape of a secret: an error may quote a URL with a password.
+another order than it has. Everything that either command prints goes through `say`, `say_error` or `show`, which also
+hide what has the shape of a secret: an error may quote a URL with a password.
 """
 
 from __future__ import annotations
@@ -220,8 +220,8 @@ class Outlet:
 def lasting_output() -> Iterator[Outlet]:
     """Inside this block a closed pipe or a full disk behind standard output or standard error raises nothing.
 
-    A command whose output nobody reads any more ends as it would have; one whose output can't be written says so once, on
-    standard error. Yields standard output, whose `error` tells the caller.
+    A command whose output nobody reads any more ends as it would have; one whose output can't be written says so once,
+    on standard error. Yields standard output, whose `error` tells the caller.
     """
     before = sys.stdout, sys.stderr
     output, errors = Outlet(sys.stdout or io.StringIO()), Outlet(sys.stderr or io.StringIO())

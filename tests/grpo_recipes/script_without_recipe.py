@@ -1,6 +1,7 @@
 """A training script without a recipe, for `accelerate launch`.
 
-Its arguments are a folder with `policy` and `golds.txt`, the number of steps, and what to resume: a checkpoint, `true`, `none`.
+Its arguments are a folder with `policy` and `golds.txt`, the number of steps, and what to resume: a checkpoint, `true`,
+`none`.
 """
 
 import sys

@@ -1,7 +1,8 @@
-"""A stranger's model folder in every command that reads one: one sentence, within the seconds and the memory of the docs.
+"""A stranger's model folder in every command that reads one: one sentence, within the seconds and the memory of the
+docs.
 
-The commands run in processes of their own under the shipped limits, so that a hang or a large allocation ends the test and not
-the suite. `recipe/test_rehearsal.py` and `recipe/test_model_sizes.py` hold each case in this process.
+The commands run in processes of their own under the shipped limits, so that a hang or a large allocation ends the test
+and not the suite. `recipe/test_rehearsal.py` and `recipe/test_model_sizes.py` hold each case in this process.
 """
 
 from __future__ import annotations

@@ -120,7 +120,8 @@ def test_a_command_whose_output_is_lost_has_failed(
 
 @pytest.mark.parametrize("verb", ["list", "--help", "--version", "score {rows} --reward tag_count", "check {rows}"])
 def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path, verb: str) -> None:
-    """As under `| head`: the pipe is closed before the command has printed; the interpreter's own last flush counts too."""
+    """As under `| head`: the pipe is closed before the command has printed; the interpreter's own last flush counts
+    too."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"completion": "7", "answer": "7"}\n')
     reading, writing = os.pipe()

@@ -36,7 +36,8 @@ def published(policy: Path, folder: Path, **settings: object) -> Path:
 
 @pytest.fixture
 def steered_server(steering: Path, tmp_path: Path) -> Iterator[Server]:
-    """A server that reads the model's settings, as vLLM does by itself. Training changes its weights: one for each test."""
+    """A server that reads the model's settings, as vLLM does by itself. Training changes its weights: one for each
+    test."""
     started = Server(steering, tmp_path / "server.txt", settings="auto")
     try:
         started.wait()

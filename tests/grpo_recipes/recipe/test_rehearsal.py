@@ -1,4 +1,5 @@
-"""A stranger's tokenizer and chat template: what is too slow, too large or fails is refused before this process uses it.
+"""A stranger's tokenizer and chat template: what is too slow, too large or fails is refused before this process uses
+it.
 
 The limits of the child are lowered here; `test_hostile_models.py` runs the commands under the shipped ones.
 """

@@ -1,4 +1,5 @@
-"""The checkpoint that `resume_from_checkpoint: true` takes if a run has branches: runs through the trainer, as scripts use it."""
+"""The checkpoint that `resume_from_checkpoint: true` takes if a run has branches: runs through the trainer, as scripts
+use it."""
 
 import json
 import shutil

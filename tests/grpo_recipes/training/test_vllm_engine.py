@@ -1,4 +1,5 @@
-"""The data that reach vLLM: the run's seed, its settings, and the policy's weights, also if they are read after TRL's iterator.
+"""The data that reach vLLM: the run's seed, its settings, and the policy's weights, also if they are read after TRL's
+iterator.
 
 tests/vllm runs the same against vLLM itself.
 """

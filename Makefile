@@ -40,14 +40,14 @@ $(VLLM_VENV)/.installed: pyproject.toml rewards/pyproject.toml constraints.txt t
 	touch $@
 
 torture: $(INSTALLED)  ## kill training 60 times at files of a save, 20 at random moments; resume, compare (SEED=0)
-	$(BIN)/python -m tests.grpo_recipes.torture --kills 60 --random-kills 20 --seed $(SEED) --record benchmarks/results/torture.md
+	$(BIN)/python -m tests.tools.torture --kills 60 --random-kills 20 --seed $(SEED) --record benchmarks/results/torture.md
 
 mutants: $(INSTALLED)  ## 300 single changes of training/, runs/ and the comparison of answers: how many the quick tests notice (SEED=0)
-	$(BIN)/python -m tests.mutants --seed $(SEED) --record docs/mutants.md
+	$(BIN)/python -m tests.tools.mutants --seed $(SEED) --record docs/mutants.md
 
 models: $(INSTALLED)  ## every causal language model of transformers and adapter of PEFT, tiny: layout and gradient against TRL's
-	$(BIN)/python -m tests.models --record docs/model-layouts.md
-	$(BIN)/python -m tests.adapters --record docs/adapter-layouts.md
+	$(BIN)/python -m tests.tools.models --record docs/model-layouts.md
+	$(BIN)/python -m tests.tools.adapters --record docs/adapter-layouts.md
 
 tutorial: $(INSTALLED)  ## the quickstart, evaluated, diagnosed and reported; makes the pictures of docs/tutorial.md
 	$(BIN)/python docs/tutorial.py

@@ -27,7 +27,7 @@ QUESTION = (
 )
 CHECKS = """
 import sys
-from grpo_recipes.recipe.checks import Machine
+from grpo_recipes.checks.checks import Machine
 from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_recipes.train import order_of, prepare
 prepared = prepare(parse_recipe(sys.argv[1:]), Machine.here())

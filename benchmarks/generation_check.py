@@ -29,11 +29,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import step
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.decoding import groups
-from grpo_recipes.decoding.noted import Noted
-from grpo_recipes.decoding.processed import ProcessorComparison
-from grpo_recipes.training import generation_check
-from grpo_recipes.training.generation_check import GenerationCheck
+from grpo_recipes.generation import generator_check as generation_check
+from grpo_recipes.generation import groups
+from grpo_recipes.generation.generator_check import GenerationCheck
+from grpo_recipes.generation.processed import ProcessorComparison
+from grpo_recipes.generation.recorder import Noted
 
 LOOPS = {"groups": "auto", "stock": "off"}
 

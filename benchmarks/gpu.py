@@ -40,8 +40,8 @@ from transformers.utils import logging as transformers_logging
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.decoding.groups import Turn, decoding
-from grpo_recipes.recipe.memory import ModelShape, Sharding, memory_plan
+from grpo_recipes.generation.groups import Turn, decoding
+from grpo_recipes.plan.memory import ModelShape, Sharding, memory_plan
 from grpo_recipes.training import packing
 from grpo_rewards.reward_model import RewardModelScore
 

@@ -116,7 +116,7 @@ def train(folder: Path, steps: int, save_steps: int) -> None:
     from trl import GRPOConfig
 
     from grpo_recipes import GRPOTrainer
-    from grpo_recipes.runs.live import LiveLog
+    from grpo_recipes.process.live_line import LiveLog
 
     words = [f"w{number}" for number in range(64)]
     backend = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="w0"))

@@ -37,9 +37,9 @@ from typing import Any
 
 from grpo_rewards.choices import ChoiceCorrectness
 from grpo_rewards.completions import completion_text
-from grpo_rewards.correctness import GSM8KCorrectness, MathCorrectness
 from grpo_rewards.ifeval import Instructions
 from grpo_rewards.judge import JudgeScore
+from grpo_rewards.math.correctness import GSM8KCorrectness, MathCorrectness
 from grpo_rewards.ngrams import Repetition
 from grpo_rewards.schema import JsonSchema
 from grpo_rewards.strings import StringMatch
@@ -504,7 +504,7 @@ def measure_cell(name: str, kind: str) -> None:
     thread.start()
     thread.join(TEXT_LIMIT_SECONDS)
     print(outcome[0] if outcome else "hangs", flush=True)
-    from grpo_rewards.symbolic import shut_down
+    from grpo_rewards.math.symbolic import shut_down
 
     shut_down()
     os._exit(0)

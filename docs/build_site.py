@@ -137,7 +137,7 @@ def help_of(run: Callable[[list[str]], int], command: list[str]) -> str:
 PYTHON = {
     "grpo_recipes": ("GRPOTrainer", "Recipe", "run_recipe", "evaluate_model"),
     "grpo_recipes.training.reference": ("without_trl_reference", "set_reference", "kl_to_reference"),
-    "grpo_recipes.results.evaluate": ("Request",),
+    "grpo_recipes.evaluation.evaluate": ("Request",),
     "grpo_rewards": (),
 }
 """The names that a script may import, by module; of a module without names those in its `__all__`."""

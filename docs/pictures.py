@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.browser import Browser, chromium
+from tests.support.browser import Browser, chromium
 
 PICTURES = Path(__file__).parent / "pictures"
 RUN = Path("runs/quickstart/grpo-seed0")

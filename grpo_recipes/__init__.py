@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from grpo_recipes.evaluation.evaluate import evaluate_model
     from grpo_recipes.recipe.recipe import Recipe
-    from grpo_recipes.results.evaluate import evaluate_model
     from grpo_recipes.train import run_recipe
     from grpo_recipes.training.trainer import GRPOTrainer
 
@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "GRPOTrainer": "grpo_recipes.training.trainer",
     "Recipe": "grpo_recipes.recipe.recipe",
-    "evaluate_model": "grpo_recipes.results.evaluate",
+    "evaluate_model": "grpo_recipes.evaluation.evaluate",
     "run_recipe": "grpo_recipes.train",
 }
 

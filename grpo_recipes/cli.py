@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes import __version__
-from grpo_recipes.runs import quiet
-from grpo_recipes.runs.interrupts import INTERRUPTED
+from grpo_recipes.process import messages as quiet
+from grpo_recipes.process.signals import INTERRUPTED
 from grpo_rewards.command_line import Parser
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.terminal import lasting_output, say, say_error, show, visible_messages
@@ -192,8 +192,8 @@ def _add_report(commands: Any) -> None:
 @quiet.libraries()
 def first_recipe(path: str, output: Path | None, model: str | None) -> int:
     """Write a first recipe for a table and check it. Returns 0; raises `UserError` for a table that can't be used."""
-    from grpo_recipes.recipe import first_recipe as first
-    from grpo_recipes.recipe.checks import Machine, check
+    from grpo_recipes.checks.checks import Machine, check
+    from grpo_recipes.plan import init as first
     from grpo_recipes.recipe.recipe import parse_recipe
 
     file, machine = output or first.default_output(path), Machine.here()
@@ -209,7 +209,7 @@ def plan_recipe(options: argparse.Namespace, overrides: Sequence[str], known: Se
 
     `known` are the command's own options, one of which an unknown override may mean.
     """
-    from grpo_recipes.recipe.plan import plan, resolved_yaml, shipped_recipes
+    from grpo_recipes.plan.plan import plan, resolved_yaml, shipped_recipes
 
     if options.recipe is None:
         say(shipped_recipes())
@@ -236,7 +236,7 @@ def plan_recipe(options: argparse.Namespace, overrides: Sequence[str], known: Se
 @quiet.libraries()
 def train_recipe(options: argparse.Namespace, overrides: Sequence[str], known: Sequence[str]) -> int:
     """Check a recipe and train it. Returns the exit code of the training; raises `UserError` if it can't run as written."""
-    from grpo_recipes import launch
+    from grpo_recipes.process import launcher as launch
 
     try:
         return launch.launch(
@@ -303,7 +303,7 @@ def evaluate_policy(options: argparse.Namespace) -> int:
     Returns 0, or 130 after Ctrl-C; raises `UserError` for what can't be evaluated.
     """
     try:
-        from grpo_recipes.results import evaluate
+        from grpo_recipes.evaluation import evaluate
 
         given = {key: value for key, value in vars(options).items() if key not in ("command", "path", "json")}
         given["tags"] = tuple(options.tags) if options.tags else None
@@ -325,7 +325,7 @@ def evaluate_policy(options: argparse.Namespace) -> int:
 
 def compare_evaluations(first: Path, second: Path, *, as_json: bool = False) -> int:
     """Print how two evaluations differ. Returns 0; raises `UserError` if they can't be compared."""
-    from grpo_recipes.results import evaluate
+    from grpo_recipes.evaluation import evaluate
 
     result = evaluate.compare(first, second)
     if as_json:
@@ -338,7 +338,7 @@ def compare_evaluations(first: Path, second: Path, *, as_json: bool = False) -> 
 @quiet.libraries()
 def merge_adapter(folder: Path, output: Path) -> int:
     """Write a run's adapter and its base as one model. Returns 0; raises `UserError` where that is not possible."""
-    from grpo_recipes.results.merge import merge
+    from grpo_recipes.evaluation.merge import merge
 
     say(merge(folder, output))
     return 0
@@ -346,9 +346,9 @@ def merge_adapter(folder: Path, output: Path) -> int:
 
 def report_run(folders: Sequence[Path], output: Path | None) -> int:
     """Write the report of one or more runs. Returns 0, or 2 if a run holds nothing to check; raises `UserError`."""
-    from grpo_recipes.results.diagnostics import diagnose
-    from grpo_recipes.results.report import write_report
-    from grpo_recipes.results.run import Run
+    from grpo_recipes.reports.diagnostics import diagnose
+    from grpo_recipes.reports.report import write_report
+    from grpo_recipes.reports.run import Run
     from grpo_recipes.runs.files import inside
 
     runs = [Run.read(path) for path in folders]
@@ -367,8 +367,8 @@ def diagnose_run(folder: Path, *, as_json: bool = False) -> int:
 
     Returns 0 if nothing does, 1 if something does; raises `UserError` if the run can't be read or no check had data.
     """
-    from grpo_recipes.results.diagnostics import as_dict, as_table, diagnose
-    from grpo_recipes.results.run import Run
+    from grpo_recipes.reports.diagnostics import as_dict, as_table, diagnose
+    from grpo_recipes.reports.run import Run
 
     diagnosis = diagnose(Run.read(folder))
     if as_json:

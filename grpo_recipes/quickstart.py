@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.runs.interrupts import INTERRUPTED, leave_on_interrupt, raise_on_interrupt
+from grpo_recipes.process.signals import INTERRUPTED, leave_on_interrupt, raise_on_interrupt
 
 if __name__ == "__main__":  # before the imports that take seconds
     leave_on_interrupt()
@@ -33,12 +33,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from grpo_recipes import cli
-from grpo_recipes.recipe.arithmetic import arithmetic_problems
-from grpo_recipes.recipe.data import load
-from grpo_recipes.recipe.presets import final_answer
+from grpo_recipes.data.arithmetic import arithmetic_problems
+from grpo_recipes.data.load import load
+from grpo_recipes.data.presets import final_answer
+from grpo_recipes.process import faults
+from grpo_recipes.process import messages as quiet
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe, shipped
 from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_recipes.runs import faults, quiet
 from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATION, EVALUATIONS, read_object, write_atomically
 from grpo_rewards.reading import read_text
 from grpo_rewards.terminal import lasting_output, say

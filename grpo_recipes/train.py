@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.runs.interrupts import INTERRUPTED, NOTHING_DONE, leave_on_interrupt, raise_on_interrupt
+from grpo_recipes.process.signals import INTERRUPTED, NOTHING_DONE, leave_on_interrupt, raise_on_interrupt
 
 if __name__ == "__main__":  # before the imports that take seconds
     leave_on_interrupt()
@@ -34,11 +34,19 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from trl import GRPOConfig, get_peft_config, get_quantization_config
 
 from grpo_recipes import __version__
-from grpo_recipes.decoding.stop_strings import StopStrings
-from grpo_recipes.recipe import checks, limits, prompts, vllm_checks
-from grpo_recipes.recipe.checks import Checked, Machine
-from grpo_recipes.recipe.hub import hub_commit
-from grpo_recipes.recipe.precision import ADAMW_BF16, Precision
+from grpo_recipes.checks import checks, limits
+from grpo_recipes.checks import vllm as vllm_checks
+from grpo_recipes.checks.checks import Checked, Machine
+from grpo_recipes.checks.precision import ADAMW_BF16, Precision
+from grpo_recipes.checks.rewards import describe_rewards
+from grpo_recipes.checks.tokenizer import check_chat_template, load_tokenizer
+from grpo_recipes.data import prompts
+from grpo_recipes.data.hub import hub_commit
+from grpo_recipes.generation.stop_strings import StopStrings
+from grpo_recipes.process import faults
+from grpo_recipes.process import messages as quiet
+from grpo_recipes.process.exit_message import say_last
+from grpo_recipes.process.live_line import LiveLine, LiveLog
 from grpo_recipes.recipe.recipe import (
     DEFAULTS,
     OUR_KEYS,
@@ -50,26 +58,23 @@ from grpo_recipes.recipe.recipe import (
     resolved,
     shipped_names,
 )
-from grpo_recipes.recipe.reward_checks import describe_rewards
-from grpo_recipes.recipe.tokenizer import check_chat_template, load_tokenizer
-from grpo_recipes.results.diagnostics import describe, diagnose
-from grpo_recipes.results.model_card import write_model_card
-from grpo_recipes.results.run import OutOfTime, Run
-from grpo_recipes.runs import checkpoints, faults, quiet, restart, resume
+from grpo_recipes.reports.diagnostics import describe, diagnose
+from grpo_recipes.reports.model_card import write_model_card
+from grpo_recipes.reports.run import OutOfTime, Run
+from grpo_recipes.runs import checkpoints, resume
 from grpo_recipes.runs.files import RECORD, RunError
 from grpo_recipes.runs.identity import Identity, Source, compare, identify, reward_models
-from grpo_recipes.runs.last_sentence import say_last
-from grpo_recipes.runs.live import LiveLine, LiveLog
 from grpo_recipes.runs.lock import FolderLost, Held, only_launch
 from grpo_recipes.runs.manifest import CheckpointDamaged, read_manifest
 from grpo_recipes.runs.record import add_launch, data_order, describe_launch, read_record
 from grpo_recipes.runs.resume import Resume
-from grpo_recipes.runs.saving import check_held
+from grpo_recipes.training import data_order as restart
 from grpo_recipes.training import updates
 from grpo_recipes.training.adamw_bf16 import adamw_bf16
 from grpo_recipes.training.offline import RecordedRollout
 from grpo_recipes.training.policy import load_adapter
 from grpo_recipes.training.reference import REF
+from grpo_recipes.training.saving import check_held
 from grpo_recipes.training.trackers import RecipeInTrackers
 from grpo_recipes.training.trainer import GRPOTrainer
 from grpo_recipes.training.trainer import logger as efficiency

@@ -24,12 +24,14 @@ from datasets import Dataset
 from transformers.training_args import OptimizerNames
 from trl import GRPOConfig, ModelConfig, TrlParser
 
-from grpo_recipes.recipe import data, generation, limits, losses, specs
-from grpo_recipes.recipe.geometry import Geometry
+from grpo_recipes.checks import generation, limits
+from grpo_recipes.checks.geometry import Geometry
+from grpo_recipes.checks.precision import ADAMW_BF16
+from grpo_recipes.data import load as data
+from grpo_recipes.data.prompts import Prompts
+from grpo_recipes.data.sources import DatasetUnreachable
+from grpo_recipes.recipe import losses, specs
 from grpo_recipes.recipe.losses import LOSS_TYPES, AdvantageRule
-from grpo_recipes.recipe.precision import ADAMW_BF16
-from grpo_recipes.recipe.prompts import Prompts
-from grpo_recipes.recipe.sources import DatasetUnreachable
 from grpo_recipes.recipe.specs import (
     DatasetSpec,
     GenerationMode,

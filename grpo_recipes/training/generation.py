@@ -8,12 +8,12 @@ from typing import Any, Literal
 from accelerate.logging import get_logger
 from torch import Tensor, nn
 
-from grpo_recipes.decoding.generation_config import PublishedSettings
-from grpo_recipes.decoding.groups import Turn, decoding
-from grpo_recipes.decoding.models import base_model, has_dropout, unfit
-from grpo_recipes.decoding.processed import ProcessorComparison
-from grpo_recipes.decoding.stop_strings import Ends, StopStrings
-from grpo_recipes.training.generation_check import GenerationCheck, unfit_layout
+from grpo_recipes.generation.generation_config import PublishedSettings
+from grpo_recipes.generation.generator_check import GenerationCheck, unfit_layout
+from grpo_recipes.generation.groups import Turn, decoding
+from grpo_recipes.generation.models import base_model, has_dropout, unfit
+from grpo_recipes.generation.processed import ProcessorComparison
+from grpo_recipes.generation.stop_strings import Ends, StopStrings
 
 Completions = list[list[int]]
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from grpo_recipes.decoding.models import base_model
+from grpo_recipes.generation.models import base_model
 from grpo_recipes.training.packing import Rows
 from grpo_recipes.training.zero3 import gathered
 

@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 from trl import GRPOConfig
 from trl.models.utils import disable_gradient_checkpointing
 
-from grpo_recipes.decoding.check import disagreement, has_whole_precision
-from grpo_recipes.decoding.models import base_model, has_dropout, rotary_of_the_longest, scaled_by_position
-from grpo_recipes.runs.restart import on_any_rank
+from grpo_recipes.generation.agreement import disagreement, has_whole_precision
+from grpo_recipes.generation.models import base_model, has_dropout, rotary_of_the_longest, scaled_by_position
 from grpo_recipes.training import layout_check as check
+from grpo_recipes.training.data_order import on_any_rank
 from grpo_recipes.training.packing import ATTENTION, Layout, PackedRow, Rows, order, pack, register_attention
 
 EXTRA_PADDING = 8

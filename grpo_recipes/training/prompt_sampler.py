@@ -33,7 +33,7 @@ from trl.trainer.utils import RepeatSampler
 from grpo_recipes.recipe.specs import SamplingSpec
 from grpo_recipes.runs.files import read_object, write_atomically
 from grpo_recipes.runs.manifest import CheckpointDamaged
-from grpo_recipes.runs.restart import EpochSampler
+from grpo_recipes.training.data_order import EpochSampler
 from grpo_rewards.errors import UserError
 
 MEMORY = "prompts.json"  # in each checkpoint: what is known of each prompt

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from grpo_recipes.decoding.stop_strings import StopStrings
+from grpo_recipes.generation.stop_strings import StopStrings
 
 
 def take_over_mask(trainer: Any) -> bool:

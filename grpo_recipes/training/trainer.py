@@ -15,22 +15,21 @@ from torch.utils.data import Sampler
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
-from grpo_recipes.decoding.stop_strings import StopStrings
-from grpo_recipes.recipe.generation import check as check_generation
+from grpo_recipes.checks.generation import check as check_generation
+from grpo_recipes.generation.generator_check import GenerationCheck
+from grpo_recipes.generation.stop_strings import StopStrings
+from grpo_recipes.process import messages as quiet
 from grpo_recipes.recipe.losses import LOSS_TYPES, AdvantageRule, check_advantages
 from grpo_recipes.recipe.specs import GenerationMode, KLEstimator, MicroBatching, ReferenceSpec, SamplingSpec, typed
-from grpo_recipes.runs import quiet
-from grpo_recipes.runs.restart import EpochSampler, TellEpoch
-from grpo_recipes.runs.saving import CompleteCheckpoints
 from grpo_recipes.training import micro_batches as microbatch
 from grpo_recipes.training import offline
 from grpo_recipes.training.advantages import advantages as advantages_by_rule
 from grpo_recipes.training.callbacks import CompactCompletions
 from grpo_recipes.training.continuous_batching import ContinuousBatching, refuse_cast
+from grpo_recipes.training.data_order import EpochSampler, TellEpoch
 from grpo_recipes.training.eval_completions import separate_eval_completions
 from grpo_recipes.training.full_kl import FullKL, Projection, check_full_kl, last_hidden_states
 from grpo_recipes.training.generation import Generation
-from grpo_recipes.training.generation_check import GenerationCheck
 from grpo_recipes.training.hidden_arguments import hide_secrets
 from grpo_recipes.training.identity import identity_of, starting_weights
 from grpo_recipes.training.log_probs import LogProbs, PerToken
@@ -38,9 +37,10 @@ from grpo_recipes.training.packing import Layout, Rows
 from grpo_recipes.training.policy import with_its_base
 from grpo_recipes.training.prompt_sampler import PromptSampling
 from grpo_recipes.training.reference import reference_in, set_reference, without_trl_reference
+from grpo_recipes.training.saving import CompleteCheckpoints
 from grpo_recipes.training.stop_strings import corrected, take_over_mask
+from grpo_recipes.training.trl_patches import neutral_engine, sampling_by_seed, send_settings
 from grpo_recipes.training.updates import UpdateSample
-from grpo_recipes.training.vllm_engine import neutral_engine, sampling_by_seed, send_settings
 
 logger = logging.getLogger(__name__)
 

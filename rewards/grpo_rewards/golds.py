@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
-from grpo_rewards.answers import LAYOUTS, answer_extractor
 from grpo_rewards.completions import check_rows, completion_text, outside_thinking
+from grpo_rewards.math.answers import LAYOUTS, answer_extractor
 from grpo_rewards.reward import BaseReward, Kind, LogColumn, LogMetric, TaggedReward, check_choice, checked_number
 
 

@@ -32,13 +32,13 @@ ENTRY_POINT_GROUP = "grpo_rewards.rewards"
 
 # Strings, so that asking for one reward imports neither the others nor, for `reward_model`, torch.
 REGISTERED: Mapping[str, str] = {
-    "gsm8k_correctness": "grpo_rewards.correctness.GSM8KCorrectness",
-    "math_correctness": "grpo_rewards.correctness.MathCorrectness",
+    "gsm8k_correctness": "grpo_rewards.math.correctness.GSM8KCorrectness",
+    "math_correctness": "grpo_rewards.math.correctness.MathCorrectness",
     "tag_structure": "grpo_rewards.format_tags.TagStructure",
     "tag_count": "grpo_rewards.format_tags.TagCount",
     "tag_presence": "grpo_rewards.format_tags.TagPresence",
     "well_formed": "grpo_rewards.format_tags.WellFormed",
-    "group_length": "grpo_rewards.shaping.GroupLength",
+    "group_length": "grpo_rewards.length.GroupLength",
     "reward_model": "grpo_rewards.reward_model.RewardModelScore",
     "choice_correctness": "grpo_rewards.choices.ChoiceCorrectness",
     "string_match": "grpo_rewards.strings.StringMatch",

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 import grpo_recipes
 from grpo_recipes import cli
+from grpo_recipes.evaluation import evaluate
 from grpo_recipes.recipe.recipe import RecipeError
-from grpo_recipes.results import evaluate
-from tests.grpo_recipes import launching
+from tests.support import launching
 
 
 def falls_with_every_step(completions: list, trainer_state: Any, **columns: Any) -> list[float]:

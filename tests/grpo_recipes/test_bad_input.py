@@ -23,7 +23,7 @@ from grpo_recipes import cli, train
 from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_recipes.runs.manifest import Manifest, write_manifest
 from grpo_rewards import cli as rewards_cli
-from tests.grpo_recipes import stored
+from tests.support import stored
 
 COMMANDS = {"grpo-recipes": cli.main, "train": train.main, "grpo-rewards": rewards_cli.main}
 

@@ -15,9 +15,9 @@ from grpo_recipes.cli import main
 from grpo_recipes.recipe.recipe import DEFAULTS, OUR_KEYS
 from grpo_rewards import cli as rewards_cli
 from grpo_rewards.errors import did_you_mean
-from tests.grpo_recipes import launching
-from tests.grpo_recipes.synthetic import write_run
 from tests.grpo_rewards.test_terminal import FullDisk
+from tests.support import launching
+from tests.support.synthetic import write_run
 
 
 def test_plan_prints_the_geometry_and_the_epoch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,8 +36,8 @@ def test_plan_for_another_machine(capsys: pytest.CaptureFixture[str], gsm8k_file
 
 
 def test_plan_without_the_hub_leaves_the_epoch_unknown(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    from grpo_recipes.recipe import data
-    from grpo_recipes.recipe.sources import DatasetUnreachable
+    from grpo_recipes.data import load as data
+    from grpo_recipes.data.sources import DatasetUnreachable
 
     def unreachable(*args: object, **kwargs: object) -> None:
         raise DatasetUnreachable("no network")

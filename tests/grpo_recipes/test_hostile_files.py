@@ -24,9 +24,8 @@ from grpo_recipes import GRPOTrainer, Recipe, cli, evaluate_model, run_recipe, t
 from grpo_recipes.runs.lock import LOCK
 from grpo_rewards import reward_model
 from grpo_rewards.errors import UserError
-from tests import tiny
-from tests.grpo_recipes import launching, short_runs
-from tests.grpo_recipes.stored import evaluation_files, run_files
+from tests.support import launching, short_runs, tiny
+from tests.support.stored import evaluation_files, run_files
 
 SECONDS, BYTES = 20, 2 << 30
 """Bounds of one cell."""

@@ -23,10 +23,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from grpo_recipes import cli
-from tests import tiny
-from tests.grpo_recipes import launching
-from tests.grpo_recipes.recipe.test_model_sizes import change
-from tests.grpo_recipes.recipe.test_rehearsal import LARGE, LOOPS, MULTIPLY, RECURSION, split_by
+from tests.grpo_recipes.checks.test_model_sizes import change
+from tests.grpo_recipes.checks.test_rehearsal import LARGE, LOOPS, MULTIPLY, RECURSION, split_by
+from tests.support import launching, tiny
 
 SECONDS, BYTES = 30, 2 << 30
 
@@ -172,7 +171,7 @@ def test_ctrl_c_is_one_sentence(
         raise KeyboardInterrupt
 
     line = command(verb, tmp_path, hostile_model(tmp_path / "model", ""))
-    monkeypatch.setattr("grpo_recipes.runs.bounded.readable", interrupted)
+    monkeypatch.setattr("grpo_recipes.process.bounded_child.readable", interrupted)
     before = set(psutil.Process().children())  # those of other tests in this process
     assert cli.main(line[3:]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "stopped by Ctrl-C"

@@ -17,13 +17,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from grpo_recipes.decoding import groups
-from grpo_recipes.decoding.generation_config import KEPT, PublishedSettings, neutral
-from grpo_recipes.results import engines
-from grpo_recipes.results.engines import complete_continuously, transformers_engine
-from grpo_recipes.results.evaluate import Settings
-from tests.grpo_recipes.recorded import EOS, model, tokenizer
-from tests.grpo_recipes.training.models import ENDS, adapter, trainer
+from grpo_recipes.evaluation import engines
+from grpo_recipes.evaluation.engines import complete_continuously, transformers_engine
+from grpo_recipes.evaluation.evaluate import Settings
+from grpo_recipes.generation import groups
+from grpo_recipes.generation.generation_config import KEPT, PublishedSettings, neutral
+from tests.support.architectures import ENDS, adapter, trainer
+from tests.support.recorded import EOS, model, tokenizer
 
 BIAS = [[[5], 50.0]]
 """A `sequence_bias` that makes every completion one repeated word."""

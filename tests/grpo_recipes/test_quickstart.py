@@ -11,13 +11,13 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from grpo_recipes import cli, quickstart, train
+from grpo_recipes.checks.checks import Machine, check
+from grpo_recipes.data.load import load
 from grpo_recipes.quickstart import WarmStart, build_policy, build_tokenizer, demonstrations, warm_start
-from grpo_recipes.recipe.checks import Machine, check
-from grpo_recipes.recipe.data import load
 from grpo_recipes.recipe.recipe import parse_recipe, shipped
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards import gsm8k_correctness, well_formed
-from grpo_rewards.answers import extract_answer
+from grpo_rewards.math.answers import extract_answer
 
 PROMPTS = DatasetSpec("arithmetic", system_prompt="think")
 SMALL = WarmStart(demonstrations=300)

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.grpo_recipes import launching
-from tests.tiny import save_reward_model
+from tests.support import launching
+from tests.support.tiny import save_reward_model
 
 # The whole model or an adapter; TRL's KL or the one over the vocabulary; packed or trimmed; a rule or a reward model.
 KINDS = [
@@ -63,7 +63,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, extensions: str) -> Any:
                 changes["rewards"] = [{"name": "reward_model", "kwargs": {"model": str(model), "device": "cpu"}}]
             changes |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 16 // processes}
             recipe = launching.write_recipe(folder / f"{output.name}.yaml", policy, None, output, **changes)
-            module = "tests.grpo_recipes.train_counting_shards"
+            module = "tests.support.train_counting_shards"
             more = ["--num_processes", str(processes)] if processes != 2 else []
             launching.launch(layout, recipe, module=module, launcher=more, TORCH_EXTENSIONS_DIR=extensions)
         return output
@@ -155,14 +155,14 @@ def test_a_server_gets_each_prompt_once_and_each_rank_its_own_slice(
         "vllm_mode": "server",
         "vllm_importance_sampling_correction": False,
         "generation_check": False,  # the stub samples from nothing
-        "rewards": ["tests.grpo_recipes.launching.continues_its_prompt"],
+        "rewards": ["tests.support.launching.continues_its_prompt"],
         "max_completion_length": 16,
         "max_steps": 2,
         "save_strategy": "no",
     }
     recipe = launching.write_recipe(tmp_path / "mine.yaml", policy, rows, tmp_path / "run", **changes)
     env = {"STUB_LOG": str(tmp_path / "log.jsonl"), "TORCH_EXTENSIONS_DIR": extensions}
-    launching.launch(layout, recipe, module="tests.grpo_recipes.train_with_stub_server", **env)
+    launching.launch(layout, recipe, module="tests.support.train_with_stub_server", **env)
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [entry["rank"] for entry in log if "rank" in entry] == ["0"]
     asked = [entry for entry in log if "prompts" in entry]

@@ -28,10 +28,10 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from trl import GRPOConfig
 
 from grpo_recipes import GRPOTrainer, cli, train
-from grpo_recipes.recipe.checks import Machine, check
+from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.recipe.recipe import OUR_KEYS, find_file, parse_recipe, resolved, shipped_names
 from grpo_recipes.recipe.specs import DatasetSpec, MicroBatching, ReferenceSpec, SamplingSpec
-from grpo_recipes.results.model_card import write_model_card
+from grpo_recipes.reports.model_card import write_model_card
 from grpo_recipes.runs.record import add_launch, describe_launch
 from grpo_recipes.training.hidden_arguments import without_secrets
 from grpo_rewards import cli as rewards_cli
@@ -46,9 +46,9 @@ from grpo_rewards.redaction import (
 )
 from grpo_rewards.registry import REGISTERED, resolve
 from grpo_rewards.terminal import visible, visible_lines
-from tests.grpo_recipes import launching
-from tests.grpo_recipes.synthetic import healthy_completions, ramp, write_run
-from tests.test_architecture import modules
+from tests.repo.test_architecture import modules
+from tests.support import launching
+from tests.support.synthetic import healthy_completions, ramp, write_run
 
 COMMANDS = {"grpo-recipes": cli.main, "grpo-rewards": rewards_cli.main, "train": train.main}
 

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from grpo_recipes import train
-from tests import tiny
-from tests.grpo_rewards.chat_server import completion, serving
+from tests.support import tiny
+from tests.support.chat_server import completion, serving
 
 pytestmark = pytest.mark.slow
 

@@ -18,14 +18,14 @@ from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer, train
-from grpo_recipes.recipe import data
+from grpo_recipes.data import load as data
 from grpo_recipes.recipe.recipe import shipped
 from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_recipes.results.run import Run
+from grpo_recipes.reports.run import Run
 from grpo_recipes.runs.manifest import Manifest, write_manifest
-from tests.grids import only
-from tests.grpo_recipes import recorded
-from tests.grpo_recipes.launching import launch_module, write_rows
+from tests.support import recorded
+from tests.support.grids import only
+from tests.support.launching import launch_module, write_rows
 
 SMALL = [
     "--use_cpu",
@@ -108,7 +108,7 @@ def test_a_lora_run_saves_an_adapter_that_peft_loads(tiny_model: Path, gsm8k_fil
 
 def test_a_run_resumes_where_it_was_saved(tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    learning = ["--rewards", "[tests.grpo_recipes.probe_rewards.distinct_characters]", "--learning_rate=1e-3"]
+    learning = ["--rewards", "[tests.support.probe_rewards.distinct_characters]", "--learning_rate=1e-3"]
     assert train.main(arguments(tiny_model, gsm8k_file, whole, *learning, "--max_steps=4")) == 0
     first = arguments(tiny_model, gsm8k_file, halves, *learning, "--max_steps=2")
     rest = arguments(tiny_model, gsm8k_file, halves, *learning, "--max_steps=4")
@@ -223,7 +223,7 @@ def test_a_runs_record_runs_it_again(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, again = tmp_path / "first", tmp_path / "again"
-    learning = ["--rewards", "[tests.grpo_recipes.probe_rewards.distinct_characters]", "--learning_rate=1e-3"]
+    learning = ["--rewards", "[tests.support.probe_rewards.distinct_characters]", "--learning_rate=1e-3"]
     assert train.main(arguments(tiny_model, gsm8k_file, first, *learning, "--max_steps=2")) == 0
     assert (
         train.main(
@@ -251,7 +251,7 @@ def test_resuming_a_run_that_is_over_changes_nothing(
 ) -> None:
     """As after a kill between the last checkpoint and the final model, within an epoch and at its end."""
     output = tmp_path / "run"
-    learning = ["--rewards", "[tests.grpo_recipes.probe_rewards.distinct_characters]", "--learning_rate=1e-3"]
+    learning = ["--rewards", "[tests.support.probe_rewards.distinct_characters]", "--learning_rate=1e-3"]
     more = [*learning, *length, "--dataset.split=train[:8]"]
     assert train.main(arguments(tiny_model, gsm8k_file, output, *more)) == 0
     trained = AutoModelForCausalLM.from_pretrained(output).state_dict()
@@ -275,7 +275,7 @@ def test_a_run_that_failed_before_its_first_save_is_started_again(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: Any
 ) -> None:
     given = arguments(tiny_model, gsm8k_file, tmp_path / "run", "--max_steps=1")
-    broken = [*given, "--rewards", "[tests.grpo_recipes.probe_rewards.broken]"]
+    broken = [*given, "--rewards", "[tests.support.probe_rewards.broken]"]
     assert train.main(broken) == 1
     assert "`--resume_from_checkpoint true` starts again" in capsys.readouterr().err.splitlines()[-1]
     assert train.main(given) == 2  # whatever lies there, it is not overwritten unasked
@@ -406,7 +406,7 @@ def test_ctrl_c_saves_and_a_resume_ends_like_a_run_left_alone(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def given(output: Path, reward: str) -> list[str]:
-        rewards = ["--rewards", f"[{{name: tests.grpo_recipes.probe_rewards.{reward}, alias: probe}}]"]
+        rewards = ["--rewards", f"[{{name: tests.support.probe_rewards.{reward}, alias: probe}}]"]
         return arguments(tiny_model, gsm8k_file, output, *rewards, "--max_steps=4", "--save_steps=9", "--beta=0")
 
     output = tmp_path / "run"
@@ -428,7 +428,7 @@ def test_a_second_ctrl_c_stops_at_once(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
-    rewards = ["--rewards", "[tests.grpo_recipes.probe_rewards.interrupted_twice]", "--max_steps=4"]
+    rewards = ["--rewards", "[tests.support.probe_rewards.interrupted_twice]", "--max_steps=4"]
     for every, rest in (
         (1, "checkpoint-1 is saved: `--resume_from_checkpoint true` goes on from there"),
         (9, "nothing is saved yet"),

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rewards.answers import extract_answer, gold_answer, parse_number, undress
-from grpo_rewards.correctness import GSM8KCorrectness, MathCorrectness
+from grpo_rewards.math.answers import extract_answer, gold_answer, parse_number, undress
+from grpo_rewards.math.correctness import GSM8KCorrectness, MathCorrectness
 
 SMALL_WORDS = """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from grpo_rewards import tag_count, tag_presence, tag_structure, well_formed
 from grpo_rewards.choices import ChoiceCorrectness
-from grpo_rewards.correctness import GSM8KCorrectness, MathCorrectness
+from grpo_rewards.length import GroupLength
+from grpo_rewards.math.correctness import GSM8KCorrectness, MathCorrectness
 from grpo_rewards.ngrams import Repetition
 from grpo_rewards.registry import build_rewards
-from grpo_rewards.shaping import GroupLength
 from grpo_rewards.strings import StringMatch
-from tests.grids import only
+from tests.support.grids import only
 
 FORMAT = [tag_structure, tag_count, tag_presence, well_formed]
 LAYOUTS = ("answer_tag", "hashes", "boxed", "a_line", "sentence", "auto")

@@ -7,8 +7,8 @@ import pytest
 
 from grpo_rewards import choice_correctness
 from grpo_rewards.choices import ChoiceCorrectness, read_choices, read_gold
-from tests.grids import only
-from tests.grpo_rewards.growth import growth
+from tests.support.grids import only
+from tests.support.growth import growth
 
 CITIES = ["Paris", "New York", "New York City", "London"]
 

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from grpo_rewards.cli import main
-from tests.word_problems import gsm8k_rows
+from tests.support.word_problems import gsm8k_rows
 
 RIGHT, WRONG = "<answer>18</answer>", "<answer>17</answer>"
 

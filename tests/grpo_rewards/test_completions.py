@@ -6,9 +6,9 @@ import pytest
 
 from grpo_rewards import gsm8k_correctness, math_correctness, tag_count, tag_presence, tag_structure, well_formed
 from grpo_rewards.completions import completion_text, group_slices
-from grpo_rewards.correctness import GSM8KCorrectness
+from grpo_rewards.length import GroupLength
+from grpo_rewards.math.correctness import GSM8KCorrectness
 from grpo_rewards.registry import BuiltReward, SumReward
-from grpo_rewards.shaping import GroupLength
 
 
 @pytest.mark.parametrize(

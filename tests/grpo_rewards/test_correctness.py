@@ -2,8 +2,9 @@
 
 import pytest
 
-from grpo_rewards import answers, gsm8k_correctness, math_correctness
-from grpo_rewards.correctness import GSM8KCorrectness
+from grpo_rewards import gsm8k_correctness, math_correctness
+from grpo_rewards.math import answers
+from grpo_rewards.math.correctness import GSM8KCorrectness
 
 
 def test_the_pay_is_settable():

@@ -14,9 +14,9 @@ import yaml
 
 from grpo_rewards import choice_correctness
 from grpo_rewards.cli import main
-from grpo_rewards.correctness import GSM8KCorrectness
+from grpo_rewards.math.correctness import GSM8KCorrectness
 from grpo_rewards.registry import build_rewards, registered_names
-from tests.word_problems import gsm8k_rows
+from tests.support.word_problems import gsm8k_rows
 
 DOCS = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
 POLICY = [

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from grpo_rewards.registry import REGISTERED, build_rewards
-from tests.grids import only
-from tests.grpo_rewards.growth import FACTOR, growth
 from tests.grpo_rewards.test_any_text import ADVERSARIAL, CHOICES, PIECES
+from tests.support.grids import only
+from tests.support.growth import FACTOR, growth
 
 COMPLETIONS = 200_000
 BATCH = 500

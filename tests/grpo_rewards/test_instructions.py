@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_rewards.ifeval import KINDS, Instructions, count_capital_words, count_sentences
-from tests.grids import only
-from tests.grpo_rewards.growth import growth
+from tests.support.grids import only
+from tests.support.growth import growth
 
 
 def score(text, *instructions, **arguments):

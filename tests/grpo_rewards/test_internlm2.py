@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 
 from grpo_rewards import cli, internlm2
 from grpo_rewards.internlm2 import CheckpointError, convert, llama_config, load
-from tests.tiny import save_internlm2, save_reward_model
+from tests.support.tiny import save_internlm2, save_reward_model
 
 CONVERSATIONS = [
     [{"role": "user", "content": "Hello! What's your name?"}, {"role": "assistant", "content": "A reward model."}],

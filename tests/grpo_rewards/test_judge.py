@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from grpo_rewards import chat_endpoint, judge
 from grpo_rewards.judge import JudgeError, JudgeScore, read_score
 from grpo_rewards.registry import RewardSpecError, build_rewards
-from tests.grids import only
-from tests.grpo_rewards.chat_server import completion, serving
-from tests.grpo_rewards.growth import growth
+from tests.support.chat_server import completion, serving
+from tests.support.grids import only
+from tests.support.growth import growth
 
 PROMPTS = ["2+2?"] * 4
 ANYWHERE = JudgeScore("http://127.0.0.1:9/v1", "m", num_generations=1)

@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_rewards.judge import JudgeScore
-from tests.grpo_rewards.chat_server import completion, serving
+from tests.support.chat_server import completion, serving
 
 pytestmark = pytest.mark.slow
 trl = pytest.importorskip("trl")
@@ -13,7 +13,7 @@ def test_a_group_that_the_judge_fails_on_is_left_to_the_other_reward(tmp_path):
     from datasets import Dataset
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tests.tiny import chat_tokenizer
+    from tests.support.tiny import chat_tokenizer
 
     asked = []
 

@@ -7,7 +7,7 @@ import pytest
 
 from grpo_rewards import repetition
 from grpo_rewards.ngrams import Repetition, repeated_share, words
-from tests.grpo_rewards.growth import growth
+from tests.support.growth import growth
 
 
 def score(text, **arguments):

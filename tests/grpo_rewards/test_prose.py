@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from grpo_rewards.answers import answer_number, compare
+from grpo_rewards.math.answers import answer_number, compare
 
 # How a quantity may be written: {} is the number.
 QUANTITIES = """

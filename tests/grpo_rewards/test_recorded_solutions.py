@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rewards.correctness import GSM8KCorrectness, MathCorrectness
-from tests.word_problems import gsm8k_rows
+from grpo_rewards.math.correctness import GSM8KCorrectness, MathCorrectness
+from tests.support.word_problems import gsm8k_rows
 
 LAYOUTS = {
     "a_line": "{body}\nA: {answer}",

@@ -24,7 +24,7 @@ from grpo_rewards import cli
 from grpo_rewards.internlm2 import CheckpointError
 from grpo_rewards.registry import RewardSpecError, build_rewards
 from grpo_rewards.reward_model import RewardModelScore, cut_middle, length_buckets, shared_prefix_length
-from tests.tiny import chat_tokenizer, reward_config, save_internlm2, save_reward_model
+from tests.support.tiny import chat_tokenizer, reward_config, save_internlm2, save_reward_model
 
 RAW = {"clamp": None, "answer_tag": None}
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from grpo_rewards.length import GroupLength
 from grpo_rewards.registry import RewardSpecError, build_rewards
-from grpo_rewards.shaping import GroupLength
 
 RIGHT, WRONG = "<answer>18</answer>", "<answer>17</answer>"
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from grpo_rewards import string_match
 from grpo_rewards.registry import RewardSpecError, build_rewards
 from grpo_rewards.strings import StringMatch, squad_normalised
-from tests.grpo_rewards.growth import growth
+from tests.support.growth import growth
 
 
 def score(text, gold, match="squad", **arguments):

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_rewards import answers, symbolic
-from grpo_rewards.correctness import GSM8KCorrectness, MathCorrectness
-from grpo_rewards.symbolic import equivalent
-from tests.grids import only
+from grpo_rewards.math import answers, symbolic
+from grpo_rewards.math.correctness import GSM8KCorrectness, MathCorrectness
+from grpo_rewards.math.symbolic import equivalent
+from tests.support.grids import only
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the server forks")
 
@@ -238,7 +238,7 @@ def test_a_start_takes_at_most_half_of_the_time():
 # The server itself, with a comparison that needs no math-verify: `fresh` ends a child that has compared before.
 SERVED = """
 import os
-from grpo_rewards import symbolic
+from grpo_rewards.math import symbolic
 def verify(gold, answer, compared=[]):
     compared.append(answer)
     if answer == "fresh" and len(compared) > 1 or answer == "dies": os._exit(1)
@@ -416,7 +416,8 @@ def test_no_process_outlives_its_owner(ending):
     # Written as a user's script would be: at module level, without an `if __name__ == "__main__"` guard.
     script = textwrap.dedent(f"""
         import os, signal
-        from grpo_rewards import math_correctness, symbolic
+        from grpo_rewards import math_correctness
+        from grpo_rewards.math import symbolic
         scores = math_correctness(completions=["\\\\boxed{{1+x}}"], answer=["x+1"])
         before = symbolic._server().pid
         signal.signal(signal.SIGINT, lambda *_: None)
@@ -444,7 +445,9 @@ def test_rewards_stay_picklable_after_use():
 def test_each_distinct_answer_is_compared_once_and_each_gold_read_once(monkeypatch):
     asked, read = [], []
     monkeypatch.setattr(answers, "equivalent", lambda *pair: asked.append(pair[:2]) or False)
-    monkeypatch.setattr("grpo_rewards.correctness.read_gold", lambda gold: read.append(gold) or answers.read_gold(gold))
+    monkeypatch.setattr(
+        "grpo_rewards.math.correctness.read_gold", lambda gold: read.append(gold) or answers.read_gold(gold)
+    )
     texts = ["\\boxed{x+2}", "\\boxed{x+3}", "\\boxed{x+2}", "\\boxed{x+2}"]
     MathCorrectness()(completions=texts * 2, answer=["x+1"] * 4 + ["y+1"] * 4)
     assert read == ["x+1", "y+1"]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rewards import symbolic
-from grpo_rewards.correctness import MathCorrectness
+from grpo_rewards.math import symbolic
+from grpo_rewards.math.correctness import MathCorrectness
 
 pytestmark = pytest.mark.slow
 trl = pytest.importorskip("trl")

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file
-from tests.grpo_recipes import launching
 from tests.mathematics.algorithm_faults import FAULTS
 from tests.mathematics.algorithms import LAYOUTS, Held, float64_rewards, hold, layout_of
 from tests.mathematics.harness import float64_trl, tiny_checkpoint
 from tests.mathematics.papers import PAPERS
+from tests.support import launching
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs" / "algorithms.md"
@@ -157,7 +157,7 @@ REFUSED: tuple[tuple[str, Mapping[str, Any]], ...] = (
 
 def refusal(name: str, changes: Mapping[str, Any]) -> str:
     """What the checks say of a shipped recipe with these keys, on two processes."""
-    from grpo_recipes.recipe.checks import Machine, check
+    from grpo_recipes.checks.checks import Machine, check
 
     try:
         check(Recipe.load(find_file("recipes", name), **changes), Machine(2, bf16=False))

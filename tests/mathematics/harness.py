@@ -35,9 +35,9 @@ from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer
 from trl.kernels import chunked_divergence, chunked_logprob
 
-from tests import tiny
 from tests.mathematics import oracle
 from tests.mathematics.oracle import Completion, Geometry, Objective
+from tests.support import tiny
 
 PAD, EOS = 0, 1
 VOCABULARY = ["<pad>", "<eos>", *"0123456789"]

@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.grids import only
 from tests.mathematics import algorithms_page as page
 from tests.mathematics import papers
 from tests.mathematics.algorithm_faults import FAULTS, LIMIT, Fault
 from tests.mathematics.algorithms import LAYOUTS, Held, Layout, float64_rewards, hold, layout_of
 from tests.mathematics.harness import Difference, float64_trl
 from tests.mathematics.papers import PAPERS
+from tests.support.grids import only
 
 MADE = "python -m tests.mathematics.algorithms_page > docs/algorithms.md"
 FIGURES = page.read(page.PAGE.read_text(encoding="utf-8"))

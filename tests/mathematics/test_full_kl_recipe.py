@@ -67,7 +67,7 @@ def test_the_recipe_trains(peft: list[str], chat_model: Path, gsm8k_rows: Path, 
         "--dtype=float32",
         f"--output_dir={tmp_path / 'run'}",
         "--learning_rate=0.02",
-        "--rewards=tests.grpo_recipes.probe_rewards.distinct_characters",
+        "--rewards=tests.support.probe_rewards.distinct_characters",
     ]
     assert train.main(arguments) == 0
     log = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]

@@ -13,12 +13,12 @@ from torch import Tensor
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.recipe.specs import MicroBatching
 from grpo_recipes.training import micro_batches as microbatch
-from tests.grids import covering
 from tests.mathematics import oracle
 from tests.mathematics.conftest import ScenarioFactory
 from tests.mathematics.harness import Difference, Scenario, difference, make_trainer, trl_losses
 from tests.mathematics.oracle import LOSS_TYPES, Completion, Objective
 from tests.mathematics.test_loss_against_trl import LIMIT, LOSS_LIMIT, cells
+from tests.support.grids import covering
 
 # How our trainer is asked to lay out the rows, and whether the rows of the first prompt have an advantage.
 CASES = {

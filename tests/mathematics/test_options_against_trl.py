@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.grids import covering
 from tests.mathematics import oracle
 from tests.mathematics.conftest import ScenarioFactory
 from tests.mathematics.harness import (
@@ -28,6 +27,7 @@ from tests.mathematics.harness import (
 )
 from tests.mathematics.oracle import LOSS_TYPES, Completion, Geometry, Objective
 from tests.mathematics.test_loss_against_trl import check
+from tests.support.grids import covering
 
 ON_POLICY = Geometry(1, 1, 1)
 ACCUMULATED = Geometry(2, 4, 1)

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.grids import only
-from tests.grpo_recipes import launching
 from tests.mathematics.conftest import SummaryLines
 from tests.mathematics.harness import Difference
 from tests.mathematics.invariance import INVARIANCE_CELLS, largest_gap
 from tests.mathematics.test_invariance import EXACT, VISIBLE, weights_of
 from tests.mathematics.test_loss_against_trl import check
 from tests.mathematics.two_processes import DISTRIBUTED_FAULTS
+from tests.support import launching
+from tests.support.grids import only
 
 pytestmark = pytest.mark.slow
 

@@ -16,9 +16,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from tests import tiny
-from tests.grpo_recipes import launching
-from tests.grpo_recipes.short_runs import moved
+from tests.support import launching, tiny
+from tests.support.short_runs import moved
 from tests.vllm.cpu import ENVIRONMENT
 
 try:

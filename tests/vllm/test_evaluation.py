@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from tests.grpo_recipes import launching
+from tests.support import launching
 from tests.vllm.conftest import Server
 
 PROBLEMS = 200

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from grpo_recipes.runs.record import read_record
-from tests.grpo_recipes import launching
+from tests.support import launching
 from tests.vllm.conftest import Server, free_port
 from tests.vllm.cpu import ENVIRONMENT
 

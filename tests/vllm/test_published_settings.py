@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.grpo_recipes import launching
+from tests.support import launching
 from tests.vllm.conftest import Server
 from tests.vllm.test_evaluation import evaluated
 from tests.vllm.test_evaluation import problems as problems  # a fixture

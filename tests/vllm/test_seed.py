@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.grpo_recipes import launching
+from tests.support import launching
 from tests.vllm.test_generator_is_policy import Row, recipe, train
 
 

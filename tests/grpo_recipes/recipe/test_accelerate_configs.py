@@ -12,7 +12,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, patch_environment
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-from grpo_recipes.recipe.checks import Machine
+from grpo_recipes.checks.checks import Machine
 from grpo_recipes.recipe.recipe import find_file
 
 FOLDER = find_file("accelerate_configs", "cpu").parent

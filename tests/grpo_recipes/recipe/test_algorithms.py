@@ -13,8 +13,8 @@ import yaml
 from trl import GRPOTrainer
 
 from grpo_recipes import train
+from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.cli import main
-from grpo_recipes.recipe.checks import Machine, check
 from grpo_recipes.recipe.losses import LOSS_TYPES, OBJECTIVE_KEYS
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, parse_recipe
 from tests.grpo_recipes.recipe.test_recipes import ROOT

@@ -8,7 +8,7 @@ import yaml
 from safetensors.torch import save_file
 from trl import GRPOConfig, ModelConfig
 
-from grpo_recipes.recipe.checks import Machine, check, check_output_dir, resume_point
+from grpo_recipes.checks.checks import Machine, check, check_output_dir, resume_point
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, grpo_config, model_config, parse_recipe, shipped
 from grpo_recipes.recipe.specs import DatasetSpec, MicroBatching
 

@@ -56,7 +56,7 @@ def reward_model_stand_in(recipe: Path, folder: Path) -> list[str]:
     flat = json.dumps(rewards)
     if "reward_model" not in flat:
         return []
-    from tests.tiny import save_reward_model
+    from tests.support.tiny import save_reward_model
 
     model = save_reward_model(folder / "reward-model")
     for place, reward in enumerate(rewards):

@@ -18,10 +18,9 @@ from grpo_recipes.runs.checkpoints import (
     identify_weights,
     weight_files,
 )
-from grpo_recipes.runs.saving import LOGGED
 from grpo_recipes.training.prompt_sampler import MEMORY
-from tests import tiny
-from tests.grpo_recipes import short_runs
+from grpo_recipes.training.saving import LOGGED
+from tests.support import short_runs, tiny
 
 
 def whole(folder: Path) -> Path:

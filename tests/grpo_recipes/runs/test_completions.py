@@ -17,13 +17,13 @@ from datasets import Dataset
 from trl import GRPOConfig
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.results.run import Run, Sampled
+from grpo_recipes.reports.run import Run, Sampled
 from grpo_recipes.runs import completions, files
 from grpo_recipes.runs.completions import EVALUATION, TRAINING, Compaction, drop_after, logged
 from grpo_recipes.runs.lock import FolderLost
 from grpo_recipes.training.callbacks import CompactCompletions
-from tests.grpo_recipes.probe_rewards import distinct_characters
-from tests.grpo_recipes.synthetic import write_run
+from tests.support.probe_rewards import distinct_characters
+from tests.support.synthetic import write_run
 
 Rows = list[tuple[int, str]]
 

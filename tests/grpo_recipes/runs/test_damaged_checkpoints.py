@@ -11,12 +11,12 @@ import pytest
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer, train
-from grpo_recipes.recipe.checks import Machine, resume_point
+from grpo_recipes.checks.checks import Machine, resume_point
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
 from grpo_recipes.runs.manifest import MANIFEST, CheckpointDamaged, Manifest, read_manifest, share, write_manifest
 from grpo_recipes.runs.resume import Resume, confirmed
 from grpo_rewards.errors import UserError
-from tests.grpo_recipes import launching, short_runs
+from tests.support import launching, short_runs
 
 CPU = Machine(1, bf16=False)
 LORA = {"use_peft": True, "lora_r": 2, "lora_target_modules": "all-linear", "learning_rate": 1e-2}
@@ -180,7 +180,7 @@ def test_another_number_of_processes_is_refused(finished: Path) -> None:
 def test_older_checkpoints_are_removed_once_the_manifest_stands(
     recipes: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    from grpo_recipes.runs import saving
+    from grpo_recipes.training import saving
 
     kept: list[list[str]] = []
     before = saving.write_manifest

@@ -20,7 +20,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from grpo_recipes import GRPOTrainer, train
-from grpo_recipes.recipe import hub
+from grpo_recipes.data import hub
 from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_recipes.runs import identity
 from grpo_recipes.runs.identity import (
@@ -36,11 +36,10 @@ from grpo_recipes.runs.identity import (
 )
 from grpo_recipes.runs.manifest import MANIFEST, read_manifest
 from grpo_recipes.training.identity import identity_of
-from grpo_rewards.correctness import GSM8KCorrectness
 from grpo_rewards.format_tags import TagCount
+from grpo_rewards.math.correctness import GSM8KCorrectness
 from grpo_rewards.registry import build_rewards
-from tests import tiny
-from tests.grpo_recipes import launching, short_runs
+from tests.support import launching, short_runs, tiny
 
 REWARD = """
 def by_length(prompts, completions, answer, **columns):
@@ -188,7 +187,7 @@ def test_a_recipe_notices_another_model_behind_its_adapter(
         tiny.byte_tokenizer().save_pretrained(place / name)
     command = recipe(
         place,
-        rewards=["tests.grpo_recipes.launching.variety"],
+        rewards=["tests.support.launching.variety"],
         model_name_or_path=str(place / "continued"),
         reference={"adapter": str(place / "kept")},
     )
@@ -335,7 +334,7 @@ def test_only_what_is_read_is_identified() -> None:
     built = build_rewards([{"name": "gsm8k_correctness", "kwargs": {"gold_column": "gold"}}, "tag_count"])
     rows = table(gold=["1"] * 3, answer=["1"] * 3, note=["n"] * 3)
     assert set(identity.identify(rows, built, {}).content["columns"]) == {"prompt", "gold"}
-    own = [*built, build_rewards(["tests.grpo_recipes.launching.variety"])[0]]
+    own = [*built, build_rewards(["tests.support.launching.variety"])[0]]
     assert set(identity.identify(rows, own, {}).content["columns"]) == {"prompt", "gold", "answer", "note"}
     assert columns_read(lambda prompts, completions, note: []) == {"note"}
     assert (columns_read(GSM8KCorrectness()), columns_read(TagCount())) == ({"answer"}, set())

@@ -23,8 +23,8 @@ from grpo_recipes.runs import lock
 from grpo_recipes.runs.files import LIVE
 from grpo_recipes.runs.identity import Identity
 from grpo_recipes.runs.lock import LOCK, FolderLost, RunLocked, only_launch
-from grpo_recipes.runs.saving import CompleteCheckpoints
-from tests.grpo_recipes import launching
+from grpo_recipes.training.saving import CompleteCheckpoints
+from tests.support import launching
 
 OTHER = "process 17 on other-host"
 

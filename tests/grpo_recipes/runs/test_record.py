@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.recipe.checks import Machine, check
+from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_recipes.runs.files import RunError
 from grpo_recipes.runs.record import add_launch, describe_launch, git_revision, launches, read_record
 from grpo_rewards.registry import build_rewards
-from tests.grpo_recipes import launching
+from tests.support import launching
 
 
 def test_launches_are_added_and_the_newest_stands_at_the_top(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_the_token_for_the_hub_is_not_recorded(tmp_path: Path, spelled: list[str
 
 def test_rewards_are_recorded_with_what_they_pay_for(tmp_path: Path) -> None:
     total = {"name": "sum", "alias": "total", "rewards": ["tag_count", {"name": "math_correctness", "weight": 2}]}
-    specs = [total, {"name": "grpo_rewards.shaping.GroupLength", "weight": 0.5}, "trl.rewards.think_format_reward"]
+    specs = [total, {"name": "grpo_rewards.length.GroupLength", "weight": 0.5}, "trl.rewards.think_format_reward"]
     launch = describe_launch({"rewards": specs}, {}, build_rewards(specs), [])
     add_launch(tmp_path, launch)
     described = (read_record(tmp_path) or {})["rewards"]
@@ -99,7 +99,7 @@ def test_rewards_are_recorded_with_what_they_pay_for(tmp_path: Path) -> None:
     assert [tuple(entry[key] for key in keys) for entry in [*described[0]["parts"], *described[1:]]] == [
         ("tag_count", "tag_count", 1.0, "format", 1.0),
         ("math_correctness", "math_correctness", 2.0, "correctness", 1.0),
-        ("group_length", "grpo_rewards.shaping.GroupLength", 0.5, "length", 0.5),
+        ("group_length", "grpo_rewards.length.GroupLength", 0.5, "length", 0.5),
         ("think_format_reward", "trl.rewards.think_format_reward", 1.0, "format", 1.0),
     ]
     assert described[0]["name"] == "total"

@@ -11,14 +11,14 @@ import pytest
 from transformers import TrainerCallback
 
 from grpo_recipes import GRPOTrainer, train
-from grpo_recipes.results.run import Run
-from grpo_recipes.runs import saving
+from grpo_recipes.reports.run import Run
 from grpo_recipes.runs.branches import LAUNCH
 from grpo_recipes.runs.files import LIVE, RunError
 from grpo_recipes.runs.manifest import MANIFEST, CheckpointDamaged, read_manifest
 from grpo_recipes.runs.resume import confirmed, decide
+from grpo_recipes.training import saving
 from grpo_rewards.errors import UserError
-from tests.grpo_recipes import launching, short_runs
+from tests.support import launching, short_runs
 
 
 class StopAfter(TrainerCallback):
@@ -246,7 +246,7 @@ def test_two_ranks_of_a_script_decide_alike(tmp_path: Path) -> None:
     (tmp_path / "golds.txt").write_text(" ".join(map(str, range(16))))
 
     def said(*arguments: str) -> str:
-        module = "tests.grpo_recipes.script_without_recipe"
+        module = "tests.support.script_without_recipe"
         return launching.launch_module("ddp_cpu", module, str(tmp_path), *arguments)
 
     said("6", "none")

@@ -9,10 +9,10 @@ import pytest
 import torch
 import yaml
 
-from tests.grpo_recipes import launching
+from tests.support import launching
 
 pytestmark = pytest.mark.slow
-MODULE = "tests.grpo_recipes.train_reading_states"
+MODULE = "tests.support.train_reading_states"
 KEPT = ["torch.float32", "torch.int16"]
 CURED = {"dtype": "bfloat16", "optim": "adamw_bf16", "learning_rate": 1e-5, "max_steps": 6, "save_total_limit": 3}
 LORA = {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"], "lora_r": 4}

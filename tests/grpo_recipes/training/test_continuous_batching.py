@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_recipes.training.packing import ATTENTION, Layout
-from tests.grpo_recipes.training.models import trainer
+from tests.support.architectures import trainer
 
 CB = {"use_transformers_continuous_batching": True}
 

@@ -13,10 +13,10 @@ from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer, cli, train
-from grpo_recipes.results.run import Run
-from tests.grids import only
-from tests.grpo_recipes.probe_rewards import distinct_characters
-from tests.grpo_recipes.synthetic import write_run
+from grpo_recipes.reports.run import Run
+from tests.support.grids import only
+from tests.support.probe_rewards import distinct_characters
+from tests.support.synthetic import write_run
 
 
 def arguments(tiny_model: Path, gsm8k_file: Path, output: Path, *more: str) -> list[str]:
@@ -27,7 +27,7 @@ def arguments(tiny_model: Path, gsm8k_file: Path, output: Path, *more: str) -> l
         "dataset.split": "train[:32]",
         "dataset.eval_split": "train[32:]",
         "output_dir": output,
-        "rewards": "[tests.grpo_recipes.probe_rewards.distinct_characters]",
+        "rewards": "[tests.support.probe_rewards.distinct_characters]",
         "use_cpu": "true",
         "bf16": "false",
         "dtype": "float32",

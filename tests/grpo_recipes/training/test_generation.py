@@ -17,16 +17,16 @@ from safetensors.torch import load_file
 from torch import nn
 from trl import GRPOTrainer as TRLGRPOTrainer
 
-from grpo_recipes.decoding import groups, kv_cache
-from grpo_recipes.decoding.models import unfit
-from grpo_recipes.runs.faults import NotThePolicy
-from grpo_recipes.training import generation_check
+from grpo_recipes.generation import generator_check as generation_check
+from grpo_recipes.generation import groups, kv_cache
+from grpo_recipes.generation.models import unfit
+from grpo_recipes.process.faults import NotThePolicy
 from grpo_recipes.training.generation import unfit_for_groups
 from grpo_rewards.errors import UserError
-from tests.grids import only
-from tests.grpo_recipes import launching
-from tests.grpo_recipes.recorded import model
-from tests.grpo_recipes.training.models import PROMPTS, adapter, tiny, trainer
+from tests.support import launching
+from tests.support.architectures import PROMPTS, adapter, tiny, trainer
+from tests.support.grids import only
+from tests.support.recorded import model
 
 MEAN, LARGEST = (f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max"))
 
@@ -313,7 +313,7 @@ def test_ranks_of_very_different_lengths(config: str, options: list[str], tmp_pa
     """Rank 1's completions all end with their first token; the run is that of transformers' own loop."""
     runs = {}
     for mode in ("auto", "off"):
-        module, output = "tests.grpo_recipes.training.train_uneven", str(tmp_path / mode)
+        module, output = "tests.support.train_uneven", str(tmp_path / mode)
         said = launching.launch_module(config, module, mode, output, *options, TORCH_EXTENSIONS_DIR=extensions)
         assert "own loop" not in said
         runs[mode] = load_file(next((tmp_path / mode).glob("*model.safetensors")))

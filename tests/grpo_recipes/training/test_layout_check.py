@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from grpo_recipes.training import layout_check, log_probs
 from grpo_recipes.training.packing import Layout
-from tests import tiny
-from tests.grpo_recipes.recorded import Recording, model
-from tests.grpo_recipes.short_runs import partitioned
 from tests.grpo_recipes.training.test_packing import flat, layout_of, padded, scored, trainer_on
+from tests.support import tiny
+from tests.support.recorded import Recording, model
+from tests.support.short_runs import partitioned
 
 RAGGED = Recording.random(prompts=3, group=3, seed=3)
 

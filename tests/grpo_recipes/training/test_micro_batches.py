@@ -22,8 +22,8 @@ from grpo_recipes.recipe.specs import MicroBatching
 from grpo_recipes.training import micro_batches as microbatch
 from grpo_recipes.training.micro_batches import IDLE, Exactness, asked_layout, exactness, regroup, window_size
 from grpo_recipes.training.packing import Layout
-from tests.grids import covering
-from tests.grpo_recipes.recorded import Recording, compare, gradients, make_trainer, model
+from tests.support.grids import covering
+from tests.support.recorded import Recording, compare, gradients, make_trainer, model
 
 LIMIT = 1e-5
 UNEVEN = Recording.random(seed=1, zero=(2,))

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_recipes import train
-from grpo_recipes.recipe.checks import Machine, check
-from grpo_recipes.recipe.data import load
+from grpo_recipes.checks.checks import Machine, check
+from grpo_recipes.data.load import load
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
 from grpo_recipes.recipe.specs import DatasetSpec, OfflineSpec
 from grpo_recipes.training.offline import RecordedRollout, recorded_reward

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo_recipes.decoding.check import disagreement
+from grpo_recipes.generation.agreement import disagreement
 from grpo_recipes.training import packing
 from grpo_recipes.training.packing import GroupSpans, Layout
-from tests.grpo_recipes.recorded import model
 from tests.grpo_recipes.training.test_packing import RAGGED, flat, layout_of, one_by_one, said, scored, trainer_on
+from tests.support.recorded import model
 
 __all__ = ["said"]  # a fixture
 

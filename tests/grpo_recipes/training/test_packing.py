@@ -29,8 +29,8 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.training import log_probs, packing
 from grpo_recipes.training.packing import Layout, Rows, pack
-from tests.grids import only
-from tests.grpo_recipes.recorded import Recording, compare, make_trainer, model
+from tests.support.grids import only
+from tests.support.recorded import Recording, compare, make_trainer, model
 
 EXACT = {
     "Qwen2Config": {},

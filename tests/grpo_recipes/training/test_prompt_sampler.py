@@ -20,12 +20,12 @@ from torch.utils.data import BatchSampler
 from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes import train
-from grpo_recipes.recipe.checks import Machine, check, sampling_note
+from grpo_recipes.checks.checks import Machine, check, sampling_note
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
 from grpo_recipes.recipe.specs import SamplingSpec
 from grpo_recipes.runs.manifest import CheckpointDamaged, read_manifest
-from grpo_recipes.runs.restart import EpochSampler
+from grpo_recipes.training.data_order import EpochSampler
 from grpo_recipes.training.prompt_sampler import (
     MEMORY,
     InformativeSampler,
@@ -36,7 +36,8 @@ from grpo_recipes.training.prompt_sampler import (
     spread,
     systematic,
 )
-from tests.grpo_recipes import launching, torture
+from tests.support import launching
+from tests.tools import torture
 
 COUNTS = st.lists(st.integers(0, 6), min_size=1, max_size=12).map(np.array)
 
@@ -278,7 +279,7 @@ def test_what_is_no_sum_over_prompts_is_refused(tmp_path: Path, changes: dict[st
 
 CHANGES = {
     "per_device_train_batch_size": 16,
-    "rewards": ["tests.grpo_recipes.launching.varies_for_odd_numbers"],
+    "rewards": ["tests.support.launching.varies_for_odd_numbers"],
     "max_steps": 13,
     "loss_type": "grpo",
 }

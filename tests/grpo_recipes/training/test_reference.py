@@ -39,9 +39,9 @@ from grpo_recipes.training.reference import (
     without_trl_reference,
 )
 from grpo_rewards.errors import UserError
-from tests import tiny
-from tests.grids import only
-from tests.grpo_recipes.short_runs import (
+from tests.support import tiny
+from tests.support.grids import only
+from tests.support.short_runs import (
     TEXTS,
     adapted,
     arguments,

@@ -11,9 +11,9 @@ from peft import PeftModel
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.training.reference import REF, adapter_tensors, kl_to_reference
-from tests import tiny
-from tests.grpo_recipes.short_runs import TEXTS, adapted, arguments, load, moved, trainer
 from tests.grpo_recipes.training.test_reference import KillAt, Killed, equal, lora, tensors
+from tests.support import tiny
+from tests.support.short_runs import TEXTS, adapted, arguments, load, moved, trainer
 
 ZERO, SEEN = 1e-6, 1e-5
 

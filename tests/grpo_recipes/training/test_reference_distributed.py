@@ -10,10 +10,10 @@ import yaml
 from peft import LoraConfig
 
 from grpo_recipes.recipe.recipe import shipped
-from tests.grpo_recipes import launching
-from tests.grpo_recipes.reference_worker import REFRESH
-from tests.grpo_recipes.short_runs import adapted
-from tests.tiny import save_policy
+from tests.support import launching
+from tests.support.reference_worker import REFRESH
+from tests.support.short_runs import adapted
+from tests.support.tiny import save_policy
 
 CASES = {
     "zero3": ["full", "new", "continued", "bf16", "embedding", "full-resume", "new-resume", "continued-resume"],
@@ -63,7 +63,7 @@ class Launches:
             layout.write_text(yaml.safe_dump(FSDP2))
         # DeepSpeed builds a helper here; a run killed meanwhile leaves a lock that would stop every later one.
         extensions = os.environ.get("TORCH_EXTENSIONS_DIR", str(self.root / "extensions"))
-        worker = "tests.grpo_recipes.reference_worker"
+        worker = "tests.support.reference_worker"
         launching.launch_module(str(layout), worker, str(folder), *CASES[backend], TORCH_EXTENSIONS_DIR=extensions)
 
 

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import train
-from grpo_recipes.recipe.checks import check_reference
+from grpo_recipes.checks.checks import check_reference
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
 from grpo_recipes.recipe.specs import ReferenceSpec
-from tests.grpo_recipes.short_runs import arguments, trainer
+from tests.support.short_runs import arguments, trainer
 
 SMALL = [
     "--use_cpu=true",

@@ -12,16 +12,16 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2Moe
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_recipes import train
-from grpo_recipes.recipe.checks import Machine, check
-from grpo_recipes.recipe.data import load
-from grpo_recipes.recipe.prompts import SYSTEM_PROMPTS, limit_prompts
+from grpo_recipes.checks.checks import Machine, check
+from grpo_recipes.data.load import load
+from grpo_recipes.data.prompts import SYSTEM_PROMPTS, limit_prompts
 from grpo_recipes.recipe.recipe import parse_recipe, shipped
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards.errors import UserError
 from grpo_rewards.internlm2 import convert
 from grpo_rewards.reward_model import RewardModelScore
-from tests.grpo_recipes import launching
-from tests.tiny import chat_tokenizer, save_internlm2, save_reward_model
+from tests.support import launching
+from tests.support.tiny import chat_tokenizer, save_internlm2, save_reward_model
 
 RLAIF_FILE = Path(__file__).parents[2] / "data" / "rlaif.jsonl"
 SYSTEM = {"role": "system", "content": SYSTEM_PROMPTS["minimind"]}

@@ -13,14 +13,14 @@ from transformers import PreTrainedTokenizerFast
 from trl import GRPOTrainer as TRLGRPOTrainer
 from trl.trainer import grpo_trainer
 
-from grpo_recipes.decoding.stop_strings import Ends, StopStrings
+from grpo_recipes.generation.stop_strings import Ends, StopStrings
 from grpo_recipes.training.stop_strings import corrected
 from grpo_rewards.errors import UserError
-from tests.grids import covering
-from tests.grpo_recipes import recorded
-from tests.grpo_recipes.training.models import ENDS, PROMPTS, trainer
-from tests.tiny import byte_tokenizer
-from tests.tiny import policy as tiny_policy
+from tests.support import recorded
+from tests.support.architectures import ENDS, PROMPTS, trainer
+from tests.support.grids import covering
+from tests.support.tiny import byte_tokenizer
+from tests.support.tiny import policy as tiny_policy
 
 STOP = ["b", "c", "q", "W", "zz", "=7"]
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.grpo_recipes import launching
-from tests.grpo_recipes.recorded import model
-from tests.grpo_recipes.train_recorded import uneven
+from tests.support import launching
+from tests.support.recorded import model
+from tests.support.train_recorded import uneven
 
 
 def trained(kind: str, ranks: int, output: Path, *options: str, config: str = "cpu") -> dict[str, torch.Tensor]:
     """The weights that a run leaves behind."""
-    launching.launch_module(config, "tests.grpo_recipes.train_recorded", kind, str(ranks), str(output), *options)
+    launching.launch_module(config, "tests.support.train_recorded", kind, str(ranks), str(output), *options)
     return load_file(next(output.glob("*model.safetensors")))
 
 

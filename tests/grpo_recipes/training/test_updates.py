@@ -11,13 +11,13 @@ import torch
 from peft import LoraConfig
 
 from grpo_recipes import GRPOTrainer, train
-from grpo_recipes.results.diagnostics import diagnose
-from grpo_recipes.results.run import Run
+from grpo_recipes.reports.diagnostics import diagnose
+from grpo_recipes.reports.run import Run
 from grpo_recipes.training.adamw_bf16 import AdamWBF16, adamw_bf16, merge
 from grpo_recipes.training.updates import CHANGED, EXPECTED, SAMPLE, UpdateSample, draw
 from grpo_rewards.errors import UserError
-from tests.grpo_recipes import launching, short_runs
-from tests.tiny import policy, save_policy
+from tests.support import launching, short_runs
+from tests.support.tiny import policy, save_policy
 
 NOTHING: Any = None
 

@@ -1,0 +1,1 @@
+"""Checks of a recipe before a model is loaded."""

@@ -1,0 +1,401 @@
+"""The checks of a recipe that need no model, cheapest first: `check`, and those of the folder that a run writes to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Literal
+
+from datasets import Dataset
+from trl import get_peft_config
+
+from grpo_recipes.checks import model_sizes, packages
+from grpo_recipes.checks import rewards as reward_checks
+from grpo_recipes.checks import vllm as vllm_checks
+from grpo_recipes.checks.geometry import Geometry
+from grpo_recipes.checks.precision import ADAMW_BF16, Precision
+from grpo_recipes.checks.rewards import GoldCheck
+from grpo_recipes.data import load as data
+from grpo_recipes.data import recorded
+from grpo_recipes.data.hub import is_missing
+from grpo_recipes.plan import memory
+from grpo_recipes.recipe.recipe import Recipe, RecipeError, grpo_config, model_config, read_yaml
+from grpo_recipes.recipe.specs import RECORDED_REWARD
+from grpo_recipes.runs.checkpoints import adapter_config, check_descriptions
+from grpo_recipes.runs.files import EVALUATIONS, FAULT_FILES, TEXT, RunError, check_names, read_object
+from grpo_recipes.runs.lock import LOCK
+from grpo_recipes.runs.resume import Resume, decide
+from grpo_rewards.errors import UserError
+from grpo_rewards.registry import BuiltReward
+
+# What must fit where a run is to write; a model takes far more, but its size is not known yet.
+_PROBE_BYTES = 1 << 20
+
+Backend = Literal["torch", "deepspeed", "fsdp"]
+"""What holds the weights and their optimiser: torch whole on each process, DeepSpeed, or FSDP."""
+BACKENDS: Mapping[str, Backend] = {"DEEPSPEED": "deepspeed", "FSDP": "fsdp"}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run is checked against: its number of processes, whether they have GPUs with bfloat16, and what splits a model."""
+
+    num_processes: int
+    bf16: bool
+    backend: Backend = "torch"
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This machine, in the layout that `accelerate launch` gave this process."""
+        from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
+
+        bf16 = is_torch_bf16_gpu_available() or is_torch_xla_available()
+        backend: Backend = "torch"
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+            backend = "deepspeed"
+        elif os.environ.get("ACCELERATE_USE_FSDP") == "true":
+            backend = "fsdp"
+        return cls(int(os.environ.get("WORLD_SIZE", "1")), bf16, backend)
+
+    @classmethod
+    def described(cls, accelerate_config: Path) -> Machine:
+        """The machine that an accelerate configuration file describes. Raises `RecipeError` if it is not one."""
+        raw = read_yaml(accelerate_config)
+        if not isinstance(raw.get("num_processes"), int):
+            raise RecipeError(f"{accelerate_config}: `num_processes` is missing: is this an accelerate configuration?")
+        if raw["num_processes"] < 1:
+            raise RecipeError(f"{accelerate_config}: `num_processes` is {raw['num_processes']}: set it to at least 1")
+        backend = BACKENDS.get(raw.get("distributed_type", "NO"), "torch")
+        return cls(raw["num_processes"], not raw.get("use_cpu", False), backend)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the checks of a recipe leave for the run: nothing is computed twice."""
+
+    geometry: Geometry
+    rewards: list[BuiltReward]
+    train_dataset: Dataset
+    eval_dataset: Dataset | None
+    golds: GoldCheck | None = None
+    """The training rows whose gold no correctness reward can score, if there are any."""
+
+
+def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> Checked:
+    """Every check that needs no model, cheapest first. Raises `RecipeError`, or `sources.DatasetUnreachable`.
+
+    Unless `call_factories`, what other packages' factories would make is imported and not built.
+    """
+    geometry = recipe.geometry(machine.num_processes)
+    rewards = recipe.build_rewards(call_factories=call_factories)
+    with recipe.naming_this_file():
+        _check_rewards(recipe.config, geometry, rewards)
+        check_reference(recipe)
+        check_model_folders(recipe)
+        check_model(recipe)
+        _check_offline(recipe, geometry)
+        check_early_stopping(recipe)
+        check_machine(recipe, machine)
+        check_precision(recipe, machine)
+        vllm_checks.check(recipe.config, machine.num_processes, recipe.model)
+        trained = recipe.load_prompts()
+        train_dataset = trained.dataset
+        geometry.check_dataset(len(train_dataset))
+        geometry.check_steps(recipe.config, len(train_dataset))
+        geometry.check_saves(recipe.config, len(train_dataset))
+        if recipe.offline is not None:
+            recorded.check_responses(train_dataset, recipe.offline, geometry.num_generations)
+        eval_dataset = None
+        if recipe.evaluates:
+            held_out = recipe.load_prompts(evaluation=True)
+            data.check_disjoint(trained, held_out, recipe.dataset)
+            eval_dataset = held_out.dataset
+        for dataset in (train_dataset, eval_dataset):
+            if dataset is not None:
+                # With recorded responses, what they were paid is all that reaches a reward.
+                columns = dataset.column_names if recipe.offline is None else [RECORDED_REWARD]
+                reward_checks.check_columns(rewards, columns)
+        golds = reward_checks.check_golds(rewards, train_dataset)
+    return Checked(geometry, rewards, train_dataset, eval_dataset, golds)
+
+
+def sampling_note(recipe: Recipe, geometry: Geometry, num_prompts: int) -> list[str]:
+    """What to know about `sampling` in a run of this length, if it will do nothing."""
+    epoch = geometry.optimizer_steps_per_epoch(num_prompts)
+    if recipe.sampling is None or geometry.optimizer_steps(recipe.config, num_prompts) > epoch:
+        return []
+    return [
+        f"`sampling` learns in an epoch for the next, and this run ends in the first ({epoch} steps): it does nothing"
+    ]
+
+
+def check_early_stopping(recipe: Recipe) -> None:
+    """Raise `RecipeError` if nothing says which evaluation is the best, or none is made."""
+    config, patience = recipe.config, recipe.early_stopping_patience
+    if patience is None:
+        return
+    if patience < 1:
+        raise recipe.error(f"`early_stopping_patience` is {patience}: set it to at least 1")
+    if not (recipe.evaluates and config.load_best_model_at_end and config.metric_for_best_model):
+        raise recipe.error(
+            "`early_stopping_patience` compares evaluations: set `eval_strategy`, `load_best_model_at_end: true` and "
+            "`metric_for_best_model: eval_reward`"
+        )
+
+
+def check_machine(recipe: Recipe, machine: Machine) -> None:
+    """Raise `RecipeError` if the recipe trains in bfloat16 on a machine that can't (TRL's default is `bf16: true`)."""
+    config = recipe.config
+    bf16 = not config.fp16 if config.bf16 is None else config.bf16
+    if bf16 and not config.use_cpu and not machine.bf16:
+        raise recipe.error(
+            "`bf16` needs a GPU with bfloat16, and there is none here: set `bf16: false`, "
+            "and `use_cpu: true` to train on the CPU"
+        )
+
+
+def backend_of(recipe: Recipe, machine: Machine) -> Backend:
+    """What holds the weights: what the recipe names, else what `accelerate launch` set up."""
+    if recipe.config.deepspeed:
+        return "deepspeed"
+    return "fsdp" if recipe.config.fsdp else machine.backend
+
+
+def optimiser(recipe: Recipe, machine: Machine) -> str:
+    """The name of the run's optimiser: the recipe's, else TRL's default, or `adamw_bf16` for an adapter on a quantised base.
+
+    TRL casts such an adapter to bfloat16, in which its own default would lose most of an update.
+    """
+    if "optim" not in recipe.training and _quantises(recipe) and backend_of(recipe, machine) != "deepspeed":
+        return ADAMW_BF16
+    return str(getattr(recipe.config.optim, "value", recipe.config.optim))
+
+
+def _quantises(recipe: Recipe) -> bool:
+    """Whether the recipe loads the base in 4 or 8 bits."""
+    return bool(recipe.model.get("load_in_4bit") or recipe.model.get("load_in_8bit"))
+
+
+def precision_of(recipe: Recipe, machine: Machine) -> Precision:
+    """The dtypes of the recipe's run, as far as its keys and the files here tell: an adapter on the hub is not known as one."""
+    model = recipe.model
+    return Precision.of(
+        recipe.config,
+        model.get("dtype"),
+        optimiser(recipe, machine),
+        backend=backend_of(recipe, machine),
+        is_adapter=bool(model.get("use_peft")) or _holds_adapter(Path(model["model_name_or_path"])),
+        quantised=_quantises(recipe),
+    )
+
+
+def check_precision(recipe: Recipe, machine: Machine) -> None:
+    """Raise `RecipeError` for dtypes and an optimiser that can't train."""
+    batching = bool(recipe.config.use_transformers_continuous_batching)
+    if mistake := precision_of(recipe, machine).mistake(continuous_batching=batching):
+        raise recipe.error(mistake)
+
+
+def check_packages(recipe: Recipe) -> None:
+    """Raise `RecipeError` for a tracker or a vLLM that is not installed here, or a vLLM that TRL does not take."""
+    for sentence in packages.missing(recipe.config):
+        raise recipe.error(sentence)
+
+
+def model_shape(recipe: Recipe, model_config_file: str | None = None) -> memory.ModelShape:
+    """The sizes of the policy with its adapter, from the model's configuration or the file given in its place.
+
+    Raises `RecipeError` if `lora_target_modules` match nothing, `memory.MemoryUnknown` where there is no configuration.
+    """
+    arguments = model_config(recipe)
+    model = model_config_file or str(arguments.model_name_or_path)
+    try:
+        return memory.load_shape(model, get_peft_config(arguments))
+    except memory.NoTargetModules as error:
+        raise recipe.error(f"`lora_target_modules`: {error}") from error
+
+
+def check_adapter(recipe: Recipe) -> None:
+    """Raise `RecipeError` if the adapter that the recipe asks for would adapt nothing, as far as that can be known here."""
+    if recipe.model.get("use_peft") and recipe.model.get("lora_target_modules") not in (None, ["all-linear"]):
+        with contextlib.suppress(memory.MemoryUnknown):  # no configuration: loading the model will say so
+            model_shape(recipe)
+
+
+def check_model(recipe: Recipe) -> None:
+    """Raise `RecipeError` if the configuration of the policy, or of the base under it, has a size that no model has.
+
+    Looks at files on this machine only. A model of the hub that is not here yet is checked before its tokenizer is
+    loaded.
+    """
+    name, revision = str(recipe.model["model_name_or_path"]), recipe.model.get("model_revision", "main")
+    with recipe.naming_this_file():
+        model_sizes.check_model_sizes(name, revision)
+        if _holds_adapter(Path(name)) and (adapter := adapter_config(name)) is not None:
+            base_revision = adapter.revision or "main"
+            model_sizes.check_model_sizes(str(adapter.base_model_name_or_path), base_revision)
+
+
+def check_reference(recipe: Recipe) -> None:
+    """Raise `RecipeError` for a reference that this policy can't have, as far as the files on this machine tell."""
+    with recipe.naming_this_file():
+        recipe.reference.check_refresh(recipe.config)
+    policy, reference = Path(recipe.model["model_name_or_path"]), recipe.reference
+    if reference.adapter is not None and is_missing(reference.adapter):
+        raise recipe.error(f"`reference.adapter` {reference.adapter}: there is no such folder")
+    new_adapter = recipe.model.get("use_peft", False)
+    if _holds_adapter(policy) and new_adapter:
+        raise recipe.error(
+            f"`use_peft` asks for a new adapter, and `model_name_or_path` {policy} is one already, which "
+            "training continues: remove `use_peft` and the `lora_` keys"
+        )
+    if reference.name != "initial" and policy.is_dir() and not (new_adapter or _holds_adapter(policy)):
+        raise recipe.error(
+            f"`reference: {reference.adapter or reference.name}` needs a policy with an adapter, and this is "
+            "full fine-tuning: set `use_peft: true`, or use `reference: initial`"
+        )
+    if reference.adapter and Path(reference.adapter).is_dir() and not _holds_adapter(Path(reference.adapter)):
+        raise recipe.error(f"`reference.adapter`: there is no adapter_config.json in {reference.adapter}")
+
+
+def check_model_folders(recipe: Recipe) -> None:
+    """Raise `RecipeError` if the policy, its base or its reference is a folder with a damaged file beside the weights."""
+    name, reference = recipe.model["model_name_or_path"], recipe.reference.adapter
+    for key, folder in (("model_name_or_path", name), ("reference.adapter", reference)):
+        if folder is None or not Path(folder).is_dir():
+            continue
+        try:
+            check_descriptions(Path(folder))
+            adapter = adapter_config(folder)
+            model = Path(folder if adapter is None else str(adapter.base_model_name_or_path))
+            if adapter is not None and model.is_dir():
+                check_descriptions(model)
+            with contextlib.suppress(FileNotFoundError):
+                read_object(model / "config.json", {"model_type": TEXT}, "copy or download the model again")
+        except RunError as error:
+            raise recipe.error(f"`{key}`: {error}") from error
+
+
+def _holds_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file()
+
+
+def check_output_dir(recipe: Recipe) -> None:
+    """Raise `RecipeError` if the run would overwrite an earlier one, or can't write."""
+    folder = recipe.output_dir
+    with recipe.naming_this_file():
+        check_names(folder)
+    if not recipe.resumes and folder.exists() and (not folder.is_dir() or _holds_a_run(folder)):
+        raise recipe.error(
+            f"`output_dir` {folder} already holds files: choose another folder with `--output_dir`, or set "
+            "`resume_from_checkpoint: true` to go on with that run"
+        )
+    _check_writable(recipe)
+
+
+def _holds_a_run(folder: Path) -> bool:
+    """Whether there are files of a run: an evaluation of the policy before it, or a launch that never began, may lie there."""
+    files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return any(
+        file.parts[0] != EVALUATIONS and not fnmatch(file.name, FAULT_FILES) and LOCK not in file.name for file in files
+    )
+
+
+def _check_writable(recipe: Recipe) -> None:
+    """Raise `RecipeError` unless a file can be written in the run's folder, or where that folder would be made."""
+    folder = recipe.output_dir
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(_PROBE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())  # some file systems notice only now that they are full
+    except OSError as error:
+        reason = "it is no folder" if not folder.is_dir() else error.strerror or str(error)
+        raise recipe.error(
+            f"`output_dir` {recipe.output_dir} can't be written ({folder}: {reason}): make room or choose "
+            "another folder with `--output_dir`"
+        ) from error
+
+
+def resume_point(recipe: Recipe, machine: Machine) -> Resume | None:
+    """Return where the run resumes, as far as names and sizes tell, or None if it is not asked to resume.
+
+    Raises `RecipeError` if it may not: the named checkpoint is not complete, those of the run are of another number of
+    processes or of `save_only_model`, or all of them are damaged.
+    """
+    if not recipe.resumes:
+        return None
+    place = str(recipe.training["resume_from_checkpoint"])
+    try:
+        point = decide(recipe.output_dir, True if place == "true" else place, machine.num_processes)
+    except UserError as error:
+        raise recipe.error(f"`resume_from_checkpoint`: {error}") from error
+    if (reason := point.obstacle()) is not None:
+        raise recipe.error(f"`resume_from_checkpoint`: {reason}")
+    return point
+
+
+def dry_config(recipe: Recipe, machine: Machine) -> None:
+    """Raise `RecipeError` for what `GRPOConfig` refuses, for another machine than this one: its batch on one process."""
+    config = recipe.config
+    batches = {
+        key: getattr(config, key) * machine.num_processes
+        for key in ("per_device_train_batch_size", "per_device_eval_batch_size")
+    }
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of TRL's own use of transformers
+        grpo_config(replace(recipe, training={**recipe.training, **batches, "use_cpu": True}))
+
+
+def _check_offline(recipe: Recipe, geometry: Geometry) -> None:
+    """Raise `RecipeError` for what recorded responses can't do."""
+    if recipe.offline is None:
+        if recipe.dataset.name == "scored":
+            raise recipe.error("the dataset `scored` has recorded responses: add `offline: group`")
+        return
+    config = recipe.config
+    mistakes = {
+        f"`offline` trains on recorded responses: set `dataset.name: scored`, not `{recipe.dataset.name}`": (
+            recipe.dataset.name != "scored"
+        ),
+        "`sampling` saves generation, and `offline` generates nothing: remove one of them": recipe.sampling is not None,
+        "`use_vllm` generates, and `offline` trains on recorded responses: remove one of them": config.use_vllm,
+        "`eval_strategy` generates, and `offline` trains on recorded responses: remove it, and run `grpo-recipes evaluate` "
+        "afterwards": recipe.evaluates,
+        "`offline.baseline: batch` takes one response a prompt: remove `num_generations`": (
+            recipe.compares_whole_batch and "num_generations" in recipe.training
+        ),
+        "`offline` draws the responses of a group together, and this layout splits groups over processes: make "
+        f"per_device_train_batch_size × steps_per_generation ({geometry.completions_per_rank}) a multiple of num_generations "
+        f"({geometry.num_generations})": geometry.splits_groups,
+    }
+    for sentence, is_made in mistakes.items():
+        if is_made:
+            raise recipe.error(sentence)
+
+
+def _check_rewards(config: Any, geometry: Geometry, rewards: Sequence[BuiltReward]) -> None:
+    """Raise `UserError` for rewards that pay nothing, or that need whole groups where the layout splits them."""
+    reward_checks.check_weights(rewards)
+    reward_checks.check_punished_lengths(rewards, config.max_completion_length)
+    for reward in rewards:
+        if not reward.needs_whole_groups:
+            continue
+        if geometry.num_generations == 1:
+            raise UserError(
+                f"`rewards`: {reward.name} compares the completions of a group, and `offline.baseline: batch` "
+                "has one of each prompt: remove it, or set `offline.baseline: group`"
+            )
+        if geometry.splits_groups:
+            raise UserError(
+                f"`rewards`: {reward.name} compares the completions of a group, and this layout splits groups "
+                f"over processes: make per_device_train_batch_size × steps_per_generation "
+                f"({geometry.completions_per_rank}) a multiple of num_generations ({geometry.num_generations})"
+            )

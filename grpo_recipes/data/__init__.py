@@ -1,0 +1,1 @@
+"""Rows: where they lie, how they are read, and how they become prompts."""

@@ -1,1 +1,0 @@
-"""How completions are sampled by transformers, for training and for evaluation."""

@@ -1,0 +1,1 @@
+"""Sampling completions with transformers, and checking that the policy sampled them."""

@@ -1,0 +1,533 @@
+"""Memory of one GPU in a GRPO run, by part, from the model's configuration: no weights are loaded.
+
+Model states follow DeepSpeed's own estimators (`estimate_zero2_model_states_mem_needs`,
+`estimate_zero3_model_states_mem_needs`) where DeepSpeed splits the model, and accelerate's (`estimate_training_usage`: 16
+bytes a float32 parameter) where nothing does; both know only full fine-tuning, so frozen parameters are counted apart.
+What they leave out, generation above all, is estimated here and is rougher.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.checks.model_sizes import SizeError, check_model_sizes
+from grpo_recipes.checks.precision import ADAMW_BF16
+from grpo_recipes.data.hub import hub_answers, is_missing
+from grpo_recipes.runs.checkpoints import check_descriptions
+from grpo_recipes.runs.files import read_object
+from grpo_rewards import strict_yaml
+from grpo_rewards.errors import UserError
+from grpo_rewards.terminal import Cell, Labelled, Part, Table
+
+GIB = 2**30
+
+# Adam under mixed precision: a float32 copy of the parameter, and its two moments.
+MASTER_AND_MOMENTS = 12
+# Two float32 moments, and the 16 bits that a bfloat16 weight drops.
+ADAMW_BF16_STATE = 10
+# What other optimisers keep: numbers of the weight's own dtype, or bytes. Any that is not named here is taken for Adam.
+ADAM_MOMENTS = 2
+MOMENTS = {"sgd": 0, "adafactor": 0, "adagrad": 1, "rmsprop": 1, "lion_32bit": 1, "paged_lion_32bit": 1}
+STATE_BYTES = {
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), 2),
+    **dict.fromkeys(("adamw_torch_4bit", "lion_8bit", "paged_lion_8bit", "rmsprop_bnb_8bit"), 1),
+}
+# A weight in bitsandbytes' 8 and 4 bits, with the float32 scale that 64 weights of 4 bits share; nested, that is of 8 bits.
+QUANTISED_BYTES = {8: 1.0, 4: 0.5 + 4 / 64}
+NESTED_4BIT_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+# A gradient in 16 bits, and what DeepSpeed reserves beside it to reach the 18 bytes a parameter of its estimators.
+ZERO2_GRADIENT, ZERO3_GRADIENT = 6, 4
+# A gathered layer: its parameters and its gradients, 16 bits each.
+GATHERED = 4
+# Host memory on top of the states themselves, DeepSpeed's `additional_buffer_factor`.
+HOST_BUFFERS = 1.5
+
+# CUDA context and communication buffers, and the share that fragmentation makes useless: neither is in any estimator.
+CONTEXT_BYTES = 1.5 * GIB
+FRAGMENTATION = 0.05
+
+ASSUMED_PROMPT_TOKENS = 512
+SHARDING = {"NO": "none", "MULTI_GPU": "none", "MULTI_CPU": "none", "FSDP": "fsdp2"}
+
+
+class MemoryUnknown(UserError):
+    """Memory can't be estimated; the message says what is missing."""
+
+
+class NoTargetModules(UserError):
+    """An adapter would adapt nothing of its model; the message names modules that it could."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How accelerate lays a model out: over how many GPUs, and what is split over them (`none`, `zero2`, `zero3`, `fsdp2`)."""
+
+    num_processes: int = 1
+    num_machines: int = 1
+    sharding: str = "none"
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed splits the states."""
+        return self.sharding.startswith("zero")
+
+    @classmethod
+    def described(cls, accelerate_config: Path) -> Sharding:
+        """The layout that an accelerate configuration file describes. Raises `MemoryUnknown` for one not covered here."""
+        raw = strict_yaml.load(accelerate_config.read_text(encoding="utf-8"))
+        kind, machines = raw.get("distributed_type", "NO"), raw.get("num_machines", 1)
+        deepspeed = raw.get("deepspeed_config") or {}
+        if kind == "DEEPSPEED":
+            stage = deepspeed.get("zero_stage")
+            sharding = {0: "none", 2: "zero2", 3: "zero3"}.get(-1 if stage is None else stage)
+        else:
+            sharding = SHARDING.get(kind)
+        if sharding is None:
+            raise MemoryUnknown(f"no estimate for the layout of {accelerate_config}")
+        return cls(
+            raw["num_processes"],
+            machines,
+            sharding,
+            offload_optimizer=deepspeed.get("offload_optimizer_device", "none") != "none",
+            offload_parameters=deepspeed.get("offload_param_device", "none") != "none",
+        )
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a causal language model that memory depends on. Counts are elements, not bytes."""
+
+    parameters: int
+    trained: int
+    largest_layer: int
+    layers: int
+    hidden: int
+    intermediate: int
+    key_value: int
+    """Elements of keys, or of values, of one token in one layer."""
+    quantisable: int = 0
+    """Those that loading in 4 or 8 bits quantises: of linear layers, the head apart."""
+    initializer_range: float = 0.02
+    """The standard deviation of weights as they are drawn, the configuration's; 0.02 where it says none."""
+
+    @classmethod
+    def from_config(cls, config: Any, peft_config: Any = None) -> ModelShape:
+        """Count on a model without storage (`meta` device), with its adapter if it gets one."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+            largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
+            linear = [
+                m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not model.get_output_embeddings()
+            ]
+            quantisable = sum(module.weight.numel() for module in linear)
+            if peft_config is not None:
+                model = _with_adapter(model, peft_config)
+        text = config.get_text_config()
+        heads = text.num_attention_heads
+        head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+        return cls(
+            parameters=sum(p.numel() for p in model.parameters()),
+            trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            largest_layer=largest,
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            intermediate=text.intermediate_size,
+            key_value=(getattr(text, "num_key_value_heads", None) or heads) * head_size,
+            quantisable=quantisable,
+            initializer_range=getattr(text, "initializer_range", None) or cls.initializer_range,
+        )
+
+
+def _with_adapter(model: Any, peft_config: Any) -> Any:
+    """`model` with a new adapter. Raises `NoTargetModules`."""
+    from peft import get_peft_model
+    from peft.utils.error import NoMatchingPeftModuleError
+    from torch import nn
+
+    linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    try:
+        return get_peft_model(model, peft_config)
+    except NoMatchingPeftModuleError as error:
+        wanted = peft_config.target_modules
+        # TRL makes text of a list of one, and peft reads text as a pattern.
+        if isinstance(wanted, str) and wanted in linear:
+            raise NoTargetModules(
+                f"a single name is a pattern for the whole path: write `.*{wanted}`, or name two modules"
+            ) from error
+        names = wanted if isinstance(wanted, str) else ", ".join(sorted(wanted))
+        raise NoTargetModules(
+            f"{names} matches no module of the model: name some of {', '.join(sorted(linear))}, or `all-linear`"
+        ) from error
+
+
+# Weights on their way to a vLLM server (`vllm.distributed.weight_transfer.packed_tensor`, 0.30).
+PACK_BYTES = 1 << 30
+PACKS_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Everything that one GPU's memory depends on. Sizes in bytes are per element; `gpu_memory` is in bytes, or unknown."""
+
+    shape: ModelShape
+    layout: Sharding
+    rows: int
+    """Completions in one micro-batch on one GPU."""
+    generated_rows: int
+    """Completions that one GPU generates at once."""
+    tokens: int
+    """Longest prompt and completion together."""
+    dtype_bytes: int
+    mixed_precision: bool
+    gradient_checkpointing: bool
+    full_reference: bool
+    """Whether a second, frozen model is held for the KL term: not for an adapter, whose reference is the base model."""
+    gather_for_generation: bool
+    vllm: str | None
+    """`colocate`, `server`, or None for generation by transformers."""
+    vllm_share: float
+    vllm_split: int
+    vllm_sleeps: bool
+    reward_parameters: int
+    gpu_memory: float | None
+    optim: str = "adamw_torch"
+    quantised_bytes: float | None = None
+    """Of a weight of the frozen base that is loaded in 4 or 8 bits; None where none is."""
+
+    def parts(self) -> dict[str, float]:
+        """Bytes on one GPU, by part; `activations` and those of generation, the last four, are not held at the same time."""
+        return {
+            **(self._deepspeed_states() if self.layout.is_deepspeed else self._torch_states()),
+            "reference": self._weights() if self.full_reference else 0,
+            "reward model": 2 * self.reward_parameters,
+            "activations": self._activations(),
+            **self._generation(),
+        }
+
+    def peak(self) -> float:
+        """The most bytes that are held at once: everything, with the larger of training's and generation's own."""
+        training, generation = self._activations(), sum(self._generation().values())
+        throughout = sum(self.parts().values()) - training - generation
+        both = self.vllm == "colocate" and not self.vllm_sleeps
+        return throughout + (training + generation if both else max(training, generation))
+
+    def host(self) -> float:
+        """Bytes of host memory on each machine that offloading needs."""
+        if not (self.layout.offload_parameters or self.layout.offload_optimizer):
+            return 0
+        per_parameter = 18 if self.layout.offload_parameters else 16
+        return self.shape.parameters * per_parameter / self.layout.num_machines * HOST_BUFFERS
+
+    def usable(self) -> float | None:
+        """Bytes of a GPU that tensors can have."""
+        return None if self.gpu_memory is None else self.gpu_memory * (1 - FRAGMENTATION) - CONTEXT_BYTES
+
+    def fits(self) -> bool | None:
+        """Whether the peak fits on the GPU, and vLLM's share holds its copy of the weights; None if its size is not given."""
+        if (usable := self.usable()) is None:
+            return None
+        return self.peak() <= usable and self.vllm_weights() < self.vllm_budget()
+
+    def _deepspeed_states(self) -> dict[str, float]:
+        """States under ZeRO: for a model whose every parameter is trained, the sum is DeepSpeed's estimate."""
+        splits_parameters = self.layout.sharding == "zero3"
+        gathered = GATHERED * self.shape.largest_layer if splits_parameters else 0
+        trained = 0 if self.layout.offload_optimizer else self.shape.trained / self.layout.num_processes
+        adam = MASTER_AND_MOMENTS if self.mixed_precision else ADAM_MOMENTS * self.dtype_bytes
+        return {
+            "parameters": self._weights() + gathered,
+            "gradients": (ZERO3_GRADIENT if splits_parameters else ZERO2_GRADIENT) * trained,
+            "optimiser": adam * trained,
+        }
+
+    def _torch_states(self) -> dict[str, float]:
+        """States on one process, under DistributedDataParallel and under FSDP2."""
+        splits = self.layout.sharding == "fsdp2"
+        ranks = self.layout.num_processes if splits else 1
+        trained, frozen = self.shape.trained / ranks, (self.shape.parameters - self.shape.trained) / ranks
+        # FSDP2 under mixed precision keeps trained parameters in float32; PEFT keeps its adapters so.
+        in_float32 = (splits and self.mixed_precision) or frozen > 0
+        size = 4 if in_float32 else self.dtype_bytes
+        base = self.dtype_bytes * frozen
+        if self.quantised_bytes is not None:
+            size = 2  # TRL casts adapters on a quantised base to bfloat16
+            base -= (self.dtype_bytes - self.quantised_bytes) * self.shape.quantisable / ranks
+        gathered = GATHERED * self.shape.largest_layer if splits else 0
+        # DistributedDataParallel reduces gradients in buckets of its own.
+        copies = 2 if not splits and self.layout.num_processes > 1 else 1
+        return {
+            "parameters": base + size * trained + gathered,
+            "gradients": copies * size * trained,
+            "optimiser": self._state_bytes(size) * trained,
+        }
+
+    def _state_bytes(self, size: int) -> float:
+        """Bytes of the optimiser's state for a trained weight of `size` bytes, where DeepSpeed has no part in it."""
+        if self.optim == ADAMW_BF16:
+            return ADAMW_BF16_STATE if size == 2 else 4 * ADAM_MOMENTS
+        return STATE_BYTES.get(self.optim, MOMENTS.get(self.optim, ADAM_MOMENTS) * size)
+
+    def _compute_bytes(self) -> int:
+        """Bytes of a number in the precision of the computation."""
+        return 2 if self.mixed_precision else self.dtype_bytes
+
+    def _weights(self) -> float:
+        """Bytes of the weights alone, which is all of the reference: split where parameters are, whole under ZeRO-2."""
+        if self.layout.offload_parameters:
+            return 0
+        size = self._compute_bytes() if self.layout.is_deepspeed else self.dtype_bytes
+        # TRL's `prepare_deepspeed` gives a reference under ZeRO-2 to every GPU whole, as the policy is.
+        ranks = self.layout.num_processes if self.layout.sharding in ("zero3", "fsdp2") else 1
+        return size * self.shape.parameters / ranks
+
+    def _activations(self) -> float:
+        """Bytes kept for the backward pass of one micro-batch.
+
+        A layer keeps, in the compute precision, its inputs to each matrix product (6 hidden, 2 key-value, 4 intermediate)
+        and two float32 norms; attention is fused, and TRL's head never holds the logits. With gradient checkpointing only
+        each layer's input stays, and one layer at a time is computed again, with its gradients.
+        """
+        size = self._compute_bytes()
+        shape, tokens = self.shape, self.rows * self.tokens
+        layer = tokens * (size * (6 * shape.hidden + 2 * shape.key_value + 4 * shape.intermediate) + 8 * shape.hidden)
+        if self.gradient_checkpointing:
+            return tokens * shape.hidden * size * shape.layers + 2 * layer
+        return shape.layers * layer
+
+    def _generation(self) -> dict[str, float]:
+        """Bytes that generation takes: gathered weights, and the keys and values, or vLLM's share, which holds its own.
+
+        Under ZeRO-3, transformers generates on gathered weights if `ds3_gather_for_generation`, and an adapter is merged
+        on gathered weights before they go to vLLM (`VLLMGeneration._iter_named_params`): the whole model on every GPU.
+        """
+        is_adapter = self.shape.trained < self.shape.parameters
+        gathers = self.gather_for_generation if self.vllm is None else is_adapter
+        weights = self._compute_bytes() * self.shape.parameters if gathers and self.layout.sharding == "zero3" else 0
+        keys_and_values = self.generated_rows * self.tokens * 2 * self.shape.key_value * self.shape.layers
+        share = self.vllm_budget() if self.gpu_memory else self.vllm_weights()
+        return {
+            "gathered weights": weights,
+            "KV cache": 0 if self.vllm else keys_and_values * self._compute_bytes(),
+            "vLLM's share": share if self.vllm == "colocate" else 0,
+            "weights on their way": self._packs() if self.vllm == "server" else 0,
+        }
+
+    def _packs(self) -> float:
+        """Bytes on rank 0 while weights go to a vLLM server: two packs in flight, and what one is made of.
+
+        A pack is full once it is over `PACK_BYTES` (vLLM's `pack_tensors`). It is made of views where this rank holds the
+        weights whole, of copies where they are gathered from a split model or an adapter is merged into them.
+        """
+        size = self._compute_bytes() if self.layout.is_deepspeed else self.dtype_bytes
+        model = size * self.shape.parameters
+        pack = min(PACK_BYTES + size * self.shape.largest_layer, model)
+        is_adapter = self.shape.trained < self.shape.parameters
+        copies = pack if is_adapter or self.layout.sharding in ("zero3", "fsdp2") else 0
+        return min(PACKS_IN_FLIGHT * pack, model) + copies
+
+    def vllm_budget(self) -> float:
+        """Bytes that vLLM may take on this GPU; infinite where it takes none or the GPU's size is not given."""
+        return self.vllm_share * self.gpu_memory if self.vllm == "colocate" and self.gpu_memory else math.inf
+
+    def vllm_weights(self) -> float:
+        """Bytes of vLLM's own copy of the weights on this GPU."""
+        return 2 * self.shape.parameters / self.vllm_split if self.vllm == "colocate" else 0
+
+
+def load_shape(model: str, peft_config: Any = None) -> ModelShape:
+    """The sizes of a model from its configuration: a file, a folder, the hub's cache, or the hub.
+
+    Raises `MemoryUnknown` where there is no configuration to be had, or transformers can build no model from it,
+    `SizeError` for a size that no model has, and `RunError` for a damaged file.
+    """
+    from transformers import AutoConfig
+
+    if is_missing(model):
+        raise MemoryUnknown(f"{model}: there is no such folder (--model_config FILE gives a configuration)")
+    path = Path(model)
+    if path.is_dir():
+        check_descriptions(path)
+    elif path.exists():
+        read_object(path, {}, "give a model's config.json")
+    try:
+        here_only = path.exists() or not hub_answers()
+        check_model_sizes(model, local_only=here_only)
+        # Unless it is told not to, transformers asks on the terminal whether to run the code that a folder brings.
+        config = AutoConfig.from_pretrained(model, local_files_only=here_only, trust_remote_code=False)
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of peft's own use of transformers
+            return ModelShape.from_config(config, peft_config)
+    except (NoTargetModules, SizeError):
+        raise
+    except Exception as error:  # transformers raises whatever the values of a stranger's file lead to
+        reason = f"no configuration could be loaded (--model_config FILE gives one): {' '.join(str(error).split())}"
+        raise MemoryUnknown(f"{model}: {reason}") from error
+
+
+def memory_plan(
+    config: Any,
+    dtype: str | None,
+    shape: ModelShape,
+    layout: Sharding,
+    *,
+    prompt_tokens: int | None = None,
+    steps_per_generation: int = 1,
+    reward_parameters: int = 0,
+    gpu_memory: float | None = None,
+    optim: str = "adamw_torch",
+    quantised_bytes: float | None = None,
+) -> MemoryPlan:
+    """The memory side of a recipe: `config` holds the keys of `GRPOConfig`, `dtype` is the recipe's (TRL's default: float32)."""
+    is_adapter = shape.trained < shape.parameters
+    return MemoryPlan(
+        shape=shape,
+        layout=layout,
+        rows=config.per_device_train_batch_size,
+        generated_rows=config.per_device_train_batch_size * steps_per_generation,
+        tokens=(prompt_tokens or ASSUMED_PROMPT_TOKENS) + config.max_completion_length,
+        dtype_bytes=4 if dtype in (None, "float32") else 2,
+        mixed_precision=bool(config.bf16 if config.bf16 is not None else not config.use_cpu) or config.fp16,
+        gradient_checkpointing=config.gradient_checkpointing,
+        full_reference=config.beta != 0 and not is_adapter,
+        gather_for_generation=config.ds3_gather_for_generation,
+        vllm=config.vllm_mode if config.use_vllm else None,
+        vllm_share=config.vllm_gpu_memory_utilization,
+        vllm_split=config.vllm_tensor_parallel_size,
+        vllm_sleeps=config.vllm_enable_sleep_mode,
+        reward_parameters=reward_parameters,
+        gpu_memory=gpu_memory,
+        optim=optim,
+        quantised_bytes=quantised_bytes,
+    )
+
+
+def quantised_bytes(arguments: Any) -> float | None:
+    """Bytes of a quantised weight as `arguments` (of `ModelConfig`) load it; None if they quantise nothing."""
+    if arguments.load_in_4bit:
+        return NESTED_4BIT_BYTES if arguments.use_bnb_nested_quant else QUANTISED_BYTES[4]
+    return QUANTISED_BYTES[8] if arguments.load_in_8bit else None
+
+
+def best_precision(plan: MemoryPlan) -> str:
+    """Which way of keeping small updates fits: float32 weights, else the bits that bfloat16 drops, else DeepSpeed's masters.
+
+    Of a run whose every weight is trained, without DeepSpeed. Where the GPU's size is not given, the peak of each.
+    """
+    ways = [
+        ("dtype: float32", replace(plan, dtype_bytes=4, optim="adamw_torch")),
+        (f"dtype: bfloat16 with optim: {ADAMW_BF16}", replace(plan, dtype_bytes=2, optim=ADAMW_BF16)),
+        (
+            "accelerate_configs/zero2_offload.yaml, which keeps float32 weights in host memory",
+            replace(plan, dtype_bytes=2, layout=replace(plan.layout, sharding="zero2", offload_optimizer=True)),
+        ),
+    ]
+    peaks = [f"{text} ({gib(way.peak())})" for text, way in ways]
+    if plan.gpu_memory is None:
+        return ", else ".join(peaks)
+    fitting = [text for text, (_, way) in zip(peaks, ways, strict=True) if way.fits()]
+    return fitting[0] if fitting else "none of these fits this GPU: an adapter (`use_peft: true`) is kept in float32"
+
+
+def changes_that_fit(plan: MemoryPlan, accumulation: int) -> list[str]:
+    """The single changes that make a recipe fit, each with the peak that it leads to.
+
+    `accumulation` is the recipe's `gradient_accumulation_steps`: smaller micro-batches keep the optimiser step's size.
+    """
+    fitting = [f"{text}: {gib(changed.peak())}" for text, changed in _changes(plan, accumulation) if changed.fits()]
+    return fitting or ["no single change of the recipe or of the layout is enough: combine some, or take larger GPUs"]
+
+
+def _changes(plan: MemoryPlan, accumulation: int) -> list[tuple[str, MemoryPlan]]:
+    """Changes to try, the least intrusive first."""
+    changes = []
+    if not plan.gradient_checkpointing:
+        changes.append(("gradient_checkpointing: true", replace(plan, gradient_checkpointing=True)))
+    divisors = [divisor for divisor in range(plan.rows // 2, 0, -1) if plan.rows % divisor == 0]
+    rows = next((rows for rows in divisors if replace(plan, rows=rows).fits()), 1)
+    if rows < plan.rows:
+        factor = plan.rows // rows
+        text = f"per_device_train_batch_size: {rows} with gradient_accumulation_steps: {accumulation * factor}"
+        changes.append((text, replace(plan, rows=rows)))
+    if plan.vllm != "server":
+        changes.append(("vllm_mode: server, on GPUs of its own", replace(plan, vllm="server")))
+    if plan.vllm == "colocate" and not plan.vllm_sleeps:
+        changes.append(("vllm_enable_sleep_mode: true", replace(plan, vllm_sleeps=True)))
+    if plan.layout.sharding == "zero3" and (plan.vllm or plan.gather_for_generation):
+        text = "ds3_gather_for_generation: false (far slower)"
+        text = f"use_vllm: false with {text}" if plan.vllm else text
+        changes.append((text, replace(plan, vllm=None, gather_for_generation=False)))
+    if plan.layout.sharding != "zero3" and plan.layout.num_processes > 1:
+        changes.append(("accelerate_configs/zero3.yaml", replace(plan, layout=replace(plan.layout, sharding="zero3"))))
+    if plan.layout.sharding in ("zero3", "fsdp2"):
+        changes.append(_more_machines(plan))
+    if not plan.layout.offload_parameters and plan.layout.sharding != "fsdp2":
+        offload = replace(plan.layout, sharding="zero3", offload_optimizer=True, offload_parameters=True)
+        changes.append(("accelerate_configs/zero3_offload.yaml (slower)", replace(plan, layout=offload)))
+    return changes
+
+
+def _more_machines(plan: MemoryPlan) -> tuple[str, MemoryPlan]:
+    """The fewest machines of the same kind on which the run fits, if up to 16 times as many do; else twice as many."""
+    machines, processes = plan.layout.num_machines, plan.layout.num_processes
+    layouts = [
+        replace(plan.layout, num_machines=machines * more, num_processes=processes * more) for more in range(2, 17)
+    ]
+    layout = next((layout for layout in layouts if replace(plan, layout=layout).fits()), layouts[0])
+    return f"num_machines: {layout.num_machines}, num_processes: {layout.num_processes}", replace(plan, layout=layout)
+
+
+def parse_size(text: str) -> float:
+    """Bytes in `80GB` or `80`. A GPU's `GB` are GiB. Raises `ValueError` for what is no positive size."""
+    size = float(text.upper().removesuffix("B").removesuffix("I").removesuffix("G")) * GIB
+    if not 0 < size < math.inf:
+        raise ValueError(text)
+    return size
+
+
+def gib(size: float) -> str:
+    """Bytes as text in GiB."""
+    return f"{size / GIB:.1f} GiB"
+
+
+def describe(plan: MemoryPlan, accumulation: int) -> list[Part]:
+    """Memory of one GPU by part, whether it fits, and what to change if not, for the terminal."""
+    sizes = {name: size for name, size in plan.parts().items() if size} | {"peak": plan.peak()}
+    if plan.host():
+        sizes["host memory, each machine"] = plan.host()
+    rows = [(Cell(name, "head" if name == "peak" else ""), f"{size / GIB:.1f} GiB") for name, size in sizes.items()]
+    parts: list[Part] = [Table(rows, numbers=frozenset({1}))]
+    usable = plan.usable()
+    if usable is None or plan.gpu_memory is None:
+        return parts
+    verdict = Cell("  fits in", "good") if plan.fits() else Cell("  does not fit in", "bad")
+    of = f"{gib(usable)}: a GPU of {gib(plan.gpu_memory)} less context and fragmentation"
+    parts.append(replace(verdict, text=f"{verdict.text} {of}"))
+    if plan.vllm_weights() >= plan.vllm_budget():
+        parts.append(
+            f"  vLLM's share of {gib(plan.vllm_budget())} can't hold its {gib(plan.vllm_weights())} of weights: raise "
+            "`vllm_gpu_memory_utilization` or `vllm_tensor_parallel_size`"
+        )
+    if not plan.fits():
+        parts += [Labelled("would fit", change) for change in changes_that_fit(plan, accumulation)]
+    return parts
+
+
+def as_dict(plan: MemoryPlan) -> dict[str, Any]:
+    """The estimate for `--json`, sizes in bytes."""
+    return {
+        **{name.replace("'s", "").replace(" ", "_").lower(): round(size) for name, size in plan.parts().items()},
+        "peak": round(plan.peak()),
+        "host": round(plan.host()),
+        "usable": None if (usable := plan.usable()) is None else round(usable),
+        "fits": plan.fits(),
+        "shape": asdict(plan.shape),
+        "layout": asdict(plan.layout),
+    }

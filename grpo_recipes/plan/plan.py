@@ -1,0 +1,288 @@
+"""What a recipe would do on a machine: its batch geometry, its epoch and its memory, without loading a weight."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_recipes.checks import limits, packages
+from grpo_recipes.checks import vllm as vllm_checks
+from grpo_recipes.checks.checks import Machine, check, dry_config, model_shape, optimiser, precision_of, sampling_note
+from grpo_recipes.checks.geometry import Geometry
+from grpo_recipes.checks.precision import ADAMW_BF16, Precision, initial_weights
+from grpo_recipes.checks.rewards import describe_rewards
+from grpo_recipes.data.sources import DatasetUnreachable
+from grpo_recipes.plan import memory
+from grpo_recipes.plan.prompts import PromptReport, prompt_report
+from grpo_recipes.recipe import losses
+from grpo_recipes.recipe.recipe import (
+    Recipe,
+    RecipeError,
+    find_file,
+    model_config,
+    parse_recipe,
+    resolved,
+    shipped_names,
+)
+from grpo_rewards.redaction import redacted
+from grpo_rewards.registry import BuiltReward, UnbuiltReward, leaves, spec_parts
+from grpo_rewards.terminal import WIDTH, Cell, Labelled, Part
+
+_TEXT = len("  optimiser step  ")  # where the text of a line begins
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe on a machine. Where the dataset or the model's configuration can't be reached, a sentence says so instead."""
+
+    recipe: Recipe
+    geometry: Geometry
+    rewards: Sequence[BuiltReward]
+    prompts: int | str
+    memory: memory.MemoryPlan | str
+    precision: Precision
+    surviving: float | None
+    """The share of an update that rounding leaves, of 1; None where it is not known."""
+    notes: Sequence[str]
+    shown: PromptReport | None = None
+    """The prompts, where the dataset can be reached."""
+
+    def describe(self) -> list[Part]:
+        """The plan for the terminal."""
+        config = self.recipe.config
+        if isinstance(self.prompts, int):
+            epoch = self.geometry.describe_epoch(self.prompts, config.max_completion_length)
+        else:
+            epoch = f"  epoch           unknown: {self.prompts}"
+        rewards = f"  rewards         {describe_rewards(self.rewards)}"
+        precision = self.precision.describe(self.surviving)
+        head, prompt = self.shown.describe(self.recipe.dataset) if self.shown else ([], [])
+        if isinstance(self.memory, memory.MemoryPlan):
+            need = memory.describe(self.memory, config.gradient_accumulation_steps)
+        else:
+            need = [Labelled("memory", f"unknown: {self.memory}")]
+        return [
+            Cell(self.recipe.source, "head"),
+            *_labelled([rewards, precision, self.geometry.describe()]),
+            "",
+            self.geometry.picture(),
+            "",
+            *_labelled([epoch, *head]),
+            *prompt,
+            "",
+            Cell("  memory of one GPU", "head"),
+            *need,
+            *(Labelled("note", note) for note in self.notes),
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan for `--json`: what is unknown is null, with its reason in `unknown`. Sizes are in bytes."""
+        return {
+            "recipe": self.recipe.source,
+            "geometry": {**self.geometry.as_dict(), "cells": self.geometry.cells()},
+            "epoch": self._epoch(self.prompts) if isinstance(self.prompts, int) else None,
+            "prompts": self.shown.as_dict() if self.shown else None,
+            "memory": memory.as_dict(self.memory) if isinstance(self.memory, memory.MemoryPlan) else None,
+            "precision": {**asdict(self.precision), "updated": self.precision.updated, "surviving": self.surviving},
+            "unknown": [reason for reason in (self.prompts, self.memory) if isinstance(reason, str)],
+            "notes": list(self.notes),
+        }
+
+    def _epoch(self, prompts: int) -> dict[str, int]:
+        generations = self.geometry.generations_per_epoch(prompts)
+        completions = generations * self.geometry.generation_batch_size
+        return {
+            "prompts": prompts,
+            "generations": generations,
+            "optimizer_steps": self.geometry.optimizer_steps_per_epoch(prompts),
+            "completions": completions,
+            "max_tokens": completions * self.recipe.config.max_completion_length,
+        }
+
+
+def plan(
+    arguments: Sequence[str],
+    *,
+    accelerate_config: str | None = None,
+    num_processes: int | None = None,
+    gpu_memory: str | None = None,
+    model_config_file: str | None = None,
+    build: bool = False,
+    options: Sequence[str] = (),
+) -> Plan:
+    """Plan the recipe that `arguments` (as of the training command) name. Raises `RecipeError` if it can't run as written.
+
+    Rewards of other packages are imported; only if `build`, classes and factories among them are called, as in training.
+    An unknown argument may be meant for one of `options`, the command's own.
+    """
+    if num_processes is not None and num_processes < 1:
+        raise RecipeError(f"--num_processes is {num_processes}: set it to at least 1")
+    usable = _gpu_bytes(gpu_memory)
+    recipe = parse_recipe(arguments, options)
+    machine = Machine.here()
+    layout = memory.Sharding(machine.num_processes)
+    unsupported = None
+    if accelerate_config is not None:
+        path = find_file("accelerate_configs", accelerate_config)
+        machine = Machine.described(path)
+        try:
+            layout = memory.Sharding.described(path)
+        except memory.MemoryUnknown as error:
+            unsupported = str(error)
+    if num_processes is not None:
+        machine = replace(machine, num_processes=num_processes)
+        layout = replace(layout, num_processes=num_processes)
+    geometry = recipe.geometry(machine.num_processes)
+    dry_config(recipe, machine)
+    rewards = recipe.build_rewards(call_factories=build)
+    notes = [*_notes(recipe), *_unbuilt(rewards)]
+    prompts: int | str
+    shown = None
+    try:
+        checked = check(recipe, machine, call_factories=build)
+        prompts = len(checked.train_dataset)
+        shown = prompt_report(recipe, checked.train_dataset)
+        longest = shown.lengths.longest_trained(recipe.dataset) if shown.lengths else None
+        if longest is not None:
+            with recipe.naming_this_file():
+                vllm_checks.check_lengths(recipe.config, longest)
+        notes += [checked.golds.describe()] if checked.golds else []
+        notes += sampling_note(recipe, geometry, len(checked.train_dataset))
+    except DatasetUnreachable as error:
+        prompts = str(error)
+    need = unsupported or _memory(recipe, machine, geometry, layout, usable, model_config_file, notes)
+    precision = precision_of(recipe, machine)
+    spread = (
+        need.shape.initializer_range if isinstance(need, memory.MemoryPlan) else memory.ModelShape.initializer_range
+    )
+    surviving = precision.surviving(initial_weights(spread))
+    notes += _precision_notes(precision, surviving, need)
+    return Plan(recipe, geometry, rewards, prompts, need, precision, surviving, notes, shown)
+
+
+def resolved_yaml(arguments: Sequence[str], options: Sequence[str] = ()) -> str:
+    """The recipe that `arguments` name as YAML, with TRL's default for every key that it leaves out and that has an effect.
+
+    Raises `RecipeError` if a key or its value is wrong.
+    """
+    recipe = parse_recipe(arguments, options)
+    ignored = losses.ignored_keys(recipe.config.loss_type)
+    values = {key: value for key, value in resolved(recipe.as_dict()).items() if key not in ignored}
+    return yaml.safe_dump(redacted(values), sort_keys=False, allow_unicode=True)
+
+
+def shipped_recipes() -> str:
+    """The recipes that ship, each with the first sentence of its head."""
+    lines = ["The recipes that ship; `grpo-recipes plan NAME` says what one does."]
+    for name in shipped_names("recipes"):
+        head = find_file("recipes", name).read_text(encoding="utf-8").partition("\n#\n")[0]
+        text = " ".join(line.removeprefix("#").strip() for line in head.splitlines() if line.startswith("#"))
+        sentence = re.split(r"(?<!\bDr)\.(?=\s|$)", text)[0]
+        lines += ["", f"  {name}", *textwrap.wrap(sentence, WIDTH, initial_indent="    ", subsequent_indent="    ")]
+    return "\n".join(lines)
+
+
+def _labelled(texts: Sequence[str]) -> list[Part]:
+    """Lines of `  label  text`, as the parts of a plan give them, the label in its column."""
+    lines = [line for text in texts for line in text.split("\n")]
+    return [Labelled(line[:_TEXT].strip(), line[_TEXT:]) for line in lines]
+
+
+def _memory(
+    recipe: Recipe,
+    machine: Machine,
+    geometry: Geometry,
+    layout: memory.Sharding,
+    gpu_memory: float | None,
+    model_config_file: str | None,
+    notes: list[str],
+) -> memory.MemoryPlan | str:
+    """The memory side, or why it is unknown; what is left out of it is added to `notes`."""
+    arguments = model_config(recipe)
+    quantised = memory.quantised_bytes(arguments)
+    if quantised is not None and layout.sharding != "none":
+        return "quantised models are estimated only where each GPU holds them whole"
+    if model_config_file is not None and not Path(model_config_file).exists():
+        raise RecipeError(f"--model_config {model_config_file}: there is no such file: give a model's config.json")
+    try:
+        shape = model_shape(recipe, model_config_file)
+    except memory.MemoryUnknown as error:
+        return str(error)
+    if quantised is not None and shape.trained == shape.parameters:
+        return "a quantised model can only be trained with an adapter: set `use_peft: true`"
+    return memory.memory_plan(
+        recipe.config,
+        arguments.dtype,
+        shape,
+        layout,
+        prompt_tokens=recipe.dataset.max_prompt_tokens,
+        steps_per_generation=geometry.steps_per_generation,
+        reward_parameters=_reward_parameters(recipe, notes),
+        gpu_memory=gpu_memory,
+        optim=optimiser(recipe, machine),
+        quantised_bytes=quantised,
+    )
+
+
+def _precision_notes(precision: Precision, surviving: float | None, need: memory.MemoryPlan | str) -> list[str]:
+    """What the precision loses, and what would lose nothing and fit."""
+    warning = precision.warning(surviving)
+    notes = [warning] if warning else []
+    if isinstance(need, memory.MemoryPlan) and need.shape.trained == need.shape.parameters:
+        best = memory.best_precision(need)
+        has_better = precision.optim == ADAMW_BF16 and precision.stored == "bfloat16" and ADAMW_BF16 not in best
+        notes += [f"recommended, of what keeps every update: {best}"] if warning or has_better else []
+    return notes
+
+
+def _notes(recipe: Recipe) -> list[str]:
+    """What training would refuse or say on a machine like this one; another machine may have other packages."""
+    notes = [*limits.cautions(recipe.config), *packages.missing(recipe.config)]
+    if recipe.dataset.max_prompt_tokens is None:
+        notes.append(
+            f"prompts are taken to have {memory.ASSUMED_PROMPT_TOKENS} tokens: `dataset.max_prompt_tokens` sets a limit"
+        )
+    return notes
+
+
+def _unbuilt(rewards: Sequence[BuiltReward]) -> list[str]:
+    """Which rewards were not built, and so not checked as training checks them."""
+    names = [f"`{leaf.name}`" for leaf in leaves(rewards) if isinstance(leaf.unbound, UnbuiltReward)]
+    if not names:
+        return []
+    return [f"of another package, imported and not built: {', '.join(names)}; `--build` builds them, as training does"]
+
+
+def _reward_parameters(recipe: Recipe, notes: list[str]) -> int:
+    """Parameters of the recipe's reward models, which every process holds whole."""
+    total = 0
+    for model in _reward_models(recipe.rewards):
+        try:
+            total += memory.load_shape(model).parameters
+        except memory.MemoryUnknown:
+            notes.append(f"the reward model {model} is not counted: its configuration can't be read here")
+    return total
+
+
+def _reward_models(specs: Sequence[Any]) -> Iterator[str]:
+    """The models that reward specs name, inside sums and gates too."""
+    for spec in specs:
+        if isinstance(spec, Mapping):
+            if isinstance(model := (spec.get("kwargs") or {}).get("model"), str):
+                yield model
+            yield from _reward_models(spec_parts(spec))
+
+
+def _gpu_bytes(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        return memory.parse_size(text)
+    except ValueError as error:
+        raise RecipeError(f"--gpu_memory {text}: write a size as `80GB`") from error

@@ -1,0 +1,1 @@
+"""The processes of a run: launcher, signals, error messages and the progress line."""

@@ -1,0 +1,1 @@
+"""Reading a run's files, diagnosing the run, and reporting on it."""

@@ -1,0 +1,1 @@
+"""Correctness of mathematical answers."""

@@ -1,0 +1,477 @@
+r"""Final answers in three steps, each usable alone: extract, normalise, compare.
+
+`extract_answer` finds the final answer in a completion and `gold_answer` the one in a dataset's gold; `parse_number`
+reads it, whatever its surface form, as an exact rational number, and `answer_number` one in a sentence too; `compare`,
+or a `Judge` for many of them, compares the two. No step evaluates text as code, and only the last, through
+`grpo_rewards.math.symbolic`, could do work without bound.
+
+What is decided here rather than given (docs/rewards.md has the whole table, each row a test):
+
+- Thinking is everything up to the last `</think>`, and everything after a `<think>` that is never closed. An answer
+  counts outside it only.
+- Of several answers in one layout the last counts. A tag, or a `\boxed{`, that is never closed is no answer.
+- A number may carry a sign, a currency, a unit or a label (`x = 18`), or be the only one of an English sentence ("She
+  has 18 left."; `grpo_rewards.math.prose` reads it). A second number, an alternative or a hedge ("17 or 18", "18, 19",
+  "about 18") makes it no number. An expression (`17 + 1`) is not worked out.
+- A percent sign is a unit: 18% equals 18, not 0.18.
+- Equality is exact: 1/2 = 0.5, but 33.33 is not 33.333.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from numbers import Real
+from typing import NamedTuple
+
+from grpo_rewards.completions import thinking_remover
+from grpo_rewards.math.prose import stated_quantity
+from grpo_rewards.math.symbolic import equivalent
+from grpo_rewards.math.words import (
+    CJK_NUMERALS,
+    NO_UNITS,
+    SCALES,
+    SMALL,
+    UNIT_LETTERS,
+    is_doubt,
+    is_numeral,
+    is_vague_number,
+)
+from grpo_rewards.reward import check_choice
+
+Number = int | Fraction
+
+# A number or formula is far shorter. Beyond this length an answer can only equal the gold as a string.
+MAX_ANSWER_CHARS = 1000
+_MAX_EXPONENT = 1000
+
+
+def _last_hashes(text: str) -> str | None:
+    start = text.rfind("####")
+    return None if start < 0 else _line(text, start + 4)
+
+
+def _last_boxed(text: str) -> str | None:
+    answer, depth, start = None, 0, text.find(_BOXED)
+    for brace in _BRACE.finditer(text, start) if start >= 0 else ():
+        token = brace.group()
+        if depth == 0 and token == _BOXED:
+            answer, depth, start = "", 1, brace.end()
+        elif depth:
+            depth += (token in ("{", _BOXED)) - (token == "}")
+            if depth == 0:
+                answer = text[start : brace.start()].strip()
+    return answer
+
+
+def _last_a_line(text: str) -> str | None:
+    start = text.rfind("\nA:")
+    if start >= 0:
+        return _line(text, start + 3)
+    return _line(text, 2) if text.startswith("A:") else None
+
+
+def _last_sentence(text: str) -> str | None:
+    lower = text.lower()
+    lower = lower if len(lower) == len(text) else text  # a few characters change their length
+    position = len(text)
+    while (position := lower.rfind("answer", 0, position)) >= 0:
+        if claim := _ANSWER_IS.match(text, position):
+            line = _line(text, claim.end())
+            end = _SENTENCE_END.search(line)
+            return line[: end.start()] if end else line
+    return None
+
+
+def _line(text: str, start: int) -> str:
+    end = text.find("\n", start)
+    return text[start : end if end >= 0 else len(text)].strip()
+
+
+_BOXED = "\\boxed{"
+_BRACE = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
+_ANSWER_IS = re.compile(r"answer(?:\s+is\b\s*[:=]?|\s*[:=])\s*", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
+
+_LAYOUTS: dict[str, Callable[[str], str | None]] = {
+    "hashes": _last_hashes,
+    "boxed": _last_boxed,
+    "a_line": _last_a_line,
+    "sentence": _last_sentence,
+}
+LAYOUTS = ("answer_tag", *_LAYOUTS, "auto")
+
+
+def extract_answer(
+    text: str, layout: str = "answer_tag", *, tags: tuple[str, str] = ("think", "answer"), prefilled: bool = False
+) -> str | None:
+    r"""Return the final answer that a completion states outside its thinking, as written, or None.
+
+    Args:
+        text: the completion.
+        layout: `answer_tag` (`<answer>N</answer>`), `hashes` (`#### N`), `boxed` (`\boxed{N}`), `a_line` (a line
+            `A: N`), `sentence` ("The answer is N."), or `auto`: the first of these, in this order, that the completion
+            uses. A `####` or `A:` line that is no number (a Markdown heading, a dialogue) gives way to the later ones.
+        tags: the reasoning tag and the answer tag.
+        prefilled: whether the prompt already opened the reasoning block, so that the completion starts inside it.
+    """
+    return answer_extractor(layout, tags, prefilled)(text)
+
+
+@lru_cache(maxsize=64)
+def answer_extractor(layout: str, tags: tuple[str, str], prefilled: bool = False) -> Callable[[str], str | None]:
+    """Return `extract_answer` for one layout, as a function of the completion alone.
+
+    Raises:
+        ValueError: `layout` is not one of LAYOUTS.
+    """
+    check_choice(layout, "extract", LAYOUTS)
+    answer_opening, answer_closing = f"<{tags[1]}>", f"</{tags[1]}>"
+    use_tag = layout in ("answer_tag", "auto")
+    find_otherwise = _first_layout if layout == "auto" else _LAYOUTS.get(layout)
+
+    outside = thinking_remover(tags[0], prefilled)
+
+    def extract(text: str) -> str | None:
+        text = outside(text)
+        if use_tag and (start := text.rfind(answer_opening)) >= 0:
+            end = text.find(answer_closing, start)
+            return text[start + len(answer_opening) : end].strip() or None if end >= 0 else None
+        return find_otherwise(text) or None if find_otherwise else None
+
+    return extract
+
+
+def _first_layout(text: str) -> str | None:
+    doubtful = None
+    for layout, find in _LAYOUTS.items():
+        answer = find(text)
+        if answer is None:
+            continue
+        if layout not in ("hashes", "a_line") or parse_number(answer) is not None:
+            return answer
+        doubtful = doubtful or answer
+    return doubtful
+
+
+def gold_answer(gold: object) -> str | None:
+    r"""Return the final answer of a dataset's gold, or None where there is none to score against.
+
+    A gold is a GSM8K solution (`... #### N`), a solution that ends in an `A: N` line or holds a `\boxed{N}`, or a bare
+    answer. Prose of more than five words that marks no final answer has none.
+    """
+    if isinstance(gold, Real) and not isinstance(gold, bool):
+        gold = str(gold) if gold == gold else ""
+    if not isinstance(gold, str):
+        return None
+    if gold.isdecimal():
+        return gold
+    for find in (_last_hashes, _last_boxed, _last_a_line):
+        answer = find(gold)
+        if answer is not None:
+            return answer or None
+    bare = gold.strip()
+    if not bare or len(_WORD.findall(bare)) > 5:
+        return None
+    return bare
+
+
+_WORD = re.compile(r"(?<![^\W\d_\\])[^\W\d_]{2,}")
+
+
+_PLAIN_DECIMAL = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
+_DIGITS = r"\d+(?:\.\d*)?|\.\d+"
+# "¤" stands for every currency sign but "$", which may also delimit mathematics.
+_CURRENCY = r"(?:[A-Z]{0,3}[$¤]|USD|EUR|GBP|INR|JPY|CHF|CAD|AUD|Rs\.?)"
+# `1,234` `1 234` `1_234` `1'234`: groups of three, one kind of separator, and not part of a longer run.
+_THOUSANDS = re.compile(r"(?<![\d.,_'])\d{1,3}([,_' ])\d{3}(?:\1\d{3})*(?!\d|\s*/)")
+_QUANTITY = re.compile(
+    rf"""(?P<sign>[-+]?)\s*(?:{_CURRENCY}\s*)?(?P<inner_sign>[-+]?)\s*
+    (?: (?:(?P<whole>\d+)\s+)? (?P<numerator>\d+)\s*/\s*(?P<denominator>\d+)
+      | (?P<decimal>{_DIGITS}) (?: [eE](?P<e>[-+]?\d+) | \s*[x×*]\s*10\s*\^\s*\{{?\s*(?P<power>[-+]?\d+)\s*\}}? )?
+    ) (?P<unit>.*)""",
+    re.VERBOSE | re.DOTALL,
+)
+_UNIT_EXPONENT = re.compile(r"(?<=[^\W\d_])\^(?:-?\d|\{-?\d\})")
+_UNIT = re.compile(r"[^\W\d_]|[ %°$¤/.×()'\"-]")
+_LETTERS = re.compile(r"[^\W\d_]+")
+_WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__"), ("*", "*"),
+             ("_", "_"), ("```", "```"), ("`", "`"), ('"', '"'), ("'", "'"), ("\\boxed{", "}"))  # fmt: skip
+_BRACES = (("{", "}"),)
+_BRACKETS = (("(", ")"), ("[", "]"))
+# "x = ", "Total: ", "**Answer:** ", "So the final answer is ": no digit, so that "17 = 18" stays two alternatives.
+_LABEL = re.compile(
+    r"""\#{1,6}\ |\*{0,2} (?:
+        (?:(?:so|thus|hence|therefore|finally),?\ )? (?:the\ )? (?:(?:final|correct|right|total)\ )?
+        (?:answer|result|solution|total) \ (?:is|equals)\b:?
+      | [^\W\d_]+ (?:\ [^\W\d_]+){0,3} (?:_\{?\w+\}?)? \ ?[=:]
+      | [=:]
+    ) \*{0,2}\s*""",
+    re.VERBOSE | re.IGNORECASE,
+)
+# A number set off from its unit, as in "**18** apples".
+_SET_OFF = re.compile(r"(?:(\*\*|__|\*|`|\")([^*_`\"]+)\1|\\boxed\{([^{}]+)\})(?=\s)")
+_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
+_LATEX = (
+    (re.compile(r"\\!|\\left\b|\\right\b|\\displaystyle\b"), ""),
+    (re.compile(r"\\[,;: ]|\\quad|(?<=[\w{}.])~"), " "),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree"), "°"),
+    (re.compile(r"\\times|\\cdot"), "×"),
+    (re.compile(r"\\\$"), "¤"),
+    (re.compile(r"\\([%_#&])"), r"\1"),
+    (re.compile(r"\\(?:text\w*|math(?:rm|bf|it|sf|tt)|mbox|operatorname|emph|underline|fbox)\s*\{([^{}]*)\}"), r" \1"),
+)
+_SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+", strict=True))
+_SUPERSCRIPT_RUN = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
+
+
+def fold_unicode(text: str) -> str:
+    """Return `text` with what only looks different spelled in ASCII, so that the rules need to know one form of each.
+
+    Spaces, digits of any script, full-width forms, minus signs, quotes, currencies, superscripts and vulgar fractions
+    are folded; zero-width and other format characters vanish.
+    """
+    if text.isascii():
+        return text
+    text = _SUPERSCRIPT_RUN.sub(lambda run: "^{" + "".join(_SUPERSCRIPTS[c] for c in run.group()) + "}", text)
+    return "".join(map(_fold_character, text))
+
+
+@lru_cache(maxsize=4096)
+def _fold_character(character: str) -> str:
+    if character.isascii():
+        return character
+    if "\uff01" <= character <= "\uff5e":
+        return chr(ord(character) - 0xFEE0)
+    category = unicodedata.category(character)
+    if category in _FOLDED_CATEGORIES:
+        return _FOLDED_CATEGORIES[category]
+    if category == "Nd":
+        return str(unicodedata.decimal(character))
+    if category == "No" and "⁄" in (fraction := unicodedata.normalize("NFKC", character)):
+        return " " + fraction.replace("⁄", "/")
+    return _FOLDED.get(character, character)
+
+
+_FOLDED_CATEGORIES = {"Cf": "", "Zs": " ", "Sc": "¤"}
+_FOLDED = {**dict.fromkeys("−‐‑–﹣", "-"), **dict.fromkeys("‘’‚", "'"), **dict.fromkeys("“”„«»", '"'),
+           "⁄": "/", "∕": "/", "·": "×", "⋅": "×", "∙": "×", "٬": ",", "٫": ".", "。": "."}  # fmt: skip
+
+
+def undress(text: str, wrappers: Sequence[tuple[str, str]] = _WRAPPERS, label: re.Pattern[str] | None = None) -> str:
+    r"""Return an answer without its formatting: Markdown, quotes, math delimiters, `\boxed`, a final period."""
+    before = None
+    while before != text:
+        before = text = text.strip()
+        if text.endswith((".", ",", ";")) and not text.endswith(".."):
+            text = text[:-1].rstrip()
+        for left, right in wrappers:
+            inner = text[len(left) : -len(right)]
+            if text.startswith(left) and text.endswith(right) and inner and (left != right or right not in inner):
+                text = inner
+                break
+        else:
+            if label and (match := label.match(text)) and not _is_doubtful(match.group()):
+                text = text[match.end() :]
+    return text
+
+
+def _is_doubtful(label: str) -> bool:
+    words = (word.lower() for word in _LETTERS.findall(label))
+    return any(is_doubt(word) or is_numeral(word) or is_vague_number(word) for word in words)
+
+
+def _plain_latex(text: str) -> str:
+    if "\\" in text or "{" in text or "~" in text:
+        for pattern, replacement in _LATEX:
+            text = pattern.sub(replacement, text)
+    return text
+
+
+def parse_number(text: str) -> Number | None:
+    """Return the one number that an answer states, exactly, or None if it states none, several, or a formula."""
+    if len(text) > MAX_ANSWER_CHARS:
+        return None
+    if text.isdecimal():
+        return int(text)
+    if _PLAIN_DECIMAL.fullmatch(text):
+        whole, _, digits = text.partition(".")
+        return Fraction(int(whole + digits), 10 ** len(digits))
+    text = _plain_latex(fold_unicode(text))
+    brackets = () if "," in text else _BRACKETS  # "(2,100)" is a pair
+    text = undress(text, (*_WRAPPERS, *_BRACES, *brackets), _LABEL)
+    if set_off := _SET_OFF.match(text):
+        text = (set_off[2] or set_off[3]).strip() + text[set_off.end() :]
+    text = _plain_digits(text)
+    negative = text.lower().startswith(("minus ", "negative "))
+    if negative:
+        text = text.partition(" ")[2]
+    value = _parse_digits(text.strip())
+    if value is None:
+        value = _parse_words(text)
+    return -value if negative and value is not None else value
+
+
+def answer_number(text: str) -> Number | None:
+    """Return the number that an answer states, by itself (`parse_number`) or in a sentence, or None."""
+    number = parse_number(text)
+    if number is not None or len(text) > MAX_ANSWER_CHARS:
+        return number
+    text = _plain_latex(fold_unicode(text))
+    quantity = stated_quantity(_UNIT_EXPONENT.sub("", _plain_digits(text)))
+    return None if quantity is None else parse_number(quantity)
+
+
+def _plain_digits(text: str) -> str:
+    """Return `text` with fractions as `1/2` and without separators of thousands."""
+    text = _FRACTION.sub(lambda m: f" {m[1] or m[2]}/{m[3] or m[4]}", text)
+    return _THOUSANDS.sub(lambda m: m.group().replace(m[1], ""), text)
+
+
+def _parse_digits(text: str) -> Number | None:
+    match = _QUANTITY.fullmatch(text)
+    if match is None or (match["sign"] and match["inner_sign"]):
+        return None
+    if match["decimal"]:
+        exponent = int(match["e"] or match["power"] or 0)
+        if abs(exponent) > _MAX_EXPONENT:
+            return None
+        value = Fraction(match["decimal"]) * Fraction(10) ** exponent
+    else:
+        whole, numerator, denominator = (int(match[key] or 0) for key in ("whole", "numerator", "denominator"))
+        if denominator == 0 or (match["whole"] and numerator >= denominator):
+            return None
+        value = whole + Fraction(numerator, denominator)
+    scale = _unit_scale(match["unit"])
+    if scale is None:
+        return None
+    return -value * scale if "-" in (match["sign"], match["inner_sign"]) else value * scale
+
+
+def _unit_scale(unit: str) -> int | None:
+    """Return what a unit multiplies its number by (1, or the scale of "18 thousand dollars"); None if it is no unit."""
+    if not unit:
+        return 1
+    words = _LETTERS.findall(unit)
+    if len(words) > 6 or _UNIT.sub("", _UNIT_EXPONENT.sub("", unit)) or unit.rstrip().endswith(("..", "-", "/", "(")):
+        return None
+    scale = 1
+    if words and words[0].lower() in SCALES:
+        scale = SCALES[words[0].lower()]
+        words = words[1:]
+    return None if any(_is_no_unit(word) for word in words) else scale
+
+
+def _is_no_unit(word: str) -> bool:
+    lower = word.lower()
+    if len(word) == 1 and lower != word.upper() and word not in UNIT_LETTERS:
+        return True  # a variable, or a constant such as pi
+    if lower in NO_UNITS or lower in SCALES or lower in SMALL or is_doubt(lower):
+        return True
+    if is_vague_number(lower) and lower not in ("dozen", "dozens"):
+        return True
+    return not word.isalpha() or not CJK_NUMERALS.isdisjoint(word)
+
+
+def _parse_words(text: str) -> int | None:
+    """Read "two thousand and five apples". None unless the words are spelled as a number is."""
+    words = text.lower().replace("-", " ").replace(",", " ").split()
+    if not words or (words[0] not in SMALL and words[0] not in ("a", "an")):
+        return None
+    total, group, limit, taken = 0, 0, 10**15, 0
+    room = 1000  # what may still be added to the group: after "twenty" only 1..9, after "five" only a scale
+    for taken, word in enumerate(words):
+        if word == "and" and (group or total) and taken + 1 < len(words) and words[taken + 1] in SMALL:
+            continue
+        if word in ("a", "an") and taken == 0 and len(words) > 1 and words[1] in SCALES:
+            group, room = 1, 0
+        elif word in SMALL and (value := SMALL[word]) < room and (value or taken == 0):
+            group, room = group + value, 10 if value >= 20 else 0
+        elif word == "hundred" and 0 < group < 20:
+            group, room = group * 100, 100
+        elif SCALES.get(word, 0) >= 1000 and word != "k" and group and SCALES[word] < limit:
+            limit = SCALES[word]
+            total, group, room = total + group * limit, 0, 1000
+        else:
+            break
+    else:
+        taken += 1
+    rest = " ".join(words[taken:])
+    if taken == 0 or _unit_scale(f" {rest}" if rest else "") != 1:
+        return None
+    return total + group
+
+
+class Gold(NamedTuple):
+    """A gold, read once: its final answer as written, and the number it states if it is one."""
+
+    text: str
+    number: Number | None
+
+
+def read_gold(gold: object) -> Gold | None:
+    """Return the gold's final answer, or None if it has none."""
+    text = gold_answer(gold)
+    return None if text is None else Gold(text, parse_number(text))
+
+
+class Judge:
+    """Compares answers with golds, and does each symbolic comparison once.
+
+    Verdicts: `exact` (the same string), `equal` (the same number), `symbolic` (math-verify says so), `wrong`,
+    `missing` (no answer), `timeout` (math-verify ran out of time or memory; not equal), `no gold`. `symbolic_rows`
+    counts the answers that neither strings nor numbers could decide.
+    """
+
+    def __init__(self, deadline: float = 2.0) -> None:
+        self.deadline = deadline
+        self.symbolic_rows = 0
+        self._symbolic: dict[tuple[str, str], str] = {}
+
+    def verdict(self, gold: Gold | None, answer: str | None) -> str:
+        """Compare by string, then by exact arithmetic, then, only if neither side is a number, with math-verify."""
+        if gold is None:
+            return "no gold"
+        if answer is None:
+            return "missing"
+        if answer == gold.text:
+            return "exact"
+        if gold.number is not None:
+            return "equal" if answer_number(answer) == gold.number else "wrong"
+        if parse_number(answer) is not None:
+            return "wrong"
+        self.symbolic_rows += 1
+        key = (gold.text, answer)
+        if key not in self._symbolic:
+            self._symbolic[key] = self._symbolic_verdict(*key)
+        return self._symbolic[key]
+
+    def _symbolic_verdict(self, gold: str, answer: str) -> str:
+        if max(len(gold), len(answer)) > MAX_ANSWER_CHARS:
+            return "wrong"
+        gold, answer = undress(fold_unicode(gold)), undress(fold_unicode(answer))
+        if _comparable(gold) == _comparable(answer):
+            return "equal"
+        if _comparable(gold).replace(" ", "").isalpha() and len(gold) > 2:
+            return "wrong"  # words: as formulas they would be products of letters, and "dear" would equal "read"
+        if len(_ALTERNATIVE.findall(answer)) > len(_ALTERNATIVE.findall(gold)):
+            return "wrong"
+        equal = equivalent(gold, answer, self.deadline)
+        return "timeout" if equal is None else "symbolic" if equal else "wrong"
+
+
+def compare(gold: object, answer: str | None, deadline: float = 2.0) -> str:
+    """Return the verdict of `Judge` on one extracted answer and one gold as it stands in a dataset."""
+    return Judge(deadline).verdict(read_gold(gold), answer)
+
+
+_ALTERNATIVE = re.compile(r"\bor\b")
+
+
+def _comparable(text: str) -> str:
+    text = " ".join(_plain_latex(text).split())
+    return text.casefold() if len(text) > 1 and text.replace(" ", "").isalpha() else text

@@ -1,0 +1,332 @@
+r"""The one quantity that an English sentence states: "She has 18 apples left." states 18, as far as grammar can tell.
+
+A sentence states a number if it holds no other one and nothing that puts it in doubt: no hedge, negation, alternative,
+comparison, condition or question, and no arithmetic. Of several numbers one is stated only if it alone is set off, as in
+"After 3 days she has **18** apples." Paying for a wrong answer does more harm than missing a right one, so that whatever
+this module does not understand states nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from grpo_rewards.math.words import (
+    CJK_NUMERALS,
+    SCALES,
+    SMALL,
+    TAIL_WORDS,
+    UNIT_LETTERS,
+    is_doubt,
+    is_numeral,
+    is_vague_number,
+    word_set,
+)
+
+_MAX_NUMBERS = 8
+
+_OPEN, _CLOSE = "\x02", "\x03"
+_SET_OFF = (
+    re.compile(r"\\boxed\{([^{}]*)\}"),
+    re.compile(r"\\\(([^()\\]*)\\\)"),
+    re.compile(r"\*\*([^*]+)\*\*"),
+    re.compile(r"__([^_]+)__"),
+)
+_BULLET = re.compile(r"^[ \t]*(?:\* |- (?=[^\W\d]))", re.MULTILINE)
+_PUNCTUATION = ",.;:!"
+_DRESS = "\"'`*_()[]{}$¤%°" + _PUNCTUATION
+_WORDS = re.compile(r"[^\W\d_]+(?:['./-][^\W\d_]+)*")
+_INNER = re.compile(r"[./-]")
+_FACTORIAL = re.compile(r"^[^$¤]*\d!")
+
+# What no single word shows: retractions, inversions, guesses and bounds.
+_DOUBTFUL_PHRASE = re.compile(
+    r"""
+      \bwait\b\s*[,.!:-] | (?:^|[,.!:-]\s*)wait\b
+    | \bshould\s+(?:be|have)\b | \bwould\s+have\s+(?:been|had)\b
+    | \band\s+(?:more|up|above|over|beyond|under|below|change|counting|rising|growing|then\s+some|a\s+(?:bit|few|little))\b
+    | \bup\s+to\b(?<!\badd\sup\sto)(?<!\badds\sup\sto)(?<!\badding\sup\sto)(?<!\badded\sup\sto)(?<!\bcomes\sup\sto)
+    | \bclose\s+(?:to|on|by)\b | \bfar\s+(?:off|from)\b | \bused\s+to\b | \bis\s+(?:too|close|off|near)\b
+    | \bat\s+the\s+(?:latest|earliest)\b | \b(?:upper|lower)\s+(?:bound|limit)\b | \bless\s+(?:the|those|what|any|tax)\b
+    | \.\. | \?
+    | ^\W*(?:is|are|was|were|am|do|does|did)\b
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+# Between a number and the word that governs it: "about a total of 18", "over the next 18 days".
+_FILLERS = word_set("""
+    a an the this that her his its their our your my just only exactly precisely another additional extra full whole
+    entire total grand combined net average of sum amount usd eur gbp us rs ¤
+""")
+# Governing a number, these bound it, approximate it, work with it or make a label of it: "over 18", "times 18", "step 18".
+_GOVERNORS = word_set("""
+    about around over under above below beneath beyond past near within toward towards against until till before per
+    like much quite some any from out times between max min less more fewer greater larger smaller bigger higher lower
+    besides beside as versus pi minus negative good easily
+    step part question problem option choice case section chapter equation eq figure fig table example method line note
+    item exercise
+""")
+# "18 of March" and "March 18" are dates.
+_MONTHS = word_set("""
+    january february march april may june july august september october november december jan feb mar apr jun jul aug
+    sep sept oct nov dec
+""")
+# "the X of 18" is something made of 18, for any X but these.
+_TOTALS = word_set("total sum amount")
+# "X of 18" likewise, whatever stands before.
+_MADE_OF = word_set("""
+    root square cube multiple multiples factor factors divisor divisors digit digits opposite inverse reciprocal power
+    fraction part parts percentage percent portion share all rest short shy ahead front one each every many few
+    several margin order vicinity neighborhood neighbourhood region north south east west excess kind sort log
+    logarithm max min top
+""")
+_BOUND_TO = word_set("next prior similar compared relative added opposed contrary limited restricted close")
+_BOUND_BY = word_set("divided multiplied off")
+_ONE_AS_PRONOUN = (
+    word_set("the this that each which any every another some"),
+    word_set("of who that which can must should would needs another"),
+)
+# Between two numbers, these alone make a list or a range of them.
+_JOINERS = word_set("and to through till until a an the then also another by times")
+# What one of these leads on to, in the same clause, is no answer but its circumstance: "**18** apples after eating 3".
+_CIRCUMSTANCES = word_set("in after for from of at on per every with during across among over when while because since")
+_NEW_CLAUSE = word_set("and so then but leaving now")
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    """A word, or a number in digits.
+
+    Attributes:
+        text: as written; of a number, without what surrounds it.
+        lower: the same in lower case.
+        numeric: whether it is a number, or a word of a spelled-out one.
+        span: which emphasised span it stands in, counted from 1; 0 for none.
+        pause: whether punctuation follows.
+    """
+
+    text: str
+    lower: str
+    numeric: bool
+    span: int
+    pause: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Quantity:
+    """The tokens `start` to `end` (exclusive), a number if `text` is not None, else something like "half"."""
+
+    start: int
+    end: int
+    text: str | None
+
+
+def stated_quantity(text: str) -> str | None:
+    """Return the number, as written, that a sentence states, or None if it states none, several, or a doubtful one.
+
+    Args:
+        text: with Unicode folded and LaTeX's text commands removed, of bounded length.
+    """
+    if not any(map(str.isalpha, text)) or _DOUBTFUL_PHRASE.search(text) or not CJK_NUMERALS.isdisjoint(text):
+        return None
+    tokens = _tokens(text)
+    if tokens is None:
+        return None
+    quantities = _quantities(tokens)
+    if not quantities or len(quantities) > _MAX_NUMBERS:
+        return None
+    stated = quantities[0] if len(quantities) == 1 else _set_off(tokens, quantities)
+    if stated is None or stated.text is None or _in_doubt(tokens, stated) or _governed(tokens, stated):
+        return None
+    return stated.text
+
+
+def _tokens(text: str) -> list[_Token] | None:
+    """Split a sentence, or return None if it holds what belongs to no sentence, such as an operator."""
+    if _OPEN in text or _CLOSE in text:
+        return None
+    for pattern in _SET_OFF:
+        text = pattern.sub(rf" {_OPEN} \1 {_CLOSE} ", text)
+    text = _BULLET.sub("", text).replace("—", " , ").replace("\n", " , ").replace("\\[", " ").replace("\\]", " ")
+    tokens: list[_Token] = []
+    depth = spans = 0
+    for chunk in text.split():
+        if chunk in (_OPEN, _CLOSE):
+            depth += 1 if chunk == _OPEN else -1
+            spans += chunk == _OPEN and depth == 1
+            continue
+        new = _read_chunk(chunk, spans if depth else 0)
+        if new is None:
+            return None
+        if not new and tokens and chunk[-1] in _PUNCTUATION:
+            last = tokens[-1]
+            tokens[-1] = _Token(last.text, last.lower, last.numeric, last.span, True)
+        tokens += new
+    return tokens
+
+
+def _read_chunk(chunk: str, span: int) -> list[_Token] | None:
+    """Read what stands between two spaces: a number, words, punctuation; None if it is anything else."""
+    pause = chunk.rstrip("\"'`*_)]}$").endswith(tuple(_PUNCTUATION))
+    if any(map(str.isdigit, chunk)):
+        if _FACTORIAL.match(chunk):
+            return None
+        number = chunk.lstrip("\"'`*_([{").rstrip("\"'`*_)]}" + _PUNCTUATION)
+        return [_Token(number, number.lower(), True, span, pause)]
+    core = chunk.strip(_DRESS)
+    if not core:
+        return None if set(chunk) <= {"*"} and len(chunk) == 1 else []
+    if core in ("=", "-"):
+        return [_Token(core, core, False, span, pause)]
+    if not _WORDS.fullmatch(core := core.strip("-")):
+        return None
+    pause = pause and not (chunk.endswith(".") and len(core) <= 3)  # "ca.", "fig."
+    parts = _INNER.split(core)
+    return [
+        _Token(part, part.lower(), is_numeral(part.lower()), span, pause and i == len(parts) - 1)
+        for i, part in enumerate(parts)
+    ]
+
+
+def _quantities(tokens: Sequence[_Token]) -> list[_Quantity]:
+    """Find every number: neighbouring tokens such as `18 thousand` or `two hundred and five` are one."""
+    quantities: list[_Quantity] = []
+    position = 0
+    while position < len(tokens):
+        end = _end_of_number(tokens, position)
+        if end > position:
+            start = position
+            if start and tokens[start].lower in SCALES and tokens[start - 1].lower in ("a", "an"):
+                start -= 1
+            if start and tokens[start - 1].lower in ("minus", "negative"):
+                start -= 1
+            quantities.append(_Quantity(start, end, " ".join(token.text for token in tokens[start:end])))
+        elif _is_vague(tokens, position, quantities):
+            quantities.append(_Quantity(position, position + 1, None))
+        position = max(end, position + 1)
+    return quantities
+
+
+def _end_of_number(tokens: Sequence[_Token], start: int) -> int:
+    end = start
+    while end < len(tokens) and tokens[end].numeric:
+        end += 1
+        if tokens[end - 1].pause or end == len(tokens) or tokens[end].span != tokens[start].span:
+            break
+        spelled = tokens[end - 1].lower
+        if (
+            is_numeral(spelled)
+            and tokens[end].lower == "and"
+            and end + 1 < len(tokens)
+            and tokens[end + 1].lower in SMALL
+        ):
+            end += 1
+    return end
+
+
+def _is_vague(tokens: Sequence[_Token], position: int, quantities: Sequence[_Quantity]) -> bool:
+    word = tokens[position].lower
+    if word == "second":
+        return position > 0 and tokens[position - 1].lower in ("the", "her", "his", "their", "its")
+    if word in ("dozen", "dozens") and quantities and quantities[-1].end == position:
+        return False  # a unit
+    return is_vague_number(word)
+
+
+def _set_off(tokens: Sequence[_Token], quantities: Sequence[_Quantity]) -> _Quantity | None:
+    """Return the only quantity that opens an emphasised span, if the others are no rivals of it."""
+    emphasised = [quantity for quantity in quantities if tokens[quantity.start].span]
+    if len(emphasised) != 1:
+        return None
+    (answer,) = emphasised
+    if answer.start and tokens[answer.start - 1].span == tokens[answer.start].span:
+        return None
+    for left, right in pairwise(quantities):
+        if all(token.lower in _JOINERS for token in tokens[left.end : right.start]):
+            return None
+    if any(other.start > answer.start and not _is_circumstance(tokens, answer, other) for other in quantities):
+        return None
+    return None if any(token.lower == "=" for token in tokens) else answer
+
+
+def _is_circumstance(tokens: Sequence[_Token], answer: _Quantity, other: _Quantity) -> bool:
+    between = {token.lower for token in tokens[answer.end : other.start]}
+    pause = any(token.pause for token in tokens[answer.end - 1 : other.start])
+    return not pause and not between.isdisjoint(_CIRCUMSTANCES) and between.isdisjoint(_NEW_CLAUSE)
+
+
+def _in_doubt(tokens: Sequence[_Token], stated: _Quantity) -> bool:
+    """Whether any word outside the number puts it in doubt."""
+    for position, token in enumerate(tokens):
+        if stated.start <= position < stated.end:
+            continue
+        if token.text == "Max" or (token.text == "May" and position):
+            continue  # a name, the month
+        if is_doubt(token.lower) or token.lower == "minus":
+            return True
+        if token.lower == "=" and any(rest.lower not in _FILLERS for rest in tokens[position + 1 : stated.start]):
+            return True
+    return False
+
+
+def _governed(tokens: Sequence[_Token], stated: _Quantity) -> bool:
+    """Whether what stands next to the number makes it something else than the answer."""
+    before = tokens[stated.start - 1] if stated.start else None
+    after = tokens[stated.end] if stated.end < len(tokens) else None
+    governor, previous = _governor(tokens, stated)
+    if (
+        governor in _GOVERNORS
+        or (governor == "to" and previous in _BOUND_TO)
+        or (governor == "by" and previous in _BOUND_BY)
+    ):
+        return True
+    if _made_of(tokens, stated):
+        return True
+    if before is not None and (_is_month(before) or before.lower == "-" or _is_variable(before)):
+        return True
+    if after is not None:
+        if after.lower in TAIL_WORDS or after.lower == "-" or (_is_variable(after) and after.text not in UNIT_LETTERS):
+            return True
+        if _is_month(tokens[min(stated.end + (after.lower == "of"), len(tokens) - 1)]):
+            return True
+    if stated.text is not None and stated.text.lower() == "one":
+        left, right = _ONE_AS_PRONOUN
+        return (before is not None and before.lower in left) or (after is None or after.lower in right)
+    return False
+
+
+def _governor(tokens: Sequence[_Token], quantity: _Quantity) -> tuple[str, str]:
+    """Return the word that governs a number, past articles and totals, and the word before it; "" for none."""
+    position = quantity.start - 1
+    while position >= 0 and tokens[position].lower in _FILLERS and not tokens[position].pause:
+        position -= 1
+    if position < 0 or tokens[position].pause:
+        return "", ""
+    return tokens[position].lower, tokens[position - 1].lower if position else ""
+
+
+def _before_articles(tokens: Sequence[_Token], quantity: _Quantity) -> int:
+    position = quantity.start - 1
+    while position > 0 and tokens[position].lower in _FILLERS and tokens[position].lower != "of":
+        position -= 1
+    return position
+
+
+def _made_of(tokens: Sequence[_Token], quantity: _Quantity) -> bool:
+    """Whether the number only measures something else: "the price of 18 books", "a multiple of 18"."""
+    position = _before_articles(tokens, quantity)
+    if position < 1 or tokens[position].lower != "of":
+        return False
+    whole = tokens[position - 1].lower
+    definite = position > 1 and tokens[position - 2].lower in ("the", "this", "that")
+    return whole in _MADE_OF or whole in _GOVERNORS or (definite and whole not in _TOTALS)
+
+
+def _is_month(token: _Token) -> bool:
+    return token.lower in _MONTHS and token.text[0].isupper()
+
+
+def _is_variable(token: _Token) -> bool:
+    return len(token.text) == 1 and token.text.isalpha() and token.lower != "a"

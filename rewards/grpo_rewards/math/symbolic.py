@@ -1,0 +1,336 @@
+"""math-verify behind a hard deadline and a memory cap, from any thread of any process.
+
+math-verify bounds its time with SIGALRM, which works in the main thread only and clears the caller's own timer. Here a
+server process (`python -m grpo_rewards.math.symbolic`) imports math-verify once and forks a child to compare. A child past
+its deadline is killed, and the next one starts from the same warm state. Nothing is inherited from the trainer: the
+server is a fresh interpreter that speaks JSON lines over its pipes. Every process has a server of its own, started on
+first use, restarted when it dies, and ended with its process.
+
+A verdict must never reach another comparison than its own: requests and replies are numbered, and whatever interrupts a
+caller between the two (Ctrl-C, an alarm of its own) ends the server with the reply still in its pipe.
+
+POSIX only: the server needs `fork`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import IO, Any
+
+from grpo_rewards.child_limits import limit_cpu, limit_memory, readable
+
+# What a child may allocate on top of the imported libraries, and the server's time to import those.
+MEMORY_BYTES = 160 * 2**20
+COMPARISONS_PER_CHILD = 500  # its caches count towards that
+STARTUP_SECONDS = 120.0
+_GRACE_SECONDS = 1.0
+_NO_START = "the symbolic comparison server did not start: `python -m grpo_rewards.math.symbolic` shows why."
+
+
+def equivalent(gold: str, answer: str, deadline: float = 2.0) -> bool | None:
+    """Return whether math-verify holds two answers equal, or None if it ran out of time or memory.
+
+    Args:
+        gold: the gold answer, LaTeX or plain, without math delimiters.
+        answer: the answer to check against it. math-verify is not symmetric.
+        deadline: seconds for the comparison. A start of the server (about a second) counts, but takes at most half.
+
+    Raises:
+        RuntimeError: the server can't be started, as where math-verify is not installed.
+    """
+    return _server().compare(gold, answer, deadline)
+
+
+def shut_down() -> None:
+    """End this process's server, if it runs. The next comparison starts another one."""
+    _server().close()
+
+
+_servers: dict[int, Server] = {}
+
+
+def _server() -> Server:
+    """Return this process's server: one inherited through a fork belongs to the parent, and its pipe is not shared."""
+    pid = os.getpid()
+    for other in [key for key in _servers if key != pid]:
+        inherited = _servers.pop(other, None)
+        if inherited is not None:
+            inherited.abandon()
+    return _servers.setdefault(pid, Server())
+
+
+class _ServerDied(Exception):
+    """The server ended, or what it wrote is no reply."""
+
+
+class Server:
+    """The client's end of one server process. Threads take turns.
+
+    Args:
+        command: what to start, which must answer as `serve` does; None for `python -m grpo_rewards.math.symbolic`.
+    """
+
+    def __init__(self, command: Sequence[str] | None = None) -> None:
+        self._command = command
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process id, None before its first use."""
+        return None if self._process is None else self._process.pid
+
+    def compare(self, gold: str, answer: str, deadline: float) -> bool | None:
+        """Ask for one comparison. A server that died since the last one is replaced; if the new one dies too, once more.
+
+        Raises:
+            RuntimeError: the server can't be started.
+        """
+        with self._lock:
+            try:
+                return self._compared(gold, answer, deadline)
+            except BaseException:  # an interrupt between request and reply leaves the reply in the pipe
+                self._stop()
+                raise
+
+    def _compared(self, gold: str, answer: str, deadline: float) -> bool | None:
+        """The verdict; None at the deadline, or where two servers died of this comparison."""
+        # A server that died since the last comparison did not die of this one.
+        attempts = 2 if self._process is None else 3
+        for is_last in [False] * (attempts - 1) + [True]:
+            start = time.monotonic()
+            try:
+                process = self._started()
+            except _ServerDied as error:
+                if is_last:
+                    raise RuntimeError(_NO_START) from error
+                self._stop()
+                continue
+            seconds = max(deadline - (time.monotonic() - start), deadline / 2)
+            try:
+                return self._answered(process, {"gold": gold, "answer": answer, "seconds": seconds})
+            except _ServerDied:
+                self._stop()
+            except TimeoutError:
+                self._stop()
+                return None
+        return None
+
+    def _answered(self, process: subprocess.Popen[bytes], request: dict[str, Any]) -> bool | None:
+        """Send a request and wait for the reply with its number. Raises `_ServerDied`, or TimeoutError."""
+        self._asked += 1
+        end = time.monotonic() + request["seconds"] + _GRACE_SECONDS
+        try:
+            _write_whole(_pipe(process.stdin), json.dumps({"number": self._asked, **request}).encode() + b"\n")
+            while True:
+                number, verdict = json.loads(_read_line(process, end - time.monotonic()))
+                if number == self._asked:
+                    return verdict
+        except (BrokenPipeError, EOFError, ValueError, TypeError) as error:  # a reply cut off in its middle is no JSON
+            raise _ServerDied from error
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        """The running server, started if it is not. Raises `_ServerDied` if it ended instead of coming up."""
+        if self._process is None:
+            atexit.register(self.close)
+            # A session of its own: Ctrl-C is for the trainer, which then closes the pipe.
+            self._process = subprocess.Popen(
+                self._command or [sys.executable, "-m", "grpo_rewards.math.symbolic"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
+            try:
+                _read_line(self._process, STARTUP_SECONDS)
+            except EOFError as error:
+                raise _ServerDied from error
+            except TimeoutError as error:
+                raise RuntimeError(_NO_START) from error
+        return self._process
+
+    def _stop(self, patience: float = 0.0) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            atexit.unregister(self.close)
+            _close_pipes(process)  # an idle server then ends its child and itself
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(patience)
+            process.kill()
+            process.wait()
+
+    def close(self) -> None:
+        """End the server and reap it; nothing in a fork of the process that started it."""
+        if os.getpid() == self._owner:
+            with self._lock:
+                self._stop(patience=1.0)
+
+    def abandon(self) -> None:
+        """Let go of a server that belongs to the parent process, without ending it."""
+        process, self._process = self._process, None
+        if process is not None:
+            _close_pipes(process)
+            process.returncode = 0  # not our child: nothing to wait for
+
+
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe
+
+
+def _close_pipes(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            _pipe(pipe).close()
+
+
+def _write_whole(pipe: IO[bytes], content: bytes) -> None:
+    rest = memoryview(content)
+    while rest:  # a signal whose handler returns may cut a write short
+        rest = rest[pipe.write(rest) :]
+
+
+def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
+    """Read one line of the server's output, or raise TimeoutError, or EOFError if it ended."""
+    output = _pipe(process.stdout)
+    if not readable(output.fileno(), seconds):
+        raise TimeoutError
+    line = output.readline()  # whole: the server writes a few bytes at once, which a pipe never splits
+    if not line:
+        raise EOFError
+    return line
+
+
+_WARM_UP = (("x+1", "1+x"), (r"\sqrt{8}", r"2\sqrt{2}"), ("(1,2)", "(1,3)"), (r"\frac{\sqrt{3}}{2}", r"\frac{1}{3}"))
+
+
+def serve() -> None:
+    """Answer comparisons on stdin until it closes: one JSON line in, one JSON line out, `[number, true|false|null]`.
+
+    The line that says it is ready has the number 0.
+    """
+    for warm in _WARM_UP:  # what math-verify builds on first use is built once, before any fork
+        verify(*warm)
+    _reply(1, [0, True])
+    child = None
+    for request in sys.stdin.buffer:
+        number = json.loads(request)["number"]
+        verdict, child = _compare_in_child(request, child)
+        _reply(1, [number, verdict])
+    if child is not None:
+        child.kill()
+
+
+def _compare_in_child(request: bytes, child: Child | None) -> tuple[bool | None, Child | None]:
+    """Return a verdict and the child that still serves; a child that failed after some use gets a fresh successor."""
+    end = time.monotonic() + 0.95 * json.loads(request)["seconds"]  # the rest is for the way back
+    if child is not None and child.compared >= COMPARISONS_PER_CHILD:
+        child.kill()
+        child = None
+    while True:
+        child = child or Child()
+        verdict = child.compare(request, end)
+        if verdict is not None:
+            return verdict, child
+        child.kill()
+        if child.compared == 1 or time.monotonic() >= end:
+            return None, None
+        child = None
+
+
+def verify(gold: str, answer: str) -> bool:
+    r"""Compare with math-verify, each side as the content of a `\boxed{}`, without any time limit."""
+    from math_verify import LatexExtractionConfig, parse
+    from math_verify import verify as math_verify
+
+    boxed = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
+    sides = (
+        parse(f"\\boxed{{{side}}}", extraction_config=boxed, extraction_mode="first_match", parsing_timeout=None)
+        for side in (gold, answer)
+    )
+    return bool(math_verify(*sides, float_rounding=15, timeout_seconds=None))
+
+
+class Child:
+    """The server's end of one forked child."""
+
+    def __init__(self) -> None:
+        requests, self._requests = os.pipe()
+        self._verdicts, verdicts = os.pipe()
+        self.compared = 0
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._requests)
+            os.close(self._verdicts)
+            _run_child(requests, verdicts)
+        os.close(requests)
+        os.close(verdicts)
+
+    def compare(self, request: bytes, end: float) -> bool | None:
+        """Return the verdict, or None if there is none by `end` (monotonic seconds), as when the child died."""
+        self.compared += 1
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._requests, request)
+        verdict = os.read(self._verdicts, 16) if readable(self._verdicts, end - time.monotonic()) else b""
+        return json.loads(verdict) if verdict else None
+
+    def kill(self) -> None:
+        """End the child and reap it."""
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+        os.close(self._requests)
+        os.close(self._verdicts)
+
+
+def _run_child(requests: int, verdicts: int) -> None:
+    """Answer requests until they end. Out of memory, exit without a verdict."""
+    try:
+        _detach()
+        limit_memory(MEMORY_BYTES)
+        with open(requests, "rb") as lines:
+            for request in map(json.loads, lines):
+                # Should the server be killed during a comparison, nothing else ends its child.
+                limit_cpu(request["seconds"])
+                _reply(verdicts, _verify_whatever(request["gold"], request["answer"]))
+    finally:
+        os._exit(0)
+
+
+def _verify_whatever(gold: str, answer: str) -> bool:
+    try:
+        return verify(gold, answer)
+    except MemoryError:
+        raise
+    except Exception:  # whatever a parser raises on model text, the answers were not shown equal
+        return False
+
+
+def _detach() -> None:
+    # The pipes to the trainer must close with the server, even while a child runs on.
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+
+
+def _reply(descriptor: int, reply: Any) -> None:
+    os.write(descriptor, json.dumps(reply).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    import logging
+
+    logging.disable()
+    serve()

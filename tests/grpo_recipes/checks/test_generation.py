@@ -1,0 +1,102 @@
+"""What a recipe may ask of generation: refused in one sentence, before a model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers.generation import logits_process
+from trl import GRPOConfig
+
+from grpo_recipes import GRPOTrainer
+from grpo_recipes.checks.generation import check, stop_strings
+from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
+from grpo_rewards.errors import UserError
+
+RECIPE = "model_name_or_path: m\ndataset: {name: arithmetic}\nrewards: gsm8k_correctness\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "strings"),
+    [
+        (None, ()),
+        ({}, ()),
+        ({"top_k": 3}, ()),
+        ({"stop": None}, ()),
+        ({"stop": "</a>"}, ("</a>",)),
+        ({"stop": ["</a>", "\n"]}, ("</a>", "\n")),
+        ('{"stop": ["</a>"]}', ("</a>",)),
+    ],
+)
+def test_what_ends_a_completion(asked: Any, strings: tuple[str, ...]) -> None:
+    assert stop_strings(asked) == strings
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "an empty string": ({"stop": [""]}, "`generation_kwargs.stop` must be a string or a list of strings"),
+    "a number": ({"stop": [3]}, "`generation_kwargs.stop` must be a string or a list of strings"),
+    "a mapping": ({"stop": {"a": 1}}, "`generation_kwargs.stop` must be a string or a list of strings"),
+    "transformers' key": ({"stop_strings": ["a"]}, "`generation_kwargs.stop_strings`: write `stop` instead"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_stop_string(case: str, tmp_path: Path) -> None:
+    asked, said = REFUSED[case]
+    with pytest.raises(UserError, match=said):
+        stop_strings(asked)
+    with pytest.raises(UserError, match=said):  # the model is not looked for
+        GRPOTrainer(
+            "/no/such/model", print, GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, generation_kwargs=asked)
+        )
+    file = tmp_path / "r.yaml"
+    file.write_text(f"{RECIPE}generation_kwargs: {asked}\n")
+    with pytest.raises(RecipeError, match=f"{file}: {said}"):
+        parse_recipe(["--config", str(file)])
+
+
+def test_stop_strings_on_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text(RECIPE)
+    for words in (["--generation_kwargs.stop", "[</answer>]"], ["--generation_kwargs", '{"stop": "</answer>"}']):
+        recipe = parse_recipe(["--config", str(file), *words])
+        assert stop_strings(recipe.config.generation_kwargs) == ("</answer>",)
+    with pytest.raises(RecipeError, match="`generation_kwargs` is not JSON"):
+        parse_recipe(["--config", str(file), "--generation_kwargs", '{"stop": '])
+
+
+@pytest.mark.parametrize(
+    ("changes", "lost"),
+    [
+        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"repetition_penalty": 1.2, "generation_kwargs": {"repetition_penalty": 1.0}}, ""),
+        ({"generation_kwargs": {"min_new_tokens": 3, "encoder_repetition_penalty": 2.0}}, "encoder.*, min_new_tokens"),
+        ({"generation_kwargs": {"min_length": 0, "min_new_tokens": None}}, ""),
+        ({"generation_kwargs": {"stop": ["5"]}}, "stop"),
+    ],
+)
+def test_options_that_continuous_batching_would_leave_out(changes: dict[str, Any], lost: str) -> None:
+    known: dict[str, Any] = {"repetition_penalty": 1.0, "generation_kwargs": None, **changes}
+    check(SimpleNamespace(use_transformers_continuous_batching=False, **known))
+    config = SimpleNamespace(use_transformers_continuous_batching=True, **known)
+    if not lost:
+        return check(config)
+    with pytest.raises(UserError, match=f"continuous_batching` leaves out {lost}: set it to false, or drop the option"):
+        check(config)
+
+
+def test_contract_with_transformers() -> None:
+    """The processors that continuous batching drops."""
+    dropped = {
+        name
+        for name, processor in vars(logits_process).items()
+        if getattr(processor, "supports_continuous_batching", None) is False
+    }
+    assert dropped == {
+        "EncoderRepetitionPenaltyLogitsProcessor",
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "RepetitionPenaltyLogitsProcessor",
+    }

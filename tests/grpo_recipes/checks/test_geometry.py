@@ -1,0 +1,230 @@
+"""Geometry against the machinery it predicts: TRL's own configuration, sampler and data loader."""
+
+from dataclasses import fields
+from itertools import chain
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.data_loader import BatchSamplerShard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler
+from trl import GRPOConfig
+from trl.trainer.utils import RepeatSampler
+
+from grpo_recipes.checks.geometry import Geometry
+from grpo_rewards.errors import UserError
+from grpo_rewards.terminal import rendered
+
+DEFAULTS = {field.name: field.default for field in fields(GRPOConfig)}
+
+
+def geometry(num_processes: int = 1, **config: object) -> Geometry:
+    return Geometry.from_config(SimpleNamespace(**{**DEFAULTS, **config}), num_processes)
+
+
+def sampled_ranks(geometry: Geometry, num_prompts: int) -> list[list[list[int]]]:
+    """Per rank, the prompt indices of each batch, from TRL's sampler (one per process, as in a run) and accelerate's shards."""
+
+    def batches(rank: int) -> list[list[int]]:
+        sampler = RepeatSampler(
+            range(num_prompts),
+            mini_repeat_count=geometry.num_generations,
+            batch_size=geometry.prompts_per_generation,
+            repeat_count=geometry.num_iterations * geometry.steps_per_generation,
+            seed=0,
+        )
+        batched = BatchSampler(sampler, batch_size=geometry.completions_per_rank, drop_last=False)
+        return list(BatchSamplerShard(batched, geometry.num_processes, rank))
+
+    return [batches(rank) for rank in range(geometry.num_processes)]
+
+
+layouts = st.builds(
+    dict,
+    num_processes=st.integers(1, 3),
+    per_device_train_batch_size=st.integers(1, 6),
+    gradient_accumulation_steps=st.integers(1, 4),
+    steps_per_generation=st.none() | st.integers(1, 4),
+    num_generations=st.integers(2, 4),
+    num_iterations=st.integers(1, 2),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(layout=layouts, prompts=st.integers(1, 40))
+def test_predicts_what_trl_samples(layout: dict, prompts: int) -> None:
+    try:
+        predicted = geometry(**layout)
+        predicted.check_dataset(prompts)
+    except UserError:
+        return
+    ranks = sampled_ranks(predicted, prompts)
+    rounds = predicted.num_iterations * predicted.steps_per_generation
+    assert {len(rank) for rank in ranks} == {predicted.generations_per_epoch(prompts) * rounds}
+    generation = [rank[0] for rank in ranks]
+    rows = list(chain.from_iterable(generation))
+    assert len(set(rows)) == predicted.prompts_per_generation
+    assert len(rows) == predicted.generation_batch_size
+    split = any(set(one) & set(other) for one in generation for other in generation if one is not other)
+    assert predicted.splits_groups == split
+
+
+random_layouts = st.fixed_dictionaries(
+    {
+        "num_processes": st.integers(1, 9),
+        "per_device_train_batch_size": st.integers(1, 12),
+        "gradient_accumulation_steps": st.integers(1, 5),
+        "num_generations": st.integers(1, 9),
+        "num_iterations": st.integers(1, 3),
+    },
+    optional={"steps_per_generation": st.integers(1, 5), "generation_batch_size": st.integers(1, 96)},
+)
+
+
+@settings(deadline=None, max_examples=250)
+@given(layout=random_layouts)
+def test_the_picture_is_what_each_rank_gets_and_what_trl_refuses_is_refused(layout: dict) -> None:
+    """Over random settings: the same error or none, and the same prompts in each micro-batch of each rank."""
+    processes = layout.pop("num_processes")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GRPOConfig, "world_size", property(lambda self: processes))
+        try:
+            args = GRPOConfig(output_dir="unused", use_cpu=True, bf16=False, report_to="none", **layout)
+        except ValueError:
+            args = None
+    try:
+        predicted = geometry(processes, **layout)
+    except UserError:
+        predicted = None
+    assert (predicted is None) == (args is None)
+    if predicted is None or args is None:
+        return
+    assert predicted.generation_batch_size == args.generation_batch_size
+    prompts = predicted.prompts_per_generation
+    ranks = [batches[0] for batches in sampled_ranks(predicted, prompts)]
+    order = list(dict.fromkeys(chain.from_iterable(ranks)))  # the sampler shuffles; the picture numbers as drawn
+    size = predicted.per_device_train_batch_size
+    for micro_batch, row in enumerate(predicted.cells()):
+        for rank, cell in enumerate(row):
+            assert [order[prompt] for prompt in cell] == ranks[rank][micro_batch * size : (micro_batch + 1) * size]
+    assert rendered([predicted.picture()]).count("\n") == min(predicted.steps_per_generation, 8)
+
+
+def test_the_picture() -> None:
+    layout = geometry(2, per_device_train_batch_size=3, num_generations=2, steps_per_generation=2)
+    assert rendered([layout.picture()]).splitlines() == [
+        "  micro-batch  rank 0   rank 1",
+        "  0            0×2 1×1  3×2 4×1",
+        "  1            1×1 2×2  4×1 5×2",
+    ]
+
+
+def test_steps_per_epoch_equal_the_trainers_rule() -> None:
+    # transformers.Trainer.set_initial_training_values: the last, incomplete accumulation is a step of its own.
+    layout = geometry(
+        per_device_train_batch_size=2, gradient_accumulation_steps=3, steps_per_generation=2, num_generations=4
+    )
+    loader_length = len(sampled_ranks(layout, 5)[0])
+    assert layout.optimizer_steps_per_epoch(5) == loader_length // 3 + (loader_length % 3 > 0)
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 3), (0.5, 2), (1.5, 5), (2, 6)])
+def test_a_part_of_an_epoch_ends_with_a_whole_step(epochs: float, steps: int) -> None:
+    """transformers: `math.ceil(args.num_train_epochs * num_update_steps_per_epoch)`."""
+    layout = geometry(per_device_train_batch_size=4, gradient_accumulation_steps=1, num_generations=4)
+    assert layout.optimizer_steps_per_epoch(3) == 3
+    assert layout.optimizer_steps(SimpleNamespace(max_steps=-1, num_train_epochs=epochs), 3) == steps
+    assert layout.optimizer_steps(SimpleNamespace(max_steps=7, num_train_epochs=epochs), 3) == 7
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"per_device_train_batch_size": 4, "num_generations": 4},
+        {"per_device_train_batch_size": 2, "num_generations": 8, "gradient_accumulation_steps": 4},
+        {"per_device_train_batch_size": 4, "num_generations": 2, "generation_batch_size": 16},
+        {"per_device_train_batch_size": 6, "num_generations": 4, "steps_per_generation": 2},
+    ],
+)
+def test_agrees_with_grpo_config(config: dict, tmp_path: object) -> None:
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **config)
+    ours = geometry(**config)
+    assert ours.generation_batch_size == args.generation_batch_size
+    assert ours.steps_per_generation == args.steps_per_generation
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"per_device_train_batch_size": 12}, "set `per_device_train_batch_size` to 16"),
+        ({"per_device_train_batch_size": 3, "num_processes": 4, "num_generations": 6, "steps_per_generation": 1}, None),
+        ({"per_device_train_batch_size": 3, "num_processes": 4, "num_generations": 8}, "to 4"),
+        ({"num_generations": 1}, "at least 2"),
+        ({"per_device_train_batch_size": 0}, "1 or more"),
+        ({"generation_batch_size": 20}, "set it to 24"),
+        ({"generation_batch_size": 16, "steps_per_generation": 2}, "keep one"),
+        ({"eval_strategy": "steps", "per_device_eval_batch_size": 5}, "`per_device_eval_batch_size` to 8"),
+        ({"eval_strategy": "steps", "per_device_eval_batch_size": 6, "num_generations_eval": 3}, None),
+    ],
+)
+def test_what_does_not_divide_is_named_with_a_value_that_does(config: dict, says: str | None) -> None:
+    if says is None:
+        geometry(**config)
+        return
+    with pytest.raises(UserError, match=says):
+        geometry(**config)
+
+
+def test_suggested_batch_size_works() -> None:
+    for generations in range(2, 17):
+        for batch in range(1, 20):
+            for processes in (1, 2, 7, 8):
+                try:
+                    geometry(num_processes=processes, per_device_train_batch_size=batch, num_generations=generations)
+                except UserError as error:
+                    fits = int(str(error).rsplit(" ", 1)[1])
+                    assert fits >= batch
+                    geometry(num_processes=processes, per_device_train_batch_size=fits, num_generations=generations)
+
+
+def test_too_few_prompts_are_refused() -> None:
+    layout = geometry(per_device_train_batch_size=16, num_generations=8)
+    layout.check_dataset(2)
+    with pytest.raises(UserError, match="1 prompts and one generation needs 2"):
+        layout.check_dataset(1)
+
+
+def test_a_split_group_meets_again_only_over_ranks() -> None:
+    # Two ranks × 6 completions of groups of 4: the second group has two completions on each rank.
+    layout = geometry(num_processes=2, per_device_train_batch_size=6, num_generations=4)
+    first, second = (torch.tensor(rank[0]) for rank in sampled_ranks(layout, 3))
+    assert layout.splits_groups
+    assert len(set(first.tolist()) & set(second.tolist())) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        ({"save_steps": 1}, True),  # one step, not the share 1.0 of the run
+        ({"save_steps": 2}, False),
+        ({"save_steps": 0.5}, False),
+        ({"save_steps": 0.05}, True),
+        ({"save_steps": 1, "save_only_model": True}, False),  # nothing can go on from it
+        ({"save_steps": 1, "save_strategy": "epoch"}, False),
+    ],
+)
+def test_a_save_inside_a_generation(change: dict, refused: bool) -> None:
+    """Two optimiser steps train on each generation, and eight prompts make sixteen of them."""
+    layout = geometry(
+        per_device_train_batch_size=2, gradient_accumulation_steps=1, steps_per_generation=2, num_generations=4
+    )
+    plan = {"max_steps": -1, "num_train_epochs": 1, "save_strategy": "steps", "save_only_model": False}
+    config = SimpleNamespace(**{**plan, "eval_strategy": "no", "eval_steps": None, "logging_steps": 1, **change})
+    assert layout.optimizer_steps_per_epoch(8) == 16
+    if refused:
+        with pytest.raises(UserError, match="set `save_steps` to 2"):
+            layout.check_saves(config, 8)
+    else:
+        layout.check_saves(config, 8)

@@ -1,0 +1,110 @@
+"""The sizes in a model's config.json: one sentence names file, key and value before transformers builds anything."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING, GPT2Config
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from grpo_recipes.checks.model_sizes import SizeError, check_model_sizes
+from grpo_recipes.plan.memory import MemoryUnknown, load_shape
+from tests.support import tiny
+
+
+def change(folder: Path, **values: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return tiny.save_policy(tmp_path / "model")
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads"])
+@pytest.mark.parametrize("value", [10**7, 10**12, "x", -4, 0, None, float("nan"), 4.5, True, [[1]], {"a": 1}])
+def test_an_impossible_size_is_refused(model: Path, key: str, value: Any) -> None:
+    path = change(model, **{key: value})
+    with pytest.raises(SizeError, match=re.escape(f"{path}: `{key}` is ")):
+        check_model_sizes(str(model))
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"text_config": {"hidden_size": -4}}, "text_config.hidden_size"),
+        ({"vision_config": {"num_hidden_layers": 10**7}}, "vision_config.num_hidden_layers"),
+        ({"thinker_config": {"text_config": {"vocab_size": "x"}}}, "thinker_config.text_config.vocab_size"),
+        ({"head_dim": 10**6}, "head_dim"),
+        ({"num_experts": 10**7}, "num_experts"),
+        ({"intermediate_size": [64] * 2000}, "intermediate_size"),
+    ],
+)
+def test_sizes_are_checked_wherever_they_stand(model: Path, values: dict[str, Any], key: str) -> None:
+    change(model, **values)
+    with pytest.raises(SizeError, match=f"`{re.escape(key)}` is "):
+        check_model_sizes(str(model))
+
+
+def test_an_architectures_own_names_are_checked(tmp_path: Path) -> None:
+    tiny.policy(GPT2Config, n_layer=1, n_embd=8, n_head=1).save_pretrained(tmp_path)
+    check_model_sizes(str(tmp_path))
+    change(tmp_path, n_layer=10**7)
+    with pytest.raises(SizeError, match="`n_layer` is 10000000"):
+        check_model_sizes(str(tmp_path))
+
+
+@pytest.mark.parametrize("values", [{"vocab_size": 4_000_000}, {"intermediate_size": 10**6}, {"hidden_size": 2**17}])
+def test_a_size_that_the_weights_can_not_hold_is_refused(model: Path, values: dict[str, int]) -> None:
+    """transformers makes the parts that differ from the file before it says so, of any size."""
+    change(model, **values)
+    with pytest.raises(SizeError, match="more than the weights beside it can hold"):
+        check_model_sizes(str(model))
+    (model / "model.safetensors").unlink()
+    check_model_sizes(str(model))  # that they are missing is said elsewhere
+
+
+def test_an_adapter_beside_a_copy_of_its_bases_configuration_passes(model: Path) -> None:
+    """Some trainers save both. The adapter's few weights say nothing of the base's sizes."""
+    (model / "model.safetensors").rename(model / "adapter_model.safetensors")
+    (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "elsewhere"}))
+    change(model, vocab_size=4_000_000)
+    check_model_sizes(str(model))
+    change(model, vocab_size=10**7)
+    with pytest.raises(SizeError, match="`vocab_size` is 10000000"):
+        check_model_sizes(str(model))
+
+
+def test_every_architecture_of_transformers_passes_with_its_own_sizes(tmp_path: Path) -> None:
+    checked = 0
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            config = CONFIG_MAPPING[model_type]()
+        except Exception:  # one that has no defaults
+            continue
+        (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+        check_model_sizes(str(tmp_path))
+        checked += 1
+    assert checked > 100
+
+
+def test_a_model_without_a_configuration_is_not_looked_up(tmp_path: Path) -> None:
+    check_model_sizes(str(tmp_path))
+    check_model_sizes("organisation/that-is-not-in-the-cache")
+
+
+@pytest.mark.parametrize(
+    "values", [{"hidden_act": "zz"}, {"model_type": ["a"]}, {"rope_parameters": 5}, {"dtype": "x"}]
+)
+def test_no_memory_is_planned_for_a_model_that_can_not_be_built(model: Path, values: dict[str, Any]) -> None:
+    change(model, **values)
+    with pytest.raises(MemoryUnknown):
+        load_shape(str(model))
+    with pytest.raises(SizeError):
+        load_shape(str(change(model, num_hidden_layers=10**7)))

@@ -1,0 +1,281 @@
+"""What a recipe's dtypes keep of an update: against simulated runs, and in the sentences that a user gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from grpo_recipes.checks.checks import Machine, check, optimiser, precision_of
+from grpo_recipes.checks.precision import Precision, initial_weights
+from grpo_recipes.cli import main
+from grpo_recipes.plan.memory import GIB, MemoryPlan, best_precision
+from grpo_recipes.plan.plan import plan
+from grpo_recipes.recipe.recipe import Recipe, RecipeError, grpo_config, parse_recipe
+from tests.support import launching, qwen
+
+GPU = Machine(1, bf16=True)
+MINIMAL = {
+    "model_name_or_path": "nowhere/model",
+    "dataset": {"name": "arithmetic", "size": 64},
+    "rewards": ["gsm8k_correctness"],
+    "per_device_train_batch_size": 16,
+    "learning_rate": 5e-6,
+}
+BF16 = {"dtype": "bfloat16"}
+LORA = {**BF16, "use_peft": True}
+QLORA = {**LORA, "load_in_4bit": True}
+
+
+@pytest.fixture(autouse=True)
+def nothing_at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("grpo_recipes.plan.memory.hub_answers", lambda: False)
+
+
+def recipe(folder: Path, **changes: object) -> Recipe:
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump({**MINIMAL, "output_dir": str(folder / "run"), **changes}))
+    return parse_recipe(["--config", str(path)])
+
+
+def precision(stored: str = "bfloat16", **changes: object) -> Precision:
+    values = {"computed": "bfloat16", "optim": "adamw_torch_fused", "learning_rate": 5e-6, "beta1": 0.9, **changes}
+    return Precision(stored, **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("learning_rate", [1e-6, 5e-6, 2e-5, 1e-4])
+def test_the_surviving_share_is_that_of_a_simulated_run(learning_rate: float) -> None:
+    """torch's AdamW on bfloat16 weights and on float32 ones, on gradients that are noise."""
+    torch.manual_seed(0)
+    start = (0.02 * torch.randn(8000)).bfloat16()
+    stored, exact = start.clone().requires_grad_(), start.float().requires_grad_()
+    runs = [torch.optim.AdamW([weight], lr=learning_rate, weight_decay=0.0) for weight in (stored, exact)]
+    for _ in range(300):
+        noise = torch.randn(8000)
+        stored.grad, exact.grad = noise.bfloat16(), noise
+        for run in runs:
+            run.step()
+    true, rounded = (weight.detach().double() - start.double() for weight in (exact, stored))
+    simulated = float(rounded @ true / (true @ true))
+    share = precision(learning_rate=learning_rate).surviving(start.float().numpy())
+    # 300 steps still know the first one, in which an update is as large as the learning rate.
+    assert simulated / 2 < share < 2 * simulated
+    assert share == pytest.approx(precision(learning_rate=learning_rate).surviving(initial_weights(0.02)), rel=0.3)
+
+
+def test_nothing_is_lost_in_float32_and_what_is_not_known_is_not_guessed() -> None:
+    weights = initial_weights(0.02)
+    assert precision("float32").surviving(weights) == pytest.approx(1, abs=1e-3)
+    assert precision(optim="adamw_bf16").surviving(weights) == 1
+    assert precision(deepspeed=True).surviving(weights) == 1
+    assert precision(optim="adafactor").surviving(weights) is None
+    assert precision(optim="adamw_torch", optim_args="x=1").surviving(weights) is None
+    assert precision(learning_rate=0.0).surviving(weights) == 1
+    assert precision().surviving(np.zeros(5)) == pytest.approx(1, abs=1e-3)  # as LoRA's B begins
+
+
+@pytest.mark.parametrize(
+    ("changes", "backend", "stored", "updated", "computed"),
+    [
+        ({}, "torch", "float32", "float32", "bfloat16"),
+        ({"bf16": False, "use_cpu": True}, "torch", "float32", "float32", "float32"),
+        ({"fp16": True}, "torch", "float32", "float32", "float16"),
+        (BF16, "torch", "bfloat16", "bfloat16", "bfloat16"),
+        ({**BF16, "optim": "adamw_bf16"}, "torch", "bfloat16", "float32", "bfloat16"),
+        (BF16, "deepspeed", "bfloat16", "float32", "bfloat16"),
+        ({}, "deepspeed", "bfloat16", "float32", "bfloat16"),
+        ({**BF16, "bf16": False, "use_cpu": True}, "deepspeed", "float32", "float32", "float32"),
+        (BF16, "fsdp", "float32", "float32", "bfloat16"),
+        ({**BF16, "bf16": False, "use_cpu": True}, "fsdp", "bfloat16", "bfloat16", "bfloat16"),
+        (LORA, "torch", "float32", "float32", "bfloat16"),
+        (LORA, "deepspeed", "bfloat16", "float32", "bfloat16"),
+        (QLORA, "torch", "bfloat16", "float32", "bfloat16"),
+        ({**QLORA, "optim": "adamw_torch_fused"}, "torch", "bfloat16", "bfloat16", "bfloat16"),
+    ],
+)
+def test_where_weights_are_stored_updated_and_computed(
+    tmp_path: Path, changes: dict, backend: str, stored: str, updated: str, computed: str
+) -> None:
+    found = precision_of(recipe(tmp_path, **changes), Machine(1, True, backend))  # type: ignore[arg-type]
+    assert (found.stored, found.updated, found.computed) == (stored, updated, computed)
+
+
+DEEPSPEED = Machine(2, True, "deepspeed")
+CB = {"use_transformers_continuous_batching": True}
+REFUSED = [
+    ({**BF16, "optim": "adamw_bf16"}, DEEPSPEED, "DeepSpeed keeps float32 weights of its own.*remove `optim`"),
+    ({**BF16, "optim": "adamw_bf16", "optim_args": "a=1"}, GPU, "`optim_args`.*remove the key"),
+    ({"dtype": "float16", "fp16": True}, GPU, "float16 can't be trained.*`fp16: true`"),
+    ({"dtype": "float16"}, GPU, "float16 can't be trained"),
+    ({"dtype": "float16", "optim": "adamw_bf16"}, GPU, "float16 can't be trained"),
+    (CB, GPU, "from float32 to bfloat16 in place.*`bf16: false`"),
+    ({**CB, "fp16": True}, GPU, "from float32 to float16 in place.*`fp16: false`"),
+    ({**CB, **LORA}, GPU, "from float32 to bfloat16 in place"),
+    ({**CB, **BF16, "fp16": True}, GPU, "from bfloat16 to float16"),
+]
+
+
+@pytest.mark.parametrize(("changes", "machine", "says"), REFUSED)
+def test_what_can_not_be_trained_is_refused(tmp_path: Path, changes: dict, machine: Machine, says: str) -> None:
+    mine = recipe(tmp_path, **changes)
+    with pytest.raises(RecipeError, match=f"mine.yaml: .*{says}"):
+        check(mine, machine)
+
+
+@pytest.mark.parametrize(
+    ("changes", "machine"),
+    [
+        ({**CB, **BF16, "optim": "adamw_bf16"}, GPU),
+        ({**CB, "bf16": False, "use_cpu": True}, GPU),
+        (CB, DEEPSPEED),
+        ({"dtype": "float16", "fp16": True}, DEEPSPEED),
+        (QLORA, DEEPSPEED),
+        ({**BF16, "optim": "adamw_bf16"}, Machine(2, True, "fsdp")),
+    ],
+)
+def test_what_can_be_trained_passes(tmp_path: Path, changes: dict, machine: Machine) -> None:
+    check(recipe(tmp_path, **changes), machine)
+
+
+def test_the_name_is_the_recipes_own(tmp_path: Path) -> None:
+    """`GRPOConfig` knows no `adamw_bf16`; a misspelt name is told the nearest."""
+    mine = recipe(tmp_path, **BF16, optim="adamw_bf16", use_cpu=True, bf16=False)
+    assert grpo_config(mine).optim == "adamw_torch"
+    assert mine.as_dict()["optim"] == "adamw_bf16"
+    assert optimiser(mine, GPU) == "adamw_bf16"
+    assert (
+        parse_recipe(["--config", mine.source, "--optim", "adamw_torch_fused"]).training["optim"] == "adamw_torch_fused"
+    )
+    with pytest.raises(RecipeError, match="did you mean `adamw_bf16`"):
+        recipe(tmp_path, optim="adamw_bf61")
+
+
+def test_a_layout_says_what_holds_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, backend in (("DEEPSPEED", "deepspeed"), ("FSDP", "fsdp"), ("MULTI_GPU", "torch")):
+        path = tmp_path / "layout.yaml"
+        path.write_text(f"num_processes: 2\ndistributed_type: {text}\n")
+        assert Machine.described(path).backend == backend
+    assert Machine.here().backend == "torch"
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert Machine.here().backend == "fsdp"
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    assert Machine.here().backend == "deepspeed"
+
+
+def planned(folder: Path, name: str, *more: str, size: str = "1.5B") -> list[str]:
+    config, rows = qwen.write_config(folder, size), launching.write_rows(folder / "rows.jsonl", 640)
+    return ["plan", name, "--model_config", str(config), "--dataset.path", str(rows), "--dataset.split", "train", *more]
+
+
+SOURCE = [
+    ("gsm8k-qwen2.5-1.5b-24gb", "single_gpu", [], "1.5B", "3%", "zero2_offload.yaml"),
+    ("gsm8k-qwen2.5-1.5b-iterative", "single_gpu", [], "1.5B", "3%", "zero2_offload.yaml"),
+    (
+        "gsm8k-qwen2.5-1.5b-8xa100",
+        "ddp",
+        ["--dtype", "bfloat16", "--num_processes", "7"],
+        "1.5B",
+        "3%",
+        "zero2_offload",
+    ),
+    ("gsm8k-qwen2-0.5b-full-kl", "single_gpu", ["--dtype", "bfloat16"], "0.5B", "6%", "`dtype: float32`"),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "more", "size", "share", "cure"), SOURCE)
+def test_what_the_sources_did_is_an_override_that_warns(
+    name: str, layout: str, more: list, size: str, share: str, cure: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    asked = planned(tmp_path, name, "--accelerate_config", layout, "--gpu_memory", "24GB", *more, size=size)
+    assert main(asked) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"updated in bfloat16 by adamw_torch_fused, computed in bfloat16: {share} of an update" in said
+    assert f"{share} of an update survives the rounding of the weights to bfloat16" in said
+    assert "docs/precision.md" in said
+    assert cure.strip("`") in said
+
+
+def test_4_bit_keeps_updates_unless_the_recipe_names_trls_optimiser(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    asked = planned(tmp_path, "gsm8k-qwen2.5-1.5b-lora", "--load_in_4bit", "true", "--gpu_memory", "24GB", "--json")
+    asked += ["--accelerate_config", "single_gpu"]
+    seen = []
+    for more in ([], ["--optim", "adamw_torch_fused"]):
+        assert main([*asked, *more]) == 0
+        seen.append(json.loads(capsys.readouterr().out))
+    kept, lost = (run["precision"] for run in seen)
+    assert (kept["stored"], kept["updated"], kept["optim"], kept["surviving"]) == (
+        "bfloat16",
+        "float32",
+        "adamw_bf16",
+        1,
+    )
+    assert lost["updated"] == "bfloat16"
+    assert lost["surviving"] < 0.5
+    (warning,) = [note for note in seen[1]["notes"] if "survives the rounding" in note]
+    assert "dtype: float32" not in warning  # TRL casts the adapter whatever `dtype` says
+    assert seen[0]["memory"]["fits"]
+    # 10 bytes of state for each weight of the adapter, in place of 2 moments of 2 bytes.
+    trained = seen[0]["memory"]["shape"]["trained"]
+    assert seen[0]["memory"]["optimiser"] - seen[1]["memory"]["optimiser"] == 6 * trained
+
+
+@pytest.mark.parametrize(
+    ("gpu", "recommended"),
+    [
+        ("80GB", "dtype: float32 ("),
+        ("32GB", "with optim: adamw_bf16 ("),
+        ("24GB", "zero2_offload"),
+        ("8GB", "use_peft"),
+    ],
+)
+def test_the_best_precision_that_fits_is_recommended(tmp_path: Path, gpu: str, recommended: str) -> None:
+    asked = planned(tmp_path, "gsm8k-qwen2.5-1.5b-24gb")
+    run = plan(
+        ["--config", *asked[1:2], *asked[4:]],
+        accelerate_config="single_gpu",
+        gpu_memory=gpu,
+        model_config_file=asked[3],
+    )
+    assert isinstance(run.memory, MemoryPlan)
+    assert recommended in best_precision(run.memory)
+    assert any(recommended in note for note in run.notes)
+    cured = plan(
+        ["--config", *asked[1:2], *asked[4:], "--optim", "adamw_bf16"],
+        accelerate_config="single_gpu",
+        gpu_memory=gpu,
+        model_config_file=asked[3],
+    )
+    assert any("recommended" in note for note in cured.notes) is (gpu != "32GB"), "32 GB: it is the best that fits"
+
+
+def test_bytes_of_each_optimiser(tmp_path: Path) -> None:
+    """A weight in bfloat16 with its gradient takes 4 bytes; beside it, what each optimiser's source says that it keeps."""
+    state = {"adamw_torch": 4, "adamw_bf16": 10, "adamw_bnb_8bit": 2, "adamw_torch_8bit": 2, "adamw_torch_4bit": 1}
+    state |= {"sgd": 0, "lion_32bit": 2, "adafactor": 0}
+    for optim, size in state.items():
+        asked = planned(tmp_path, "gsm8k-qwen2.5-1.5b-24gb", "--optim", optim)
+        run = plan(
+            ["--config", asked[1], *asked[4:]], accelerate_config="single_gpu", model_config_file=asked[3]
+        ).memory
+        assert isinstance(run, MemoryPlan)
+        assert run.parts()["optimiser"] == size * run.shape.parameters, optim
+
+
+def test_a_base_in_4_bits_is_as_large_as_published(tmp_path: Path) -> None:
+    """bitsandbytes' NF4 of Qwen2.5-1.5B: linear layers of 1.31 billion weights at 0.5625 bytes, the rest in 16 bits."""
+    asked = planned(tmp_path, "gsm8k-qwen2.5-1.5b-lora", "--load_in_4bit", "true")
+    run = plan(["--config", asked[1], *asked[4:]], accelerate_config="single_gpu", model_config_file=asked[3]).memory
+    assert isinstance(run, MemoryPlan)
+    frozen = run.shape.parameters - run.shape.trained
+    linear = 28 * (1536 * (1536 + 256 + 256) + 1536 * 1536 + 3 * 1536 * 8960)
+    assert run.shape.quantisable == linear
+    expected = 0.5625 * linear + 2 * (frozen - linear) + 2 * run.shape.trained
+    assert run.parts()["parameters"] == pytest.approx(expected)
+    assert expected < 1.3 * GIB

@@ -1,0 +1,234 @@
+"""What rewards need before they can pay: a column, a gold that can be read, a weight that counts."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import pytest
+
+from grpo_recipes import cli, train
+from grpo_recipes.checks.rewards import check_columns, check_golds, check_weights
+from grpo_rewards.errors import UserError
+from grpo_rewards.math import symbolic
+from grpo_rewards.registry import build_rewards, leaves
+
+PROSE = "There is no short answer to a question of this kind."
+
+
+def golds(*answers: object, **columns: list) -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"prompt": ["?"] * len(answers), "answer": list(answers), **columns})
+
+
+def by_level(completions: list, level: list, **columns: object) -> list[float]:
+    """Pay the level."""
+    return [float(value) for value in level]
+
+
+def by_difficulty(completions: list, level: list, topic: list, **columns: object) -> list[float]:
+    """Pay the level of two topics."""
+    return [float(value) for value in level]
+
+
+HERE = "tests.grpo_recipes.checks.test_rewards."
+
+
+def test_rows_without_a_gold_to_score_are_named_from_1() -> None:
+    found = check_golds(build_rewards(["gsm8k_correctness"]), golds("18", PROSE, "1,000", "", PROSE))
+    assert found is not None
+    assert (found.count, found.total, found.rows) == (3, 5, (2, 4, 5))
+    assert "3 of 5 golds can't be scored by gsm8k_correctness" in found.describe()
+    assert "rows 2, 4, 5 (counted from 1)" in found.describe()
+
+
+def test_many_rows_are_counted_and_the_first_named() -> None:
+    found = check_golds(build_rewards(["math_correctness"]), golds("18", *[PROSE] * 30))
+    assert found is not None
+    assert found.count == 30
+    assert found.rows == tuple(range(2, 22))
+    assert "20, 21 and 10 more (counted from 1)" in found.describe()
+
+
+def test_a_gold_that_one_of_two_rewards_can_score_is_scorable() -> None:
+    dataset = golds(PROSE, "7", PROSE, solution=["7", PROSE, PROSE])
+    second = {"name": "math_correctness", "kwargs": {"gold_column": "solution"}}
+    found = check_golds(build_rewards(["gsm8k_correctness", second]), dataset)
+    assert found is not None
+    assert found.rows == (3,)
+    # In a sum, a part that can't score a row takes the whole row with it.
+    found = check_golds(build_rewards([{"name": "sum", "rewards": ["gsm8k_correctness", second]}, second]), dataset)
+    assert found is not None
+    assert found.rows == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "gsm8k_correctness",
+        {"name": "math_correctness", "alias": "judge"},
+        {"name": "sum", "rewards": ["tag_count", "gsm8k_correctness"]},
+        "group_length",
+    ],
+)
+def test_not_one_gold_to_score_is_refused(spec: object) -> None:
+    rewards = build_rewards([spec, "tag_count"], num_generations=2)  # type: ignore[list-item]
+    with pytest.raises(UserError, match=r"can score none of the 2 golds in the column `answer` \(the first is ''"):
+        check_golds(rewards, golds(" ", ""))
+    assert check_golds(rewards, golds("1", "2")) is None
+
+
+def test_golds_inside_a_gate_and_of_multiple_choice_are_held_against_their_choices() -> None:
+    choice = {"name": "choice_correctness", "kwargs": {"choices_column": "options"}}
+    gate = {"name": "gate", "reward": choice, "only_if": "tag_count"}
+    dataset = golds("B", "Rome", "Oslo", options=[["Paris", "Rome"]] * 3)
+    for spec in (choice, gate):
+        found = check_golds(build_rewards([spec]), dataset)
+        assert found is not None
+        assert found.rows == (3,)
+        with pytest.raises(UserError, match="choice_correctness needs the column `options`"):
+            check_columns(build_rewards([spec]), ["prompt", "answer"])
+    with pytest.raises(UserError, match="the first is 'Oslo'.*a gold is a letter, a choice's text or its position"):
+        check_golds(build_rewards([choice]), golds("Oslo", options=[["Paris", "Rome"]]))
+
+
+def test_rows_of_instructions_that_cant_be_checked_are_named() -> None:
+    names = [["punctuation:no_comma"], ["punctuation:no_coma"]]
+    dataset = golds("", "", instruction_id_list=names, kwargs=[[{}], [{}]])
+    found = check_golds(build_rewards(["instructions"]), dataset)
+    assert found is not None
+    assert found.rows == (2,)
+    with pytest.raises(
+        UserError, match=r"the column `instruction_id_list` \(the first is .*no_coma.*a row holds the names"
+    ):
+        check_golds(build_rewards(["instructions"]), dataset.select([1]))
+    with pytest.raises(UserError, match="instructions needs the column `kwargs`"):
+        check_columns(build_rewards(["instructions"]), ["prompt", "instruction_id_list"])
+
+
+def test_schemas_of_a_column_are_read_and_one_for_all_rows_needs_no_column() -> None:
+    pytest.importorskip("jsonschema")
+    pytest.importorskip("re2")
+    dataset = golds("", "", schema=["{}", "{"])
+    found = check_golds(build_rewards(["json_schema"]), dataset)
+    assert found is not None
+    assert found.rows == (2,)
+    one_for_all = build_rewards([{"name": "json_schema", "kwargs": {"schema": {}}}])
+    assert check_golds(one_for_all, dataset) is None
+    check_columns(one_for_all, ["prompt"])
+
+
+def test_a_missing_extra_is_named_before_the_policy_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    with pytest.raises(UserError, match=r"json_schema needs jsonschema: pip install 'grpo-rewards\[json\]'$"):
+        check_golds(build_rewards(["json_schema"]), golds("", schema=['{"title": "never compiled before"}']))
+
+
+def test_rewards_that_read_no_gold_are_not_asked() -> None:
+    assert check_golds(build_rewards(["tag_count", HERE + "by_level"]), golds(PROSE)) is None
+
+
+def test_a_judge_is_not_asked_about_the_dataset_and_needs_the_columns_of_its_template() -> None:
+    template = "{prompt} {reference} {completion}"
+    nobody = {"base_url": "http://127.0.0.1:9/v1", "model": "m", "template": template}
+    rewards = build_rewards([{"name": "sum", "rewards": [{"name": "judge", "kwargs": nobody}]}], num_generations=2)
+    assert check_golds(rewards, golds("1", reference=["1"])) is None
+    check_columns(rewards, ["prompt", "reference"])
+    with pytest.raises(UserError, match="judge needs the column `reference`"):
+        check_columns(rewards, ["prompt", "answer"])
+
+
+def test_gsm8k_takes_no_time_and_formulas_start_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symbolic, "_server", lambda: pytest.fail("a symbolic comparison"))
+    dataset = golds(*(f"\\frac{{{n}}}{{7}}" if n % 2 else f"{n:,}" for n in range(7_473)))
+    began = time.perf_counter()
+    assert check_golds(build_rewards(["gsm8k_correctness", "math_correctness"]), dataset) is None
+    assert time.perf_counter() - began < 5  # about 0.3 s
+
+
+def test_a_missing_column_is_named_with_the_reward_and_the_columns() -> None:
+    for spec in (HERE + "by_difficulty", {"name": "sum", "rewards": ["tag_count", HERE + "by_difficulty"]}):
+        with pytest.raises(
+            UserError, match="by_difficulty needs the column `topic`, and the columns .* are answer, level$"
+        ):
+            check_columns(build_rewards([spec]), ["prompt", "answer", "level"])
+        check_columns(build_rewards([spec]), ["prompt", "answer", "level", "topic"])
+
+
+def by_rank(completions: list, num_generations: int, **columns: object) -> list[float]:
+    """Pay the place in the group."""
+    return [float(place % num_generations) for place in range(len(completions))]
+
+
+def test_a_reward_under_another_name_and_what_the_spec_binds() -> None:
+    check_columns(build_rewards([HERE + "by_rank"], num_generations=4), ["prompt"])
+    (built,) = build_rewards([{"name": HERE + "by_level", "alias": "levels"}])
+    with pytest.raises(UserError, match="levels needs the column `level`"):
+        check_columns([built], ["prompt", "answer"])
+    (leaf,) = leaves([built])
+    assert (leaf.name, leaf.unbound.__name__) == ("levels", "by_level")
+
+
+def test_a_prompt_reaches_no_reward_under_that_name() -> None:
+    def wants_prompt(completions: list, prompt: list, **columns: object) -> list[float]:
+        return [0.0 for _ in prompt]
+
+    built = build_rewards(["tag_count"])[0]
+    with pytest.raises(UserError, match="needs the column `prompt`"):
+        check_columns([type(built)(wants_prompt, 1.0, "wants_prompt")], ["prompt", "answer"])
+
+
+@pytest.mark.parametrize(
+    ("specs", "counts"),
+    [
+        ([{"name": "tag_count", "weight": 0}], False),
+        ([{"name": "tag_count", "weight": 0}, "gsm8k_correctness"], True),
+        ([{"name": "tag_count", "weight": -1}], True),
+        ([{"name": "sum", "rewards": [{"name": "tag_count", "weight": 0}]}], False),
+        ([{"name": "sum", "weight": 0, "rewards": ["tag_count"]}], False),
+        ([{"name": "gate", "reward": {"name": "tag_count", "weight": 0}, "only_if": "well_formed"}], False),
+    ],
+)
+def test_one_weight_must_count(specs: list, counts: bool) -> None:
+    if counts:
+        check_weights(build_rewards(specs))
+    else:
+        with pytest.raises(UserError, match="all weights are 0"):
+            check_weights(build_rewards(specs))
+
+
+def test_a_run_hands_every_column_over_and_says_which_golds_it_cannot_score(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"question": f"{n} + 1?", "answer": PROSE if n == 1 else str(n + 1), "level": n % 3, "notes": {"page": n}}
+        for n in range(8)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = {
+        "model_name_or_path": str(tiny_model),
+        "dataset": {"name": "gsm8k", "path": str(tmp_path / "rows.jsonl")},
+        "rewards": ["gsm8k_correctness", HERE + "by_level", {"name": "tag_count", "weight": 0}],
+        "output_dir": str(tmp_path / "run"),
+        **{
+            "use_cpu": True,
+            "bf16": False,
+            "dtype": "float32",
+            "shuffle_dataset": False,
+            "gradient_checkpointing": False,
+        },
+        **{"per_device_train_batch_size": 6, "num_generations": 2, "max_completion_length": 4, "max_steps": 1},
+        **{"logging_steps": 1, "save_strategy": "no", "learning_rate": 0.02},
+    }
+    (tmp_path / "mine.yaml").write_text(json.dumps(recipe))
+    assert train.main(["--config", str(tmp_path / "mine.yaml")]) == 0
+    said = capsys.readouterr().out
+    assert "rewards gsm8k_correctness × 1, by_level × 1, tag_count × 0 (logged only)" in said
+    assert "note            `learning_rate` is 0.02, above 0.01" in said
+    assert "note            1 of 8 golds can't be scored by gsm8k_correctness" in said
+    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
+    assert history[0]["rewards/by_level/mean"] == pytest.approx(1.0)  # the levels of the first three rows: 0, 1, 2
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["unscorable_golds"] == {"count": 1, "total": 8, "rows": [2]}
+    cli.main(["diagnose", str(tmp_path / "run")])
+    assert "1 of 8 golds can't be scored by a correctness reward (rows 2 of" in capsys.readouterr().out

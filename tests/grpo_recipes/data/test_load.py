@@ -1,0 +1,487 @@
+"""What a recipe's `dataset` key may say, the rows it yields, and the sentence each mistake gets."""
+
+import json
+import re
+
+import datasets
+import huggingface_hub
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from grpo_recipes.data.arithmetic import MAX_ARITHMETIC_SIZE, arithmetic_problems
+from grpo_recipes.data.load import load
+from grpo_recipes.data.presets import final_answer
+from grpo_recipes.data.prompts import limit_prompts
+from grpo_recipes.data.sources import DatasetUnreachable
+from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_rewards.errors import UserError
+
+ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"} for n in range(20)]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    return write_jsonl(tmp_path / "rows.jsonl", ROWS)
+
+
+@pytest.fixture
+def silent_hub(monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")
+
+
+def questions(dataset):
+    return [prompt[-1]["content"] for prompt in dataset["prompt"]]
+
+
+# Specs
+
+
+def test_a_plain_string_is_the_name():
+    assert DatasetSpec.parse("gsm8k") == DatasetSpec(name="gsm8k")
+
+
+def test_a_mapping_gives_every_key():
+    raw = {"name": "arithmetic", "split": "train[:5%]", "size": 40, "seed": 3, "system_prompt": "think"}
+    assert DatasetSpec.parse(raw) == DatasetSpec(
+        "arithmetic", split="train[:5%]", size=40, seed=3, system_prompt="think"
+    )
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ("gsm9k", r"`dataset\.name` can't be `gsm9k`: did you mean `gsm8k`\?"),
+        ({"split": "test"}, r"`dataset\.path` is missing: name the file, folder or hub id to read, or a preset"),
+        ("rows.jsonl", r"`dataset\.name` can't be `rows.jsonl`: .*write `\{path: rows\.jsonl\}`"),
+        (
+            {"name": "gsm8k", "sistem_prompt": "think"},
+            r"unknown key `dataset\.sistem_prompt`: did you mean `system_prompt`\?",
+        ),
+        ({"name": "gsm8k", "system_prompt": "thinking"}, r"`dataset\.system_prompt` .*did you mean `think`\?"),
+        ({"name": "gsm8k", "prompt_format": "chat"}, r"`dataset\.prompt_format` .*choose conversational or text"),
+        ({"name": "gsm8k", "overlong_prompts": "cut"}, r"`dataset\.overlong_prompts` .*did you mean `cut_left`\?"),
+        ({"name": "gsm8k", "path": {"x": 1}}, r"`dataset\.path` must be text or a list, not \{'x': 1\}"),
+        ({"name": "gsm8k", "split": None}, r"`dataset\.split` must be text, not None"),
+        ({"name": "arithmetic", "size": "ten"}, r"`dataset\.size` must be a whole number, not 'ten'"),
+        ({"name": "arithmetic", "size": True}, r"`dataset\.size` must be a whole number, not True"),
+        ({"name": "arithmetic", "size": 0}, r"`dataset\.size` is 0: set it to at least 1"),
+        ({"name": "gsm8k", "max_prompt_tokens": -1}, r"`dataset\.max_prompt_tokens` is -1: set it to at least 1"),
+        ({"name": "gsm8k", "size": 10}, r"`dataset\.size`: the dataset `gsm8k` does not use it"),
+        ({"name": "arithmetic", "path": "x"}, r"`dataset\.path`: the dataset `arithmetic` does not use it"),
+        (["gsm8k"], r"`dataset` must be a name or a mapping"),
+    ],
+)
+def test_a_bad_spec_names_the_key_and_the_fix(raw, message):
+    with pytest.raises(UserError, match=message):
+        DatasetSpec.parse(raw)
+
+
+# Prompts, worked out by hand from the source documents
+
+
+def test_the_prompt_of_grpo_from_scratch_as_text(tmp_path):
+    path = write_jsonl(tmp_path / "one.jsonl", [{"question": " How many? ", "answer": "So 1+1=2\n#### 2"}])
+    row = load(DatasetSpec("gsm8k", path=path, system_prompt="reasoning", prompt_format="text"))[0]
+    system = "Respond in the following format:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>"
+    assert row == {"prompt": f"{system}\nHow many?", "answer": "2"}
+
+
+def test_the_prompt_of_full_vocabulary_kl_as_messages(jsonl):
+    row = load(DatasetSpec("gsm8k", path=jsonl, system_prompt="think", split="train[3:4]"))[0]
+    system = (
+        "Solve the math problem step-by-step, providing reasoning in <think> tags and the final answer in <answer> "
+    )
+    system += "tags."
+    assert row == {
+        "prompt": [{"role": "system", "content": system}, {"role": "user", "content": "What is 3 + 3?"}],
+        "answer": "6",
+    }
+
+
+def test_the_system_prompt_of_minimind(jsonl):
+    prompt = load(DatasetSpec("gsm8k", path=jsonl, system_prompt="minimind"))[0]["prompt"]
+    assert prompt[0] == {"role": "system", "content": "你是 MiniMind，是一个有用的人工智能助手。"}
+
+
+@pytest.mark.parametrize(
+    ("prompt_format", "prompt"),
+    [("text", "What is 0 + 0?"), ("conversational", [{"role": "user", "content": "What is 0 + 0?"}])],
+)
+def test_style_none_sends_the_question_alone(jsonl, prompt_format, prompt):
+    spec = DatasetSpec("gsm8k", path=jsonl, system_prompt="none", prompt_format=prompt_format)
+    assert load(spec)[0]["prompt"] == prompt
+
+
+@pytest.mark.parametrize(
+    ("answer", "final"), [("a\n#### 1,234", "1,234"), ("#### 1\n#### 2 ", "2"), (" 18 ", "18"), ("####", "")]
+)
+def test_the_final_answer_follows_the_last_mark(answer, final):
+    assert final_answer(answer) == final
+
+
+# Sources
+
+
+def test_gsm8k_itself(gsm8k_dir):
+    dataset = load(DatasetSpec("gsm8k", path=str(gsm8k_dir / "train.jsonl")))
+    assert dataset.num_rows == 7473
+    assert dataset.column_names == ["prompt", "answer"]
+    assert all(re.fullmatch(r"-?[\d,]+", answer) for answer in dataset["answer"])
+    assert sum("," in answer for answer in dataset["answer"]) == 79
+
+
+@pytest.mark.parametrize("split", ["train[:25%]", "test[:5]", "anything[0:5]"])
+def test_a_jsonl_file_is_sliced_under_any_name(jsonl, split):
+    dataset = load(DatasetSpec("gsm8k", path=jsonl, split=split))
+    assert questions(dataset) == [row["question"] for row in ROWS[:5]]
+
+
+def test_slices_add_up(jsonl):
+    dataset = load(DatasetSpec("gsm8k", path=jsonl, split="train[:2]+train[-1:]"))
+    assert questions(dataset) == [ROWS[0]["question"], ROWS[1]["question"], ROWS[19]["question"]]
+
+
+def test_a_folder_of_splits(tmp_path):
+    saved = datasets.DatasetDict(
+        train=datasets.Dataset.from_list(ROWS[:15]), test=datasets.Dataset.from_list(ROWS[15:])
+    )
+    saved.save_to_disk(str(tmp_path / "saved"))
+    spec = DatasetSpec("gsm8k", path=str(tmp_path / "saved"), split="train[10:]", eval_split="test")
+    assert questions(load(spec)) == [row["question"] for row in ROWS[10:15]]
+    assert questions(load(spec, evaluation=True)) == [row["question"] for row in ROWS[15:]]
+
+
+def test_a_folder_with_one_table_answers_to_any_split(tmp_path):
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    assert load(DatasetSpec("gsm8k", path=str(tmp_path / "saved"))).num_rows == 20
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, ("openai/gsm8k", "main", "train")),
+        ({"path": "someone/problems"}, ("someone/problems", None, "train")),
+        (
+            {"path": "someone/problems", "config": "hard", "split": "test[:1%]"},
+            ("someone/problems", "hard", "test[:1%]"),
+        ),
+    ],
+)
+def test_a_hub_id_is_read_with_its_configuration_and_split(monkeypatch, silent_hub, keys, expected):
+    asked = []
+
+    def load_dataset(path, config, *, split):
+        asked.append((path, config, split))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load(DatasetSpec("gsm8k", **keys)).num_rows == 20
+    assert asked == [expected]
+
+
+def test_an_unreachable_hub_is_said_at_once(silent_hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    downloads = []  # each would be retried for half a minute
+    monkeypatch.setattr(huggingface_hub.HfApi, "hf_hub_download", lambda *args, **kwargs: downloads.append(kwargs))
+    offline_before = datasets.config.HF_HUB_OFFLINE
+    with pytest.raises(DatasetUnreachable, match=r"`dataset\.path`: 'openai/gsm8k' .*can't be reached.*local \.jsonl"):
+        load(DatasetSpec("gsm8k"))
+    assert not downloads
+    assert offline_before == datasets.config.HF_HUB_OFFLINE
+
+
+# Columns of one's own
+
+
+@pytest.mark.parametrize("as_table", [False, True])
+def test_other_columns_come_along(tmp_path, as_table):
+    rows = [{**row, "level": n, "source": {"book": "b", "page": n}} for n, row in enumerate(ROWS)]
+    if as_table:
+        datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "rows"))
+    path = str(tmp_path / "rows") if as_table else write_jsonl(tmp_path / "rows.jsonl", rows)
+    dataset = load(DatasetSpec("gsm8k", path=path, split="train[5:8]"))
+    assert dataset.column_names == ["prompt", "answer", "level", "source"]
+    assert dataset["level"][:] == [5, 6, 7]
+    assert dataset[0]["source"] == {"book": "b", "page": 5}
+    assert dataset["answer"][:] == ["10", "12", "14"]
+
+
+def test_a_row_without_a_column_of_the_others_has_none_there(tmp_path):
+    rows = [ROWS[0], {**ROWS[1], "level": 3}]
+    dataset = load(DatasetSpec("gsm8k", path=write_jsonl(tmp_path / "rows.jsonl", rows)))
+    assert dataset["level"][:] == [None, 3]
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("level", (3, "hard"), r"rows\.jsonl, line 2: the column 'level' has values of several types"),
+        ("level", (3, 2**80), r"rows\.jsonl, line 2: the column 'level' has values of several types"),
+        ("completions", (1, 2), r"rows\.jsonl, line 1 has a column 'completions', a name that the trainer takes"),
+    ],
+)
+def test_a_column_that_can_not_be_handed_on_is_refused(tmp_path, column, values, message):
+    rows = [{**row, column: value} for row, value in zip(ROWS, values, strict=False)]
+    with pytest.raises(UserError, match=message):
+        load(DatasetSpec("gsm8k", path=write_jsonl(tmp_path / "rows.jsonl", rows)))
+
+
+def test_the_answer_of_a_conversation_is_its_last_turn(tmp_path):
+    turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"conversations": turns, "answer": "3"}])
+    with pytest.raises(UserError, match="has a column 'answer', a name that the trainer takes"):
+        load(DatasetSpec("rlaif", path=path))
+
+
+# Held-out rows
+
+
+def test_the_held_out_file_of_a_jsonl(jsonl, tmp_path):
+    held_out = write_jsonl(tmp_path / "held_out.jsonl", ROWS[:3])
+    assert load(DatasetSpec("gsm8k", path=jsonl, eval_path=held_out), evaluation=True).num_rows == 3
+
+
+def test_disjoint_slices_of_one_file_may_be_held_out(jsonl):
+    spec = DatasetSpec("gsm8k", path=jsonl, split="train[:90%]", eval_split="train[90%:]")
+    assert load(spec, evaluation=True).num_rows == 2
+
+
+@pytest.mark.parametrize(("split", "eval_split"), [("train", "test"), ("train[:90%]", "test[:10%]")])
+def test_rows_of_one_file_are_not_both_trained_and_evaluated_on(jsonl, split, eval_split):
+    with pytest.raises(UserError, match=r"`dataset\.eval_split`: \d+ rows .*eval_path"):
+        load(DatasetSpec("gsm8k", path=jsonl, split=split, eval_split=eval_split), evaluation=True)
+
+
+def test_evaluation_needs_held_out_rows(jsonl):
+    with pytest.raises(UserError, match=r"`dataset\.eval_split`: missing"):
+        load(DatasetSpec("gsm8k", path=jsonl), evaluation=True)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{'question': 1}", r"rows\.jsonl, line 3 is not JSON"),
+        ("[" * 100_000, r"rows\.jsonl, line 3 is not JSON"),
+        ('{"question": "\\ud800?", "answer": "#### 1"}', r"rows\.jsonl, line 3 has half of a surrogate pair"),
+        ('["question", "answer"]', r"rows\.jsonl, line 3 is not a JSON object"),
+        ('{"question": "q"}', r"rows\.jsonl, line 3 has the answer None"),
+        ('{"problem": "q", "answer": "1"}', r"rows\.jsonl, line 3 has the question None"),
+        (
+            '{"question": "q", "answer": 1}',
+            r"rows\.jsonl, line 3: the column 'answer' has values of several types, here 1",
+        ),
+        ('{"question": " ", "answer": "1"}', r"rows\.jsonl, line 3 has the question ' '"),
+        ('{"question": "q", "answer": "so\\n#### "}', r"rows\.jsonl, line 3 has the answer"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, line, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROWS[0]) + "\n\n" + line + "\n", encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        load(DatasetSpec("gsm8k", path=str(path)))
+
+
+def test_a_line_separator_inside_a_string_does_not_shift_the_numbers(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "a\u2028b", "answer": "1"}, ensure_ascii=False) + "\nx\n", encoding="utf-8")
+    with pytest.raises(UserError, match="line 2 is not JSON"):
+        load(DatasetSpec("gsm8k", path=str(path)))
+
+
+def test_windows_line_ends_and_a_byte_order_mark_are_read(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(json.dumps(row).encode() for row in ROWS))
+    assert load(DatasetSpec("gsm8k", path=str(path))).num_rows == 20
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("absent.jsonl", None, r"`dataset\.path`: .*absent\.jsonl can't be read \(No such file"),
+        ("latin.jsonl", "é".encode("latin-1"), r"`dataset\.path`: .*latin\.jsonl is not UTF-8"),
+        ("empty.jsonl", b"\n", r"`dataset\.split`: 'train' of .*empty\.jsonl is empty"),
+        ("rows.xls", b"question", r"`dataset\.path`: .*rows\.xls is not a \.jsonl, \.json, \.csv or \.parquet file"),
+        ("no/such/folder", None, r"`dataset\.path`: there is no file or folder .*no/such/folder"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, name, content, message):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        load(DatasetSpec("gsm8k", path=str(path)))
+
+
+def test_the_key_of_a_bad_held_out_file_is_its_own(jsonl, tmp_path):
+    spec = DatasetSpec("gsm8k", path=jsonl, eval_path=str(tmp_path / "absent.jsonl"))
+    with pytest.raises(UserError, match=r"`dataset\.eval_path`: .*absent\.jsonl"):
+        load(spec, evaluation=True)
+
+
+def test_a_folder_of_something_else_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"`dataset\.path`: the folder .* was not written by save_to_disk"):
+        load(DatasetSpec("gsm8k", path=str(tmp_path)))
+
+
+def test_a_missing_column_of_a_folder_is_named(tmp_path):
+    datasets.Dataset.from_list([{"problem": "q", "answer": "1"}]).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(UserError, match=r"saved, row 1 has the columns problem, answer, and none is 'question'"):
+        load(DatasetSpec("gsm8k", path=str(tmp_path / "saved")))
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [("train[5:5]", "is empty"), ("train[:5", "can't be read"), ("train[:5%](rounded)", "can't be read")],
+)
+def test_a_bad_slice_is_named(jsonl, split, message):
+    with pytest.raises(UserError, match=r"`dataset\.split`: .*" + message):
+        load(DatasetSpec("gsm8k", path=jsonl, split=split))
+
+
+# Arithmetic
+
+
+@given(
+    train=st.tuples(st.integers(1, 400), st.integers(-5, 10_000)),
+    test=st.tuples(st.integers(1, 400), st.integers(-5, 10_000)),
+)
+@settings(max_examples=30, deadline=None)
+def test_no_question_is_both_trained_and_tested_on(train, test):
+    trained = {problem["question"] for problem in arithmetic_problems("train", *train)}
+    tested = {problem["question"] for problem in arithmetic_problems("test", *test)}
+    assert len(trained) == train[0]
+    assert len(tested) == test[0]
+    assert not trained & tested
+
+
+def test_a_seed_gives_the_same_problems_and_a_larger_size_more_of_them():
+    assert arithmetic_problems("train", 50, seed=1) == arithmetic_problems("train", 80, seed=1)[:50]
+    assert arithmetic_problems("train", 50, seed=1) != arithmetic_problems("train", 50, seed=2)
+
+
+@given(st.integers(0, 1_000))
+@settings(max_examples=10, deadline=None)
+def test_worked_steps_are_right_and_use_the_numbers_of_the_question(seed):
+    for problem in arithmetic_problems("test", 50, seed):
+        *steps, last = problem["answer"].split("\n")
+        carried = []
+        for step in steps:
+            left, result = step.split("=")
+            assert eval(left, {"__builtins__": {}}) == int(result) >= 0  # our own text, three tokens of arithmetic
+            carried.append(int(result))
+        assert last == f"#### {carried[-1]}"
+        asked = sorted(map(int, re.findall(r"\d+", problem["question"])))
+        used = [int(n) for step in steps for n in re.findall(r"\d+", step.split("=")[0])]
+        for result in carried[:-1]:
+            used.remove(result)
+        assert sorted(used) == asked
+
+
+@pytest.mark.slow
+def test_the_largest_size_can_be_made_for_both_splits():
+    for split in ("train", "test"):
+        assert len(arithmetic_problems(split, MAX_ARITHMETIC_SIZE)) == MAX_ARITHMETIC_SIZE
+
+
+def test_arithmetic_by_name():
+    spec = DatasetSpec(
+        "arithmetic", size=30, seed=4, split="train[10:20]", eval_split="test[:50%]", system_prompt="none"
+    )
+    assert questions(load(spec)) == [row["question"] for row in arithmetic_problems("train", 30, 4)[10:20]]
+    assert questions(load(spec, evaluation=True)) == [row["question"] for row in arithmetic_problems("test", 15, 4)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"split": "validation"}, r"`dataset\.split`: 'validation' can't be read .*train.*test"),
+        ({"size": MAX_ARITHMETIC_SIZE + 1}, r"`dataset\.size` is .*at most"),
+    ],
+)
+def test_arithmetic_that_does_not_exist(keys, message):
+    with pytest.raises(UserError, match=message):
+        load(DatasetSpec("arithmetic", **keys))
+
+
+# Prompt length
+
+
+@pytest.fixture(scope="module")
+def word_tokenizer():
+    """One token a word, after a [BOS]; a chat template that adds [SYS], [USR] and [GEN]."""
+    words = ["[UNK]", "[BOS]", "[SYS]", "[USR]", "[GEN]", *(f"w{n}" for n in range(20))]
+    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="[BOS]", unk_token="[UNK]")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '[SYS] ' if m['role'] == 'system' else '[USR] ' }}{{ m['content'] }} {% endfor %}"
+        "{% if add_generation_prompt %}[GEN]{% endif %}"
+    )
+    return tokenizer
+
+
+def words(count):
+    return " ".join(f"w{n}" for n in range(count))
+
+
+def conversation(count):
+    return [{"role": "system", "content": "w0 w1"}, {"role": "user", "content": words(count)}]
+
+
+def as_dataset(prompts):
+    return datasets.Dataset.from_dict({"prompt": prompts, "answer": [str(n) for n in range(len(prompts))]})
+
+
+def test_no_limit_leaves_the_dataset_alone(word_tokenizer):
+    dataset = as_dataset([words(9)])
+    assert limit_prompts(dataset, DatasetSpec("gsm8k"), word_tokenizer) == (dataset, 0)
+
+
+def test_longer_messages_are_dropped_and_counted(word_tokenizer):
+    # [SYS] w0 w1 [USR] <question> [GEN] = question + 5
+    dataset = as_dataset([conversation(5), conversation(6), conversation(15)])
+    kept, dropped = limit_prompts(dataset, DatasetSpec("gsm8k", max_prompt_tokens=11), word_tokenizer)
+    assert (kept["answer"][:], dropped) == (["0", "1"], 1)
+
+
+def test_longer_messages_are_cut_from_the_left_of_the_question(word_tokenizer):
+    spec = DatasetSpec("gsm8k", max_prompt_tokens=9, overlong_prompts="cut_left")
+    kept, cut = limit_prompts(as_dataset([conversation(3), conversation(6)]), spec, word_tokenizer)
+    assert cut == 1
+    assert kept[0]["prompt"] == conversation(3)
+    assert kept[1]["prompt"] == [{"role": "system", "content": "w0 w1"}, {"role": "user", "content": "w2 w3 w4 w5"}]
+    assert kept["answer"][:] == ["0", "1"]
+
+
+def test_longer_text_keeps_its_last_tokens(word_tokenizer):
+    spec = DatasetSpec("gsm8k", prompt_format="text", max_prompt_tokens=4, overlong_prompts="cut_left")
+    kept, cut = limit_prompts(as_dataset([words(3), words(10)]), spec, word_tokenizer)
+    assert (kept["prompt"][:], cut) == ([words(3), "w7 w8 w9"], 1)  # and [BOS]
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [("drop", r"all 2 prompts are longer than 4 tokens \(the shortest has 8\)"), ("cut_left", "leaves no room")],
+)
+def test_a_limit_that_leaves_nothing_is_said(word_tokenizer, policy, message):
+    spec = DatasetSpec("gsm8k", max_prompt_tokens=4, overlong_prompts=policy)
+    with pytest.raises(UserError, match=r"`dataset\.max_prompt_tokens`: .*" + message):
+        limit_prompts(as_dataset([conversation(3), conversation(4)]), spec, word_tokenizer)
+
+
+def test_messages_need_a_chat_template():
+    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")))
+    with pytest.raises(UserError, match=r"`dataset\.prompt_format`: .*chat template"):
+        limit_prompts(as_dataset([conversation(1)]), DatasetSpec("gsm8k", max_prompt_tokens=5), bare)

@@ -1,0 +1,58 @@
+"""A mixture of three sources trains, is killed, and resumes in the order of the run left alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from grpo_recipes.data.load import load
+from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.runs.checkpoints import last_complete_checkpoint
+from tests.support import launching
+
+
+def mixture(folder: Path) -> dict[str, Any]:
+    """JSONL, Parquet and a saved folder with the fractions 0.5, 1 and 0.25: 4, 8 and 2 rows of 8, 8 and 4."""
+    rows = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(20)]
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:8]))
+    datasets.Dataset.from_list(rows[8:16]).to_parquet(folder / "b.parquet")
+    datasets.Dataset.from_list(rows[16:]).save_to_disk(str(folder / "saved"))
+    shares = {"a.jsonl": 0.5, "b.parquet": 1.0, "saved": 0.25}
+    sources = [{"path": str(folder / name), "fraction": fraction} for name, fraction in shares.items()]
+    return {"path": sources, "prompt_format": "text"}
+
+
+def by_source(completions: list[str], source: list[str], log_extra: Any, **columns: Any) -> list[float]:
+    """How many different characters a completion has; the source of each row is logged."""
+    log_extra("source", [Path(path).name for path in source])
+    return launching.variety(completions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "processes"), [("cpu", 1), ("ddp_cpu", 2)])
+def test_a_killed_mixture_ends_like_one_left_alone(tmp_path: Path, layout: str, processes: int) -> None:
+    dataset = mixture(tmp_path)
+    assert len(load(DatasetSpec.parse(dataset))) == 14
+    policy, size = launching.build_policy(tmp_path / "policy"), 16 // processes
+    changes = {"dataset": dataset, "per_device_train_batch_size": size, "max_steps": 6}
+    changes["rewards"] = ["tests.grpo_recipes.data.test_mixture.by_source"]
+    names = ("alone", "killed")
+    alone, killed = (
+        launching.write_recipe(tmp_path / f"{name}.yaml", policy, None, tmp_path / name, **changes) for name in names
+    )
+    launching.launch(layout, alone)
+    process = launching.start(layout, killed)
+    assert launching.wait_for((tmp_path / "killed" / "completions" / "completions_00004.parquet").exists, process)
+    launching.kill_tree(process.pid)
+    launching.finish(process)
+    assert not (tmp_path / "killed" / "model.safetensors").exists()
+    assert last_complete_checkpoint(tmp_path / "killed", processes)[0] is not None
+    said = launching.launch(layout, killed, "--resume_from_checkpoint", "true")
+    assert "going on from" in said
+    launching.assert_same_run(tmp_path / "alone", tmp_path / "killed")
+    seen = launching.completions(tmp_path / "killed")
+    assert set(seen["source"]) == {"a.jsonl", "b.parquet", "saved"}

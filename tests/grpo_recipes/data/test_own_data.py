@@ -1,0 +1,417 @@
+"""A table of one's own as a dataset: formats, columns, prompts, mixtures, held-out shares, and what each mistake is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig, get_dataset
+
+from grpo_recipes.data import prompts, tables, text_files
+from grpo_recipes.data.load import check_disjoint, load, load_prompts
+from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_rewards.errors import UserError
+
+ROWS = [{"problem": f"What is {n} + {n}?", "solution": f"So \\boxed{{{2 * n}}}", "level": n % 5} for n in range(30)]
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]] = ROWS) -> str:
+    """The rows in the format of the path's ending, by other libraries than those that read them."""
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    elif path.suffix == ".csv":
+        datasets.Dataset.from_list(list(rows)).to_csv(path)
+    elif path.suffix == ".parquet":
+        datasets.Dataset.from_list(list(rows)).to_parquet(path)
+    else:
+        datasets.Dataset.from_list(list(rows)).save_to_disk(str(path))
+    return str(path)
+
+
+def spec(path: Any, **keys: Any) -> DatasetSpec:
+    return DatasetSpec.parse({"path": path, "columns": {"question": "problem", "answer": "solution"}, **keys})
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+EXPECTED = [{"prompt": user(row["problem"]), "answer": row["solution"], "level": row["level"]} for row in ROWS]
+
+
+# Formats
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "saved"])
+def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
+    assert load(spec(write(tmp_path / name))).to_list() == EXPECTED
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".parquet"])
+def test_a_pattern_reads_its_files_in_their_order(tmp_path: Path, ending: str) -> None:
+    for part in (2, 0, 1):
+        write(tmp_path / f"part-{part}{ending}", ROWS[10 * part : 10 * part + 10])
+    assert load(spec(str(tmp_path / f"part-*{ending}"))).to_list() == EXPECTED
+    assert load(spec(str(tmp_path / f"part-*{ending}"), split="train[5:12]")).to_list() == EXPECTED[5:12]
+
+
+def test_text_stays_as_it_is_written(tmp_path: Path) -> None:
+    """What `datasets` makes a timestamp, a null, a number or a failure of."""
+    dates = [{"question": f"When, {n}?", "answer": f"2024-01-{n:02d}"} for n in range(1, 5)]
+    assert load(DatasetSpec.parse({"path": write(tmp_path / "dates.jsonl", dates)}))["answer"][:] == [
+        row["answer"] for row in dates
+    ]
+    (tmp_path / "cells.csv").write_text(
+        'question,answer,code,size,share\na,NA,007,1,0.5\nb,None,12,20,1\n"c, d",,3,3,2\n'
+    )
+    table = load(DatasetSpec.parse({"path": str(tmp_path / "cells.csv")}))
+    assert table["answer"][:] == ["NA", "None", None]
+    assert table["code"][:] == ["007", "12", "3"]
+    assert table["size"][:] == [1, 20, 3]
+    assert table["share"][:] == [0.5, 1.0, 2.0]
+    assert table[2]["prompt"] == user("c, d")
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".csv"])
+def test_a_column_has_the_type_of_all_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+    """Types are those of the whole file, not of the first rows."""
+    monkeypatch.setattr(text_files, "BATCH", 4)
+    rows = [{"question": f"{n}?", "share": n if n < 9 else n / 2, "late": None if n < 9 else "x"} for n in range(10)]
+    table = load(DatasetSpec.parse({"path": write(tmp_path / f"rows{ending}", rows)}))
+    assert table["share"][:] == [*map(float, range(9)), 4.5]
+    assert table["late"][:] == [None] * 9 + ["x"]
+    codes = [{"question": f"{n}?", "code": str(n) if n < 9 else "x9"} for n in range(10)]
+    table = load(DatasetSpec.parse({"path": write(tmp_path / f"codes{ending}", codes)}))
+    assert table["code"][:] == [row["code"] for row in codes]
+
+
+def test_a_table_is_written_once_and_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    monkeypatch.setattr(
+        tables, "_write", lambda path, batches, write=tables._write: written.append(write(path, batches))
+    )
+    path = write(tmp_path / "rows.jsonl")
+    first = load(spec(path))
+    assert len(written) == 2  # the file, and its prompts
+    assert load(spec(path)).to_list() == first.to_list()
+    assert len(written) == 2
+    assert {Path(file["filename"]).suffix for file in first.cache_files} == {".arrow"}
+    load(spec(path, system_prompt="think"))
+    write(tmp_path / "rows.jsonl", ROWS[:5])
+    assert len(load(spec(path))) == 5
+    assert len(written) == 5
+
+
+# Columns and prompts
+
+
+def test_numbers_are_answers_and_every_other_column_comes_along(tmp_path: Path) -> None:
+    rows = [{"question": f"{n}?", "answer": n, "tests": [{"input": str(n)}], "meta": {"page": n}} for n in range(3)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    assert load(DatasetSpec.parse({"path": path}))["answer"][:] == [0, 1, 2]
+    table = load(DatasetSpec.parse({"name": "gsm8k", "path": path}))
+    assert table["answer"][:] == ["0", "1", "2"]
+    assert table[2]["tests"] == [{"input": "2"}]
+    assert table[2]["meta"] == {"page": 2}
+
+
+def test_a_task_without_golds_needs_no_answer(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"question": "Write a poem."}])
+    assert load(DatasetSpec.parse({"path": path})).to_list() == [{"prompt": user("Write a poem.")}]
+
+
+def test_a_column_may_get_two_names_and_a_list_takes_columns(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.csv")
+    both = {"question": "problem", "answer": "solution", "solution": "solution"}
+    assert load(spec(path, columns=both))[1] == {**EXPECTED[1], "solution": ROWS[1]["solution"]}
+    write(tmp_path / "named.jsonl", [{"question": "a", "answer": 1, "other": 2}])
+    named = load(DatasetSpec.parse({"path": str(tmp_path / "named.jsonl"), "columns": ["question", "answer"]}))
+    assert named.column_names == ["prompt", "answer"]
+
+
+def test_a_prompt_is_taken_as_it_is(tmp_path: Path) -> None:
+    texts = write(tmp_path / "texts.jsonl", [{"prompt": " 1 + 1 = ", "answer": 2}])
+    assert load(DatasetSpec.parse({"path": texts})).to_list() == [{"prompt": " 1 + 1 = ", "answer": 2}]
+    asked = {"path": texts, "system_prompt": "Be brief.", "prompt_format": "conversational"}
+    system = {"role": "system", "content": "Be brief."}
+    assert load(DatasetSpec.parse(asked))[0]["prompt"] == [system, *user(" 1 + 1 = ")]
+    with pytest.raises(UserError, match=r"`dataset\.system_prompt`: the column `prompt` is text: set `prompt_format:"):
+        load(DatasetSpec.parse({"path": texts, "system_prompt": "Be brief."}))
+    turns = [*user("hi"), {"role": "assistant", "content": "yes?"}, *user("1 + 1?")]
+    messages = write(tmp_path / "messages.jsonl", [{"prompt": turns, "name": "x"}])
+    assert load(DatasetSpec.parse({"path": messages})).to_list() == [{"prompt": turns, "name": "x"}]
+    assert load(DatasetSpec.parse({"path": messages, "system_prompt": "Be brief."}))[0]["prompt"] == [system, *turns]
+    assert load(DatasetSpec.parse({"path": messages, "prompt_format": "text"}))[0]["prompt"] == "hi\nyes?\n1 + 1?"
+
+
+def test_a_system_prompt_by_name_as_text_and_from_a_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl")
+    (tmp_path / "prompt.txt").write_text("Answer in\nFrench.\n", encoding="utf-8")
+    for given, text in (
+        ("boxed", prompts.SYSTEM_PROMPTS["boxed"]),
+        ("Answer in\nFrench.\n", "Answer in\nFrench."),
+        ({"file": str(tmp_path / "prompt.txt")}, "Answer in\nFrench."),
+    ):
+        made = spec(path, system_prompt=given)
+        assert load(made)[0]["prompt"][0] == {"role": "system", "content": text}
+        assert DatasetSpec.parse(made.as_dict()) == made
+    assert load(spec(path, system_prompt="none"))[0]["prompt"] == user(ROWS[0]["problem"])
+
+
+def test_a_template_shows_any_column(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl")
+    template = "{{ problem }}{% if level > 2 %} (hard){% endif %}"
+    table = load(DatasetSpec.parse({"path": path, "prompt_template": template, "system_prompt": "Be brief."}))
+    assert table.column_names == ["prompt", "problem", "solution", "level"]
+    assert [row["prompt"][1]["content"] for row in table] == [
+        row["problem"] + (" (hard)" if row["level"] > 2 else "") for row in ROWS
+    ]
+    text = load(DatasetSpec.parse({"path": path, "prompt_template": "Q: {{ problem }}\nA:", "prompt_format": "text"}))
+    assert text[3]["prompt"] == f"Q: {ROWS[3]['problem']}\nA:"
+    worked = write(tmp_path / "worked.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
+    preset = {"name": "gsm8k", "path": worked, "prompt_template": "{{ question }} Think.", "system_prompt": "none"}
+    assert load(DatasetSpec.parse(preset)).to_list() == [{"prompt": user("1 + 1? Think."), "answer": "2"}]
+
+
+def test_maths_with_boxed_golds(tmp_path: Path) -> None:
+    """MATH has problem and solution; MATH-500 has the answer beside them."""
+    system = {"role": "system", "content": prompts.SYSTEM_PROMPTS["boxed"]}
+    row = {"problem": " 1/2 + 1/3? ", "solution": "It is $\\boxed{\\frac{5}{6}}$.", "level": "Level 1"}
+    expected = {"prompt": [system, *user("1/2 + 1/3?")], "answer": "\\frac{5}{6}", "solution": row["solution"]}
+    for given in (row, {**row, "answer": "\\frac{5}{6}"}):
+        path = write(tmp_path / f"{len(given)}.jsonl", [given])
+        assert load(DatasetSpec.parse({"name": "math", "path": path})).to_list() == [{**expected, "level": "Level 1"}]
+
+
+def test_multiple_choice_of_mmlu_and_of_arc(tmp_path: Path) -> None:
+    mmlu = {"question": "The capital of Italy?", "choices": ["Paris", "Rome"], "answer": 1, "subject": "geography"}
+    arc = {
+        "question": mmlu["question"],
+        "choices": {"text": ["Paris", "Rome"], "label": ["A", "B"]},
+        "answerKey": "B",
+    }
+    label = {"question": mmlu["question"], "choices": ["Paris", "Rome"], "label": "B"}
+    for number, row in enumerate((mmlu, arc, label)):
+        path = write(tmp_path / f"{number}.jsonl", [row])
+        (made,) = load(DatasetSpec.parse({"name": "multiple_choice", "path": path})).to_list()
+        assert made["prompt"][1]["content"] == "The capital of Italy?\nA. Paris\nB. Rome"
+        assert made["answer"] == "B"
+        assert made["choices"] == row["choices"]
+
+
+# Mixtures
+
+
+def three_sources(folder: Path) -> list[dict[str, Any]]:
+    rows = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(60)]
+    return [
+        {"path": write(folder / "a.jsonl", rows[:20]), "fraction": 0.5},
+        {"path": write(folder / "b.parquet", rows[20:50]), "fraction": 1.0},
+        {"path": write(folder / "saved", rows[50:]), "fraction": 0.25},
+    ]
+
+
+@pytest.mark.parametrize("with_fractions", [True, False])
+def test_a_mixture_holds_the_rows_of_trl(tmp_path: Path, with_fractions: bool) -> None:
+    """TRL reads the same three tables by `load_dataset`, which takes each format under its own name."""
+    sources = three_sources(tmp_path)
+    if not with_fractions:
+        for source in sources:
+            del source["fraction"]
+    datasets.load_from_disk(sources[2]["path"]).to_parquet(tmp_path / "c.parquet")
+    files = [("json", sources[0]["path"]), ("parquet", sources[1]["path"]), ("parquet", str(tmp_path / "c.parquet"))]
+    theirs = get_dataset(
+        DatasetMixtureConfig(
+            datasets=[
+                DatasetConfig(path=kind, data_files=file, fraction=source.get("fraction"))
+                for (kind, file), source in zip(files, sources, strict=True)
+            ]
+        )
+    )["train"]
+    ours = load(DatasetSpec.parse({"path": sources}))
+    assert [row["prompt"][0]["content"] for row in ours] == theirs["question"][:]
+    assert ours["answer"][:] == theirs["answer"][:]
+    counts = [ours["source"][:].count(source["path"]) for source in sources]
+    assert counts == ([15, 30, 8] if with_fractions else [20, 30, 10])
+
+
+def test_a_mixture_in_trls_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`path` names a format and `data_files` the files, columns are a list, one source has columns of its own."""
+    monkeypatch.setattr("grpo_recipes.data.hub.hub_answers", lambda: False)
+    first = write(tmp_path / "a.jsonl", [{"question": "a", "answer": "1", "junk": 1}])
+    second = write(tmp_path / "b.csv", [{"problem": "b", "answer": "x2"}])
+    sources = [
+        {"path": "json", "data_files": first, "split": "train", "columns": ["question", "answer"]},
+        {"path": second, "columns": {"question": "problem"}},
+    ]
+    assert load(DatasetSpec.parse({"path": sources})).to_list() == [
+        {"prompt": user("a"), "answer": "1", "source": "json"},
+        {"prompt": user("b"), "answer": "x2", "source": second},
+    ]
+
+
+def test_a_mixture_is_written_into_the_run_and_read_again(tmp_path: Path) -> None:
+    made = DatasetSpec.parse({"path": three_sources(tmp_path), "eval_share": 0.2})
+    written = json.loads(json.dumps(made.as_dict()))
+    assert DatasetSpec.parse(written) == made
+    assert written["path"][0]["fraction"] == 0.5
+
+
+# Held-out rows
+
+
+def sides(made: DatasetSpec) -> tuple[set[str], set[str]]:
+    both = [load(made, evaluation=held_out) for held_out in (False, True)]
+    train, held_out = ({row["prompt"][-1]["content"] for row in table} for table in both)
+    return train, held_out
+
+
+def test_no_row_ever_changes_sides(tmp_path: Path) -> None:
+    rows = [{"question": f"What is {n} + {n}?", "id": n} for n in range(400)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    train, held_out = sides(DatasetSpec.parse({"path": path, "eval_share": 0.25}))
+    assert not train & held_out
+    assert len(train) + len(held_out) == 400
+    assert 60 <= len(held_out) <= 140  # 100, give or take 4.6 standard deviations
+    # Other rows, another order, other columns, another file format and another prompt: the same side.
+    changed = [{"text": row["question"], "id": -row["id"]} for row in reversed(rows[:200])]
+    changed += [{"text": f"And {n}?", "id": 0} for n in range(50)] + [{"text": rows[0]["question"], "id": 7}]
+    more = {"columns": {"question": "text"}, "system_prompt": "think", "eval_share": 0.25}
+    train_2, held_out_2 = sides(DatasetSpec.parse({"path": write(tmp_path / "other.csv", changed), **more}))
+    assert not train & held_out_2
+    assert not held_out & train_2
+    # A larger share holds out more rows and none fewer.
+    _, half = sides(DatasetSpec.parse({"path": path, "eval_share": 0.5}))
+    assert held_out < half
+
+
+def test_the_wording_of_a_template_moves_no_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl")
+    asked = [
+        load_prompts(DatasetSpec.parse({"path": path, "prompt_template": template})).identities
+        for template in ("{{ problem }}", "Solve: {{ problem }}", "{{ problem }} {{ level }}")
+    ]
+    assert (asked[0] == asked[1]).all()
+    assert (asked[0] != asked[2]).all()
+
+
+def test_a_held_out_row_that_is_trained_on_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl")
+    other = [{"problem": f"{n}?", "solution": "1", "level": 1} for n in range(5)]
+    held_out = write(tmp_path / "held_out.jsonl", [*other, {**ROWS[3], "level": 99}, ROWS[4]])
+    made = spec(path, eval_path=held_out)
+    with pytest.raises(UserError, match=r"`dataset\.eval_path`: 2 of 7 held-out rows are training rows too \(row 6 "):
+        check_disjoint(load_prompts(made), load_prompts(made, evaluation=True), made)
+    made = spec(path, eval_path=write(tmp_path / "new.jsonl", other))
+    check_disjoint(load_prompts(made), load_prompts(made, evaluation=True), made)
+
+
+# The sample of a large table
+
+
+def test_a_large_table_is_sampled_by_hash() -> None:
+    assert prompts.hash_sample(prompts.SAMPLE).tolist() == list(range(prompts.SAMPLE))
+    sample = prompts.hash_sample(1_000_000)
+    assert len(np.unique(sample)) == len(sample) == prompts.SAMPLE
+    assert (sample == prompts.hash_sample(1_000_000)).all()
+    assert (sample == np.sort(sample)).all()
+    # No part of the table is passed over: a tenth of the rows holds a tenth of the sample, up to 5 standard deviations.
+    counts = np.bincount(sample // 100_000, minlength=10)
+    assert abs(counts - 2_000).max() < 5 * 2_000**0.5
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"columns": {"question": "probem"}},
+            r"rows\.jsonl has no column 'probem' \(it has problem, solution, level\)",
+        ),
+        ({"columns": ["problem", "x"]}, r"rows\.jsonl has no column 'x'"),
+        ({"columns": {"question": 3}}, r"`dataset\.columns` has 3 where the name of a column belongs"),
+        ({"columns": {"level": "problem"}}, r"`level: problem` meets a column 'level' .*`other_level: level`"),
+        ({"columns": {}}, r"has the columns problem, solution, level, and none is 'prompt' or 'question'"),
+        (
+            {"columns": {"question": "problem", "completions": "level"}},
+            r"has a column 'completions', a name that the trainer",
+        ),
+        ({"columns": {"question": "problem", "image": "level"}}, r"has a column 'image', a name that the trainer"),
+        ({"prompt_template": "{{ problm }}"}, r"`dataset\.prompt_template` names 'problm'"),
+        ({"prompt_template": "{{ question"}, r"`dataset\.prompt_template` is not a jinja2 template"),
+        (
+            {"prompt_template": "{{ question }}{{ 1 // level }}"},
+            r"`dataset\.prompt_template` fails on .*line 1 \(.*zero",
+        ),
+        ({"prompt_template": "{{ question.x }}"}, r"fails on .*line 1 \(.*no attribute 'x'"),
+        ({"prompt_template": "{{ question.__class__.__mro__ }}"}, r"fails on .*line 1 \(.*unsafe"),
+        ({"prompt_template": "{% if level > 1 %}x{% endif %}"}, r"leaves the prompt of .*line 1 empty"),
+        ({"system_prompt": "thinking"}, r"can't be the one word `thinking`: did you mean `think`"),
+        ({"system_prompt": {"path": "x"}}, r"must be a name, the text, or \{file: prompt\.txt\}"),
+        ({"system_prompt": {"file": "no/such.txt"}}, r"no/such\.txt can't be read \(No such file"),
+        ({"system_prompt": " "}, r"`dataset\.system_prompt` is empty"),
+        ({"eval_share": 1.0}, r"`dataset\.eval_share` is 1\.0: set it above 0 and below 1"),
+        ({"eval_share": 0.1, "eval_split": "test"}, r"has both `eval_share` and `eval_split`"),
+        ({"eval_share": 1e-9}, r"`dataset\.eval_share`: 1e-09 of the rows of .* is empty"),
+        ({"path": "{folder}/none-*.jsonl"}, r"`dataset\.path`: no file matches .*none-\*\.jsonl"),
+        ({"path": "{folder}/*"}, r"are of two kinds"),
+        ({"path": []}, r"`dataset\.path` is an empty list"),
+        ({"path": ["{folder}/rows.jsonl"], "split": "train[:5]"}, r"`dataset\.split` does not go with a list"),
+        ({"path": [{"pth": "x"}]}, r"unknown key `dataset\.path\.pth`: did you mean `path`"),
+        ({"path": [{"path": "{folder}/rows.jsonl", "fraction": 1.5}]}, r"the `fraction` of .*rows\.jsonl is 1\.5"),
+        ({"path": [{"path": "{folder}/rows.jsonl", "fraction": 0}]}, r"the `fraction` of .*rows\.jsonl is 0"),
+        (
+            {"path": [{"path": "{folder}/rows.jsonl", "fraction": 0.5}, "{folder}/rows.csv"]},
+            r"give every source a `fraction`, or none of them",
+        ),
+        (
+            {"path": ["{folder}/rows.jsonl", "{folder}/clash.jsonl"]},
+            r"the column 'level' is int64 in .*rows\.jsonl and string in .*clash\.jsonl",
+        ),
+        ({"path": ["{folder}/rows.jsonl", "{folder}/sourced.jsonl"]}, r"sourced\.jsonl has a column 'source', which a"),
+        ({"path": "{folder}/null.jsonl"}, r"null\.jsonl, line 3 has the question None"),
+        ({"path": "{folder}/blank.jsonl"}, r"blank\.jsonl, line 2 has the question '  '"),
+        ({"path": "{folder}/wide.csv"}, r"wide\.csv, line 3 has 4 cells, and the first line names 3 columns"),
+        ({"path": "{folder}/quote.csv"}, r"quote\.csv, line 3 is not CSV \(unexpected end of data\)"),
+        ({"path": "{folder}/twice.csv"}, r"twice\.csv, line 1 must name every column once"),
+        ({"path": "{folder}/broken.json"}, r"broken\.json is not JSON"),
+        ({"path": "{folder}/broken.parquet"}, r"broken\.parquet can't be read as Parquet"),
+    ],
+)
+def test_a_mistake_is_named_with_its_fix(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    write(tmp_path / "rows.jsonl")
+    write(tmp_path / "rows.csv")
+    write(tmp_path / "clash.jsonl", [{**row, "level": "hard"} for row in ROWS])
+    write(tmp_path / "sourced.jsonl", [{**row, "source": "x"} for row in ROWS])
+    write(tmp_path / "null.jsonl", [*ROWS[:2], {**ROWS[2], "problem": None}])
+    write(tmp_path / "blank.jsonl", [ROWS[0], {**ROWS[1], "problem": "  "}])
+    (tmp_path / "wide.csv").write_text("problem,solution,level\na,b,1\na,b,c,1\n")
+    (tmp_path / "quote.csv").write_text('problem,solution,level\na,b,1\na,"b,1\n\nc,d,1\n')
+    (tmp_path / "twice.csv").write_text("problem,solution,problem\na,b,c\n")
+    (tmp_path / "broken.json").write_text('[{"problem": 1')
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
+    filled = json.loads(json.dumps(keys).replace("{folder}", str(tmp_path)))
+    with pytest.raises(UserError, match=message):
+        _load(filled.pop("path", str(tmp_path / "rows.jsonl")), **filled)
+
+
+def _load(path: Any, **keys: Any) -> None:
+    made = spec(path, **keys)
+    load(made, evaluation=made.eval_share is not None)
+
+
+@pytest.mark.parametrize("prompt", ["", None, [], [{"role": "user"}], [{"role": "user", "content": " "}]])
+def test_an_empty_prompt_is_named_with_its_row(tmp_path: Path, prompt: Any) -> None:
+    right = "a?" if isinstance(prompt, str) or prompt is None else user("a?")
+    path = write(tmp_path / "rows.jsonl", [{"prompt": right}, {"prompt": prompt}])
+    with pytest.raises(UserError, match=r"rows\.jsonl, line 2 has the (prompt|turn) "):
+        load(DatasetSpec.parse({"path": path}))

@@ -1,0 +1,124 @@
+"""`dataset.pass_rate`: rows kept by an evaluation that `grpo-recipes evaluate` would have written."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_recipes import cli
+from grpo_recipes.data.load import load
+from grpo_recipes.evaluation.evaluate import Request, Settings, evaluate_into, held_out_spec
+from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe
+from grpo_recipes.recipe.specs import DatasetSpec
+from tests.support import launching
+
+SAMPLES = 4
+
+
+def recipe(folder: Path, **dataset: Any) -> Recipe:
+    rows = {"name": "gsm8k", "path": str(folder / "rows.jsonl"), **dataset}
+    path = launching.write_recipe(folder / "mine.yaml", folder, None, folder / "run", dataset=rows)
+    return parse_recipe(["--config", str(path)])
+
+
+@pytest.fixture
+def evaluated(tmp_path: Path) -> Path:
+    """Ten rows, of which row n is solved n % 5 times out of 4, evaluated as the recipe that is then filtered says."""
+    launching.write_rows(tmp_path / "rows.jsonl", 10)
+    filtered = recipe(tmp_path, pass_rate={"evaluation": str(tmp_path / "evaluation"), "keep": [0, 1]})
+    spec = held_out_spec(filtered.as_dict()["dataset"], Request(model="m", split="train"))
+    dataset = load(spec)
+    asked: Counter[str] = Counter()
+
+    def complete(prompts: list[Any], settings: Settings) -> list[str]:
+        texts = []
+        for prompt in prompts:
+            number = int(prompt[-1]["content"].rpartition(" + ")[2].strip("?"))
+            right = asked[str(number)] < number % 5
+            asked[str(number)] += 1
+            texts.append(f"<reasoning>\n.\n</reasoning>\n<answer>\n{2 * number if right else -1}\n</answer>")
+        return texts
+
+    settings = Settings(tags=("reasoning", "answer"), samples=SAMPLES, temperature=1.0)
+    evaluate_into(tmp_path / "evaluation", complete, dataset, settings, {"model": "m"})
+    return tmp_path
+
+
+def kept(folder: Path, low: float, high: float) -> list[int]:
+    spec = recipe(folder, pass_rate={"evaluation": str(folder / "evaluation"), "keep": [low, high]})
+    return [int(answer) // 2 for answer in spec.load_dataset()["answer"]]
+
+
+def test_rows_are_kept_by_their_rate(evaluated: Path) -> None:
+    assert kept(evaluated, 0.1, 0.9) == [1, 2, 3, 6, 7, 8]
+    assert kept(evaluated, 0.5, 0.75) == [2, 3, 7, 8], "both ends are kept"
+    assert kept(evaluated, 0, 0) == [0, 5]
+    assert kept(evaluated, 0, 1) == list(range(10))
+
+
+def test_held_out_rows_and_run_json(evaluated: Path) -> None:
+    """Held-out rows stay; what run.json holds of the key is read again."""
+    rate = {"evaluation": str(evaluated / "evaluation"), "keep": [0.1, 0.9]}
+    filtered = recipe(evaluated, pass_rate=rate, eval_path=str(evaluated / "rows.jsonl"), eval_split="train[:3]")
+    assert len(filtered.load_dataset(evaluation=True)) == 3
+    written = json.loads(json.dumps(filtered.as_dict()["dataset"]))
+    assert written["pass_rate"] == rate
+    assert held_out_spec(written, Request(model="m")).pass_rate is None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"evaluation": "nowhere"}, "has no finished evaluation: run `grpo-recipes evaluate"),
+        ({"keep": [0.9, 0.1]}, r"give the smallest and the largest share, as in \[0.1, 0.9\]"),
+        ({"keep": [0.1]}, "`dataset.pass_rate.keep`"),
+        ({"keep": [0.1, 10]}, "`dataset.pass_rate.keep`"),
+        (
+            {"keep": [0.6, 0.7]},
+            "none of 10 rows is solved 0.6 to 0.7 of the time .6 were solved less often, 4 more often",
+        ),
+        ({"kept": [0.6, 0.7]}, "unknown key `dataset.pass_rate.kept`"),
+    ],
+)
+def test_what_is_wrong_is_said_by_key(evaluated: Path, change: dict[str, Any], says: str) -> None:
+    rate = {"evaluation": str(evaluated / "evaluation"), "keep": [0.1, 0.9], **change}
+    with pytest.raises(RecipeError, match=says) as error:
+        recipe(evaluated, pass_rate=rate).load_dataset()
+    assert str(error.value).startswith(str(evaluated / "mine.yaml"))
+
+
+def test_rows_that_were_not_evaluated_are_an_error(evaluated: Path) -> None:
+    launching.write_rows(evaluated / "rows.jsonl", 12)
+    with pytest.raises(RecipeError, match=r"2 of 12 training prompts are not in it \(row 11 is the first\)"):
+        kept(evaluated, 0, 1)
+    launching.write_rows(evaluated / "rows.jsonl", 10)
+    rate = {"evaluation": str(evaluated / "evaluation"), "keep": [0, 1]}
+    asked_otherwise = recipe(evaluated, pass_rate=rate, system_prompt="boxed")
+    with pytest.raises(RecipeError, match="10 of 10 training prompts"):
+        asked_otherwise.load_dataset()
+
+
+def test_a_plain_folder_says_what_is_missing(tmp_path: Path) -> None:
+    launching.write_rows(tmp_path / "rows.jsonl", 2)
+    with pytest.raises(RecipeError, match="`dataset.pass_rate.keep` is missing"):
+        recipe(tmp_path, pass_rate="evaluation")
+
+
+def test_the_example_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (launching.ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    rate = DatasetSpec.parse(yaml.safe_load(example)["dataset"]).pass_rate
+    assert rate is not None
+    assert rate.keep == [0.1, 0.9]
+    (command,) = re.findall(r"```console\n(.*?)\n```", page, re.DOTALL)
+    program, verb, _, *options = command.split()
+    assert (program, verb) == ("grpo-recipes", "evaluate")
+    assert rate.evaluation == options[-1]
+    with pytest.raises(SystemExit):
+        cli.main([verb, "--help"])
+    known = capsys.readouterr().out
+    assert all(option in known for option in options if option.startswith("--"))

@@ -1,0 +1,53 @@
+"""The rows of every shipped recipe, by digest: a change of the readers may not change what a recipe trains on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from datasets import Dataset
+
+from grpo_recipes.recipe.recipe import parse_recipe
+from tests.support import launching
+
+ROOT = Path(__file__).resolve().parents[3]
+DIGESTS = ROOT / "tests" / "data" / "recipe_rows.json"
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+def stand_in(name: str, folder: Path) -> list[str]:
+    """Rows for a dataset that is not made here, always the same ones."""
+    if name == "arithmetic":
+        return []
+    if name == "rlaif":
+        return ["--dataset.path", str(ROOT / "tests" / "data" / "rlaif.jsonl")]
+    if name == "gsm8k":
+        return ["--dataset.path", str(launching.write_rows(folder / "rows.jsonl", 600))]
+    assert name == "scored"
+    lines = [{"prompt": f"{n % 40} + 1 = ?", "response": f" {n}", "reward": n % 3} for n in range(60)]
+    several = {"prompt": "0 + 1 = ?", "responses": [" 2", " 1"], "rewards": [0, 2.5]}
+    path = folder / "scored.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, several]))
+    return ["--dataset.path", str(path)]
+
+
+def digest(dataset: Dataset) -> str:
+    """The SHA-256 of the rows in their order, every column of each."""
+    lines = (json.dumps(row, sort_keys=True) + "\n" for row in dataset)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def digests(path: Path, folder: Path) -> dict[str, str]:
+    """What a recipe trains on, and what it holds out."""
+    spec = yaml.safe_load(path.read_text(encoding="utf-8"))["dataset"]
+    recipe = parse_recipe(["--config", str(path), *stand_in(spec["name"], folder)])
+    held_out = {"held out": digest(recipe.load_dataset(evaluation=True))} if "eval_split" in spec else {}
+    return {"trained on": digest(recipe.load_dataset()), **held_out}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_the_rows_are_those_of_before(recipe: Path, tmp_path: Path) -> None:
+    assert digests(recipe, tmp_path) == json.loads(DIGESTS.read_text())[recipe.stem]

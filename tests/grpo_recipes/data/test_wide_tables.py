@@ -1,0 +1,101 @@
+"""Tables with very many columns or keys: refused before the work that grows faster than they do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from grpo_recipes import cli
+from grpo_recipes.data import load as data
+from grpo_recipes.data.tables import COLUMNS, FIELDS, listed
+from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_rewards.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def load(path: Path, **keys: Any) -> Any:
+    return data.load(DatasetSpec.parse({"path": str(path), **keys}))
+
+
+def write_csv(path: Path, others: list[str], rows: int = 3) -> Path:
+    lines = [",".join(["question", *others]), *(",".join([f"q{row}", *["1"] * len(others)]) for row in range(rows))]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps({"question": f"q{place}", **row}) + "\n" for place, row in enumerate(rows)))
+    return path
+
+
+def names(count: int) -> list[str]:
+    return [f"column {number}" for number in range(count)]
+
+
+def test_as_many_columns_as_allowed_are_read(tmp_path: Path) -> None:
+    dataset = load(write_csv(tmp_path / "rows.csv", names(COLUMNS - 1)))
+    assert len(dataset.column_names) == COLUMNS
+    assert dataset[2]["column 1998"] == 1
+
+
+@pytest.mark.parametrize("verb", ["plan", "init"])
+def test_more_are_refused_with_the_reason(
+    tmp_path: Path, verb: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_csv(tmp_path / "rows.csv", names(16_000))
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        f"model_name_or_path: {tiny_model}\nuse_cpu: true\nbf16: false\ndataset: {{path: {path}}}\nrewards: [tag_count]\n"
+        f"num_generations: 4\noutput_dir: {tmp_path / 'run'}\n"
+    )
+    line = ["plan", str(recipe)] if verb == "plan" else ["init", str(path), "--output", str(tmp_path / "first.yaml")]
+    assert cli.main(line) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"`dataset`: {path} has 16,001 columns, and a table of problems may have {COLUMNS:,}: keep those" in said
+    assert not (tmp_path / "first.yaml").exists()
+
+
+def test_the_keys_of_all_rows_count(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{f"key {row}": 1} for row in range(COLUMNS + 1)])
+    with pytest.raises(UserError, match=rf"rows\.jsonl has {COLUMNS + 2:,} columns"):
+        load(path)
+    with pytest.raises(
+        UserError, match=r"objects in .*rows\.jsonl have more than 10,000 different keys: write them as text"
+    ):
+        load(write_jsonl(path, [{"meta": {f"key {row} {key}": 1 for key in range(FIELDS // 50)}} for row in range(51)]))
+
+
+def test_a_table_of_columns_is_refused_unless_few_are_taken(tmp_path: Path) -> None:
+    columns = {"question": ["a", "b"], **{name: [1, 2] for name in names(COLUMNS)}}
+    parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match=r"rows\.parquet has 2,001 columns"):
+        load(tmp_path / "rows.parquet")
+    assert load(tmp_path / "rows.parquet", columns=["question"]).column_names == ["prompt"]
+
+
+@pytest.mark.parametrize("others", [["again"] * 1_000, ["long" * 1_000_000] * 2])
+def test_a_sentence_names_some_of_many_columns(tmp_path: Path, others: list[str]) -> None:
+    with pytest.raises(UserError, match="line 1 must name every column once") as refused:
+        load(write_csv(tmp_path / "rows.csv", others))
+    assert len(str(refused.value)) < 600 + len(str(tmp_path))
+
+
+def test_a_sentence_shows_the_beginning_of_a_long_value(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"question": ["word"] * 10_000}])
+    with pytest.raises(UserError, match=r"has the question \['word', .*\.\.\.: it must be text") as refused:
+        load(path)
+    assert len(str(refused.value)) < 400 + len(str(tmp_path))
+
+
+def test_listed_names_say_how_many_are_left_out() -> None:
+    assert listed(["a", "b"]) == "a, b"
+    assert listed(names(30)) == ", ".join(names(20)) + " and 10 more"

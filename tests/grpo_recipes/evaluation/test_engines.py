@@ -1,0 +1,168 @@
+"""What completes prompts in an evaluation: groups decoded as in training, the guard before them, stop strings."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_recipes.evaluation import engines, evaluate
+from grpo_recipes.evaluation.engines import transformers_engine
+from grpo_recipes.evaluation.evaluate import Settings
+from grpo_recipes.generation import groups, kv_cache
+from tests.support.tiny import byte_tokenizer, policy
+
+PROMPTS = [prompt for prompt in ("1 =", "33 + 4 =", "b", "a longer prompt") for _ in range(6)]
+STOP = ("b", "W", "zz", "=7")
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Any:
+    """The sentences logged by the engine."""
+    caplog.set_level(logging.WARNING)
+    return lambda: [record.getMessage() for record in caplog.records if record.name == engines.__name__]
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the batches that were decoded in groups."""
+    sizes: list[int] = []
+    run = groups.Batch.run
+    monkeypatch.setattr(groups.Batch, "run", lambda self: sizes.append(self.size) or run(self))
+    return sizes
+
+
+@pytest.fixture
+def same_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "Turn", partial(groups.Turn, same_stream=True))
+
+
+def stock(model: Any, prompts: list[str], settings: Settings, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The completions of transformers' own loop."""
+    with monkeypatch.context() as patched:
+        patched.setattr(engines.Padded, "_leave_to_transformers", lambda *_: None)
+        patched.setattr(engines, "unfit", lambda _: "as asked")
+        engine = engines.Padded(model, byte_tokenizer())
+        engine.stock_because = "as asked"
+        return engine(prompts, settings)
+
+
+def ending() -> Any:
+    """A policy that ends its completions at many lengths."""
+    model = policy()
+    model.generation_config.eos_token_id = list(range(1, 60))
+    return model
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.usefixtures("same_stream")
+def test_the_completions_of_transformers_own_loop(
+    temperature: float, decoded: list[int], said: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, settings = ending(), Settings(temperature=temperature, max_new_tokens=20, batch_size=16)
+    completions = transformers_engine(model, byte_tokenizer())(PROMPTS, settings)
+    assert decoded == [16, 8]
+    assert said() == []
+    assert completions == stock(model, PROMPTS, settings, monkeypatch)
+    assert len(decoded) == 2, "the other ones were not"
+    assert len(set(map(len, completions))) > 3
+
+
+def test_only_rows_of_the_first_batch_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sizes = ending(), []
+    differences = engines.differences
+    monkeypatch.setattr(engines, "differences", lambda *given: sizes.append(len(given[1])) or differences(*given))
+    engine = transformers_engine(model, byte_tokenizer())
+    for _ in range(2):
+        engine(PROMPTS * 3, Settings(temperature=1.0, max_new_tokens=4, batch_size=72))
+    assert sizes == [36]
+
+
+def moved_nothing(self: Any, holes: list[int], movers: list[int], count: int) -> None:
+    """A cache that drops its last rows, whichever have finished."""
+    self.buffers = [buffer[:count] for buffer in self.buffers]
+    self.show(self.start, self.last)
+
+
+def test_a_fault_leaves_the_evaluation_to_transformers(
+    decoded: list[int], said: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, settings = ending(), Settings(max_new_tokens=20, batch_size=12)
+    expected = stock(model, PROMPTS, settings, monkeypatch)
+    monkeypatch.setattr(kv_cache.Buffer, "keep", moved_nothing)
+    assert transformers_engine(model, byte_tokenizer())(PROMPTS, settings) == expected
+    assert decoded == [12], "the first batch, which was then made again"
+    (sentence,) = said()
+    assert "own loop: group decoding picks tokens under other log-probabilities than the model's (by " in sentence
+
+
+def test_a_model_that_is_not_decoded_in_groups(said: Any, decoded: list[int]) -> None:
+    model = policy(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
+    completions = transformers_engine(model, byte_tokenizer())(PROMPTS, Settings(max_new_tokens=3, batch_size=8))
+    assert len(completions) == len(PROMPTS)
+    assert decoded == []
+    (sentence,) = said()
+    assert "a rotary table of type dynamic" in sentence
+
+
+# ---- stop strings
+
+
+@pytest.mark.parametrize(("in_groups", "pad_is_eos"), list(product([True, False], [True, False])))
+def test_a_completion_goes_to_its_first_stop_string(
+    in_groups: bool, pad_is_eos: bool, decoded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = byte_tokenizer()
+    if pad_is_eos:
+        tokenizer.pad_token = tokenizer.eos_token
+    if not in_groups:
+        monkeypatch.setattr(engines, "unfit", lambda _: "as asked")
+    settings = Settings(temperature=1.0, max_new_tokens=24, batch_size=48, stop=STOP)
+    completions = transformers_engine(policy(), tokenizer)(PROMPTS * 4, settings)
+    assert bool(decoded) is in_groups
+    stopped = [text for text in completions if text.endswith(STOP)]
+    assert len(stopped) > 10
+    assert any(len(text) > 1 for text in stopped)
+    for text in completions:
+        assert not any(stop in text[:-1] for stop in STOP), "cut at the first one"
+
+
+def test_on_a_gpu_stop_strings_take_padded_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' continuous batching knows none."""
+    calls: list[str] = []
+    monkeypatch.setattr(engines, "complete_continuously", lambda *_: calls.append("continuously"))
+    monkeypatch.setattr(engines.Padded, "__call__", lambda *_: calls.append("padded"))
+    engine = transformers_engine(SimpleNamespace(device=torch.device("cuda")), byte_tokenizer())
+    engine(["1"], Settings())
+    engine(["1"], Settings(stop=("b",)))
+    assert calls == ["continuously", "padded"]
+
+
+def test_an_evaluation_stops_as_its_recipe_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Settings] = []
+
+    def complete(prompts: list[Any], settings: Settings) -> list[str]:
+        seen.append(settings)
+        return ["<think>x</think><answer>1</answer>"] * len(prompts)
+
+    complete.sampling = lambda settings: {}
+    monkeypatch.setattr(evaluate, "load_engine", lambda *_: complete)
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "model_name_or_path: m\ndataset: {name: arithmetic}\nrewards: gsm8k_correctness\n"
+        "generation_kwargs: {stop: ['</answer>']}\n"
+    )
+    from grpo_recipes import cli
+
+    monkeypatch.setattr(evaluate, "is_missing", lambda _: False)
+    monkeypatch.setattr(evaluate, "weights_fingerprint", lambda _: None)
+    command = ["evaluate", "owner/m", "--recipe", str(recipe), "--limit", "2", "--output", str(tmp_path / "e")]
+    assert cli.main(command) == 0
+    assert seen[0].stop == ("</answer>",)
+    assert '"</answer>"' in (tmp_path / "e" / "evaluation.json").read_text()

@@ -1,0 +1,134 @@
+"""Estimates against their definitions: exhaustive enumeration of small cases, and the probability of covering the truth."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_recipes.evaluation.estimates import Estimate, mcnemar, mean_share, paired_difference, pass_at_k
+
+# The two-sided 95 % point of the standard normal distribution, from tables.
+Z = 1.959963984540054
+
+
+def share(successes: int, n: int) -> Estimate:
+    return mean_share([1.0] * successes + [0.0] * (n - successes))
+
+
+def score_root(successes: int, n: int, inside: float, outside: float) -> float:
+    """Bisect for the p from which the share is Z standard errors of p away: the equation behind the interval."""
+
+    def excess(p: float) -> float:
+        return abs(successes / n - p) - Z * math.sqrt(p * (1 - p) / n)
+
+    for _ in range(200):
+        middle = (inside + outside) / 2
+        inside, outside = (inside, middle) if excess(middle) > 0 else (middle, outside)
+    return inside
+
+
+@given(st.integers(1, 5_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_the_interval_of_one_sample_a_problem_solves_the_score_equation(case: tuple[int, int]) -> None:
+    successes, n = case
+    found = share(successes, n)
+    assert found.value == pytest.approx(successes / n)
+    assert 0 <= found.low <= found.value <= found.high <= 1
+    if 0 < successes < n:
+        assert found.low == pytest.approx(score_root(successes, n, found.value, 0.0), abs=1e-9)
+        assert found.high == pytest.approx(score_root(successes, n, found.value, 1.0), abs=1e-9)
+
+
+def test_the_interval_at_the_ends_is_one_sided() -> None:
+    # At 0 of n the equation reads p = Z^2 (1 - p) / n.
+    assert share(0, 10) == Estimate(0.0, 0.0, pytest.approx(Z**2 / (10 + Z**2)))
+    assert share(10, 10) == Estimate(1.0, pytest.approx(10 / (10 + Z**2)), 1.0)
+
+
+def test_no_interval_without_a_problem() -> None:
+    with pytest.raises(ValueError, match="without a problem"):
+        mean_share([])
+
+
+@pytest.mark.parametrize("samples", range(1, 8))
+def test_pass_at_k_counts_the_draws_that_hold_a_right_one(samples: int) -> None:
+    for right, k in itertools.product(range(samples + 1), range(1, samples + 1)):
+        draws = list(itertools.combinations([True] * right + [False] * (samples - right), k))
+        assert pass_at_k(samples, right, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_pass_at_k_is_unbiased() -> None:
+    """Over all outcomes of 6 samples, each right with chance p, its mean is the chance of a right one among k."""
+    for p, k in itertools.product((0.1, 0.5, 0.83), (1, 2, 5, 6)):
+        expected = sum(
+            math.comb(6, right) * p**right * (1 - p) ** (6 - right) * pass_at_k(6, right, k) for right in range(7)
+        )
+        assert expected == pytest.approx(1 - (1 - p) ** k)
+
+
+@pytest.mark.parametrize(("samples", "right", "k"), [(4, 1, 0), (4, 1, 5), (4, 5, 1), (4, -1, 1)])
+def test_pass_at_k_refuses_what_can_not_be(samples: int, right: int, k: int) -> None:
+    with pytest.raises(ValueError, match="no pass@"):
+        pass_at_k(samples, right, k)
+
+
+@pytest.mark.parametrize("discordant", range(13))
+def test_mcnemar_enumerates_the_splits(discordant: int) -> None:
+    """The share of all ways to assign the discordant problems that are at least as lopsided as what was seen."""
+    splits = [sum(ways) for ways in itertools.product((0, 1), repeat=discordant)]
+    for first in range(discordant + 1):
+        lopsided = sum(abs(2 * split - discordant) >= abs(2 * first - discordant) for split in splits)
+        assert mcnemar(first, discordant - first) == pytest.approx(lopsided / len(splits))
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=50))
+def test_a_mean_share_lies_in_its_interval(shares: list[float]) -> None:
+    found = mean_share(shares)
+    assert 0 <= found.low <= found.value + 1e-12
+    assert found.value <= found.high + 1e-12 <= 1 + 2e-12
+
+
+def test_samples_of_one_problem_are_not_counted_as_problems() -> None:
+    """Eight samples that always agree tell no more than one; eight that are independent tell much more."""
+    agreeing = mean_share([1.0] * 30 + [0.0] * 70)
+    independent = mean_share([0.25] * 60 + [0.375] * 40)
+    assert agreeing.high - agreeing.low == pytest.approx(0.178, abs=2e-3)
+    assert independent.high - independent.low < 0.06
+
+
+def test_the_clustered_interval_covers_the_truth() -> None:
+    """Problems whose difficulty varies, four samples each: 95 % of intervals hold the mean difficulty."""
+    import random
+
+    generator = random.Random(0)
+    truth, covered, runs = 0.5 * 0.9 + 0.5 * 0.2, 0, 1500
+    for _ in range(runs):
+        chances = [0.9 if generator.random() < 0.5 else 0.2 for _ in range(60)]
+        shares = [sum(generator.random() < chance for _ in range(4)) / 4 for chance in chances]
+        estimate = mean_share(shares)
+        covered += estimate.low <= truth <= estimate.high
+    assert 0.935 <= covered / runs <= 0.97
+
+
+@pytest.mark.parametrize(("gain", "loss"), [(0.1, 0.1), (0.3, 0.1), (0.02, 0.0), (0.0, 0.0)])
+def test_the_paired_interval_covers_the_truth(gain: float, loss: float) -> None:
+    """By exact enumeration of how many of 30 problems are gained and lost."""
+    n, covered = 30, 0.0
+    for gained, lost in itertools.product(range(n + 1), repeat=2):
+        if gained + lost > n:
+            continue
+        chance = math.comb(n, gained) * math.comb(n - gained, lost)
+        chance *= gain**gained * loss**lost * (1 - gain - loss) ** (n - gained - lost)
+        first = [0.0] * gained + [1.0] * lost + [1.0] * (n - gained - lost)
+        second = [1.0] * gained + [0.0] * lost + [1.0] * (n - gained - lost)
+        if chance > 1e-12:
+            difference = paired_difference(first, second)
+            covered += chance * (difference.low <= gain - loss <= difference.high)
+    assert covered >= 0.94
+
+
+def test_a_difference_has_the_sign_of_the_second() -> None:
+    difference = paired_difference([0.0] * 50 + [1.0] * 50, [1.0] * 100)
+    assert difference.value == 0.5
+    assert 0.38 < difference.low < 0.5 < difference.high < 0.62

@@ -1,0 +1,82 @@
+"""`grpo-recipes merge`: the merged model computes what base and adapter compute, and is a model like any other."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_recipes.evaluation import merge
+from tests.support import tiny
+from tests.support.short_runs import log_probabilities, moved
+
+TEXT = "3 + 4 = 7"
+LORA = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+CARD = "---\nlibrary_name: peft\nbase_model: some/base\n---\n\n# the run\n"
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_policy(tmp_path_factory.mktemp("merge") / "policy")
+
+
+def run_with(folder: Path, policy: Path, config: PeftConfig, dtype: torch.dtype = torch.float32) -> Path:
+    """What a run with an adapter leaves: the adapter, trained, and a card."""
+    base = AutoModelForCausalLM.from_pretrained(policy, dtype=dtype)
+    if dtype != torch.float32:
+        base.save_pretrained(policy := folder.with_name("base"))
+        tiny.byte_tokenizer().save_pretrained(policy)
+        base = AutoModelForCausalLM.from_pretrained(policy, dtype=dtype)
+    torch.manual_seed(0)
+    adapted = get_peft_model(base, config)
+    (adapted if config.is_prompt_learning else moved(adapted)).save_pretrained(folder)
+    (folder / "README.md").write_text(CARD)
+    return folder
+
+
+def test_it_computes_what_the_two_compute(policy: Path, tmp_path: Path) -> None:
+    run = run_with(tmp_path / "run", policy, LORA)
+    said = merge.merge(run, tmp_path / "out" / "model")
+    base = AutoModelForCausalLM.from_pretrained(policy)
+    alone = log_probabilities(base, TEXT)
+    together = log_probabilities(PeftModel.from_pretrained(base, run), TEXT)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert not hasattr(merged, "peft_config")
+    torch.testing.assert_close(log_probabilities(merged, TEXT), together, atol=1e-5, rtol=0)
+    assert (together - alone).abs().max() > 0.01, "the adapter does something"
+    assert "float32" in said
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
+    assert tokenizer(TEXT)["input_ids"] == AutoTokenizer.from_pretrained(policy)(TEXT)["input_ids"]
+    card = (tmp_path / "out" / "model" / "README.md").read_text()
+    assert "library_name: transformers" in card
+    assert "# the run" in card
+
+
+def test_the_dtype_is_the_bases(policy: Path, tmp_path: Path) -> None:
+    merge.merge(run_with(tmp_path / "run", policy, LORA, torch.bfloat16), tmp_path / "model")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert {parameter.dtype for parameter in merged.parameters()} == {torch.bfloat16}
+
+
+def test_a_merge_that_loses_the_adapter_is_refused(policy: Path, tmp_path: Path, monkeypatch) -> None:
+    run = run_with(tmp_path / "run", policy, LORA)
+    monkeypatch.setattr(PeftModel, "merge_and_unload", lambda model, **_: model.unload(), raising=False)
+    with pytest.raises(merge.MergeError, match="its logits change by up to"):
+        merge.merge(run, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_what_can_not_be_merged(policy: Path, tmp_path: Path) -> None:
+    tokens = run_with(tmp_path / "tokens", policy, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(merge.MergeError, match="PROMPT_TUNING"):
+        merge.merge(tokens, tmp_path / "model")
+    run = run_with(tmp_path / "run", policy, LORA)
+    with pytest.raises(merge.MergeError, match="exists"):
+        merge.merge(run, policy)
+    config = run / "adapter_config.json"
+    config.write_text(config.read_text().replace(str(policy), "/nowhere/base"))
+    with pytest.raises(merge.MergeError, match="/nowhere/base can't be loaded"):
+        merge.merge(run, tmp_path / "model")
+    assert not (tmp_path / "model").exists()

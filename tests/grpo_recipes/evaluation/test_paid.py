@@ -1,0 +1,215 @@
+"""Evaluation by a recipe's own rewards: mean pay with its interval, who passes, and what must not be run or asked."""
+
+import json
+import logging
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+
+from grpo_recipes import cli
+from grpo_recipes.evaluation import evaluate, paid
+from grpo_recipes.evaluation.engines import EvaluationError
+from grpo_recipes.evaluation.estimates import mean_value, paired_mean
+from grpo_recipes.reports.report import write_report
+from grpo_recipes.reports.run import Run
+
+ROWS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n), "level": n % 4} for n in range(8)]
+
+
+def pays_the_level(completions: list, level: list, **columns: Any) -> list[float | None]:
+    """1 for each level, of a message; nothing is known of level 3."""
+    assert all(completion[0]["role"] == "assistant" for completion in completions)
+    return [None if one == 3 else float(one) for one in level]
+
+
+async def answers_later(completions: list, **columns: Any) -> list[float]:
+    return [0.5] * len(completions)
+
+
+def needs_a_trainer(completions: list, trainer_state: Any, **columns: Any) -> list[float]:
+    return [float(trainer_state.global_step)] * len(completions)
+
+
+def longer_than_others(completions: list, **columns: Any) -> list[float]:
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+longer_than_others.needs_whole_groups = True
+
+HERE = "tests.grpo_recipes.evaluation.test_paid."
+CORRECT = {"name": "gsm8k_correctness", "kwargs": {"extract": "auto"}, "weight": 3.0}
+
+
+@pytest.fixture
+def evaluated(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """Evaluate rows by a recipe's rewards; the policy says the gold of even problems and 0 elsewhere."""
+
+    def engine(prompts: list, settings: evaluate.Settings) -> list[str]:
+        said = []
+        for place, prompt in enumerate(prompts):
+            n = int(prompt[-1]["content"].split()[2])
+            said.append(f"#### {2 * n}" if n % 2 == 0 or (settings.samples > 1 and place % 2) else "#### 1000")
+        return said
+
+    engine.sampling = lambda settings: {}
+    monkeypatch.setattr(evaluate, "load_engine", lambda *_: engine)
+
+    def run(rewards: list, *arguments: str, rows: list = ROWS, name: str = "e", code: int = 0) -> dict:
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        recipe = {
+            "model_name_or_path": str(tiny_model),
+            "dataset": {"path": str(tmp_path / "trained-on.jsonl")},
+            "rewards": rewards,
+        }
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
+        where = ["--path", str(tmp_path / f"{name}.jsonl"), "--output", str(tmp_path / name)]
+        command = ["evaluate", str(tiny_model), "--recipe", str(tmp_path / f"{name}.yaml"), *where, *arguments]
+        assert cli.main(command) == code
+        return json.loads((tmp_path / name / "evaluation.json").read_text()) if code == 0 else {}
+
+    return run
+
+
+def test_every_reward_is_measured(evaluated: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    found = evaluated([CORRECT, f"{HERE}pays_the_level", f"{HERE}answers_later"])["rewards"]
+    assert found["gsm8k_correctness"]["mean"]["value"] == pytest.approx(2.0 * 4 / 8)
+    assert found["gsm8k_correctness"]["passed"]["value"] == 0.5
+    level = found["pays_the_level"]
+    assert level["unscored"] == 2
+    # 0, 1, 2, 0, 1, 2: by hand, with Student's quantile for five degrees of freedom
+    error = math.sqrt(sum((one - 1) ** 2 for one in [0, 1, 2] * 2) / 5 / 6)
+    assert level["mean"]["value"] == 1.0
+    assert level["mean"]["high"] == pytest.approx(1 + 2.5706 * error, abs=1e-3)
+    assert "passed" not in level
+    assert found["answers_later"]["mean"] == {"value": 0.5, "low": 0.5, "high": 0.5}
+    said = capsys.readouterr().out
+    table = [line.split("  ") for line in said.splitlines() if line.strip()]
+    head = next([cell.strip() for cell in line if cell] for line in table if "not scored" in " ".join(line))
+    assert head == ["reward", "mean", "passed", "not scored"]
+    assert re.search(r"gsm8k_correctness +1\.000 \[.* 0\.500 \[", said)
+    assert re.search(r"pays_the_level +1\.000 \[.*\] +2$", said, re.MULTILINE)
+
+
+def test_several_samples_give_pass_at_k(evaluated: Callable) -> None:
+    correctness = evaluated([CORRECT], "--samples", "2", "--temperature", "1")["rewards"]["gsm8k_correctness"]
+    assert correctness["passed"]["value"] == 0.75  # both samples of even problems, one of odd ones
+    assert correctness["pass_at"]["1"]["value"] == 0.75
+    assert correctness["pass_at"]["2"]["value"] == 1.0
+    # Odd problems: one wrong answer, then the right one; of a tie the first counts.
+    assert correctness["majority"]["value"] == 0.5
+
+
+def test_a_task_without_golds(evaluated: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{key: value for key, value in row.items() if key != "answer"} for row in ROWS]
+    found = evaluated([f"{HERE}pays_the_level"], rows=rows)
+    assert "strict" not in found
+    assert found["rewards"]["pays_the_level"]["mean"]["value"] == 1.0
+    evaluated([f"{HERE}pays_the_level"], rows=rows, name="f")
+    capsys.readouterr()
+    assert cli.main(["compare", str(tmp_path / "e"), str(tmp_path / "f")]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^ +A +B +B - A$", said, re.MULTILINE)
+    assert re.search(r"pays_the_level, mean +1\.000 \[.*\] +1\.000 \[.*\] +0\.000 \[", said)
+    assert "McNemar" not in said
+    evaluated([], rows=rows, name="g", code=2)
+    assert "`rewards` is missing" in capsys.readouterr().err
+
+
+def test_it_can_be_reported(evaluated: Callable, tmp_path: Path) -> None:
+    rows = [{key: value for key, value in row.items() if key != "answer"} for row in ROWS]
+    evaluated([f"{HERE}pays_the_level"], rows=rows)
+    run = tmp_path / "run"
+    (run / "evaluations").mkdir(parents=True)
+    (tmp_path / "e").rename(run / "evaluations" / "after")
+    (run / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": n, "reward": 0.1} for n in range(4)]}))
+    page = Path(write_report([Run.read(run)], tmp_path / "page")).read_text()
+    assert "pays_the_level" in page
+    assert "1.000 [" in page
+
+
+def test_what_can_not_be_asked_is_said_once(evaluated: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = evaluated([CORRECT, f"{HERE}needs_a_trainer", f"{HERE}longer_than_others"])
+    assert set(found["rewards"]) == {"gsm8k_correctness"}
+    (said,) = [record.getMessage() for record in caplog.records if "not evaluated" in record.getMessage()]
+    assert "needs_a_trainer (TypeError" in said
+    assert "longer_than_others (it compares completions of one prompt: ask for several with --samples)" in said
+
+
+def test_a_run_of_somebody_elses_names_nothing_that_is_run() -> None:
+    specs = [
+        {"name": "os.system", "kwargs": {}},
+        {"name": "gate", "kwargs": {"condition": "os.system", "reward": "well_formed"}},
+        {"name": "judge", "kwargs": {"base_url": "http://example.org/v1", "model": "m"}},
+        "well_formed",
+    ]
+    usable, left_out = paid.own_rewards(specs, {"prompt": "p", "answer": "1"}, 1, is_trusted=False)
+    assert [reward.name for reward in usable] == ["well_formed"]
+    assert len(left_out) == 3
+    assert "--recipe" in left_out[0]
+    assert "it asks a model that the run names" in left_out[2]
+
+
+def test_our_own_rewards_of_somebody_elses_run_are_asked_in_a_sum_and_a_gate_too() -> None:
+    right = {"name": "gsm8k_correctness"}
+    specs = [
+        {"name": "sum", "rewards": [right, {"name": "gate", "alias": "g", "reward": "os.system", "only_if": right}]},
+        {"name": "sum", "rewards": [right, "well_formed"]},
+        {"name": "gate", "reward": right, "only_if": "well_formed"},
+    ]
+    usable, left_out = paid.own_rewards(specs, {"prompt": "p", "answer": "1"}, 2, is_trusted=False)
+    assert [reward.name for reward in usable] == ["sum", "gate"]
+    assert left_out == ["sum (code that the run names: give its recipe with --recipe)"]
+
+
+@pytest.mark.parametrize("value", [[1.0], [1.0, math.inf], None, ["x", "y"]])
+def test_a_reward_that_returns_no_scores_is_named(value: Any) -> None:
+    reward = paid.OwnReward("mine", lambda **_: value, None)
+    with pytest.raises(EvaluationError, match="reward `mine` can't score the held-out rows"):
+        reward.scores(["p", "q"], ["a", "b"], {})
+
+
+def test_compared_rewards_are_paired() -> None:
+    """The difference of each problem counts, not the two means: it is known far better than either."""
+    problems = list(range(10))
+    first = pd.DataFrame({"problem": problems, "reward/r": [float(n) for n in problems]})
+    second = first.assign(**{"reward/r": [n + 1 + 0.01 * (-1) ** n for n in problems]})
+    mean = paid.compared(first, second)["r"]["mean"]
+    assert mean["difference"]["value"] == pytest.approx(1.0)
+    assert mean["difference"]["high"] - mean["difference"]["low"] < 0.02
+    assert mean["first"]["high"] - mean["first"]["low"] > 4
+    assert paid.compared(first, second.rename(columns={"reward/r": "reward/other"})) == {}
+
+
+def test_rewards_that_two_recipes_do_not_have_alike_are_not_compared(evaluated: Callable, tmp_path: Path) -> None:
+    evaluated([CORRECT])
+    evaluated([{**CORRECT, "kwargs": {"extract": "hashes"}}], name="f")
+    with pytest.raises(EvaluationError, match="mean different things by strict"):
+        evaluate.compare(tmp_path / "e", tmp_path / "f")
+    evaluated([{**CORRECT, "weight": 0.5}], name="g")
+    assert "gsm8k_correctness" in evaluate.compare(tmp_path / "e", tmp_path / "g")["rewards"]
+
+
+@pytest.mark.parametrize(
+    ("n", "quantile"), [(2, 12.7062), (3, 4.3027), (6, 2.5706), (11, 2.2281), (31, 2.0423), (400, 1.9659)]
+)
+def test_the_interval_of_a_mean_is_students(n: int, quantile: float) -> None:
+    """Quantiles from a table of Student's distribution."""
+    values = [float(number) for number in range(n)]
+    centre = (n - 1) / 2
+    error = math.sqrt(sum((value - centre) ** 2 for value in values) / (n - 1) / n)
+    found = mean_value(values)
+    assert (found.high - found.value) / error == pytest.approx(quantile, rel=2e-4)
+    assert found.value - found.low == pytest.approx(found.high - found.value)
+    assert paired_mean([0.0] * n, values) == found
+
+
+def test_one_problem_has_no_interval() -> None:
+    with pytest.raises(ValueError, match="no interval of a mean from 1 problems"):
+        mean_value([1.0])

@@ -1,0 +1,365 @@
+"""Group decoding against transformers' own loop: the same tokens, less work, and a reason where it declines."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import GenerationMixin, LogitsProcessor, PreTrainedModel, TextStreamer, cache_utils
+
+from grpo_recipes.generation import groups, kv_cache
+from grpo_recipes.generation.groups import Turn, decoding
+from grpo_recipes.generation.sampling import drawn
+from tests.support.architectures import ARCHITECTURES, ENDS, SETTINGS, batch, config, tiny
+from tests.support.grids import only
+from tests.support.recorded import tokenizer
+
+SEED = 3
+
+
+def generated(
+    policy: PreTrainedModel, turn: Turn | None, inputs: dict[str, Tensor] | None = None, seed: int = SEED, **how: Any
+) -> Tensor:
+    given = {name: how.pop(name) for name in ("logits_processor", "streamer", "num_beams") if name in how}
+    torch.manual_seed(seed)
+    with decoding(policy, turn):
+        return policy.generate(**(inputs or batch()), **given, generation_config=config(**how))
+
+
+def assert_same(policy: PreTrainedModel, inputs: dict[str, Tensor] | None = None, **how: Any) -> Tensor:
+    """Both loops generate the same tokens from the same seed."""
+    expected, turn = generated(policy, None, inputs, **how), Turn(same_stream=True)
+    got = generated(policy, turn, inputs, **how)
+    assert turn.declined == ""
+    assert got.tolist() == expected.tolist()
+    return got
+
+
+def lengths(tokens: Tensor, width: int) -> list[int]:
+    """The tokens of each completion, its end included."""
+    found = torch.isin(tokens[:, width:], torch.tensor(ENDS))
+    return [int(row.int().argmax()) + 1 if row.any() else len(row) for row in found]
+
+
+# ---- the same tokens
+
+GRID = list(product(ARCHITECTURES, SETTINGS))
+COVER = [pair for index, pair in enumerate(GRID) if index % len(SETTINGS) == index // len(SETTINGS) % len(SETTINGS)]
+"""Every architecture and every setting."""
+
+
+def test_the_cover_covers() -> None:
+    assert {architecture for architecture, _ in COVER} == set(ARCHITECTURES)
+    assert {setting for _, setting in COVER} == set(SETTINGS)
+
+
+@pytest.mark.parametrize(("architecture", "setting"), COVER)
+def test_the_same_tokens(architecture: str, setting: str) -> None:
+    assert_same(tiny(architecture), **SETTINGS[setting])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "setting"), [pair for pair in GRID if pair not in COVER])
+def test_the_same_tokens_with_any_setting(architecture: str, setting: str) -> None:
+    assert_same(tiny(architecture), **SETTINGS[setting])
+
+
+def test_rows_end_at_many_lengths_in_these_tests() -> None:
+    assert len(set(lengths(generated(tiny("LlamaConfig"), None), 11))) > 8
+
+
+@pytest.mark.parametrize("architecture", ["LlamaConfig", "MistralConfig", "Gemma3TextConfig"])
+def test_buffers_that_grow_again_and_again(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (groups, kv_cache):
+        monkeypatch.setattr(module, "ROOM", 2)
+    assert_same(tiny(architecture))
+
+
+def test_one_token_each() -> None:
+    assert assert_same(tiny("LlamaConfig"), max_new_tokens=1).shape == (16, 12)
+
+
+def test_rows_that_all_end_at_once() -> None:
+    assert assert_same(tiny("LlamaConfig"), eos_token_id=list(range(40))).shape == (16, 12)
+
+
+@pytest.mark.parametrize("lengths", [(5,), (5, 5), (1, 9, 1, 9)])
+def test_prompts_without_padding_and_prompts_that_are_equal(lengths: tuple[int, ...]) -> None:
+    inputs = batch(lengths)
+    assert_same(tiny("LlamaConfig"), inputs)
+    del inputs["attention_mask"]  # generate makes one of where there is padding
+    assert_same(tiny("LlamaConfig"), inputs)
+
+
+def test_padding_that_no_row_needs() -> None:
+    inputs = batch()
+    wide = {name: nn.functional.pad(value, (5, 0)) for name, value in inputs.items()}
+    assert_same(tiny("LlamaConfig"), wide)
+
+
+def test_a_pad_token_that_ends_rows() -> None:
+    assert_same(tiny("LlamaConfig"), pad_token_id=1)
+
+
+def test_an_end_token_in_prompts_that_differ_in_padding_only() -> None:
+    """Rows that are equal as ids and not as prompts: the end-of-sequence token is what pads."""
+    inputs = {
+        "input_ids": torch.tensor([[1, 1, 5, 6], [1, 1, 5, 6]]),
+        "attention_mask": torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]]),
+    }
+    assert_same(tiny("LlamaConfig"), inputs, pad_token_id=1)
+
+
+def test_num_return_sequences() -> None:
+    assert assert_same(tiny("LlamaConfig"), batch(group=1), num_return_sequences=4).shape[0] == 16
+
+
+class AcrossRows(LogitsProcessor):
+    """Looks at all rows, and needs all of them."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        assert len(input_ids) == len(scores) == 16
+        return scores + 3.0 * nn.functional.one_hot(input_ids[:, -1].roll(1), scores.shape[1])
+
+
+def test_a_processor_that_looks_across_rows() -> None:
+    assert_same(tiny("LlamaConfig"), logits_processor=[AcrossRows()])
+
+
+def test_bfloat16() -> None:
+    assert_same(tiny("LlamaConfig").bfloat16(), do_sample=False)
+
+
+# ---- a stream of its own
+
+
+def completions_of(policy: PreTrainedModel, prompt: list[int], longest: int) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Every completion of at most `longest` tokens with its probability, from plain forwards."""
+    tokens = policy.config.vocab_size
+    with torch.no_grad():
+        stack = [((), 1.0)]
+        while stack:
+            text, probability = stack.pop()
+            if text and (text[-1] in ENDS or len(text) == longest):
+                yield text, probability
+                continue
+            following = policy(torch.tensor([[*prompt, *text]]), use_cache=False).logits[0, -1].softmax(-1).tolist()
+            stack += [((*text, token), probability * following[token]) for token in range(tokens)]
+
+
+def test_the_free_stream_samples_the_policy() -> None:
+    """Chi-square of whole completions, of which many end early, against their exact probabilities."""
+    policy, prompts, group = tiny("LlamaConfig", vocab_size=7), [[5], [4, 6, 5]], 3000
+    rows = [row for row in prompts for _ in range(group)]
+    inputs = {
+        "input_ids": torch.tensor([[0] * (3 - len(row)) + row for row in rows]),
+        "attention_mask": torch.tensor([[0] * (3 - len(row)) + [1] * len(row) for row in rows]),
+    }
+    tokens = generated(policy, Turn(), inputs, max_new_tokens=3)
+    assert tokens.tolist() != generated(policy, None, inputs, max_new_tokens=3).tolist(), "its own stream"
+    ends = lengths(tokens, 3)
+    for number, prompt in enumerate(prompts):
+        span = range(number * group, (number + 1) * group)
+        counts = Counter(tuple(tokens[row, 3 : 3 + ends[row]].tolist()) for row in span)
+        statistic, cells, rest = 0.0, 0, group
+        for text, probability in completions_of(policy, prompt, 3):
+            if (expected := probability * group) >= 5:
+                statistic += (counts[text] - expected) ** 2 / expected
+                cells, rest = cells + 1, rest - expected
+        assert cells > 15
+        assert rest < 0.4 * group
+        assert statistic < cells + 4 * (2 * cells) ** 0.5, "four standard deviations of a chi-square"
+
+
+def test_a_token_without_probability_is_never_drawn() -> None:
+    """Between, before and behind the others; rows are drawn by their own probabilities."""
+    rows = torch.tensor([[0.0, 0.2, 0.0, 0.8, 0.0], [0.5, 0.0, 0.0, 0.0, 0.5], [0.0, 0.0, 0.0, 0.0, 1.0]])
+    torch.manual_seed(0)
+    tokens = drawn(rows.repeat(20_000, 1)).reshape(-1, 3)
+    for row, column in zip(rows, tokens.T, strict=True):
+        shares = column.bincount(minlength=5) / len(column)
+        torch.testing.assert_close(shares, row, atol=0.02, rtol=0)
+        assert not shares[row == 0].any()
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_the_ends_of_what_is_drawn_from(uniform: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.tensor([[0.0, 0.1, 0.7, 0.2, 0.0]])
+    monkeypatch.setattr(torch, "rand", lambda *size, **how: torch.full(size, uniform, **how))
+    assert drawn(rows).tolist() == [3 if uniform == 0 else 1]
+
+
+# ---- less work
+
+
+def test_each_prompt_runs_once_and_a_finished_row_no_more() -> None:
+    policy, inputs = tiny("LlamaConfig"), batch()
+    seen: list[tuple[int, ...]] = []
+    columns: list[int] = []
+    policy.model.register_forward_pre_hook(
+        lambda _, args, given: seen.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    policy.register_forward_hook(lambda _, args, out: columns.append(out.past_key_values.layers[0].keys.shape[2]))
+    ends = lengths(generated(policy, Turn(), inputs, seed=10), 11)  # one in which the longest prompt's rows end early
+    assert seen[0] == (4, 11)
+    assert sum(rows for rows, _ in seen[1:]) == sum(length - 1 for length in ends)
+    # The longest prompt's rows leave, and the padding of the others with them.
+    last = [row for row in range(16) if ends[row] == max(ends)]
+    prompt = int(inputs["attention_mask"][last].sum(1).max())
+    assert columns[-1] == prompt + max(ends) - 1
+    assert prompt < 11
+
+
+def test_keys_and_values_are_appended_in_place() -> None:
+    policy = tiny("LlamaConfig")
+    storages: list[int] = []
+    policy.register_forward_hook(
+        lambda _, args, out: storages.append(out.past_key_values.layers[0].keys.untyped_storage().data_ptr())
+    )
+    generated(policy, Turn())
+    assert len(set(storages[1:])) == 1
+
+
+# ---- what is noted
+
+
+@pytest.mark.parametrize(("every", "rows"), [(1, range(16)), (5, [0, 5, 10, 15])])
+def test_the_log_probabilities_of_the_sampled_tokens(every: int, rows: Any) -> None:
+    policy, inputs = tiny("LlamaConfig"), batch()
+    turn = Turn(score_every=every, temperature=0.7)
+    tokens = generated(policy, turn, inputs, temperature=0.7, top_k=5, repetition_penalty=1.5)
+    assert turn.log_probs is not None
+    assert len(turn.log_probs) == len(rows)
+    for noted, row, length in zip(turn.log_probs, rows, [lengths(tokens, 11)[row] for row in rows], strict=True):
+        text = tokens[row][: 11 + length][inputs["attention_mask"][row].argmax() :]
+        with torch.no_grad():
+            expected = (policy(text[None], use_cache=False).logits[0, -length - 1 : -1] / 0.7).log_softmax(-1)
+        expected = expected.gather(1, text[-length:, None])[:, 0]
+        torch.testing.assert_close(noted[:length], expected, atol=1e-5, rtol=0)
+        assert not noted[length:].any()
+
+
+# ---- where transformers' own loop generates
+
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
+DECLINED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "the generation mode is beam_search": ("LlamaConfig", {}, {"num_beams": 2, "do_sample": False}),
+    "return_dict_in_generate": ("LlamaConfig", {}, {"return_dict_in_generate": True}),
+    "prefill_chunk_size": ("LlamaConfig", {}, {"prefill_chunk_size": 4}),
+    "the cache is a StaticCache": ("LlamaConfig", {}, {"cache_implementation": "static"}),
+    "the cache is a DynamicCache": ("LlamaConfig", {}, {"cache_implementation": "offloaded"}),
+    "use_cache is false": ("LlamaConfig", {}, {"use_cache": False}),
+    "no maximum length, or no end-of-sequence token": ("LlamaConfig", {"eos_token_id": None}, {"eos_token_id": None}),
+    "a rotary table of type dynamic": ("LlamaConfig", DYNAMIC, {}),
+    "layers of LinearAttentionLayer": ("Qwen3NextConfig", LINEAR, {}),
+    "the model takes cache_params": ("MambaConfig", {"state_size": 4, "attn_implementation": "eager"}, {}),
+    "the model has an encoder": ("T5Config", {}, {"decoder_start_token_id": 0}),
+}
+
+
+@pytest.mark.parametrize("reason", only(DECLINED.keys() - {"layers of LinearAttentionLayer"}, DECLINED))
+def test_transformers_own_loop_generates(reason: str) -> None:
+    architecture, changes, how = DECLINED[reason]
+    how = {"max_new_tokens": 4, **how}
+    if architecture == "T5Config":
+        settings = transformers.T5Config(vocab_size=40, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4)
+        policy = transformers.T5ForConditionalGeneration(settings).eval()
+    else:
+        policy = tiny(architecture, **changes)
+    if reason == "the cache is a DynamicCache" and not torch.cuda.is_available():
+        pytest.skip("transformers offloads from a GPU only")
+    forwards: list[int] = []
+    handle = policy.register_forward_pre_hook(lambda *_: forwards.append(1))
+    expected, alone = generated(policy, None, **how), len(forwards)
+    turn = Turn(score_every=1)
+    got = generated(policy, turn, **how)
+    handle.remove()
+    assert reason in turn.declined
+    assert len(forwards) == 2 * alone, "declined before the prefill"
+    if how.get("return_dict_in_generate"):
+        expected, got = expected.sequences, got.sequences
+    assert got.tolist() == expected.tolist()
+
+
+def test_a_multimodal_model_is_declined() -> None:
+    text = {
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+    }
+    settings = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**text),
+        vision_config=transformers.CLIPVisionConfig(**vision, patch_size=14),
+    )
+    policy = transformers.LlavaForConditionalGeneration(settings).eval()
+    turn = Turn()
+    generated(policy, turn, eos_token_id=1)
+    assert "multimodal" in turn.declined
+
+
+def test_inputs_that_this_loop_does_not_know() -> None:
+    policy, turn = tiny("GPT2Config"), Turn()
+    generated(policy, turn, {**batch(), "token_type_ids": torch.ones_like(batch()["input_ids"])})
+    assert turn.declined == "the model takes token_type_ids"
+
+
+def test_a_mask_with_holes() -> None:
+    inputs, turn = batch(), Turn()
+    inputs["attention_mask"][:, 5] = 0
+    generated(tiny("LlamaConfig"), turn, inputs)
+    assert "holes" in turn.declined
+
+
+def test_arguments_that_transformers_would_drop() -> None:
+    turn = Turn()
+    generated(tiny("LlamaConfig"), turn, batch((5,), 1), streamer=TextStreamer(tokenizer()))
+    assert turn.declined == "`generate` was called with streamer"
+
+
+def test_a_model_with_a_generate_of_its_own() -> None:
+    policy, turn = tiny("LlamaConfig"), Turn()
+    policy.generate = lambda **_: "its own"
+    with decoding(policy, turn):
+        assert policy.generate(**batch()) == "its own"
+    assert "a `generate` of its own" in turn.declined
+    assert policy.generate() == "its own"
+
+
+def test_the_model_is_as_it_was_afterwards() -> None:
+    policy = tiny("LlamaConfig")
+    before = dict(vars(policy))
+    with pytest.raises(ZeroDivisionError), decoding(policy, Turn()):
+        1 / 0  # noqa: B018
+    assert vars(policy) == before
+
+
+# ---- what this is built on
+
+
+def test_what_transformers_hands_to_a_loop() -> None:
+    """`generate` calls a loop of one's own as it calls `_sample`, and takes the layers of its cache from two classes."""
+    stock = inspect.signature(GenerationMixin._sample).parameters
+    loop = inspect.signature(groups.Batch).parameters
+    named = {name for name, parameter in loop.items() if parameter.kind is not parameter.VAR_KEYWORD}
+    assert named - {"turn", "model"} <= set(stock)
+    assert set(stock) - named == {"self", "model_kwargs", "synced_gpus", "streamer"}
+    assert cache_utils.DYNAMIC_LAYER_TYPE_MAPPING["full_attention"] is cache_utils.DynamicLayer
+    assert cache_utils.DYNAMIC_LAYER_TYPE_MAPPING["sliding_attention"] is cache_utils.DynamicSlidingWindowLayer
+    assert hasattr(GenerationMixin, "_optimize_model_for_decode")

@@ -1,0 +1,199 @@
+"""The processors of `generate` against those of the user's settings: alike, told apart by what they change, and named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, TopPLogitsWarper
+from transformers.generation import SuppressTokensLogitsProcessor
+
+from grpo_recipes.generation import processed
+from grpo_recipes.generation.groups import Turn, decoding
+from grpo_recipes.generation.processed import ProcessorComparison
+from tests.support.architectures import SAMPLED, SETTINGS, batch, config, tiny
+from tests.support.grids import only
+
+LOOPS = pytest.mark.parametrize("grouped", [True, False], ids=["groups", "stock"])
+ROWS = [0, 5, 15]
+OWN: dict[str, dict[str, Any]] = {
+    **SETTINGS,
+    "ends": {**SAMPLED, "forced_eos_token_id": 1, "min_length": 14, "begin_suppress_tokens": [5]},
+    "prompt": {**SAMPLED, "encoder_repetition_penalty": 1.3, "encoder_no_repeat_ngram_size": 2},
+    "greedy, penalty": {"do_sample": False, "repetition_penalty": 1.3},
+}
+"""Settings of the user."""
+
+
+def compared(
+    policy: Any, given: GenerationConfig, asked: GenerationConfig, grouped: bool, temperature: float = 1.0
+) -> tuple[ProcessorComparison, torch.Tensor, list[list[int]]]:
+    """A call of `generate` with `given`, where the settings are `asked`: the comparison, its numbers, the completions."""
+    inputs, comparison = batch(), ProcessorComparison(asked, temperature, ROWS)
+    turn = Turn(grouped=grouped, temperature=temperature, comparison=comparison)
+    torch.manual_seed(0)
+    with torch.no_grad(), decoding(policy, turn):
+        tokens = policy.generate(**inputs, generation_config=given)
+    assert not turn.declined
+    assert turn.log_probs is None
+    assert not policy._forward_hooks
+    assert "_get_logits_processor" not in vars(policy)
+    ends = set(given.eos_token_id)
+    completions = [until_end(row, ends) for row in tokens[:, inputs["input_ids"].shape[1] :].tolist()]
+    return comparison, comparison.measured(completions), completions
+
+
+def until_end(ids: list[int], ends: set[int]) -> list[int]:
+    """A completion with the token that ends it."""
+    return ids[: next((n + 1 for n, token in enumerate(ids) if token in ends), len(ids))]
+
+
+@LOOPS
+@pytest.mark.parametrize("how", OWN)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)],
+    ids=["float32", "bfloat16"],
+)
+def test_the_settings_own_processors_change_nothing(how: str, dtype: torch.dtype, grouped: bool) -> None:
+    policy, given = tiny("Qwen2Config").to(dtype), config(**OWN[how])
+    comparison, found, completions = compared(policy, given, given, grouped)
+    assert comparison.difference == comparison.other_mode == ""
+    assert found.shape == (2, sum(len(completions[row]) for row in ROWS))
+    assert found[0].max() < 1e-6
+    assert (found[1].max() > 0) == bool(comparison.filters())
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    # what reaches `generate` beside the settings, and the processor that is named
+    "sequence_bias": ({"sequence_bias": [[[5], 50.0]]}, "SequenceBiasLogitsProcessor"),
+    "suppress_tokens": ({"suppress_tokens": [9]}, "SuppressTokensLogitsProcessor"),
+    "min_p": ({"min_p": 0.05}, "MinPLogitsWarper(min_p=0.05)"),
+    "top_k": ({"top_k": 10}, "TopKLogitsWarper(top_k=10)"),
+    "no_repeat_ngram_size": ({"no_repeat_ngram_size": 1}, "NoRepeatNGramLogitsProcessor"),
+    "min_new_tokens": ({"min_new_tokens": 3}, "MinNewTokensLengthLogitsProcessor"),
+    "temperature": ({"temperature": 0.5}, "TemperatureLogitsWarper(temperature=0.5)"),
+    "do_sample": ({"do_sample": False}, ""),
+}
+
+
+@LOOPS
+@pytest.mark.parametrize("name", only(["sequence_bias", "min_p", "do_sample"], OTHERS))
+@pytest.mark.parametrize("asked", ["sampled", "repetition penalty"])
+def test_what_the_settings_do_not_name_is_found(name: str, asked: str, grouped: bool) -> None:
+    more, named = OTHERS[name]
+    comparison, found, _ = compared(
+        tiny("Qwen2Config"), config(**{**SETTINGS[asked], **more}), config(**SETTINGS[asked]), grouped
+    )
+    assert found[0].max() > 1e-3
+    assert named in comparison.difference
+    assert "RepetitionPenalty" not in comparison.difference
+
+
+@LOOPS
+def test_a_filter_of_the_settings_that_does_not_reach_generate_is_found(grouped: bool) -> None:
+    settings = config(**SETTINGS["filters"])
+    comparison, found, _ = compared(tiny("Qwen2Config"), config(temperature=0.7), settings, grouped)
+    assert found[0].max() > 1e-2
+    assert comparison.difference.startswith("`generate` applies nothing where the settings give TopKLogitsWarper")
+
+
+@LOOPS
+def test_a_processor_of_the_models_own_is_found(grouped: bool) -> None:
+    policy = tiny("Qwen2Config")
+
+    class Own(type(policy)):  # type: ignore[misc]
+        def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+            return LogitsProcessorList(
+                [*super()._get_logits_processor(*args, **kwargs), SuppressTokensLogitsProcessor([7])]
+            )
+
+    policy.__class__ = Own
+    comparison, found, _ = compared(policy, config(), config(), grouped)
+    assert "SuppressTokensLogitsProcessor" in comparison.difference
+    assert found[0].max() > 1e-4
+
+
+@LOOPS
+def test_a_processor_that_computes_something_else_is_found(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lists are alike then, and the numbers are not."""
+    settings = config(top_p=0.9)
+    policy, comparison = tiny("Qwen2Config"), ProcessorComparison(settings, 1.0, ROWS)
+    stock = GenerationMixin._get_logits_processor
+    turn = Turn(grouped=grouped, comparison=comparison)
+
+    def sharpened(self: Any, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        found = stock(self, *args, **kwargs)
+        for processor in found:
+            processor.__class__ = type("TopPLogitsWarper", (Sharp,), {})
+        return found
+
+    policy._get_logits_processor = sharpened.__get__(policy)
+    with torch.no_grad(), decoding(policy, turn):
+        tokens = policy.generate(**batch(), generation_config=settings)
+    assert comparison.difference == ""
+    assert comparison.measured(tokens[:, 11:].tolist())[0].mean() > 5e-2
+    assert vars(policy)["_get_logits_processor"].__func__ is sharpened
+
+
+class Sharp(TopPLogitsWarper):
+    """Another distribution than its attributes say."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return super().__call__(input_ids, scores) * 3
+
+
+def test_the_stock_loop_leaves_out_rows_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processed, "LOOK_FOR_ENDS", 2)
+    sizes: list[int] = []
+    stock = ProcessorComparison.compare
+    monkeypatch.setattr(
+        ProcessorComparison, "compare", lambda self, rows, *rest: sizes.append(len(rows)) or stock(self, rows, *rest)
+    )
+    settings = config()
+    _, found, completions = compared(tiny("Qwen2Config"), settings, settings, False)
+    lengths = sorted(len(completions[row]) for row in ROWS)
+    assert lengths[0] < lengths[-1]
+    assert found.shape[1] == sum(lengths)
+    assert sum(lengths) <= sum(sizes) <= sum(lengths) + len(ROWS)
+
+
+def test_beams_are_another_mode() -> None:
+    policy, settings = tiny("Qwen2Config"), config()
+    comparison = ProcessorComparison(settings, 1.0, ROWS)
+    with torch.no_grad(), decoding(policy, Turn(comparison=comparison)):
+        policy.generate(**batch(), generation_config=config(num_beams=2))
+    assert comparison.other_mode == "the generation mode is beam_sample, not sample"
+
+
+def test_which_settings_the_loss_does_not_take() -> None:
+    policy = tiny("Qwen2Config")
+    for more, temperature, names in (
+        ({}, 1.0, []),
+        ({"temperature": 0.7}, 0.7, []),
+        ({"temperature": 0.7}, 1.0, ["temperature 0.7"]),
+        ({"do_sample": False, "top_k": 12}, 1.0, ["do_sample False"]),
+        ({"min_p": 0.02, "top_k": 12, "top_p": 1.0}, 1.0, ["min_p 0.02", "top_k 12"]),
+        ({"repetition_penalty": 1.2, "min_new_tokens": 3}, 1.0, ["min_new_tokens 3", "repetition_penalty 1.2"]),
+    ):
+        given = config(**more)
+        comparison, found, _ = compared(policy, given, given, True, temperature)
+        assert sorted(comparison.filters()) == names
+        assert (found[1].max() > 0) == bool(names)
+
+
+@LOOPS
+def test_the_shift_is_that_of_the_sampled_token(grouped: bool) -> None:
+    """Greedy decoding picks each token with certainty: the shift is all of its log-probability."""
+    policy, settings = tiny("Qwen2Config"), config(do_sample=False)
+    comparison, found, completions = compared(policy, settings, settings, grouped, 0.7)
+    inputs, expected = batch(), []
+    for row in ROWS:
+        prompt = inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist()
+        ids = torch.tensor([prompt + completions[row]])
+        with torch.no_grad():
+            log_probs = (policy(ids).logits[0, len(prompt) - 1 : -1] / 0.7).log_softmax(-1)
+        expected.append(-log_probs.gather(1, ids[0, len(prompt) :, None])[:, 0])
+    assert comparison.difference == ""
+    torch.testing.assert_close(found[1], torch.cat(expected), atol=1e-5, rtol=0)

@@ -1,0 +1,56 @@
+"""Log-probabilities noted under transformers' own loop, against forwards of the rows by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_recipes.generation.agreement import differences
+from grpo_recipes.generation.groups import Turn, decoding
+from tests.support.architectures import ENDS, SETTINGS, batch, config, tiny
+
+
+@pytest.mark.parametrize(
+    ("architecture", "how"),
+    [
+        ("Qwen2Config", "filters"),
+        ("Qwen2Config", "greedy"),
+        ("GPT2Config", "repetition penalty"),
+        ("LlamaConfig", "lengths"),
+    ],
+)
+def test_what_stock_generate_sampled_under(architecture: str, how: str) -> None:
+    policy, inputs = tiny(architecture), batch()
+    turn = Turn(grouped=False, score_every=3, temperature=0.7)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        expected = policy.generate(**inputs, generation_config=config(**SETTINGS[how]))
+    torch.manual_seed(0)
+    with torch.no_grad(), decoding(policy, turn):
+        tokens = policy.generate(**inputs, generation_config=config(**SETTINGS[how]))
+    assert torch.equal(tokens, expected)
+    rows, width = turn.scored(len(tokens)), inputs["input_ids"].shape[1]
+    assert rows == [0, 3, 6, 9, 12, 15]
+    assert turn.log_probs is not None
+    assert turn.log_probs.shape == (len(rows), tokens.shape[1] - width)
+    prompts = [inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist() for row in rows]
+    completions = [until_end(tokens[row, width:].tolist()) for row in rows]
+    assert how == "greedy" or len(set(map(len, completions))) > 1
+    assert differences(policy, prompts, completions, turn.log_probs, 0.7).max() < 1e-4
+
+
+def test_nothing_is_noted_where_rows_are_beams() -> None:
+    policy, inputs = tiny("LlamaConfig"), batch()
+    turn = Turn(score_every=1)
+    with torch.no_grad(), decoding(policy, turn):
+        policy.generate(**inputs, generation_config=config(num_beams=2, do_sample=False))
+    assert turn.declined
+    assert turn.log_probs is None
+    assert not policy._forward_hooks
+
+
+def until_end(ids: list[Any]) -> list[Any]:
+    """A completion with the token that ends it."""
+    return ids[: next((n + 1 for n, token in enumerate(ids) if token in ENDS), len(ids))]

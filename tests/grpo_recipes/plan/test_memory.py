@@ -1,0 +1,263 @@
+"""Memory against the estimators of DeepSpeed and accelerate, and against what a tiny model really holds."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import init_empty_weights
+from accelerate.commands.estimate import estimate_training_usage
+from accelerate.utils import calculate_maximum_sizes
+from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from grpo_recipes.plan.memory import (
+    GIB,
+    MemoryPlan,
+    MemoryUnknown,
+    ModelShape,
+    Sharding,
+    changes_that_fit,
+    load_shape,
+    parse_size,
+)
+from grpo_recipes.plan.plan import plan
+from grpo_recipes.recipe.recipe import find_file
+from tests.support import launching, qwen
+
+STATES = ("parameters", "gradients", "optimiser")
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("qwen")
+    return {size: qwen.write_config(folder / size, size) for size in qwen.SIZES}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return launching.write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", 64)
+
+
+def planned(recipe: str, layout: str, config: Path, rows: Path, *arguments: str, **options: object) -> MemoryPlan:
+    path = ["--config", recipe, "--dataset.path", str(rows), *arguments]
+    run = plan(path, accelerate_config=layout, model_config_file=str(config), **options).memory
+    assert isinstance(run, MemoryPlan)
+    return run
+
+
+def states(run: MemoryPlan) -> float:
+    parts = run.parts()
+    return sum(parts[name] for name in STATES)
+
+
+def deepspeeds_estimate(run: MemoryPlan, trained: int) -> float:
+    """DeepSpeed's bytes on one GPU for a model whose every parameter is trained."""
+    layout, shape = run.layout, run.shape
+    gpus = {"num_gpus_per_node": layout.num_processes // layout.num_machines, "num_nodes": layout.num_machines}
+    if layout.sharding == "zero2":
+        return estimate_zero2_model_states_mem_needs(trained, cpu_offload=layout.offload_optimizer, **gpus)[1]
+    return estimate_zero3_model_states_mem_needs(
+        trained,
+        shape.largest_layer,
+        cpu_offload=layout.offload_optimizer,
+        cpu_offload_params=layout.offload_parameters,
+        **gpus,
+    )[1]
+
+
+@pytest.mark.parametrize("size", qwen.SIZES)
+def test_parameters_are_those_of_the_models_card(configs: dict[str, Path], size: str) -> None:
+    assert load_shape(str(configs[size])).parameters == pytest.approx(qwen.PARAMETERS[size], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "size"),
+    [
+        ("gsm8k-qwen2.5-1.5b-8xa100", "zero2", "1.5B"),
+        ("gsm8k-qwen2.5-1.5b-8xa100", "zero3", "1.5B"),
+        ("gsm8k-qwen2.5-7b-full-zero3", "zero2", "7B"),
+        ("gsm8k-qwen2.5-7b-full-zero3", "zero3", "7B"),
+        ("gsm8k-qwen2.5-7b-full-zero3", "zero3_offload", "7B"),
+        ("gsm8k-qwen2.5-7b-full-zero3", "zero3_multinode", "7B"),
+    ],
+)
+def test_model_states_of_full_fine_tuning_are_deepspeeds(
+    configs: dict[str, Path], rows: Path, recipe: str, layout: str, size: str
+) -> None:
+    processes = {"num_processes": 7, "arguments": []} if "8xa100" in recipe else {}
+    run = planned(recipe, layout, configs[size], rows, num_processes=processes.get("num_processes"))
+    assert states(run) == pytest.approx(deepspeeds_estimate(run, run.shape.parameters), rel=0.15)
+    if run.host():
+        host = estimate_zero3_model_states_mem_needs(run.shape.parameters, run.shape.largest_layer, 8, 1)[0]
+        assert run.host() == pytest.approx(host, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "size"),
+    [
+        ("gsm8k-qwen2.5-7b-lora-zero3", "zero3", "7B"),
+        ("gsm8k-qwen2.5-72b-lora-zero3-2node", "zero3_multinode", "72B"),
+    ],
+)
+def test_model_states_of_lora_are_deepspeeds_for_the_adapter_and_a_share_of_the_rest(
+    configs: dict[str, Path], rows: Path, recipe: str, layout: str, size: str
+) -> None:
+    run = planned(recipe, layout, configs[size], rows)
+    frozen = 2 * (run.shape.parameters - run.shape.trained) / run.layout.num_processes
+    assert run.shape.trained < 0.02 * run.shape.parameters
+    assert states(run) == pytest.approx(deepspeeds_estimate(run, run.shape.trained) + frozen, rel=0.15)
+
+
+def test_an_unsplit_float32_model_is_accelerates_estimate(configs: dict[str, Path], rows: Path) -> None:
+    more = ["--dtype", "float32", "--bf16", "false", "--fp16", "false"]
+    run = planned("gsm8k-qwen2.5-1.5b-24gb", "single_gpu", configs["1.5B"], rows, *more)
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(configs["1.5B"]))
+    size, _ = calculate_maximum_sizes(model)
+    assert states(run) == pytest.approx(estimate_training_usage(size, "float32")["step"], rel=0.15)
+
+
+def test_what_one_process_really_holds(tmp_path: Path) -> None:
+    """Parameters, gradients and Adam's moments of a small model after one step, element by element."""
+    launching.build_policy(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
+    optimizer.step()
+    moments = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    held = {
+        "parameters": list(model.parameters()),
+        "gradients": [p.grad for p in model.parameters()],
+        "optimiser": moments,
+    }
+    shape = load_shape(str(tmp_path))
+    run = replace(TINY, shape=shape, layout=Sharding(), dtype_bytes=4, mixed_precision=False)
+    for name, tensors in held.items():
+        assert run.parts()[name] == sum(tensor.numel() * tensor.element_size() for tensor in tensors), name
+
+
+TINY = MemoryPlan(
+    shape=ModelShape(7_000_000_000, 7_000_000_000, 500_000_000, 28, 3584, 18944, 512),
+    layout=Sharding(8, 1, "zero3"),
+    rows=8,
+    generated_rows=32,
+    tokens=1024,
+    dtype_bytes=2,
+    mixed_precision=True,
+    gradient_checkpointing=True,
+    full_reference=True,
+    gather_for_generation=True,
+    vllm=None,
+    vllm_share=0.3,
+    vllm_split=1,
+    vllm_sleeps=False,
+    reward_parameters=0,
+    gpu_memory=80 * GIB,
+)
+LORA = replace(TINY, shape=replace(TINY.shape, trained=40_000_000), full_reference=False)
+
+
+def test_the_keys_and_values_of_one_generation() -> None:
+    """Two tensors a layer, of (rows, key-value heads × head size, tokens) elements of two bytes."""
+    run = replace(TINY, gather_for_generation=False)
+    assert run.parts()["KV cache"] == 28 * 2 * 32 * 512 * 1024 * 2
+
+
+@pytest.mark.parametrize("vllm", ["server", "colocate"])
+def test_an_adapter_goes_to_vllm_through_gathered_weights(vllm: str) -> None:
+    weights = 2 * TINY.shape.parameters
+    share = 0.3 * 80 * GIB if vllm == "colocate" else 0
+    for run, gathered in ((LORA, weights), (TINY, 0)):  # a full model goes tensor by tensor
+        parts = replace(run, vllm=vllm).parts()
+        assert (parts["gathered weights"], parts["KV cache"], parts["vLLM's share"]) == (gathered, 0, share)
+
+
+def test_weights_go_to_a_server_in_packs() -> None:
+    """Two of 1 GiB and a tensor are in flight; what is gathered or merged is held as well, views of whole weights are not."""
+
+    def packs(run: MemoryPlan) -> float:
+        return run.parts()["weights on their way"]
+
+    pack = GIB + 2 * TINY.shape.largest_layer
+    server = replace(TINY, vllm="server")
+    assert packs(server) == 3 * pack
+    assert packs(replace(server, layout=Sharding())) == 2 * pack
+    assert packs(replace(LORA, vllm="server", layout=Sharding())) == 3 * pack
+    small = replace(server, shape=ModelShape(1000, 1000, 500, 2, 8, 16, 8), layout=Sharding())
+    assert packs(small) == 2 * 1000  # one pack of all of it
+    assert packs(replace(TINY, vllm="colocate")) == packs(TINY) == 0
+
+
+def test_training_and_generation_take_turns_except_beside_vllm() -> None:
+    for run in (TINY, replace(TINY, vllm="server"), replace(TINY, vllm="colocate", vllm_sleeps=True)):
+        parts = run.parts()
+        *held, activations, weights, cache, share, packs = parts.values()
+        assert run.peak() == pytest.approx(sum(held) + max(activations, weights + cache + share + packs))
+    colocated = replace(TINY, vllm="colocate")
+    assert colocated.peak() == pytest.approx(sum(colocated.parts().values()))
+
+
+@pytest.mark.parametrize(("sharding", "bytes_each"), [("none", 2), ("zero2", 2), ("zero3", 2 / 8), ("fsdp2", 2 / 8)])
+def test_a_full_reference_is_split_where_parameters_are(sharding: str, bytes_each: float) -> None:
+    run = replace(TINY, layout=Sharding(8, 1, sharding))
+    assert run.parts()["reference"] == bytes_each * run.shape.parameters
+    assert replace(LORA, layout=Sharding(8, 1, sharding)).parts()["reference"] == 0
+
+
+@pytest.mark.parametrize("gpu_memory", [12, 16, 24, 40])
+def test_what_would_fit_does_fit(gpu_memory: int) -> None:
+    """Each suggestion that names a micro-batch or machines is planned again with it, and fits."""
+    run = replace(TINY, gpu_memory=gpu_memory * GIB)
+    if run.fits():
+        assert gpu_memory == 40
+        return
+    suggestions = changes_that_fit(run, accumulation=4)
+    assert suggestions
+    for suggestion in suggestions:
+        if "no single change" in suggestion:
+            continue
+        peak = float(suggestion.rpartition(": ")[2].removesuffix(" GiB"))
+        assert peak <= gpu_memory
+
+
+def test_a_smaller_micro_batch_keeps_the_optimiser_step() -> None:
+    run = replace(TINY, rows=64, generated_rows=1, gather_for_generation=False, vllm="server", gpu_memory=40 * GIB)
+    (first, *_) = changes_that_fit(run, accumulation=2)
+    words = first.replace(":", "").split()
+    rows, accumulation = int(words[1]), int(words[4])
+    assert rows * accumulation == 64 * 2
+    assert replace(run, rows=rows).fits()
+    assert not replace(run, rows=rows * 2).fits()
+
+
+def test_a_share_that_cannot_hold_vllms_weights_does_not_fit() -> None:
+    assert replace(TINY, vllm="colocate", vllm_share=0.3).fits()
+    assert not replace(TINY, vllm="colocate", vllm_share=0.1).fits()
+
+
+@pytest.mark.parametrize(("text", "size"), [("80GB", 80), ("80", 80), ("24GiB", 24), ("141gb", 141)])
+def test_sizes_as_they_are_written(text: str, size: int) -> None:
+    assert parse_size(text) == size * GIB
+
+
+@pytest.mark.parametrize("text", ["0", "-3GB", "nan", "big", ""])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match=".*"):
+        parse_size(text)
+
+
+def test_layouts_are_read_from_accelerates_files(tmp_path: Path) -> None:
+    def described(name: str) -> Sharding:
+        return Sharding.described(find_file("accelerate_configs", name))
+
+    assert described("ddp") == Sharding(8, 1, "none")
+    assert described("zero2") == Sharding(8, 1, "zero2")
+    assert described("zero3_multinode") == Sharding(16, 2, "zero3")
+    assert described("zero3_offload") == Sharding(8, 1, "zero3", True, True)
+    assert described("fsdp2") == Sharding(8, 1, "fsdp2")
+    other = tmp_path / "megatron.yaml"
+    other.write_text("distributed_type: MEGATRON_LM\nnum_processes: 8\n")
+    with pytest.raises(MemoryUnknown, match="no estimate for the layout"):
+        Sharding.described(other)

@@ -1,0 +1,156 @@
+"""What `plan` shows of the prompts, and the chat templates that it and training refuse."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
+from trl import GRPOTrainer
+
+from grpo_recipes.checks.rewards import check_golds
+from grpo_recipes.checks.tokenizer import check_chat_template, end_of_turn, load_tokenizer, stop_ids
+from grpo_recipes.cli import main
+from grpo_recipes.data import prompts
+from grpo_recipes.data.load import load
+from grpo_recipes.plan.prompts import Lengths
+from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
+from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_rewards.registry import build_rewards
+from tests.support import short_runs, tiny
+
+THINKING = tiny.CHATML + "{% if not enable_thinking %}<think></think>{% endif %}"
+
+
+def save_model(
+    folder: Path, template: str | None = tiny.CHATML, *, eos: int = 257, tokenizer_eos: str = "<|im_end|>"
+) -> Path:
+    """A policy's configuration and tokenizer, without weights: the generation configuration stops at `eos`."""
+    LlamaConfig(**{**tiny._SIZES, "eos_token_id": eos}).save_pretrained(folder)
+    GenerationConfig(eos_token_id=eos).save_pretrained(folder)
+    tokenizer = tiny.chat_tokenizer(template)
+    tokenizer.eos_token = tokenizer_eos
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_recipe(folder: Path, model: Path, rows: int = 40, **changes: Any) -> str:
+    lines = ({"question": "x" * (n + 1), "answer": str(n)} for n in range(rows))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = {
+        "model_name_or_path": str(model),
+        "dataset": {"path": str(folder / "rows.jsonl"), "max_prompt_tokens": 70},
+        "rewards": ["math_correctness"],
+        "use_cpu": True,
+        "bf16": False,
+        "output_dir": str(folder / "run"),
+        **changes,
+    }
+    (folder / "mine.yaml").write_text(json.dumps(recipe))
+    return str(folder / "mine.yaml")
+
+
+def test_plan_shows_a_prompt_and_the_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save_model(tmp_path / "model", THINKING)
+    recipe = write_recipe(tmp_path, model, chat_template_kwargs={"enable_thinking": False})
+    assert main(["plan", recipe, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["prompts"]
+    # One token a byte: <|im_start|> user newline x <|im_end|> <|im_start|> assistant newline <think></think>
+    expected = "<|im_start|>user\nx<|im_end|><|im_start|>assistant\n<think></think>"
+    length = 1 + len("user\n") + 1 + 1 + 1 + len("assistant\n") + len("<think></think>")
+    assert (shown["text"], shown["tokens"]) == (expected, length)
+    lengths = np.arange(length, length + 40)
+    assert shown["lengths"] == {
+        **{"measured": 40, "rows": 40, "shortest": length, "median": length + 20, "percentile_95": length + 38},
+        **{"longest": length + 39, "over_limit": int((lengths > 70).sum())},
+    }
+    assert main(["plan", recipe]) == 0
+    said = capsys.readouterr().out
+    assert "\n  | <|im_start|>user\n  | x<|im_end|><|im_start|>assistant\n  | <think></think>\n" in said
+    assert f"first prompt    {length} tokens, exactly as the model sees it:" in said
+    assert " ".join(said.split()).count(f"{(lengths > 70).sum()} over `max_prompt_tokens` 70 are dropped") == 1
+
+
+def test_a_limit_counts_what_the_template_is_told(tmp_path: Path) -> None:
+    recipe = parse_recipe(["--config", write_recipe(tmp_path, save_model(tmp_path / "model", THINKING))])
+    tokenizer, spec = load_tokenizer(recipe), replace(recipe.dataset, max_prompt_tokens=45)
+    kept = {
+        thinking: len(prompts.limit_prompts(recipe.load_dataset(), spec, tokenizer, {"enable_thinking": thinking})[0])
+        for thinking in (True, False)
+    }
+    assert kept[True] - kept[False] == 15
+
+
+def test_without_a_tokenizer_the_messages_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path, tmp_path / "not-made-yet")
+    assert main(["plan", recipe, "--dataset.system_prompt", "Be brief."]) == 0
+    said = capsys.readouterr().out
+    assert "prompt lengths  unknown: `model_name_or_path`" in said
+    assert "\n  | system: Be brief.\n  | user: x\n" in said
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (tiny.CHATML, "<|im_end|>"),
+        ("{% for m in messages %}{{ m.content }} <|im_start|>{% endfor %}", "<|im_start|>"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", None),
+        ("{{ raise_exception('no assistant') }}", None),
+    ],
+)
+def test_the_token_that_ends_a_turn(template: str, ends: str | None) -> None:
+    tokenizer = tiny.chat_tokenizer(template)
+    found = end_of_turn(tokenizer, {})
+    assert (None if found is None else tokenizer.convert_ids_to_tokens(found)) == ends
+
+
+def test_a_turn_that_ends_where_generation_goes_on_is_refused(tmp_path: Path) -> None:
+    """As with a base model's `<|endoftext|>` under an instruct model's template."""
+    model = save_model(tmp_path / "model", eos=256, tokenizer_eos="<|im_start|>")
+    recipe = parse_recipe(["--config", write_recipe(tmp_path, model)])
+    tokenizer = load_tokenizer(recipe)
+    message = (
+        r"ends a turn with `<\|im_end\|>`, and generation stops only at `<\|im_start\|>`, so that every completion"
+    )
+    with pytest.raises(RecipeError, match=message):
+        check_chat_template(recipe, tokenizer, recipe.load_dataset()[0]["prompt"])
+    check_chat_template(recipe, tokenizer, "text is no conversation")
+    assert main(["plan", str(tmp_path / "mine.yaml")]) == 2
+    # Either of the two that TRL asks makes it right: the generation configuration, the tokenizer.
+    for eos, token in ((257, "<|im_start|>"), (256, "<|im_end|>")):
+        folder = save_model(tmp_path / f"right-{eos}", eos=eos, tokenizer_eos=token)
+        right = parse_recipe(["--config", write_recipe(tmp_path, folder)])
+        check_chat_template(right, load_tokenizer(right), right.load_dataset()[0]["prompt"])
+
+
+@pytest.mark.parametrize("eos", [1, [1, 5, 7], None])
+def test_the_stop_ids_are_those_of_trl(tmp_path: Path, eos: Any) -> None:
+    policy = tiny.policy()
+    policy.generation_config.eos_token_id = eos
+    policy.save_pretrained(tmp_path / "model")
+    tiny.byte_tokenizer().save_pretrained(tmp_path / "model")
+    model = short_runs.load(tmp_path / "model")
+    args = short_runs.arguments(tmp_path / "out", beta=0.0)
+    theirs = short_runs.trainer(GRPOTrainer, model, args).eos_token_ids
+    recipe = parse_recipe(["--config", write_recipe(tmp_path, tmp_path / "model")])
+    assert stop_ids(recipe, AutoTokenizer.from_pretrained(tmp_path / "model")) == theirs
+
+
+def test_golds_of_a_large_table_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "SAMPLE", 50)
+    lines = ({"question": f"{n}?", "answer": "" if n % 10 == 0 else str(n)} for n in range(500))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = load(DatasetSpec.parse({"path": str(tmp_path / "rows.jsonl")}))
+    found = check_golds(build_rewards(["math_correctness"]), table)
+    assert found is not None
+    sampled = [int(row) for row in prompts.hash_sample(500)]
+    assert found.total == len(sampled) == 50
+    assert list(found.rows) == [row + 1 for row in sampled if row % 10 == 0]
+    assert f"{found.count} of 50 golds (a hash sample of 500 rows) can't be scored" in found.describe()
+    assert found.as_dict()["dataset_rows"] == 500
+    summary = Lengths.of(np.array([3, 5, 9]), 500, 4)
+    assert "of a hash sample of 3 of 500" in summary.describe(DatasetSpec.parse({"path": "x", "max_prompt_tokens": 4}))

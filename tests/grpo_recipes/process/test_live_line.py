@@ -1,0 +1,240 @@
+"""A run that is under way: its log for other readers, and the line for a terminal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TextIO
+
+import pytest
+
+from grpo_recipes import cli
+from grpo_recipes.process import live_line as live
+from grpo_recipes.process.live_line import Line, LiveLine, LiveLog
+from grpo_recipes.reports.run import Run
+from grpo_recipes.runs.files import LIVE, RunError
+from grpo_recipes.runs.lock import only_launch
+from tests.support.synthetic import write_run
+
+
+def state(step: int, steps: int = 40, *, first: bool = True) -> SimpleNamespace:
+    return SimpleNamespace(global_step=step, max_steps=steps, is_world_process_zero=first)
+
+
+def log(folder: Path, steps: range, began: int = 0) -> LiveLog:
+    """What a launch that began at a step has logged so far."""
+    callback = LiveLog(folder)
+    callback.on_train_begin(None, state(began), None)
+    for step in steps:
+        callback.on_log(None, state(step), None, {"reward": step / 10, "kl": float("nan"), "step_time": 2.0})
+    return callback
+
+
+# The log
+
+
+def test_a_run_without_a_checkpoint_is_read_from_what_it_has_logged(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"no `trainer_state.json`"):
+        Run.read(tmp_path)
+    log(tmp_path, range(1, 8))
+    run = Run.read(tmp_path)
+    assert run.series("reward").steps == list(range(1, 8))
+    assert run.series("reward").values[-1] == 0.7
+    assert not run.series("kl")
+    assert (run.log.last_step, run.log.max_steps) == (7, 40)
+
+
+def test_what_lies_before_the_last_checkpoint_is_read_once(tmp_path: Path) -> None:
+    """The launch began at step 0, and has saved step 5; a later one goes on from there and logs steps 6 and 7 anew."""
+    callback = log(tmp_path, range(1, 8))
+    (tmp_path / "checkpoint-5").mkdir()
+    saved = {"global_step": 5, "max_steps": 40, "log_history": [{"step": step, "reward": -1.0} for step in range(1, 6)]}
+    (tmp_path / "checkpoint-5" / "trainer_state.json").write_text(json.dumps(saved))
+    assert Run.read(tmp_path).series("reward").values == [-1.0] * 5 + [0.6, 0.7]
+    log(tmp_path, range(6, 7), began=5)
+    assert Run.read(tmp_path).series("reward").steps == [1, 2, 3, 4, 5, 6]
+    with warnings.catch_warnings(record=True) as left_open:
+        warnings.simplefilter("always", ResourceWarning)
+        callback.forget()
+    assert left_open == []
+    assert not (tmp_path / LIVE).exists()
+
+
+def test_a_line_that_is_being_written_is_left_for_later(tmp_path: Path) -> None:
+    log(tmp_path, range(1, 4))
+    with (tmp_path / LIVE).open("a") as file:
+        file.write('{"reward": 1.0, "st')
+    assert Run.read(tmp_path).log.last_step == 3
+    (tmp_path / LIVE).write_text('{"reward": 1.0}\n')
+    with pytest.raises(RunError, match=r"_log.jsonl: `line 1` has no `step`"):
+        Run.read(tmp_path)
+    (tmp_path / LIVE).write_text("[" * 9 + "\n")
+    with pytest.raises(RunError, match=r"line 1 can't be read as JSON"):
+        Run.read(tmp_path)
+
+
+def test_a_run_that_has_logged_nothing_says_so(tmp_path: Path) -> None:
+    log(tmp_path, range(0))
+    with pytest.raises(RunError, match="the run logged nothing"):
+        Run.read(tmp_path)
+    with only_launch(tmp_path), pytest.raises(RunError, match="has logged nothing yet: ask again"):
+        Run.read(tmp_path)
+
+
+def test_other_ranks_write_nothing_and_a_link_is_not_followed(tmp_path: Path) -> None:
+    LiveLog(tmp_path).on_train_begin(None, state(0, first=False), None)
+    assert not (tmp_path / LIVE).exists()
+    (tmp_path / "outside").write_text("as it was")
+    (tmp_path / LIVE).symlink_to(tmp_path / "outside")
+    log(tmp_path, range(1, 2))
+    assert not (tmp_path / LIVE).is_symlink()
+    assert (tmp_path / "outside").read_text() == "as it was"
+
+
+def test_a_log_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        log(tmp_path / "missing", range(1, 4))
+    assert [record.message.count("can't be written") for record in caplog.records] == [1]
+    caplog.clear()
+    callback = log(tmp_path, range(1, 2))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            callback.on_log(None, state(2), None, {"reward": object()})
+    assert [record.message.count("can't be written") for record in caplog.records] == [1]
+
+
+def test_the_report_of_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "trainer_state.json").unlink()
+    log(folder, range(1, 11))
+    page = folder / "report" / "report.html"
+    with only_launch(folder):
+        assert Run.read(folder).is_running
+        assert cli.main(["report", str(folder)]) == 0
+        assert "This run is still going: step 10 of 40, about 1 min 0 s left." in page.read_text()
+    assert not Run.read(folder).is_running
+    assert cli.main(["report", str(folder)]) == 0
+    assert "This run was stopped at step 10 of 40." in page.read_text()
+
+
+# The line
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def trained(line: LiveLine, clock: Clock, steps: int) -> None:
+    for step in range(1, steps + 1):
+        clock.now += 30
+        line.on_step_end(None, state(step), None)
+        entry = {
+            "reward": 1.5,
+            "rewards/right/mean": 1.0,
+            "rewards/tags/mean": 0.5,
+            "kl": 0.0123,
+            "num_tokens": step * 6e4,
+        }
+        line.on_log(
+            None, state(step), None, {**entry, "completions/mean_length": 87.4, "completions/clipped_ratio": 0.02}
+        )
+
+
+def test_the_line_says_how_the_training_does(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    line = LiveLine(["right", "tags"], clock)
+    line.on_train_begin(None, state(0), None)
+    assert line.text(0, 40) == "step 0/40"
+    trained(line, clock, 4)
+    assert line.text(4, 40) == (
+        "step 4/40  reward 1.5 (right 1, tags 0.5)  KL 0.012  length 87  truncated 2%  2,000 tokens/s  18 min 00 s left"
+    )
+    line.on_train_end(None, state(4), None)
+    clock.now += 600
+    line.on_log(None, state(4), None, {"eval_reward": 1.0})  # an evaluation after the training
+    captured = capsys.readouterr()
+    assert captured.err == "", "there is no terminal"
+    assert [text.split("  ")[0] for text in captured.out.splitlines()] == ["step 2/40", "step 4/40"], "one a minute"
+
+
+def test_a_resumed_run_counts_its_own_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    line = LiveLine(["right"], clock)
+    line.on_train_begin(None, state(30), None)
+    clock.now = 10
+    line.on_log(None, state(31), None, {"reward": 0.5, "rewards/right/mean": 0.5})
+    line.on_log(None, state(31), None)
+    assert line.text(31, 40) == "step 31/40  reward 0.5  1 min 30 s left"
+    assert line.text(40, 40) == "step 40/40  reward 0.5"
+    for clock.now, left in ((45, "45 s"), (59.7, "1 min 00 s"), (3540, "59 min 00 s"), (3660, "1 h 01 min")):
+        assert line.text(31, 32).endswith(f"  {left} left")
+    clock.now = 10
+    line.on_train_end(None, state(31), None)
+    assert capsys.readouterr().out == ""
+
+
+def everything_shown(terminal: TextIO, master: int) -> str:
+    """What was written to a pseudo-terminal: one read may return a part of it."""
+    terminal.close()
+    shown = b""
+    with suppress(OSError):  # Linux ends it by an error
+        while more := os.read(master, 1 << 16):
+            shown += more
+    os.close(master)
+    return shown.decode()
+
+
+@pytest.mark.parametrize("piped", [False, True])
+def test_what_is_printed_stands_above_the_line(monkeypatch: pytest.MonkeyPatch, piped: bool, tmp_path: Path) -> None:
+    """On a terminal; a standard output that is piped away stays apart."""
+    master, slave = os.openpty()
+    terminal, pipe = os.fdopen(slave, "w"), (tmp_path / "pipe").open("w")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(sys, "stdout", pipe if piped else terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    handler = logging.StreamHandler(terminal)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    chatty = logging.getLogger("chatty")
+    chatty.setLevel(logging.INFO)
+    line = Line(quiet=[chatty])
+    chatty.info("what the line says too")
+    line.show("step 1/2  " + "long " * 30 + "\x1b[2J")
+    print("a word of the run")
+    logging.getLogger("x").warning("a note of a library")
+    line._live.refresh()
+    line.close()
+    assert handler.stream is terminal
+    assert chatty.level == logging.INFO
+    pipe.flush()
+    said = everything_shown(terminal, master)
+    assert "step 1/2" in said
+    assert "a note of a library" in said
+    assert "\x1b[2J" not in said
+    assert "what the line says too" not in said
+    assert ("a word of the run" in said) != piped
+    assert ("a word of the run" in (tmp_path / "pipe").read_text()) == piped
+    assert said.rstrip("\x1b[?25h").endswith("\x1b[2K") or "\x1b[1A" in said, "the line is removed"
+
+
+def test_a_failed_run_closes_the_line() -> None:
+    from grpo_recipes.process.faults import close_progress_bars
+
+    line = LiveLine([])
+    line.on_train_begin(None, state(0), None)
+    closed: list[bool] = []
+    line.training_bar.close = lambda: closed.append(True)  # type: ignore[method-assign, union-attr]
+    close_progress_bars([line, SimpleNamespace(prediction_bar=line.training_bar)])
+    assert closed == [True, True]
+    assert live.Line.SECONDS == 60

@@ -1,0 +1,64 @@
+"""A terminal that is closed under a run: the run saves and stops, or under nohup goes on, whatever it prints."""
+
+import os
+import pty
+import signal
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import forking, launching
+
+
+def train_in(terminal: str, recipe: str, ignores: bool) -> None:
+    """Train as `python -m grpo_recipes.train` does in the session that `terminal` belongs to."""
+    os.setsid()
+    descriptor = os.open(terminal, os.O_RDWR)  # the first that a session opens is the one that it is told of
+    for standard in (0, 1, 2):
+        os.dup2(descriptor, standard)
+    os.close(descriptor)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if ignores else signal.SIG_DFL)  # as `nohup` leaves it
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    from grpo_recipes import train
+
+    sys.exit(train.main(["--config", recipe]))
+
+
+@pytest.mark.parametrize("ignores", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_run_whose_terminal_is_closed_saves(tmp_path: Path, ignores: bool) -> None:
+    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 64)
+    steps = 40 if ignores else 4000
+    changes = {"max_steps": steps, "save_steps": 4000, "rewards": ["tests.support.launching.variety"]}
+    recipe = launching.write_recipe(tmp_path / "mine.yaml", policy, rows, tmp_path / "run", **changes)
+    ours, theirs = pty.openpty()
+    attributes = termios.tcgetattr(theirs)
+    attributes[1] &= ~termios.OPOST
+    termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+    process = forking.context().Process(target=train_in, args=(os.ttyname(theirs), str(recipe), ignores))
+    process.start()
+    try:
+        os.set_blocking(ours, False)
+        said, deadline = b"", time.monotonic() + 100
+        while len(list((tmp_path / "run").glob("completions/*.parquet"))) < 3:
+            assert process.is_alive(), said.decode()
+            assert time.monotonic() < deadline
+            try:
+                said += os.read(ours, 1 << 16)
+            except BlockingIOError:
+                time.sleep(0.02)
+        os.close(theirs)
+        os.close(ours)  # the terminal is closed
+        process.join(100)
+    finally:
+        process.kill()
+        process.join()
+    assert process.exitcode == 0
+    assert not (tmp_path / "run" / "_run.lock").exists()
+    assert (tmp_path / "run" / "model.safetensors").exists() == ignores
+    saved = [int(path.name.partition("-")[2]) for path in (tmp_path / "run").glob("checkpoint-*")]
+    assert len(saved) == 1
+    assert saved[0] == 40 if ignores else 3 <= saved[0] < 4000

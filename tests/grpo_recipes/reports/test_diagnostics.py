@@ -1,0 +1,498 @@
+"""Each disease, planted in the files of a healthy run, gets its own sentence and no other."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_recipes import cli, train
+from grpo_recipes.data.prompts import SYSTEM_PROMPTS
+from grpo_recipes.reports.diagnostics import CHECKS, Finding, describe, diagnose
+from grpo_recipes.reports.run import Run, Series
+from grpo_recipes.runs.files import RunError
+from tests.support.grids import only
+from tests.support.synthetic import HEALTHY, healthy_completions, ramp, write_run
+
+
+def found_in(run: Run) -> list[Finding]:
+    """What the checks find; there must have been something to check."""
+    diagnosis = diagnose(run)
+    assert diagnosis.checked
+    return diagnosis.findings
+
+
+def late(start: float, end: float):
+    """A metric that moves in the second half of the run."""
+    return lambda over: start + (end - start) * max(0.0, 2 * over - 1)
+
+
+def strict(value: float, low: float, high: float) -> dict:
+    share = {"value": value, "low": low, "high": high}
+    return {"problems": 100, "strict": share, "lenient": share, "settings": {"samples": 1}}
+
+
+def repeating() -> list[dict]:
+    """Two groups in three repeat a wrong completion."""
+    rows = healthy_completions()
+    for place, row in enumerate(rows):
+        if (place // 4) % 3:
+            row.update(completion=[{"role": "assistant", "content": "the same"}], gsm8k_correctness=0.0)
+    return rows
+
+
+DISEASES = {
+    "format_without_correctness": (
+        {"metrics": {"rewards/gsm8k_correctness/mean": ramp(0.5, 0.5)}},
+        r"`tag_presence` rises from 0\.3\d to 0\.6\d by step 40, while `gsm8k_correctness` goes from 0\.50 to 0\.50",
+    ),
+    "length_into_cap": (
+        {"metrics": {"completions/mean_length": ramp(100, 250)}},
+        r"from 1\d\d to 2\d\d tokens, into the cap of 256 .* from step 2\d|3\d",
+    ),
+    "truncated": (
+        {"metrics": {"completions/clipped_ratio": late(0.05, 0.5)}},
+        r"4\d% of the completions are cut off .* step 40",
+    ),
+    "identical_completions": (
+        {"completions": repeating()},
+        r"\d+% of the groups that don't earn the best reward .* step 10",
+    ),
+    "entropy_collapse": (
+        {"metrics": {"entropy": lambda over: 0.6 * 0.01**over}},
+        r"from 0\.[345]\d\d to 0\.0\d\d nats .* from step [12]\d",
+    ),
+    "zero_variance": (
+        {"metrics": {"frac_reward_zero_std": ramp(0.6, 0.8)}},
+        r"7\d% of the groups .* step 1\b.*; `sampling: informative` generates",
+    ),
+    "kl_blow_up": ({"metrics": {"kl": late(0.05, 9.0)}}, r"reaches (8|9)\.\d nats a token, above 1 from step 2\d"),
+    "dominant_reward": (
+        {"metrics": {"rewards/tag_presence/std": ramp(9.0, 9.0)}},
+        r"`tag_presence` carries 99% of the rewards' variance up to step 40",
+    ),
+    "overfitting": ({"metrics": {"eval_reward": ramp(1.5, 0.9)}}, r"held-out reward falls .* best at step \d\b"),
+    "no_answer_found": (
+        {"metrics": {"rewards/gsm8k_correctness/parsed": ramp(0, 0)}},
+        r"`gsm8k_correctness` has paid nothing up to step 40: no completion states an answer where it looks",
+    ),
+    "lost_updates": (
+        {"metrics": {"updates/changed": ramp(0.02, 0.016)}},
+        r"a step changes 1\.7% of the trained weights up to step 40, where 4\.2% would change .* `dtype: float32`",
+    ),
+}
+
+
+def test_every_check_has_its_disease() -> None:
+    assert {check.__name__ for check in CHECKS} == set(DISEASES)
+
+
+def test_only_checks_that_had_data_call_a_run_healthy(tmp_path: Path) -> None:
+    whole = diagnose(Run.read(write_run(tmp_path / "whole", {"eval_reward": ramp(0.8, 2.0)})))
+    assert describe(whole) == "diagnosis: nothing looks wrong\n  11 of 11 checks had data"
+    part = diagnose(Run.read(write_run(tmp_path / "part", {"kl": None, "completions/clipped_ratio": None})))
+    assert describe(part).endswith(
+        "  8 of 11 checks had data; not checked: truncated (`completions/clipped_ratio` was not logged), kl_blow_up (`kl` was "
+        "not logged), overfitting (neither four evaluations during training nor one before and one after)"
+    )
+    nothing = write_run(tmp_path / "nothing", dict.fromkeys(HEALTHY), completions=healthy_completions()[:1])
+    diagnosis = diagnose(Run.read(nothing))
+    assert (diagnosis.findings, diagnosis.checked, set(diagnosis.unchecked)) == ([], 0, set(DISEASES))
+    assert describe(diagnosis).startswith("diagnosis:\n  nothing could be checked")
+
+
+def test_golds_that_were_counted_as_unscorable_are_found(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    record = json.loads((folder / "run.json").read_text())
+    record["unscorable_golds"] = {"count": 3, "total": 40, "rows": [2, 7]}
+    (folder / "run.json").write_text(json.dumps(record))
+    (finding,) = found_in(Run.read(folder))
+    assert finding.sentence.startswith(
+        "3 of 40 golds can't be scored by a correctness reward (rows 2, 7, … of the dataset"
+    )
+
+
+@pytest.mark.parametrize("metric", HEALTHY)
+def test_a_check_whose_metric_is_missing_says_so(tmp_path: Path, metric: str) -> None:
+    """No metric that a check reads may be left out of the log and the check still count as made."""
+    read_by = {
+        "kl": "kl_blow_up",
+        "entropy": "entropy_collapse",
+        "frac_reward_zero_std": "zero_variance",
+        "completions/mean_length": "length_into_cap",
+        "completions/clipped_ratio": "truncated",
+        "reward": "overfitting",
+        "rewards/tag_presence/mean": "format_without_correctness",
+        "rewards/gsm8k_correctness/mean": "format_without_correctness",
+        "rewards/tag_presence/std": "dominant_reward",
+        "rewards/gsm8k_correctness/std": "dominant_reward",
+        "rewards/gsm8k_correctness/parsed": "no_answer_found",
+        "updates/changed": "lost_updates",
+        "updates/expected": "lost_updates",
+    }
+    run = Run.read(
+        write_run(tmp_path / "run", {metric: None, **({} if metric == "reward" else {"eval_reward": ramp(1, 2)})})
+    )
+    unchecked = set(diagnose(run).unchecked)
+    assert unchecked == ({read_by[metric]} if metric in read_by else set())
+
+
+def test_a_reward_that_finds_no_answer_is_told_where_the_answers_are(tmp_path: Path) -> None:
+    planted = {
+        "rewards/gsm8k_correctness/mean": ramp(0, 0),
+        "rewards/gsm8k_correctness/parsed": ramp(0, 0),
+        "rewards/tag_presence/mean": ramp(0.4, 0.4),
+    }
+    folder = write_run(tmp_path / "run", planted)
+    record = json.loads((folder / "run.json").read_text())
+
+    def said(*rewards: Any) -> str:
+        record["recipe"]["rewards"] = list(rewards)
+        (folder / "run.json").write_text(json.dumps(record))
+        (finding,) = (finding for finding in found_in(Run.read(folder)) if finding.check == "no_answer_found")
+        return finding.sentence
+
+    boxed = {"name": "gsm8k_correctness", "kwargs": {"extract": "boxed"}}
+    wanted = (
+        "no completion states an answer where `extract: boxed` looks; `extract: answer_tag` finds one in 32 of 32: ask"
+    )
+    assert wanted in said(boxed, "tag_presence")
+    assert wanted in said({"name": "sum", "rewards": ["tag_presence", boxed]})
+    assert wanted in said({"name": "grpo_rewards.math.correctness.gsm8k_correctness", "kwargs": {"extract": "boxed"}})
+    assert "states an answer where it looks" in said({"name": "x.y", "alias": "gsm8k_correctness"})
+    assert "where `extract: answer_tag` looks" in said("gsm8k_correctness")
+    assert "states an answer where it looks" in said()
+
+
+def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
+    for seed in range(8):
+        assert found_in(Run.read(write_run(tmp_path / str(seed), {"eval_reward": ramp(0.8, 2.0)}, seed=seed))) == []
+
+
+@pytest.mark.parametrize("disease", DISEASES)
+def test_a_disease_gets_its_sentence_alone(tmp_path: Path, disease: str) -> None:
+    planted, says = DISEASES[disease]
+    (finding,) = found_in(Run.read(write_run(tmp_path / "run", **planted)))
+    assert finding.check == disease
+    assert re.search(says, finding.sentence), finding.sentence
+    assert finding.step in range(1, 41)
+
+
+def test_format_pay_alone_is_judged_by_the_evaluation(tmp_path: Path) -> None:
+    rewards = [{"name": "tags", "source": "tag_presence", "weight": 1.0, "kind": "format"}]
+    metrics = {"rewards/tags/mean": ramp(0.1, 0.8), "rewards/gsm8k_correctness/mean": None}
+    metrics["rewards/gsm8k_correctness/std"] = None
+
+    def checks(folder: str, evaluations: dict) -> list[str]:
+        run = write_run(
+            tmp_path / folder, metrics, rewards=rewards, evaluations=evaluations, completions=healthy_completions()
+        )
+        return [finding.check for finding in found_in(Run.read(run))]
+
+    assert checks("unknown", {}) == ["format_without_correctness"]
+    assert checks("same", {"before": strict(0.2, 0.1, 0.3), "after": strict(0.3, 0.2, 0.4)}) == [
+        "format_without_correctness"
+    ]
+    assert checks("better", {"before": strict(0.2, 0.1, 0.3), "after": strict(0.6, 0.5, 0.7)}) == []
+
+
+@pytest.mark.parametrize("source", ["sum", "gate"])
+def test_the_parts_of_a_sum_or_a_gate_are_told_apart(tmp_path: Path, source: str) -> None:
+    metrics = {
+        "rewards/total/mean": ramp(1, 1),
+        "rewards/total/std": ramp(1, 1),
+        "rewards/total/tag_count": ramp(0.1, 0.9),
+        "rewards/total/math_correctness": ramp(0.5, 0.5),
+        "rewards/gsm8k_correctness/mean": None,
+        "rewards/tag_presence/mean": None,
+    }
+    parts = [{"name": "tag_count", "kind": "format"}, {"name": "math_correctness", "kind": "correctness"}]
+    rewards = [{"name": "total", "source": source, "weight": 1.0, "kind": "other", "parts": parts}]
+    (finding,) = found_in(Run.read(write_run(tmp_path / "run", metrics, rewards=rewards)))
+    assert "`total/tag_count` rises" in finding.sentence
+    assert "`total/math_correctness` goes from 0.50" in finding.sentence
+
+
+WITHOUT_THE_HEALTHY_REWARDS = {
+    f"rewards/{name}/{statistic}": None
+    for name in ("gsm8k_correctness", "tag_presence")
+    for statistic in ("mean", "std")
+}
+
+
+def paid_by(rewards: dict[str, str], **curves: Callable[[float], float]) -> dict[str, Any]:
+    """`write_run`'s arguments for a run with these rewards (name: kind), their means moving as `curves` say."""
+    means = {f"rewards/{name}/mean": curves[name] for name in rewards}
+    spreads = {f"rewards/{name}/std": ramp(0.4, 0.4) for name in rewards}
+    return {
+        "metrics": {**WITHOUT_THE_HEALTHY_REWARDS, **means, **spreads},
+        "rewards": [{"name": name, "source": name, "weight": 1.0, "kind": kind} for name, kind in rewards.items()],
+    }
+
+
+@pytest.mark.parametrize("kind", ["other", "judge", "length"])
+def test_a_reward_of_another_kind_may_pay_correctness(tmp_path: Path, kind: str) -> None:
+    """Format pay that rises beside it is no finding while it rises too; while it stays flat, its figures are shown."""
+    rewards = {"tag_presence": "format", "check": kind}
+    rising = paid_by(rewards, tag_presence=ramp(0.3, 0.9), check=ramp(0.2, 1.5))
+    assert found_in(Run.read(write_run(tmp_path / "rising", **rising))) == []
+    flat = paid_by(rewards, tag_presence=ramp(0.3, 0.9), check=ramp(0.2, 0.2))
+    (finding,) = found_in(Run.read(write_run(tmp_path / "flat", **flat)))
+    assert finding.check == "format_without_correctness"
+    assert re.search(r"while `check` goes from 0\.20 to 0\.20$", finding.sentence), finding.sentence
+    better = {"before": strict(0.2, 0.1, 0.3), "after": strict(0.6, 0.5, 0.7)}
+    assert found_in(Run.read(write_run(tmp_path / "better", **flat, evaluations=better))) == []
+
+
+def test_a_rising_length_reward_hides_nothing(tmp_path: Path) -> None:
+    kinds = {"gsm8k_correctness": "correctness", "tag_presence": "format", "get_soft_overlong_punishment": "length"}
+    rewards = [{"name": name, "source": name, "weight": 1.0, "kind": kind} for name, kind in kinds.items()]
+    metrics = {"rewards/gsm8k_correctness/mean": ramp(0.5, 0.5)}
+    metrics |= {"rewards/get_soft_overlong_punishment/mean": ramp(-1, -0.1)}
+    (finding,) = found_in(Run.read(write_run(tmp_path / "run", metrics, rewards=rewards)))
+    assert "`tag_presence` rises" in finding.sentence
+    assert "`gsm8k_correctness` goes from" in finding.sentence
+
+
+def test_a_sum_with_a_reward_model_in_it_may_pay_correctness(tmp_path: Path) -> None:
+    """As in the shipped rlaif recipe."""
+    sums = paid_by({"minimind": "other"}, minimind=ramp(0.5, 2.0))
+    parts = {"tag_structure": ramp(0.1, 0.4), "tag_count": ramp(0.2, 0.8), "reward_model": ramp(-1.0, 1.0)}
+    kinds = {"tag_structure": "format", "tag_count": "format", "reward_model": "judge"}
+    sums["rewards"][0]["parts"] = [{"name": name, "kind": kind} for name, kind in kinds.items()]
+    sums["metrics"].update({f"rewards/minimind/{name}": curve for name, curve in parts.items()})
+    assert found_in(Run.read(write_run(tmp_path / "run", **sums))) == []
+
+
+def test_a_correctness_reward_that_scored_nothing_is_not_called_flat(tmp_path: Path) -> None:
+    assert found_in(Run.read(write_run(tmp_path / "run", {"rewards/gsm8k_correctness/mean": None}))) == []
+
+
+def test_a_run_of_trl_alone_is_not_accused_for_what_it_does_not_say(tmp_path: Path) -> None:
+    """Neither kinds of rewards, nor their weights, nor the cap are known."""
+    names = {"correctness_reward_func": "", "think_format_reward": ""}
+    planted = paid_by(names, correctness_reward_func=ramp(0.2, 1.5), think_format_reward=ramp(0.3, 0.9))
+    planted["metrics"]["rewards/think_format_reward/std"] = ramp(9.0, 9.0)
+    planted["metrics"]["completions/mean_length"] = ramp(300, 600)
+    folder = write_run(tmp_path / "run", **planted)
+    (folder / "run.json").unlink()
+    assert found_in(Run.read(folder)) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "accused"),
+    [("other", False), ("judge", False), ("correctness", False), ("format", True), ("length", True)],
+)
+def test_only_format_and_length_drown_the_others(tmp_path: Path, kind: str, accused: bool) -> None:
+    planted = paid_by({"big": kind, "small": "format"}, big=ramp(0.3, 0.9), small=ramp(0.9, 0.9))
+    planted["metrics"].update({"rewards/big/std": ramp(0.5, 0.5), "rewards/small/std": ramp(0.01, 0.01)})
+    findings = {finding.check for finding in found_in(Run.read(write_run(tmp_path / "run", **planted)))}
+    assert ("dominant_reward" in findings) == accused
+
+
+def test_the_cap_is_that_of_the_resolved_configuration(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {"completions/mean_length": ramp(200, 500)})
+    record = json.loads((folder / "run.json").read_text())
+    record["config"]["max_completion_length"] = 512  # TRL's default, of a recipe that does not set it
+    (folder / "run.json").write_text(json.dumps(record))
+    (finding,) = found_in(Run.read(folder))
+    assert "into the cap of 512" in finding.sentence
+    record["config"]["max_completion_length"] = None  # TRL: as long as the model can
+    (folder / "run.json").write_text(json.dumps(record))
+    assert found_in(Run.read(folder)) == []
+
+
+def test_a_fall_of_held_out_accuracy_is_found(tmp_path: Path) -> None:
+    evaluations = {"before": strict(0.6, 0.55, 0.65), "after": strict(0.4, 0.35, 0.45)}
+    (finding,) = found_in(Run.read(write_run(tmp_path / "run", evaluations=evaluations)))
+    assert finding.check == "overfitting"
+    assert "from 0.600 to 0.400" in finding.sentence
+    overlapping = {"before": strict(0.6, 0.5, 0.7), "after": strict(0.48, 0.4, 0.56)}
+    assert found_in(Run.read(write_run(tmp_path / "noise", evaluations=overlapping))) == []
+
+
+def test_long_completions_that_hardly_grow_are_no_finding(tmp_path: Path) -> None:
+    """Beyond 80 % of the cap of 256 from the start; 1.15 times as long at the end."""
+    assert found_in(Run.read(write_run(tmp_path / "run", {"completions/mean_length": ramp(212, 244)}))) == []
+
+
+@pytest.mark.parametrize(("weight", "accused"), [(4.0, False), (5.0, True)])
+def test_a_weight_counts_by_its_square(tmp_path: Path, weight: float, accused: bool) -> None:
+    """A spread of 1 at weight 5 against one of 1 at weight 1 is 25/26 of the variance; at weight 4 it is 16/17."""
+    planted = paid_by({"tags": "format", "right": "correctness"}, tags=ramp(0.9, 0.9), right=ramp(0.3, 0.9))
+    planted["metrics"].update({"rewards/tags/std": ramp(1.0, 1.0), "rewards/right/std": ramp(1.0, 1.0)})
+    planted["rewards"][0]["weight"] = weight
+    findings = {finding.check for finding in found_in(Run.read(write_run(tmp_path / "run", **planted)))}
+    assert ("dominant_reward" in findings) == accused
+
+
+@pytest.mark.parametrize(("right", "says"), [(2.0, "100% are too easy"), (0.0, "and 100% too hard")])
+def test_groups_without_variance_are_split_by_their_reward(tmp_path: Path, right: float, says: str) -> None:
+    rows = healthy_completions()
+    for row in rows[:-4]:
+        row["gsm8k_correctness"] = right
+    metrics = {"frac_reward_zero_std": ramp(0.9, 0.9)}
+    findings = found_in(Run.read(write_run(tmp_path / "run", metrics, completions=rows)))
+    assert [finding.check for finding in findings] == ["zero_variance"]
+    assert says in findings[0].sentence
+
+
+def test_a_drift_is_told_from_noise() -> None:
+    """Independent noise has no trend; a drift of a few standard deviations has one."""
+    generator = random.Random(0)
+    trends = [Series(list(range(24)), [generator.gauss(1, 0.3) for _ in range(24)]).trend for _ in range(200)]
+    assert sum(trend != 0 for trend in trends) <= 6
+    drift = [
+        Series(list(range(24)), [generator.gauss(1 + step / 12, 0.3) for step in range(24)]).trend for _ in range(200)
+    ]
+    assert drift.count(1) == 200
+
+
+def test_a_run_of_trl_alone_is_read(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {"rewards/gsm8k_correctness/mean": ramp(0.5, 0.5)})
+    (folder / "run.json").unlink()
+    assert [finding.check for finding in found_in(Run.read(folder))] == ["format_without_correctness"]
+
+
+def test_a_run_under_way_is_read_from_its_checkpoint(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "checkpoint-40").mkdir()
+    (folder / "trainer_state.json").rename(folder / "checkpoint-40" / "trainer_state.json")
+    assert len(Run.read(folder).series("reward")) == 40
+
+
+def saved_state(folder: Path, step: int) -> Path:
+    """A `trainer_state.json` as the trainer saves it at a step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    history = [{"step": number, "reward": 1.0} for number in range(1, step + 1)]
+    state = folder / "trainer_state.json"
+    state.write_text(json.dumps({"global_step": step, "log_history": history}))
+    return state
+
+
+def steps_read(folder: Path) -> int:
+    return len(Run.read(folder).series("reward"))
+
+
+def test_the_newest_state_that_can_be_read_is_taken(tmp_path: Path) -> None:
+    for step in (80, 9, 60):  # neither the order of the names nor that of the files' times
+        newest = saved_state(tmp_path / f"checkpoint-{step}", step)
+    assert steps_read(tmp_path) == 80
+    root = saved_state(tmp_path, 40)  # of a run that was resumed, and is under way again
+    assert steps_read(tmp_path) == 80
+    for damage in ('{"global_step": 90, "log_hi', "", "null"):
+        newest = tmp_path / "checkpoint-80" / "trainer_state.json"
+        newest.write_text(damage)
+        assert steps_read(tmp_path) == 60
+    saved_state(tmp_path, 100)
+    assert steps_read(tmp_path) == 100
+    root.write_text("{")
+    assert steps_read(tmp_path) == 60
+    for path in tmp_path.rglob("trainer_state.json"):
+        path.write_text("{")
+    with pytest.raises(RunError, match=r"trainer_state\.json: can't be read"):
+        Run.read(tmp_path)
+
+
+@pytest.mark.parametrize("damage", only([b"PAR1 cut off"], [b"", b"PAR1 cut off", None]))
+def test_damaged_completions_are_named(
+    tmp_path: Path, damage: bytes | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run")
+    file = folder / "completions" / "completions_00020.parquet"
+    file.write_bytes(file.read_bytes()[:-20] if damage is None else damage)
+    for command in ("diagnose", "report"):
+        assert cli.main([command, str(folder)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {file}: can't be read as parquet")
+        assert len(said.splitlines()) == 1
+
+
+def test_a_file_whose_pages_are_damaged_is_named(tmp_path: Path) -> None:
+    """Its end, which says where the pages lie, is whole."""
+    file = write_run(tmp_path / "run") / "completions" / "completions_00020.parquet"
+    content = file.read_bytes()
+    file.write_bytes(content[:4] + b"\xff" * 200 + content[204:])
+    with pytest.raises(RunError, match=f"{file.name}: can't be read as parquet"):
+        found_in(Run.read(tmp_path / "run"))
+
+
+def test_the_command_answers_with_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["diagnose", str(write_run(tmp_path / "healthy"))]) == 0
+    assert "nothing looks wrong" in capsys.readouterr().out
+    assert cli.main(["diagnose", str(write_run(tmp_path / "ill", {"kl": ramp(2, 3)}))]) == 1
+    assert "KL to the reference" in capsys.readouterr().out
+    assert cli.main(["diagnose", str(tmp_path / "ill"), "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert [(finding["check"], finding["step"]) for finding in said["findings"]] == [("kl_blow_up", 1)]
+    assert (said["checked"], said["checks"], list(said["unchecked"]), said["looks_fine"]) == (
+        10,
+        11,
+        ["overfitting"],
+        False,
+    )
+    assert cli.main(["diagnose", str(tmp_path)]) == 2
+    assert "trainer_state.json" in capsys.readouterr().err
+    with pytest.raises(RunError):
+        Run.read(tmp_path / "missing")
+
+
+@pytest.mark.slow
+def test_a_hackable_recipe_is_found_out_on_a_real_run(tmp_path: Path, gsm8k_file: Path, capsys) -> None:
+    """Paid for the presence of tags alone, a policy that can write them in one token each learns to do so."""
+    from tokenizers import AddedToken
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
+
+    from grpo_recipes.quickstart import CHAT_TEMPLATE
+
+    set_seed(0)
+    tokenizer = Qwen2Tokenizer().train_new_from_iterator(
+        [SYSTEM_PROMPTS["think"]] * 4, vocab_size=300, new_special_tokens=["<|im_end|>"], show_progress=False
+    )
+    tokenizer.add_tokens([AddedToken(tag, special=False) for tag in ("<think>", "</think>", "<answer>", "</answer>")])
+    tokenizer.eos_token, tokenizer.chat_template = "<|im_end|>", CHAT_TEMPLATE
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    recipe = tmp_path / "hackable.yaml"
+    recipe.write_text(
+        json.dumps(
+            {
+                "model_name_or_path": str(tmp_path / "model"),
+                "dataset": {"name": "gsm8k", "path": str(gsm8k_file), "system_prompt": "none"},
+                "rewards": ["tag_presence"],
+                "per_device_train_batch_size": 32,
+                "max_completion_length": 24,
+                "max_steps": 24,
+                "learning_rate": 0.02,
+                "lr_scheduler_type": "constant",
+                "logging_steps": 1,
+                "use_cpu": True,
+                "bf16": False,
+                "save_strategy": "no",
+                "report_to": "none",
+                "gradient_checkpointing": False,
+                "output_dir": str(tmp_path / "run"),
+            }
+        )
+    )
+    assert train.main(["--config", str(recipe)]) == 0
+    findings = {finding.check: finding.sentence for finding in found_in(Run.read(tmp_path / "run"))}
+    assert "no reward pays a correct answer" in findings["format_without_correctness"]
+    said = capsys.readouterr().out
+    assert findings["format_without_correctness"] in said
+    assert "of 11 checks had data; not checked: " in said.splitlines()[-1]

@@ -1,0 +1,144 @@
+"""A run of many steps: what `diagnose` and `report` read grows with the run, what they hold hardly does."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from benchmarks import large_run
+from grpo_recipes import train
+from grpo_recipes.reports import diagnostics
+from grpo_recipes.reports import run as run_module
+from grpo_recipes.reports.charts import envelope
+from grpo_recipes.reports.pictures import groups
+from grpo_recipes.reports.run import OutOfTime, Run, Series
+from tests.support.grids import only
+from tests.support.growth import FACTOR, growth
+from tests.support.synthetic import healthy_completions, ramp, write_run
+
+
+@pytest.mark.parametrize("command", only([], ["diagnose", "report"], slow=["report"]))  # which diagnoses too
+def test_a_hundred_thousand_steps_take_less_than_500_megabytes(tmp_path: Path, command: str) -> None:
+    folder = large_run.write_run(tmp_path / "run", steps=100_000, rows=96_000)
+    _, cpu, megabytes = large_run.measure(command, str(folder))
+    print(f"{command}: {cpu:.1f} s of CPU, {megabytes:.0f} MB")
+    assert megabytes < 500
+
+
+@pytest.mark.parametrize("length", [4000])
+def test_a_trend_costs_what_its_series_is_long(length: int) -> None:
+    def series(points: int) -> Series:
+        return Series(list(range(points)), [(point * 7919 % 1000) / 1000 for point in range(points)])
+
+    assert growth(lambda made: made.trend, series, length) < 2 * FACTOR
+
+
+def test_a_trend_is_that_of_the_formula() -> None:
+    values = [0.1 * step + (step * 37 % 11) / 5 for step in range(40)]
+    differences = np.diff(values)
+    noise = np.sqrt(np.mean((differences - differences.mean()) ** 2) / 2)
+    quarter, change = 10, np.mean(values[-10:]) - np.mean(values[:10])
+    assert change > max(3 * noise * np.sqrt(2 / quarter), 0.05 * max(values))
+    assert Series(list(range(40)), values).trend == 1
+    assert Series(list(range(40)), values[::-1]).trend == -1
+
+
+@pytest.mark.parametrize("length", [5, 600, 601, 10_007])
+def test_a_thinned_line_covers_what_the_whole_one_covers(length: int) -> None:
+    values = np.random.default_rng(length).normal(size=length).cumsum()
+    kept = envelope(values)
+    assert list(kept) == sorted(set(kept))
+    assert {0, length - 1} <= set(kept)
+    assert len(kept) <= max(length if length <= 600 else 0, 602)
+    for stretch in np.array_split(np.arange(length), min(40, length)):  # a few pixels of a picture
+        inside = values[kept[(kept >= stretch[0]) & (kept <= stretch[-1])]]
+        whole = values[stretch]
+        spread = whole.max() - whole.min()
+        assert inside.max() >= whole.max() - spread / 4
+        assert inside.min() <= whole.min() + spread / 4
+    assert values[kept].max() == values.max()
+    assert values[kept].min() == values.min()
+
+
+def test_no_picture_draws_more_points_than_it_has_pixels(tmp_path: Path) -> None:
+    entries = [
+        {"step": step, "reward": step % 7, "rewards/x/mean": step % 5, "rewards/x/std": step % 3}
+        for step in range(9000)
+    ]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": entries}))
+    charts = [chart for group in groups([Run.read(tmp_path)]) for chart in group.charts]
+    assert [chart.name for chart in charts] == ["total-reward", "reward-x"]
+    drawn = [len(points.split()) for chart in charts for points in re.findall('points="([^"]+)"', chart.svg())]
+    assert len(drawn) == 4, "each metric and its moving mean"
+    assert max(drawn) <= 602
+
+
+def test_completions_of_too_many_steps_are_read_evenly_and_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "run")
+    table = pd.DataFrame(healthy_completions()).query("step == 10")
+    for step in range(41, 70):
+        table.assign(step=step).to_parquet(folder / "completions" / f"completions_{step:05d}.parquet")
+    monkeypatch.setattr(run_module.Sampled, "MOST", 5)
+    run = Run.read(folder)
+    assert sorted(run.rows["step"].unique()) == [10, 45, 53, 61, 69]
+    assert diagnostics.diagnose(run).coverage.endswith("of the completions, 5 of 33 steps were read, evenly spread")
+
+
+def test_the_benchmark_of_a_training_prints_a_row_for_every_ten_saves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large_run.train(tmp_path / "run", steps=40, save_steps=2)
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in said if re.match(r"\| \d", line)] == ["| 20", "| 40"]
+    assert said[-1] == "After the end: 2 files of completions."
+
+
+@pytest.mark.parametrize("reached", ["log", "checks", "completions"])
+def test_a_diagnosis_that_has_no_time_is_left_out_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reached: str
+) -> None:
+    folder = write_run(tmp_path / "run", {"frac_reward_zero_std": ramp(0.9, 0.9)})
+    assert train.diagnosis(folder).startswith("diagnosis:\n  - 9")
+    run = Run.read(folder, within=60)
+    if reached == "completions":
+        (_, batch), *_ = run._completions(run.completion_files.kept[0])
+        assert len(batch) == 8
+    object.__setattr__(run, "deadline", time.monotonic() - 1)
+    with pytest.raises(OutOfTime):
+        {
+            "log": lambda: Run.read(folder, within=-1),
+            "checks": lambda: diagnostics.diagnose(run),
+            "completions": lambda: run.rows,
+        }[reached]()
+    monkeypatch.setattr(train, "DIAGNOSIS_SECONDS", -1.0)
+    said = train.diagnosis(folder)
+    assert said == f"diagnosis: left out, as it takes more than -1 s: `grpo-recipes diagnose {folder}` makes it"
+
+
+def test_a_model_card_does_not_read_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is written with every checkpoint: reading the log each time would cost a long run its square."""
+    folder = write_run(tmp_path / "run")
+    monkeypatch.setattr(run_module, "read_log", lambda *_: pytest.fail("the log was read"))
+    assert Run.read_evaluations(folder).held_out_accuracy() == []
+
+
+def test_the_newest_log_alone_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "run")
+    for step in (10, 20, 30):
+        (folder / f"checkpoint-{step}").mkdir()
+        state = {"global_step": step, "log_history": [{"step": 1}] * step}
+        (folder / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state, sort_keys=True))
+    (folder / "trainer_state.json").unlink()
+    read: list[Path] = []
+    real = run_module.read_log
+    monkeypatch.setattr(run_module, "read_log", lambda path, tick: read.append(path) or real(path, tick))
+    assert Run.read(folder).log.last_step == 1
+    assert read == [folder / "checkpoint-30" / "trainer_state.json"]

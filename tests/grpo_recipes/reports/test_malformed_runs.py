@@ -1,0 +1,297 @@
+"""Runs whose files hold what no trainer writes: every verb that reads one answers with a sentence, or with a result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from grpo_recipes import cli
+from grpo_recipes.reports import history
+from grpo_recipes.reports.history import read_log, read_step
+from grpo_recipes.runs import files
+from tests.support.stored import EVALUATED, EVALUATION, HISTORY, RECORD, run_files
+from tests.support.synthetic import CONFIG, REWARDS, healthy_completions, write_run
+
+LONG, LARGE = "r" * 300, 1e308
+DEEP = '{"log_history": ' + "[" * 100_000 + "]" * 100_000 + "}"
+
+
+def state(*entries: Any, **more: Any) -> dict[str, Any]:
+    return {"log_history": list(entries), "global_step": 40, **more}
+
+
+def completions(**columns: Any) -> bytes:
+    table = pd.DataFrame(healthy_completions()).drop(columns=[key for key, value in columns.items() if value is None])
+    sink = pa.BufferOutputStream()
+    table = table.assign(**{key: value for key, value in columns.items() if value is not None})
+    parquet.write_table(pa.Table.from_pandas(table), sink)
+    return sink.getvalue().to_pybytes()
+
+
+def renamed(name: str, **more: Any) -> dict[str, Any]:
+    """The healthy run with its correctness reward named otherwise, in all files."""
+
+    def changed(value: Any) -> Any:
+        return json.loads(json.dumps(value).replace("gsm8k_correctness", json.dumps(name)[1:-1]))
+
+    table = [
+        {key.replace("gsm8k_correctness", name): value for key, value in row.items()} for row in healthy_completions()
+    ]
+    sink = pa.BufferOutputStream()
+    parquet.write_table(pa.Table.from_pylist(table), sink)
+    rewards = changed(REWARDS)
+    return {"state": state(*changed(HISTORY)), "record": {**RECORD, "rewards": rewards, **more},
+            "completions": sink.getvalue().to_pybytes()}  # fmt: skip
+
+
+def large(value: float) -> dict[str, Any]:
+    """Every number of the log is `value`, of one sign and the other."""
+    entries = [
+        {key: number if key == "step" else value * (-1) ** entry["step"] for key, number in entry.items()}
+        for entry in HISTORY
+    ]
+    rewards = [{**reward, "weight": value} for reward in REWARDS]
+    config = {**CONFIG, "beta": value}
+    return {"state": state(*entries), "record": {**RECORD, "rewards": rewards, "config": config},
+            "completions": completions(gsm8k_correctness=value)}  # fmt: skip
+
+
+def without(value: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: inner for name, inner in value.items() if name != key}
+
+
+# What a run's files hold, the exit codes of `diagnose` and `report`, and what the sentence names where they refuse.
+RUNS: dict[str, tuple[dict[str, Any], int, str]] = {
+    "entries without a step": ({"state": state({"reward": 1.0})}, 2, "`log_history[0]` has no `step`"),
+    "a step that is text": ({"state": state(HISTORY[0], {"step": "two"})}, 2, '[1].step` is "two", not an integer from 0'),
+    "a step of 400 digits": ({"state": state({"step": 10**400, "reward": 1.0})}, 2, "not an integer from 0"),
+    "a negative step": ({"state": state({"step": -1, "reward": 1.0})}, 2, "not an integer from 0"),
+    "an entry that is a number": ({"state": state(7)}, 2, "`log_history[0]` is 7, not an object"),
+    "a log that is text": ({"state": state() | {"log_history": "all"}}, 2, '`log_history` is "all", not a list'),
+    "no log": ({"state": {"global_step": 3}}, 2, "it has no `log_history`"),
+    "a state that is a list": ({"state": [1, 2]}, 2, "it is a list, not an object"),
+    "a state cut off in a number": ({"state": '{"log_history": [{"step": 1'}, 2, "can't be read as JSON"),
+    "deep JSON": ({"state": DEEP}, 2, "can't be read as JSON"),
+    "deep JSON in the record": ({"record": DEEP}, 2, "run.json: can't be read as JSON"),
+    "a record of numbers": ({"record": {"recipe": 3}}, 2, "`recipe` is 3, not an object"),
+    "a reward without a source": ({"record": {**RECORD, "rewards": [{"name": "x"}]}}, 2, "has no `source`"),
+    "a recipe of odd values": ({"record": {**RECORD, "recipe": {"rewards": [3, None, [], {"name": {}}]}}}, 0, ""),
+    "rewards that are no list": ({"record": {**RECORD, "recipe": {"rewards": {"name": "x"}}}}, 2, "not a list"),
+    "a gate without parts": ({"record": {**RECORD, "recipe": {"rewards": [{"name": "gate", "reward": 3, "rewards": 4}]}}}, 0, ""),
+    "an evaluation without settings": ({"evaluation": without(EVALUATION, "settings")}, 2, "has no `settings`"),
+    "an evaluation of text": ({"evaluation": {**EVALUATION, "strict": "half"}}, 2, "not a share"),
+    "shares outside 0 to 1": ({"evaluation": {**EVALUATION, "strict": {"value": LARGE, "low": 0, "high": LARGE}}}, 2, "a share"),
+    "an odd pass_at": ({"evaluation": {**EVALUATION, "pass_at": [1]}}, 2, "`pass_at` is a list, not an object"),
+    "completions without prompts": ({"completions": completions(prompt=None)}, 2, "it has no column `prompt`"),
+    "completions without steps": ({"completions": completions(step=None)}, 2, "it has no column `step`"),
+    "completions that are numbers": ({"completions": completions(completion=3)}, 2, "texts or lists of messages"),
+    "messages without content": ({"completions": completions(completion=[[{"x": 1}]] * 32, prompt=[[{"y": 2}]] * 32)}, 0, ""),
+    "a reward that is text": ({"completions": completions(gsm8k_correctness="much")}, 2, "does not hold numbers"),
+    "completions without rows": ({"completions": completions()[:0] or b"PAR1"}, 2, "can't be read as parquet"),
+    "a reward name of 300 characters": (renamed(LONG), 0, ""),
+    "a reward named as a path": (renamed("../../evil.x"), 0, ""),
+    "a reward without letters": (renamed("/"), 0, ""),
+    "numbers of 1e308": (large(LARGE), 1, ""),
+    "numbers of 1e-320": (large(1e-320), 0, ""),
+    "an infinite weight": (large(float("inf")), 1, ""),
+    "golds of odd rows": ({"record": {**RECORD, "unscorable_golds": {"count": 3, "total": 4, "rows": [{}, None]}}}, 1, ""),
+    "a cap that is text": ({"record": {**RECORD, "config": {"max_completion_length": "256"}}}, 2, "not an integer"),
+}  # fmt: skip
+
+
+# A report takes a second: all but some, of each exit code, are left to the slow part.
+REPORTED = ("a reward named as a path", "numbers of 1e308", "completions without prompts", "an evaluation of text")
+VERBS = [
+    pytest.param(name, verb, marks=pytest.mark.slow if verb == "report" and name not in REPORTED else ())
+    for name in RUNS
+    for verb in ("diagnose", "report")
+]
+
+
+@pytest.mark.parametrize(("name", "verb"), VERBS)
+def test_a_malformed_run_gets_a_sentence(
+    name: str, verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents, code, says = RUNS[name]
+    for path, content in run_files("run", **contents).items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(content if isinstance(content, bytes) else content.encode())
+    expected = {code} if code == 2 else {0, 1} if verb == "diagnose" else {0}
+    assert cli.main([verb, str(tmp_path / "run")]) in expected
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    if code == 2:
+        assert said.startswith("error: ")
+        assert says in said
+        assert len(said.splitlines()) == 1
+        assert len(said) < 600
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]  # `../../evil.x` is no way out
+    pictures = list((tmp_path / "run").glob("report/*.svg"))
+    assert all(len(path.name) <= 120 for path in pictures)
+
+
+def test_pictures_of_one_file_name_are_all_kept(tmp_path: Path) -> None:
+    entries = [
+        {"step": step, "rewards/a b/mean": 1.0 * step, "rewards/a-b/mean": 2.0 * step, "rewards/A/b/mean": 3.0 * step}
+        for step in (1, 2)
+    ]
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state(*entries)))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    pictures = sorted(path.name for path in (tmp_path / "report").glob("*.svg"))
+    assert pictures == ["reward-a-b-2.svg", "reward-a-b-3.svg", "reward-a-b.svg"]
+
+
+# Tables that are small and would decode to much
+
+
+def repeated(rows: int, size: int, nested: bool) -> pa.Table:
+    """A text repeated in every row, stored once."""
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array(["x" * size]))
+    columns = {"step": pa.array([1] * rows), "prompt": text, "completion": text}
+    if nested:
+        messages = pa.StructArray.from_arrays([text, text], ["role", "content"])
+        columns["completion"] = pa.ListArray.from_arrays(pa.array(range(rows + 1), pa.int32()), messages)
+    return pa.table(columns)
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "nested"),
+    [
+        (2000, 1_000_000, True),
+        (20_000, 600, False),
+        pytest.param(2000, 1_000_000, False, marks=pytest.mark.slow),
+        pytest.param(20_000, 600, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_table_that_decodes_to_gigabytes_is_refused(
+    tmp_path: Path,
+    rows: int,
+    size: int,
+    nested: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At once, or by many batches that are each small enough."""
+    if size < 1000:
+        monkeypatch.setattr(files, "FILE_BYTES", 10_000_000)
+    folder = write_run(tmp_path / "run", completions=healthy_completions())
+    bomb = folder / "completions" / "completions_00041.parquet"
+    parquet.write_table(repeated(rows, size, nested), bomb, compression="zstd")
+    assert bomb.stat().st_size < 1_000_000
+    before = pa.default_memory_pool().max_memory()
+    for verb in ("diagnose", "report"):
+        assert cli.main([verb, str(folder)]) == 2
+        said = capsys.readouterr().err
+        assert f"{bomb}: it decodes to more than a reader of it should hold" in said
+    assert pa.default_memory_pool().max_memory() - before < files.FILE_BYTES
+
+
+def test_a_page_that_is_a_gigabyte_of_zeros_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "table.parquet"
+    zeros = pa.table({"step": pa.repeat(1, 11_000_000)})
+    parquet.write_table(zeros, path, compression="zstd")
+    with pytest.raises(files.RunError, match="decodes to more"):
+        list(files.read_batches(path, {"step": files.INTEGERS}))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_table_is_read_as_pandas_reads_it(tmp_path: Path, nested: bool) -> None:
+    rows = [{**row, "x": None} for row in healthy_completions() * 50]
+    table = pd.DataFrame(rows if nested else EVALUATED)
+    table.iloc[::3].to_parquet(tmp_path / "table.parquet", row_group_size=7)  # an index that is no range
+    columns = dict.fromkeys(table.columns, files.ANYTHING)
+    read = files.read_table(tmp_path / "table.parquet", columns)
+    expected = pd.read_parquet(tmp_path / "table.parquet")
+    assert len(read) == len(expected) > files.BATCH_ROWS * nested // 4
+    for name in columns:
+        assert list(map(str, read[name])) == list(map(str, expected[name])), name
+
+
+# The log
+
+
+@pytest.mark.parametrize("layout", [{}, {"indent": 2}, {"indent": 2, "sort_keys": True}, {"separators": (",", ":")}])
+@pytest.mark.parametrize("characters", [1, 7, 64, 10**6])
+def test_a_log_is_read_as_json_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: dict[str, Any], characters: int
+) -> None:
+    monkeypatch.setattr("grpo_recipes.reports.history._CHARACTERS", characters)
+    nested = {"deep": [{"log_history": [1, "]"]}, '\\" {[,'], "é\u2028": None, "n": -1.5e-7}
+    entries = [
+        {"step": 1, "a": 1.25, "text": 'x"]}', **nested},
+        {"step": 20, "a": 3, "b": True},
+        {"step": 3, "a": None},
+    ]
+    content = {"epoch": 0.5, "global_step": 123, **nested, "log_history": entries, "max_steps": 7}
+    (tmp_path / "state.json").write_text(json.dumps(content, **layout))
+    log = read_log(tmp_path / "state.json")
+    assert {key: (list(steps), list(values)) for key, (steps, values) in log.metrics.items()} == {
+        "step": ([1, 20, 3], [1, 20, 3]), "a": ([1, 20], [1.25, 3]), "text": ([], []), "deep": ([], []),
+        "é\u2028": ([], []), "n": ([1], [-1.5e-7]), "b": ([], [])}  # fmt: skip
+    assert log.last_step == 20
+    assert read_step(tmp_path / "state.json") == 123
+    for cut in range(1, len(json.dumps(content, **layout)), 37):
+        (tmp_path / "state.json").write_text(json.dumps(content, **layout)[:cut])
+        with pytest.raises(files.RunError, match="can't be read as JSON"):
+            read_log(tmp_path / "state.json")
+
+
+def test_the_log_alone_is_not_kept_as_objects(tmp_path: Path) -> None:
+    """Numbers take 16 bytes each, and what is read at once is one entry: the file itself is far larger than both."""
+    import tracemalloc
+
+    entries = [{"step": step, **{f"metric/{number}": step / 3 for number in range(40)}} for step in range(3000)]
+    (tmp_path / "state.json").write_text(json.dumps(state(*entries), indent=2))
+    size = (tmp_path / "state.json").stat().st_size
+    del entries
+    tracemalloc.start()
+    log = read_log(tmp_path / "state.json")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(log.metrics["metric/7"][1]) == 3000
+    assert peak < size
+    assert peak < 41 * 3000 * 16 * 1.25 + (4 << 20)
+
+
+class Stopped(Exception):
+    """What a caller raises that has no more time."""
+
+
+def keeping(stop_after: int) -> Callable[[], None]:
+    """A tick that raises at its `stop_after`th call."""
+    calls = iter(range(stop_after))
+
+    def tick() -> None:
+        if next(calls, None) is None:
+            raise Stopped
+
+    return tick
+
+
+def test_reading_can_be_stopped_at_an_entry(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text(json.dumps(state(*HISTORY)))
+    with pytest.raises(Stopped):
+        read_log(tmp_path / "state.json", keeping(3))
+
+
+def test_a_log_of_many_names_or_of_a_huge_entry_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each name has a column, of many times the size of an entry; an entry is held whole."""
+    monkeypatch.setattr(history, "_METRICS", 50)
+    (tmp_path / "state.json").write_text(json.dumps(state(*({"step": n, f"m{n}": 1.0} for n in range(60)))))
+    with pytest.raises(files.RunError, match="its entries have more than 50 names"):
+        read_log(tmp_path / "state.json")
+    monkeypatch.setattr(history, "_VALUE_CHARACTERS", 1000)
+    monkeypatch.setattr(history, "_CHARACTERS", 100)
+    (tmp_path / "state.json").write_text(json.dumps(state({"step": 1, "text": "x" * 5000})))
+    with pytest.raises(files.RunError, match="one value has more than 1,000 characters"):
+        read_log(tmp_path / "state.json")
+    (tmp_path / "_log.jsonl").write_text('{"step": 1, "text": "' + "x" * 5000)
+    with pytest.raises(files.RunError, match="line 1 has more than 1,000 characters"):
+        history.add_live(history.Log(), tmp_path / "_log.jsonl")

@@ -1,0 +1,127 @@
+"""The model card of a run: what a reader elsewhere can use, and nothing of this machine."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from grpo_recipes.reports.model_card import write_model_card
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    recipe = {
+        "model_name_or_path": "Qwen/Qwen2.5-1.5B-Instruct",
+        "dataset": {"name": "gsm8k"},
+        "rewards": [{"name": "gsm8k_correctness", "kwargs": {"tags": ["think", "answer"]}}],
+        "learning_rate": 1e-5,
+        "output_dir": "/home/ann/runs/x",
+    }
+    return {
+        "recipe": {**recipe, **changes.pop("recipe", {})},
+        "arguments": ["--config", "gsm8k-qwen2.5-1.5b-lora", "--learning_rate=1e-5"],
+        "directory": "/",
+        "rewards": [
+            {"name": "gsm8k_correctness", "source": "gsm8k_correctness", "weight": 1.0},
+            {"name": "tag_presence", "source": "tag_presence", "weight": 0.25},
+        ],
+        "world_size": 1,
+        "train_prompts": 7473,
+        "versions": {"grpo-recipes": "0.1.0", "trl": "1.16.0"},
+        **changes,
+    }
+
+
+def card(folder: Path, **changes: Any) -> ModelCard:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text(json.dumps(record(**changes)))
+    write_model_card(folder)
+    return ModelCard.load(folder / "README.md")
+
+
+def recipe_in(text: str) -> dict[str, Any]:
+    return yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
+
+
+def test_a_run_of_the_hubs_model_and_data(tmp_path: Path) -> None:
+    written = card(tmp_path / "my-run")
+    assert written.data.base_model == "Qwen/Qwen2.5-1.5B-Instruct"
+    assert written.data.datasets == ["openai/gsm8k"]
+    text = written.text
+    assert text.startswith("\n# my-run\n")
+    assert "[Qwen/Qwen2.5-1.5B-Instruct](https://huggingface.co/Qwen/Qwen2.5-1.5B-Instruct), trained with GRPO" in text
+    assert "7,473 prompts of [openai/gsm8k](https://huggingface.co/datasets/openai/gsm8k)" in text
+    assert "python -m grpo_recipes.train --config gsm8k-qwen2.5-1.5b-lora --learning_rate=1e-5\n" in text
+    assert "| `gsm8k_correctness` | 1 |" in text
+    assert "| `tag_presence` | 0.25 |" in text
+    assert "| trl | 1.16.0 |" in text
+    assert "Accuracy" not in text
+    recipe = recipe_in(text)
+    assert recipe["rewards"][0]["kwargs"] == {"tags": ["think", "answer"]}
+    assert "output_dir" not in recipe
+
+
+def test_paths_of_this_machine_give_way_to_their_last_part(tmp_path: Path) -> None:
+    for name in ("sft", "judge"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+    (tmp_path / "rows.jsonl").touch()
+    rewards = [{"name": "reward_model", "kwargs": {"model": str(tmp_path / "models" / "judge")}}]
+    written = card(
+        tmp_path / "run",
+        directory=str(tmp_path),
+        world_size=2,
+        arguments=[
+            "--config",
+            str(tmp_path / "x.yaml"),
+            f"--reference={{adapter: {tmp_path}/models/sft}}",
+            "--a=~/b c",
+        ],
+        recipe={
+            "model_name_or_path": "models/sft",
+            "dataset": {"name": "gsm8k", "path": str(tmp_path / "rows.jsonl")},
+            "rewards": rewards,
+            "vllm_server_base_url": "http://node7:8000/v1",
+            "reference": {"adapter": "/mnt/big/ref"},
+        },
+    )
+    whole = (tmp_path / "run" / "README.md").read_text()
+    for gone in ("None", str(tmp_path), "models/", "/mnt", "~", "huggingface.co"):
+        assert gone not in whole, gone
+    assert (written.data.base_model, written.data.datasets) == (None, None)
+    assert "`sft`, trained with GRPO on 7,473 prompts of `rows.jsonl`" in whole
+    assert "accelerate launch --num_processes 2 -m grpo_recipes.train --config x.yaml" in whole
+    recipe = recipe_in(whole)
+    assert recipe["rewards"] == [{"name": "reward_model", "kwargs": {"model": "judge"}}]
+    assert recipe["vllm_server_base_url"] == "http://node7:8000/v1"
+
+
+def test_an_adapter_is_of_its_base(tmp_path: Path) -> None:
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen2.5-7B"}))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "adapter_config.json").write_text("{}")
+    written = card(tmp_path / "run", recipe={"model_name_or_path": str(tmp_path / "sft")})
+    assert (written.data.base_model, written.data.library_name) == ("Qwen/Qwen2.5-7B", "peft")
+    assert "(from the adapter `sft`), trained" in written.text
+
+
+@pytest.mark.parametrize("made_here", ["arithmetic", "scored"])
+def test_data_made_here_is_no_dataset_of_the_hub(tmp_path: Path, made_here: str) -> None:
+    written = card(tmp_path / "run", recipe={"dataset": {"name": made_here}})
+    assert written.data.datasets is None
+    assert f"prompts of `{made_here}` by" in written.text
+
+
+def test_accuracy_stands_with_its_intervals_once_it_was_measured(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "evaluations" / "after"
+    folder.mkdir(parents=True)
+    (tmp_path / "run" / "trainer_state.json").write_text('{"global_step": 1, "log_history": []}')
+    shares = {
+        "strict": {"value": 0.75, "low": 0.705, "high": 0.79},
+        "lenient": {"value": 0.8, "low": 0.76, "high": 0.84},
+    }
+    (folder / "evaluation.json").write_text(json.dumps({"problems": 400, "settings": {"samples": 1}, **shares}))
+    text = card(tmp_path / "run").text
+    assert "| `evaluate`, after | 400 | 0.750 (0.705 to 0.790) | 0.800 (0.760 to 0.840) |" in text

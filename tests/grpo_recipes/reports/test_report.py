@@ -1,0 +1,439 @@
+"""The report as a reader opens it: in a browser, on a desktop and on a phone, with the network watched."""
+
+from __future__ import annotations
+
+import html.parser
+import itertools
+import json
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from grpo_recipes import cli
+from grpo_recipes.reports import cards as examples
+from grpo_recipes.reports.headline import Answer
+from grpo_recipes.reports.pictures import groups
+from grpo_recipes.reports.report import write_report
+from grpo_recipes.reports.run import Run
+from tests.support.browser import Browser, chromium
+from tests.support.synthetic import healthy_completions, ramp, write_run
+
+SHARE = {"value": 0.4, "low": 0.35, "high": 0.45}
+BETTER = {"value": 0.8, "low": 0.75, "high": 0.84}
+AXE = "axe-core@4.10.3"
+
+
+def evaluation(folder: Path, label: str, share: dict, right: list[bool]) -> None:
+    summary = {"problems": len(right), "strict": share, "lenient": share, "settings": {"samples": 1}}
+    path = folder / "evaluations" / label
+    path.mkdir(parents=True)
+    (path / "evaluation.json").write_text(json.dumps(summary))
+    prompts = [json.dumps([{"role": "user", "content": f"held-out question {n}"}]) for n in range(len(right))]
+    rows = {"problem": range(len(right)), "sample": 0, "prompt": prompts, "gold": "7", "answer": "7", "strict": right}
+    rows["lenient"] = right
+    rows["completion"] = [f"{label} says {n}" for n in range(len(right))]
+    pd.DataFrame(rows).to_parquet(path / "completions.parquet")
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    folder = write_run(tmp_path / "run-a", {"efficiency/tokens_needed": ramp(3000, 4000), "kl": ramp(2, 3)})
+    evaluation(folder, "before", SHARE, [False, True, False, True])
+    evaluation(folder, "after", BETTER, [True, True, True, False])
+    return folder
+
+
+class Page(html.parser.HTMLParser):
+    """The elements of a page that load something, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[tuple[str, str]] = []
+        self.tags: list[str] = []
+        self.pictures = 0
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list) -> None:
+        self.tags.append(tag)
+        self.pictures += tag == "svg" and ("class", "chart") in attributes
+        self.loads += [(tag, value) for key, value in attributes if key in ("src", "href", "srcset", "data")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def report(*arguments: Path | str, code: int = 0) -> Page:
+    assert cli.main(["report", *map(str, arguments)]) == code
+    return Page((Path(arguments[0]) / "report" / "report.html").read_text(encoding="utf-8"))
+
+
+def test_the_page_is_self_contained_and_says_what_happened(run_folder: Path) -> None:
+    page = report(run_folder)
+    assert all(tag == "a" and value.startswith("#") for tag, value in page.loads)
+    assert not {"script", "link", "iframe"} & set(page.tags)
+    for words in (
+        "KL to the reference reaches 3",
+        "0.400 [0.350, 0.450]",
+        "2 of 4 problems gained, 1 lost",
+        "after says 2",
+        "held-out question 3",
+        "max_completion_length: 256",
+        "question 40.0",
+    ):
+        assert words in page.text, words
+    # Model text is shown, never rendered.
+    assert "<answer>0</answer> <b>40</b>" in page.text
+    assert "b" not in page.tags
+    pictures = {path.name for path in (run_folder / "report").glob("*.svg")}
+    wanted = {
+        "reward-gsm8k-correctness",
+        "kl-to-the-reference",
+        "entropy",
+        "completion-length",
+        "clipped-tokens",
+        "evaluation",
+    }
+    wanted |= {
+        "groups-without-variance",
+        "weights-that-a-step-changes",
+        "learning-rate",
+        "efficiency",
+        "truncated-completions",
+    }
+    assert {f"{name}.svg" for name in wanted} <= pictures
+    assert page.pictures == len(pictures)
+
+
+def test_nothing_that_a_run_brings_is_markup(tmp_path: Path) -> None:
+    """Names, prompts, completions, golds, verdicts and the recipe are shown as they are, controls as escapes."""
+    evil = "</pre></style><script>alert(1)</script><img src=x onerror=y>&amp;\x1b[2J\u202e"
+    named = [{"name": evil, "source": "x", "weight": 1.0, "kind": "correctness", "highest_pay": 2.0}]
+    rows = [
+        {"step": step, "prompt": evil, "completion": f"<answer>{evil}{number}</answer>", evil: number % 3, "gold": evil}
+        for step in (10, 20)
+        for number in range(12)
+    ]
+    means = {f"rewards/{evil}/mean": ramp(0, 1)}
+    folder = write_run(
+        tmp_path / "<i>run<", means, rewards=[{**one, "verdict": evil} for one in named], completions=rows
+    )
+    (folder / "run.json").write_text(
+        json.dumps(
+            {**json.loads((folder / "run.json").read_text()), "source": evil, "hardware": evil, "arguments": [evil]}
+        )
+    )
+    evaluation(folder, evil.replace("/", ""), SHARE, [True, False])
+    page = report(folder)
+    assert not {"script", "img", "i"} & set(page.tags)
+    assert page.text.count("alert(1)") >= 10
+    assert not [one for one in page.text if not one.isprintable() and one != "\n"]
+    assert not [value for tag, value in page.loads if tag != "a"]
+    pictures = "".join(path.read_text() for path in (folder / "report").glob("*.svg"))
+    assert "&lt;script&gt;" in pictures
+    assert not {"script", "img"} & set(Page(pictures).tags)
+
+
+def test_the_page_answers_first(run_folder: Path) -> None:
+    page = report(run_folder).text
+    first = page[page.index("Report on the run") : page.index("What was learnt")]
+    assert "Accuracy 40 % → 80 % on 4 held-out problems" in first
+    # By hand: 2 of 4 gained and 1 lost; 1/4 of a point, and a coin that falls so 2 : 1 or further apart always does.
+    assert "+25 points (95 %: " in first
+    assert "McNemar's test: p = 1)" in first
+    assert "no clear difference" in first
+    assert "11 of 11 checks had data, 1 found something" in first
+    for fact in ("Model", "tiny", "Optimiser steps", "40", "Time in steps", "1 min 20 s"):
+        assert fact in first
+    for group in ("What was learnt", "Can I trust it?", "How it ran"):
+        assert page.count(group) == 2, "in the contents, and over the pictures"
+    assert "right in the format that the recipe's rewards ask for" in page
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tone", "says"),
+    [
+        # 40 problems; McNemar's p of 20 : 0 is 2 / 2^20, of 0 : 20 the same.
+        (
+            [False] * 40,
+            [True] * 20 + [False] * 20,
+            "better",
+            "+50 points (95 %: +32 to +63; McNemar's test: p = 2e-06)",
+        ),
+        ([True] * 20 + [False] * 20, [False] * 40, "worse", "-50 points (95 %: -63 to -32; McNemar's test: p = 2e-06)"),
+        ([True, False] * 20, [False, True] * 20, "neutral", "+0 points"),
+    ],
+)
+def test_a_gain_and_a_loss_are_told_apart(tmp_path: Path, before: list, after: list, tone: str, says: str) -> None:
+    folder = write_run(tmp_path / "run")
+    for label, right in (("before", before), ("after", after)):
+        value = sum(right) / len(right)
+        evaluation(folder, label, {"value": value, "low": max(0, value - 0.1), "high": value + 0.1}, right)
+    verdict = Answer(Run.read(folder)).verdict
+    assert verdict.tone == tone
+    assert verdict.sure.startswith(says)
+    (folder / "evaluations" / "before" / "completions.parquet").unlink()  # then by the two intervals
+    verdict = Answer(Run.read(folder)).verdict
+    assert verdict.tone == tone
+    assert "McNemar" not in verdict.sure
+
+
+def test_what_was_not_measured_is_not_claimed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    page = report(folder).text
+    assert "Training reward 0.99" in page
+    assert f"grpo-recipes evaluate {folder}" in page
+    evaluation(folder, "after", BETTER, [True, True, True, False])
+    page = report(folder).text
+    assert "Accuracy 80 % on 4 held-out problems" in page
+    assert "what it was before training was not measured" in page
+
+
+def test_flat_metrics_are_a_line_of_text(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    state = json.loads((folder / "trainer_state.json").read_text())
+    for entry in state["log_history"]:
+        entry |= {"learning_rate": 1e-5, "completions/clipped_ratio": 0.0, "step_time": 2.0}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    page = report(folder).text
+    assert "The same at every step: Time of a step 2 seconds; Learning rate 1e-05." in page
+    assert "The same at every step: Truncated completions 0 %." in page
+    assert not (folder / "report" / "learning-rate.svg").exists()
+
+
+def test_the_cards_are_chosen_over_the_run(run_folder: Path) -> None:
+    rows = Run.read(run_folder).rows
+    cards = examples.cards(Run.read(run_folder))
+    assert [card.title for card in cards] == ["First", "Middle", "Last", "Best", "Worst", "Most surprising"]
+    assert [card.step for card in cards[:3]] == [10, 30, 40]
+    assert cards[3].total == f"{rows[rows['step'] == 40]['total'].max():.3g}"
+    assert cards[3].is_right
+    assert not cards[4].is_right
+    assert cards[5].advantage == "+1.50"
+    assert "".join(piece.text for piece in cards[3].pieces) == "<answer>0</answer> <b>40</b>"
+    assert [piece.kind for piece in cards[3].pieces] == ["tag", "answer", "tag", ""]
+
+
+def test_the_bands_lie_where_completions_were_paid(tmp_path: Path) -> None:
+    rows = [{**row, "tag_presence": (index % 8) / 7} for index, row in enumerate(healthy_completions())]
+    folder = write_run(tmp_path / "run", completions=rows)
+    charts = {chart.name: chart for group in groups([Run.read(folder)]) for chart in group.charts}
+    (band,) = charts["reward-tag-presence"].bands
+    assert band.steps == [10, 20, 30, 40]
+    assert band.low == pytest.approx([0.25] * 4)  # quartiles of 0, 1/7, ..., 1, linearly interpolated
+    assert band.high == pytest.approx([0.75] * 4)
+    assert charts["reward-gsm8k-correctness"].bands == [], "it pays one of two amounts: its mean says all"
+    assert {chart.steps for chart in charts.values()} == {(0, 40)}, "one axis for all"
+    assert [limit.value for limit in charts["completion-length"].limits] == [0.8 * 256, 256]
+
+
+@pytest.mark.slow
+def test_two_runs_share_their_pictures(run_folder: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "run-b", {"kl": None}, seed=1)
+    alone = report(run_folder).pictures
+    page = report(run_folder, other)
+    assert page.pictures == alone
+    assert "run-a and run-b" in page.text
+    assert "run-b: nothing looks wrong" in page.text
+    assert "run-b: 9 of 11 checks had data; not checked: kl_blow_up (`kl` was not logged)" in page.text
+
+
+def test_a_bare_run_has_a_report(tmp_path: Path) -> None:
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 1, "loss": 0.0, "reward": None}]}))
+    assert "nothing could be checked" in report(folder, code=2).text
+    assert cli.main(["report", str(tmp_path / "missing")]) == 2
+
+
+# In a browser
+
+ON_PAPER = {"width": 794, "media": "print"}
+VIEWS: dict[str, dict[str, Any]] = {
+    "desktop": {},
+    "phone": {"width": 390},
+    "dark": {"dark": True},
+    "dark phone": {"width": 390, "dark": True},
+    "print": ON_PAPER,
+    "print from a dark screen": {**ON_PAPER, "dark": True},
+}
+
+# The lowest contrast of a text with what is painted behind it, as WCAG 2 defines it, and that text.
+CONTRAST = """(() => {
+  const rgb = colour => colour.match(/[\\d.]+/g).map(Number);
+  const channel = v => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
+  const behind = element => {
+    for (let at = element; at; at = at.parentElement) {
+      const paint = rgb(getComputedStyle(at).backgroundColor);
+      if (paint.length === 3 || paint[3] === 1) return paint;
+    }
+    return [255, 255, 255];
+  };
+  let worst = [99, ""];
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const element = texts.currentNode.parentElement, style = getComputedStyle(element);
+    if (!texts.currentNode.data.trim() || !element.getClientRects().length) continue;
+    const paint = rgb(element.closest("svg") ? style.fill : style.color);
+    const pair = [light(paint), light(behind(element))].sort((a, b) => b - a);
+    const ratio = (pair[0] + 0.05) / (pair[1] + 0.05);
+    if (ratio < worst[0]) worst = [ratio, texts.currentNode.data.trim().slice(0, 40)];
+  }
+  return worst;
+})()"""
+
+# What sticks out of the window, and what is cut off inside a box that does not scroll.
+OUTSIDE = """[...document.querySelectorAll("body *")].filter(element => {
+  const box = element.getBoundingClientRect(), style = getComputedStyle(element);
+  if (element.closest(".skip") || element.closest("thead") || element.closest("svg") || !box.width) return false;
+  const cut = element.scrollWidth > element.clientWidth + 1 && style.overflowX === "hidden";
+  return box.right > innerWidth + 1 || box.left < -1 || cut;
+}).map(element => element.tagName + "." + element.className + ": " + element.textContent.slice(0, 40))"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if chromium() is None:
+        pytest.skip("needs Chromium to open the report: apt-get install chromium")
+    with Browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+def pages(folder: Path) -> dict[str, Path]:
+    """The page of each kind of run."""
+    long = "<think>" + "step by step " * 200 + "</think> " + "wwwww" * 60
+    names = ["run-a", "b" * 90, "c", "d d d", "<b>e</b>"]
+    runs = []
+    for number, name in enumerate(names):
+        completions = [{**row, "completion": long} for row in healthy_completions()] if number == 1 else None
+        metrics = {
+            "kl": ramp(0, 0.4 * number),
+            "num_tokens": ramp(0, 1e6),
+            "efficiency/tokens_computed": ramp(3e4, 2e4),
+        }
+        runs.append(
+            write_run(folder / str(number) / name.replace("/", ""), metrics, completions=completions, seed=number)
+        )
+    for run in runs[:3]:
+        evaluation(run, "before", SHARE, [False, True, False, True])
+        evaluation(run, "after", BETTER, [True, True, True, False])
+    bare = folder / "bare"
+    bare.mkdir()
+    (bare / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 1, "loss": 0.0}]}))
+    chosen = {"one": runs[:1], "two": runs[:2], "five": runs, "without evaluation": runs[3:4], "empty": [bare]}
+    return {kind: write_report([Run.read(run) for run in some], folder / kind) for kind, some in chosen.items()}
+
+
+@pytest.mark.slow
+def test_every_page_fits_its_screen_and_can_be_read(tmp_path: Path, browser: Browser) -> None:
+    for kind, page in pages(tmp_path).items():
+        assert page.stat().st_size < 3_000_000
+        for view, how in VIEWS.items():
+            tab = browser.open(page, **how)
+            scrolls, shows = tab.evaluate(
+                "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+            )
+            assert scrolls == shows, (kind, view)
+            assert tab.evaluate(OUTSIDE) == [], (kind, view)
+            ratio, text = tab.evaluate(CONTRAST)
+            assert ratio >= 4.5, (kind, view, text)
+            assert tab.requests == [page.as_uri()], (kind, view)
+            pictures = tab.evaluate(
+                "[...document.querySelectorAll('svg.chart')].map(svg => svg.getBoundingClientRect())"
+                ".map(box => [box.width, box.height])"
+            )
+            assert all(min(picture) > 70 for picture in pictures), (kind, view)
+            assert len(pictures) == len(list(page.parent.glob("*.svg")))
+
+
+@pytest.mark.slow
+def test_the_probes_of_a_page_see_what_is_wrong(tmp_path: Path, browser: Browser) -> None:
+    page = tmp_path / "wrong.html"
+    page.write_text(
+        '<body><p style="width: 2000px; color: #999">pale</p><img src="http://127.0.0.1:9/x.png">'
+        '<svg><text y="9" style="fill: #eee">paler</text></svg></body>'
+    )
+    tab = browser.open(page, width=390)
+    assert tab.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
+    assert [line[:2] for line in tab.evaluate(OUTSIDE)] == ["P."]
+    ratio, text = tab.evaluate(CONTRAST)
+    assert (text, ratio < 1.5) == ("paler", True)
+    assert tab.requests == [page.as_uri(), "http://127.0.0.1:9/x.png"]
+
+
+@pytest.mark.slow
+def test_axe_finds_nothing_serious(tmp_path: Path, browser: Browser) -> None:
+    """axe-core is fetched by npm, and no part of this repository; without npm or a registry the test is skipped."""
+    axe = axe_core(tmp_path)
+    for kind, page in pages(tmp_path).items():
+        for view in ("desktop", "dark phone"):
+            tab = browser.open(page, **VIEWS[view])
+            tab.evaluate(axe + "; 0")
+            found = tab.evaluate(
+                "axe.run().then(r => r.violations.filter(v => ['serious', 'critical'].includes(v.impact))"
+                ".map(v => v.id + ': ' + v.nodes.slice(0, 3).map(n => n.html).join(' | ')))"
+            )
+            assert found == [], (kind, view)
+
+
+def axe_core(folder: Path) -> str:
+    if (npm := shutil.which("npm")) is None:
+        pytest.skip("needs npm to fetch axe-core")
+    packed = subprocess.run([npm, "pack", "--silent", AXE], cwd=folder, capture_output=True, text=True, timeout=120)
+    if packed.returncode:
+        pytest.skip("axe-core can't be fetched: no registry")
+    with tarfile.open(folder / packed.stdout.split()[-1]) as archive:
+        return archive.extractfile("package/axe.min.js").read().decode()
+
+
+@pytest.mark.slow
+def test_the_page_is_read_in_order_with_a_keyboard(run_folder: Path, browser: Browser) -> None:
+    report(run_folder)
+    tab = browser.open(run_folder / "report" / "report.html")
+    levels = tab.evaluate("[...document.querySelectorAll('h1, h2, h3, h4')].map(h => Number(h.tagName[1]))")
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+    assert tab.evaluate("[...document.querySelectorAll('a')].every(a => document.getElementById(a.hash.slice(1)))")
+    order = tab.evaluate(
+        "[...document.querySelectorAll('svg.chart')].every(s => s.getAttribute('aria-label').length > 20)"
+    )
+    assert order
+
+
+@pytest.mark.slow
+def test_the_screenshot_is_not_blank(run_folder: Path, tmp_path: Path, browser: Browser) -> None:
+    report(run_folder)
+    tab = browser.open(run_folder / "report" / "report.html", width=1000)
+    shot = tab.screenshot(tmp_path / "shot.png", height=3000)
+    assert shot.stat().st_size > 100_000
+    assert Run.read(run_folder).evaluations["after"]["strict"] == BETTER
+
+
+@pytest.mark.slow
+def test_a_name_is_shown_as_it_is(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name) for name in (r"a$\frac$b", "of $5 and $6")]
+    for folder in folders:
+        evaluation(folder, "before $_$", SHARE, [False, True])
+        rows = [{"step": 10, "prompt": "one", "completion": "7", "gsm8k_correctness": 2.0}]
+        pd.DataFrame(rows).to_parquet(folder / "completions" / "eval_completions_00010.parquet")
+    assert r"a$\frac$b" in report(*folders).text
+
+
+def test_the_share_of_prompts_that_is_generated_is_drawn(tmp_path: Path) -> None:
+    metrics = {"prompts/generated": ramp(1.0, 0.4), "prompts/kept_by_floor": ramp(0.0, 0.2)}
+    drawn = {
+        chart.name: chart
+        for group in groups([Run.read(write_run(tmp_path / "run", metrics))])
+        for chart in group.charts
+    }
+    assert [label for _, label, _ in drawn["prompts-generated"].legend] == ["generated", "of these, by the floor alone"]
+    plain = groups([Run.read(write_run(tmp_path / "plain", {}))])
+    assert "prompts-generated" not in {chart.name for group in plain for chart in group.charts}

@@ -1,0 +1,49 @@
+"""The examples of docs/data.md: the files it shows, as they stand there, planned on a tiny model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes.cli import main
+from grpo_recipes.data.presets import PRESETS
+from grpo_recipes.recipe.recipe import parse_recipe
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+FILES = dict(re.findall(r"^`([\w.]+)`:\n\n```\w+\n(.*?)```$", PAGE, re.MULTILINE | re.DOTALL))
+FIRST = {
+    "boxed.yaml": ("What is 2 + 3?", {"answer": "So it is \\boxed{5}.", "level": 1, "source": "school"}),
+    "choice.yaml": ("Which is the capital of Italy?\nA. Paris\nB. Rome\nC. Oslo", {"answer": "B"}),
+    "stories.yaml": ("Write a story of about 40 words about the sea.", {"topic": "the sea", "words": 40}),
+    "mixture.yaml": (None, {"source": "problems.csv", "origin": "school"}),
+}
+
+
+@pytest.mark.parametrize("recipe", FIRST)
+def test_an_example_is_planned_as_it_stands(
+    recipe: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert {name for name in FILES if name.endswith(".yaml")} == set(FIRST)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    here = ["--model_name_or_path", str(tiny_model), "--use_cpu", "true", "--bf16", "false"]
+    assert main(["plan", recipe, *here]) == 0
+    said = capsys.readouterr().out
+    rows = parse_recipe(["--config", recipe, *here]).load_dataset()
+    prompt, columns = FIRST[recipe]
+    assert columns.items() <= rows[0].items()
+    shown = rows[0]["prompt"][-1]["content"]
+    assert prompt in (None, shown)
+    assert all(f"  | {line}" in said or f"|>user\n{line}" in said for line in shown.split("\n")[1:])
+    assert "exactly as the model sees it" in said
+    assert "can't be scored" not in said
+
+
+def test_every_preset_stands_in_the_table() -> None:
+    table = PAGE.partition("## Presets")[2]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == {"name", *PRESETS, "scored"}
+    for preset in PRESETS.values():
+        assert preset.hub_id is None or f"`{preset.hub_id}`" in PAGE

@@ -1,0 +1,165 @@
+"""README and the pages that it leads to: their commands, their figures, and how many clicks away an answer is."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes import cli
+from grpo_recipes.recipe.recipe import parse_recipe
+from tests.repo.test_site import build_site
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = ("README.md", "docs/why.md", "docs/faq.md", "docs/references.md")
+PROGRAM = "grpo-recipes "
+
+
+def commands(page: str) -> Iterator[str]:
+    """The whole commands of a page: between backquotes, or lines of a block of shell."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(?:bash|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    yield from (line for line in [*lines, *re.findall(r"`([^`]+)`", outside)] if line.startswith(PROGRAM))
+
+
+ALL = [(page, command) for page in PAGES for command in dict.fromkeys(commands(page))]
+
+
+@pytest.mark.parametrize(("page", "command"), ALL, ids=[command for _, command in ALL])
+def test_a_command_of_a_page(page: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`plan` runs as it stands, or refuses where the page says so; the others are commands with such options."""
+    verb, *rest = shlex.split(command.removeprefix(PROGRAM))
+    if verb == "plan" and rest and "RECIPE" not in rest:
+        refused = any(option in rest for option in ("--lerning_rate", "--dataset.size")) or "7" in rest
+        assert cli.main([verb, *rest]) == (2 if refused else 0)
+        assert "Traceback" not in capsys.readouterr().err
+        return
+    with pytest.raises(SystemExit):
+        cli.main([verb, "--help"])
+    known = capsys.readouterr().out
+    assert f"grpo-recipes {verb}" in known, "there is such a command"
+    options = [word for word in rest if word.startswith("--")]
+    assert all(option in known or option == "--rewards" for option in options)
+
+
+def test_the_recipe_in_the_readme_is_one(tmp_path: Path) -> None:
+    (yaml,) = re.findall(r"^```yaml\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    (tmp_path / "r.yaml").write_text(yaml)
+    recipe = parse_recipe(["--config", str(tmp_path / "r.yaml")])
+    assert [reward.weight for reward in recipe.build_rewards()] == [1.0, 0.5]
+    assert recipe.geometry(1).prompts_per_generation == 2
+
+
+def test_what_plan_is_said_to_print(capsys: pytest.CaptureFixture[str]) -> None:
+    """Word by word; a terminal may wrap it elsewhere."""
+    (block,) = re.findall(r"^```console\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    command, *lines = block.splitlines()
+    assert cli.main(shlex.split(command.removeprefix(f"$ {PROGRAM}"))) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for line in lines:
+        assert " ".join(line.split()) in said
+
+
+@pytest.mark.parametrize(
+    ("figures", "source"),
+    [
+        (["4.09", "9.53", "3.27"], "benchmarks/results/step.md"),
+        (["0.0366", "1.0000"], "benchmarks/results/precision.md"),
+        (["396.7"], "benchmarks/results/rewards.md"),
+        (["60 kills"], "benchmarks/results/torture.md"),
+        (["before | 0.263", "full-ours-0 | 0.485"], "benchmarks/results/real_model.md"),
+        (["1920"], "docs/mathematics.md"),
+        (["0.345", "0.850", "0.608", "0.863"], "docs/tutorial.md"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_figure_of_the_readme_is_a_measured_one(figures: list[str], source: str) -> None:
+    """As the README rounds it, and as the file holds it."""
+    rounded = {
+        "4.09": "4.1 times",
+        "9.53": "9.5 times",
+        "3.27": "3.3 times",
+        "1920": "1,920",
+        "60 kills": "60 places",
+        "396.7": "397 times",
+        "1.0000": "all of it",
+        "before | 0.263": "from 26 %",
+        "full-ours-0 | 0.485": "to 49 %",
+    }
+    shares = {"0.345": "34 %", "0.850": "85 %", "0.608": "61 %", "0.863": "86 %", "0.0366": "3.7 %"}
+    page = (ROOT / source).read_text(encoding="utf-8")
+    readme = " ".join(README.split())
+    for figure in figures:
+        assert figure in page
+        assert {**rounded, **shares}.get(figure, figure) in readme
+
+
+def test_the_table_of_results_is_the_measured_one() -> None:
+    """docs/results.md repeats the rows of the page that the benchmark wrote, every one of them."""
+    shown, measured = (
+        [
+            line
+            for line in (ROOT / page).read_text(encoding="utf-8").splitlines()
+            if re.match(r"\| (before|full|lora)", line)
+        ]
+        for page in ("docs/results.md", "benchmarks/results/real_model.md")
+    )
+    assert shown
+    assert shown == measured
+
+
+def test_the_readme_is_two_screens() -> None:
+    assert len(README.splitlines()) <= 120
+    assert max(map(len, README.splitlines())) <= 250
+
+
+# The reader's test
+
+
+@pytest.mark.parametrize(
+    ("task", "needed", "clicks"),
+    [
+        ("own data", "grpo-recipes init problems.csv", 0),
+        ("own data, its columns", "columns: {question: problem, answer: solution}", 1),
+        (
+            "LoRA on 24 GB",
+            "grpo-recipes plan gsm8k-qwen2.5-1.5b-lora --accelerate_config single_gpu --gpu_memory 24GB",
+            0,
+        ),
+        ("LoRA on 24 GB, its recipe", "lora_target_modules: all-linear", 2),
+        ("own reward", "--rewards my_package.rewards.brevity", 0),
+        ("own reward, its code", "def brevity(prompts, completions, **columns):", 1),
+        ("is it better", "grpo-recipes compare A B", 0),
+        ("is it better, what it says", "McNemar: A alone right on", 1),
+    ],
+)
+def test_an_answer_is_found_within_two_clicks(task: str, needed: str, clicks: int) -> None:
+    """From README along links: how many clicks away the nearest page is that holds what is needed."""
+    seen: set[str] = set()
+    pages = ["README.md"]
+    for distance in range(3):
+        texts = {page: (ROOT / page).read_text(encoding="utf-8") for page in pages}
+        if any(needed in text for text in texts.values()):
+            assert distance == clicks, task
+            return
+        seen |= set(pages)
+        pages = [
+            found
+            for page, text in texts.items()
+            for path, _ in build_site.LINK.findall(text)
+            if (found := linked(page, path)) not in seen
+            and (ROOT / found).is_file()
+            and found.endswith((".md", ".yaml"))
+        ]
+    pytest.fail(f"{task}: more than two clicks away")
+
+
+def linked(page: str, path: str) -> str:
+    """The file that a link of a page leads to, from the repository's root."""
+    return str((ROOT / page).parent.joinpath(path).resolve().relative_to(ROOT))

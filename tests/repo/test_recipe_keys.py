@@ -1,0 +1,76 @@
+"""docs/recipes.md: it says what the code reads."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from trl import GRPOConfig, ModelConfig
+
+from docs import recipe_keys as documentation
+from grpo_recipes.recipe.recipe import DEFAULTS, OUR_KEYS, Recipe, parse_recipe
+from grpo_recipes.recipe.specs import (
+    DatasetSpec,
+    MicroBatching,
+    OfflineSpec,
+    PassRateSpec,
+    ReferenceSpec,
+    SamplingSpec,
+    SourceSpec,
+    hints,
+    spec_of,
+)
+
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+SPECS = (DatasetSpec, SourceSpec, PassRateSpec, ReferenceSpec, MicroBatching, OfflineSpec, SamplingSpec)
+
+
+def test_the_page_is_up_to_date() -> None:
+    made = "python -m docs.recipe_keys > docs/recipes.md"
+    assert PAGE.read_text(encoding="utf-8") == documentation.page(), made
+
+
+def test_every_spec_of_a_recipe_has_a_table() -> None:
+    used = {spec for key in OUR_KEYS if (spec := spec_of(hints(Recipe)[key])) is not None}
+    assert used | {SourceSpec, PassRateSpec} == set(SPECS)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_key_says_what_it_means(spec: type) -> None:
+    meanings = documentation.attribute_docs(spec)
+    for field in dataclasses.fields(spec):
+        assert len(meanings[field.name].split()) > 2, field.name
+
+
+def rows() -> dict[str, list[str]]:
+    """The rows of the page's tables: key, then type, default and meaning."""
+    cells = (
+        re.split(r"(?<!\\) \| ", line.strip("| \n")) for line in PAGE.read_text().splitlines() if line.startswith("| `")
+    )
+    return {row[0].strip("`"): row[1:] for row in cells}
+
+
+def test_the_defaults_are_those_of_a_recipe_that_says_nothing(tmp_path: Path) -> None:
+    """Every printed default of TRL's keys, read as YAML, is the value in a minimal recipe."""
+    file = tmp_path / "r.yaml"
+    file.write_text("model_name_or_path: m\ndataset: arithmetic\nrewards: gsm8k_correctness\n")
+    config, found = parse_recipe(["--config", str(file)]).config, rows()
+    checked = 0
+    for field in dataclasses.fields(GRPOConfig):
+        if field.name not in found or not hasattr(config, field.name):
+            continue
+        default = found[field.name][1].strip("`")
+        expected = getattr(config, field.name)
+        if default == "–":
+            assert expected is None, field.name
+        elif not isinstance(expected, (dict, list)):
+            assert str(yaml.safe_load(default)).lower() in (str(expected).lower(), default.lower()), field.name
+        checked += 1
+    assert checked > 50
+    assert all(found[key][1] == f"`{str(value).lower()}`" for key, value in DEFAULTS.items() if key in found)
+
+
+@pytest.mark.parametrize("config", [GRPOConfig, ModelConfig])
+def test_every_key_that_trl_adds_is_there(config: type) -> None:
+    assert {name for name in config.__annotations__ if not name.startswith("_")} <= set(rows())

@@ -1,0 +1,190 @@
+"""The documentation as a site: its links, the page of errors, what fails its build, and search from the file system."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from grpo_recipes import cli
+from grpo_rewards.errors import UserError
+from grpo_rewards.registry import build_rewards
+
+ROOT = Path(__file__).resolve().parents[2]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def load(name: str) -> ModuleType:
+    """A module of docs/, which is no package."""
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
+
+
+build_site, error_pages = load("build_site"), load("error_pages")
+
+
+def test_every_link_of_a_document_leads_somewhere() -> None:
+    """And none leaves the site for a file that the site has."""
+    pages = build_site.written_pages()
+    assert {"index.md", "why.md", "faq.md", "tutorial.md", "results/step.md"} <= set(pages)
+    assert f"]({build_site.SOURCE_URL}/recipes/quickstart.yaml)" in pages["tutorial.md"]
+    assert "](../efficiency.md" not in pages["index.md"]
+    assert "](results/step.md)" in pages["index.md"]
+    for place, text in pages.items():
+        for path, _ in build_site.LINK.findall(text):
+            target = (Path(place).parent / path).as_posix()
+            assert target in {*pages, *build_site.MADE} or (ROOT / "docs" / target).is_file(), f"{place}: {path}"
+
+
+def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "README.md").write_text("[a](docs/gone.md)")
+    monkeypatch.setattr(build_site, "ROOT", tmp_path)
+    with pytest.raises(build_site.MissingTarget, match=r"README\.md: the link to docs/gone\.md leads nowhere"):
+        build_site.relinked("README.md", {"README.md": "index.md"})
+
+
+# The page of errors
+
+
+@pytest.fixture(scope="module")
+def refusals() -> list:
+    return error_pages.refusals()
+
+
+def said_by(command: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with contextlib.suppress(SystemExit):
+        assert cli.main(command) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "quickstart", "--num_generations", "7"],
+        ["plan", "quickstart", "--lerning_rate", "1e-5"],
+        ["plan", "quickstart", "--dataset.eval_share", "2"],
+        ["plan", "quickstart", "--temperature", "-1"],
+        ["plan", "quickstart", "--dataset.name", "gsm9k"],
+        ["plan", "quickstart", "--rewards", "[gsm8k_correctnes]"],
+        ["plan", "quickstart", "--reference", "{name: base, adapter: x}"],
+        ["plan", "quickstart", "--early_stopping_patience", "0"],
+        ["plan", "no-such-recipe"],
+        ["report", "/no/such/run"],
+        ["compare", "/no/a", "/no/b"],
+    ],
+    ids=lambda command: " ".join(command[:1] + command[-2:]),
+)
+def test_what_a_command_refuses_stands_on_the_page(command: list[str], refusals: list, capsys) -> None:
+    said = " ".join(said_by(command, capsys).split())
+    found = [one.sentence for one in refusals if one.pattern.search(said)]
+    assert any(len(re.findall(r"[a-z]+", sentence)) >= 2 for sentence in found), said
+
+
+def test_what_a_reward_refuses_stands_on_the_page(refusals: list) -> None:
+    for spec in (
+        {"name": "gsm8k_correctness", "kwargs": {"deadline": 0}},
+        {"name": "repetition", "kwargs": {"ngrm": 3}},
+    ):
+        with pytest.raises(UserError) as refused:
+            build_rewards([spec])
+        assert any(one.pattern.search(str(refused.value)) for one in refusals if len(one.sentence) > 25)
+
+
+def test_no_refusal_is_left_out() -> None:
+    """An error whose sentence can't be read from the code hands on the words of another one."""
+    trees = error_pages.parsed_modules()
+    reader = error_pages.reader_of(trees)
+    for tree in trees.values():
+        list(reader.sentences(tree))
+    others = [one for one in reader.unread if not re.search(r"Error\((str\(error\).*|text)\)$", one)]
+    assert not others, f"docs/error_pages.py finds no sentence in {others}"
+
+
+def test_anchors_are_unique_and_stay_put(refusals: list) -> None:
+    anchors = error_pages.anchors(refusals)
+    assert len(anchors) == len(refusals) > 400
+    page = error_pages.page("https://example.org")
+    assert sorted(re.findall(r'<a id="([^"]+)"', page)) == sorted(anchors)
+    # What docs/faq.md links to must not depend on what other sentences there are.
+    linked = re.findall(r"errors\.md#([\w-]+)", (ROOT / "docs" / "faq.md").read_text())
+    assert linked
+    assert not [anchor for anchor in linked if re.search(r"-\d$", anchor)]
+
+
+# The site
+
+CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+def small_site(folder: Path, pages: dict[str, str], nav: str) -> int:
+    (folder / "mkdocs.yml").write_text(f"{CONFIG.partition('nav:' + chr(10) + '  - Home')[0]}nav: [{nav}]\n")
+    return build_site.build(pages, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pages", "nav", "passes"),
+    [
+        ({"index.md": "# A\n\n## B\n\n[b](#b)"}, "index.md", True),
+        ({"index.md": "# A\n\n## B\n\n[b](#c)"}, "index.md", False),
+        ({"index.md": "# A\n\n[b](b.md)"}, "index.md", False),
+        ({"index.md": "# A", "b.md": "# B"}, "index.md", False),
+        ({"index.md": "# A"}, "index.md, b.md", False),
+    ],
+    ids=["right", "anchor", "link", "not in nav", "only in nav"],
+)
+def test_what_fails_the_build(tmp_path: Path, pages: dict[str, str], nav: str, passes: bool) -> None:
+    pytest.importorskip("material", reason="needs mkdocs-material, which the extra `docs` brings")
+    assert (small_site(tmp_path, pages, nav) == 0) == passes
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The whole site, built where no proxy answers."""
+    pytest.importorskip("material", reason="needs mkdocs-material, which the extra `docs` brings")
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copy(ROOT / "mkdocs.yml", folder)
+    with pytest.MonkeyPatch.context() as environment:
+        for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+            environment.setenv(name, "http://127.0.0.1:9")
+        assert build_site.build(build_site.pages(), folder) == 0
+    return folder / "build" / "site"
+
+
+@pytest.mark.slow
+def test_the_site_is_whole_and_asks_for_nothing(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 25
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        loaded = re.findall(r'<(?:script|img|iframe)[^>]*\ssrc="([^"]+)"', text)
+        loaded += re.findall(r'<link[^>]*rel="(?:stylesheet|icon|preconnect)"[^>]*href="([^"]+)"', text)
+        assert not [address for address in loaded if "//" in address], page
+    commands = (site / "commands.html").read_text(encoding="utf-8")
+    for command in ("init", "plan", "train", "evaluate", "compare", "diagnose", "report", "merge", "score", "check"):
+        assert re.search(rf'id="grpo-re\w+-{command}"', commands), command
+    python = (site / "python.html").read_text(encoding="utf-8")
+    for name in ("grpotrainer", "recipe", "run_recipe", "evaluate_model", "gsm8k_correctness"):
+        assert f'id="{name}"' in python, name
+
+
+@pytest.mark.slow
+def test_search_works_from_the_file_system(site: Path) -> None:
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip("needs Chromium to search the site: apt-get install chromium")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
+    address = f"file://{site}/results/step.html?q=ref_model_mixup_alpha"
+    shown = subprocess.run([browser, *options, address], capture_output=True, text=True, timeout=120).stdout
+    found = re.findall(r'class="md-search-result__item"><a href="([^"#?]+)', shown)
+    assert f"file://{site}/references.html" in found

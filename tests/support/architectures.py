@@ -1,0 +1,136 @@
+"""Tiny models of many architectures, a batch of groups to generate for, and a trainer that generates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from datasets import Dataset
+from peft import LoraConfig
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from trl import GRPOConfig
+from trl import GRPOTrainer as TRLGRPOTrainer
+
+from grpo_recipes import GRPOTrainer
+from tests.support.recorded import model, tokenizer
+
+ENDS = [1, 2, 3]
+"""Several end-of-sequence tokens, so that rows end at many lengths."""
+
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "LlamaConfig": {},
+    "Qwen2Config": {},
+    "Qwen3Config": {"head_dim": 8},
+    "Qwen3MoeConfig": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "MistralConfig": {"sliding_window": 6},
+    "Gemma2Config": {"sliding_window": 6, "head_dim": 8, "attn_implementation": "eager"},
+    "Gemma3TextConfig": {"sliding_window": 6, "head_dim": 8},
+    "GPT2Config": {"n_embd": 32, "n_layer": 2, "n_head": 4, **NO_DROPOUT},
+    "GPTNeoXConfig": {"num_key_value_heads": 4, "attention_dropout": 0.0, "hidden_dropout": 0.0},
+    "Phi3Config": {"sliding_window": None},
+    "Olmo2Config": {},
+    "SmolLM3Config": {},
+    "BloomConfig": {"n_head": 4, "n_layer": 2, "attn_implementation": "eager"},
+    "OPTConfig": {"ffn_dim": 32, "dropout": 0.0, "word_embed_proj_dim": 32},
+}
+
+SAMPLED = {"do_sample": True, "top_k": 0}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": SAMPLED,
+    "repetition penalty": {**SAMPLED, "repetition_penalty": 1.3},
+    "filters": {"do_sample": True, "temperature": 0.7, "top_k": 10, "top_p": 0.9, "min_p": 0.02},
+    "forbidden": {**SAMPLED, "no_repeat_ngram_size": 2, "bad_words_ids": [[5], [6, 7]], "suppress_tokens": [9]},
+    "lengths": {**SAMPLED, "min_new_tokens": 3, "exponential_decay_length_penalty": (3, 1.2)},
+    "biased": {**SAMPLED, "sequence_bias": [[[5], 2.0]], "typical_p": 0.9, "epsilon_cutoff": 0.01},
+    "watermark": {**SAMPLED, "watermarking_config": {"greenlist_ratio": 0.5, "bias": 2.0}},  # not known to be row-wise
+}
+
+
+def tiny(architecture: str, **changes: Any) -> PreTrainedModel:
+    """A model of an architecture, ready to generate."""
+    return model(getattr(transformers, architecture), **{**ARCHITECTURES.get(architecture, {}), **changes}).eval()
+
+
+def batch(lengths: tuple[int, ...] = (3, 11, 1, 7), group: int = 4) -> dict[str, Tensor]:
+    """Prompts of these lengths, `group` times each, padded on the left."""
+    generator, width = torch.Generator().manual_seed(1), max(lengths)
+    prompts = [torch.randint(4, 40, (length,), generator=generator).tolist() for length in lengths]
+    rows = [prompt for prompt in prompts for _ in range(group)]
+    return {
+        "input_ids": torch.tensor([[0] * (width - len(row)) + row for row in rows]),
+        "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
+    }
+
+
+def config(**changes: Any) -> GenerationConfig:
+    """How to generate, by default by sampling at most 24 tokens."""
+    known = {"max_new_tokens": 24, "eos_token_id": ENDS, "pad_token_id": 0, "disable_compile": True}
+    return GenerationConfig(**{**known, **SAMPLED, **changes})
+
+
+PROMPTS = Dataset.from_dict(
+    {"prompt": [" ".join(f"t{(7 * i + j) % 38 + 2}" for j in range(1 + i % 9)) for i in range(16)]}
+)
+
+
+def reward(completions: list[str], **columns: Any) -> list[float]:
+    """Any function of the text whose value differs inside a group."""
+    return [float(sum(map(ord, completion)) % 97) for completion in completions]
+
+
+def trainer(
+    folder: Path, cls: type[TRLGRPOTrainer] = GRPOTrainer, policy: PreTrainedModel | None = None, **more: Any
+) -> Any:
+    """A trainer whose completions end at many lengths. Ours draws the stock loop's random numbers."""
+    policy = model() if policy is None else policy
+    policy.generation_config.eos_token_id = ENDS
+    names = (
+        "generation",
+        "generation_check",
+        "peft_config",
+        "reference",
+        "eval_dataset",
+        "processing_class",
+        "micro_batching",
+    )
+    ours = {name: more.pop(name) for name in names if name in more}
+    if issubclass(cls, GRPOTrainer) and ours.get("peft_config") is not None:
+        ours["reference"] = "base"
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "gradient_checkpointing": False,
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "max_completion_length": 24,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        **more,
+    }
+    made = cls(
+        model=policy,
+        reward_funcs=reward,
+        args=GRPOConfig(**settings),
+        train_dataset=PROMPTS,
+        **{"processing_class": tokenizer(), **ours},
+    )
+    if issubclass(cls, GRPOTrainer):
+        made._generation.same_stream = True
+    return made
+
+
+def adapter(**changes: Any) -> LoraConfig:
+    """An adapter whose every weight matters from the start."""
+    return LoraConfig(r=4, target_modules="all-linear", **{"init_lora_weights": False, "lora_dropout": 0.0, **changes})

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import GenerationConfig
@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.checks.rehearsal import rehearsed
 from grpo_recipes.data.hub import hub_answers
+from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.agreement import differences, disagreement, has_whole_precision
 from grpo_recipes.generation.generation_config import PublishedSettings
 from grpo_recipes.generation.groups import Turn, decoding
@@ -23,21 +24,13 @@ from grpo_recipes.generation.stop_strings import Ends, StopStrings
 from grpo_recipes.runs.checkpoints import ADAPTER_CONFIG, adapter_config, tokenizer_source
 from grpo_rewards.errors import UserError
 
-if TYPE_CHECKING:
-    from grpo_recipes.evaluation.evaluate import Settings
-
-
 CHECKED = 32
 """Rows of the first batch whose log-probabilities are held against the model."""
 
 logger = logging.getLogger(__name__)
 
 
-class EvaluationError(UserError):
-    """An evaluation, or a comparison of two, that can't be made as asked; one sentence with the fix."""
-
-
-Complete = Callable[[list[Any], "Settings"], list[str]]
+Complete = Callable[[list[Any], Settings], list[str]]
 """Completes each prompt once, in order, by the temperature, length and seed of the settings."""
 
 
@@ -54,7 +47,7 @@ class Engine(Protocol):
 def load_engine(name: str, prompts: Sequence[Any] = ()) -> Engine:
     """Return the engine of a model or adapter, its tokenizer tried on some prompts first.
 
-    Raises `EvaluationError` if it can't be loaded, or its weights are incomplete, `UserError` for a hostile tokenizer.
+    Raises `UserError` if it can't be loaded, or its weights are incomplete, `UserError` for a hostile tokenizer.
     """
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
@@ -77,9 +70,9 @@ def load_engine(name: str, prompts: Sequence[Any] = ()) -> Engine:
             missing = sorted(loading["missing_keys"])
     except Exception as error:  # transformers raises whatever the values of a stranger's files lead to
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise EvaluationError(f"{name}: the model can't be loaded: {reason}") from error
+        raise UserError(f"{name}: the model can't be loaded: {reason}") from error
     if missing:  # transformers fills them with random numbers
-        raise EvaluationError(
+        raise UserError(
             f"{name}: its weights lack {len(missing)} of the model's tensors (such as {missing[0]}): copy or download it again"
         )
     return transformers_engine(model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
@@ -88,7 +81,7 @@ def load_engine(name: str, prompts: Sequence[Any] = ()) -> Engine:
 def load_tokenizer(name: str, prompts: Sequence[Any] = ()) -> Any:
     """Return the tokenizer of a model or adapter, which pads with its end token if it has no other.
 
-    A bounded child tries it on `prompts` first. Raises `EvaluationError` if it can't be loaded, `TokenizerRefused` if
+    A bounded child tries it on `prompts` first. Raises `UserError` if it can't be loaded, `TokenizerRefused` if
     it is too slow or too large, or fails on a prompt.
     """
     from transformers import AutoTokenizer
@@ -100,12 +93,12 @@ def load_tokenizer(name: str, prompts: Sequence[Any] = ()) -> Any:
             return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except Exception as error:  # transformers and tokenizers raise whatever a stranger's values lead to
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise EvaluationError(f"{name}: its tokenizer can't be loaded: {reason}") from error
+            raise UserError(f"{name}: its tokenizer can't be loaded: {reason}") from error
 
     check_model_sizes(source, local_only=False)  # transformers reads them to find the tokenizer's class
     tokenizer = rehearsed(source, load, prompts)
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
-        raise EvaluationError(
+        raise UserError(
             f"{name}: its tokenizer has neither a `pad_token` nor an `eos_token`: set one in its tokenizer_config.json"
         )
     if tokenizer.pad_token is None:
@@ -257,7 +250,7 @@ def complete_continuously(
     """The same by transformers' continuous batching, which pads nothing and starts a prompt as soon as another ends.
 
     `generate_batch` returns the completions in the order of the prompts, without those that are missing, which it only logs
-    (transformers 5.20 to 5.23). Raises `EvaluationError` if a completion failed or is missing.
+    (transformers 5.20 to 5.23). Raises `UserError` if a completion failed or is missing.
     """
     asked = GenerationConfig(**_generation(model, tokenizer, settings))
     with _seeded(model, settings.seed), published.aside(model, asked):
@@ -297,7 +290,7 @@ def _check_all_completed(outputs: list[Any], expected: int) -> None:
     failed = expected - len(outputs) + len(errors)
     if failed:
         reason = " ".join(str(errors[0]).split()) if errors else "generation stopped before they were made"
-        raise EvaluationError(
+        raise UserError(
             f"{failed} of {expected} completions failed ({reason}): run the same command again, which keeps the batches that "
             "are done, or set a smaller --batch_size or --max_new_tokens in another --output"
         )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -35,64 +34,25 @@ from grpo_recipes.data.load import load
 from grpo_recipes.data.sources import has_one_split
 from grpo_recipes.evaluation import accuracy as strict
 from grpo_recipes.evaluation import paid, vllm_engine
-from grpo_recipes.evaluation.engines import Complete, Engine, EvaluationError, checkpoint_dtype, load_engine
+from grpo_recipes.evaluation.engines import Complete, Engine, checkpoint_dtype, load_engine
 from grpo_recipes.evaluation.estimates import Estimate, mcnemar, mean_share, paired_difference, pass_at_k
+from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.evaluation.vllm_engine import VLLM, load_vllm
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.runs import checkpoints, files
 from grpo_recipes.runs.lock import EVALUATION, LOCK, Held, only_writer
 from grpo_recipes.runs.record import read_record
+from grpo_rewards.errors import UserError
 from grpo_rewards.math.answers import Judge, read_gold
 from grpo_rewards.reading import read_text
 from grpo_rewards.redaction import redacted
 from grpo_rewards.registry import RewardSpecError
-from grpo_rewards.reward import BaseReward
 from grpo_rewards.terminal import Cell, Part, Table
 
 DEFAULT_NEW_TOKENS = 512
 REQUEST = "request.json"
 
 _RIGHT = frozenset({"exact", "equal", "symbolic"})
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How completions are made and judged.
-
-    Attributes:
-        tags: the names of the reasoning tag and the answer tag.
-        samples: completions a problem.
-        temperature: what the logits are divided by before sampling, with no other filter; 0 for greedy decoding.
-        max_new_tokens: the longest completion, in tokens.
-        batch_size: how many completions are made at once; with sampling, part of what a seed reproduces.
-        seed: of the sampling. The global random state is left as it was.
-        strict: the rewards that a strictly right completion must earn in full; empty for the default with `tags`, None where
-            the rows have no golds, so that no accuracy is measured.
-        stop: strings that end a completion, as in training; the recipe's `generation_kwargs.stop`.
-
-    Raises:
-        EvaluationError: a number below 1, a temperature below 0, or several samples of greedy decoding.
-    """
-
-    tags: tuple[str, str] = ("think", "answer")
-    samples: int = 1
-    temperature: float = 0.0
-    max_new_tokens: int = 256
-    batch_size: int = 64
-    seed: int = 0
-    strict: tuple[BaseReward, ...] | None = ()
-    stop: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.strict == ():
-            object.__setattr__(self, "strict", strict.asked_by((), self.tags))
-        for name in ("samples", "batch_size", "max_new_tokens"):
-            if (value := getattr(self, name)) < 1:
-                raise EvaluationError(f"--{name} is {value}: set it to at least 1")
-        if not 0 <= self.temperature < math.inf:
-            raise EvaluationError(f"--temperature is {self.temperature:g}: set it to 0 for greedy decoding, or above 0")
-        if self.samples > 1 and self.temperature <= 0:
-            raise EvaluationError(f"{self.samples} greedy samples are one and the same: set --temperature above 0")
 
 
 def evaluate_into(
@@ -121,7 +81,7 @@ def evaluate_into(
         What `evaluation.json` holds.
 
     Raises:
-        EvaluationError: the folder holds another evaluation, or this process lost the folder meanwhile.
+        UserError: the folder holds another evaluation, or this process lost the folder meanwhile.
         RunLocked: another evaluation writes to the folder.
         RunError: a file of the folder is damaged.
         ValueError: the dataset is empty, or an answer can't be read as a gold.
@@ -181,9 +141,9 @@ def _evaluate_held(
 
 
 def _check_held(held: Held) -> None:
-    """Raise `EvaluationError` if another evaluation has taken the folder over, or if the folder was moved or removed."""
+    """Raise `UserError` if another evaluation has taken the folder over, or if the folder was moved or removed."""
     if loss := held.loss():
-        raise EvaluationError(f"{loss.reason}; this evaluation stops and writes nothing more there: {loss.fix}")
+        raise UserError(f"{loss.reason}; this evaluation stops and writes nothing more there: {loss.fix}")
 
 
 def summarise(table: pd.DataFrame) -> dict[str, Any]:
@@ -218,12 +178,12 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
     that both recipes have alike.
 
     Raises:
-        EvaluationError: a folder has no finished evaluation, or they are not on the same problems, or not judged alike.
+        UserError: a folder has no finished evaluation, or they are not on the same problems, or not judged alike.
         RunError: a file of theirs is damaged.
     """
     records = [_read_record(folder) for folder in (first, second)]
     if records[0]["settings"].get("strict") != records[1]["settings"].get("strict"):
-        raise EvaluationError(
+        raise UserError(
             f"{first} and {second} mean different things by strict (`settings.strict` of their evaluation.json): evaluate both "
             "with the same --recipe"
         )
@@ -231,7 +191,7 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
     tables = [_read_completions(folder, alike) for folder in (first, second)]
     prompts = [table.groupby("problem")["prompt"].first() for table in tables]
     if not prompts[0].equals(prompts[1]):
-        raise EvaluationError(f"{first} and {second} are not on the same problems: evaluate both with the same options")
+        raise UserError(f"{first} and {second} are not on the same problems: evaluate both with the same options")
     result: dict[str, Any] = {"problems": len(prompts[0]), "warnings": _unlike(*records)}
     if rewards := paid.compared(*tables):
         result["rewards"] = rewards
@@ -352,13 +312,13 @@ class Request:
     output: Path | None = None
 
     def engine(self) -> VLLM | None:
-        """How vLLM generates, if it does. Raises `EvaluationError` for options of vLLM's without it."""
+        """How vLLM generates, if it does. Raises `UserError` for options of vLLM's without it."""
         given = {field.name: getattr(self, field.name) for field in fields(VLLM)}
         if self.vllm:
             return VLLM(**given)
         for name, value in given.items():
             if value is not None:
-                raise EvaluationError(f"--{name} says how vLLM generates: add --vllm")
+                raise UserError(f"--{name} says how vLLM generates: add --vllm")
         return None
 
     def on_each(self, paths: Sequence[str]) -> list[Request]:
@@ -383,15 +343,15 @@ def evaluate_request(options: Request) -> dict[str, Any]:
     """Evaluate what is asked for, or continue its evaluation, and return what `evaluation.json` holds.
 
     Raises:
-        EvaluationError: it can't be made as asked.
+        UserError: it can't be made as asked.
         EvaluationInterrupted: Ctrl-C.
         RunError: a file of the model, or of its run, is damaged or missing.
         RecipeError, UserError: the recipe or the dataset can't be read.
     """
     if options.limit is not None and options.limit < 1:
-        raise EvaluationError(f"--limit is {options.limit}: set it to at least 1, or leave it out for all problems")
+        raise UserError(f"--limit is {options.limit}: set it to at least 1, or leave it out for all problems")
     if is_missing(options.model):
-        raise EvaluationError(f"{options.model}: the model can't be loaded: there is no such folder")
+        raise UserError(f"{options.model}: the model can't be loaded: there is no such folder")
     if Path(options.model).is_dir():
         check_model_folder(Path(options.model))
     vllm = options.engine()
@@ -405,10 +365,10 @@ def evaluate_request(options: Request) -> dict[str, Any]:
     try:
         rewards, left_out = paid.own_rewards(specs, dataset[0], settings.samples, is_trusted=options.recipe is not None)
     except RewardSpecError as error:
-        raise EvaluationError(f"the recipe's `rewards`: {str(error).rstrip('.')}") from error
+        raise UserError(f"the recipe's `rewards`: {str(error).rstrip('.')}") from error
     paid.say_left_out(left_out)
     if settings.strict is None and not rewards:
-        raise EvaluationError(
+        raise UserError(
             "nothing to measure: the held-out rows have no `answer`, and no reward of a recipe can score them: give --recipe"
         )
     weights = weights_fingerprint(options.model)
@@ -427,11 +387,9 @@ def evaluate_request(options: Request) -> dict[str, Any]:
     except KeyboardInterrupt as error:
         raise EvaluationInterrupted(_what_is_saved(folder)) from error
     except OSError as error:
-        raise EvaluationError(
-            f"{folder}: the result can't be written there ({error}): give another --output"
-        ) from error
+        raise UserError(f"{folder}: the result can't be written there ({error}): give another --output") from error
     except ValueError as error:
-        raise EvaluationError(str(error)) from error
+        raise UserError(str(error)) from error
 
 
 def _measured(specs: Sequence[Any], rewards: Sequence[paid.OwnReward]) -> list[dict[str, Any]]:
@@ -492,7 +450,7 @@ def check_model_folder(folder: Path) -> None:
     No model is loaded: only the headers of weight files and the JSON files are read, also those of an adapter's local base.
 
     Raises:
-        EvaluationError: the folder holds no model, or a weight file is missing or damaged.
+        UserError: the folder holds no model, or a weight file is missing or damaged.
         RunError: a JSON file is damaged.
     """
     adapter = folder / checkpoints.ADAPTER_CONFIG
@@ -502,18 +460,18 @@ def check_model_folder(folder: Path) -> None:
 
         newest = get_last_checkpoint(folder)  # of a run that has not finished, the only models are its checkpoints
         hint = f": its newest checkpoint is {newest}" if newest else ""
-        raise EvaluationError(f"{folder} holds no model (no config.json, no adapter_config.json){hint}")
+        raise UserError(f"{folder} holds no model (no config.json, no adapter_config.json){hint}")
     restore = "copy or download the folder again"
     try:
         checkpoints.check_weight_files(folder)
     except checkpoints.WeightFileError as error:
-        raise EvaluationError(f"{error}: {restore}, or name another checkpoint") from error
+        raise UserError(f"{error}: {restore}, or name another checkpoint") from error
     check_model_sizes(str(folder))  # compared with the weights, which are whole
     if adapter.is_file() and (base := files.read_object(adapter, files.ADAPTER, restore)["base_model_name_or_path"]):
         if Path(base).is_dir():
             check_model_folder(Path(base))
         elif Path(base).is_absolute():
-            raise EvaluationError(
+            raise UserError(
                 f"{folder} is an adapter, and its base {base} is missing: set "
                 "`base_model_name_or_path` in its adapter_config.json"
             )
@@ -546,7 +504,7 @@ def held_out_spec(trained: dict[str, Any], options: Request) -> DatasetSpec:
 
     With `--path` the recipe's `eval_path` and `eval_split` are left out: they belong to the file that it trained on.
 
-    Raises `EvaluationError` if only the rows trained on are known, or rows without a gold, and `UserError` for a
+    Raises `UserError` if only the rows trained on are known, or rows without a gold, and `UserError` for a
     wrong key.
     """
     raw = dict(trained) if options.dataset in (None, trained.get("name")) else {"name": options.dataset}
@@ -555,7 +513,7 @@ def held_out_spec(trained: dict[str, Any], options: Request) -> DatasetSpec:
         return DatasetSpec.parse({**raw, **_given(options)})
     raw.pop("eval_share", None)
     if raw.get("name") == "scored":
-        raise EvaluationError(
+        raise UserError(
             "the dataset scored holds recorded responses and no final answers to evaluate on: name problems that have them, "
             "as in `--dataset gsm8k --path PROBLEMS.jsonl --prompt_format text`"
         )
@@ -565,7 +523,7 @@ def held_out_spec(trained: dict[str, Any], options: Request) -> DatasetSpec:
     trained_path = raw.get("path")
     is_known = options.split or any(held_out.values()) or options.path not in (None, trained_path)
     if not is_known and trained_path is not None and (isinstance(trained_path, list) or has_one_split(trained_path)):
-        raise EvaluationError(
+        raise UserError(
             f"the run trained on {trained_path}: name the held-out problems with --path, or a --split of it"
         )
     known = [field.name for field in fields(DatasetSpec)]
@@ -604,9 +562,9 @@ def _settings(recipe: dict[str, Any], spec: DatasetSpec, options: Request, datas
     try:
         asked = strict.asked_by(recipe.get("rewards") or [], tags, override_tags=bool(options.tags))
     except RewardSpecError as error:
-        raise EvaluationError(f"the recipe's `rewards`: {str(error).rstrip('.')}") from error
+        raise UserError(f"the recipe's `rewards`: {str(error).rstrip('.')}") from error
     except ValueError as error:
-        raise EvaluationError(f"--tags: {error}") from error
+        raise UserError(f"--tags: {error}") from error
     # A recipe that judges no correctness is held to golds by default, where there are any.
     has_golds = (
         strict.judges_correctness(recipe.get("rewards") or [])
@@ -707,7 +665,7 @@ def _vote(rows: pd.DataFrame) -> bool:
 
 
 def _is_finished(folder: Path, asked: dict[str, Any]) -> bool:
-    """Whether a folder holds this very evaluation, finished. Raises `EvaluationError` if it holds another."""
+    """Whether a folder holds this very evaluation, finished. Raises `UserError` if it holds another."""
     fix = "remove the folder, or give another --output"
     for name, shape in (("evaluation.json", files.EVALUATION), (REQUEST, {})):
         try:
@@ -715,10 +673,10 @@ def _is_finished(folder: Path, asked: dict[str, Any]) -> bool:
         except FileNotFoundError:
             continue
         if difference := _difference(found, asked):
-            raise EvaluationError(f"{folder} holds another evaluation: {difference}; {fix}")
+            raise UserError(f"{folder} holds another evaluation: {difference}; {fix}")
         return name == "evaluation.json"
     if folder.exists() and any(not path.name.startswith(LOCK) for path in folder.iterdir()):
-        raise EvaluationError(f"{folder} holds files that are no evaluation: give another --output")
+        raise UserError(f"{folder} holds files that are no evaluation: give another --output")
     return False
 
 
@@ -757,7 +715,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
     try:
         return files.read_object(folder / "evaluation.json", files.EVALUATION)
     except FileNotFoundError as error:
-        raise EvaluationError(
+        raise UserError(
             f"{folder} has no finished evaluation: run `grpo-recipes evaluate` with it as --output"
         ) from error
 
@@ -770,7 +728,7 @@ def _read_completions(folder: Path, specs: Sequence[dict[str, Any]]) -> pd.DataF
     columns = {**files.EVALUATED, **pays}
     table = files.read_table(folder / "completions.parquet", columns, "evaluate anew, into another --output")
     if not len(table):
-        raise EvaluationError(f"{folder / 'completions.parquet'}: it holds no completions; evaluate anew")
+        raise UserError(f"{folder / 'completions.parquet'}: it holds no completions; evaluate anew")
     return table
 
 

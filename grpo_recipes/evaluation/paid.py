@@ -18,10 +18,10 @@ from typing import Any
 import pandas as pd
 
 from grpo_recipes.evaluation import accuracy as strict
-from grpo_recipes.evaluation.engines import EvaluationError
 from grpo_recipes.evaluation.estimates import mean_share, mean_value, paired_difference, paired_mean, pass_at_k
 from grpo_recipes.runs.files import BOOLEANS, NUMBERS, Kind
 from grpo_rewards.completions import listed_scores
+from grpo_rewards.errors import UserError
 from grpo_rewards.math.answers import answer_number
 from grpo_rewards.registry import (
     BuiltReward,
@@ -55,7 +55,7 @@ class OwnReward:
     def scores(self, prompts: Sequence[Prompt], completions: Sequence[str], columns: Columns) -> list[float | None]:
         """What each completion earns; None where the reward can't tell.
 
-        Raises `EvaluationError` if the reward raises, or returns something else.
+        Raises `UserError` if the reward raises, or returns something else.
         """
         # As TRL calls it: the completion of a conversation is a message.
         given = [
@@ -68,7 +68,7 @@ class OwnReward:
             return [None if value is None else _finite(value) for value in values]
         except Exception as error:  # a user's own may fail in any way
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise EvaluationError(f"reward `{self.name}` can't score the held-out rows ({reason})") from error
+            raise UserError(f"reward `{self.name}` can't score the held-out rows ({reason})") from error
 
     def passed(self, completions: Sequence[str], columns: Columns) -> list[bool] | None:
         """Whether each completion passes; None for a reward that does not judge correctness."""
@@ -144,7 +144,7 @@ def _fails(reward: OwnReward, row: Mapping[str, Any], samples: int) -> str | Non
     columns = {name: [value] * samples for name, value in row.items() if name != "prompt"}
     try:
         reward.scores([row["prompt"]] * samples, [""] * samples, columns)
-    except EvaluationError as error:
+    except UserError as error:
         return str(error).partition(" (")[2].removesuffix(")")
     return None
 

@@ -19,7 +19,6 @@ from transformers import GenerationConfig
 
 from grpo_recipes.evaluation.engines import (
     Engine,
-    EvaluationError,
     checkpoint_dtype,
     end_tokens,
     generation_options,
@@ -28,9 +27,11 @@ from grpo_recipes.evaluation.engines import (
     token_ids,
 )
 from grpo_recipes.evaluation.merge import merge
+from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.generation_config import PublishedSettings
 from grpo_recipes.runs import checkpoints
 from grpo_recipes.runs.record import VLLM as DISTRIBUTIONS
+from grpo_rewards.errors import UserError
 
 CONCURRENT_REQUESTS = 64
 SECONDS = 600.0
@@ -61,7 +62,7 @@ class VLLM:
         own = [field.name for field in fields(self) if field.name != "vllm_server_base_url"]
         for name in own:
             if getattr(self, name) is not None:
-                raise EvaluationError(f"--{name} is the server's own: leave it out, or --vllm_server_base_url")
+                raise UserError(f"--{name} is the server's own: leave it out, or --vllm_server_base_url")
 
     @property
     def name(self) -> str:
@@ -90,7 +91,7 @@ def load_vllm(name: str, options: VLLM, prompts: Sequence[Any] = ()) -> Engine:
 def made_with(name: str, options: VLLM) -> dict[str, Any]:
     """The version and dtype, and how an adapter is applied; null is what a server does not tell.
 
-    Raises `EvaluationError` if a server does not answer.
+    Raises `UserError` if a server does not answer.
     """
     if options.vllm_server_base_url is not None:
         server = Served(options.vllm_server_base_url)
@@ -164,7 +165,7 @@ class Sampling:
         self.ends, self.pad = end_tokens(self.config, tokenizer), tokenizer.pad_token_id
         self.published = PublishedSettings(logger.warning)
 
-    def __call__(self, settings: Any) -> dict[str, Any]:
+    def __call__(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of `SamplingParams`, without the seed of each request."""
         asked = GenerationConfig(**generation_options(settings, self.ends, self.pad))
         self.published.announce_ignored(self.config, asked)
@@ -191,7 +192,7 @@ class Local:
         try:
             from vllm import LLM
         except ImportError as error:
-            raise EvaluationError("vLLM is not installed: leave --vllm out, or install the extra `vllm`") from error
+            raise UserError("vLLM is not installed: leave --vllm out, or install the extra `vllm`") from error
         self.tokenizer = tokenizer
         self.request: Any = None
         settings = {"dtype": _dtype(name), **options.settings()}
@@ -214,10 +215,10 @@ class Local:
         try:
             self.llm = LLM(model=model, trust_remote_code=False, generation_config="vllm", **settings)
         except (OSError, RuntimeError, ValueError) as error:
-            raise EvaluationError(f"{name}: vLLM can't load it: {' '.join(str(error).split())}") from error
+            raise UserError(f"{name}: vLLM can't load it: {' '.join(str(error).split())}") from error
         self.sampling = Sampling(name, tokenizer)
 
-    def __call__(self, prompts: list[Any], settings: Any) -> list[str]:
+    def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
         """One completion of each prompt, in order."""
         from vllm import SamplingParams
 
@@ -234,7 +235,7 @@ class Local:
 
 
 class Served:
-    """What a running server says of itself. Raises `EvaluationError` if it does not answer."""
+    """What a running server says of itself. Raises `UserError` if it does not answer."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -251,7 +252,7 @@ class Served:
         """What it computes in; None unless it was started with `VLLM_SERVER_DEV_MODE=1`, as for training."""
         try:
             info = self.ask("/server_info?config_format=json")
-        except EvaluationError:
+        except UserError:
             return None
         told = info.get("vllm_config", {}).get("model_config", {}).get("dtype")
         return str(told).removeprefix("torch.") if told else None
@@ -265,9 +266,9 @@ class Served:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             said = error.read().decode(errors="replace")[:500]
-            raise EvaluationError(f"the vLLM server {self.url}{path}: {error.code} {' '.join(said.split())}") from error
+            raise UserError(f"the vLLM server {self.url}{path}: {error.code} {' '.join(said.split())}") from error
         except (OSError, ValueError) as error:
-            raise EvaluationError(
+            raise UserError(
                 f"the vLLM server {self.url} does not answer ({error}): start it, or correct --vllm_server_base_url"
             ) from error
 
@@ -282,12 +283,12 @@ class Server:
         found = [model for model in models if {model["id"], model.get("root")} & set(asked)]
         if not found:
             served = ", ".join(str(model["id"]) for model in models)
-            raise EvaluationError(f"the vLLM server {url} serves {served}, and not {name}: name what it serves")
+            raise UserError(f"the vLLM server {url} serves {served}, and not {name}: name what it serves")
         self.model = found[0]["id"]
         self.limit = found[0].get("max_model_len")
         self.sampling = Sampling(name, tokenizer)
 
-    def __call__(self, prompts: list[Any], settings: Any) -> list[str]:
+    def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
         """One completion of each prompt, in order."""
         inputs = token_ids(prompts, self.tokenizer)
         if self.limit is not None:
@@ -306,10 +307,10 @@ class Server:
         return self.tokenizer.batch_decode(made, skip_special_tokens=True)
 
     def _check_whole(self, choice: Mapping[str, Any], max_new_tokens: int) -> None:
-        """Raise `EvaluationError` for a completion that the server has cut below the length that it was asked for."""
+        """Raise `UserError` for a completion that the server has cut below the length that it was asked for."""
         length = len(choice["token_ids"])
         if choice.get("finish_reason") == "length" and length < max_new_tokens:
-            raise EvaluationError(
+            raise UserError(
                 f"the vLLM server {self.server.url} cuts completions at {length} tokens, and --max_new_tokens is "
                 f"{max_new_tokens}: start it with `--generation-config vllm`, since a published `max_new_tokens` limits "
                 "every request"
@@ -317,10 +318,10 @@ class Server:
 
 
 def check_lengths(prompts: list[list[int]], max_new_tokens: int, limit: int) -> None:
-    """Raise `EvaluationError` for a prompt that leaves less than `max_new_tokens`: vLLM would cut its completion in silence."""
+    """Raise `UserError` for a prompt that leaves less than `max_new_tokens`: vLLM would cut its completion in silence."""
     longest = max(len(ids) for ids in prompts)
     if longest + max_new_tokens > limit:
-        raise EvaluationError(
+        raise UserError(
             f"a prompt of {longest} tokens and --max_new_tokens {max_new_tokens} need {longest + max_new_tokens}, and vLLM's "
             f"context has {limit}: raise --vllm_max_model_length, or lower --max_new_tokens"
         )

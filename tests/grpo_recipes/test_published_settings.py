@@ -19,7 +19,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from grpo_recipes.evaluation import engines
 from grpo_recipes.evaluation.engines import complete_continuously, transformers_engine
-from grpo_recipes.evaluation.evaluate import Settings
+from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation import groups
 from grpo_recipes.generation.generation_config import KEPT, PublishedSettings, neutral
 from tests.support.architectures import ENDS, adapter, trainer

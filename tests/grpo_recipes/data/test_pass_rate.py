@@ -11,7 +11,8 @@ import yaml
 
 from grpo_recipes import cli
 from grpo_recipes.data.load import load
-from grpo_recipes.evaluation.evaluate import Request, Settings, evaluate_into, held_out_spec
+from grpo_recipes.evaluation.evaluate import Request, evaluate_into, held_out_spec
+from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe
 from grpo_recipes.recipe.specs import DatasetSpec
 from tests.support import launching

@@ -14,7 +14,7 @@ import torch
 
 from grpo_recipes.evaluation import engines, evaluate
 from grpo_recipes.evaluation.engines import transformers_engine
-from grpo_recipes.evaluation.evaluate import Settings
+from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation import groups, kv_cache
 from tests.support.tiny import byte_tokenizer, policy
 

@@ -11,9 +11,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_recipes.evaluation.accuracy import asked_by
-from grpo_recipes.evaluation.engines import EvaluationError, transformers_engine
+from grpo_recipes.evaluation.engines import transformers_engine
 from grpo_recipes.evaluation.estimates import mean_share
-from grpo_recipes.evaluation.evaluate import Settings, describe, evaluate_into
+from grpo_recipes.evaluation.evaluate import describe, evaluate_into
+from grpo_recipes.evaluation.settings import Settings
+from grpo_rewards.errors import UserError
 from grpo_rewards.terminal import rendered
 
 SAMPLED = Settings(temperature=1.0)
@@ -213,7 +215,7 @@ def test_other_choices_are_other_rows(tokenizer, tmp_path: Path):
     asked = asked_by(["choice_correctness"], ("think", "answer"))
     columns = {"answer": ["B"], "choices": [CITIES["choices"]]}
     scripted_run(tokenizer, ["p"], {"p": "B"}, tmp_path / "e", columns, strict=asked)
-    with pytest.raises(EvaluationError, match="the problems have changed since"):
+    with pytest.raises(UserError, match="the problems have changed since"):
         scripted_run(tokenizer, ["p"], {"p": "B"}, tmp_path / "e", {**columns, "choices": [["x", "y"]]}, strict=asked)
 
 

@@ -21,19 +21,19 @@ from grpo_recipes.data.load import load
 from grpo_recipes.evaluation import engines, evaluate
 from grpo_recipes.evaluation.estimates import mean_share
 from grpo_recipes.evaluation.evaluate import (
-    EvaluationError,
-    Settings,
     compare,
     evaluate_into,
     held_out_spec,
     summarise,
     weights_fingerprint,
 )
+from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.generation_config import PublishedSettings
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.runs import lock
 from grpo_recipes.runs.files import RunError
 from grpo_recipes.runs.lock import EVALUATION, LOCK, RunLocked, only_writer
+from grpo_rewards.errors import UserError
 
 FILES = ("completions.parquet", "evaluation.json")
 
@@ -147,7 +147,7 @@ def test_an_evaluation_whose_folder_was_taken_over_writes_nothing_more(
             )
         return policy(prompts, given)
 
-    with pytest.raises(EvaluationError, match="process 17 on other-host.* has taken it over.*this evaluation stops"):
+    with pytest.raises(UserError, match="process 17 on other-host.* has taken it over.*this evaluation stops"):
         run(tmp_path / "e", loses)
     assert [path.name for path in (tmp_path / "e" / "parts").iterdir()] == ["000000.parquet"]
     assert not (tmp_path / "e" / "evaluation.json").exists()
@@ -155,11 +155,11 @@ def test_an_evaluation_whose_folder_was_taken_over_writes_nothing_more(
 
 def test_another_evaluation_is_never_mixed_in(tmp_path: Path) -> None:
     run(tmp_path / "e")
-    with pytest.raises(EvaluationError, match="holds another evaluation"):
+    with pytest.raises(UserError, match="holds another evaluation"):
         run(tmp_path / "e", seed=1)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").touch()
-    with pytest.raises(EvaluationError, match="no evaluation"):
+    with pytest.raises(UserError, match="no evaluation"):
         run(tmp_path / "other")
     assert (tmp_path / "other" / "notes.txt").exists()
 
@@ -177,7 +177,7 @@ def test_a_model_that_was_trained_on_is_another_model(tmp_path: Path, is_finishe
     else:
         with pytest.raises(KeyboardInterrupt):
             evaluated("sha256 1", dies)
-    with pytest.raises(EvaluationError, match=r"the model's weights have changed since; remove the folder, or give"):
+    with pytest.raises(UserError, match=r"the model's weights have changed since; remove the folder, or give"):
         evaluated("sha256 2")
     assert evaluated("sha256 1")["weights"] == "sha256 1"
 
@@ -187,7 +187,7 @@ def test_rows_that_have_changed_make_another_evaluation(tmp_path: Path, column: 
     changed = dataset().to_dict()
     changed[column][3] = "30"
     assert run(tmp_path / "e")["rows"].startswith("sha256 ")
-    with pytest.raises(EvaluationError, match="the problems have changed since"):
+    with pytest.raises(UserError, match="the problems have changed since"):
         evaluate_into(
             tmp_path / "e", policy, datasets.Dataset.from_dict(changed), Settings(batch_size=4), {"model": "m"}
         )
@@ -195,11 +195,11 @@ def test_rows_that_have_changed_make_another_evaluation(tmp_path: Path, column: 
 
 def test_a_refusal_says_which_settings_differ(tmp_path: Path) -> None:
     run(tmp_path / "e")
-    with pytest.raises(EvaluationError, match=r"settings\.seed was 0 and is now 1; remove"):
+    with pytest.raises(UserError, match=r"settings\.seed was 0 and is now 1; remove"):
         run(tmp_path / "e", seed=1)
     without = {key: value for key, value in run(tmp_path / "e").items() if key != "rows"}
     (tmp_path / "e" / "evaluation.json").write_text(json.dumps(without))
-    with pytest.raises(EvaluationError, match="it does not record `rows`; remove"):
+    with pytest.raises(UserError, match="it does not record `rows`; remove"):
         run(tmp_path / "e")
 
 
@@ -300,7 +300,7 @@ def test_several_samples_go_beside_the_one(tiny_model: Path, tmp_path: Path, mon
 
 
 def test_greedy_samples_are_refused() -> None:
-    with pytest.raises(EvaluationError, match="set --temperature"):
+    with pytest.raises(UserError, match="set --temperature"):
         Settings(samples=2)
 
 
@@ -466,7 +466,7 @@ def test_two_evaluations_are_compared_problem_by_problem(tmp_path: Path, capsys:
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == result
     evaluate_into(tmp_path / "c", policy, dataset(4), Settings(), {})
-    with pytest.raises(EvaluationError, match="not on the same problems"):
+    with pytest.raises(UserError, match="not on the same problems"):
         compare(tmp_path / "a", tmp_path / "c")
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "nothing")]) == 2
     assert "no finished evaluation" in capsys.readouterr().err
@@ -537,7 +537,7 @@ def test_completions_that_failed_are_no_wrong_answers(tiny_model: Path, outputs:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     settings = Settings(temperature=1.0, max_new_tokens=5, batch_size=2)
     state = torch.get_rng_state()
-    with pytest.raises(EvaluationError, match=says):
+    with pytest.raises(UserError, match=says):
         engines.complete_continuously(Continuous(*outputs), tokenizer, ["1", "2"], settings, PublishedSettings(print))
     whole = Continuous(answered(0), answered(1))
     assert len(engines.complete_continuously(whole, tokenizer, ["1", "2"], settings, PublishedSettings(print))) == 2
@@ -616,7 +616,7 @@ def test_a_folder_with_one_split_is_not_evaluated_as_its_test_split(tmp_path: Pa
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "two"))
     trained = {"name": "gsm8k", "path": str(tmp_path / "one")}
     for options in (asked(), asked(path=trained["path"])):
-        with pytest.raises(EvaluationError, match="name the held-out problems with --path"):
+        with pytest.raises(UserError, match="name the held-out problems with --path"):
             held_out_spec(trained, options)
     assert held_out_spec({**trained, "eval_split": "train[90%:]"}, asked()).split == "train[90%:]"
     assert held_out_spec(trained, asked(split="train[90%:]")).split == "train[90%:]"

@@ -14,10 +14,11 @@ import yaml
 
 from grpo_recipes import cli
 from grpo_recipes.evaluation import evaluate, paid
-from grpo_recipes.evaluation.engines import EvaluationError
 from grpo_recipes.evaluation.estimates import mean_value, paired_mean
+from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.reports.report import write_report
 from grpo_recipes.reports.run import Run
+from grpo_rewards.errors import UserError
 
 ROWS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n), "level": n % 4} for n in range(8)]
 
@@ -50,7 +51,7 @@ CORRECT = {"name": "gsm8k_correctness", "kwargs": {"extract": "auto"}, "weight":
 def evaluated(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:
     """Evaluate rows by a recipe's rewards; the policy says the gold of even problems and 0 elsewhere."""
 
-    def engine(prompts: list, settings: evaluate.Settings) -> list[str]:
+    def engine(prompts: list, settings: Settings) -> list[str]:
         said = []
         for place, prompt in enumerate(prompts):
             n = int(prompt[-1]["content"].split()[2])
@@ -171,7 +172,7 @@ def test_our_own_rewards_of_somebody_elses_run_are_asked_in_a_sum_and_a_gate_too
 @pytest.mark.parametrize("value", [[1.0], [1.0, math.inf], None, ["x", "y"]])
 def test_a_reward_that_returns_no_scores_is_named(value: Any) -> None:
     reward = paid.OwnReward("mine", lambda **_: value, None)
-    with pytest.raises(EvaluationError, match="reward `mine` can't score the held-out rows"):
+    with pytest.raises(UserError, match="reward `mine` can't score the held-out rows"):
         reward.scores(["p", "q"], ["a", "b"], {})
 
 
@@ -190,7 +191,7 @@ def test_compared_rewards_are_paired() -> None:
 def test_rewards_that_two_recipes_do_not_have_alike_are_not_compared(evaluated: Callable, tmp_path: Path) -> None:
     evaluated([CORRECT])
     evaluated([{**CORRECT, "kwargs": {"extract": "hashes"}}], name="f")
-    with pytest.raises(EvaluationError, match="mean different things by strict"):
+    with pytest.raises(UserError, match="mean different things by strict"):
         evaluate.compare(tmp_path / "e", tmp_path / "f")
     evaluated([{**CORRECT, "weight": 0.5}], name="g")
     assert "gsm8k_correctness" in evaluate.compare(tmp_path / "e", tmp_path / "g")["rewards"]

@@ -14,9 +14,9 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from grpo_recipes.evaluation import evaluate
-from grpo_recipes.evaluation.engines import EvaluationError
-from grpo_recipes.evaluation.evaluate import Settings
+from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.evaluation.vllm_engine import VLLM, load_vllm, made_with, needs_merging
+from grpo_rewards.errors import UserError
 from tests.support import tiny
 
 PROMPTS = ["1 + 1 ="] * 8
@@ -137,7 +137,7 @@ def test_a_completion_that_vllm_would_cut_is_refused(policy: Path, stub: type[St
     engine = load_vllm(str(policy), VLLM())
     longest = CONTEXT - len("1 + 1 =")
     engine(PROMPTS, Settings(max_new_tokens=longest))
-    with pytest.raises(EvaluationError, match=f"need 65, and vLLM's context has {CONTEXT}.*--vllm_max_model_length"):
+    with pytest.raises(UserError, match=f"need 65, and vLLM's context has {CONTEXT}.*--vllm_max_model_length"):
         engine(PROMPTS, Settings(max_new_tokens=longest + 1))
 
 
@@ -224,9 +224,7 @@ def test_a_server_that_cuts_completions_is_refused(policy: Path, server: str, mo
     cut = {"token_ids": [5, 6], "finish_reason": "length"}
     monkeypatch.setattr(StubServer, "do_POST", lambda handler: handler.answer({"choices": [cut]}))
     engine(["1"], Settings(max_new_tokens=2))
-    with pytest.raises(
-        EvaluationError, match="cuts completions at 2 tokens.* start it with `--generation-config vllm`"
-    ):
+    with pytest.raises(UserError, match="cuts completions at 2 tokens.* start it with `--generation-config vllm`"):
         engine(["1"], Settings(max_new_tokens=3))
 
 
@@ -256,7 +254,7 @@ def test_an_evaluation_records_the_sampling_settings_in_force(policy: Path, serv
 
 def test_a_server_of_another_model_is_refused(tmp_path: Path, server: str) -> None:
     other = str(tiny.save_policy(tmp_path / "other"))
-    with pytest.raises(EvaluationError, match="serves mine, and not .*other"):
+    with pytest.raises(UserError, match="serves mine, and not .*other"):
         load_vllm(other, VLLM(vllm_server_base_url=server))
 
 

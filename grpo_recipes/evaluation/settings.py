@@ -1,0 +1,51 @@
+"""Settings of an evaluation: how completions are sampled, and what makes one right."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from grpo_recipes.evaluation import accuracy
+from grpo_rewards.errors import UserError
+from grpo_rewards.reward import BaseReward
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How completions are sampled and judged.
+
+    Attributes:
+        tags: Names of the reasoning tag and the answer tag.
+        samples: Completions per problem.
+        temperature: Divisor of the logits, with no other filter, or 0 for greedy decoding.
+        max_new_tokens: Maximum length of a completion in tokens.
+        batch_size: Completions generated together. With sampling, a seed reproduces only the same batch size.
+        seed: Random seed for sampling. The global random state is restored afterwards.
+        strict: Rewards that a strictly right completion must earn in full. Empty for the default with `tags`, or None
+            if the rows have no golds, so that no accuracy is measured.
+        stop: Strings that end a completion, as in training (`generation_kwargs.stop` of the recipe).
+
+    Raises:
+        UserError: A number is below 1, the temperature is below 0, or several greedy samples are requested.
+    """
+
+    tags: tuple[str, str] = ("think", "answer")
+    samples: int = 1
+    temperature: float = 0.0
+    max_new_tokens: int = 256
+    batch_size: int = 64
+    seed: int = 0
+    strict: tuple[BaseReward, ...] | None = ()
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.strict == ():
+            object.__setattr__(self, "strict", accuracy.asked_by((), self.tags))
+        for name in ("samples", "batch_size", "max_new_tokens"):
+            value = getattr(self, name)
+            if value < 1:
+                raise UserError(f"--{name} is {value}: set it to at least 1")
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"--temperature is {self.temperature:g}: set it to 0 for greedy decoding, or above 0")
+        if self.samples > 1 and self.temperature <= 0:
+            raise UserError(f"{self.samples} greedy samples are identical: set --temperature above 0")

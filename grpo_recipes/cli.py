@@ -18,9 +18,8 @@ from typing import Any
 from grpo_recipes import __version__
 from grpo_recipes.process import messages as quiet
 from grpo_recipes.process.signals import INTERRUPTED
-from grpo_rewards.command_line import Parser
 from grpo_rewards.errors import UserError, did_you_mean
-from grpo_rewards.terminal import lasting_output, say, say_error, show, visible_messages
+from grpo_rewards.terminal import Parser, lasting_output, say, say_error, show, visible_messages
 
 DESCRIPTION = "GRPO training from a recipe: plan it, run it, measure its policy, judge the run."
 EPILOG = """`grpo-recipes COMMAND --help` says more, and `python -m grpo_recipes.train --help` what a recipe may say. On several

@@ -41,7 +41,7 @@ from grpo_recipes.process import messages as quiet
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe, shipped
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATION, EVALUATIONS, read_object, write_atomically
-from grpo_rewards.reading import read_text
+from grpo_rewards.files import read_text
 from grpo_rewards.terminal import lasting_output, say
 
 HELD_OUT_PROBLEMS = 400

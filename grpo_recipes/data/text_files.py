@@ -24,7 +24,7 @@ from grpo_recipes.data import tables
 from grpo_recipes.data.tables import BATCH, SHOWN, check_columns, check_fields, fingerprint, listed, stored
 from grpo_recipes.runs.files import shown
 from grpo_rewards.errors import UserError
-from grpo_rewards.reading import LINE_BYTES, UnreadableFile, read_bytes
+from grpo_rewards.files import LINE_BYTES, UnreadableFile, read_bytes
 
 Text = TypeVar("Text", str, bytes)
 

@@ -43,8 +43,8 @@ from grpo_recipes.runs import checkpoints, files
 from grpo_recipes.runs.lock import EVALUATION, LOCK, Held, only_writer
 from grpo_recipes.runs.record import read_record
 from grpo_rewards.errors import UserError
+from grpo_rewards.files import read_text
 from grpo_rewards.math.answers import Judge, read_gold
-from grpo_rewards.reading import read_text
 from grpo_rewards.redaction import redacted
 from grpo_rewards.registry import RewardSpecError
 from grpo_rewards.terminal import Cell, Part, Table

@@ -17,7 +17,7 @@ from grpo_recipes.checks.rehearsal import TokenizerRefused, rehearsed
 from grpo_recipes.runs import checkpoints
 from grpo_recipes.runs.files import one_line
 from grpo_rewards.errors import UserError
-from grpo_rewards.reading import UnreadableFile, read_text
+from grpo_rewards.files import UnreadableFile, read_text
 
 PROBE_TOKENS = 64
 

@@ -17,8 +17,8 @@ from grpo_recipes.data.tables import listed
 from grpo_recipes.recipe.specs import SourceSpec
 from grpo_rewards.choices import read_choices, read_gold
 from grpo_rewards.errors import UserError
+from grpo_rewards.files import write_atomically
 from grpo_rewards.math.answers import extract_answer, parse_number
-from grpo_rewards.writing import write_atomically
 
 LOOKED_AT = 100
 """How many rows the answer's form is guessed from."""

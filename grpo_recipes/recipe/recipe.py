@@ -47,7 +47,7 @@ from grpo_recipes.runs.files import RECORD
 from grpo_recipes.runs.record import read_record
 from grpo_rewards import strict_yaml
 from grpo_rewards.errors import UserError, did_you_mean
-from grpo_rewards.reading import UnreadableFile, read_text
+from grpo_rewards.files import UnreadableFile, read_text
 from grpo_rewards.redaction import HIDDEN, hidden_places, redacted
 from grpo_rewards.registry import BuiltReward, build_rewards
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, Self, cast
 
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_rewards.errors import UserError, did_you_mean
-from grpo_rewards.reading import UnreadableFile, read_text
+from grpo_rewards.files import UnreadableFile, read_text
 from grpo_rewards.redaction import HIDDEN, is_secret, redacted
 
 KLEstimator = Literal["sampled", "full"]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from grpo_recipes.runs.files import NUMBER, STATE_BYTES, STEP, RunError, Shape, mismatch, one_line
-from grpo_rewards.reading import UnreadableFile, open_ordinary
+from grpo_rewards.files import UnreadableFile, open_ordinary
 
 _CHARACTERS = 1 << 18
 _VALUE_CHARACTERS = 1 << 23  # of one entry of a log: the largest real ones have some thousand

@@ -35,7 +35,7 @@ from grpo_recipes.runs.files import (
 )
 from grpo_recipes.runs.manifest import MANIFEST, CheckpointDamaged, read_manifest, size_damage
 from grpo_rewards.errors import UserError
-from grpo_rewards.reading import (
+from grpo_rewards.files import (
     LARGE_BYTES,
     SMALL_JSON,
     UnreadableFile,

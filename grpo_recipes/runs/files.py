@@ -20,9 +20,9 @@ import pyarrow as pa
 from pyarrow import compute, parquet
 
 from grpo_rewards.errors import UserError
-from grpo_rewards.reading import JSON_BYTES, UnreadableFile, read_json
-from grpo_rewards.writing import replacing as replacing
-from grpo_rewards.writing import write_atomically as write_atomically
+from grpo_rewards.files import JSON_BYTES, UnreadableFile, read_json
+from grpo_rewards.files import replacing as replacing
+from grpo_rewards.files import write_atomically as write_atomically
 
 RECORD, LIVE = "run.json", "_log.jsonl"  # transformers pushes no file whose name begins with `_`
 EVALUATIONS, BEFORE, AFTER = "evaluations", "before", "after"

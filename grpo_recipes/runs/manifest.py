@@ -22,7 +22,7 @@ import xxhash
 
 from grpo_recipes.runs.files import INTEGER, INTEGER_OR_NULL, TEXT, Kind, Shape, mismatch, write_atomically
 from grpo_rewards.errors import UserError
-from grpo_rewards.reading import UnreadableFile, parse_json, read_text
+from grpo_rewards.files import UnreadableFile, parse_json, read_text
 
 MANIFEST = "manifest.json"
 CHECKSUM = "xxh3_128"

@@ -31,7 +31,7 @@ from grpo_recipes.runs.manifest import (
 )
 from grpo_recipes.runs.resume import Resume, decide
 from grpo_rewards.errors import UserError
-from grpo_rewards.reading import UnreadableFile, read_json
+from grpo_rewards.files import UnreadableFile, read_json
 
 LOGGED = "logged.json"  # in each checkpoint: what is to be logged next
 LOGGED_SHAPE: Shape = {

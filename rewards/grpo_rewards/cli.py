@@ -18,13 +18,22 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rewards import __version__
-from grpo_rewards.command_line import Parser
 from grpo_rewards.completions import completion_text, listed_scores
 from grpo_rewards.errors import UserError, did_you_mean
-from grpo_rewards.reading import LINE_BYTES
+from grpo_rewards.files import LINE_BYTES, replacing
 from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards, leaves, registered_names, resolve
-from grpo_rewards.terminal import Cell, Part, Table, lasting_output, say, say_error, show, visible, visible_messages
-from grpo_rewards.writing import replacing
+from grpo_rewards.terminal import (
+    Cell,
+    Parser,
+    Part,
+    Table,
+    lasting_output,
+    say,
+    say_error,
+    show,
+    visible,
+    visible_messages,
+)
 
 Rows = list[tuple[int, dict[str, Any]]]  # line (or row) number from 1, and the row
 _CHUNK_ROWS = 256

@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrained
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from grpo_rewards.errors import UserError
-from grpo_rewards.reading import UnreadableFile, check_model_files, read_json
+from grpo_rewards.files import UnreadableFile, check_model_files, read_json
 
 ARCHITECTURE = "InternLM2ForRewardModel"
 

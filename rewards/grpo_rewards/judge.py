@@ -27,8 +27,8 @@ from typing import Any, ClassVar, NamedTuple
 from grpo_rewards.chat_endpoint import ChatEndpoint, EndpointError, Reply, checked_base_url
 from grpo_rewards.completions import check_rows, completion_text, group_slices, outside_thinking
 from grpo_rewards.errors import UserError
+from grpo_rewards.files import read_json
 from grpo_rewards.patterns import linear_capture
-from grpo_rewards.reading import read_json
 from grpo_rewards.reward import Kind, LogColumn, TaggedReward, checked_number
 from grpo_rewards.schema import find_object
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rewards import reading
-from grpo_rewards.reading import UnreadableFile, check_model_files, open_ordinary, read_bytes, read_json, read_text
+from grpo_rewards import files
+from grpo_rewards.files import UnreadableFile, check_model_files, open_ordinary, read_bytes, read_json, read_text
 
 
-def problem(path: Path, most: int = reading.JSON_BYTES) -> str:
+def problem(path: Path, most: int = files.JSON_BYTES) -> str:
     with pytest.raises(UnreadableFile) as error:
         read_json(path, most)
     assert str(error.value) == f"{path}: {error.value.problem}"
@@ -76,7 +76,7 @@ def test_no_byte_beyond_the_bound_is_read(tmp_path: Path, monkeypatch: pytest.Mo
     tracemalloc.stop()
     # A file that has grown since it was opened.
     file.write_bytes(b"[1, 2, 3]")
-    monkeypatch.setattr(reading, "open_ordinary", lambda path, most: open_ordinary(path))
+    monkeypatch.setattr(files, "open_ordinary", lambda path, most: open_ordinary(path))
     assert problem(file, 5) == "it has 6 bytes, and at most 5 are read"
 
 

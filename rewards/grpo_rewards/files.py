@@ -1,4 +1,4 @@
-"""Files that may come from a stranger: ordinary files only, read up to a bound, and JSON of a bounded structure.
+"""Bounded reading of files that may come from a stranger, and atomic writing.
 
 Opening a pipe waits for a writer, a device never ends, and a sparse file of terabytes takes no disk. So a file is
 opened without waiting, its descriptor is checked instead of its name, and no byte beyond the bound is read. Nested
@@ -13,7 +13,8 @@ import os
 import re
 import stat
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -205,3 +206,28 @@ def _decoded(path: Path, content: bytes) -> str:
 def _check_size(path: Path, size: int, most: int) -> None:
     if size > most:
         raise UnreadableFile(f"{path}: it has {size:,} bytes, and at most {most:,} are read", path)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary file to write. It replaces `path` if the block succeeds and is removed if the block fails.
+
+    A symbolic link at `path` is replaced, not followed. A link at the temporary file's name is removed first. The
+    caller is responsible for the folder.
+    """
+    part = path.with_name(f".{path.name}.part")
+    part.unlink(missing_ok=True)
+    try:
+        # O_EXCL fails if something appeared at this name meanwhile. A plain open for writing would follow a dangling
+        # link to a file of somebody else's choice.
+        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that a reader sees the former content or all of the new one."""
+    with replacing(path) as part:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)

@@ -78,7 +78,7 @@ from grpo_recipes.training.saving import check_held
 from grpo_recipes.training.trackers import RecipeInTrackers
 from grpo_recipes.training.trainer import GRPOTrainer
 from grpo_recipes.training.trainer import logger as efficiency
-from grpo_rewards.errors import UserError
+from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.redaction import redacted, scrubbed, secret_values
 from grpo_rewards.registry import leaves
 from grpo_rewards.terminal import lasting_output, say, say_error, visible_messages
@@ -698,7 +698,7 @@ def attempt(recipe: Recipe, loss: str, function: Callable[..., Any], *args: Any)
     try:
         function(*args)
     except Exception as error:  # of a hub, a tracker, a disk or our own: none of them undoes the run
-        reason = scrubbed(" ".join(f"{type(error).__name__}: {error}".split()), known_secrets(recipe))
+        reason = scrubbed(one_line(f"{type(error).__name__}: {error}"), known_secrets(recipe))
         say_error(f"{recipe.output_dir}: {loss} ({reason})", kind="warning")
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.runs import checkpoints
-from grpo_recipes.runs.files import read_object, shown
-from grpo_rewards.errors import UserError
+from grpo_recipes.runs.files import read_object
+from grpo_rewards.errors import UserError, shortened
 
 CONFIG = "config.json"
 
@@ -99,8 +99,8 @@ def check_model_sizes(name: str, revision: str = "main", *, local_only: bool = T
             value = part.values[key]
             if not (allowed.holds(value) if part.is_language_model else allowed.is_within(value)):
                 raise SizeError(
-                    f"{path}: `{part.prefix}{key}` is {shown(json.dumps(value))}, and a size of a model is a whole number from "
-                    f"1 to {allowed.most:,}: correct it, or copy or download the file again"
+                    f"{path}: `{part.prefix}{key}` is {shortened(json.dumps(value))}, and a size of a model is a whole "
+                    f"number from 1 to {allowed.most:,}: correct it, or copy or download the file again"
                 )
     # The weights beside an adapter's own copy of its base's config.json are the adapter's.
     if path != Path(name) and not (path.parent / checkpoints.ADAPTER_CONFIG).exists():

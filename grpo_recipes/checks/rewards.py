@@ -10,7 +10,7 @@ from typing import Any
 from datasets import Dataset
 
 from grpo_recipes.data.prompts import hash_sample
-from grpo_rewards.errors import UserError
+from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.registry import BoundReward, BuiltReward, leaves
 from grpo_rewards.reward import BaseReward
 
@@ -155,5 +155,5 @@ def _can_score(judge: BaseReward, dataset: Dataset) -> list[bool]:
 
 
 def _excerpt(gold: Any, length: int = 60) -> str:
-    text = " ".join(str(gold).split())
+    text = one_line(gold)
     return repr(text if len(text) <= length else f"{text[: length - 1]}…")

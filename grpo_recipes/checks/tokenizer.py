@@ -13,7 +13,7 @@ from grpo_recipes.checks import model_sizes, rehearsal
 from grpo_recipes.data.hub import hub_answers, is_missing
 from grpo_recipes.recipe.recipe import Recipe, RecipeError
 from grpo_recipes.runs import checkpoints
-from grpo_recipes.runs.files import one_line
+from grpo_rewards.errors import one_line
 
 _MARK = "grpo-recipes"
 

@@ -15,9 +15,8 @@ from typing import Any
 
 from grpo_recipes.data.tables import SHOWN
 from grpo_recipes.recipe.specs import DatasetName
-from grpo_recipes.runs.files import shown
 from grpo_rewards.choices import read_choices, read_gold
-from grpo_rewards.errors import UserError
+from grpo_rewards.errors import UserError, shortened
 from grpo_rewards.math.answers import extract_answer
 
 RLAIF_PLACEHOLDER = "空"
@@ -53,7 +52,7 @@ def text_of(row: Mapping[str, Any], part: str, where: str) -> str:
     value = row[part]
     if not isinstance(value, str) or not value.strip():
         raise UserError(
-            f"`dataset`: {where} has the {part} {shown(repr(value), SHOWN)}: it must be text that is not empty"
+            f"`dataset`: {where} has the {part} {shortened(repr(value), SHOWN)}: it must be text that is not empty"
         )
     return value.strip()
 
@@ -81,7 +80,7 @@ def _worked(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
     question, answer = text_of(row, "question", where), final_answer(_gold_of(row, where))
     if not answer:
         raise UserError(
-            f"`dataset`: {where} has the answer {shown(repr(row['answer']), SHOWN)}: it must be text that is not empty"
+            f"`dataset`: {where} has the answer {shortened(repr(row['answer']), SHOWN)}: it must be text that is not empty"
         )
     return user_turn(question), {"answer": answer}
 
@@ -97,7 +96,7 @@ def _choice(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
     question, choices = text_of(row, "question", where), read_choices(row["choices"])
     if choices is None or row["choices"] is None:
         raise UserError(
-            f"`dataset`: {where} has the choices {shown(repr(row['choices']), SHOWN)}: they must be a list of texts, or "
+            f"`dataset`: {where} has the choices {shortened(repr(row['choices']), SHOWN)}: they must be a list of texts, or "
             "lists of texts and of labels"
         )
     listed = [f"{label}. {text}" for label, text in zip(choices.labels, choices.texts, strict=True)]
@@ -109,7 +108,7 @@ def _conversation(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, 
     turns = row["conversations"]
     if not isinstance(turns, list) or not turns:
         raise UserError(
-            f"`dataset`: {where} has the conversations {shown(repr(turns), SHOWN)}: they must be a list of messages"
+            f"`dataset`: {where} has the conversations {shortened(repr(turns), SHOWN)}: they must be a list of messages"
         )
     messages = [message(turn, where) for turn in turns]
     reference = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
@@ -123,8 +122,8 @@ def message(turn: Any, where: str) -> Message:
     role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, Mapping) else (None, None)
     if role not in ("system", "user", "assistant") or not isinstance(content, str):
         raise UserError(
-            f"`dataset`: {where} has the turn {shown(repr(turn), SHOWN)}: a turn needs the role system, user or assistant, and "
-            "text as content"
+            f"`dataset`: {where} has the turn {shortened(repr(turn), SHOWN)}: a turn needs the role system, user or "
+            "assistant, and text as content"
         )
     return {"role": role, "content": content}
 

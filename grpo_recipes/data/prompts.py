@@ -16,11 +16,10 @@ from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from grpo_recipes.data.presets import PRESETS, Preset, Turns, message, text_of, user_turn
-from grpo_recipes.data.sources import Rows, one_line
+from grpo_recipes.data.sources import Rows
 from grpo_recipes.data.tables import BATCH, SHOWN, fingerprint, listed, stored
 from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_recipes.runs.files import shown
-from grpo_rewards.errors import UserError
+from grpo_rewards.errors import UserError, one_line, shortened
 
 SYSTEM_PROMPTS: Mapping[str, str | None] = MappingProxyType(
     {
@@ -148,8 +147,9 @@ class _Phrasing:
         try:
             content = template.render(row)
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            reason = one_line(error).rstrip(".")
             raise UserError(
-                f"`dataset.prompt_template` fails on {self.place(index)} ({one_line(error)}): correct the template or the row"
+                f"`dataset.prompt_template` fails on {self.place(index)} ({reason}): correct the template or the row"
             ) from error
         if not content.strip():
             raise UserError(
@@ -245,12 +245,12 @@ def _given_prompt(parts: Mapping[str, Any], where: str) -> tuple[Turns, dict[str
         return prompt, {}
     if not isinstance(prompt, list) or not prompt:
         raise UserError(
-            f"`dataset`: {where} has the prompt {shown(repr(prompt), SHOWN)}: it must be text or messages, and not empty"
+            f"`dataset`: {where} has the prompt {shortened(repr(prompt), SHOWN)}: it must be text or messages, and not empty"
         )
     turns = [message(turn, where) for turn in prompt]
     if not any(turn["content"].strip() for turn in turns):
         raise UserError(
-            f"`dataset`: {where} has the prompt {shown(repr(prompt), SHOWN)}: it must be text or messages, and not empty"
+            f"`dataset`: {where} has the prompt {shortened(repr(prompt), SHOWN)}: it must be text or messages, and not empty"
         )
     return turns, {}
 
@@ -308,9 +308,8 @@ def _template_columns(template: str) -> set[str]:
     try:
         return meta.find_undeclared_variables(_environment().parse(template))
     except TemplateError as error:
-        raise UserError(
-            f"`dataset.prompt_template` is not a jinja2 template ({one_line(error)}): correct it"
-        ) from error
+        reason = one_line(error).rstrip(".")
+        raise UserError(f"`dataset.prompt_template` is not a jinja2 template ({reason}): correct it") from error
 
 
 # Lengths

@@ -20,7 +20,7 @@ from grpo_recipes.data import text_files
 from grpo_recipes.data.hub import cache_only_if_hub_is_silent, is_missing
 from grpo_recipes.data.tables import check_columns, check_fields, listed
 from grpo_recipes.recipe.specs import SourceSpec
-from grpo_rewards.errors import UserError
+from grpo_rewards.errors import UserError, one_line
 
 SOURCE = "source"
 """The column that says which source of a mixture a row is from."""
@@ -133,7 +133,7 @@ def _parquet_table(paths: Sequence[Path], keys: Keys) -> datasets.Dataset:
     try:
         return datasets.load_dataset("parquet", data_files=[str(path) for path in paths], split="train")
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        reason = one_line(error.__cause__ or error)
+        reason = _reason(error.__cause__ or error)
         raise UserError(
             f"`dataset.{keys.path}`: {_first_and_count(paths)} can't be read as Parquet ({reason}): correct the path or the "
             "file"
@@ -174,7 +174,7 @@ def _hub_rows(source: SourceSpec, keys: Keys) -> Rows:
         ) from error
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise UserError(
-            f"`dataset.{keys.path}`: {source.path!r} can't be loaded from the Hugging Face Hub ({one_line(error)}): "
+            f"`dataset.{keys.path}`: {source.path!r} can't be loaded from the Hugging Face Hub ({_reason(error)}): "
             "correct the path, the config or the split"
         ) from error
     return Rows(table, _numbered(f"{source.path}, {source.split}"))
@@ -218,7 +218,7 @@ def slices(lengths: Mapping[str, int], split: str, keys: Keys) -> list[tuple[str
         parts = datasets.ReadInstruction.from_spec(split).to_absolute(dict(lengths))
     except (ValueError, AssertionError) as error:
         raise UserError(
-            f"`dataset.{keys.split}`: {split!r} can't be read ({one_line(error)}): write for example train or train[:5%]"
+            f"`dataset.{keys.split}`: {split!r} can't be read ({_reason(error)}): write for example train or train[:5%]"
         ) from error
     return [(part.splitname, part.from_, part.to) for part in parts]
 
@@ -310,6 +310,6 @@ def _with_source(part: Rows, source: SourceSpec) -> Rows:
     return Rows(part.table.add_column(SOURCE, [name] * len(part.table)), part.place)
 
 
-def one_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """What an error says, on one line."""
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return one_line(error).rstrip(".") or type(error).__name__

@@ -15,8 +15,7 @@ import pyarrow as pa
 import xxhash
 from filelock import FileLock
 
-from grpo_recipes.runs.files import shown
-from grpo_rewards.errors import UserError
+from grpo_rewards.errors import UserError, shortened
 
 BATCH = 10_000
 """Rows that are read, changed and written at once."""
@@ -60,7 +59,7 @@ def check_fields(kinds: Iterable[pa.DataType], where: object) -> None:
 def listed(names: Iterable[str]) -> str:
     """Names of columns for an error message: the first of them, and how many more there are."""
     all_names = list(names)
-    shown_names = [shown(name, _NAME_CHARACTERS) for name in all_names[:_NAMES]]
+    shown_names = [shortened(name, _NAME_CHARACTERS) for name in all_names[:_NAMES]]
     more = len(all_names) - _NAMES
     return ", ".join(shown_names) + (f" and {more:,} more" if more > 0 else "")
 

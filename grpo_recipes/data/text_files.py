@@ -22,8 +22,7 @@ import pyarrow as pa
 
 from grpo_recipes.data import tables
 from grpo_recipes.data.tables import BATCH, SHOWN, check_columns, check_fields, fingerprint, listed, stored
-from grpo_recipes.runs.files import shown
-from grpo_rewards.errors import UserError
+from grpo_rewards.errors import UserError, shortened
 from grpo_rewards.files import LINE_BYTES, UnreadableFile, read_bytes
 
 Text = TypeVar("Text", str, bytes)
@@ -155,7 +154,7 @@ def _several_types(path: Path, batch: _Batch, name: str, kind: pa.DataType | Non
         if common is None:
             return UserError(
                 f"`dataset`: {path}, line {number}: the column {name!r} has values of several types, here "
-                f"{shown(repr(row.get(name)), SHOWN)}: give all one type, or leave it out"
+                f"{shortened(repr(row.get(name)), SHOWN)}: give all one type, or leave it out"
             )
         kind = common
     return UserError(f"`dataset`: the column {name!r} of {path} has values of several types: give all one type")

@@ -22,7 +22,7 @@ from grpo_recipes.generation.groups import Turn, decoding
 from grpo_recipes.generation.models import base_model, unfit
 from grpo_recipes.generation.stop_strings import Ends, StopStrings
 from grpo_recipes.runs.checkpoints import ADAPTER_CONFIG, adapter_config, tokenizer_source
-from grpo_rewards.errors import UserError
+from grpo_rewards.errors import UserError, one_line
 
 CHECKED = 32
 """Rows of the first batch whose log-probabilities are held against the model."""
@@ -69,7 +69,7 @@ def load_engine(name: str, prompts: Sequence[Any] = ()) -> Engine:
             )
             missing = sorted(loading["missing_keys"])
     except Exception as error:  # transformers raises whatever the values of a stranger's files lead to
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error) or type(error).__name__
         raise UserError(f"{name}: the model can't be loaded: {reason}") from error
     if missing:  # transformers fills them with random numbers
         raise UserError(
@@ -92,7 +92,7 @@ def load_tokenizer(name: str, prompts: Sequence[Any] = ()) -> Any:
         try:
             return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except Exception as error:  # transformers and tokenizers raise whatever a stranger's values lead to
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = one_line(error) or type(error).__name__
             raise UserError(f"{name}: its tokenizer can't be loaded: {reason}") from error
 
     check_model_sizes(source, local_only=False)  # transformers reads them to find the tokenizer's class
@@ -289,7 +289,7 @@ def _check_all_completed(outputs: list[Any], expected: int) -> None:
     errors = [output.error for output in outputs if output.error is not None]
     failed = expected - len(outputs) + len(errors)
     if failed:
-        reason = " ".join(str(errors[0]).split()) if errors else "generation stopped before they were made"
+        reason = one_line(errors[0]) if errors else "generation stopped before they were made"
         raise UserError(
             f"{failed} of {expected} completions failed ({reason}): run the same command again, which keeps the batches that "
             "are done, or set a smaller --batch_size or --max_new_tokens in another --output"

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.checks.rehearsal import TokenizerRefused, rehearsed
 from grpo_recipes.runs import checkpoints
-from grpo_recipes.runs.files import one_line
-from grpo_rewards.errors import UserError
+from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.files import UnreadableFile, read_text
 
 PROBE_TOKENS = 64

@@ -21,7 +21,7 @@ from grpo_recipes.evaluation import accuracy as strict
 from grpo_recipes.evaluation.estimates import mean_share, mean_value, paired_difference, paired_mean, pass_at_k
 from grpo_recipes.runs.files import BOOLEANS, NUMBERS, Kind
 from grpo_rewards.completions import listed_scores
-from grpo_rewards.errors import UserError
+from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.math.answers import answer_number
 from grpo_rewards.registry import (
     BuiltReward,
@@ -67,7 +67,7 @@ class OwnReward:
             values = listed_scores(self.name, asyncio.run(paid) if inspect.iscoroutine(paid) else paid, len(given))
             return [None if value is None else _finite(value) for value in values]
         except Exception as error:  # a user's own may fail in any way
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = one_line(f"{type(error).__name__}: {error}")
             raise UserError(f"reward `{self.name}` can't score the held-out rows ({reason})") from error
 
     def passed(self, completions: Sequence[str], columns: Columns) -> list[bool] | None:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from grpo_recipes.generation.models import base_model
-from grpo_recipes.runs.files import shown
+from grpo_rewards.errors import one_line, shortened
 
 KEPT = frozenset({
     "bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id",
@@ -88,9 +88,7 @@ def ignored_fields(published: Any, asked: GenerationConfig) -> dict[str, Any]:
 
 def described(ignored: dict[str, Any]) -> str:
     """Return one line that names ignored settings and their values."""
-    pairs = ", ".join(
-        f"{name}: {shown(' '.join(str(value).split()), LONGEST_VALUE)}" for name, value in ignored.items()
-    )
+    pairs = ", ".join(f"{name}: {shortened(one_line(value), LONGEST_VALUE)}" for name, value in ignored.items())
     return f"the model's generation_config is not applied to completions ({pairs})"
 
 

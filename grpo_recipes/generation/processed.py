@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import LogitsProcessorList
 
-from grpo_recipes.runs.files import shown
+from grpo_rewards.errors import shortened
 
 WATCHED_TYPES = (bool, int, float, str, list, tuple, dict, Tensor)
 """Types of the attributes by which two processors are told apart. Models and random generators are not among them."""
@@ -155,7 +155,7 @@ class ProcessorComparison:
             without = copy.copy(self.settings)
             setattr(without, name, neutral)
             if name == "do_sample" or _described(self._build(without, every)) != complete:
-                found.append(shown(f"{name} {value}", LONGEST_PHRASE))
+                found.append(shortened(f"{name} {value}", LONGEST_PHRASE))
         return found
 
 
@@ -216,8 +216,8 @@ def _difference(found: list[str], asked: list[str]) -> str:
     """Return how two descriptions differ, as a phrase; empty if they don't."""
     if found == asked:
         return ""
-    more = [shown(text, LONGEST_PHRASE) for text in found if text not in asked]
-    less = [shown(text, LONGEST_PHRASE) for text in asked if text not in found]
+    more = [shortened(text, LONGEST_PHRASE) for text in found if text not in asked]
+    less = [shortened(text, LONGEST_PHRASE) for text in asked if text not in found]
     if not more and not less:
         return "`generate` applies the processors of the settings in another order"
     return f"`generate` applies {', '.join(more) or 'nothing'} where the settings give {', '.join(less) or 'nothing'}"

@@ -18,9 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_recipes.runs.files import one_line, shown
 from grpo_rewards.child_limits import limit_cpu, limit_memory, readable
-from grpo_rewards.errors import UserError
+from grpo_rewards.errors import UserError, one_line, shortened
 
 Announce = Callable[[str], None]
 """Names the stage that a bounded call begins, for the error if the call is stopped in it."""
@@ -132,7 +131,7 @@ def _run_child(function: Callable[[Announce], Any], limits: Limits, answering: i
     except MemoryError:
         write("failure", f"needs more than {limits.memory_bytes / 2**30:.2g} GiB of memory")
     except BaseException as error:  # the panic of a native library is no Exception
-        reason = shown(f"{type(error).__name__}: {one_line(error)}", _ERROR_CHARACTERS)
+        reason = shortened(f"{type(error).__name__}: {one_line(error)}", _ERROR_CHARACTERS)
         write("failure", f"fails ({reason})")
     finally:
         os._exit(0)

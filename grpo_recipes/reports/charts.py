@@ -16,7 +16,7 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from grpo_recipes.evaluation.estimates import Estimate
-from grpo_recipes.runs.files import shown
+from grpo_rewards.errors import shortened
 from grpo_rewards.terminal import visible
 
 WIDTH, HEIGHT = 360.0, 184.0
@@ -392,4 +392,4 @@ def _text(x: float, y: float, words: str, anchor: str, style: str = "") -> Marku
 
 
 def _label(text: str) -> str:
-    return visible(shown(text, MAX_LABEL))
+    return visible(shortened(text, MAX_LABEL))

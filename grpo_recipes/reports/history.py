@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from grpo_recipes.runs.files import NUMBER, STATE_BYTES, STEP, RunError, Shape, mismatch, one_line
+from grpo_recipes.runs.files import NUMBER, STATE_BYTES, STEP, RunError, Shape, mismatch
+from grpo_rewards.errors import one_line
 from grpo_rewards.files import UnreadableFile, open_ordinary
 
 _CHARACTERS = 1 << 18

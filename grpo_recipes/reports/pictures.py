@@ -13,7 +13,8 @@ from grpo_recipes.evaluation.estimates import Estimate
 from grpo_recipes.reports import charts, diagnostics
 from grpo_recipes.reports.charts import Band, Chart, Interval, Limit, Line, number, percent
 from grpo_recipes.reports.run import Run, RunReward, Series
-from grpo_recipes.runs.files import AFTER, BEFORE, shown
+from grpo_recipes.runs.files import AFTER, BEFORE
+from grpo_rewards.errors import shortened
 
 MAX_NAME = 100
 BANDS = 24  # windows of steps that a band has a value for
@@ -327,4 +328,4 @@ def _numbered(name: str) -> Iterator[str]:
 
 
 def _file_name(title: str) -> str:
-    return shown("".join(character if character.isalnum() else "-" for character in title.lower()), MAX_NAME)
+    return shortened("".join(character if character.isalnum() else "-" for character in title.lower()), MAX_NAME)

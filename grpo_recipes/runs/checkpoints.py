@@ -30,11 +30,10 @@ from grpo_recipes.runs.files import (
     RunError,
     Shape,
     mismatch,
-    one_line,
     read_object,
 )
 from grpo_recipes.runs.manifest import MANIFEST, CheckpointDamaged, read_manifest, size_damage
-from grpo_rewards.errors import UserError
+from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.files import (
     LARGE_BYTES,
     SMALL_JSON,

@@ -26,6 +26,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from grpo_recipes.runs import files
+from grpo_rewards.errors import one_line
 
 FOLDER = "completions"
 TRAINING, EVALUATION = "completions", "eval_completions"
@@ -106,7 +107,7 @@ def drop_after(folder: Path, step: int) -> int:
         return _cut_compacted(folder, step) + _remove_step_files(folder, step)
     except (OSError, pa.ArrowException) as error:
         raise files.RunError(
-            f"{folder}: the completions after step {step} can't be removed ({files.one_line(error)}); free space on the "
+            f"{folder}: the completions after step {step} can't be removed ({one_line(error)}); free space on the "
             "disk, or move the folder away"
         ) from error
 
@@ -173,7 +174,7 @@ class Compaction:
             logger.warning(
                 "%s: completions can't be compacted (%s); the files that are left stay as they are",
                 self.folder,
-                files.one_line(error),
+                one_line(error),
             )
 
     def _merge(self, kind: str, steps: Sequence[Logged], deadline: float) -> None:
@@ -203,7 +204,7 @@ def _by_schema(steps: Sequence[Logged], kept: dict[Path, str]) -> list[tuple[pa.
         try:
             schema = _schema(one)
         except (OSError, ValueError, pa.ArrowException) as error:
-            kept[one.path] = files.one_line(error)
+            kept[one.path] = one_line(error)
             continue
         for place, known in enumerate(schemas):
             if (both := _common(known, schema)) is not None:
@@ -281,7 +282,7 @@ def _write(
                 try:
                     table = _table(one, schema)
                 except (OSError, ValueError, pa.ArrowException) as error:
-                    kept[one.path] = files.one_line(error)
+                    kept[one.path] = one_line(error)
                     seen += 1
                     continue
                 if merged and size + table.nbytes > BYTES:
@@ -376,9 +377,7 @@ def _row_groups(path: Path) -> list[Logged]:
                 raise ValueError(f"its row group {place} does not hold one step")
             steps.append(Logged(bounds.min, path, place))
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise files.RunError(
-            f"{path}: can't be read as compacted completions ({files.one_line(error)}); {fix}"
-        ) from error
+        raise files.RunError(f"{path}: can't be read as compacted completions ({one_line(error)}); {fix}") from error
     return steps
 
 

@@ -19,7 +19,7 @@ import pandas as pd
 import pyarrow as pa
 from pyarrow import compute, parquet
 
-from grpo_rewards.errors import UserError
+from grpo_rewards.errors import UserError, one_line, shortened
 from grpo_rewards.files import JSON_BYTES, UnreadableFile, read_json
 from grpo_rewards.files import replacing as replacing
 from grpo_rewards.files import write_atomically as write_atomically
@@ -199,7 +199,7 @@ def _columns(path: Path, file: parquet.ParquetFile, columns: Mapping[str, Kind],
     wanted = [key.removesuffix("?") for key in columns if not key.endswith("?") or key.removesuffix("?") in there]
     for name in wanted:
         if name not in there:
-            found = shown(", ".join(there)) if there else "none"
+            found = shortened(", ".join(there)) if there else "none"
             raise RunError(f"{path}: it has no column `{name}` (its columns: {found}); {fix}")
         if there.count(name) > 1:
             raise RunError(f"{path}: it has {there.count(name)} columns `{name}`; {fix}")
@@ -287,12 +287,7 @@ def _shown(value: Any) -> str:
         return "an object"
     if isinstance(value, list):
         return "a list"
-    return shown(json.dumps(value))
-
-
-def shown(text: str, most: int = 40) -> str:
-    """The beginning of a text that may be of any length."""
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return shortened(json.dumps(value))
 
 
 def _is_share(value: Any) -> bool:
@@ -310,8 +305,3 @@ def _is_conversation(value: Any) -> bool:
         return True
     is_list = hasattr(value, "__iter__") and not isinstance(value, (Mapping, bytes))  # parquet gives arrays
     return is_list and all(isinstance(message, Mapping) for message in value)
-
-
-def one_line(error: BaseException) -> str:
-    """What an error says, without line breaks."""
-    return " ".join(str(error).split())

@@ -45,7 +45,7 @@ from grpo_recipes.runs.checkpoints import adapter_config
 from grpo_recipes.runs.files import replacing
 from grpo_recipes.training.trl_patches import send_policy
 from grpo_recipes.training.zero3 import gathered
-from grpo_rewards.errors import UserError
+from grpo_rewards.errors import UserError, one_line
 
 REF = "ref"  # the adapter name that TRL's scoring looks for
 WEIGHTS = "reference.safetensors"  # a refreshed reference, in each checkpoint
@@ -351,7 +351,7 @@ def _copy_adapter(model: PeftModel, name: str) -> None:
     try:
         model.add_adapter(REF, config)
     except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise impossible(" ".join(str(error).split())) from error
+        raise impossible(one_line(error)) from error
     _match_dtype(model, name)  # first: a copy into a narrower type would round
     policy, reference = adapter_tensors(model, name), adapter_tensors(model, REF)
     if policy.keys() != reference.keys():
@@ -383,7 +383,7 @@ def _load_adapter(model: PeftModel, where: str) -> str | None:
     try:
         result = model.load_adapter(where, REF)
     except (KeyError, OSError, RuntimeError, ValueError) as error:
-        raise misfit(" ".join(str(error).split())) from error
+        raise misfit(one_line(error)) from error
     model.train(training)  # PEFT has put the whole model into eval mode
     if result.missing_keys or result.unexpected_keys:
         key = [*result.missing_keys, *result.unexpected_keys][0]

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from grpo_rewards.errors import one_line
+
 MAX_REPLY_BYTES = 4 * 2**20
 LONGEST_WAIT = 30.0
 _RETRIED = frozenset({408, 409, 425, 429})
@@ -148,7 +150,7 @@ class ChatEndpoint:
         return content
 
     def _refused(self, response: http.client.HTTPResponse, content: bytes) -> EndpointError:
-        excerpt = " ".join(content[:2000].decode("utf-8", "replace").split())[:200]
+        excerpt = one_line(content[:2000].decode("utf-8", "replace"))[:200]
         if self.api_key:
             excerpt = excerpt.replace(self.api_key, "…")
         return EndpointError(

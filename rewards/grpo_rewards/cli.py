@@ -19,7 +19,7 @@ from typing import Any
 
 from grpo_rewards import __version__
 from grpo_rewards.completions import completion_text, listed_scores
-from grpo_rewards.errors import UserError, did_you_mean
+from grpo_rewards.errors import UserError, did_you_mean, one_line
 from grpo_rewards.files import LINE_BYTES, replacing
 from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards, leaves, registered_names, resolve
 from grpo_rewards.terminal import (
@@ -322,7 +322,7 @@ def _checked_score(name: str, score: Any, number: int) -> float | None:
 
 def _failure(name: str, error: Exception) -> str:
     """Return one sentence on a reward that raised: what our own say, or the error and where it was raised."""
-    said = " ".join(str(error).split()).rstrip(".")
+    said = one_line(error).rstrip(".")
     frame = traceback.extract_tb(error.__traceback__)[-1]
     if isinstance(error, ValueError) and Path(frame.filename).parent == Path(__file__).parent:
         return said
@@ -385,7 +385,7 @@ def _histogram(values: Sequence[float], bins: int = 8) -> Iterator[tuple[str, fl
 
 
 def _excerpt(completion: Any, length: int = 90) -> str:
-    text = " ".join(completion_text(completion).split())
+    text = one_line(completion_text(completion))
     return visible(text if len(text) <= length else f"…{text[-length:]}")
 
 

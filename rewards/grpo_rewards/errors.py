@@ -1,4 +1,4 @@
-"""The one error of both packages that a user can fix, and the nearest name to a misspelt one."""
+"""The error that a user can fix, in both packages, and the helpers that write its message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ _SHORTEST_BEGINNING = 4
 
 
 class UserError(ValueError):
-    """What a user can fix; the message is one sentence that names file, key and fix."""
+    """Error that a user can fix. Its message names the file, the key and the fix."""
+
+
+def one_line(text: object) -> str:
+    """Return `str(text)`, usually of an error, with one space in place of every line break and run of spaces."""
+    return " ".join(str(text).split())
+
+
+def shortened(text: str, most: int = 40) -> str:
+    """Return `text`, cut to at most `most` characters that end in "..."."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:

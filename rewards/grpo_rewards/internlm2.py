@@ -25,7 +25,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from grpo_rewards.errors import UserError
+from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.files import UnreadableFile, check_model_files, read_json
 
 ARCHITECTURE = "InternLM2ForRewardModel"
@@ -97,7 +97,7 @@ def llama_config(config: Mapping[str, Any]) -> LlamaConfig:
             dtype=config.get("torch_dtype") or config.get("dtype"),
         )
     except (StrictDataclassError, AttributeError, TypeError, ValueError) as error:
-        said = " ".join(str(error).split())
+        said = one_line(error)
         raise CheckpointError(
             f"config.json has a value that no such model can have ({said}): download it again"
         ) from error

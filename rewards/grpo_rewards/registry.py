@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, get_args
 
 from grpo_rewards.completions import check_rows
-from grpo_rewards.errors import UserError, did_you_mean
+from grpo_rewards.errors import UserError, did_you_mean, one_line
 from grpo_rewards.redaction import redacted, scrubbed, secret_values
 from grpo_rewards.reward import BaseReward, FunctionReward, Kind, LogColumn, checked_number
 
@@ -431,7 +431,7 @@ def _import(module: str, name: str) -> Any:
 
 def _said(error: Exception) -> str:
     """Return what an error says, on one line, with its kind unless that is to be expected."""
-    text = " ".join(str(error).split()).rstrip(".")
+    text = one_line(error).rstrip(".")
     return text if isinstance(error, (ImportError, ValueError)) and text else f"{type(error).__name__}: {text}"
 
 

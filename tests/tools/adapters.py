@@ -34,6 +34,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.training.packing import Layout, Rows
 from grpo_recipes.training.reference import ReferencePolicyError, reference_in
+from grpo_rewards.errors import one_line
 from tests.support.recorded import (
     EOS,
     MAX_COMPLETION_LENGTH,
@@ -426,7 +427,7 @@ def examine(name: str, situations: Iterable[str] = SITUATIONS) -> Row:
 
 
 def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:160].replace("|", "/")
+    return one_line(error)[:160].replace("|", "/")
 
 
 def table(rows: list[Row]) -> str:

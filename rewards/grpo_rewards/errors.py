@@ -1,4 +1,4 @@
-"""The error that a user can fix, in both packages, and the helpers that write its message."""
+"""Errors that a user can fix, and suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 _CUTOFF = 0.6
-# How alike a word and a name count where one begins with the other: `model` means `model_name_or_path`, `lora_rank` `lora_r`.
+# Likeness of two names where one begins with the other: `model` means `model_name_or_path`, `lora_rank` means `lora_r`.
 _BEGINNING = 0.9
 _SHORTEST_BEGINNING = 4
 
@@ -26,17 +26,26 @@ def shortened(text: str, most: int = 40) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """The end of a sentence that refuses `word`: the nearest of the `known` names (the first of equals), or `otherwise`.
+    """Return the end of an error message about the unknown name `word`.
 
-    Hyphens and underscores are equal, and an option's leading hyphens are ignored.
+    Hyphens count as underscores, and the leading hyphens of an option are ignored.
+
+    Returns:
+        A question with the most similar of the `known` names (the first of equals), or `otherwise` if none is similar.
     """
-    likeness, name = max(((_likeness(word, name), name) for name in known), key=lambda pair: pair[0], default=(0.0, ""))
-    return f": did you mean `{name}`?" if likeness >= _CUTOFF else otherwise
+    best, nearest = 0.0, ""
+    for name in known:
+        likeness = _likeness(word, name)
+        if likeness > best:
+            best, nearest = likeness, name
+    return f": did you mean `{nearest}`?" if best >= _CUTOFF else otherwise
 
 
 def _likeness(word: str, name: str) -> float:
-    """How alike two names are, in [0, 1]."""
-    word, name = (text.lstrip("-").replace("-", "_").lower() for text in (word, name))
-    begins = name.startswith(f"{word}_") or (len(name) >= _SHORTEST_BEGINNING and word.startswith(name))
+    """Return the likeness of two names, in [0, 1]."""
+    word = word.lstrip("-").replace("-", "_").lower()
+    name = name.lstrip("-").replace("-", "_").lower()
     ratio = difflib.SequenceMatcher(None, word, name).ratio()
-    return max(ratio, _BEGINNING) if begins else ratio
+    if name.startswith(f"{word}_") or (len(name) >= _SHORTEST_BEGINNING and word.startswith(name)):
+        return max(ratio, _BEGINNING)
+    return ratio

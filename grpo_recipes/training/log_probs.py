@@ -186,7 +186,7 @@ class LogProbs:
         if found is not Layout.PACKED:
             stock_attention(bare)
         if found < wanted:
-            self.say_once(f"micro-batches are {found}: {reason}")
+            self.say_once(f"micro-batches are {found.name.lower()}, not {wanted.name.lower()}: {reason}")
         return found
 
     def _allowed(self, model: nn.Module) -> tuple[Layout, str]:

@@ -1,10 +1,12 @@
-"""Which rows run together in a micro-batch, and which need not run at all, with the gradient unchanged.
+"""Which rows share a micro-batch, and which rows are skipped, with the gradient of each optimizer step unchanged.
 
-TRL shuffles the rows of a generation batch, cuts them into micro-batches, and pads all of them to the longest row of the
-generation batch. `regroup` redistributes the rows inside each window of micro-batches that always belongs to one optimiser
-step, so that rows of one prompt (packed) or of one length (trimmed) come together; it empties rows that cannot contribute,
-and cuts the padding that is left. Every micro-batch keeps its number of rows, so that TRL's means over rows keep their
-divisor and every rank makes the same calls.
+TRL shuffles the rows of a generation batch, cuts them into micro-batches, and pads every row to the longest row of the
+generation batch. `regroup` moves rows within windows of micro-batches that always belong to one optimizer step, so that
+rows of one prompt (packed) or of similar length (trimmed) share a micro-batch. It masks out zero-advantage rows and cuts
+the padding that is left. Every micro-batch keeps its number of rows: TRL's means over rows keep their divisor, and every
+rank makes the same model calls.
+
+Shapes: B rows of a micro-batch, R rows of a window, P prompt columns, T completion columns.
 """
 
 from __future__ import annotations
@@ -22,28 +24,30 @@ from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.specs import MicroBatching
 from grpo_recipes.training.packing import Layout, Rows, extent, order
 
-IDLE = "no_row_contributes"
-"""Set to True in a micro-batch in which no rank has a row that contributes."""
+EMPTY = "no_row_contributes"
+"""Key that is True in a micro-batch in which no rank has a row that contributes."""
 
-# Set to 0 in an emptied row, where TRL's new log-probabilities are 0: the ratio must be 1 there, because 0 * inf is NaN.
-# No reference's are among them: rows are emptied only where the loss has no KL term.
+# Values that are set to 0 in a masked row. TRL's new log-probabilities are 0 there, so the ratio is exp(0 - 0) = 1. Any
+# other value could give an infinite ratio, and 0 * inf is NaN. The reference's log-probabilities are not listed, because
+# rows are masked only where the loss has no KL term.
 _LOG_PROBS = ("old_per_token_logps", "sampling_per_token_logps")
 
 _MULTIMODAL = {"pixel_values", "num_images", "token_type_ids", "mm_token_type_ids"}
 
 MicroBatch = dict[str, Any]
+"""TRL's inputs of one model call: tensors (B, ...), lists of length B, and scalars, by name."""
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """Which changes leave the gradient of an optimiser step as it was."""
+    """Changes of micro-batches that leave the gradient of an optimizer step as it is."""
 
     regroup: bool
-    """Rows may move to another micro-batch of the window."""
+    """True if rows may move to another micro-batch of the window."""
     skip: bool
-    """Rows of advantage zero may be left out of forward and backward."""
+    """True if zero-advantage rows may leave forward and backward."""
     rescale: bool = False
-    """If so, advantages are multiplied by new / old divisor."""
+    """True if advantages must be multiplied by (new divisor) / (old divisor)."""
 
 
 def exactness(
@@ -54,54 +58,64 @@ def exactness(
     entropy_quantile: float = 1.0,
     router_loss: bool = False,
 ) -> Exactness:
-    """What may be done to the micro-batches of this loss. Trimming and packing are exact for every loss type of TRL.
+    """Return the changes of micro-batches that are exact for a loss. Trimming and packing are exact for every loss.
 
-    Rows are emptied and not removed, so that a divisor that counts rows is kept. The divisor of `bnpo` changes with its
-    tokens; advantages can carry that change, and a KL term could not.
+    Args:
+        loss_type: TRL's `loss_type`.
+        beta: weight of the KL term.
+        entropy_bonus: True if the loss has an entropy bonus.
+        entropy_quantile: TRL's `top_entropy_quantile`.
+        router_loss: True if the loss has the auxiliary loss of a mixture of experts.
     """
     loss = LOSS_TYPES.get(loss_type)
-    statistic_of_a_micro_batch = entropy_bonus or entropy_quantile < 1.0 or router_loss
-    if loss is None or statistic_of_a_micro_batch:
+    # These three are statistics of one micro-batch, so the gradient depends on which rows share it.
+    if loss is None or entropy_bonus or entropy_quantile < 1.0 or router_loss:
         return Exactness(False, False)
-    without_kl = beta == 0.0  # with a beta, every row has a KL term
+    without_kl = beta == 0.0  # a zero-advantage row still has a KL term
     if loss.counts_other_rows:
+        # The divisor is the number of tokens of the micro-batch (`bnpo`). Advantages can carry its change, because the
+        # policy loss is linear in them. A KL term has no factor of its own per row.
         return Exactness(without_kl, without_kl, rescale=without_kl)
     return Exactness(True, skip=without_kl)
 
 
-def asked_layout(asked: MicroBatching) -> Layout:
+def asked_layout(micro_batching: MicroBatching) -> Layout:
     """Return the most compact layout that a recipe allows."""
-    return Layout[asked.layout.upper()]
+    return Layout[micro_batching.layout.upper()]
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Tokens and rows of one generation batch's training passes, one forward each."""
+    """Tokens and rows of one generation batch, counted for one forward of each row."""
 
     computed: int
     """Tokens that run through the model."""
     needed: int
-    """Tokens without any padding, of rows that contribute; when packing, each prompt once per window."""
+    """Tokens without padding of the rows that contribute. When packing, each prompt counts once per window."""
     padded: int
     """Tokens of TRL's own micro-batches."""
     rows: int
+    """Number of rows."""
     skipped: int
-    """Rows that do not contribute."""
+    """Number of rows that do not contribute."""
 
     @property
     def padding(self) -> float:
-        """The share of the computed tokens that was not needed, in [0, 1]."""
+        """Share of the computed tokens that are not needed, in [0, 1]."""
         return max(0.0, 1.0 - self.needed / self.computed) if self.computed else 0.0
 
     def __add__(self, other: Efficiency) -> Efficiency:
-        """The totals of two generation batches."""
+        """Return the totals of two generation batches."""
         return Efficiency(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     def metrics(self) -> dict[str, float]:
-        """The logged metrics, by name."""
-        names = ("tokens_computed", "tokens_needed", "padding", "rows_skipped")
-        values = (self.computed, self.needed, self.padding, self.skipped)
-        return {f"efficiency/{name}": float(value) for name, value in zip(names, values, strict=True)}
+        """Return the logged metrics by name."""
+        return {
+            "efficiency/tokens_computed": float(self.computed),
+            "efficiency/tokens_needed": float(self.needed),
+            "efficiency/padding": self.padding,
+            "efficiency/rows_skipped": float(self.skipped),
+        }
 
     def __str__(self) -> str:
         return (
@@ -111,10 +125,10 @@ class Efficiency:
 
 
 def window_size(steps_per_generation: int, gradient_accumulation_steps: int) -> int:
-    """How many consecutive micro-batches of a generation batch always belong to one optimiser step.
+    """Return the number of consecutive micro-batches of a generation batch that always belong to one optimizer step.
 
-    An optimiser step ends after a multiple of `gradient_accumulation_steps` micro-batches of an epoch, which holds whole
-    generation batches; modulo `steps_per_generation` those ends fall on multiples of the greatest common divisor.
+    An optimizer step ends after a multiple of `gradient_accumulation_steps` micro-batches of an epoch, and an epoch holds
+    whole generation batches. Modulo `steps_per_generation`, those ends are multiples of the greatest common divisor.
     """
     return math.gcd(steps_per_generation, gradient_accumulation_steps)
 
@@ -122,12 +136,19 @@ def window_size(steps_per_generation: int, gradient_accumulation_steps: int) -> 
 def regroup(
     buffer: Sequence[MicroBatch], window: int, layout: Layout, exact: Exactness, skip: bool = True
 ) -> list[MicroBatch]:
-    """Redistribute the rows of a generation batch, inside windows of `window` micro-batches.
+    """Redistribute the rows of a generation batch within windows of micro-batches.
 
-    `buffer` holds TRL's micro-batches, each a mapping with the same keys: tensors of (B, ...) or lists of B, which move
-    with their rows, and scalars. Returns as many micro-batches of B rows each, trimmed; in `layout` PLAIN they are TRL's.
+    Args:
+        buffer: TRL's micro-batches, all with the same keys. Tensors (B, ...) and lists of length B move with their rows.
+        window: number of micro-batches per window.
+        layout: layout of the model calls.
+        exact: changes that leave the gradient as it is.
+        skip: True to mask out zero-advantage rows where that is exact.
+
+    Returns:
+        As many micro-batches of B rows each, trimmed. TRL's own in the padded layout and with images.
     """
-    if layout is Layout.PADDED or not all(map(_is_rectangular, buffer)):
+    if layout is Layout.PADDED or not all(map(_has_one_entry_per_row, buffer)):
         return list(buffer)
     step = window if exact.regroup else 1
     result = []
@@ -140,18 +161,21 @@ def _regroup_window(batches: Sequence[MicroBatch], layout: Layout, exact: Exactn
     """Regroup the R rows of one window."""
     size = _size(batches[0])
     merged = _merge(batches)
-    # For each row, (R,): the tokens that TRL's divisor counted in the micro-batch that the row was in.
+    # Tokens that TRL's divisor counted in the micro-batch that each row was in, (R,).
     tokens = torch.cat([loss_mask(batch).sum().expand(_size(batch)) for batch in batches])
-    idle = ~contributes(merged) if skip and exact.skip else torch.zeros_like(tokens, dtype=torch.bool)
-    emptied = _emptied(merged, idle)
-    sequence = torch.arange(len(idle), device=idle.device)
+    skipped = torch.zeros_like(tokens, dtype=torch.bool)
+    if skip and exact.skip:
+        skipped = ~contributes(merged)
+    masked = _mask_out(merged, skipped)
+    sequence = torch.arange(len(skipped), device=skipped.device)
     if exact.regroup:
-        # Packed, idle rows keep their place beside their prompt, so that a group as large as a micro-batch is never split.
-        # Trimmed, they have length 0 and gather in micro-batches that cost next to nothing.
-        sequence = order(as_rows(merged if layout is Layout.PACKED else emptied), layout)
-    regrouped = [_take(emptied, rows) for rows in sequence.split(size)]
+        # Packed rows are ordered before masking: a skipped row then keeps its place beside its prompt, and a group as large
+        # as a micro-batch is never split over two. Trimmed rows are ordered after masking: skipped rows have length 0, and
+        # gather in micro-batches that cost next to nothing.
+        sequence = order(as_rows(merged if layout is Layout.PACKED else masked), layout)
+    regrouped = [_take(masked, rows) for rows in sequence.split(size)]
     if exact.rescale:
-        # TRL will divide a row by the tokens of its new micro-batch: new / old restores the weight that it had.
+        # TRL divides a row by the tokens of its micro-batch. The factor (new / old tokens) restores the row's weight.
         for batch, before in zip(regrouped, tokens[sequence].split(size), strict=True):
             scale = loss_mask(batch).sum() / before.clamp(min=1)
             advantages = batch["advantages"]  # (B,) or (B, T)
@@ -160,17 +184,17 @@ def _regroup_window(batches: Sequence[MicroBatch], layout: Layout, exact: Exactn
 
 
 def loss_mask(batch: MicroBatch) -> Tensor:
-    """The tokens that the loss is taken over, (B, T)."""
+    """Return the mask of the tokens in the loss, (B, T)."""
     return batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
 
 
 def contributes(batch: MicroBatch) -> Tensor:
-    """Which rows have a policy gradient, (B,): an advantage other than zero and a token in the loss."""
+    """Return True for each row with a policy gradient, (B,): a nonzero advantage and a token in the loss."""
     return batch["advantages"].reshape(_size(batch), -1).any(1) & loss_mask(batch).any(1)
 
 
 def as_rows(batch: MicroBatch) -> Rows:
-    """A micro-batch as the rows of a model call."""
+    """Return the rows of the model call for a micro-batch."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     return Rows(ids, mask, batch["completion_ids"].size(1))
@@ -179,33 +203,48 @@ def as_rows(batch: MicroBatch) -> Rows:
 def count(
     padded: Sequence[MicroBatch], ours: Sequence[MicroBatch], tokens: Sequence[int], window: int, layout: Layout
 ) -> Tensor:
-    """One rank's counts for `mark_idle`, to be summed over ranks, (5 + micro-batches,).
+    """Return the counts of one rank for `mark_empty`, to be summed over ranks, (5 + micro-batches,).
 
-    `tokens` holds the number of tokens that each model call for `ours` computes.
+    Args:
+        padded: TRL's micro-batches.
+        ours: micro-batches that `regroup` returned.
+        tokens: number of tokens that the model call for each of `ours` computes.
+        window: number of micro-batches per window.
+        layout: layout of the model calls.
     """
-    needed = sum(needed_tokens(ours[start : start + window], layout) for start in range(0, len(ours), window))
+    needed = 0
+    for start in range(0, len(ours), window):
+        needed += needed_tokens(ours[start : start + window], layout)
     labelled = [int(batch["completion_mask"].any(1).sum()) for batch in ours]
     rows = sum(map(_size, ours))
     skipped = 0 if layout is Layout.PADDED else rows - sum(labelled)
-    rectangle = sum(as_rows(batch).input_ids.numel() for batch in padded)
-    return torch.tensor([sum(tokens), needed, rectangle, rows, skipped, *labelled])
+    tokens_of_trl = sum(as_rows(batch).input_ids.numel() for batch in padded)
+    return torch.tensor([sum(tokens), needed, tokens_of_trl, rows, skipped, *labelled])
 
 
-def mark_idle(ours: Sequence[MicroBatch], totals: Tensor) -> Efficiency:
-    """Mark with `IDLE` the micro-batches that are empty on all ranks. `totals` is `count` summed over ranks."""
-    computed, needed, rectangle, rows, skipped, *labelled = totals.tolist()
+def mark_empty(ours: Sequence[MicroBatch], totals: Tensor) -> Efficiency:
+    """Mark the micro-batches that are empty on all ranks with `EMPTY`, and return what the generation batch took.
+
+    Args:
+        ours: micro-batches of this rank.
+        totals: `count`, summed over ranks.
+    """
+    computed, needed, padded, rows, skipped, *labelled = totals.tolist()
     for batch, number in zip(ours, labelled, strict=True):
         if not number:
-            batch[IDLE] = True
-    return Efficiency(computed, needed, rectangle, rows, skipped)
+            batch[EMPTY] = True
+    return Efficiency(computed, needed, padded, rows, skipped)
 
 
 @contextmanager
-def idle_unlogged(batch: MicroBatch, metrics: dict[str, list[float]]) -> Iterator[None]:
-    """Keep a micro-batch in which no rank has a row that contributes out of the averages that TRL logs."""
+def empty_unlogged(batch: MicroBatch, metrics: dict[str, list[float]]) -> Iterator[None]:
+    """Remove the metrics that TRL appends inside the block if the micro-batch is marked with `EMPTY`.
+
+    TRL's formulas give 0 for the entropy and clip ratios of a micro-batch without tokens, which would lower their means.
+    """
     before = {name: len(values) for name, values in metrics.items()}
     yield
-    if IDLE in batch:
+    if EMPTY in batch:
         for name in list(metrics):
             del metrics[name][before.get(name, 0) :]
             if not metrics[name]:
@@ -213,72 +252,81 @@ def idle_unlogged(batch: MicroBatch, metrics: dict[str, list[float]]) -> Iterato
 
 
 def needed_tokens(batches: Sequence[MicroBatch], layout: Layout) -> int:
-    """Tokens of the rows that have a label, without padding; in layout PACKED each prompt counts once over all `batches`."""
+    """Return the tokens of the rows with labels, without padding. When packing, each prompt counts once."""
     rows = [as_rows(batch) for batch in batches]
     if layout is not Layout.PACKED:
         return sum(int(part.attention_mask[part.completion_mask.any(1)].sum()) for part in rows)
-    prompts: dict[bytes, int] = {}
+    prefixes: dict[bytes, int] = {}
+    labels = 0
     for part in rows:
-        for prompt, length in zip(part.prompts(), part.completion_mask.any(1).tolist(), strict=True):
+        for prompt, length in zip(part.prompts(), part.completion_mask.sum(1).tolist(), strict=True):
+            labels += length
             if length:
-                prompts[prompt.tobytes()] = len(prompt) - 1
-    return sum(prompts.values()) + sum(int(part.completion_mask.sum()) for part in rows)
+                prefixes[prompt.tobytes()] = len(prompt) - 1
+    return sum(prefixes.values()) + labels
 
 
 def _size(batch: MicroBatch) -> int:
     return len(batch["completion_ids"])
 
 
-def _is_rectangular(batch: MicroBatch) -> bool:
-    """Whether every value has one entry per row, as it has without images."""
+def _is_per_row(value: Any) -> bool:
+    """Return True for a list or a tensor with rows, and False for a scalar."""
+    return isinstance(value, list) or (isinstance(value, Tensor) and value.ndim > 0)
+
+
+def _has_one_entry_per_row(batch: MicroBatch) -> bool:
+    """Return True if every value has one entry per row. With images, TRL holds one entry per image patch."""
     if _MULTIMODAL & batch.keys():
         return False
-    sequences = [v for v in batch.values() if isinstance(v, list) or (isinstance(v, Tensor) and v.ndim > 0)]
-    return all(len(value) == _size(batch) for value in sequences)
+    return all(len(value) == _size(batch) for value in batch.values() if _is_per_row(value))
 
 
 def _merge(batches: Sequence[MicroBatch]) -> MicroBatch:
-    """One batch of all rows. TRL cuts the batches from one, so their widths are equal."""
-
-    def join(values: list[Any]) -> Any:
-        if isinstance(values[0], list):
-            return [entry for value in values for entry in value]
-        return torch.cat(values) if isinstance(values[0], Tensor) and values[0].ndim > 0 else values[0]
-
-    return {key: join([batch[key] for batch in batches]) for key in batches[0]}
+    """Return one batch of all rows. TRL cut the batches from one, so their widths are equal."""
+    merged = dict(batches[0])
+    for key, first in batches[0].items():
+        if isinstance(first, list):
+            merged[key] = [entry for batch in batches for entry in batch[key]]
+        elif _is_per_row(first):
+            merged[key] = torch.cat([batch[key] for batch in batches])
+    return merged
 
 
 def _take(batch: MicroBatch, rows: Tensor) -> MicroBatch:
-    """The given rows of a batch, in that order."""
-
-    def pick(value: Any) -> Any:
+    """Return the given rows of a batch, in the given order."""
+    taken = dict(batch)
+    for key, value in batch.items():
         if isinstance(value, list):
-            return [value[row] for row in rows.tolist()]
-        return value[rows] if isinstance(value, Tensor) and value.ndim > 0 else value
+            taken[key] = [value[row] for row in rows.tolist()]
+        elif _is_per_row(value):
+            taken[key] = value[rows]
+    return taken
 
-    return {key: pick(value) for key, value in batch.items()}
 
+def _mask_out(batch: MicroBatch, skipped: Tensor) -> MicroBatch:
+    """Return the batch with skipped rows, (B,) bool, masked out but for the last prompt token.
 
-def _emptied(batch: MicroBatch, idle: Tensor) -> MicroBatch:
-    """Mask out the completions of idle rows and their prompts but for one token: a row with none would attend to nothing."""
-    if not idle.any():
+    A row that is masked out completely would attend to nothing, and a softmax over no keys is NaN.
+    """
+    if not skipped.any():
         return batch
-    dead = idle[:, None]  # (B, 1)
-    prompts = batch["prompt_mask"].masked_fill(dead, 0)
-    prompts[:, -1] = batch["prompt_mask"][:, -1]
-    masks = {"prompt_mask": prompts, "completion_mask": batch["completion_mask"].masked_fill(dead, 0)}
-    log_probs = {key: batch[key].masked_fill(dead, 0.0) for key in _LOG_PROBS if batch.get(key) is not None}
-    return {**batch, **masks, **log_probs}
+    column = skipped[:, None]  # (B, 1)
+    masked = dict(batch)
+    masked["prompt_mask"] = batch["prompt_mask"].masked_fill(column, 0)
+    masked["prompt_mask"][:, -1] = batch["prompt_mask"][:, -1]
+    masked["completion_mask"] = batch["completion_mask"].masked_fill(column, 0)
+    for key in _LOG_PROBS:
+        if batch.get(key) is not None:
+            masked[key] = batch[key].masked_fill(column, 0.0)
+    return masked
 
 
 def _trimmed(batch: MicroBatch) -> MicroBatch:
-    """Cut the columns that no row of the micro-batch uses.
-
-    At least two columns of completions stay, if there are two: TRL takes a value of (B, 1) for one per sequence, and would
-    leave the mask out of its metrics.
-    """
+    """Return the micro-batch without the columns that none of its rows uses."""
     left, width = extent(batch["prompt_mask"], batch["completion_mask"])
     full = batch["completion_ids"].size(1)
+    # Two columns at least: TRL takes a value of (B, 1) for one per sequence, and would not mask it in its metrics.
     width = max(width, min(2, full))
     cut = dict(batch)
     for key, value in batch.items():

@@ -1,22 +1,26 @@
-"""One packed row: each prompt once, its completions behind it, no padding.
+"""One packed row per micro-batch: each prompt once, followed by its completions, without padding.
 
 TRL pads a micro-batch to one rectangle and runs every prompt once per completion. Here the completions of a prompt share
-it: with prefix = prompt[:-1] and, for each completion, suffix = [last prompt token] + completion[:-1], a micro-batch
-becomes one row
+the prompt. With prefix = prompt[:-1] and, for each completion, suffix = [last prompt token] + completion[:-1], a
+micro-batch becomes one row:
 
-    prefix, suffix, suffix, ...      (of the first prompt)      prefix, suffix, ...      (of the next)      ...
+    prefix, suffix, suffix, ...      (first prompt)      prefix, suffix, ...      (second prompt)      ...
 
-in which every suffix position predicts exactly one completion token, positions restart at len(prefix) in each suffix, and
-attention lets a suffix see its own prefix and nothing else. That takes (P - 1) + sum(L) tokens per group, where TRL's
-rectangle takes G (max P + max L). The idea is Prefix Grouper's (arXiv 2506.05433); the row goes through stock transformers
-models by way of `AttentionInterface`, and the labels by way of `shift_labels` of TRL's fused head. See docs/efficiency.md.
+Every suffix position predicts exactly one completion token. Position ids restart at len(prefix) in each suffix. A suffix
+attends to its own prefix and to itself, causally, and to nothing else. The row has (P - 1) + sum(L) tokens per group of G
+completions, where TRL's rectangle has G (max P + max L).
+
+The idea is Prefix Grouper's (arXiv 2506.05433). The row runs through stock transformers models: attention by way of
+`AttentionInterface`, labels by way of `shift_labels` of TRL's fused head. See docs/efficiency.md.
+
+Shapes: B rows, P prompt columns, T completion columns, N tokens of the packed row, D dimensions per attention head.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -34,17 +38,17 @@ except ImportError:  # before torch 2.10
     varlen_attn = None  # type: ignore[assignment]
 
 ATTENTION = "grpo_packed_sdpa"
-"""The name of our attention in transformers' registries: stock SDPA, except in a forward that is given `group_spans`."""
+"""Name of `packed_attention` in transformers' registries."""
 
 IGNORED = -100
-"""The label of a position that predicts nothing."""
+"""Label of a position that predicts nothing."""
 
 Span = tuple[int, int]
-"""[start, stop) in the packed row."""
+"""Half-open range [start, stop) of the packed row."""
 
 
 class Layout(IntEnum):
-    """How the rows of a model call are laid out, in the order in which they are preferred."""
+    """Layout of the rows of a model call, from the least to the most preferred."""
 
     PADDED = 0
     """Stock TRL layout: every row is padded to the longest of the generation batch."""
@@ -53,44 +57,49 @@ class Layout(IntEnum):
     PACKED = 2
     """One row without padding, in which the completions of a group share their prompt."""
 
-    def __str__(self) -> str:
-        return ("left as TRL pads them", "trimmed and not packed", "packed")[self]
-
 
 class GroupSpans:
-    """Which spans of a packed row belong together; travels through the model as the keyword argument `group_spans`.
+    """Spans of a packed row that belong together, passed through the model as the keyword argument `group_spans`.
 
-    It is an argument and not context, because gradient checkpointing runs the layers again in the backward pass. It is not
-    a dataclass, because FSDP2 in 16 bit rebuilds the dataclasses among its arguments, and the layers' count would be lost.
+    An argument, because gradient checkpointing runs the layers again in the backward pass, after a context variable would
+    have been reset. Not a dataclass, because FSDP2 in 16-bit precision rebuilds the dataclasses among the arguments of a
+    layer, and `attended` would be counted in a copy.
     """
 
     groups: list[tuple[Span, list[Span]]]
-    """The prefix of each group and its suffixes, in the row's order."""
+    """Prefix and suffixes of each group, in the order of the row."""
     attended: int
-    """How many attention layers have kept to these spans, with no other mask than causality."""
+    """Number of attention layers that have applied these spans and no other mask than causality."""
     varlen: Varlen | None
-    """The same for `varlen_attn`, made by the first layer that needs it."""
+    """Spans in the form of `varlen_attn`, created by the first layer that needs them."""
     mask: Tensor | None
-    """What the masks of all suffixes are views of, made by the first layer that needs one."""
+    """Shared attention bias. Every suffix mask is a view of it. Created by the first layer that needs a mask."""
 
     def __init__(self, groups: list[tuple[Span, list[Span]]]) -> None:
         self.groups, self.attended, self.varlen, self.mask = groups, 0, None, None
 
     def suffix_mask(self, context: int, own: int, like: Tensor) -> Tensor:
-        """What is added to the scores of `own` <= `context` tokens behind `context` others, (own, context + own).
+        """Return the bias for the attention scores of a suffix behind its prefix, (own, context + own).
 
-        It is a view of one tensor, since every layer keeps its masks for the backward pass.
+        Args:
+            context: number of prefix tokens.
+            own: number of suffix tokens, at most `context`.
+            like: tensor that gives dtype and device.
+
+        Returns:
+            0 where a suffix token may attend, -inf where the key lies in its future.
         """
         if self.mask is None:
             sizes = [(prefix[1] - prefix[0], stop - start) for prefix, (start, stop) in self.segments()]
             longest = max(length for before, length in sizes if length <= before)
             widest = max(before for before, _ in sizes)
             self.mask = like.new_full((longest, widest + longest), -torch.inf).triu(widest + 1)
+        # A mask per suffix would stay in memory until the backward pass, in every layer. The views share one tensor.
         widest = self.mask.shape[1] - self.mask.shape[0]
         return self.mask[:own, widest - context : widest + own]
 
     def segments(self) -> Iterator[tuple[Span, Span]]:
-        """(context, own span) of each run of queries: a prefix has an empty context, a suffix has its prefix."""
+        """Yield (context, queries) for each prefix, whose context is empty, and each suffix, whose context is its prefix."""
         for prefix, suffixes in self.groups:
             if prefix[1] > prefix[0]:
                 yield (prefix[0], prefix[0]), prefix
@@ -100,70 +109,72 @@ class GroupSpans:
 
 @dataclass(frozen=True)
 class Varlen:
-    """`GroupSpans` as `varlen_attn` takes them: each run of queries is a sequence, its keys gathered from the packed row."""
+    """Arguments of `varlen_attn` for a packed row: each segment is one sequence, with keys gathered from the row."""
 
     keys: Tensor
-    """The positions whose keys and values each sequence sees, one after the other, (K,)."""
+    """Positions in the packed row of the keys of all sequences, one sequence after the other, (K,)."""
     query_ends: Tensor
-    """Cumulative lengths of the queries, (sequences + 1,), int32."""
+    """Cumulative numbers of queries, (sequences + 1,), int32."""
     key_ends: Tensor
-    """Cumulative lengths of the keys, (sequences + 1,), int32."""
+    """Cumulative numbers of keys, (sequences + 1,), int32."""
     longest_query: int
     longest_key: int
 
     @classmethod
     def of(cls, spans: GroupSpans, device: torch.device) -> Varlen:
-        """The index of `spans`, on the device of the row."""
+        """Return the arguments for `spans`, on the device of the row."""
         segments = list(spans.segments())
         queries = [stop - start for _, (start, stop) in segments]
         keys = [np.r_[slice(*context), slice(*own)] for context, own in segments]
         lengths = [len(positions) for positions in keys]
-        seen = torch.from_numpy(np.concatenate(keys)).to(device)
-        return cls(seen, _ends(queries, device), _ends(lengths, device), max(queries), max(lengths))
+        gathered = torch.from_numpy(np.concatenate(keys)).to(device)
+        return cls(gathered, _ends(queries, device), _ends(lengths, device), max(queries), max(lengths))
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """One packed row of N tokens, and where its results go. The first three tensors are (1, N)."""
+    """One packed row of N tokens with n labels, and the places of its results in TRL's layout."""
 
     input_ids: Tensor
+    """(1, N)."""
     position_ids: Tensor
+    """(1, N)."""
     labels: Tensor
-    """The token that each suffix position predicts, -100 elsewhere."""
+    """Token that each suffix position predicts, and -100 in prefixes, (1, N)."""
     group_spans: GroupSpans
     rows: Tensor
-    """For each label, in the packed order: its row in TRL's layout, (labels,)."""
+    """Row in TRL's layout of each label, in packed order, (n,)."""
     columns: Tensor
-    """For each label: its column in TRL's completions, (labels,)."""
+    """Column in TRL's completions of each label, (n,)."""
     positions: Tensor
-    """For each label: the place in the packed row that predicts it, (labels,)."""
+    """Position in the packed row that predicts each label, (n,)."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a model call in TRL's layout: prompts padded on the left, completions on the right."""
+    """Rows of a model call in TRL's layout: prompts padded on the left, completions on the right."""
 
     input_ids: Tensor
     """(B, P + T)."""
     attention_mask: Tensor
     """(B, P + T), 1 where there is a token."""
     logits_to_keep: int
-    """T."""
+    """Number of completion columns, T."""
 
     def select(self, index: Tensor | slice, left: int = 0, width: int | None = None) -> Rows:
-        """The rows at `index` without their first `left` columns, completions cut to `width`."""
+        """Return the rows at `index` without their first `left` columns, completions cut to `width` columns."""
         keep = self.logits_to_keep if width is None else width
-        cut = slice(left, self.input_ids.size(1) - self.logits_to_keep + keep)
-        return Rows(self.input_ids[index, cut], self.attention_mask[index, cut], keep)
+        columns = slice(left, self.input_ids.size(1) - self.logits_to_keep + keep)
+        return Rows(self.input_ids[index, columns], self.attention_mask[index, columns], keep)
 
     def unlabelled(self) -> Rows:
-        """The same rows with their completions masked out."""
+        """Return the rows with their completions masked out."""
         mask = self.attention_mask.clone()
         mask[:, -self.logits_to_keep :] = 0
         return Rows(self.input_ids, mask, self.logits_to_keep)
 
     def widen(self, left: int, right: int) -> Rows:
-        """The same rows with columns of padding added on both sides."""
+        """Return the rows with columns of padding added on both sides."""
         ids = pad(self.input_ids, (left, right), value=int(self.input_ids[0, -1]))
         return Rows(ids, pad(self.attention_mask, (left, right)), self.logits_to_keep + right)
 
@@ -178,24 +189,38 @@ class Rows:
         return self.attention_mask[:, : -self.logits_to_keep]
 
     def prompts(self) -> list[np.ndarray]:
-        """Each row's prompt without padding."""
+        """Return the prompt of each row without padding."""
         return unpadded(self.input_ids[:, : -self.logits_to_keep], self.prompt_mask)
 
     def prompt_numbers(self) -> list[int]:
-        """For each row the first row that has the same prompt."""
+        """Return, for each row, the index of the first row with the same prompt.
+
+        Prompts are compared by their tokens, because after TRL's shuffle the position of a row says nothing about its group.
+        """
         first: dict[bytes, int] = {}
         return [first.setdefault(prompt.tobytes(), row) for row, prompt in enumerate(self.prompts())]
 
+    def groups(self) -> dict[int, list[int]]:
+        """Return the rows of each prompt, by the index of the first one."""
+        members: dict[int, list[int]] = {}
+        for row, number in enumerate(self.prompt_numbers()):
+            members.setdefault(number, []).append(row)
+        return members
+
     def packed_tokens(self) -> int:
-        """The length of the packed row: each prompt that has a label, less its last token, and one token for each label."""
-        lengths, prompts = self.completion_mask.sum(1).tolist(), self.prompt_mask.sum(1).tolist()
-        used = {number for number, length in zip(self.prompt_numbers(), lengths, strict=True) if length}
-        return max(sum(prompts[number] - 1 for number in used) + sum(lengths), 1)
+        """Return the length of the packed row: len(prefix) of each prompt that has a label, and one token per label."""
+        prompts, labels = self.prompt_mask.sum(1).tolist(), self.completion_mask.sum(1).tolist()
+        prefixes = {}
+        for number, count in zip(self.prompt_numbers(), labels, strict=True):
+            if count:
+                prefixes[number] = prompts[number] - 1
+        return max(sum(prefixes.values()) + sum(labels), 1)
 
     def trimmed(self) -> tuple[Rows, Tensor]:
-        """The rows that hold labels, without common padding, and which rows those are; at least one row, one column wide."""
+        """Return the rows that hold labels without common padding, and their indices, at least one row one column wide."""
         index = self.completion_mask.any(1).nonzero().flatten()
-        if not len(index):  # all ranks must call the model equally often, so a row is run even if it has no label
+        if not len(index):
+            # All ranks must call the model equally often (a collective under ZeRO-3 and FSDP): run one row without labels.
             index = index.new_zeros(1)
             return self.select(index, self.input_ids.size(1) - self.logits_to_keep - 1, 1), index
         left, width = extent(self.prompt_mask[index], self.completion_mask[index])
@@ -203,82 +228,101 @@ class Rows:
 
 
 def extent(prompt_mask: Tensor, completion_mask: Tensor) -> tuple[int, int]:
-    """The first column that a prompt uses and the number of columns that a completion uses; both keep at least one."""
+    """Return the first used column of prompts (B, P) and the number of used columns of completions (B, T).
+
+    At least one column of each is kept.
+    """
     prompts, completions = prompt_mask.any(0).nonzero(), completion_mask.any(0).nonzero()
-    last = prompt_mask.size(1) - 1
-    return (int(prompts[0]) if len(prompts) else last), (int(completions[-1]) + 1 if len(completions) else 1)
+    left = int(prompts[0]) if len(prompts) else prompt_mask.size(1) - 1
+    return left, int(completions[-1]) + 1 if len(completions) else 1
 
 
 def unpadded(ids: Tensor, mask: Tensor) -> list[np.ndarray]:
-    """The tokens of each row of (B, P) that the mask keeps."""
+    """Return the tokens of each row of `ids`, (B, P), that `mask`, (B, P), keeps."""
     return [row[kept] for row, kept in zip(ids.cpu().numpy(), mask.bool().cpu().numpy(), strict=True)]
 
 
 def order(rows: Rows, layout: Layout) -> Tensor:
-    """An order of the rows, (B,), in which those that should run together are neighbours.
+    """Return an order of the rows, (B,), in which rows that should share a micro-batch are neighbours.
 
-    Packed, these are the rows of one prompt. Trimmed, they are the rows of a completion length, then of a prompt length:
-    completions vary more than prompts, and this order wastes less than one by total length.
+    Packed rows are sorted by prompt. Trimmed rows are sorted by completion length, then by prompt length.
     """
     if layout is Layout.PACKED:
         return torch.tensor(rows.prompt_numbers(), device=rows.input_ids.device).argsort(stable=True)
+    # Not by total length: completions vary more than prompts, and a long prompt beside a long completion pads both sides.
     prompts, completions = rows.prompt_mask.sum(1), rows.completion_mask.sum(1)
     return (completions * (rows.prompt_mask.size(1) + 1) + prompts).argsort(stable=True)
 
 
+@dataclass
+class _Line:
+    """Packed row under construction."""
+
+    ids: list[np.ndarray] = field(default_factory=list)
+    positions: list[np.ndarray] = field(default_factory=list)
+    labels: list[np.ndarray] = field(default_factory=list)
+    length: int = 0
+
+    def append(self, tokens: np.ndarray, first_position: int, predicted: np.ndarray) -> Span:
+        """Add tokens and the labels that they predict, both (length,), and return their span in the row."""
+        self.ids.append(tokens)
+        self.positions.append(np.arange(first_position, first_position + len(tokens)))
+        self.labels.append(predicted)
+        start, self.length = self.length, self.length + len(tokens)
+        return start, self.length
+
+
 def pack(rows: Rows) -> PackedRow:
-    """Lay the rows out as one packed row. Rows without labels are left out; if none has a label, one idle token is left."""
-    prompts, numbers = rows.prompts(), rows.prompt_numbers()
+    """Lay the rows out as one packed row.
+
+    Rows without labels are dropped. If no row has a label, the result is one token that predicts nothing.
+    """
+    prompts = rows.prompts()
     completions = unpadded(rows.input_ids[:, -rows.logits_to_keep :], rows.completion_mask)
-    runs: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # token ids, position ids, labels; each (length,)
-    end = 0
-
-    def append(tokens: np.ndarray, position: int, predicted: np.ndarray) -> Span:
-        """Add tokens to the row, at positions that count from `position`; returns where they lie in the row."""
-        nonlocal end
-        runs.append((tokens, np.arange(position, position + len(tokens)), predicted))
-        end += len(tokens)
-        return end - len(tokens), end
-
+    line = _Line()
     groups: list[tuple[Span, list[Span]]] = []
-    owners: list[int] = []  # of each suffix: its row in TRL's layout
-    for number in dict.fromkeys(numbers):
-        members = [row for row, other in enumerate(numbers) if other == number and len(completions[row])]
-        if not members:
+    owners: list[int] = []  # row in TRL's layout of each suffix
+    for number, same_prompt in rows.groups().items():
+        group = [row for row in same_prompt if len(completions[row])]
+        if not group:
             continue
-        # The prompt's last token predicts the first token of each completion, which differs: so each suffix has its own
-        # copy of it, at the position that follows the prefix, and the prefix predicts nothing.
         prompt, context = prompts[number], len(prompts[number]) - 1
-        prefix = append(prompt[:-1], 0, np.full(context, IGNORED))
-        suffixes = [
-            append(np.concatenate([prompt[-1:], completions[row][:-1]]), context, completions[row]) for row in members
-        ]
+        prefix = line.append(prompt[:-1], 0, np.full(context, IGNORED))
+        suffixes = []
+        for row in group:
+            # The last prompt token predicts the first token of every completion. One position has one label, so each
+            # suffix gets its own copy of that token, and the shared prefix predicts nothing.
+            tokens = np.concatenate([prompt[-1:], completions[row][:-1]])
+            suffixes.append(line.append(tokens, context, completions[row]))
         groups.append((prefix, suffixes))
-        owners += members
+        owners += group
     if not groups:
-        idle = append(rows.input_ids[0, -1:].cpu().numpy(), 0, np.full(1, IGNORED))
-        groups = [((0, 0), [idle])]
+        single = line.append(rows.input_ids[0, -1:].cpu().numpy(), 0, np.full(1, IGNORED))
+        groups = [((0, 0), [single])]
 
-    def tensor(parts: Sequence[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate([np.zeros(0), *parts]).astype(np.int64)).to(rows.input_ids.device)
-
-    # Labels lie suffix after suffix, and in each suffix in the order of the completion's columns.
-    lengths = [len(completions[row]) for row in owners]
-    ids, positions, labels = (tensor(parts) for parts in zip(*runs, strict=True))
+    device, lengths = rows.input_ids.device, [len(completions[row]) for row in owners]
+    labels = _joined(line.labels, device)
     return PackedRow(
-        input_ids=ids[None],
-        position_ids=positions[None],
+        input_ids=_joined(line.ids, device)[None],
+        position_ids=_joined(line.positions, device)[None],
         labels=labels[None],
         group_spans=GroupSpans(groups),
-        rows=tensor([np.repeat(owners, lengths)]),
-        columns=tensor([np.arange(length) for length in lengths]),
+        # Labels lie suffix after suffix and, within a suffix, in the order of the completion's columns.
+        rows=_joined([np.repeat(owners, lengths)], device),
+        columns=_joined([np.arange(length) for length in lengths], device),
         positions=(labels != IGNORED).nonzero().flatten(),
     )
 
 
+def _joined(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
+    """Return the parts one after the other as int64, (n,). No parts give an empty tensor."""
+    return torch.from_numpy(np.concatenate([np.zeros(0), *parts]).astype(np.int64)).to(device)
+
+
 def register_attention() -> None:
-    """Make `ATTENTION` known to transformers."""
+    """Register `packed_attention` with transformers under the name `ATTENTION`."""
     AttentionInterface.register(ATTENTION, packed_attention)
+    # Without a mask function of its own, a new name gets no mask at all, and padded rows would attend to padding.
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
@@ -293,63 +337,58 @@ def packed_attention(
     group_spans: GroupSpans | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stock SDPA; with `group_spans`, causal attention of each suffix to its own prefix and itself.
+    """Compute causal attention of each suffix to its own prefix and itself, or stock SDPA without `group_spans`.
 
-    Shapes are transformers': query (1, heads, N, D), key and value (1, key-value heads, N, D); returns (1, N, heads, D).
-    Raises `RuntimeError` for a packed row with dropout, which the inspection of the model should have found.
+    Args:
+        module: attention layer.
+        query: (1, heads, N, D).
+        key: (1, key-value heads, N, D).
+        value: (1, key-value heads, N, D).
+        attention_mask: mask of transformers, of which a packed row needs none.
+        dropout: dropout probability of the attention weights.
+        scaling: factor of the attention scores, by default 1 / sqrt(D).
+        group_spans: spans of a packed row, or None for a row in any other layout.
+        **kwargs: further arguments of stock SDPA.
+
+    Returns:
+        The attention output, (1, N, heads, D), and None in place of the attention weights.
+
+    Raises:
+        RuntimeError: a packed row has attention dropout.
     """
     if group_spans is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if dropout > 0:
+    if dropout > 0:  # `log_probs.unsupported` finds dropout first, unless the model changes it later
         raise RuntimeError(
-            f"a packed row reached {type(module).__name__} with an attention dropout of {dropout:g}, which its "
-            "completions would share: set `micro_batching: {layout: trimmed}`"
+            f"{type(module).__name__} has an attention dropout of {dropout:g}, which the completions of a packed row would "
+            "share: set `micro_batching: {layout: trimmed}`"
         )
-    # The spans imply causality, which is all that a boolean mask says here. A float mask adds to the scores and would be
-    # lost: such a layer is not counted, and the row is refused after the forward.
+    # A boolean mask says only that attention is causal, and the spans imply that. A float mask is added to the scores and
+    # would be lost here, without an error: its layer is not counted, and `LogProbs` rejects the row after the forward.
     if attention_mask is None or not attention_mask.is_floating_point():
         group_spans.attended += 1
     if _has_varlen(query, value):
         return _varlen(group_spans, query, key, value, scaling), None
-    grouped = query.shape[1] != key.shape[1]
-    # One split, whose gradient is one concatenation: that of a slice is a tensor as long as the whole row, for every span.
-    lengths = [stop - start for prefix, suffixes in group_spans.groups for start, stop in (prefix, *suffixes)]
-    spans = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    outputs = []
-    for (start, stop), suffixes in group_spans.groups:
-        prefix, context = next(spans), stop - start
-        for number, (first, last) in enumerate(suffixes):
-            suffix = next(spans)
-            k, v = (torch.cat(parts, dim=2) for parts in zip(prefix[1:], suffix[1:], strict=True))
-            if number and last - first <= context and query.device.type == "cpu":  # a GPU's kernels want aligned masks
-                q, mask = suffix[0], group_spans.suffix_mask(context, last - first, query)
-                output = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)
-            else:
-                # Prefix and suffix together are a square causal block, (1, heads, P - 1 + L, D), which the kernels are made
-                # for: behind a shorter prefix, running its queries again costs less than a mask. Its results are kept once.
-                q = torch.cat([prefix[0], suffix[0]], dim=2)
-                output = scaled_dot_product_attention(q, k, v, scale=scaling, is_causal=True, enable_gqa=grouped)
-                output = output if number == 0 else output[:, :, context:]
-            outputs.append(output)
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+    return _sdpa(group_spans, query, key, value, scaling), None
 
 
 def _has_varlen(query: Tensor, value: Tensor) -> bool:
-    """Whether torch's FlashAttention over uneven sequences takes these tensors; its first version had no windows."""
+    """Return True if torch has a FlashAttention over uneven sequences for these tensors, with windows and grouped heads."""
     if varlen_attn is None or not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
         return False
-    known = inspect.signature(varlen_attn).parameters
-    return "window_size" in known and "enable_gqa" in known and query.shape[-1] == value.shape[-1] <= 256
+    # The first version of the function had no windows.
+    parameters = inspect.signature(varlen_attn).parameters
+    return "window_size" in parameters and "enable_gqa" in parameters and query.shape[-1] == value.shape[-1] <= 256
 
 
 def _varlen(spans: GroupSpans, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """The same in one FlashAttention call, whose causal mask is aligned to the end of each sequence's keys."""
+    """Return the attention output, (1, N, heads, D), of one FlashAttention call over all segments."""
     if spans.varlen is None:
         spans.varlen = Varlen.of(spans, query.device)
     index = spans.varlen
-    # (1, heads, N, D) to (N, heads, D); sequences lie one after the other, so the queries need no gathering.
+    # (1, heads, N, D) to (N, heads, D). Segments lie one after the other in the row, so queries need no gathering.
     queries, keys, values = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     attended: Tensor = varlen_attn(  # type: ignore[assignment]  # a tuple only with `return_aux`
         queries,
@@ -360,12 +399,41 @@ def _varlen(spans: GroupSpans, query: Tensor, key: Tensor, value: Tensor, scalin
         index.longest_query,
         index.longest_key,
         scale=scaling,
+        # Causal. The kernel aligns the diagonal to the end of the keys, so a suffix sees its whole prefix.
         window_size=(-1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return attended[None]
 
 
+def _sdpa(spans: GroupSpans, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Return the attention output, (1, N, heads, D), of one SDPA call per suffix."""
+    grouped = query.shape[1] != key.shape[1]
+    # One split has one concatenation as its gradient. The gradient of a slice is a tensor as long as the row, per span.
+    lengths = [stop - start for prefix, suffixes in spans.groups for start, stop in (prefix, *suffixes)]
+    parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    outputs = []
+    for (start, stop), suffixes in spans.groups:
+        context = stop - start
+        prefix_q, prefix_k, prefix_v = next(parts)
+        for number, (first, last) in enumerate(suffixes):
+            q, k, v = next(parts)
+            k, v = torch.cat([prefix_k, k], dim=2), torch.cat([prefix_v, v], dim=2)
+            # On a GPU the kernels want aligned masks, which a view of the shared mask is not.
+            if number and last - first <= context and query.device.type == "cpu":
+                mask = spans.suffix_mask(context, last - first, query)
+                output = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+            else:
+                # Prefix and suffix together are a square causal block, (1, heads, P - 1 + L, D), which the kernels are
+                # made for. Running the queries of a shorter prefix again costs less than a mask.
+                q = torch.cat([prefix_q, q], dim=2)
+                output = scaled_dot_product_attention(q, k, v, scale=scaling, is_causal=True, enable_gqa=grouped)
+                if number:  # the results of the prefix are kept once, from the first suffix
+                    output = output[:, :, context:]
+            outputs.append(output)
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+
+
 def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Cumulative lengths from 0, (sequences + 1,), int32."""
+    """Return the cumulative lengths, starting at 0, (sequences + 1,), int32."""
     return pad(torch.tensor(lengths, device=device).cumsum(0), (1, 0)).to(torch.int32)

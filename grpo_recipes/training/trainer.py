@@ -178,7 +178,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         ours = microbatch.regroup(padded, window, layout, self._exact, skip)
         tokens = [self._log_probs.model_call(self.model, microbatch.as_rows(batch), layout).tokens for batch in ours]
         counts = microbatch.count(padded, ours, tokens, window, layout)
-        efficiency = microbatch.mark_idle(ours, self.accelerator.reduce(counts.to(self.accelerator.device)))
+        efficiency = microbatch.mark_empty(ours, self.accelerator.reduce(counts.to(self.accelerator.device)))
         for name, value in efficiency.metrics().items():
             self._metrics["train"][name].append(value)
         self._efficiency = efficiency if self._efficiency is None else self._efficiency + efficiency
@@ -220,7 +220,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """TRL's loss; with `kl_estimator` "full", the KL over the vocabulary takes the place of its sampled KL term."""
-        with microbatch.idle_unlogged(inputs, self._metrics["train"]):
+        with microbatch.empty_unlogged(inputs, self._metrics["train"]):
             if self._full_kl is None:
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             mask = microbatch.loss_mask(inputs)

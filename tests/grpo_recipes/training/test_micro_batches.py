@@ -1,4 +1,4 @@
-"""Regrouped micro-batches against stock TRL: the same gradient in every optimiser step."""
+"""Regrouped micro-batches compared with stock TRL: the gradient of each optimizer step is the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_recipes import GRPOTrainer
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.specs import MicroBatching
 from grpo_recipes.training import micro_batches as microbatch
-from grpo_recipes.training.micro_batches import IDLE, Exactness, asked_layout, exactness, regroup, window_size
+from grpo_recipes.training.micro_batches import EMPTY, Exactness, asked_layout, exactness, regroup, window_size
 from grpo_recipes.training.packing import Layout
 from tests.support.grids import covering
 from tests.support.recorded import Recording, compare, gradients, make_trainer, model
@@ -50,19 +50,19 @@ def gap(recording: Recording, folder: Path, *build: Callable[[], PreTrainedModel
 @pytest.mark.parametrize(
     ("loss_type", "beta", "micro_batching"), covering(LOSS_TYPES, [0.0, 0.04], ["auto", TRIM_ONLY], strength=2), ids=str
 )
-def test_every_loss_type(loss_type: str, beta: float, micro_batching: Any, tmp_path: Path) -> None:
+def test_the_gradient_for_every_loss_type(loss_type: str, beta: float, micro_batching: Any, tmp_path: Path) -> None:
     three = {"num_iterations": 3, "epsilon_high": 0.28}
     assert gap(UNEVEN, tmp_path, loss_type=loss_type, beta=beta, micro_batching=micro_batching, **three) <= LIMIT
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "luspo", "bnpo", "dapo"])
-def test_sequence_level_ratios(loss_type: str, tmp_path: Path) -> None:
+def test_the_gradient_with_sequence_level_ratios(loss_type: str, tmp_path: Path) -> None:
     options = {"importance_sampling_level": "sequence", "num_iterations": 3, "delta": 1.5}
     assert gap(UNEVEN, tmp_path, loss_type=loss_type, **options) <= LIMIT
 
 
 @pytest.mark.parametrize(("window", "loss_type"), covering(WINDOWS, ["grpo", "dapo", "bnpo"]))
-def test_every_window_shape(window: str, loss_type: str, tmp_path: Path) -> None:
+def test_the_gradient_for_every_window_size(window: str, loss_type: str, tmp_path: Path) -> None:
     assert gap(UNEVEN, tmp_path, loss_type=loss_type, **WINDOWS[window]) <= LIMIT
 
 
@@ -79,20 +79,20 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(("option", "loss_type"), covering(OPTIONS, ["grpo", "bnpo", "dapo"]), ids=str)
-def test_options(option: dict[str, Any], loss_type: str, tmp_path: Path) -> None:
+def test_the_gradient_with_each_option(option: dict[str, Any], loss_type: str, tmp_path: Path) -> None:
     recording = Recording.random(seed=1, zero=(2,))
     for group in recording.completions:  # truncated: no end in it
         group[0][-1] = 7
     assert gap(recording, tmp_path, loss_type=loss_type, **option) <= LIMIT
 
 
-def test_a_router_loss_keeps_the_rows_that_it_is_taken_over(tmp_path: Path) -> None:
+def test_rows_stay_in_their_micro_batch_with_a_router_loss(tmp_path: Path) -> None:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
     assert gap(UNEVEN, tmp_path, lambda: model(MixtralConfig, sliding_window=None, **experts)) <= LIMIT
 
 
 class FarOldPolicy(GRPOTrainer):
-    """A trainer whose rows without an advantage were sampled by a policy that held them for impossible."""
+    """A trainer whose zero-advantage rows were sampled by a policy with a log-probability near minus infinity."""
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         batch = super()._generate_and_score_completions(inputs)
@@ -100,8 +100,8 @@ class FarOldPolicy(GRPOTrainer):
         return batch
 
 
-def test_an_emptied_row_can_not_overflow(tmp_path: Path) -> None:
-    """exp(300) is infinite in float32, and infinite times a mask of 0 is NaN: the loss of the whole run would be logged so."""
+def test_the_ratio_of_a_masked_row_does_not_overflow(tmp_path: Path) -> None:
+    """exp(300) is infinite in float32, and infinity times a mask of 0 is NaN, which would be logged as the loss."""
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_iterations": 2}
     trainer = make_trainer(FarOldPolicy, UNEVEN, model(), tmp_path, **sizes)
     trainer.model.train()
@@ -115,7 +115,7 @@ def test_an_emptied_row_can_not_overflow(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("micro_batching", ["auto", TRIM_ONLY], ids=["packed", "trimmed"])
-def test_equal_lengths(micro_batching: Any, tmp_path: Path) -> None:
+def test_the_gradient_with_completions_of_equal_length(micro_batching: Any, tmp_path: Path) -> None:
     recording = Recording.random(seed=2)
     recording.prompts = [[*prompt, *[9] * 20][:20] for prompt in recording.prompts]
     recording.completions = [[[*(c[:-1] + [8] * 12)[:11], 1] for c in group] for group in recording.completions]
@@ -124,7 +124,7 @@ def test_equal_lengths(micro_batching: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize("micro_batching", ["auto", TRIM_ONLY], ids=["packed", "trimmed"])
-def test_a_batch_of_zero_advantages_still_steps(loss_type: str, micro_batching: Any, tmp_path: Path) -> None:
+def test_a_batch_of_zero_advantages_still_makes_a_step(loss_type: str, micro_batching: Any, tmp_path: Path) -> None:
     nothing = Recording.random(seed=1, zero=range(4))
     trainer = make_trainer(
         GRPOTrainer,
@@ -143,7 +143,7 @@ def test_a_batch_of_zero_advantages_still_steps(loss_type: str, micro_batching: 
 
 
 def test_training_ends_at_the_same_parameters(tmp_path: Path) -> None:
-    """Through `train()`: optimiser, scheduler, clipping and shuffling as TRL runs them."""
+    """Optimizer, scheduler, clipping and shuffling run as in TRL's `train()`."""
     ends = []
     for cls in (GRPOTrainer, TRLGRPOTrainer):
         trainer = make_trainer(
@@ -169,8 +169,8 @@ def test_training_ends_at_the_same_parameters(tmp_path: Path) -> None:
 # ---- the micro-batches
 
 
-def test_windows_never_cross_an_optimiser_step() -> None:
-    """Walks through two epochs of TRL's loop, and checks where its optimiser steps end in the buffer."""
+def test_windows_never_cross_an_optimizer_step() -> None:
+    """Walk through two epochs of TRL's loop, and check where its optimizer steps end in the buffer."""
     for steps, accumulation, generations in product(range(1, 9), range(1, 9), range(1, 4)):
         window = window_size(steps, accumulation)
         epoch = steps * generations  # an epoch holds whole generation batches, and ends with a step
@@ -180,7 +180,7 @@ def test_windows_never_cross_an_optimiser_step() -> None:
 
 
 def buffer_of(sizes: list[tuple[int, int, float]], count: int) -> list[dict[str, Any]]:
-    """`count` micro-batches; each row is (prompt length, completion length, advantage), its tokens tell its number."""
+    """Return `count` micro-batches of rows of (prompt length, completion length, advantage), whose tokens are their number."""
     left, right = max(p for p, _, _ in sizes), max(c for _, c, _ in sizes)
     rows = range(len(sizes))
     numbered = {
@@ -236,11 +236,11 @@ def test_rows_stay_whole_and_in_their_window(
                 assert batch["prompt_mask"][position].sum() == prompt
                 assert batch["completion_ids"][position, :completion].tolist() == [number] * completion
                 assert batch["old_per_token_logps"][position, :completion].tolist() == [-number] * completion
-            else:  # a row without a token would attend to nothing
+            else:  # a row without a token attends to nothing
                 assert batch["prompt_mask"][position].tolist() == [0] * (batch["prompt_mask"].shape[1] - 1) + [1]
 
 
-def test_a_group_meets_in_a_micro_batch() -> None:
+def test_rows_of_one_prompt_share_a_micro_batch_when_packed() -> None:
     sizes = [
         (prompt, completion, 1.0) for completion in (1, 5, 2, 6) for prompt in (1, 2, 3, 4)
     ]  # shuffled groups of 4
@@ -248,15 +248,15 @@ def test_a_group_meets_in_a_micro_batch() -> None:
     assert [len({tuple(prompt) for prompt in batch["prompt_ids"].tolist()}) for batch in ours] == [1, 1, 1, 1]
 
 
-def test_without_packing_rows_of_a_length_meet() -> None:
+def test_rows_of_similar_length_share_a_micro_batch_when_trimmed() -> None:
     sizes = [(1, completion, 1.0) for completion in (1, 5, 2, 6, 3, 4, 8, 7)]
     ours = regroup(buffer_of(sizes, 4), 4, Layout.TRIMMED, Exactness(True, True))
     assert [batch["completion_ids"].shape[1] for batch in ours] == [2, 4, 6, 8]
 
 
 @pytest.mark.parametrize("skip", [False, True])
-def test_a_row_keeps_its_weight_where_a_divisor_counts_the_tokens_of_a_micro_batch(skip: bool) -> None:
-    """`bnpo`: advantage over active tokens, those of tools left out, is what it was before the rows moved."""
+def test_a_row_keeps_its_weight_with_bnpo(skip: bool) -> None:
+    """Advantage / active tokens, without tool tokens, is the same before and after the rows move."""
     sizes = [(1, completion, advantage) for completion, advantage in ((1, 1.0), (5, -2.0), (2, 0.0), (6, 3.0))]
     buffer = buffer_of(sizes, 2)
     for batch in buffer:
@@ -280,7 +280,7 @@ def test_a_row_keeps_its_weight_where_a_divisor_counts_the_tokens_of_a_micro_bat
     assert weights(ours) == pytest.approx(weights(buffer))
 
 
-def test_a_row_with_an_advantage_of_any_token_contributes() -> None:
+def test_a_row_with_a_nonzero_advantage_at_any_token_contributes() -> None:
     batch = {
         "completion_ids": torch.ones(3, 2),
         "completion_mask": torch.tensor([[1, 1], [1, 1], [0, 0]]),
@@ -294,13 +294,13 @@ def test_a_row_with_an_advantage_of_any_token_contributes() -> None:
     [("pixel_values", 1), ("num_images", 1), ("token_type_ids", 1), ("mm_token_type_ids", 1), ("image_grid_thw", 9)],
 )
 def test_images_keep_the_micro_batches_as_they_are(key: str, rows: int) -> None:
-    values = torch.zeros(rows, 2 + 2)  # as wide as prompts and completions together; or of more entries than rows
+    values = torch.zeros(rows, 2 + 2)  # as wide as prompt and completion, or with more entries than rows
     buffer = [{**batch, key: values} for batch in buffer_of([(1, 2, 0.0), (2, 1, 1.0)], 2)]
     ours = regroup(buffer, 2, Layout.TRIMMED, Exactness(True, True))
     assert all(mine is theirs for mine, theirs in zip(ours, buffer, strict=True))
 
 
-# ---- what is logged
+# ---- logged metrics
 
 
 def test_efficiency_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -323,7 +323,7 @@ def test_efficiency_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     for entry in logged:
         assert entry["efficiency/tokens_needed"] == needed
-        assert needed <= entry["efficiency/tokens_computed"] <= needed + 1  # one idle token for the empty micro-batch
+        assert needed <= entry["efficiency/tokens_computed"] <= needed + 1  # one token for the empty micro-batch
         assert entry["efficiency/rows_skipped"] == 4
         assert entry["efficiency/padding"] == pytest.approx(1 - needed / entry["efficiency/tokens_computed"])
     lines = [record.getMessage() for record in caplog.records if "tokens computed" in record.getMessage()]
@@ -332,7 +332,7 @@ def test_efficiency_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "4 of 16 rows skipped" in lines[0]
 
 
-def test_micro_batches_that_are_left_alone_have_no_efficiency(tmp_path: Path) -> None:
+def test_padded_micro_batches_log_no_efficiency(tmp_path: Path) -> None:
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 1}
     trainer = make_trainer(GRPOTrainer, UNEVEN, model(), tmp_path, micro_batching="off", **options)
     trainer.train()
@@ -340,8 +340,10 @@ def test_micro_batches_that_are_left_alone_have_no_efficiency(tmp_path: Path) ->
     assert not [name for entry in trainer.state.log_history for name in entry if name.startswith("efficiency/")]
 
 
-def test_a_line_of_efficiency_is_of_all_since_the_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Five steps logged in twos: two lines, and one for the step that is left, whose tokens are those of all steps."""
+def test_the_efficiency_line_sums_all_steps_since_the_last_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Five steps with `logging_steps: 2` give three lines, whose tokens sum to those of all steps."""
     caplog.set_level(logging.INFO, "grpo_recipes")
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 5, "logging_steps": 2}
     trainer = make_trainer(GRPOTrainer, UNEVEN, model(), tmp_path, **options)
@@ -351,8 +353,8 @@ def test_a_line_of_efficiency_is_of_all_since_the_last(tmp_path: Path, caplog: p
     assert [line.rpartition(", ")[2] for line in lines] == [f"{4 * n} of {16 * n} rows skipped" for n in (2, 2, 1)]
 
 
-def test_entropy_is_that_of_the_kept_rows(tmp_path: Path) -> None:
-    """An idle micro-batch does not pull the average down."""
+def test_the_entropy_is_the_mean_over_the_rows_that_run(tmp_path: Path) -> None:
+    """An empty micro-batch does not lower the mean."""
     kept = Recording(UNEVEN.prompts[:2] * 1, UNEVEN.completions[:2], UNEVEN.rewards[:2])
     both = Recording(UNEVEN.prompts[:3], UNEVEN.completions[:3], UNEVEN.rewards[:3])
     entropies = []
@@ -371,7 +373,7 @@ def test_entropy_is_that_of_the_kept_rows(tmp_path: Path) -> None:
 
 
 def test_metrics_of_completions_of_one_token(tmp_path: Path) -> None:
-    """TRL takes values of one column for values of a sequence, and would count the emptied rows."""
+    """TRL takes values of one column for values of a sequence, and would count the masked rows."""
     one = Recording([[5, 6, 7]], [[[1], [1], [9, 8, 7, 1], [3, 4, 1]]], [[1.0, 0.0, 0.5, 0.5]])
     kept = Recording(one.prompts, [[[1], [1]]], [[1.0, 0.0]])
     entropies = []
@@ -389,10 +391,10 @@ def test_metrics_of_completions_of_one_token(tmp_path: Path) -> None:
     assert entropies[0] == pytest.approx(entropies[1], abs=1e-5)
 
 
-# ---- what may be asked
+# ---- settings
 
 
-def test_every_loss_type_of_trl_is_in_the_table() -> None:
+def test_the_table_of_losses_holds_every_loss_type_of_trl() -> None:
     source = inspect.getsource(TRLGRPOTrainer._compute_loss)
     for loss_type in LOSS_TYPES:
         assert f'"{loss_type}"' in source, f"TRL no longer has the loss type {loss_type}: adapt recipe/losses.py"
@@ -401,18 +403,18 @@ def test_every_loss_type_of_trl_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("option", [{"entropy_bonus": True}, {"entropy_quantile": 0.5}, {"router_loss": True}])
-def test_a_statistic_of_a_micro_batch_keeps_its_rows_together(option: dict[str, Any]) -> None:
+def test_rows_stay_in_their_micro_batch_if_the_loss_has_a_statistic_of_it(option: dict[str, Any]) -> None:
     assert exactness("grpo", 0.0) == Exactness(True, True)
     assert exactness("grpo", 0.0, **option) == Exactness(False, False)
 
 
 @pytest.mark.parametrize("raw", ["auto", {}, {"layout": "packed"}])
-def test_auto_does_all_that_is_exact(raw: Any) -> None:
+def test_auto_packs_and_skips(raw: Any) -> None:
     assert MicroBatching.parse(raw) == MicroBatching("packed", True)
 
 
 @pytest.mark.parametrize("raw", ["off", False])
-def test_off_leaves_trl_alone(raw: Any) -> None:
+def test_off_is_the_padded_layout_without_skipping(raw: Any) -> None:
     assert asked_layout(MicroBatching.parse(raw)) is Layout.PADDED
 
 
@@ -429,13 +431,13 @@ def test_off_leaves_trl_alone(raw: Any) -> None:
         (True, "must be auto, off, or a mapping"),
     ],
 )
-def test_mistakes_get_a_sentence(raw: Any, says: str) -> None:
+def test_wrong_values_raise_a_message(raw: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         MicroBatching.parse(raw)
 
 
 def test_contract_with_trl() -> None:
-    """What micro_batches.py and seam 1 rely on in TRL 1.16."""
+    """TRL 1.16 has the functions and attributes that micro_batches.py and `_prepare_inputs` use."""
     prepare = inspect.getsource(TRLGRPOTrainer._prepare_inputs)
     for line in (
         "generate_every = self.args.steps_per_generation * self.num_iterations",
@@ -453,4 +455,4 @@ def test_contract_with_trl() -> None:
     init = inspect.getsource(TRLGRPOTrainer.__init__)
     for name in ("_entropy_bonus_enabled", "top_entropy_quantile", "aux_loss_enabled", "loss_type", "beta"):
         assert f"self.{name} =" in init, f"TRL no longer has `{name}`: adapt GRPOTrainer.__init__"
-    assert IDLE not in made
+    assert EMPTY not in made

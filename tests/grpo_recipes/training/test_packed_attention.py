@@ -1,4 +1,4 @@
-"""The attention of a packed row where no CPU runs it: the varlen kernel by its documented meaning; and mixed precision."""
+"""Attention of a packed row: the varlen kernel, replaced by its documented formula on a CPU, and mixed precision."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 from grpo_recipes.generation.agreement import disagreement
 from grpo_recipes.training import packing
 from grpo_recipes.training.packing import GroupSpans, Layout
-from tests.grpo_recipes.training.test_packing import RAGGED, flat, layout_of, one_by_one, said, scored, trainer_on
+from tests.grpo_recipes.training.test_packing import RAGGED, flat, layout_of, logged, one_by_one, scored, trainer_on
 from tests.support.recorded import model
 
-__all__ = ["said"]  # a fixture
+__all__ = ["logged"]  # a fixture
 
 
 def varlen(
@@ -35,9 +35,9 @@ def varlen(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`torch.nn.attention.varlen.varlen_attn` by its documentation: (tokens, heads, D), a sequence at a time.
+    """Compute `torch.nn.attention.varlen.varlen_attn` by its documentation, (tokens, heads, D), one sequence at a time.
 
-    Positions are aligned at the end of a sequence, as FlashAttention's are: query i of n stands at key i + (keys - n).
+    Queries are aligned with the end of the keys, as in FlashAttention: query i of n is at key i + (keys - n).
     """
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert cu_seq_q[-1] == len(query)
@@ -49,7 +49,9 @@ def varlen(
     for (a, b), (c, d) in zip(cu_seq_q.unfold(0, 2, 1).tolist(), cu_seq_k.unfold(0, 2, 1).tolist(), strict=True):
         keys, values = (x[c:d].repeat_interleave(heads, dim=1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query[a:b], keys) * (query.shape[-1] ** -0.5 if scale is None else scale)
-        behind = torch.arange(b - a)[:, None] + (d - c) - (b - a) - torch.arange(d - c)  # how far a key lies behind
+        behind = (
+            torch.arange(b - a)[:, None] + (d - c) - (b - a) - torch.arange(d - c)
+        )  # distance of each key behind each query
         left, right = window_size
         seen = (behind <= left if left >= 0 else torch.ones_like(behind).bool()) & (
             behind >= -right if right >= 0 else True
@@ -62,11 +64,11 @@ def varlen(
     ("architecture", "changes"),
     [
         ("LlamaConfig", {}),  # grouped heads
-        ("GraniteConfig", {"num_key_value_heads": 4, "attention_multiplier": 0.5}),  # a scaling of its own
+        ("GraniteConfig", {"num_key_value_heads": 4, "attention_multiplier": 0.5}),  # a scaling other than 1 / sqrt(D)
     ],
 )
 def test_the_varlen_call_is_the_same_attention(
-    architecture: str, changes: dict[str, Any], tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch
+    architecture: str, changes: dict[str, Any], tmp_path: Path, logged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
     monkeypatch.setattr(packing, "_has_varlen", lambda query, value: True)
@@ -75,7 +77,7 @@ def test_the_varlen_call_is_the_same_attention(
     expected = one_by_one(policy.eval(), flat(RAGGED))
     trainer = trainer_on(policy, tmp_path)
     got = scored(trainer, flat(RAGGED))
-    assert layout_of(trainer) is Layout.PACKED, said()
+    assert layout_of(trainer) is Layout.PACKED, logged()
     assert calls
     for mine, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
@@ -90,29 +92,29 @@ def test_the_varlen_call_is_the_same_attention(
         ({"is_cuda": False}, False),
         ({"shape": (1, 4, 9, 256)}, True),
         ({"shape": (1, 4, 9, 320)}, False),
-        ({"values": (1, 4, 9, 32)}, False),  # keys and values of unequal width, as latent attention has them
+        ({"values": (1, 4, 9, 32)}, False),  # latent attention has keys and values of unequal width
     ],
 )
-def test_what_the_varlen_kernel_is_given(change: dict[str, Any], taken: bool) -> None:
+def test_which_tensors_the_varlen_kernel_takes(change: dict[str, Any], taken: bool) -> None:
     pytest.importorskip("torch.nn.attention.varlen")
     shape = change.get("shape", (1, 4, 9, 64))
     query = SimpleNamespace(**{"is_cuda": True, "dtype": torch.bfloat16, **change, "shape": shape})
     assert packing._has_varlen(query, SimpleNamespace(shape=change.get("values", shape))) is taken  # type: ignore[arg-type]
 
 
-def test_a_layer_that_attends_twice_is_not_packed(tmp_path: Path, said: Any) -> None:
-    """DiffLlama: what the second call does to the row is not what was verified layer by layer."""
+def test_a_layer_that_attends_twice_is_not_packed(tmp_path: Path, logged: Any) -> None:
+    """DiffLlama calls the attention function twice per layer, so the number of layers counted does not match."""
     trainer = trainer_on(model(transformers.DiffLlamaConfig), tmp_path)
     scored(trainer, flat(RAGGED))
     assert layout_of(trainer) is Layout.TRIMMED
-    assert "4 of its 2 layers keep the completions of a packed row apart" in said()[0]
+    assert "4 of its 2 layers keep the completions of a packed row apart" in logged()[0]
 
 
-def test_float32_weights_pack_under_bfloat16_autocast(tmp_path: Path, said: Any) -> None:
-    """Two layouts differ by more than float32's tolerance there, and by less than that of 16 bit."""
+def test_float32_weights_pack_under_bfloat16_autocast(tmp_path: Path, logged: Any) -> None:
+    """Two layouts differ by more than the float32 tolerance and by less than the 16-bit tolerance."""
     trainer = trainer_on(model(), tmp_path, bf16=True)
     got = scored(trainer, flat(RAGGED))[0]
-    assert layout_of(trainer) is Layout.PACKED, said()
+    assert layout_of(trainer) is Layout.PACKED, logged()
     expected = one_by_one(trainer.model.eval(), flat(RAGGED))[0]
     assert 1e-4 < (got - expected).abs().max() < 0.1
 
@@ -126,7 +128,7 @@ def test_one_wrong_token_counts_in_float32_and_the_mean_in_16_bit() -> None:
 
 
 class Written(TorchDispatchMode):
-    """Counts the entries of the tensors that operators return."""
+    """Count of the entries of all tensors that operators return."""
 
     entries = 0
 
@@ -136,8 +138,8 @@ class Written(TorchDispatchMode):
         return output
 
 
-def test_the_gradient_of_a_packed_row_grows_with_its_length_and_not_with_its_square() -> None:
-    """The gradient of a slice would be as long as the row, for each of its spans."""
+def test_the_backward_pass_of_a_packed_row_is_linear_in_its_length() -> None:
+    """The gradient of a slice would be as long as the row, for each span."""
 
     def written(groups: int) -> int:
         prefix, suffixes = (0, 5), [(5, 8), (8, 12), (12, 14)]
@@ -155,13 +157,13 @@ def test_the_gradient_of_a_packed_row_grows_with_its_length_and_not_with_its_squ
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention of one sequence, (heads, N, D), by its formula."""
+    """Return the causal attention of one sequence, (heads, N, D), by its formula."""
     scores = query @ key.transpose(1, 2) / query.shape[-1] ** 0.5
     return scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -torch.inf).softmax(-1) @ value
 
 
 def test_suffixes_longer_and_shorter_than_their_prefix() -> None:
-    """Outputs and gradients are those of each completion as a sequence of its own, whichever kernel call computes it."""
+    """Outputs and gradients are those of each completion as its own sequence, with and without a mask."""
     groups, at = [], 0
     for context, lengths in ((6, (2, 6, 9, 3)), (1, (1, 4, 1)), (0, (2, 3)), (9, (9, 1))):
         prefix, at = (at, at + context), at + context
@@ -190,7 +192,7 @@ def test_suffixes_longer_and_shorter_than_their_prefix() -> None:
 
 
 def test_the_masks_of_all_suffixes_are_one_tensor() -> None:
-    """Each layer keeps the mask of each suffix until the backward pass."""
+    """Without a shared tensor, each layer would keep one mask per suffix until the backward pass."""
     spans = GroupSpans([((0, 5), [(5, 8), (8, 12)]), ((12, 19), [(19, 20), (20, 26)])])
     like = torch.zeros(())
     masks = [spans.suffix_mask(*size, like) for size in ((5, 4), (7, 6), (7, 1))]

@@ -1,4 +1,4 @@
-"""Packed rows against models run one unpadded row at a time, and the guards around them."""
+"""Packed rows compared with one unpadded row at a time, and the checks that decide whether a model is packed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ RAGGED = Recording.random(prompts=3, group=3, seed=3)
 
 
 def padded(prompts: list[list[int]], completions: list[list[int]]) -> Rows:
-    """TRL's layout: prompts padded on the left, completions on the right."""
+    """Return rows in TRL's layout: prompts padded on the left, completions on the right."""
     left, right = max(map(len, prompts)), max(1, *map(len, completions))
     ids = [[0] * (left - len(p)) + p + c + [0] * (right - len(c)) for p, c in zip(prompts, completions, strict=True)]
     mask = [
@@ -60,7 +60,7 @@ def padded(prompts: list[list[int]], completions: list[list[int]]) -> Rows:
 
 
 def flat(recording: Recording) -> Rows:
-    """The rows of a recording."""
+    """Return the rows of a recording in TRL's layout."""
     pairs = [
         (prompt, completion)
         for prompt, group in zip(recording.prompts, recording.completions, strict=True)
@@ -70,7 +70,7 @@ def flat(recording: Recording) -> Rows:
 
 
 def one_by_one(policy: PreTrainedModel, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies from plain logits, each row alone and without padding."""
+    """Return log-probabilities and entropies, each (B, T), from the logits of each row alone, without padding."""
     log_probs, entropies = torch.zeros(rows.completion_mask.shape), torch.zeros(rows.completion_mask.shape)
     with torch.no_grad():
         for row, (ids, mask) in enumerate(zip(rows.input_ids, rows.attention_mask, strict=True)):
@@ -102,15 +102,15 @@ def layout_of(trainer: GRPOTrainer) -> Layout:
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Any:
-    """The sentences logged about the layout."""
+def logged(caplog: pytest.LogCaptureFixture) -> Any:
+    """Return a function that lists the messages logged about the layout."""
     return lambda: [record.getMessage() for record in caplog.records if record.name == log_probs.__name__]
 
 
 # ---- the row
 
 
-def test_a_packed_row_by_hand() -> None:
+def test_a_packed_row_against_one_written_by_hand() -> None:
     rows = padded([[5, 6, 7], [8], [5, 6, 7]], [[10, 11], [12, 13], [14]])
     packed = pack(rows)
     #                            5 6 | 7 10 | 7 | 8 12: the prompt 5 6 7 once, each label predicted by one position
@@ -157,28 +157,30 @@ def test_varlen_sequences_are_the_segments_of_the_row() -> None:
     assert (index.longest_query, index.longest_key) == (2, 4)
 
 
-# ---- the numbers
+# ---- log-probabilities, entropies and gradients
 
 
 @pytest.mark.parametrize("architecture", EXACT)
-def test_packed_log_probabilities_are_those_of_unpadded_rows(architecture: str, tmp_path: Path, said: Any) -> None:
+def test_packed_log_probabilities_are_those_of_unpadded_rows(architecture: str, tmp_path: Path, logged: Any) -> None:
     policy = model(getattr(transformers, architecture), **EXACT[architecture])
     rows = flat(RAGGED)
     expected = one_by_one(policy.eval(), rows)
     trainer = trainer_on(policy, tmp_path)
     got = scored(trainer, rows)
-    assert layout_of(trainer) is Layout.PACKED, said()
+    assert layout_of(trainer) is Layout.PACKED, logged()
     for mine, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 9])
 @pytest.mark.parametrize("pack_rows", [True, False])
-def test_any_chunking_gives_the_same_rows_in_as_many_calls(batch_size: int, pack_rows: bool, tmp_path: Path) -> None:
+def test_every_batch_size_gives_the_same_values_in_as_many_model_calls(
+    batch_size: int, pack_rows: bool, tmp_path: Path
+) -> None:
     trainer = trainer_on(model(), tmp_path, micro_batching={"layout": "packed" if pack_rows else "trimmed"})
     rows = flat(RAGGED).select(torch.tensor([4, 0, 8, 2, 6, 1, 5, 3, 7]))
     expected = one_by_one(trainer.model, rows)
-    scored(trainer, rows)  # chooses the layout
+    scored(trainer, rows)  # the first call chooses the layout
     calls: list[int] = []
     handle = trainer.model.register_forward_pre_hook(lambda *_: calls.append(1))
     got = scored(trainer, rows, batch_size=batch_size)
@@ -210,7 +212,7 @@ def test_rows_without_a_token_to_score(pack_rows: bool, tmp_path: Path) -> None:
     )
     assert not log_probs.any()
     assert not entropies.any()
-    log_probs.sum().backward()  # DDP and ZeRO wait for a gradient of every parameter
+    log_probs.sum().backward()  # DDP and ZeRO wait for a gradient of each parameter
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in trainer.model.parameters())
 
 
@@ -228,25 +230,25 @@ def test_checkpointing_runs_the_layers_again_with_the_spans(use_reentrant: bool,
     assert gap <= 1e-5
 
 
-def test_lora(tmp_path: Path) -> None:
+def test_packing_with_lora(tmp_path: Path) -> None:
     adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.0)
     gap = compare(RAGGED, tmp_path, per_device_train_batch_size=9, peft_config=adapter, beta=0.04)
     assert gap <= 1e-5
 
 
-def test_temperature_and_a_head_in_float32(tmp_path: Path) -> None:
+def test_packing_with_a_temperature_and_a_float32_head(tmp_path: Path) -> None:
     config = {"temperature": 0.7, "cast_lm_head_to_fp32": True}
     assert compare(RAGGED, tmp_path, per_device_train_batch_size=9, **config) <= 1e-5
 
 
-def test_bfloat16_packs(tmp_path: Path, said: Any) -> None:
+def test_a_bfloat16_model_is_packed(tmp_path: Path, logged: Any) -> None:
     trainer = trainer_on(model().bfloat16(), tmp_path)
     scored(trainer, flat(RAGGED))
     assert layout_of(trainer) is Layout.PACKED
-    assert said() == []
+    assert logged() == []
 
 
-# ---- what must not be packed
+# ---- models and settings that must not be packed
 
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -259,14 +261,14 @@ FALLS_BACK: dict[str, tuple[str, dict[str, Any]]] = {
     ),  # ALiBi
     "the model has dropout": ("LlamaConfig", {"attention_dropout": 0.5}),
     "its attention implementation is eager, not sdpa": ("LlamaConfig", {"attn_implementation": "eager"}),
-    "depend on padding": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, **NO_DROPOUT}),  # learnt positions
+    "depend on padding": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, **NO_DROPOUT}),  # learned positions
     "rows of more than 8 tokens": ("MistralConfig", {"sliding_window": 8}),
-    "more than 8 tokens": ("Gemma3TextConfig", {"sliding_window": 8, "head_dim": 8}),  # in some of its layers
+    "more than 8 tokens": ("Gemma3TextConfig", {"sliding_window": 8, "head_dim": 8}),  # sliding window in some layers
     "a rotary table of type longrope depends on the longest row": (
         "Phi3Config",
         {
             "sliding_window": None,
-            "original_max_position_embeddings": 20,  # rows on both sides of it
+            "original_max_position_embeddings": 20,  # some rows are shorter, some longer
             "rope_parameters": {
                 "rope_type": "longrope",
                 "rope_theta": 10000.0,
@@ -288,11 +290,11 @@ FALLS_BACK: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
     ),
 }
-"""Why a model falls back, and a model that does."""
+"""Reason for which a model is not packed, and a model with that reason."""
 
 
 @pytest.mark.parametrize("reason", only(FALLS_BACK.keys() - {"layers of linear_attention"}, FALLS_BACK))
-def test_a_model_that_cannot_be_packed_says_why_once(reason: str, tmp_path: Path, said: Any) -> None:
+def test_a_model_that_cannot_be_packed_logs_the_reason_once(reason: str, tmp_path: Path, logged: Any) -> None:
     name, config = FALLS_BACK[reason]
     policy, twin = (model(getattr(transformers, name), **config).eval() for _ in range(2))
     ours = trainer_on(policy, tmp_path)
@@ -302,23 +304,23 @@ def test_a_model_that_cannot_be_packed_says_why_once(reason: str, tmp_path: Path
         got, expected = scored(ours, rows), scored(theirs, rows)
         for mine, other in zip(got, expected, strict=True):
             torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
-    (sentence,) = said()
+    (sentence,) = logged()
     assert reason in sentence
 
 
 @pytest.mark.parametrize("pack_rows", [True, False])
-def test_a_rotary_table_of_the_longest_row_in_one_kind_of_layer(pack_rows: bool, tmp_path: Path, said: Any) -> None:
-    """Neither packed nor trimmed: the width of the rows is part of the result."""
+def test_a_rotary_table_of_the_longest_row_in_one_kind_of_layer(pack_rows: bool, tmp_path: Path, logged: Any) -> None:
+    """Rows are neither packed nor trimmed, because the width of the rows is part of the result."""
     local = {"rope_type": "default", "rope_theta": 10000.0}
     rotary = {"full_attention": {**local, "rope_type": "dynamic", "factor": 4.0}, "sliding_attention": local}
     policy = model(transformers.Gemma3TextConfig, sliding_window=64, head_dim=8, rope_parameters=rotary)
     trainer = trainer_on(policy, tmp_path, micro_batching={"layout": "packed" if pack_rows else "trimmed"})
     scored(trainer, flat(RAGGED))
     assert layout_of(trainer) is Layout.PADDED
-    assert "rotary table of type dynamic" in said()[0]
+    assert "rotary table of type dynamic" in logged()[0]
 
 
-def test_a_mixture_of_experts_without_router_loss_packs(tmp_path: Path) -> None:
+def test_a_mixture_of_experts_without_router_loss_is_packed(tmp_path: Path) -> None:
     config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
     policy = model(transformers.Qwen3MoeConfig, router_aux_loss_coef=0.0, **config)
     expected = one_by_one(policy.eval(), flat(RAGGED))
@@ -333,38 +335,38 @@ def test_a_mixture_of_experts_without_router_loss_packs(tmp_path: Path) -> None:
         ({"pad_to_multiple_of": 8}, "pad_to_multiple_of asks for the shapes that TRL makes"),
     ],
 )
-def test_settings_that_forbid_packing(config: dict[str, Any], reason: str, tmp_path: Path, said: Any) -> None:
+def test_settings_that_forbid_packing(config: dict[str, Any], reason: str, tmp_path: Path, logged: Any) -> None:
     trainer = trainer_on(model(), tmp_path, **config)
     expected = one_by_one(trainer.model, flat(RAGGED))
     torch.testing.assert_close(scored(trainer, flat(RAGGED)), expected, atol=1e-5, rtol=0)
     assert layout_of(trainer) < Layout.PACKED
     assert trainer.model.config._attn_implementation == "sdpa"
-    (sentence,) = said()
+    (sentence,) = logged()
     assert reason in sentence
 
 
-def test_lora_dropout_forbids_packing_but_not_trimming(tmp_path: Path, said: Any) -> None:
+def test_lora_dropout_forbids_packing_but_not_trimming(tmp_path: Path, logged: Any) -> None:
     adapter = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False)
     trainer = trainer_on(model(), tmp_path, peft_config=adapter)
     trainer.model.train()
     scored(trainer, flat(RAGGED))
     assert layout_of(trainer) is Layout.TRIMMED
     assert all(module.training for module in trainer.model.modules())
-    (sentence,) = said()
+    (sentence,) = logged()
     assert "dropout" in sentence
 
 
 @pytest.mark.parametrize("rate", ["dropout", "attention_dropout"])
-def test_a_dropout_rate_that_is_an_attribute(rate: str, tmp_path: Path, said: Any) -> None:
-    """OPT has no `nn.Dropout`, and holds both of its rates as `self.dropout`."""
+def test_a_dropout_rate_that_is_an_attribute(rate: str, tmp_path: Path, logged: Any) -> None:
+    """OPT has no `nn.Dropout` and stores both of its rates as `self.dropout`."""
     rates = {"dropout": 0.0, "attention_dropout": 0.0, rate: 0.1}
     trainer = trainer_on(model(transformers.OPTConfig, ffn_dim=48, word_embed_proj_dim=32, **rates), tmp_path)
     scored(trainer, flat(RAGGED))
     assert layout_of(trainer) is Layout.TRIMMED
-    assert "the model has dropout" in said()[0]
+    assert "the model has dropout" in logged()[0]
 
 
-def test_dropout_that_inspection_does_not_see_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_dropout_in_a_packed_row_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_probs, "unsupported", lambda model: None)
     monkeypatch.setattr(log_probs.LogProbs, "_try_out", lambda self, model, bare, rows, found: (found, ""))
     trainer = trainer_on(model(transformers.LlamaConfig, attention_dropout=0.5), tmp_path)
@@ -380,91 +382,93 @@ class WithFullKL(GRPOTrainer):
         super().__init__(*args, kl_estimator="full", **kwargs)
 
 
-def test_rows_that_something_else_reads_stay_plain(tmp_path: Path, said: Any) -> None:
+def test_rows_that_the_full_kl_reads_stay_padded(tmp_path: Path, logged: Any) -> None:
     trainer = make_trainer(WithFullKL, RAGGED, model(), tmp_path, beta=0.04, per_device_train_batch_size=9)
     scored(trainer, flat(RAGGED))
     assert layout_of(trainer) is Layout.PADDED
-    (sentence,) = said()
-    assert "are left as TRL pads them: the full-vocabulary KL reads the hidden states of TRL's rows" in sentence
+    (sentence,) = logged()
+    assert "are padded, not packed: the full-vocabulary KL reads the hidden states of TRL's rows" in sentence
 
 
 @pytest.mark.parametrize(
     ("kinds", "window"),
     [(None, 8), (["sliding_attention", "full_attention"], 8), (["full_attention", "full_attention"], None)],
 )
-def test_a_window_counts_where_some_layer_slides(kinds: list[str] | None, window: int | None) -> None:
+def test_a_sliding_window_counts_only_if_a_layer_uses_it(kinds: list[str] | None, window: int | None) -> None:
     assert log_probs.attention_window(SimpleNamespace(sliding_window=8, layer_types=kinds)) == window
 
 
-# ---- what inspection can't see
+# ---- models whose configuration shows nothing
 
 
-def test_the_first_micro_batch_shows_a_wrong_mask(tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that inspection lets through is still not packed if its log-probabilities change."""
+def test_the_first_micro_batch_shows_a_wrong_mask(tmp_path: Path, logged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with a supported configuration is still not packed if its log-probabilities change."""
     monkeypatch.setattr(log_probs, "attention_window", lambda config: None)
     trainer = trainer_on(model(transformers.MistralConfig, sliding_window=8), tmp_path)
     expected = one_by_one(trainer.model, flat(RAGGED))
     torch.testing.assert_close(scored(trainer, flat(RAGGED)), expected, atol=1e-5, rtol=0)
     assert layout_of(trainer) is Layout.TRIMMED
     assert trainer.model.config._attn_implementation == "sdpa"
-    (sentence,) = said()
+    (sentence,) = logged()
     assert "packed rows give other log-probabilities (by " in sentence
     assert "on the first micro-batch" in sentence
 
 
-def test_a_layer_that_ignores_the_spans(tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_ignores_the_spans_is_noticed(
+    tmp_path: Path, logged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(log_probs, "unsupported", lambda model: None)
     policy = model(transformers.Qwen3NextConfig, **LINEAR).eval()
     expected = one_by_one(policy, flat(RAGGED))
     trainer = trainer_on(policy, tmp_path)
     torch.testing.assert_close(scored(trainer, flat(RAGGED)), expected, atol=1e-5, rtol=0)
-    (sentence,) = said()
+    (sentence,) = logged()
     assert "1 of its 2 layers keep the completions of a packed row apart" in sentence
 
 
-def test_a_model_none_of_whose_first_rows_can_be_checked_is_not_packed(tmp_path: Path, said: Any) -> None:
+def test_a_model_is_not_packed_if_none_of_its_first_rows_can_be_compared(tmp_path: Path, logged: Any) -> None:
     trainer = trainer_on(model(transformers.MistralConfig, sliding_window=1), tmp_path)
     scored(trainer, flat(RAGGED))
     assert layout_of(trainer) is Layout.TRIMMED
-    assert "no row of the first micro-batch can be packed" in said()[-1]
+    assert "no row of the first micro-batch can be packed" in logged()[-1]
 
 
-def test_rows_as_long_as_the_context_can_be_checked(tmp_path: Path, said: Any) -> None:
+def test_rows_as_long_as_the_context_can_be_compared(tmp_path: Path, logged: Any) -> None:
     learnt = {"n_embd": 32, "n_layer": 2, "n_head": 4, **NO_DROPOUT}
     longest = flat(RAGGED).input_ids.shape[1]
     trainer = trainer_on(model(transformers.GPT2Config, **{**learnt, "max_position_embeddings": longest}), tmp_path)
     scored(trainer, flat(RAGGED))
     assert layout_of(trainer) is Layout.PADDED
-    assert "its positions are learnt" in said()[0]
+    assert "its positions are learnt" in logged()[0]
     rotary = trainer_on(model(max_position_embeddings=longest), tmp_path)
     scored(rotary, flat(RAGGED))
     assert layout_of(rotary) is Layout.PACKED
     bloom = model(transformers.BloomConfig, n_head=4, n_layer=2, attn_implementation="eager")
-    del bloom.config.max_position_embeddings  # its configuration names none: ALiBi has no longest row
+    del bloom.config.max_position_embeddings  # a configuration without a limit: ALiBi has no longest row
     assert log_probs._widened(flat(RAGGED), bloom).input_ids.shape[1] == longest + 2 * log_probs.EXTRA_PADDING
 
 
-def test_nothing_is_concluded_from_rows_without_a_label(tmp_path: Path, said: Any) -> None:
+def test_rows_without_a_label_decide_nothing(tmp_path: Path, logged: Any) -> None:
     trainer = trainer_on(model(), tmp_path)
     scored(trainer, padded([[5, 6, 7], [8]], [[], []]))
     assert trainer._log_probs._layouts == {}
-    assert said() == []
+    assert logged() == []
     scored(trainer, flat(RAGGED))
     assert layout_of(trainer) is Layout.PACKED
 
 
-def test_a_mask_that_is_more_than_causal_is_not_followed(tmp_path: Path, said: Any) -> None:
-    """Doge adds a learnt float mask, which is too small to show in the log-probabilities of bfloat16."""
+def test_a_layer_with_a_float_mask_is_not_packed(tmp_path: Path, logged: Any) -> None:
+    """Doge adds a learned float mask, which is too small to show in the log-probabilities of bfloat16."""
     policy = model(transformers.DogeConfig, router_aux_loss_coef=0.0, output_router_logits=False).bfloat16()
     trainer = trainer_on(policy, tmp_path, disable_dropout=True)
     scored(trainer, flat(RAGGED))
     assert layout_of(trainer) is Layout.TRIMMED
-    (sentence,) = said()
+    (sentence,) = logged()
     assert "0 of its 2 layers keep the completions of a packed row apart" in sentence
 
 
 class MixesNeighbours(nn.Module):
-    """A layer that adds the tokens before in the row, whatever attention and positions say."""
+    """A layer that adds the preceding token of the row, whatever attention mask and position ids are."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -475,7 +479,7 @@ class MixesNeighbours(nn.Module):
 
 
 class CountsFromTheRow(nn.Module):
-    """A rotary table by place in the row, and not by `position_ids`: right as long as no prompt is shared."""
+    """A rotary table by place in the row instead of `position_ids`, which is correct as long as no prompt is shared."""
 
     def __init__(self, table: nn.Module) -> None:
         super().__init__()
@@ -487,10 +491,10 @@ class CountsFromTheRow(nn.Module):
 
 @pytest.mark.parametrize("rows", [[4], [0, 4], [5, 0]], ids=str)
 @pytest.mark.parametrize("fault", [MixesNeighbours, CountsFromTheRow])
-def test_rows_that_share_no_prompt_are_evidence_too(
-    fault: type[nn.Module], rows: list[int], tmp_path: Path, said: Any
+def test_one_row_is_packed_twice_if_no_prompt_is_shared(
+    fault: type[nn.Module], rows: list[int], tmp_path: Path, logged: Any
 ) -> None:
-    """One completion, packed alone, is the plain row, and would let any model pass."""
+    """One completion packed alone is the unpadded row, and any model would agree with it."""
     policy = model(transformers.LlamaConfig)
     if fault is MixesNeighbours:
         for layer in policy.model.layers:
@@ -500,7 +504,7 @@ def test_rows_that_share_no_prompt_are_evidence_too(
     trainer = trainer_on(policy, tmp_path)
     scored(trainer, flat(RAGGED).select(torch.tensor(rows)))
     assert layout_of(trainer) is Layout.TRIMMED
-    assert "packed rows give other log-probabilities" in said()[0]
+    assert "packed rows give other log-probabilities" in logged()[0]
 
 
 SHORT = padded([[5, 6], [5, 6]], [[7, 8, 9], [7, 1]])
@@ -510,9 +514,9 @@ GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, **NO_DROPOUT}
 
 
 def on_two_ranks(trainers: list[GRPOTrainer], rows: list[Rows]) -> list[list[str]]:
-    """What each of two ranks, a thread each, does while it chooses its layout: its model calls and its collectives.
+    """Return the model calls and collectives of each of two ranks, one thread each, while they choose a layout.
 
-    Both wait for each other as under ZeRO-3. Ranks that part ways raise BrokenBarrierError instead of hanging.
+    Both ranks wait for each other as under ZeRO-3. Ranks that diverge raise BrokenBarrierError instead of hanging.
     """
     barrier, slots, done = Barrier(2, timeout=20), [None, None], [[], []]
 
@@ -542,14 +546,20 @@ def on_two_ranks(trainers: list[GRPOTrainer], rows: list[Rows]) -> list[list[str
 @pytest.mark.parametrize(
     ("name", "config", "first", "second", "found"),
     [
-        ("MistralConfig", {"sliding_window": 8}, SHORT, LONG, Layout.PACKED),  # one rank has no row that fits
-        ("MistralConfig", {"sliding_window": 4}, LONG, LONG, Layout.TRIMMED),  # neither has
-        ("GPT2Config", GPT2, SHORT, UNLABELLED, Layout.PADDED),  # padding matters, as one rank alone can tell
-        ("GPT2Config", {**GPT2, "max_position_embeddings": 12}, SHORT, LONG, Layout.PADDED),  # no room on one rank
+        ("MistralConfig", {"sliding_window": 8}, SHORT, LONG, Layout.PACKED),  # one rank has no row inside the window
+        ("MistralConfig", {"sliding_window": 4}, LONG, LONG, Layout.TRIMMED),  # no rank has one
+        ("GPT2Config", GPT2, SHORT, UNLABELLED, Layout.PADDED),  # only one rank can notice that padding matters
+        (
+            "GPT2Config",
+            {**GPT2, "max_position_embeddings": 12},
+            SHORT,
+            LONG,
+            Layout.PADDED,
+        ),  # no room for padding on one rank
         ("Qwen2Config", {}, SHORT, UNLABELLED, Layout.PACKED),
     ],
 )
-def test_ranks_check_in_step(
+def test_ranks_make_the_same_calls_while_they_choose_a_layout(
     name: str, config: dict[str, Any], first: Rows, second: Rows, found: Layout, swapped: bool, tmp_path: Path
 ) -> None:
     trainers = [trainer_on(model(getattr(transformers, name), **config), tmp_path) for _ in range(2)]
@@ -558,13 +568,13 @@ def test_ranks_check_in_step(
     assert [layout_of(trainer) for trainer in trainers] == [found, found]
 
 
-def test_no_rank_calls_the_model_where_none_has_a_label(tmp_path: Path) -> None:
+def test_no_rank_calls_the_model_if_no_rank_has_a_label(tmp_path: Path) -> None:
     trainers = [trainer_on(model(), tmp_path) for _ in range(2)]
     assert on_two_ranks(trainers, [UNLABELLED, UNLABELLED]) == [["collective"]] * 2
     assert [trainer._log_probs._layouts for trainer in trainers] == [{}, {}]
 
 
-def test_a_rank_whose_rows_agree_follows_one_whose_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_that_disagrees_decides_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_probs, "attention_window", lambda config: None)
     trainers = [trainer_on(model(transformers.MistralConfig, sliding_window=6), tmp_path) for _ in range(2)]
     done = on_two_ranks(trainers, [SHORT, LONG])
@@ -573,17 +583,17 @@ def test_a_rank_whose_rows_agree_follows_one_whose_do_not(tmp_path: Path, monkey
     assert [trainer.model.config._attn_implementation for trainer in trainers] == ["sdpa"] * 2
 
 
-def test_holes_in_a_completion_mask(tmp_path: Path, said: Any) -> None:
+def test_rows_with_holes_in_their_completion_mask_are_not_packed(tmp_path: Path, logged: Any) -> None:
     trainer = trainer_on(model(), tmp_path)
     scored(trainer, flat(RAGGED))
     rows = padded([[5, 6, 7], [5, 6, 7]], [[10, 11, 12], [13, 14, 15]])
     rows.attention_mask[0, 4] = 0
     theirs = make_trainer(TRLGRPOTrainer, RAGGED, model(), tmp_path, per_device_train_batch_size=9)
     torch.testing.assert_close(scored(trainer, rows), scored(theirs, rows), atol=1e-5, rtol=0)
-    assert "holes" in said()[0]
+    assert "holes" in logged()[0]
 
 
-def test_multimodal_inputs_go_to_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multimodal_inputs_are_scored_by_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trainer_on(model(), tmp_path)
     seen: dict[str, Any] = {}
     monkeypatch.setattr(
@@ -597,7 +607,7 @@ def test_multimodal_inputs_go_to_trl(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert trainer._log_probs._layouts == {}
 
 
-def test_generation_is_stock_under_our_attention(tmp_path: Path) -> None:
+def test_generation_is_the_same_with_the_packing_attention(tmp_path: Path) -> None:
     policy = model().eval()
     inputs = {
         "input_ids": torch.tensor([[0, 0, 5, 6], [7, 8, 9, 4]]),
@@ -616,11 +626,11 @@ def test_generation_is_stock_under_our_attention(tmp_path: Path) -> None:
     assert packing.ATTENTION not in (tmp_path / "config.json").read_text()
 
 
-# ---- the entry points used
+# ---- contracts with the libraries
 
 
 def test_contract_with_trl() -> None:
-    """What log_probs.py and trainer.py rely on in TRL 1.16."""
+    """TRL 1.16 has the functions and arguments that log_probs.py and trainer.py use."""
     log_probs = inspect.signature(TRLGRPOTrainer._get_per_token_logps_and_entropies).parameters
     expected = ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"]
     assert list(log_probs)[:8] == [*expected, "compute_aux_loss"], (
@@ -634,7 +644,7 @@ def test_contract_with_trl() -> None:
 
 
 def test_contract_with_transformers() -> None:
-    """What packing.py and log_probs.py rely on in transformers."""
+    """Transformers has the functions and arguments that packing.py and log_probs.py use."""
     packing.register_attention()
     sdpa = inspect.signature(packing.sdpa_attention_forward).parameters
     assert list(sdpa)[:7] == ["module", "query", "key", "value", "attention_mask", "dropout", "scaling"], (
@@ -650,8 +660,8 @@ def test_contract_with_transformers() -> None:
     assert "**kwargs" in attention, "attention layers no longer pass arguments on: the spans can't reach the attention"
 
 
-def test_the_spans_come_through_fsdp_as_the_same_object() -> None:
-    """FSDP2 in 16 bit rebuilds the containers among a forward's arguments, dataclasses too; layers count on the spans."""
+def test_fsdp_passes_the_spans_as_the_same_object() -> None:
+    """FSDP2 in 16-bit precision rebuilds the containers and dataclasses among a forward's arguments."""
     if not hasattr(FSDPState, "_cast_forward_inputs"):
         pytest.skip("torch 2.8 casts inputs elsewhere")
     source = inspect.getsource(FSDPState._cast_forward_inputs)
@@ -668,7 +678,7 @@ def test_importing_the_module_registers_no_attention(monkeypatch: pytest.MonkeyP
 
 
 def test_contract_with_torch() -> None:
-    """The arguments of the CUDA kernel, which no CPU test can run; torch before 2.10 has none."""
+    """The CUDA kernel, which no CPU test can run, has the arguments that are passed. Torch before 2.10 has no such kernel."""
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     parameters = inspect.signature(varlen.varlen_attn).parameters
     names = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]

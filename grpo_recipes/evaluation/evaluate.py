@@ -237,9 +237,9 @@ def describe(summary: dict[str, Any]) -> list[Part]:
     if rows:
         parts.append(Table([(name, Estimate.from_dict(share)) for name, share in rows.items()], ("accuracy", "share")))
     if sampling := summary.get("sampling"):  # evaluations of earlier versions have none
-        parts.append(Cell(f"  sampling: {', '.join(f'{key} {value}' for key, value in sampling.items())}", "quiet"))
+        parts.append(Cell(f"  sampling: {', '.join(f'{key} {value}' for key, value in sampling.items())}", "dim"))
     if "strict" in summary:
-        parts.append(Cell(f"  strict: {strict.describe(summary['settings']['strict'])}", "quiet"))
+        parts.append(Cell(f"  strict: {strict.describe(summary['settings']['strict'])}", "dim"))
     if rewards := summary.get("rewards", {}):
         parts += ["", _described_rewards(rewards)]
     return parts

@@ -98,10 +98,10 @@ def as_table(diagnosis: Diagnosis) -> list[Part]:
     rows: list[tuple[Cell, str, object]] = [
         (Cell("found", "bad"), finding.check, finding.sentence) for finding in diagnosis.findings
     ]
-    rows += [(Cell("no data", "quiet"), name, Cell(reason, "quiet")) for name, reason in diagnosis.unchecked.items()]
+    rows += [(Cell("no data", "dim"), name, Cell(reason, "dim")) for name, reason in diagnosis.unchecked.items()]
     done = {finding.check for finding in diagnosis.findings} | set(diagnosis.unchecked)
     fine = [check for check in CHECKS if check.__name__ not in done]
-    rows += [(Cell("fine", "good"), check.__name__, Cell(f"not found: {looks_for(check)}", "quiet")) for check in fine]
+    rows += [(Cell("fine", "good"), check.__name__, Cell(f"not found: {looks_for(check)}", "dim")) for check in fine]
     head = Cell("diagnosis: nothing looks wrong", "good") if diagnosis.looks_fine else Cell("diagnosis:", "head")
     return [head, Table(rows), f"  {diagnosis.coverage}"]
 

@@ -1,8 +1,9 @@
-"""What is printed: text of models, datasets and other people's files can't steer the terminal that shows it.
+"""Terminal output and command lines: printing, tables, and the argument parser of both commands.
 
-An escape sequence can clear a screen, rename its window or write to its clipboard; a bidirectional override shows text in
-another order than it has. Everything that either command prints goes through `say`, `say_error` or `show`, which also
-hide what has the shape of a secret: an error may quote a URL with a password.
+Text of models, datasets and other people's files must not control the terminal that shows it: an escape sequence can
+clear the screen, rename the window or write to the clipboard, and a bidirectional override displays text in another
+order. Both commands print through `say`, `say_error` or `show`. These also hide text that looks like a secret, because
+an error may quote a URL with a password.
 """
 
 from __future__ import annotations
@@ -19,25 +20,31 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from grpo_rewards.errors import did_you_mean
 from grpo_rewards.redaction import redacted
 
-# Controls, formats (bidirectional overrides among them), lone surrogates, unassigned and private characters, and the two
-# separators that some programs take for a line's end.
-_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"})
-_JOINERS = "\u200c\u200d"  # formats too, but Persian is spelled with one and emoji with the other
+if TYPE_CHECKING:  # importing rich takes a tenth of a second, which a reward should not cost
+    from rich.table import Table as Grid
+    from rich.text import Text
 
-WIDTH = 100  # of text in a file or a pipe, where a table's cells are not wrapped at all
+# Unicode categories of characters that are escaped: controls, formats (bidirectional overrides among them), lone
+# surrogates, unassigned and private characters, and the two separators that some programs read as the end of a line.
+_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"})
+_JOINERS = "\u200c\u200d"  # formats too, but Persian spelling needs one and emoji sequences need the other
+
+WIDTH = 100
+"""Width of text in a file or a pipe, in columns. The cells of tables are not wrapped there."""
+
 _UNWRAPPED = 10_000
 _LABEL = 16
-_STYLES = {"good": "green", "bad": "red", "quiet": "dim", "head": "bold"}
+_STYLES = {"": "", "good": "green", "bad": "red", "dim": "dim", "head": "bold"}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table, or a line, that stands out on a terminal: `good`, `bad`, `quiet` or `head`."""
+    """Cell of a table, or a line, that stands out on a terminal. The style is `good`, `bad`, `dim` or `head`."""
 
     text: object
     style: str = ""
@@ -45,7 +52,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Labelled:
-    """A short label and a text that is wrapped beside it."""
+    """Short label and a text that is wrapped beside it."""
 
     label: str
     text: str
@@ -53,7 +60,7 @@ class Labelled:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells, which may be of any type, under a head; `numbers` are the columns that end at one edge."""
+    """Rows of cells of any type under an optional head. `numbers` are the indices of the right-aligned columns."""
 
     rows: Sequence[Sequence[object]]
     head: Sequence[str] = ()
@@ -61,11 +68,11 @@ class Table:
 
 
 Part = str | Cell | Labelled | Table
-"""What `show` prints; text stands as it is, one part under the other."""
+"""Unit of output of `show`. A string is printed as it is."""
 
 
 def visible(text: object) -> str:
-    r"""Return `str(text)` on one line, each character that shows nothing or steers a terminal as its escape (`\x1b`)."""
+    r"""Return `str(text)` on one line, with an escape (`\x1b`) for each character that is invisible or a control."""
     text = str(text)
     if text.isprintable():
         return text
@@ -73,17 +80,32 @@ def visible(text: object) -> str:
 
 
 def visible_lines(text: object) -> str:
-    """The same with line feeds left as they are: for text whose layout is ours."""
+    """Return `str(text)` like `visible`, with its line feeds kept: for text whose layout is ours."""
     return "\n".join(map(visible, str(text).split("\n")))
 
 
+def _escaped(character: str) -> str:
+    if character.isprintable() or character in _JOINERS or unicodedata.category(character) not in _CATEGORIES:
+        return character
+    return character.encode("unicode_escape").decode("ascii")
+
+
 def say(text: object = "", *, to_stderr: bool = False) -> None:
-    """Print text without secrets, its line feeds as they are and every other control character made visible."""
-    print(visible_lines(redacted(str(text))), file=sys.stderr if to_stderr else sys.stdout, flush=True)
+    """Print text without secrets. Line feeds are kept, every other control character is escaped."""
+    print(_safe(text), file=sys.stderr if to_stderr else sys.stdout, flush=True)
+
+
+def say_error(sentence: object, kind: str = "error") -> None:
+    """Print one sentence to standard error, on one line and without secrets."""
+    print(f"{kind}: {visible(redacted(str(sentence)))}", file=sys.stderr, flush=True)
+
+
+def _safe(text: object) -> str:
+    return visible_lines(redacted(str(text)))
 
 
 def show(*parts: Part) -> None:
-    """Print text and tables: aligned, wrapped to the terminal's width, in colours only on a terminal."""
+    """Print text and tables, aligned. On a terminal they are wrapped to its width and coloured."""
     is_terminal = sys.stdout.isatty()
     has_colours = is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     width = shutil.get_terminal_size().columns if is_terminal else None
@@ -91,8 +113,11 @@ def show(*parts: Part) -> None:
 
 
 def rendered(parts: Iterable[Part], width: int | None = None, *, has_colours: bool = False) -> str:
-    """What `show` prints on a terminal of `width` columns, or of None into a file; every control character made visible."""
-    from rich.console import Console  # takes a tenth of a second, which a reward should not
+    """Return the text that `show` prints on a terminal of `width` columns, or into a file if `width` is None.
+
+    Every control character is escaped.
+    """
+    from rich.console import Console
 
     file = io.StringIO()
     console = Console(
@@ -104,10 +129,11 @@ def rendered(parts: Iterable[Part], width: int | None = None, *, has_colours: bo
         emoji=False,
         legacy_windows=False,
     )
+    # Neighbouring labelled texts form one grid, so that their texts start in one column.
     for kind, group in groupby(parts, type):
         if kind is Labelled:
             console.width = width or WIDTH
-            console.print(_sheet([part for part in group if isinstance(part, Labelled)]))
+            console.print(_labelled_grid([part for part in group if isinstance(part, Labelled)]))
             continue
         console.width = width or _UNWRAPPED
         for part in group:
@@ -118,14 +144,14 @@ def rendered(parts: Iterable[Part], width: int | None = None, *, has_colours: bo
     return "\n".join(line.rstrip() for line in file.getvalue().split("\n")).rstrip("\n")
 
 
-def _text(part: object) -> Any:
+def _text(part: object) -> Text:
     from rich.text import Text
 
-    content, style = (part.text, part.style) if isinstance(part, Cell) else (part, "")
-    return Text(visible_lines(redacted(str(content))), style=_STYLES.get(style, ""))
+    cell = part if isinstance(part, Cell) else Cell(part)
+    return Text(_safe(cell.text), style=_STYLES[cell.style])
 
 
-def _sheet(parts: Sequence[Labelled]) -> Any:
+def _labelled_grid(parts: Sequence[Labelled]) -> Grid:
     from rich.table import Table as Grid
 
     grid = Grid.grid(padding=(0, 2, 0, 0))
@@ -136,60 +162,61 @@ def _sheet(parts: Sequence[Labelled]) -> Any:
     return grid
 
 
-def _grid(table: Table, *, wraps: bool) -> Any:
+def _grid(table: Table, *, wraps: bool) -> Grid:
     from rich import box
     from rich.table import Table as Grid
 
     style = box.SIMPLE_HEAD if wraps and table.head else None
     grid = Grid(box=style, show_header=bool(table.head), pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
     columns = max([len(table.head), *map(len, table.rows)])
-    for column in range(columns):
-        title = "  " * (not column) + table.head[column] if column < len(table.head) else ""
-        grid.add_column(_text(title), justify="right" if column in table.numbers else "left", overflow="fold")
+    head = [*table.head, *[""] * (columns - len(table.head))]
+    for column, title in enumerate(_indented(head)):
+        grid.add_column(title, justify="right" if column in table.numbers else "left", overflow="fold")
     for row in table.rows:
-        cells = [_text(cell) for cell in row]
-        cells[0] = _text("  ") + cells[0]
-        grid.add_row(*cells)
+        grid.add_row(*_indented(row))
     return grid
 
 
-def say_error(sentence: object, kind: str = "error") -> None:
-    """Print one sentence to standard error, on one line and without secrets."""
-    print(f"{kind}: {visible(redacted(str(sentence)))}", file=sys.stderr, flush=True)
+def _indented(cells: Sequence[object]) -> list[Text]:
+    texts = []
+    for column, cell in enumerate(cells):
+        text = _text(cell)
+        texts.append(text if column else _text("  ") + text)
+    return texts
 
 
 @contextmanager
 def visible_messages() -> Iterator[None]:
-    """Inside this block treat what libraries log and warn of as `say` treats its text: they quote files and URLs."""
-    make_record, show = logging.getLogRecordFactory(), warnings.showwarning
+    """Escape and redact what libraries log and warn of within the block, because they quote files and URLs."""
+    make_record, show_warning = logging.getLogRecordFactory(), warnings.showwarning
 
-    def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        made = make_record(*args, **kwargs)
-        made.msg, made.args = visible_lines(redacted(made.getMessage())), None
-        return made
+    def safe_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make_record(*args, **kwargs)
+        record.msg, record.args = _safe(record.getMessage()), None
+        return record
 
-    def warning(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
-        show(visible_lines(redacted(str(message))), category, *args, **kwargs)
+    def safe_warning(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+        show_warning(_safe(message), category, *args, **kwargs)
 
-    logging.setLogRecordFactory(record)
-    warnings.showwarning = warning
+    logging.setLogRecordFactory(safe_record)
+    warnings.showwarning = safe_warning
     try:
         yield
     finally:
         logging.setLogRecordFactory(make_record)
-        warnings.showwarning = show
+        warnings.showwarning = show_warning
 
 
-class Outlet:
-    """A standard stream that outlasts its reader and its disk: from the first failure on, its text is dropped."""
+class LastingStream:
+    """Standard stream that survives its reader and a full disk: after the first failure its text is dropped."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.error: OSError | None = None
-        """The failure, unless the reader of a pipe has simply read enough, as `head` does."""
+        """First failure. A reader that closes its pipe early, as `head` does, is no failure."""
 
     def write(self, text: str) -> int:
-        """Write text, or drop it."""
+        """Write text, or drop it after a failure."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -197,7 +224,7 @@ class Outlet:
             return len(text)
 
     def flush(self) -> None:
-        """Write what is buffered, or drop it."""
+        """Write the buffered text, or drop it after a failure."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -207,10 +234,11 @@ class Outlet:
         return getattr(self._stream, name)
 
     def _give_up(self, error: OSError) -> None:
-        with suppress(OSError, ValueError):  # without a descriptor there is nothing to replace
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())  # what is buffered goes there too, when the interpreter ends
-            os.close(nowhere)
+        with suppress(OSError, ValueError):  # a stream without a file descriptor needs no replacement
+            # The interpreter flushes the buffer once more when it ends. Without this it would fail a second time.
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
         if isinstance(error, BrokenPipeError) or self.error is not None:
             return
         self.error = error
@@ -219,14 +247,17 @@ class Outlet:
 
 
 @contextmanager
-def lasting_output() -> Iterator[Outlet]:
-    """Inside this block a closed pipe or a full disk behind standard output or standard error raises nothing.
+def lasting_output() -> Iterator[LastingStream]:
+    """Let no closed pipe or full disk behind standard output or standard error raise within the block.
 
-    A command whose output nobody reads any more ends as it would have; one whose output can't be written says so once,
-    on standard error. Yields standard output, whose `error` tells the caller.
+    A command whose reader has gone ends as usual. A command whose output can't be written says so once, on standard
+    error.
+
+    Yields:
+        Standard output, whose `error` tells the caller of a failure.
     """
     before = sys.stdout, sys.stderr
-    output, errors = Outlet(sys.stdout or io.StringIO()), Outlet(sys.stderr or io.StringIO())
+    output, errors = LastingStream(sys.stdout or io.StringIO()), LastingStream(sys.stderr or io.StringIO())
     sys.stdout, sys.stderr = output, errors
     try:
         yield output
@@ -236,17 +267,12 @@ def lasting_output() -> Iterator[Outlet]:
         sys.stdout, sys.stderr = before
 
 
-def _escaped(character: str) -> str:
-    if character.isprintable() or character in _JOINERS or unicodedata.category(character) not in _CATEGORIES:
-        return character
-    return character.encode("unicode_escape").decode("ascii")
-
-
 class Parser(argparse.ArgumentParser):
-    """argparse's parser with one sentence for a mistake, and without abbreviations.
+    """argparse's parser with one-sentence errors and without abbreviations.
 
-    Abbreviated, `plan x --model m` would set `--model_config` where it means to override the recipe. Options are declared
-    with underscores, as the keys of a recipe are, and may be given with hyphens too. In help texts, `%` is written twice.
+    Abbreviations are off because `plan x --model m` would set `--model_config` where it means to override the recipe's
+    `model_name_or_path`. Options are declared with underscores, like recipe keys, and accepted with hyphens too.
+    In help texts, `%` is written twice.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -254,32 +280,35 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def long_options(self) -> list[str]:
-        """What may be given, as `--name`."""
+        """Names of the options that start with `--`."""
         names = [name for action in self._actions for name in action.option_strings]
         return [name for name in names if name.startswith("--")]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's, with options in either spelling."""
+        """Parse like argparse, with hyphens or underscores in the names of options."""
         words = sys.argv[1:] if args is None else args
         return super().parse_known_args([self._underscored(word) for word in words], namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Print one sentence and end with exit code 2."""
+        """Print one sentence and exit with code 2."""
         say_error(message)
         raise SystemExit(2)
 
     def check_command(self, arguments: Sequence[str], commands: Iterable[str]) -> None:
-        """End with one sentence unless `arguments` name one of `commands`, or ask for help or the version."""
-        word = next((word for word in arguments if not word.startswith("-")), None)
+        """Exit with one sentence unless `arguments` name one of `commands`, or ask for the help or the version."""
         *others, last = commands
         choices = f"{', '.join(others)} or {last}"
-        if word is not None and word not in (*others, last):
+        word = next((word for word in arguments if not word.startswith("-")), None)
+        if word is None:
+            if not {"-h", "--help", "--version"} & set(arguments):
+                self.error(f"name a command, {choices}: `{self.prog} --help` says what each does")
+        elif word not in (*others, last):
             nearest = did_you_mean(word, (*others, last), f": choose {choices}")
             self.error(f"there is no command `{word}`{nearest}")
-        if word is None and not {"-h", "--help", "--version"} & set(arguments):
-            self.error(f"name a command, {choices}: `{self.prog} --help` says what each does")
 
     def _underscored(self, word: str) -> str:
+        if not word.startswith("--"):
+            return word
         name, equals, value = word.partition("=")
         underscored = "--" + name[2:].replace("-", "_")
-        return underscored + equals + value if name.startswith("--") and underscored in self.long_options else word
+        return underscored + equals + value if underscored in self.long_options else word

@@ -1,4 +1,4 @@
-"""Text and tables as a terminal, a narrow one, and a file get them."""
+"""Text and tables on a terminal, on a narrow terminal and in a file; streams that fail."""
 
 import errno
 import io
@@ -35,7 +35,7 @@ def test_on_a_terminal_no_line_is_wider(width: int) -> None:
     assert rendered(parts, width).count("×") == 3
 
 
-def test_labels_stand_in_a_column() -> None:
+def test_labels_are_aligned_in_a_column() -> None:
     text = rendered([Labelled("generation", "long " * 30), Labelled("note", "short"), "after"])
     lines = text.splitlines()
     assert lines[0].startswith("  generation      long")
@@ -44,7 +44,7 @@ def test_labels_stand_in_a_column() -> None:
     assert max(map(len, lines)) <= 100
 
 
-def test_colours_are_for_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     show(TABLE)
     assert "\x1b" not in capsys.readouterr().out
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
@@ -58,14 +58,14 @@ def test_colours_are_for_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 @pytest.mark.parametrize("width", [None, 60])
-def test_what_is_shown_can_steer_no_terminal(width: int | None) -> None:
-    """Neither by control characters nor by the markup, the emoji names and the links that rich knows."""
+def test_shown_text_cannot_control_the_terminal(width: int | None) -> None:
+    """Control characters are escaped, and the markup, emoji names and links that rich knows stay text."""
     evil = "\x1b[2J\x07\u202e[red]x[/red] :boom: [link=http://x]y[/link] \x9b31m"
     parts = [Table([[evil, Cell(evil, "bad")]], (evil, "b")), Labelled("label", evil), evil, Cell(evil, "good")]
-    said = rendered(parts, width)
-    assert all(character.isprintable() or character == "\n" for character in said)
-    assert "[red]x[/red]" in said
-    assert ":boom:" in said
+    shown = rendered(parts, width)
+    assert all(character.isprintable() or character == "\n" for character in shown)
+    assert "[red]x[/red]" in shown
+    assert ":boom:" in shown
     coloured = rendered(parts, 200, has_colours=True)
     assert "\x1b[2J" not in coloured
     assert "\x1b]8" not in coloured
@@ -79,13 +79,13 @@ def test_a_reward_is_imported_without_rich() -> None:
 
 
 class FullDisk(io.StringIO):
-    """A file on a full disk."""
+    """Stream to a file on a full disk."""
 
     def flush(self) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_is_told_of_once_on_the_other_stream(
+def test_a_full_disk_is_reported_once_on_the_other_stream(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdout", FullDisk())
@@ -98,7 +98,7 @@ def test_a_full_disk_is_told_of_once_on_the_other_stream(
     assert type(sys.stdout) is FullDisk
 
 
-def test_nothing_is_raised_where_neither_stream_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_raised_if_neither_stream_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, FullDisk())
     with lasting_output():
@@ -110,7 +110,7 @@ def test_nothing_is_raised_where_neither_stream_can_be_written(monkeypatch: pyte
         say("one")
 
 
-def test_a_command_whose_output_is_lost_has_failed(
+def test_a_command_fails_if_its_output_is_lost(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdout", FullDisk())
@@ -119,9 +119,8 @@ def test_a_command_whose_output_is_lost_has_failed(
 
 
 @pytest.mark.parametrize("verb", ["list", "--help", "--version", "score {rows} --reward tag_count", "check {rows}"])
-def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path, verb: str) -> None:
-    """As under `| head`: the pipe is closed before the command has printed; the interpreter's own last flush counts
-    too."""
+def test_a_pipe_closed_by_its_reader_is_no_error(tmp_path: Path, verb: str) -> None:
+    """The pipe is closed before the command prints, as under `| head`. The interpreter's own last flush counts too."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"completion": "7", "answer": "7"}\n')
     reading, writing = os.pipe()

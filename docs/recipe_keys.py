@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from trl import GRPOConfig, ModelConfig
 
-from grpo_recipes.recipe.recipe import CHOICES, DEFAULTS, OUR_KEYS, Recipe
+from grpo_recipes.recipe.recipe import OUR_KEYS, Recipe
 from grpo_recipes.recipe.specs import PassRateSpec, SourceSpec, Spec, hints, spec_of
+from grpo_recipes.recipe.trl_keys import DEFAULTS, TRL_KEYS
 from grpo_rewards.terminal import say
 
 HEAD = """# The keys of a recipe
@@ -88,7 +89,7 @@ def _trl_rows(config: type) -> Iterable[tuple[str, str, str, str]]:
     for field in dataclasses.fields(config):
         if field.name not in own or not field.init:
             continue
-        choices = CHOICES.get(field.name)
+        choices = TRL_KEYS[field.name].choices if field.name in TRL_KEYS else ()
         kind = _either(map(_value, choices)) if choices else _type(hints(config)[field.name])
         default = _value(DEFAULTS[field.name]) if field.name in DEFAULTS else _default(field)
         meaning = re.split(r"(?<=[a-z)`])\.\s", str(field.metadata.get("help", "")))[0]

@@ -34,10 +34,10 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from trl import GRPOConfig, get_peft_config, get_quantization_config
 
 from grpo_recipes import __version__
-from grpo_recipes.checks import checks, limits
+from grpo_recipes.checks import checks
 from grpo_recipes.checks import vllm as vllm_checks
 from grpo_recipes.checks.checks import Checked, Machine
-from grpo_recipes.checks.precision import ADAMW_BF16, Precision
+from grpo_recipes.checks.precision import Precision
 from grpo_recipes.checks.rewards import describe_rewards
 from grpo_recipes.checks.tokenizer import check_chat_template, load_tokenizer
 from grpo_recipes.data import prompts
@@ -48,16 +48,15 @@ from grpo_recipes.process import messages as quiet
 from grpo_recipes.process.exit_message import say_last
 from grpo_recipes.process.live_line import LiveLine, LiveLog
 from grpo_recipes.recipe.recipe import (
-    DEFAULTS,
     OUR_KEYS,
     Recipe,
     RecipeError,
-    grpo_config,
     model_config,
     parse_recipe,
     resolved,
     shipped_names,
 )
+from grpo_recipes.recipe.trl_keys import ADAMW_BF16, DEFAULTS, cautions
 from grpo_recipes.reports.diagnostics import describe, diagnose
 from grpo_recipes.reports.model_card import write_model_card
 from grpo_recipes.reports.run import OutOfTime, Run
@@ -258,7 +257,7 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
         check_same_content(recipe, checkpoint, identity)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         faults.check_build_locks()
-    training_args = leave_token_to_environment(grpo_config(recipe))
+    training_args = leave_token_to_environment(checks.grpo_config(recipe))
     # Trackers show this name.
     training_args.run_name = redacted(training_args.run_name or recipe.output_dir.resolve().name)
     num_prompts = len(checked.train_dataset)
@@ -579,7 +578,7 @@ def describe_run(prepared: Prepared, trainer: GRPOTrainer) -> None:
     warning = precision.warning(surviving)
     golds = [checked.golds.describe()] if checked.golds else []
     golds += checks.sampling_note(recipe, checked.geometry, len(checked.train_dataset))
-    for note in [*limits.cautions(recipe.config), *([warning] if warning else []), *golds]:
+    for note in [*cautions(recipe.config), *([warning] if warning else []), *golds]:
         _say(f"  note            {note}")
 
 

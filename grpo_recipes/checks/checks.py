@@ -13,20 +13,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from datasets import Dataset
-from trl import get_peft_config
+from transformers.training_args import OptimizerNames
+from trl import GRPOConfig, get_peft_config
 
 from grpo_recipes.checks import model_sizes, packages
 from grpo_recipes.checks import rewards as reward_checks
 from grpo_recipes.checks import vllm as vllm_checks
-from grpo_recipes.checks.geometry import Geometry
-from grpo_recipes.checks.precision import ADAMW_BF16, Precision
+from grpo_recipes.checks.geometry import Geometry, geometry_of
+from grpo_recipes.checks.precision import Precision
 from grpo_recipes.checks.rewards import GoldCheck
 from grpo_recipes.data import load as data
 from grpo_recipes.data import recorded
 from grpo_recipes.data.hub import is_missing
 from grpo_recipes.plan import memory
-from grpo_recipes.recipe.recipe import Recipe, RecipeError, grpo_config, model_config, read_yaml
+from grpo_recipes.recipe.recipe import Recipe, RecipeError, model_config, read_yaml
 from grpo_recipes.recipe.specs import RECORDED_REWARD
+from grpo_recipes.recipe.trl_keys import ADAMW_BF16
 from grpo_recipes.runs.checkpoints import adapter_config, check_descriptions
 from grpo_recipes.runs.files import EVALUATIONS, FAULT_FILES, TEXT, RunError, check_names, read_object
 from grpo_recipes.runs.lock import LOCK
@@ -92,7 +94,7 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
 
     Unless `call_factories`, what other packages' factories would make is imported and not built.
     """
-    geometry = recipe.geometry(machine.num_processes)
+    geometry = geometry_of(recipe, machine.num_processes)
     rewards = recipe.build_rewards(call_factories=call_factories)
     with recipe.naming_this_file():
         _check_rewards(recipe.config, geometry, rewards)
@@ -104,7 +106,7 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
         check_machine(recipe, machine)
         check_precision(recipe, machine)
         vllm_checks.check(recipe.config, machine.num_processes, recipe.model)
-        trained = recipe.load_prompts()
+        trained = data.recipe_prompts(recipe)
         train_dataset = trained.dataset
         geometry.check_dataset(len(train_dataset))
         geometry.check_steps(recipe.config, len(train_dataset))
@@ -113,7 +115,7 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
             recorded.check_responses(train_dataset, recipe.offline, geometry.num_generations)
         eval_dataset = None
         if recipe.evaluates:
-            held_out = recipe.load_prompts(evaluation=True)
+            held_out = data.recipe_prompts(recipe, evaluation=True)
             data.check_disjoint(trained, held_out, recipe.dataset)
             eval_dataset = held_out.dataset
         for dataset in (train_dataset, eval_dataset):
@@ -341,6 +343,26 @@ def resume_point(recipe: Recipe, machine: Machine) -> Resume | None:
     if (reason := point.obstacle()) is not None:
         raise recipe.error(f"`resume_from_checkpoint`: {reason}")
     return point
+
+
+def grpo_config(recipe: Recipe) -> GRPOConfig:
+    """Return TRL's training arguments, with `model_init_kwargs` filled in as TRL's own command does.
+
+    Joins the process group under `accelerate launch`. Raises `RecipeError` for a combination that TRL refuses.
+    """
+    model = model_config(recipe)
+    init = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
+    training = dict(recipe.training)
+    if recipe.compares_whole_batch:  # TRL compares the completions of one group, so the group is the generation batch
+        geometry = geometry_of(recipe, int(os.environ.get("WORLD_SIZE", "1")))
+        training["num_generations"] = geometry.generation_batch_size
+    extra = training.pop("model_init_kwargs", None) or {}
+    if training.get("resume_from_checkpoint") == "false":
+        training["resume_from_checkpoint"] = None
+    if training.get("optim") == ADAMW_BF16:  # transformers does not know the name; the trainer receives the class
+        training["optim"] = OptimizerNames.ADAMW_TORCH.value
+    with recipe.naming_this_file((TypeError, ValueError)):
+        return GRPOConfig(**training, model_init_kwargs={**init, **extra})
 
 
 def dry_config(recipe: Recipe, machine: Machine) -> None:

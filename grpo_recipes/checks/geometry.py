@@ -10,6 +10,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from grpo_recipes.recipe.recipe import Recipe
 from grpo_rewards.errors import UserError
 from grpo_rewards.terminal import Table
 
@@ -229,6 +230,12 @@ class Geometry:
             f"`num_generations` ({self.num_generations}) does not divide the generation batch of "
             f"{self.generation_batch_size} completions ({self._sizes()}): set `per_device_train_batch_size` to {fits}"
         )
+
+
+def geometry_of(recipe: Recipe, num_processes: int) -> Geometry:
+    """Return the batch geometry of a recipe on `num_processes` ranks. Raise `RecipeError` if the sizes do not divide."""
+    with recipe.naming_this_file():
+        return Geometry.from_config(recipe.config, num_processes, compares_whole_batch=recipe.compares_whole_batch)
 
 
 def _steps_per_generation(config: Any, num_processes: int) -> int:

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-ADAMW_BF16 = "adamw_bf16"
-"""Our optimiser, `training.adamw_bf16`, as recipes name it: transformers has none of this name."""
+from grpo_recipes.recipe.trl_keys import ADAMW_BF16
 
 SIGNIFICANT_BITS: Mapping[str, int] = {"float32": 24, "bfloat16": 8, "float16": 11}
 

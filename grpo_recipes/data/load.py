@@ -6,6 +6,8 @@ the training or the held-out side. Every table is memory-mapped by `datasets`; n
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import datasets
 import numpy as np
 
@@ -27,6 +29,9 @@ from grpo_recipes.data.sources import (
 )
 from grpo_recipes.recipe.specs import DatasetSpec, SourceSpec
 from grpo_rewards.errors import UserError
+
+if TYPE_CHECKING:  # takes seconds to import, and readers of single datasets need none
+    from grpo_recipes.recipe.recipe import Recipe
 
 _TRAINED = Keys("path", "split")
 
@@ -63,6 +68,17 @@ def load_prompts(spec: DatasetSpec, *, evaluation: bool = False) -> Prompts:
         what = f"{spec.eval_share} of the rows" if keys.split == "eval_share" else repr(sources[0].split)
         raise UserError(f"`dataset.{keys.split}`: {what} of {_described(sources)} is empty: choose other rows")
     return prompts
+
+
+def recipe_prompts(recipe: Recipe, *, evaluation: bool = False) -> Prompts:
+    """Return the training or the held-out prompts of a recipe, as `load_prompts` does.
+
+    Raises:
+        RecipeError: `load_prompts` raises an error. The message then names the recipe's file first, unless the hub does
+            not answer.
+    """
+    with recipe.naming_this_file():
+        return load_prompts(recipe.dataset, evaluation=evaluation)
 
 
 def check_disjoint(trained: Prompts, held_out: Prompts, spec: DatasetSpec) -> None:

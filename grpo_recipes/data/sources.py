@@ -19,7 +19,7 @@ import numpy as np
 from grpo_recipes.data import text_files
 from grpo_recipes.data.hub import cache_only_if_hub_is_silent, is_missing
 from grpo_recipes.data.tables import check_columns, check_fields, listed
-from grpo_recipes.recipe.specs import SourceSpec
+from grpo_recipes.recipe.specs import RecipeError, SourceSpec
 from grpo_rewards.errors import UserError, one_line
 
 SOURCE = "source"
@@ -31,7 +31,7 @@ FILES = (*text_files.SUFFIXES, ".parquet")
 _ANY_SPLIT = ""
 
 
-class DatasetUnreachable(UserError):
+class DatasetUnreachable(RecipeError):
     """A dataset on the hub that does not answer and has no copy in the local cache."""
 
 

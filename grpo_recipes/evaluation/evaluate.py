@@ -26,7 +26,6 @@ import pandas as pd
 from datasets import Dataset
 from tqdm.auto import tqdm
 
-from grpo_recipes.checks.generation import stop_strings
 from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.checks.rehearsal import chosen
 from grpo_recipes.data.hub import hub_commit, is_missing
@@ -39,6 +38,7 @@ from grpo_recipes.evaluation.estimates import Estimate, mcnemar, mean_share, pai
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.evaluation.vllm_engine import VLLM, load_vllm
 from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.recipe.trl_keys import stop_strings
 from grpo_recipes.runs import checkpoints, files
 from grpo_recipes.runs.lock import EVALUATION, LOCK, Held, only_writer
 from grpo_recipes.runs.record import read_record

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StopStringCriteria
 
-from grpo_recipes.checks.generation import stop_strings
+from grpo_recipes.recipe.trl_keys import stop_strings
 from grpo_rewards.errors import UserError
 
 

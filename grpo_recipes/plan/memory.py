@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.checks.model_sizes import SizeError, check_model_sizes
-from grpo_recipes.checks.precision import ADAMW_BF16
 from grpo_recipes.data.hub import hub_answers, is_missing
+from grpo_recipes.recipe.trl_keys import ADAMW_BF16
 from grpo_recipes.runs.checkpoints import check_descriptions
 from grpo_recipes.runs.files import read_object
 from grpo_rewards import strict_yaml

@@ -11,16 +11,15 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.checks import limits, packages
+from grpo_recipes.checks import packages
 from grpo_recipes.checks import vllm as vllm_checks
 from grpo_recipes.checks.checks import Machine, check, dry_config, model_shape, optimiser, precision_of, sampling_note
-from grpo_recipes.checks.geometry import Geometry
-from grpo_recipes.checks.precision import ADAMW_BF16, Precision, initial_weights
+from grpo_recipes.checks.geometry import Geometry, geometry_of
+from grpo_recipes.checks.precision import Precision, initial_weights
 from grpo_recipes.checks.rewards import describe_rewards
 from grpo_recipes.data.sources import DatasetUnreachable
 from grpo_recipes.plan import memory
 from grpo_recipes.plan.prompts import PromptReport, prompt_report
-from grpo_recipes.recipe import losses
 from grpo_recipes.recipe.recipe import (
     Recipe,
     RecipeError,
@@ -30,6 +29,7 @@ from grpo_recipes.recipe.recipe import (
     resolved,
     shipped_names,
 )
+from grpo_recipes.recipe.trl_keys import ADAMW_BF16, cautions, ignored_keys
 from grpo_rewards.redaction import redacted
 from grpo_rewards.registry import BuiltReward, UnbuiltReward, leaves, spec_parts
 from grpo_rewards.terminal import WIDTH, Cell, Labelled, Part
@@ -138,7 +138,7 @@ def plan(
     if num_processes is not None:
         machine = replace(machine, num_processes=num_processes)
         layout = replace(layout, num_processes=num_processes)
-    geometry = recipe.geometry(machine.num_processes)
+    geometry = geometry_of(recipe, machine.num_processes)
     dry_config(recipe, machine)
     rewards = recipe.build_rewards(call_factories=build)
     notes = [*_notes(recipe), *_unbuilt(rewards)]
@@ -172,7 +172,7 @@ def resolved_yaml(arguments: Sequence[str], options: Sequence[str] = ()) -> str:
     Raises `RecipeError` if a key or its value is wrong.
     """
     recipe = parse_recipe(arguments, options)
-    ignored = losses.ignored_keys(recipe.config.loss_type)
+    ignored = ignored_keys(recipe.config.loss_type)
     values = {key: value for key, value in resolved(recipe.as_dict()).items() if key not in ignored}
     return yaml.safe_dump(redacted(values), sort_keys=False, allow_unicode=True)
 
@@ -243,7 +243,7 @@ def _precision_notes(precision: Precision, surviving: float | None, need: memory
 
 def _notes(recipe: Recipe) -> list[str]:
     """What training would refuse or say on a machine like this one; another machine may have other packages."""
-    notes = [*limits.cautions(recipe.config), *packages.missing(recipe.config)]
+    notes = [*cautions(recipe.config), *packages.missing(recipe.config)]
     if recipe.dataset.max_prompt_tokens is None:
         notes.append(
             f"prompts are taken to have {memory.ASSUMED_PROMPT_TOKENS} tokens: `dataset.max_prompt_tokens` sets a limit"

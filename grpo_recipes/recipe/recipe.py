@@ -6,10 +6,8 @@ line overrides it, nested keys too: `--config quickstart --learning_rate 1e-5 --
 
 from __future__ import annotations
 
-import enum
 import inspect
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -20,24 +18,17 @@ from types import SimpleNamespace
 from typing import Annotated, Any, NoReturn, get_origin, get_type_hints
 
 import yaml
-from datasets import Dataset
-from transformers.training_args import OptimizerNames
 from trl import GRPOConfig, ModelConfig, TrlParser
 
-from grpo_recipes.checks import generation, limits
-from grpo_recipes.checks.geometry import Geometry
-from grpo_recipes.checks.precision import ADAMW_BF16
-from grpo_recipes.data import load as data
-from grpo_recipes.data.prompts import Prompts
-from grpo_recipes.data.sources import DatasetUnreachable
-from grpo_recipes.recipe import losses, specs
-from grpo_recipes.recipe.losses import LOSS_TYPES, AdvantageRule
+from grpo_recipes.recipe import specs, trl_keys
 from grpo_recipes.recipe.specs import (
+    AdvantageRule,
     DatasetSpec,
     GenerationMode,
     KLEstimator,
     MicroBatching,
     OfflineSpec,
+    RecipeError,
     ReferenceSpec,
     SamplingSpec,
     Spec,
@@ -51,26 +42,7 @@ from grpo_rewards.files import UnreadableFile, read_text
 from grpo_rewards.redaction import HIDDEN, hidden_places, redacted
 from grpo_rewards.registry import BuiltReward, build_rewards
 
-# TRL checks these only after the model is loaded, or not before the first loss.
-CHOICES: dict[str, tuple[str, ...]] = {
-    "loss_type": tuple(LOSS_TYPES),
-    "importance_sampling_level": ("token", "sequence"),
-    "scale_rewards": ("group", "batch", "none"),
-    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-    "vllm_mode": ("server", "colocate"),
-    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
-    "optim": (*(name.value for name in OptimizerNames), ADAMW_BF16),
-}
-
-# Where a recipe differs from TRL's defaults when it says nothing: with dropout on, the policy differs from itself and the
-# logged KL is not 0 at step 0; completions go to parquet files and are not printed.
-DEFAULTS: dict[str, Any] = {"disable_dropout": True, "log_completions": True, "num_completions_to_print": 0}
-
 _UNSET = object()
-
-
-class RecipeError(UserError):
-    """A recipe that can't run as written; the message names its file first."""
 
 
 @contextmanager
@@ -78,7 +50,7 @@ def naming(source: str, errors: tuple[type[Exception], ...] = (UserError,)) -> I
     """Inside this block an error of these becomes a `RecipeError` that names `source` first."""
     try:
         yield
-    except (RecipeError, DatasetUnreachable):
+    except RecipeError:
         raise
     except errors as error:
         raise RecipeError(f"{source}: {error}") from error
@@ -169,25 +141,11 @@ class Recipe:
         """Whether recorded responses are compared with the whole generation batch, one response a prompt."""
         return self.offline is not None and self.offline.compares_whole_batch
 
-    def geometry(self, num_processes: int) -> Geometry:
-        """The batch geometry on `num_processes` ranks. Raises `RecipeError` where it does not divide."""
-        with self.naming_this_file():
-            return Geometry.from_config(self.config, num_processes, compares_whole_batch=self.compares_whole_batch)
-
     def build_rewards(self, *, call_factories: bool = True) -> list[BuiltReward]:
         """The rewards, those of other packages built only if `call_factories`. Raises `RecipeError` for a wrong name or kwarg."""
         with self.naming_this_file():
             generations = self.config.num_generations
             return build_rewards(self.rewards, num_generations=generations, call_factories=call_factories)
-
-    def load_dataset(self, *, evaluation: bool = False) -> Dataset:
-        """The training or the held-out prompts as a dataset; see `load_prompts`."""
-        return self.load_prompts(evaluation=evaluation).dataset
-
-    def load_prompts(self, *, evaluation: bool = False) -> Prompts:
-        """The training or the held-out prompts. Raises `RecipeError`; `sources.DatasetUnreachable` passes through."""
-        with self.naming_this_file():
-            return data.load_prompts(self.dataset, evaluation=evaluation)
 
     def naming_this_file(self, errors: tuple[type[Exception], ...] = (UserError,)) -> AbstractContextManager[None]:
         """A block in which an error of these becomes a `RecipeError` that names this recipe's file first."""
@@ -244,7 +202,7 @@ def _build(raw: dict[str, Any], values: Mapping[str, Any], source: str, args: Se
     recipe = Recipe(
         **ours,
         source=source,
-        training=DEFAULTS | {key: value for key, value in values.items() if key in hints(GRPOConfig)},
+        training={**trl_keys.DEFAULTS, **{key: value for key, value in values.items() if key in hints(GRPOConfig)}},
         model={key: value for key, value in values.items() if key in hints(ModelConfig)},
         arguments=args,
     )
@@ -252,11 +210,11 @@ def _build(raw: dict[str, Any], values: Mapping[str, Any], source: str, args: Se
         raise UserError(
             f"`{hidden}` is the placeholder of a secret, which no file keeps: give it again with `--{hidden}`"
         )
-    generation.check(recipe.config)
+    trl_keys.check_generation(recipe.config)
     if recipe.sampling is not None:
         recipe.sampling.check(recipe.config)
-    losses.check(recipe.training, recipe.config, sampled_kl=recipe.kl_estimator == "sampled")
-    losses.check_advantages(recipe.advantages, recipe.config)
+    trl_keys.check_objective(recipe.training, recipe.config, sampled_kl=recipe.kl_estimator == "sampled")
+    trl_keys.check_advantages(recipe.advantages, recipe.config)
     if recipe.kl_estimator == "full" and recipe.config.beta == 0.0:
         raise UserError("`kl_estimator: full` needs a reference policy: set `beta` above 0")
     return recipe
@@ -265,25 +223,6 @@ def _build(raw: dict[str, Any], values: Mapping[str, Any], source: str, args: Se
 def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe as `Recipe.as_dict` gives it, with TRL's default for every plain-valued key that it leaves out."""
     return {**_defaults(ModelConfig), **_defaults(GRPOConfig), **values}
-
-
-def grpo_config(recipe: Recipe) -> GRPOConfig:
-    """TRL's training arguments, with `model_init_kwargs` as TRL's own command fills them.
-
-    Under `accelerate launch` this joins the process group. Raises `RecipeError` for a combination that TRL refuses.
-    """
-    model = model_config(recipe)
-    init = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
-    training = dict(recipe.training)
-    if recipe.compares_whole_batch:  # TRL's group is the generation batch
-        training["num_generations"] = recipe.geometry(int(os.environ.get("WORLD_SIZE", "1"))).generation_batch_size
-    extra = training.pop("model_init_kwargs", None) or {}
-    if training.get("resume_from_checkpoint") == "false":
-        training["resume_from_checkpoint"] = None
-    if training.get("optim") == ADAMW_BF16:  # ours: the trainer is handed its class
-        training["optim"] = OptimizerNames.ADAMW_TORCH.value
-    with recipe.naming_this_file((TypeError, ValueError)):
-        return GRPOConfig(**training, model_init_kwargs={**init, **extra})
 
 
 def model_config(recipe: Recipe) -> ModelConfig:
@@ -452,8 +391,7 @@ def _values_for_trl(raw: Mapping[str, Any], args: Sequence[str], options: Sequen
             raise UserError(f"unknown key `{key}`{_nearest_key(str(key))}")
     values = {key: specs.typed(key, value, theirs[key]) for key, value in raw.items() if key not in OUR_KEYS}
     values |= _parse_with_trl(values, args, options)
-    _check_values(values)
-    return values
+    return trl_keys.normalized(values)
 
 
 def _nearest_key(word: str, options: Sequence[str] = ()) -> str:
@@ -474,15 +412,3 @@ def _parse_with_trl(values: Mapping[str, Any], args: Sequence[str], options: Seq
             hint = f": did you mean `--config {unknown[0]}`?"
         raise RecipeError(f"command line: unknown argument `{unknown[0]}`{hint}")
     return {key: value for key, value in vars(namespace).items() if value is not _UNSET}
-
-
-def _check_values(values: dict[str, Any]) -> None:
-    """Settle what types cannot: named choices, and numbers that are no numbers."""
-    if "scale_rewards" in values:  # TRL accepts booleans here
-        word = str(values["scale_rewards"]).lower()
-        values["scale_rewards"] = {"true": "group", "false": "none"}.get(word, word)
-    for key, choices in CHOICES.items():
-        if key in values and values[key] not in choices:
-            raise specs.not_a_choice(key, values[key], choices)
-    values |= {key: value.value for key, value in values.items() if isinstance(value, enum.Enum)}
-    limits.check(values)

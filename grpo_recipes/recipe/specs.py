@@ -22,6 +22,9 @@ from grpo_rewards.redaction import HIDDEN, is_secret, redacted
 KLEstimator = Literal["sampled", "full"]
 """How `beta` weighs the distance from the reference: TRL's estimate from sampled tokens, or the sum over the vocabulary."""
 
+AdvantageRule = Literal["max_rl"]
+"""Name of a rule for advantages that TRL's options cannot express. `training/advantages.py` computes them."""
+
 GenerationMode = Literal["auto", "off"]
 """Whether transformers' `generate` runs each prompt of a batch once and drops finished rows, where that is exact."""
 
@@ -30,6 +33,10 @@ SYSTEM_PROMPT_NAMES = ("reasoning", "think", "boxed", "minimind", "none")
 
 RECORDED_REWARD = "recorded_reward"
 """The column in which rewards find what was recorded for a response."""
+
+
+class RecipeError(UserError):
+    """Error about a recipe, whose message already names its file or its source."""
 
 
 class SpecError(UserError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_recipes.recipe.losses import AdvantageRule
+from grpo_recipes.recipe.specs import AdvantageRule
 
 
 def max_rl(rewards: Tensor) -> Tensor:

@@ -26,60 +26,10 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.process.signals import drop_closed_outputs, hangs_up
+from grpo_recipes.recipe.trl_keys import RESUME_MAY_CHANGE
 from grpo_rewards.errors import UserError
 
 LAYOUT_KEYS = ("geometry", "train_prompts", "train_prompts_sha256", "seed", "shuffle_dataset")
-
-# The keys that a resumed run may change, as patterns: none of them changes what an optimiser step does. docs/scaling.md
-# lists them too. A path may also be spelled otherwise, as long as its contents are the same.
-MAY_CHANGE = (
-    "max_steps",  # the schedule goes on as one planned for the new length: `ContinueSchedule`
-    # logging and tracking
-    "logging_*",
-    "log_*",
-    "num_completions_to_print",
-    "disable_tqdm",
-    "include_num_input_tokens_seen",
-    "report_to",
-    "run_name",
-    "project",
-    "trackio_*",
-    # saving, and the hub
-    "output_dir",
-    "resume_from_checkpoint",
-    "save_*",
-    "load_best_model_at_end",
-    "metric_for_best_model",
-    "greater_is_better",
-    "early_stopping_patience",
-    "push_to_hub",
-    "hub_*",
-    # evaluation
-    "dataset.eval_*",
-    "eval_*",
-    "per_device_eval_batch_size",
-    "num_generations_eval",
-    "bf16_full_eval",
-    "fp16_full_eval",
-    # how a step is computed, not what it computes
-    "dataloader_num_workers",
-    "dataloader_pin_memory",
-    "dataloader_persistent_workers",
-    "dataloader_prefetch_factor",
-    "gradient_checkpointing",
-    "gradient_checkpointing_kwargs",
-    "micro_batching.*",
-    "generation_check",
-    "use_vllm",
-    "vllm_mode",
-    "vllm_model_impl",
-    "vllm_enable_sleep_mode",
-    "vllm_server_*",
-    "vllm_group_port",
-    "vllm_gpu_memory_utilization",
-    "vllm_max_model_length",
-    "vllm_tensor_parallel_size",
-)
 
 # Not compared as keys: the batch geometry, which is compared too, holds what follows from them.
 IN_GEOMETRY = ("generation_batch_size", "steps_per_generation")
@@ -284,7 +234,7 @@ def applied_changes(before: Mapping[str, Any], now: Mapping[str, Any], directory
 
 
 def _may_change(key: str) -> bool:
-    return any(fnmatch.fnmatch(key, pattern) for pattern in MAY_CHANGE)
+    return any(fnmatch.fnmatch(key, pattern) for pattern in RESUME_MAY_CHANGE)
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any], directory: str) -> Iterator[tuple[str, str]]:

@@ -111,7 +111,7 @@ class RecordedRollout:
 def with_baseline(sampler: RepeatSampler, rollout: Any) -> RepeatSampler:
     """TRL's sampler; with the batch baseline it gives each prompt once, not `num_generations` times.
 
-    `num_generations` is then the whole generation batch (see `recipe.grpo_config`), so that TRL's group is the batch.
+    `num_generations` is then the whole generation batch (see `checks.grpo_config`), so that TRL's group is the batch.
     """
     if isinstance(rollout, RecordedRollout) and rollout.spec.compares_whole_batch:
         sampler.batch_size *= sampler.mini_repeat_count

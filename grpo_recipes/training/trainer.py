@@ -15,12 +15,20 @@ from torch.utils.data import Sampler
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
-from grpo_recipes.checks.generation import check as check_generation
 from grpo_recipes.generation.generator_check import GenerationCheck
 from grpo_recipes.generation.stop_strings import StopStrings
 from grpo_recipes.process import messages as quiet
-from grpo_recipes.recipe.losses import LOSS_TYPES, AdvantageRule, check_advantages
-from grpo_recipes.recipe.specs import GenerationMode, KLEstimator, MicroBatching, ReferenceSpec, SamplingSpec, typed
+from grpo_recipes.recipe.losses import LOSS_TYPES
+from grpo_recipes.recipe.specs import (
+    AdvantageRule,
+    GenerationMode,
+    KLEstimator,
+    MicroBatching,
+    ReferenceSpec,
+    SamplingSpec,
+    typed,
+)
+from grpo_recipes.recipe.trl_keys import check_advantages, check_generation
 from grpo_recipes.training import micro_batches as microbatch
 from grpo_recipes.training import offline
 from grpo_recipes.training.advantages import advantages as advantages_by_rule

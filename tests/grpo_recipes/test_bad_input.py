@@ -149,7 +149,7 @@ RECIPE: list[Case] = [
     Case("train --config {recipe} --generation_kwargs.stop 3", ("`generation_kwargs.stop` must be a string", "not 3")),
     Case(
         "train --config {recipe} --generation_kwargs.stop [b] --use_transformers_continuous_batching true",
-        ("`use_transformers_continuous_batching` leaves out stop: set it to false",),
+        ("`use_transformers_continuous_batching` drops stop: set it to false",),
     ),
     Case(
         "grpo-recipes plan {recipe}",

@@ -12,7 +12,8 @@ import pytest
 
 from grpo_recipes import __version__, cli, train
 from grpo_recipes.cli import main
-from grpo_recipes.recipe.recipe import DEFAULTS, OUR_KEYS
+from grpo_recipes.recipe.recipe import OUR_KEYS
+from grpo_recipes.recipe.trl_keys import DEFAULTS
 from grpo_rewards import cli as rewards_cli
 from grpo_rewards.errors import did_you_mean
 from tests.grpo_rewards.test_terminal import FullDisk

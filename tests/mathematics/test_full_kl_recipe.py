@@ -10,6 +10,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from grpo_recipes import train
+from grpo_recipes.checks.geometry import geometry_of
 from grpo_recipes.recipe.recipe import RecipeError, find_file, parse_recipe
 from tests.mathematics.harness import build_policy
 
@@ -52,7 +53,7 @@ def test_the_recipe_has_the_settings_of_full_vocabulary_kl() -> None:
         "max_completion_length": 50,
     }
     assert {key: values[key] for key in expected} == expected
-    assert recipe.geometry(1).prompts_per_generation == 4
+    assert geometry_of(recipe, 1).prompts_per_generation == 4
     (reward,) = recipe.build_rewards()
     tagged = ["<think>x</think><answer>18</answer>", "<think>x</think><answer>18.0</answer>", "18"]
     assert reward.function(prompts=[""] * 3, completions=tagged, answer=["#### 18"] * 3) == [1.0, 0.0, 0.0]

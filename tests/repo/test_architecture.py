@@ -141,11 +141,4 @@ NOT_YET = {
     "grpo_recipes.process.launcher imports grpo_recipes.recipe.recipe",
     "grpo_recipes.process.launcher imports grpo_recipes.runs.checkpoints",
     "grpo_recipes.process.live_line imports grpo_recipes.runs.files",
-    "grpo_recipes.recipe.recipe imports grpo_recipes.checks.generation",
-    "grpo_recipes.recipe.recipe imports grpo_recipes.checks.geometry",
-    "grpo_recipes.recipe.recipe imports grpo_recipes.checks.limits",
-    "grpo_recipes.recipe.recipe imports grpo_recipes.checks.precision",
-    "grpo_recipes.recipe.recipe imports grpo_recipes.data.load",
-    "grpo_recipes.recipe.recipe imports grpo_recipes.data.prompts",
-    "grpo_recipes.recipe.recipe imports grpo_recipes.data.sources",
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.cli import main
+from grpo_recipes.data.load import recipe_prompts
 from grpo_recipes.data.presets import PRESETS
 from grpo_recipes.recipe.recipe import parse_recipe
 
@@ -32,7 +33,7 @@ def test_an_example_is_planned_as_it_stands(
     here = ["--model_name_or_path", str(tiny_model), "--use_cpu", "true", "--bf16", "false"]
     assert main(["plan", recipe, *here]) == 0
     said = capsys.readouterr().out
-    rows = parse_recipe(["--config", recipe, *here]).load_dataset()
+    rows = recipe_prompts(parse_recipe(["--config", recipe, *here])).dataset
     prompt, columns = FIRST[recipe]
     assert columns.items() <= rows[0].items()
     shown = rows[0]["prompt"][-1]["content"]

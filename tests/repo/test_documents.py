@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes import cli
+from grpo_recipes.checks.geometry import geometry_of
 from grpo_recipes.recipe.recipe import parse_recipe
 from tests.repo.test_site import build_site
 
@@ -53,7 +54,7 @@ def test_the_recipe_in_the_readme_is_one(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(yaml)
     recipe = parse_recipe(["--config", str(tmp_path / "r.yaml")])
     assert [reward.weight for reward in recipe.build_rewards()] == [1.0, 0.5]
-    assert recipe.geometry(1).prompts_per_generation == 2
+    assert geometry_of(recipe, 1).prompts_per_generation == 2
 
 
 def test_what_plan_is_said_to_print(capsys: pytest.CaptureFixture[str]) -> None:

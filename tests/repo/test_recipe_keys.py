@@ -9,7 +9,7 @@ import yaml
 from trl import GRPOConfig, ModelConfig
 
 from docs import recipe_keys as documentation
-from grpo_recipes.recipe.recipe import DEFAULTS, OUR_KEYS, Recipe, parse_recipe
+from grpo_recipes.recipe.recipe import OUR_KEYS, Recipe, parse_recipe
 from grpo_recipes.recipe.specs import (
     DatasetSpec,
     MicroBatching,
@@ -21,6 +21,7 @@ from grpo_recipes.recipe.specs import (
     hints,
     spec_of,
 )
+from grpo_recipes.recipe.trl_keys import DEFAULTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 SPECS = (DatasetSpec, SourceSpec, PassRateSpec, ReferenceSpec, MicroBatching, OfflineSpec, SamplingSpec)

@@ -10,12 +10,12 @@ import pytest
 import torch
 import yaml
 
-from grpo_recipes.checks.checks import Machine, check, optimiser, precision_of
+from grpo_recipes.checks.checks import Machine, check, grpo_config, optimiser, precision_of
 from grpo_recipes.checks.precision import Precision, initial_weights
 from grpo_recipes.cli import main
 from grpo_recipes.plan.memory import GIB, MemoryPlan, best_precision
 from grpo_recipes.plan.plan import plan
-from grpo_recipes.recipe.recipe import Recipe, RecipeError, grpo_config, parse_recipe
+from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe
 from tests.support import launching, qwen
 
 GPU = Machine(1, bf16=True)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from grpo_recipes import cli
-from grpo_recipes.data.load import load
+from grpo_recipes.data.load import load, recipe_prompts
 from grpo_recipes.evaluation.evaluate import Request, evaluate_into, held_out_spec
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe
@@ -51,7 +51,7 @@ def evaluated(tmp_path: Path) -> Path:
 
 def kept(folder: Path, low: float, high: float) -> list[int]:
     spec = recipe(folder, pass_rate={"evaluation": str(folder / "evaluation"), "keep": [low, high]})
-    return [int(answer) // 2 for answer in spec.load_dataset()["answer"]]
+    return [int(answer) // 2 for answer in recipe_prompts(spec).dataset["answer"]]
 
 
 def test_rows_are_kept_by_their_rate(evaluated: Path) -> None:
@@ -65,7 +65,7 @@ def test_held_out_rows_and_run_json(evaluated: Path) -> None:
     """Held-out rows stay; what run.json holds of the key is read again."""
     rate = {"evaluation": str(evaluated / "evaluation"), "keep": [0.1, 0.9]}
     filtered = recipe(evaluated, pass_rate=rate, eval_path=str(evaluated / "rows.jsonl"), eval_split="train[:3]")
-    assert len(filtered.load_dataset(evaluation=True)) == 3
+    assert len(recipe_prompts(filtered, evaluation=True).dataset) == 3
     written = json.loads(json.dumps(filtered.as_dict()["dataset"]))
     assert written["pass_rate"] == rate
     assert held_out_spec(written, Request(model="m")).pass_rate is None
@@ -88,7 +88,7 @@ def test_held_out_rows_and_run_json(evaluated: Path) -> None:
 def test_what_is_wrong_is_said_by_key(evaluated: Path, change: dict[str, Any], says: str) -> None:
     rate = {"evaluation": str(evaluated / "evaluation"), "keep": [0.1, 0.9], **change}
     with pytest.raises(RecipeError, match=says) as error:
-        recipe(evaluated, pass_rate=rate).load_dataset()
+        recipe_prompts(recipe(evaluated, pass_rate=rate))
     assert str(error.value).startswith(str(evaluated / "mine.yaml"))
 
 
@@ -100,7 +100,7 @@ def test_rows_that_were_not_evaluated_are_an_error(evaluated: Path) -> None:
     rate = {"evaluation": str(evaluated / "evaluation"), "keep": [0, 1]}
     asked_otherwise = recipe(evaluated, pass_rate=rate, system_prompt="boxed")
     with pytest.raises(RecipeError, match="10 of 10 training prompts"):
-        asked_otherwise.load_dataset()
+        recipe_prompts(asked_otherwise)
 
 
 def test_a_plain_folder_says_what_is_missing(tmp_path: Path) -> None:

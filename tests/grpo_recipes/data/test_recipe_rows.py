@@ -10,6 +10,7 @@ import pytest
 import yaml
 from datasets import Dataset
 
+from grpo_recipes.data.load import recipe_prompts
 from grpo_recipes.recipe.recipe import parse_recipe
 from tests.support import launching
 
@@ -44,8 +45,8 @@ def digests(path: Path, folder: Path) -> dict[str, str]:
     """What a recipe trains on, and what it holds out."""
     spec = yaml.safe_load(path.read_text(encoding="utf-8"))["dataset"]
     recipe = parse_recipe(["--config", str(path), *stand_in(spec["name"], folder)])
-    held_out = {"held out": digest(recipe.load_dataset(evaluation=True))} if "eval_split" in spec else {}
-    return {"trained on": digest(recipe.load_dataset()), **held_out}
+    held_out = {"held out": digest(recipe_prompts(recipe, evaluation=True).dataset)} if "eval_split" in spec else {}
+    return {"trained on": digest(recipe_prompts(recipe).dataset), **held_out}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

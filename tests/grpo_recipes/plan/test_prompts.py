@@ -79,7 +79,7 @@ def test_a_limit_counts_what_the_template_is_told(tmp_path: Path) -> None:
     recipe = parse_recipe(["--config", write_recipe(tmp_path, save_model(tmp_path / "model", THINKING))])
     tokenizer, spec = load_tokenizer(recipe), replace(recipe.dataset, max_prompt_tokens=45)
     kept = {
-        thinking: len(prompts.limit_prompts(recipe.load_dataset(), spec, tokenizer, {"enable_thinking": thinking})[0])
+        thinking: len(prompts.limit_prompts(load(recipe.dataset), spec, tokenizer, {"enable_thinking": thinking})[0])
         for thinking in (True, False)
     }
     assert kept[True] - kept[False] == 15
@@ -117,14 +117,14 @@ def test_a_turn_that_ends_where_generation_goes_on_is_refused(tmp_path: Path) ->
         r"ends a turn with `<\|im_end\|>`, and generation stops only at `<\|im_start\|>`, so that every completion"
     )
     with pytest.raises(RecipeError, match=message):
-        check_chat_template(recipe, tokenizer, recipe.load_dataset()[0]["prompt"])
+        check_chat_template(recipe, tokenizer, load(recipe.dataset)[0]["prompt"])
     check_chat_template(recipe, tokenizer, "text is no conversation")
     assert main(["plan", str(tmp_path / "mine.yaml")]) == 2
     # Either of the two that TRL asks makes it right: the generation configuration, the tokenizer.
     for eos, token in ((257, "<|im_start|>"), (256, "<|im_end|>")):
         folder = save_model(tmp_path / f"right-{eos}", eos=eos, tokenizer_eos=token)
         right = parse_recipe(["--config", write_recipe(tmp_path, folder)])
-        check_chat_template(right, load_tokenizer(right), right.load_dataset()[0]["prompt"])
+        check_chat_template(right, load_tokenizer(right), load(right.dataset)[0]["prompt"])
 
 
 @pytest.mark.parametrize("eos", [1, [1, 5, 7], None])

@@ -15,8 +15,9 @@ from trl import GRPOTrainer
 from grpo_recipes import train
 from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.cli import main
-from grpo_recipes.recipe.losses import LOSS_TYPES, OBJECTIVE_KEYS
+from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, parse_recipe
+from grpo_recipes.recipe.trl_keys import OBJECTIVE_KEYS, keys_read_by
 from tests.grpo_recipes.recipe.test_recipes import ROOT
 
 FOLDER = ROOT / "recipes" / "algorithms"
@@ -94,7 +95,7 @@ def test_a_key_that_a_loss_ignores_is_refused_and_one_that_it_reads_is_not(loss_
     level = {"importance_sampling_level": "sequence"} if loss_type == "luspo" else {}
     for key in OBJECTIVE_KEYS:
         changes = {**needed, **level, "loss_type": loss_type, key: 2.0}
-        if key in LOSS_TYPES[loss_type].keys:
+        if key in keys_read_by(loss_type):
             assert Recipe.load("quickstart", **changes).config.loss_type == loss_type
         else:
             assert f"`{key}` has no effect with `loss_type: {loss_type}`" in refused("quickstart", **changes)
@@ -109,7 +110,7 @@ def test_the_keys_that_a_loss_reads_are_those_that_stand_in_its_branch_of_trl() 
     spelt = {"epsilon": "self.epsilon_low", "delta": "self.args.delta"}
     for loss_type, branch in branches.items():
         found = {key for key in OBJECTIVE_KEYS if spelt.get(key, key) in branch}
-        assert found == set(LOSS_TYPES[loss_type].keys), loss_type
+        assert found == set(keys_read_by(loss_type)), loss_type
 
 
 def test_a_recipe_with_every_default_shows_none_that_its_loss_ignores(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,9 @@ import yaml
 from safetensors.torch import save_file
 from trl import GRPOConfig, ModelConfig
 
-from grpo_recipes.checks.checks import Machine, check, check_output_dir, resume_point
-from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, grpo_config, model_config, parse_recipe, shipped
+from grpo_recipes.checks.checks import Machine, check, check_output_dir, grpo_config, resume_point
+from grpo_recipes.checks.geometry import geometry_of
+from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, model_config, parse_recipe, shipped
 from grpo_recipes.recipe.specs import DatasetSpec, MicroBatching
 
 CPU = Machine(num_processes=1, bf16=False)
@@ -292,7 +293,7 @@ LAYOUT = {"gsm8k-qwen2.5-1.5b-8xa100": 7}
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_shipped_recipe_parses_divides_and_builds_its_rewards(name: str) -> None:
     recipe = parse_recipe(["--config", name])
-    geometry = recipe.geometry(LAYOUT.get(name, 1))
+    geometry = geometry_of(recipe, LAYOUT.get(name, 1))
     assert not geometry.splits_groups
     assert recipe.build_rewards()
     beside = "/run" if name == "quickstart" else ""  # its folder holds the policy too
@@ -301,7 +302,7 @@ def test_every_shipped_recipe_parses_divides_and_builds_its_rewards(name: str) -
 
 def test_the_24gb_recipe_is_the_sources_run() -> None:
     recipe = parse_recipe(["--config", "gsm8k-qwen2.5-1.5b-24gb"])
-    geometry = recipe.geometry(1)
+    geometry = geometry_of(recipe, 1)
     assert (geometry.prompts_per_generation, geometry.num_generations, geometry.completions_per_optimizer_step) == (
         2,
         8,

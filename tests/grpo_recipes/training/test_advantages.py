@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grpo_recipes
-from grpo_recipes.recipe.losses import AdvantageRule
+from grpo_recipes.recipe.specs import AdvantageRule
 from grpo_recipes.training.advantages import advantages, max_rl
 from grpo_rewards.errors import UserError
 

@@ -21,7 +21,9 @@ from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes import train
 from grpo_recipes.checks.checks import Machine, check
+from grpo_recipes.checks.geometry import geometry_of
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe, resolved
+from grpo_recipes.recipe.trl_keys import RESUME_MAY_CHANGE
 from grpo_recipes.runs.checkpoints import Rejected, checkpoint_damage, is_complete, last_complete_checkpoint, set_aside
 from grpo_recipes.training import data_order as restart
 from grpo_recipes.training.data_order import (
@@ -127,7 +129,7 @@ def test_what_may_change_on_resume_is_what_the_page_lists() -> None:
     page = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
     rows = page.partition("| what may change on resume | keys |")[2].partition("\n\n")[0]
     patterns = re.findall(r"`([^`]+)`", rows)
-    assert sorted(patterns) == sorted(restart.MAY_CHANGE)
+    assert sorted(patterns) == sorted(RESUME_MAY_CHANGE)
     for pattern in patterns:
         outer, _, key = pattern.replace("*", "x").rpartition(".")
         before, now = ({outer: {key: value}} if outer else {key: value} for value in (5, 6))
@@ -139,7 +141,7 @@ def test_what_may_change_on_resume_is_what_the_page_lists() -> None:
 def test_every_key_of_trl_is_refused_or_listed(key: str, value: int) -> None:
     before = resolved({"dataset": {"name": "gsm8k"}, "rewards": ["a"]})
     changes = restart.recipe_changes({**before, key: 5}, {**before, key: value}, ".")
-    listed = any(fnmatch.fnmatch(key, pattern) for pattern in restart.MAY_CHANGE)
+    listed = any(fnmatch.fnmatch(key, pattern) for pattern in RESUME_MAY_CHANGE)
     follows = ["epsilon_high"] if key == "epsilon" else []  # unless it is set
     changed = [] if listed or key in restart.IN_GEOMETRY else [key, *follows]
     assert sorted(changes) == sorted(f"`{name}` was 5 and is {value}" for name in changed)
@@ -286,7 +288,7 @@ def test_the_best_of_each_epoch_may_be_saved(tmp_path: Path) -> None:
     changes |= {"dataset": {"name": "gsm8k", "path": str(rows), "prompt_format": "text", "eval_split": "train[:4]"}}
     recipe_file = launching.write_recipe(tmp_path / "mine.yaml", tmp_path, rows, tmp_path / "run", **changes)
     recipe = parse_recipe(["--config", str(recipe_file)])
-    recipe.geometry(1).check_saves(recipe.config, 9)  # raises nothing
+    geometry_of(recipe, 1).check_saves(recipe.config, 9)  # raises nothing
 
 
 @pytest.mark.parametrize(

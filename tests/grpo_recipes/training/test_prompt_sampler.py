@@ -21,6 +21,7 @@ from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes import train
 from grpo_recipes.checks.checks import Machine, check, sampling_note
+from grpo_recipes.checks.geometry import geometry_of
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
 from grpo_recipes.recipe.specs import SamplingSpec
@@ -338,9 +339,9 @@ def test_another_sampling_does_not_go_on_with_a_run(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(("steps", "is_said"), [(2, True), (3, False)])
 def test_a_run_that_ends_within_its_first_epoch_is_noted(tmp_path: Path, steps: int, is_said: bool) -> None:
     recipe = recipe_with(tmp_path, sampling="informative", max_steps=steps, per_device_train_batch_size=16)
-    notes = sampling_note(recipe, recipe.geometry(1), 8)
+    notes = sampling_note(recipe, geometry_of(recipe, 1), 8)
     assert bool(notes) is is_said
-    assert not sampling_note(recipe_with(tmp_path, max_steps=1), recipe.geometry(1), 8)
+    assert not sampling_note(recipe_with(tmp_path, max_steps=1), geometry_of(recipe, 1), 8)
 
 
 def test_recorded_responses_leave_nothing_to_save(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from transformers.generation import logits_process
 from trl import GRPOConfig
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.checks.generation import check, stop_strings
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
+from grpo_recipes.recipe.trl_keys import check_generation, stop_strings
 from grpo_rewards.errors import UserError
 
 RECIPE = "model_name_or_path: m\ndataset: {name: arithmetic}\nrewards: gsm8k_correctness\n"
@@ -79,12 +79,12 @@ def test_stop_strings_on_the_command_line(tmp_path: Path) -> None:
 )
 def test_options_that_continuous_batching_would_leave_out(changes: dict[str, Any], lost: str) -> None:
     known: dict[str, Any] = {"repetition_penalty": 1.0, "generation_kwargs": None, **changes}
-    check(SimpleNamespace(use_transformers_continuous_batching=False, **known))
+    check_generation(SimpleNamespace(use_transformers_continuous_batching=False, **known))
     config = SimpleNamespace(use_transformers_continuous_batching=True, **known)
     if not lost:
-        return check(config)
-    with pytest.raises(UserError, match=f"continuous_batching` leaves out {lost}: set it to false, or drop the option"):
-        check(config)
+        return check_generation(config)
+    with pytest.raises(UserError, match=f"continuous_batching` drops {lost}: set it to false, or remove the option"):
+        check_generation(config)
 
 
 def test_contract_with_transformers() -> None:

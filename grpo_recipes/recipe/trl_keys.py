@@ -1,0 +1,381 @@
+"""Keys of TRL in a recipe: one row per key in `TRL_KEYS`, and the checks that need no other table.
+
+TRL checks most numbers and words only after the model is loaded, or never. Some keys have no effect together with others,
+and TRL does not say so. The functions here raise `UserError` before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.training_args import OptimizerNames
+
+from grpo_recipes.recipe.losses import LOSS_TYPES, LossType
+from grpo_recipes.recipe.specs import AdvantageRule, not_a_choice
+from grpo_rewards.errors import UserError
+
+ADAMW_BF16 = "adamw_bf16"
+"""Value of `optim` for this project's optimizer (`training/adamw_bf16.py`), which transformers does not have."""
+
+# Full fine-tuning takes about 1e-6, an adapter 1e-5 and the quickstart's tiny model 1e-4.
+HIGH_LEARNING_RATE = 1e-2
+
+
+@dataclass(frozen=True)
+class Range:
+    """Interval of finite numbers, with one optional number outside it."""
+
+    low: int
+    high: int | None = None
+    above: bool = False
+    """True if `low` itself is excluded."""
+    below: bool = False
+    """True if `high` itself is excluded."""
+    or_: int | None = None
+    """Number outside the interval that is allowed too."""
+
+    def __contains__(self, value: float) -> bool:
+        """Return True if a key may have `value`."""
+        if value == self.or_:
+            return True
+        is_high_enough = value > self.low if self.above else value >= self.low
+        is_low_enough = self.high is None or (value < self.high if self.below else value <= self.high)
+        return math.isfinite(value) and is_high_enough and is_low_enough
+
+    def __str__(self) -> str:
+        """Return the words that follow "set a number", as in `above 0 and at most 1`."""
+        text = f"above {self.low:,}" if self.above else f"of at least {self.low:,}"
+        if self.high is not None:
+            text += f" and {'below' if self.below else 'at most'} {self.high:,}"
+        if self.or_ is not None:
+            text += f", or {self.or_}"
+        return text
+
+
+POSITIVE = Range(0, above=True)
+NOT_NEGATIVE = Range(0)
+SHARE = Range(0, 1, above=True)
+COUNT = Range(1)
+NUMPY_SEED = Range(0, 2**32, below=True)
+
+
+@dataclass(frozen=True)
+class Key:
+    """Properties of one key of TRL, or of all keys that match a pattern such as `logging_*`."""
+
+    numbers: Range | None = None
+    """Numbers that the key may have, or None if the type is the only limit."""
+    choices: tuple[str, ...] = ()
+    """Words that the key may have, or nothing if the type is the only limit."""
+    default: Any = None
+    """Value in a recipe that does not set the key, or None for TRL's default."""
+    read_by: tuple[str, ...] = tuple(LOSS_TYPES)
+    """Loss types that read the key. TRL accepts the key with every loss type, and the others ignore it."""
+    may_change: bool = False
+    """True if a resumed run may change the key, because the key does not change what an optimizer step computes."""
+
+
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+"""Loss types that clip the importance ratio as PPO does."""
+
+MAY_CHANGE = Key(may_change=True)
+
+TRL_KEYS: Mapping[str, Key] = {
+    # Sampling.
+    "temperature": Key(POSITIVE),
+    "top_p": Key(SHARE),
+    "top_k": Key(Range(0, or_=-1)),  # transformers writes 0 for "off", and vLLM writes -1
+    "min_p": Key(Range(0, 1)),
+    "repetition_penalty": Key(POSITIVE),
+    "max_completion_length": Key(COUNT),
+    # Loss.
+    "loss_type": Key(choices=tuple(LOSS_TYPES)),
+    "importance_sampling_level": Key(choices=("token", "sequence")),
+    "scale_rewards": Key(choices=("group", "batch", "none")),
+    "multi_objective_aggregation": Key(choices=("sum_then_normalize", "normalize_then_sum")),
+    "beta": Key(NOT_NEGATIVE),
+    "epsilon": Key(NOT_NEGATIVE, read_by=CLIPPED),
+    "epsilon_high": Key(NOT_NEGATIVE, read_by=(*CLIPPED, "cispo")),
+    "delta": Key(NOT_NEGATIVE, read_by=CLIPPED),
+    "sapo_temperature_neg": Key(POSITIVE, read_by=("sapo",)),
+    "sapo_temperature_pos": Key(POSITIVE, read_by=("sapo",)),
+    "vespo_k_pos": Key(read_by=("vespo",)),
+    "vespo_lambda_pos": Key(read_by=("vespo",)),
+    "vespo_k_neg": Key(read_by=("vespo",)),
+    "vespo_lambda_neg": Key(read_by=("vespo",)),
+    "top_entropy_quantile": Key(SHARE),
+    # With dropout, the policy differs from itself, and the logged KL is not 0 at step 0.
+    "disable_dropout": Key(default=True),
+    # Optimizer and schedule.
+    "optim": Key(choices=(*(name.value for name in OptimizerNames), ADAMW_BF16)),
+    "learning_rate": Key(NOT_NEGATIVE),
+    "weight_decay": Key(NOT_NEGATIVE),
+    "max_grad_norm": Key(NOT_NEGATIVE),  # 0 disables clipping
+    "adam_beta1": Key(Range(0, 1, below=True)),
+    "adam_beta2": Key(Range(0, 1, below=True)),
+    "adam_epsilon": Key(NOT_NEGATIVE),
+    "warmup_steps": Key(NOT_NEGATIVE),
+    "max_steps": Key(Range(1, or_=-1), may_change=True),  # the schedule is recomputed for the new length
+    "seed": Key(NUMPY_SEED),
+    "data_seed": Key(NUMPY_SEED),
+    # Adapter.
+    "lora_r": Key(COUNT),
+    "lora_dropout": Key(Range(0, 1)),
+    # Logging and tracking. Completions go to Parquet files, so the terminal does not repeat them.
+    "log_completions": Key(default=True),
+    "num_completions_to_print": Key(default=0, may_change=True),
+    "logging_*": MAY_CHANGE,
+    "log_*": MAY_CHANGE,
+    "disable_tqdm": MAY_CHANGE,
+    "include_num_input_tokens_seen": MAY_CHANGE,
+    "report_to": MAY_CHANGE,
+    "run_name": MAY_CHANGE,
+    "project": MAY_CHANGE,
+    "trackio_*": MAY_CHANGE,
+    # Saving, and the hub.
+    "output_dir": MAY_CHANGE,
+    "resume_from_checkpoint": MAY_CHANGE,
+    "save_*": MAY_CHANGE,
+    "load_best_model_at_end": MAY_CHANGE,
+    "metric_for_best_model": MAY_CHANGE,
+    "greater_is_better": MAY_CHANGE,
+    "push_to_hub": MAY_CHANGE,
+    "hub_*": MAY_CHANGE,
+    # Evaluation.
+    "eval_*": MAY_CHANGE,
+    "per_device_eval_batch_size": Key(COUNT, may_change=True),
+    "num_generations_eval": Key(NOT_NEGATIVE, may_change=True),  # 0 stands for `num_generations`
+    "bf16_full_eval": MAY_CHANGE,
+    "fp16_full_eval": MAY_CHANGE,
+    # How a step is computed.
+    "dataloader_num_workers": Key(NOT_NEGATIVE, may_change=True),
+    "dataloader_pin_memory": MAY_CHANGE,
+    "dataloader_persistent_workers": MAY_CHANGE,
+    "dataloader_prefetch_factor": MAY_CHANGE,
+    "gradient_checkpointing": MAY_CHANGE,
+    "gradient_checkpointing_kwargs": MAY_CHANGE,
+    # vLLM.
+    "use_vllm": MAY_CHANGE,
+    "vllm_mode": Key(choices=("server", "colocate"), may_change=True),
+    "vllm_importance_sampling_mode": Key(
+        choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+    ),
+    "vllm_model_impl": MAY_CHANGE,
+    "vllm_enable_sleep_mode": MAY_CHANGE,
+    "vllm_server_*": MAY_CHANGE,
+    "vllm_server_port": Key(Range(1, 65535)),
+    "vllm_group_port": MAY_CHANGE,
+    "vllm_gpu_memory_utilization": Key(SHARE, may_change=True),
+    "vllm_max_model_length": MAY_CHANGE,
+    "vllm_tensor_parallel_size": Key(COUNT, may_change=True),
+}
+
+DEFAULTS: Mapping[str, Any] = {name: key.default for name, key in TRL_KEYS.items() if key.default is not None}
+"""Our defaults that differ from TRL's."""
+
+OBJECTIVE_KEYS = tuple(name for name, key in TRL_KEYS.items() if key.read_by != tuple(LOSS_TYPES))
+"""Keys that some loss types read and others ignore."""
+
+OURS_MAY_CHANGE = ("dataset.eval_*", "early_stopping_patience", "generation_check", "micro_batching.*")
+"""Keys of this project, as patterns, that a resumed run may change like the rows with `may_change`."""
+
+RESUME_MAY_CHANGE = (*(name for name, key in TRL_KEYS.items() if key.may_change), *OURS_MAY_CHANGE)
+"""Patterns of all keys that a resumed run may change. docs/scaling.md lists them too."""
+
+
+def keys_read_by(loss_type: str) -> list[str]:
+    """Return the keys of `OBJECTIVE_KEYS` that a loss type reads."""
+    return [name for name in OBJECTIVE_KEYS if loss_type in TRL_KEYS[name].read_by]
+
+
+def ignored_keys(loss_type: str) -> list[str]:
+    """Return the keys of `OBJECTIVE_KEYS` that have no effect with a loss type."""
+    return [name for name in OBJECTIVE_KEYS if loss_type not in TRL_KEYS[name].read_by]
+
+
+def normalized(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of TRL's keys as plain words and numbers. Raise `UserError` for a value that its key can't have."""
+    plain = {name: value.value if isinstance(value, enum.Enum) else value for name, value in values.items()}
+    if "scale_rewards" in plain:  # TRL accepts booleans too
+        word = str(plain["scale_rewards"]).lower()
+        plain["scale_rewards"] = {"true": "group", "false": "none"}.get(word, word)
+    for name, value in plain.items():
+        choices = TRL_KEYS[name].choices if name in TRL_KEYS else ()
+        if choices and value not in choices:
+            raise not_a_choice(name, value, choices)
+    check_numbers(plain)
+    return plain
+
+
+def check_numbers(values: Mapping[str, Any]) -> None:
+    """Raise `UserError` for a number that is not finite, or outside the range of its key. None stands for TRL's default."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        allowed = TRL_KEYS[name].numbers if name in TRL_KEYS else None
+        if allowed is not None and value not in allowed:
+            raise UserError(f"`{name}` is {value}: set a number {allowed}")
+        if not math.isfinite(value):
+            raise UserError(f"`{name}` is {value}: set a finite number")
+
+
+def cautions(config: Any) -> list[str]:
+    """Return one sentence for each value of `config` that is allowed and probably a mistake."""
+    if config.learning_rate <= HIGH_LEARNING_RATE:
+        return []
+    return [
+        f"`learning_rate` is {config.learning_rate:g}, above {HIGH_LEARNING_RATE:g}: few models learn at such a rate"
+    ]
+
+
+# Objective
+
+
+def check_objective(given: Mapping[str, Any], config: Any, *, sampled_kl: bool) -> None:
+    """Raise `UserError` for keys that have no effect, or that together are the objective of no paper.
+
+    Args:
+        given: keys that the recipe itself sets.
+        config: every key of `GRPOConfig`, as attributes.
+        sampled_kl: True if the KL term, if there is one, is TRL's estimate on the sampled tokens.
+    """
+    loss_type = config.loss_type
+    for key in ignored_keys(loss_type):
+        if given.get(key) is not None:
+            raise UserError(
+                f"`{key}` has no effect with `loss_type: {loss_type}`, which reads {_listed(keys_read_by(loss_type))}: "
+                "remove it"
+            )
+    if loss_type == "cispo" and (config.epsilon_high is None or config.epsilon_high < 1):
+        state = "is not set, and TRL takes `epsilon`" if config.epsilon_high is None else f"is {config.epsilon_high}"
+        raise UserError(
+            f"`epsilon_high` {state}: `loss_type: cispo` bounds the ratio by that number itself, not by 1 + it, so that "
+            "below 1 it scales down every token: set `epsilon_high` to 1 or more, as 5.0"
+        )
+    _check_level(LOSS_TYPES[loss_type], config, sampled_kl=sampled_kl)
+    if config.multi_objective_aggregation == "normalize_then_sum" and config.scale_rewards != "group":
+        raise UserError(
+            f"`scale_rewards: {config.scale_rewards}` has no effect with `multi_objective_aggregation: normalize_then_sum`, "
+            "which divides each reward by the deviation of its group, and their sum by that of the batch: remove it"
+        )
+
+
+def _check_level(loss: LossType, config: Any, *, sampled_kl: bool) -> None:
+    """Raise `UserError` if a per-sequence importance ratio is combined with a per-token loss, or the reverse."""
+    if config.importance_sampling_level not in loss.levels:
+        if config.importance_sampling_level == "sequence":
+            raise UserError(
+                f"`importance_sampling_level: sequence` gives a completion one ratio, and `loss_type: {config.loss_type}` is "
+                "made of tokens with a ratio each: set `loss_type: grpo` (which is GSPO) or `luspo`, or "
+                "`importance_sampling_level: token`"
+            )
+        raise UserError(
+            f"`loss_type: {config.loss_type}` is made of completions with one ratio each: set "
+            "`importance_sampling_level: sequence`"
+        )
+    if config.importance_sampling_level != "sequence":
+        return
+    if config.beta and sampled_kl and config.use_bias_correction_kl:
+        raise UserError(
+            "`importance_sampling_level: sequence` gives a completion one ratio, and `use_bias_correction_kl` (TRL's default) "
+            "would weigh the KL of each token by it, which is the gradient of no KL: set `use_bias_correction_kl: false`"
+        )
+    if config.top_entropy_quantile < 1:
+        raise UserError(
+            "`importance_sampling_level: sequence` gives a completion one ratio, of all its tokens, and "
+            "`top_entropy_quantile` drops tokens: remove one of them"
+        )
+
+
+def check_advantages(rule: AdvantageRule | None, config: Any) -> None:
+    """Raise `UserError` for options of TRL that have no effect because `rule` computes the advantages in place of TRL.
+
+    Args:
+        rule: the recipe's `advantages`.
+        config: every key of `GRPOConfig`, as attributes.
+    """
+    if rule is None:
+        return
+    if config.multi_objective_aggregation != "sum_then_normalize":
+        raise UserError(
+            f"`multi_objective_aggregation: {config.multi_objective_aggregation}` has no effect with `advantages: {rule}`, "
+            "which takes the weighted sum of the rewards: remove it"
+        )
+    if config.scale_rewards != "none":
+        raise UserError(
+            f"`scale_rewards: {config.scale_rewards}` has no effect with `advantages: {rule}`, which divides by no standard "
+            "deviation: set `scale_rewards: none`"
+        )
+
+
+def _listed(keys: list[str]) -> str:
+    *others, last = [f"`{key}`" for key in keys]
+    return f"{', '.join(others)} and {last}" if others else f"only {last}"
+
+
+# Generation
+
+NOT_IN_CONTINUOUS_BATCHING = {
+    "encoder_repetition_penalty": 1.0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "repetition_penalty": 1.0,
+}
+"""Generation options that transformers 5.23 drops with a warning in continuous batching, each with its neutral value."""
+
+
+def check_generation(config: Any) -> None:
+    """Raise `UserError` for invalid stop strings, and for options that continuous batching would silently drop.
+
+    Args:
+        config: every key of `GRPOConfig`, as attributes.
+    """
+    given = _mapping(config.generation_kwargs)
+    stop = stop_strings(given)
+    if not config.use_transformers_continuous_batching:
+        return
+    options = {"repetition_penalty": config.repetition_penalty, **given}
+    dropped = [name for name, neutral in NOT_IN_CONTINUOUS_BATCHING.items() if options.get(name) not in (None, neutral)]
+    if stop:
+        dropped.append("stop")
+    if dropped:
+        raise UserError(
+            f"`use_transformers_continuous_batching` drops {', '.join(dropped)}: set it to false, or remove the option"
+        )
+
+
+def stop_strings(generation_kwargs: Mapping[str, Any] | str | None) -> tuple[str, ...]:
+    """Return the strings that end a completion: `stop` of TRL's `generation_kwargs`, which is vLLM's name for them.
+
+    Raises:
+        UserError: `stop` is no string or list of strings, or transformers' own key `stop_strings` is used, which TRL
+            can't pass on.
+    """
+    given = _mapping(generation_kwargs)
+    if given.get("stop_strings") is not None:
+        raise UserError("`generation_kwargs.stop_strings`: write `stop` instead, which vLLM understands as well")
+    stop = given.get("stop")
+    if stop is None:
+        return ()
+    strings = [stop] if isinstance(stop, str) else stop
+    if not isinstance(strings, list | tuple) or not all(isinstance(text, str) and text for text in strings):
+        raise UserError(f"`generation_kwargs.stop` must be a string or a list of strings, not {stop!r}")
+    return tuple(strings)
+
+
+def _mapping(generation_kwargs: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
+    """Return `generation_kwargs` as `GRPOConfig` reads them: a mapping, or a mapping written as JSON."""
+    given: Any = generation_kwargs or {}
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except json.JSONDecodeError as error:
+            raise UserError(f"`generation_kwargs` is not JSON ({error}): write a mapping") from error
+    if not isinstance(given, Mapping):
+        raise UserError(f"`generation_kwargs` must be a mapping, not {given!r}")
+    return given

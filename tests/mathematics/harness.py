@@ -32,12 +32,12 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 from transformers.utils import logging as transformers_logging
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 from trl.kernels import chunked_divergence, chunked_logprob
 
 from tests.mathematics import oracle
 from tests.mathematics.oracle import Completion, Geometry, Objective
-from tests.support import tiny
+from tests.support import tiny, trainers
 
 PAD, EOS = 0, 1
 VOCABULARY = ["<pad>", "<eos>", *"0123456789"]
@@ -200,13 +200,6 @@ def make_trainer(
 ) -> GRPOTrainer:
     """TRL's trainer on the tiny policy, on CPU, as a user would construct it."""
     settings: dict[str, Any] = {
-        "output_dir": tempfile.gettempdir(),
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": [],
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "gradient_checkpointing": False,
         "per_device_train_batch_size": 8,
         "num_generations": NUM_GENERATIONS,
         "max_completion_length": MAX_COMPLETION_LENGTH,
@@ -215,12 +208,14 @@ def make_trainer(
         **config,
     }
     transformers_logging.disable_progress_bar()
-    return trainer(
-        model=load_policy(checkpoint, dtype),
-        reward_funcs=list(rewards),
-        args=GRPOConfig(**settings),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-        processing_class=AutoTokenizer.from_pretrained(checkpoint),
+    return trainers.make_trainer(
+        trainer,
+        load_policy(checkpoint, dtype),
+        tempfile.gettempdir(),
+        rewards=list(rewards),
+        rows=Dataset.from_dict({"prompt": PROMPTS}),
+        tokenizer=AutoTokenizer.from_pretrained(checkpoint),
+        **settings,
     )
 
 

@@ -163,9 +163,8 @@ def test_adapters(modules_to_save: list[str] | None, checkpoint: Path) -> None:
     trainer = make_trainer(
         checkpoint,
         torch.float32,
-        trainer=partial(
-            FULL, peft_config=LoraConfig(r=4, target_modules="all-linear", modules_to_save=modules_to_save)
-        ),
+        trainer=FULL,
+        peft_config=LoraConfig(r=4, target_modules="all-linear", modules_to_save=modules_to_save),
         beta=0.3,
         loss_type="grpo",
         steps_per_generation=1,

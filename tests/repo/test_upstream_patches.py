@@ -70,7 +70,7 @@ CASES = {
             more["max_completion_length"] = 48
             args = arguments(HERE / folder, **more)
             count = lambda module, given, named: computed.append(named["input_ids"].numel())
-            made = trainer(trl.GRPOTrainer, policy, args, train_dataset=prompts)
+            made = trainer(trl.GRPOTrainer, policy, args, rows=prompts)
             made.model.register_forward_pre_hook(count, with_kwargs=True)
             made.train()
             return torch.cat([one.detach().flatten() for one in made.model.parameters()]), sum(computed)

@@ -11,11 +11,11 @@ from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
 from tests.support.recorded import model, tokenizer
+from tests.support.trainers import make_trainer
 
 ENDS = [1, 2, 3]
 """Several end-of-sequence tokens, so that rows end at many lengths."""
@@ -89,26 +89,9 @@ def trainer(
     """A trainer whose completions end at many lengths. Ours draws the stock loop's random numbers."""
     policy = model() if policy is None else policy
     policy.generation_config.eos_token_id = ENDS
-    names = (
-        "generation",
-        "generation_check",
-        "peft_config",
-        "reference",
-        "eval_dataset",
-        "processing_class",
-        "micro_batching",
-    )
-    ours = {name: more.pop(name) for name in names if name in more}
-    if issubclass(cls, GRPOTrainer) and ours.get("peft_config") is not None:
-        ours["reference"] = "base"
+    if more.get("peft_config") is not None:
+        more.setdefault("reference", "base")
     settings: dict[str, Any] = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "gradient_checkpointing": False,
         "num_generations": 4,
         "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": 2,
@@ -117,15 +100,10 @@ def trainer(
         "logging_steps": 1,
         "learning_rate": 1e-2,
         "lr_scheduler_type": "constant",
+        "tokenizer": tokenizer(),
         **more,
     }
-    made = cls(
-        model=policy,
-        reward_funcs=reward,
-        args=GRPOConfig(**settings),
-        train_dataset=PROMPTS,
-        **{"processing_class": tokenizer(), **ours},
-    )
+    made = make_trainer(cls, policy, folder, rewards=reward, rows=PROMPTS, **settings)
     if issubclass(cls, GRPOTrainer):
         made._generation.same_stream = True
     return made

@@ -11,11 +11,10 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
-from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
-from tests.support import tiny
+from tests.support import tiny, trainers
 
 PAD, EOS, WORDS = 0, 1, 40
 """Ids of padding and of the end, and how many words (`t0`, `t1`, ...) there are."""
@@ -102,36 +101,26 @@ def make_trainer(
     peft_config: Any = None,
     **config: Any,
 ) -> TRLGRPOTrainer:
-    """A trainer on the recording, with its files in `folder`; `micro_batching` goes to ours only."""
-    ours: dict[str, Any] = {"micro_batching": config.pop("micro_batching", "auto")}
+    """Build a trainer that generates what was recorded, with its files in `folder`."""
     if peft_config is not None:
-        ours["reference"] = "base"  # what TRL takes for a new adapter, whatever it adds at the start
-    if not issubclass(cls, GRPOTrainer):
-        ours = {}
-    settings: dict[str, Any] = {
-        "output_dir": str(folder / "run"),
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "gradient_checkpointing": False,
-        "num_generations": recording.group,
-        "max_completion_length": MAX_COMPLETION_LENGTH,
-        "logging_steps": 1,
-        **config,
-    }
-    if settings.get("beta"):  # TRL loads the reference from where the policy came from
+        config.setdefault("reference", "base")  # the reference that TRL takes for a new adapter, whatever its start
+    if config.get("beta"):  # TRL loads the reference from the path of the policy
         policy.save_pretrained(folder / "policy")
         policy.config._name_or_path = str(folder / "policy")
-    trainer = cls(
-        model=policy,
-        reward_funcs=recorded_reward,
-        args=GRPOConfig(**settings),
-        train_dataset=recording.dataset(),
-        processing_class=tokenizer(),
+    trainer = trainers.make_trainer(
+        cls,
+        policy,
+        folder / "run",
+        rewards=recorded_reward,
+        rows=recording.dataset(),
+        tokenizer=tokenizer(),
         peft_config=peft_config,
-        **ours,
+        **{
+            "num_generations": recording.group,
+            "max_completion_length": MAX_COMPLETION_LENGTH,
+            "logging_steps": 1,
+            **config,
+        },
     )
     trainer.rollout_func = recording.rollout
     return trainer

@@ -1,6 +1,6 @@
 """The tiny policy with adapters on it, and runs of a few steps."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
+from tests.support import trainers
 from tests.support.tiny import byte_tokenizer
 
 PROMPTS = Dataset.from_dict({"prompt": [f"{i} + {i} =" for i in range(32)]})
@@ -38,25 +39,19 @@ def moved(model: PeftModel, seed: int = 2, scale: float = 0.05) -> PeftModel:
 
 
 def arguments(folder: Path, **changes: Any) -> GRPOConfig:
+    """Return TRL's arguments for one step whose update a test can see."""
     values: dict[str, Any] = {
-        "output_dir": str(folder),
         "per_device_train_batch_size": 4,
         "num_generations": 4,
         "max_completion_length": 8,
         "max_steps": 1,
         "beta": 0.04,
-        "use_cpu": True,
-        "bf16": False,
         "logging_steps": 1,
         "learning_rate": 1e-2,
         "lr_scheduler_type": "constant",
-        "save_strategy": "no",
-        "gradient_checkpointing": False,
         "disable_dropout": True,
-        "disable_tqdm": True,
-        "report_to": [],
     }
-    return GRPOConfig(**{**values, **changes})
+    return trainers.arguments(folder, **{**values, **changes})
 
 
 def reward(completions: list[str], **kwargs: Any) -> list[float]:
@@ -64,10 +59,10 @@ def reward(completions: list[str], **kwargs: Any) -> list[float]:
     return [float(sum(map(ord, completion)) % 97) for completion in completions]
 
 
-def trainer(trainer_class: Callable[..., TRLGRPOTrainer], model: Any, args: GRPOConfig, **more: Any) -> TRLGRPOTrainer:
-    """A trainer of `model`, of TRL's or of our class."""
-    given = {"train_dataset": PROMPTS, "processing_class": byte_tokenizer(), **more}
-    return trainer_class(model=model, reward_funcs=reward, args=args, **given)
+def trainer(trainer_class: type[TRLGRPOTrainer], model: Any, args: GRPOConfig, **more: Any) -> TRLGRPOTrainer:
+    """Build a trainer of `model` on the prompts of this file, unless `more` names other parts of it."""
+    parts = {"rows": PROMPTS, "tokenizer": byte_tokenizer(), "rewards": reward, **more}
+    return trainers.make_trainer(trainer_class, model, args, **parts)
 
 
 def logged_kl(trained: TRLGRPOTrainer) -> list[float]:

@@ -28,7 +28,6 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
-from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
@@ -44,6 +43,7 @@ from tests.support.recorded import (
     recorded_reward,
     tokenizer,
 )
+from tests.support.trainers import make_trainer
 
 GRADIENT_TOLERANCE, REFERENCE_TOLERANCE = 1e-4, 1e-5
 INVOCATION = 39
@@ -233,34 +233,21 @@ HEADER = (
 
 
 def trainer(cls: type[TRLGRPOTrainer], policy: PeftModel, folder: Path, **config: Any) -> TRLGRPOTrainer:
-    """A trainer of the adapter on the recorded completions; `reference` goes to ours only."""
-    ours = {"reference": "initial"} if issubclass(cls, GRPOTrainer) else {}
+    """Build a trainer of the adapter on the recorded completions."""
     settings: dict[str, Any] = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "save_strategy": "no",
         "logging_strategy": "no",
-        "gradient_checkpointing": False,
         "num_generations": 3,
         "per_device_train_batch_size": 6,
         "gradient_accumulation_steps": 2,
         "max_completion_length": MAX_COMPLETION_LENGTH,
         "learning_rate": 1e-2,
         "disable_dropout": False,
+        "reference": "initial",
         **config,
     }
     recorded = recording()
-    made = cls(
-        model=policy,
-        reward_funcs=recorded_reward,
-        args=GRPOConfig(**settings),
-        train_dataset=recorded.dataset(),
-        processing_class=tokenizer(),
-        **ours,
-    )
+    rows = recorded.dataset()
+    made = make_trainer(cls, policy, folder, rewards=recorded_reward, rows=rows, tokenizer=tokenizer(), **settings)
     made.rollout_func = recorded.rollout
     return made
 

@@ -364,7 +364,7 @@ def test_rows_that_a_stop_string_ends_are_compared_up_to_there(
 
     monkeypatch.setattr(ProcessorComparison, "measured", counted)
     stop = {"stop": list("abcdefghijklmnopqrst")}
-    words = {"policy": tiny.policy(), "processing_class": tiny.byte_tokenizer()}
+    words = {"policy": tiny.policy(), "tokenizer": tiny.byte_tokenizer()}
     run = trainer(tmp_path, generation=generation, generation_kwargs=stop, top_k=200, **words)
     run.train()
     assert len(seen) == 3

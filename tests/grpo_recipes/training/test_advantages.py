@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ import grpo_recipes
 from grpo_recipes.recipe.specs import AdvantageRule
 from grpo_recipes.training.advantages import advantages, max_rl
 from grpo_rewards.errors import UserError
+from tests.support import trainers
 
 NAN = float("nan")
 
@@ -80,14 +82,19 @@ def test_a_script_is_refused_as_a_recipe_is(make_trainer: Any) -> None:
 @pytest.fixture
 def make_trainer(tiny_model: Path, tmp_path: Path) -> Any:
     """A factory of our trainer on the tiny model, for one step."""
-    from datasets import Dataset
-    from trl import GRPOConfig
+    rows = Dataset.from_dict({"prompt": ["1 + 1 =", "2 + 2 =", "3 + 3 =", "4 + 4 ="]})
+    settings = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": 1,
+        "logging_steps": 1,
+    }
 
-    def make(reward: Any, *, advantages: Any, **config: Any) -> grpo_recipes.GRPOTrainer:
-        settings = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "max_steps": 1}
-        quiet = {"report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no", "logging_steps": 1}
-        args = GRPOConfig(output_dir=str(tmp_path / "run"), **{**settings, **quiet, **config})
-        rows = Dataset.from_dict({"prompt": ["1 + 1 =", "2 + 2 =", "3 + 3 =", "4 + 4 ="]})
-        return grpo_recipes.GRPOTrainer(str(tiny_model), reward, args, rows, advantages=advantages)
+    def make(reward: Any, **config: Any) -> grpo_recipes.GRPOTrainer:
+        more = {**settings, **config}
+        return trainers.make_trainer(
+            grpo_recipes.GRPOTrainer, str(tiny_model), tmp_path / "run", rewards=reward, rows=rows, **more
+        )
 
     return make

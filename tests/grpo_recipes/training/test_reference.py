@@ -680,7 +680,7 @@ def test_a_conversational_prompt_is_measured_too(policy: Path, tmp_path: Path) -
     rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": "1 + 1 ="}]]})
     model = adapted(policy, lora(lora_dropout=0.1), continued=True)
     args = arguments(tmp_path, disable_dropout=False)
-    ours = trainer(GRPOTrainer, model, args, train_dataset=rows)
+    ours = trainer(GRPOTrainer, model, args, rows=rows)
     before = torch.random.get_rng_state()
     with pytest.warns(UserWarning, match="dropout is on"):
         _warn_of_dropout(ours)

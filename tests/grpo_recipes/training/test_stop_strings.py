@@ -36,7 +36,7 @@ def stopping(folder: Path, *, pad_is_eos: bool = False, stop: Any = STOP, policy
         words.pad_token = words.eos_token
     kwargs = {"stop": stop, "suppress_tokens": [0, 1]}  # never sampled
     policy = tiny_policy() if policy is None else policy
-    return trainer(folder, policy=policy, processing_class=words, generation_kwargs=kwargs, **more)
+    return trainer(folder, policy=policy, tokenizer=words, generation_kwargs=kwargs, **more)
 
 
 # ---- which rows end

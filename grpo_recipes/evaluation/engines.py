@@ -16,10 +16,10 @@ from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.checks.rehearsal import rehearsed
 from grpo_recipes.data.hub import hub_answers
 from grpo_recipes.evaluation.settings import Settings
-from grpo_recipes.generation.agreement import differences, disagreement, has_whole_precision
+from grpo_recipes.generation.agreement import differences, disagreement
 from grpo_recipes.generation.generation_config import PublishedSettings
 from grpo_recipes.generation.groups import Turn, decoding
-from grpo_recipes.generation.models import base_model, unfit
+from grpo_recipes.generation.models import base_model, is_float32, unfit
 from grpo_recipes.generation.stop_strings import Ends, StopStrings
 from grpo_recipes.runs.checkpoints import ADAPTER_CONFIG, adapter_config, tokenizer_source
 from grpo_rewards.errors import UserError, one_line
@@ -234,8 +234,8 @@ class Padded:
         made = [_up_to_end(completions[row], ends) for row in rows]
         gaps = differences(self.model, prompts, made, turn.log_probs, turn.temperature)
         self.is_checked = True
-        whole = has_whole_precision(self.model)
-        reason = disagreement(gaps.mean(), gaps.max(), whole_precision=whole, where="the first batch")
+        mean, largest = float(gaps.mean()), float(gaps.max())
+        reason = disagreement(mean, largest, is_float32=is_float32(self.model), where="the first batch")
         return reason and f"group decoding picks tokens under other log-probabilities than the model's ({reason})"
 
     def _leave_to_transformers(self, reason: str) -> None:

@@ -1,65 +1,88 @@
-"""What a model's configuration and modules tell of how it may be run."""
+"""Properties of a model that decide how it may be run, and the contexts that it is compared in."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
+import torch
+from accelerate import Accelerator
 from peft import PeftModel, PeftType
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 MIXES_TOKENS = {PeftType.LILY, PeftType.SHADOW}
-"""Adapters whose effect on a token depends on the rest of the batch (Lily), or on a cache of their own (Shadow)."""
+"""Adapters whose effect on a token depends on the rest of the batch (Lily) or on a cache of their own (Shadow)."""
+
+HALF = (torch.bfloat16, torch.float16)
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside a PEFT model."""
+    """Return the transformers model inside a PEFT model."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-def rotary_of_the_longest(config: Any) -> str | None:
-    """The type of a rotary table that transformers chooses by the largest position of each forward, None without one.
+def is_float32(model: nn.Module) -> bool:
+    """Return True if a model's weights are float32 or float64."""
+    return next(model.parameters()).dtype in (torch.float32, torch.float64)
 
-    TRL pads every pass over a generation batch to one width, and so gives all of them one table.
+
+def half_precision(model: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers that are bfloat16 or float16."""
+    return [tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.dtype in HALF]
+
+
+def rotary_of_the_longest(config: Any) -> str | None:
+    """Return the type of a rotary table that transformers chooses by the largest position of each forward, or None.
+
+    TRL pads every pass over a generation batch to one width, so all passes get the same table. Shorter rows would get
+    another one.
     """
-    parameters = getattr(config, "rope_parameters", None) or {}
-    tables = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]  # or by layer type
-    kinds = [table.get("rope_type") or "default" for table in tables]
-    return next((kind for kind in kinds if "dynamic" in kind or kind == "longrope"), None)
+    for table in _rotary_tables(config):
+        kind = table.get("rope_type") or "default"
+        if "dynamic" in kind or kind == "longrope":
+            return kind
+    return None
 
 
 def scaled_by_position(config: Any) -> str | None:
-    """What makes a model scale its attention by a token's place in the row, padding included; None if nothing does.
+    """Return the setting by which a model scales attention by a token's position, padding included, or None.
 
-    transformers has one name for it per family: Ministral 3 and Mistral 4, Llama 4, Inkling, and Beam, whose layers without
-    a rotary table always do.
+    Transformers has one name for it per family: Ministral 3 and Mistral 4, Llama 4, Inkling, and Beam, whose layers
+    without a rotary table always do.
     """
-    parameters = getattr(config, "rope_parameters", None) or {}
-    tables = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
-    if any(table.get("llama_4_scaling_beta") for table in tables):
+    if any(table.get("llama_4_scaling_beta") for table in _rotary_tables(config)):
         return "llama_4_scaling_beta"
-    if getattr(config, "model_type", None) == "beam" and None in parameters.values():
+    if getattr(config, "model_type", None) == "beam" and None in _rotary_tables(config)[0].values():
         return "scalable softmax"
-    return next(
-        (name for name in ("attn_temperature_tuning", "log_scaling_n_floor") if getattr(config, name, None)), None
-    )
+    for name in ("attn_temperature_tuning", "log_scaling_n_floor"):
+        if getattr(config, name, None):
+            return name
+    return None
+
+
+def _rotary_tables(config: Any) -> list[Mapping[str, Any]]:
+    """Return the parameters of a model's rotary tables: one mapping, or one per layer type inside of it."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether a module drops activations: an `nn.Dropout` or the like, or a layer that holds its rate as a number.
+    """Return True if a module drops activations: an `nn.Dropout`, or a layer that holds its rate as a number.
 
-    Transformers' attention layers call it `attention_dropout` or, as OPT's, `dropout`.
+    Transformers' attention layers call the rate `attention_dropout` or, as OPT's, `dropout`.
     """
-    return any(
-        isinstance(value, float) and value > 0 and "drop" in f"{type(module).__name__}.{name}".lower()
-        for module in model.modules()
-        for name, value in vars(module).items()
-    )
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and value > 0 and "drop" in f"{type(module).__name__}.{name}".lower():
+                return True
+    return False
 
 
 def unfit(policy: nn.Module) -> str:
-    """Why a policy, as it is now, is not decoded in groups; empty if nothing speaks against it."""
+    """Return why a policy, as it is now, is not decoded in groups, or "" if nothing prevents it."""
     adapter = getattr(policy, "active_peft_config", None)
     if adapter is not None and adapter.is_prompt_learning:
         return "the adapter puts virtual tokens before the prompt"
@@ -70,3 +93,68 @@ def unfit(policy: nn.Module) -> str:
     if policy.training and has_dropout(base_model(policy)):
         return "the model has dropout, and completions of a prompt would share its mask"
     return ""
+
+
+@contextmanager
+def eval_no_grad(model: nn.Module) -> Iterator[None]:
+    """Run `model` inside this block without gradients and without dropout, and restore the modes afterwards."""
+    # `model.train()` at the end would also switch modules that the user has frozen in evaluation mode.
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def in_float32(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """Run `model` inside this block with float32 copies of its 16-bit weights and without autocast.
+
+    The copies are other parameters. If the data of the model's own parameters were swapped, torch would reset their
+    gradient accumulators, as it does where a dtype changes. The hooks by which DistributedDataParallel averages gradients
+    would go with them, and the ranks would train apart without an error.
+    """
+    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+    native, precision = accelerator.native_amp, torch.get_float32_matmul_precision()
+    # accelerate wraps the instance's `forward` in autocast and keeps the stock method beside it.
+    autocast = vars(model).get("forward") if "_original_forward" in vars(model) else None
+    try:
+        _replace_by_float32(model, replaced)
+        accelerator.native_amp = False
+        if autocast is not None:
+            vars(model)["forward"] = vars(model)["_original_forward"]
+        torch.set_float32_matmul_precision("highest")
+        with torch.autocast(accelerator.device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        if autocast is not None:
+            vars(model)["forward"] = autocast
+        accelerator.native_amp = native
+        for tensors, name, tensor in replaced:
+            tensors[name] = tensor
+
+
+def _replace_by_float32(model: nn.Module, replaced: list[tuple[dict[str, Any], str, Tensor]]) -> None:
+    """Replace 16-bit parameters and buffers by float32 copies, and append (module's dictionary, name, tensor) to `replaced`."""
+    copies: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in stores:
+            for name, tensor in tensors.items():
+                if tensor is None or tensor.dtype not in HALF:
+                    continue
+                # `replaced` grows before the copy: the caller restores it even if memory runs out halfway.
+                replaced.append((tensors, name, tensor))
+                if tensor not in copies:  # tied weights stay tied
+                    copies[tensor] = _float32_copy(tensor)
+                tensors[name] = copies[tensor]
+
+
+def _float32_copy(tensor: Tensor) -> Tensor:
+    """Return a float32 copy, a parameter if `tensor` is one."""
+    copy = tensor.detach().float()
+    return nn.Parameter(copy, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy

@@ -51,7 +51,7 @@ class Generation:
         policy = self.accelerator.unwrap_model(model)  # once: accelerate reads DeepSpeed's metadata from disk each time
         # Completions are sampled with dropout then, which no other computation repeats.
         drops = model.training and has_dropout(base_model(policy))
-        comparison = self.check.comparison(len(prompts))
+        comparison = self.check.processor_comparison(len(prompts))
         completions, noted = self._generated(generate, policy, prompts, drops, comparison)
         difference = self.check(prompts, completions, noted, DROPOUT if drops else OTHER_LOOP)
         self.check.compare_processors(completions, comparison)
@@ -68,7 +68,7 @@ class Generation:
         """The completions, and the log-probabilities of some, by row; of transformers' own loop if groups are doubtful."""
         reason = self.stock_because or unfit(policy)
         grouped = self.asked == "auto" and not reason
-        every = 1 if grouped and not self.is_verified else self.check.score_every(len(prompts))
+        every = 1 if grouped and not self.is_verified else self.check.record_every(len(prompts))
         if drops:
             every = 0
         turn = Turn(
@@ -92,7 +92,7 @@ class Generation:
             self._say(reason or turn.declined)
         elif grouped and not self.is_verified:
             assert noted is not None
-            if doubt := self.check.doubt(prompts, completions, noted):
+            if doubt := self.check.verify(prompts, completions, noted):
                 self.stock_because = (
                     f"group decoding picks tokens under other log-probabilities than the policy's ({doubt})"
                 )

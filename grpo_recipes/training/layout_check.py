@@ -7,23 +7,19 @@ is given others for the moment, weights of 16 bit are widened where memory allow
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
-from typing import Any
 
 import psutil
 import torch
-from accelerate import Accelerator
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from grpo_recipes.generation.models import base_model
-from grpo_recipes.training.packing import Rows
+from grpo_recipes.generation.models import base_model, half_precision
+from grpo_recipes.generation.rows import Rows
 from grpo_recipes.training.zero3 import gathered
 
 SAMPLE_TOKENS = 64
@@ -34,14 +30,6 @@ NOISE_AROUND_ZERO, NOISE_RELATIVE = 0.05, 0.1
 
 COMPARED_WEIGHTS = 2**26
 """Gradients are compared of the smallest trainable tensors, of this many weights together: every layer has some."""
-
-GRADIENT_TOLERANCE_FP32, GRADIENT_TOLERANCE_16BIT = 1e-2, 0.2
-"""Of the largest entry of a tensor's gradient; in 16 bit, of the norm over all tensors. A wrong mask gives 0.1 to 5."""
-
-NOISE_FP32 = 1e-5
-"""Log-probabilities of the same rows in float32 that differ by more follow random numbers."""
-
-_HALF = (torch.bfloat16, torch.float16)
 
 Gradients = Sequence[Tensor | None]
 """Of each parameter compared; None where the result does not depend on it."""
@@ -122,7 +110,7 @@ def fits_in_float32(model: nn.Module, device: torch.device) -> bool:
     """Whether the weights of 16 bit have room beside themselves in float32, with as much again for a few short rows."""
     if getattr(base_model(model), "is_quantized", False):
         return False
-    needed = 4 * sum(tensor.numel() for tensor in _half_precision(model))
+    needed = 4 * sum(tensor.numel() for tensor in half_precision(model))
     if not needed:
         return True
     if device.type == "cuda":
@@ -131,53 +119,6 @@ def fits_in_float32(model: nn.Module, device: torch.device) -> bool:
     else:
         free = psutil.virtual_memory().available
     return needed * 1.25 <= free
-
-
-def _half_precision(model: nn.Module) -> list[Tensor]:
-    return [tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.dtype in _HALF]
-
-
-@contextmanager
-def in_float32(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
-    """Run `model` with float32 copies of its 16-bit weights and without autocast; afterwards it has its own again.
-
-    The copies are other parameters. To swap the data of the model's own would reset their gradient accumulators, as torch does
-    where a dtype changes, and with them go the hooks by which DistributedDataParallel averages gradients: the ranks would then
-    train apart without a word.
-    """
-    kept: list[tuple[dict[str, Any], str, Tensor]] = []
-    copies: dict[Tensor, Tensor] = {}
-    native, precision = accelerator.native_amp, torch.get_float32_matmul_precision()
-    autocast = vars(model).get("forward") if "_original_forward" in vars(model) else None
-    try:
-        for module in model.modules():
-            stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for held in stores:
-                for name, tensor in held.items():
-                    if tensor is None or tensor.dtype not in _HALF:
-                        continue
-                    kept.append((held, name, tensor))
-                    if tensor not in copies:  # tied weights stay tied
-                        copies[tensor] = _float32_copy(tensor)
-                    held[name] = copies[tensor]
-        accelerator.native_amp = False
-        if autocast is not None:
-            vars(model)["forward"] = vars(model)["_original_forward"]
-        torch.set_float32_matmul_precision("highest")
-        with torch.autocast(accelerator.device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        if autocast is not None:
-            vars(model)["forward"] = autocast
-        accelerator.native_amp = native
-        for held, name, tensor in kept:
-            held[name] = tensor
-
-
-def _float32_copy(tensor: Tensor) -> Tensor:
-    wide = tensor.detach().float()
-    return nn.Parameter(wide, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
 
 
 @contextmanager
@@ -221,37 +162,3 @@ def gradients(log_probs: Tensor, parameters: Sequence[nn.Parameter]) -> Gradient
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(log_probs.shape, generator=generator).to(log_probs)
     return torch.autograd.grad((log_probs * weights).sum(), parameters, allow_unused=True)
-
-
-def gradient_disagreement(got: Gradients, expected: Gradients, *, whole_precision: bool) -> str:
-    """By how much two gradients differ, as a phrase; empty within the tolerance."""
-    pairs = []
-    for mine, theirs in zip(got, expected, strict=True):
-        like = mine if mine is not None else theirs
-        if like is not None:
-            nothing = torch.zeros_like(like)
-            pairs.append(tuple((nothing if part is None else part).float() for part in (mine, theirs)))
-    if not pairs:
-        return ""
-    if not all(part.isfinite().all() for pair in pairs for part in pair):
-        return "gradients that are not finite"
-    if whole_precision:
-        largest = [float(theirs.abs().max()) if theirs.numel() else 0.0 for _, theirs in pairs]
-        # A tensor whose gradient is zero but for rounding is compared with the largest entry of all.
-        floor = max(1e-3 * max(largest), 1e-30)
-        value = max(
-            float((mine - theirs).abs().max()) / max(size, floor)
-            for (mine, theirs), size in zip(pairs, largest, strict=True)
-            if mine.numel()
-        )
-        limit = GRADIENT_TOLERANCE_FP32
-    else:
-        off, size = (
-            math.sqrt(sum(float(part.square().sum()) for part in parts))
-            for parts in (
-                [mine - theirs for mine, theirs in pairs],
-                [theirs for _, theirs in pairs],
-            )
-        )
-        value, limit = off / max(size, 1e-30), GRADIENT_TOLERANCE_16BIT
-    return "" if value <= limit else f"gradients by {value:.1e} of their size on a few short rows, {limit:.0e} allowed"

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -25,11 +25,20 @@ from transformers import PreTrainedModel
 from trl import GRPOConfig
 from trl.models.utils import disable_gradient_checkpointing
 
-from grpo_recipes.generation.agreement import disagreement, has_whole_precision
-from grpo_recipes.generation.models import base_model, has_dropout, rotary_of_the_longest, scaled_by_position
+from grpo_recipes.generation.agreement import REPEATED, disagreement, gradient_disagreement
+from grpo_recipes.generation.models import (
+    base_model,
+    eval_no_grad,
+    has_dropout,
+    in_float32,
+    is_float32,
+    rotary_of_the_longest,
+    scaled_by_position,
+)
+from grpo_recipes.generation.rows import PerToken, Rows
 from grpo_recipes.training import layout_check as check
 from grpo_recipes.training.data_order import on_any_rank
-from grpo_recipes.training.packing import ATTENTION, Layout, PackedRow, Rows, order, pack, register_attention
+from grpo_recipes.training.packing import ATTENTION, Layout, PackedRow, order, pack, register_attention
 
 EXTRA_PADDING = 8
 """Columns of padding added on either side for the check, so that a model whose result depends on padding is noticed even
@@ -44,9 +53,6 @@ _DOUBTS = {
     Layout.TRIMMED: "what this model computes depends on padding",
     Layout.PACKED: "packed rows give something else",
 }
-
-PerToken = tuple[Tensor, Tensor | None]
-"""Log-probabilities and, if they were asked for, entropies, each (B, T)."""
 
 logger = get_logger(__name__)
 
@@ -269,9 +275,7 @@ class LogProbs:
         def doubt_of(got: tuple[Tensor, check.Gradients], expected: tuple[Tensor, check.Gradients]) -> str:
             doubt = self._disagreement(got[0], expected[0], few, bare, whole)
             return (
-                f"log-probabilities {doubt}"
-                if doubt
-                else check.gradient_disagreement(got[1], expected[1], whole_precision=whole)
+                f"log-probabilities {doubt}" if doubt else gradient_disagreement(got[1], expected[1], is_float32=whole)
             )
 
         def best(up_to: Layout, expected: tuple[Tensor, check.Gradients]) -> tuple[Layout, str]:
@@ -282,13 +286,13 @@ class LogProbs:
             return up_to, ""
 
         plain = ModelCall(Layout.PADDED, wide, wide, torch.arange(len(wide.input_ids)))
-        with check.in_float32(bare, self.accelerator) if widen else nullcontext(), check.perturbed(bare):
+        with in_float32(bare, self.accelerator) if widen else nullcontext(), check.perturbed(bare):
             parameters = [] if sharded else check.compared(bare)
             with check.in_training(bare, device):
                 before = check.random_state(device)
                 expected, again = computed(plain), computed(plain)
                 drew, gap = not torch.equal(before, check.random_state(device)), (again[0] - expected[0]).abs().max()
-                noise = bool(gap > (check.NOISE_FP32 if whole else 0.0 if drew else math.inf))
+                noise = bool(gap > (REPEATED if whole else 0.0 if drew else math.inf))
                 if not self._any_rank(noise or bool(doubt_of(again, expected))):
                     return best(found, expected)
             # Random numbers can't be compared: without them, and never in a packed row, whose prompt would share them.
@@ -317,7 +321,7 @@ class LogProbs:
         return on_any_rank(flag, self.accelerator.device)
 
     def _has_whole_precision(self, model: nn.Module) -> bool:
-        return has_whole_precision(model) and self.accelerator.mixed_precision == "no"
+        return is_float32(model) and self.accelerator.mixed_precision == "no"
 
     def _disagreement(
         self, got: Tensor, expected: Tensor, rows: Rows, model: nn.Module, whole: bool | None = None
@@ -331,7 +335,7 @@ class LogProbs:
             return ""
         where = "a few short rows" if whole is not None else "the first micro-batch"
         whole = self._has_whole_precision(model) if whole is None else whole
-        return disagreement(gap.mean(), gap.max(), whole_precision=whole, where=where)
+        return disagreement(float(gap.mean()), float(gap.max()), is_float32=whole, where=where)
 
     def _fits(self, model: nn.Module, rows: Rows) -> Tensor:
         """Which rows can be packed, (B,): their masks have no holes and they lie inside the model's attention window."""
@@ -445,19 +449,6 @@ def unsupported(model: nn.Module) -> str | None:
     if has_dropout(base):
         return "the model has dropout, and a packed prompt would share one mask among its completions"
     return None
-
-
-@contextmanager
-def eval_no_grad(model: nn.Module) -> Iterator[None]:
-    """Without gradient, and without the dropout that makes any two computations differ; modes are restored afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _learns_positions(model: PreTrainedModel) -> bool:

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_recipes.generation.rows import Rows, extent
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.specs import MicroBatching
-from grpo_recipes.training.packing import Layout, Rows, extent, order
+from grpo_recipes.training.packing import Layout, order
 
 EMPTY = "no_row_contributes"
 """Key that is True in a micro-batch in which no rank has a row that contributes."""

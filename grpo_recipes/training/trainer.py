@@ -16,6 +16,7 @@ from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes.generation.generator_check import GenerationCheck
+from grpo_recipes.generation.rows import PerToken, Rows
 from grpo_recipes.generation.stop_strings import StopStrings
 from grpo_recipes.process import messages as quiet
 from grpo_recipes.recipe.losses import LOSS_TYPES
@@ -40,8 +41,8 @@ from grpo_recipes.training.full_kl import FullKL, Projection, check_full_kl, las
 from grpo_recipes.training.generation import Generation
 from grpo_recipes.training.hidden_arguments import hide_secrets
 from grpo_recipes.training.identity import identity_of, starting_weights
-from grpo_recipes.training.log_probs import LogProbs, PerToken
-from grpo_recipes.training.packing import Layout, Rows
+from grpo_recipes.training.log_probs import LogProbs
+from grpo_recipes.training.packing import Layout
 from grpo_recipes.training.policy import with_its_base
 from grpo_recipes.training.prompt_sampler import PromptSampling
 from grpo_recipes.training.reference import reference_in, set_reference, without_trl_reference

@@ -129,11 +129,6 @@ def test_one_file_subclasses_trls_trainer() -> None:
 # Imports of the former layout that are still to be taken apart.
 NOT_YET = {
     "grpo_recipes.checks.checks imports grpo_recipes.plan.memory",
-    "grpo_recipes.generation.alternatives imports grpo_recipes.training.layout_check",
-    "grpo_recipes.generation.alternatives imports grpo_recipes.training.log_probs",
-    "grpo_recipes.generation.alternatives imports grpo_recipes.training.packing",
-    "grpo_recipes.generation.generator_check imports grpo_recipes.training.log_probs",
-    "grpo_recipes.generation.generator_check imports grpo_recipes.training.packing",
     "grpo_recipes.process.bounded_child imports grpo_recipes.runs.files",
     "grpo_recipes.process.exit_message imports grpo_recipes.runs.files",
     "grpo_recipes.process.faults imports grpo_recipes.runs.files",

@@ -31,7 +31,8 @@ from transformers import LlamaConfig, PreTrainedModel
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.training.packing import Layout, Rows
+from grpo_recipes.generation.rows import Rows
+from grpo_recipes.training.packing import Layout
 from grpo_recipes.training.reference import ReferencePolicyError, reference_in
 from grpo_rewards.errors import one_line
 from tests.support.recorded import (

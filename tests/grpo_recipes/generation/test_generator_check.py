@@ -15,11 +15,21 @@ from peft.helpers import rescale_adapter_scale
 from transformers import GenerationMixin
 from transformers.generation import LogitsProcessorList
 
-from grpo_recipes.generation import alternatives
 from grpo_recipes.generation import generator_check as generation_check
-from grpo_recipes.generation.alternatives import AGO, HALF, OFF, RAW, TWICE, UNPADDED, WEIGHTS, Processing
+from grpo_recipes.generation.agreement import (
+    BFLOAT16,
+    EARLIER,
+    OFF,
+    OTHER_WEIGHTS,
+    TWICE,
+    UNPADDED,
+    UNPROCESSED,
+    Evidence,
+    Fit,
+    conclude,
+)
+from grpo_recipes.generation.hypotheses import Processing, hypotheses
 from grpo_recipes.generation.processed import ProcessorComparison
-from grpo_recipes.generation.verdict import Alternative, Evidence, judge
 from grpo_recipes.process.faults import NotThePolicy
 from tests.support import launching, tiny
 from tests.support.architectures import adapter, trainer
@@ -44,7 +54,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Any:
 
 # ---- planted faults: each stops the run within two steps, with its name
 
-OFF_, TWICE_, AGO_, REFERENCE_ = (WEIGHTS[name] for name in ("off", "twice", "ago", "reference"))
+OFF_, TWICE_, EARLIER_, REFERENCE_ = (OTHER_WEIGHTS[name] for name in ("off", "twice", "earlier", "reference"))
 STALE = "they agreed before"
 PLANTED: dict[str, tuple[str, dict[str, Any], int, str]] = {
     # the fault of the engine, the run, at which step it stops, what it names
@@ -52,13 +62,13 @@ PLANTED: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "TRL 1.16, LoRA and a server, new adapter": ("off", NEW, 1, OFF_),
     "unsloth 8701, adapter ignored": ("off", {**CONTINUED, "vllm_importance_sampling_correction": False}, 0, OFF_),
     "verl 7495, adapter never delivered": ("start", NEW, 1, OFF_),
-    "verl 7495, continued adapter": ("start", CONTINUED, 1, AGO_),
+    "verl 7495, continued adapter": ("start", CONTINUED, 1, EARLIER_),
     "TRL 5312, weights reloaded after sleep, LoRA": ("disk", NEW, 1, OFF_),
     "TRL 5312, full model and a reference": ("disk", {"beta": 0.04}, 1, REFERENCE_),
     "TRL 5312, full model": ("disk", {}, 1, STALE),
     "ms-swift 8233, adapter applied twice": ("twice", CONTINUED, 0, TWICE_),
     "ms-swift 8233, new adapter": ("twice", NEW, 1, TWICE_),
-    "an update late, LoRA": ("ago", CONTINUED, 1, AGO_),
+    "an update late, LoRA": ("ago", CONTINUED, 1, EARLIER_),
     "an update late, full model": ("ago", {}, 1, STALE),
 }
 QUICK = ("TRL 1.16, LoRA and a server, new adapter", "verl 7495, continued adapter", "TRL 5312, full model")
@@ -76,16 +86,16 @@ def test_a_planted_fault_is_named_within_two_steps(
     assert run.state.global_step == step
     assert f"at step {step} " in str(caught.value)
     assert cause in str(caught.value)
-    others = [sentence for sentence in WEIGHTS.values() if sentence != cause and sentence in str(caught.value)]
+    others = [sentence for sentence in OTHER_WEIGHTS.values() if sentence != cause and sentence in str(caught.value)]
     # After one update a new adapter as it was a step ago is the adapter switched off.
-    assert others == ([AGO_] if cause == OFF_ and changes is NEW else [])
+    assert others == ([EARLIER_] if cause == OFF_ and changes is NEW else [])
 
 
 @pytest.mark.parametrize("fault", ["off", pytest.param("twice", marks=pytest.mark.slow)])
 def test_a_16_bit_engine_hides_no_fault(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
     serve(monkeypatch, fault, torch.bfloat16)
     run = trainer(tmp_path, **SETTINGS, **CONTINUED)
-    with pytest.raises(NotThePolicy, match=WEIGHTS[fault]):
+    with pytest.raises(NotThePolicy, match=OTHER_WEIGHTS[fault]):
         run.train()
     assert run.state.global_step == 0
 
@@ -122,7 +132,7 @@ def test_a_new_adapter_under_autocast_is_healthy(generation: str, tmp_path: Path
     run.train()
     (sentence,) = [sentence for sentence in said() if "autocast" in sentence]
     assert sentence.startswith(
-        "tokens are sampled from what the policy is without autocast, rather than from what the loss computes"
+        "tokens are sampled from the policy without autocast, and the loss computes it with autocast"
     )
     assert sentence.endswith("`bf16: false` makes them alike")
     assert run._generation.is_verified or generation == "off"
@@ -153,7 +163,7 @@ def test_autocast_hides_no_fault(fault: str, tmp_path: Path, monkeypatch: pytest
             return stock(self, *args, **kwargs)
 
     monkeypatch.setattr(GenerationMixin, "generate", faulty)
-    with pytest.raises(NotThePolicy, match=WEIGHTS[fault]):
+    with pytest.raises(NotThePolicy, match=OTHER_WEIGHTS[fault]):
         run.train()
     assert run.state.global_step in (9, 10)  # an adapter of a few steps: 16 bits may hide it for one more
 
@@ -396,8 +406,8 @@ def test_the_users_own_beams_are_announced_once(tmp_path: Path, said: Any) -> No
     run.train()
     assert run.state.global_step == 3
     assert [sentence for sentence in said() if "plain sampling" in sentence] == [
-        "completions are generated by beam_sample, and the loss takes the log-probabilities of plain sampling: by how much "
-        "those of the sampled tokens differ is not known"
+        "completions are generated by beam_sample, and the loss takes the log-probabilities of plain sampling: the "
+        "difference for the sampled tokens is not known"
     ]
 
 
@@ -441,14 +451,14 @@ def test_a_loop_that_draws_without_processors_is_said_to_be_unchecked(
 
 def test_processors_are_compared_where_the_batch_is_due(tmp_path: Path) -> None:
     check = trainer(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1)._generation_check
-    assert check.comparison(4).rows == [0]
-    assert check.comparison(32).rows == [0, 16]
+    assert check.processor_comparison(4).rows == [0]
+    assert check.processor_comparison(32).rows == [0, 16]
     check.trainer.state.global_step = 1
-    assert check.comparison(4) is not None  # one of the first batches of a launch
+    assert check.processor_comparison(4) is not None  # one of the first batches of a launch
     check.batches = generation_check.FIRST
-    assert check.comparison(4) is None
+    assert check.processor_comparison(4) is None
     check.trainer.state.global_step = 4
-    assert check.comparison(4) is not None
+    assert check.processor_comparison(4) is not None
 
 
 # ---- what is not a fault
@@ -577,14 +587,14 @@ def test_a_small_batch_is_compared_at_steps_that_a_restart_shares(tmp_path: Path
         check.trainer.state.global_step = step
         due.append(check.is_due(4))
     assert due == [True, False, False, False, True, False, False, False, True]
-    watched = {rows: list(range(0, rows, generation_check.watched_every(rows))) for rows in (1, 16, 33, 64)}
+    watched = {rows: list(range(0, rows, generation_check.compare_every(rows))) for rows in (1, 16, 33, 64)}
     assert watched == {1: [0], 16: [0], 33: [0, 17], 64: [0, 32]}
 
 
 # ---- the judgement
 
 
-def evidence(**others: Alternative) -> Evidence:
+def evidence(**others: Fit) -> Evidence:
     """A thousand tokens whose log-probabilities differ by 0.1."""
     return Evidence(1000, 100.0, 0.2, 10.0, others)
 
@@ -592,11 +602,11 @@ def evidence(**others: Alternative) -> Evidence:
 @pytest.mark.parametrize(("whole", "limit"), [(True, 20.0), (False, 5.0)])
 def test_how_many_times_the_usual_difference_is_too_much(whole: bool, limit: float) -> None:
     found = evidence()
-    assert judge(found, whole=whole, usual=found.mean / (1.02 * limit)).wrong
-    assert not judge(found, whole=whole, usual=found.mean / (0.98 * limit)).wrong
+    assert conclude(found, is_float32=whole, baseline=found.mean / (1.02 * limit)).is_wrong
+    assert not conclude(found, is_float32=whole, baseline=found.mean / (0.98 * limit)).is_wrong
     gross = Evidence(1000, 510.0, 2.0, 300.0)
-    assert judge(gross, whole=whole, usual=None).wrong
-    assert not judge(Evidence(1000, 490.0, 2.0, 300.0), whole=whole, usual=None).wrong
+    assert conclude(gross, is_float32=whole, baseline=None).is_wrong
+    assert not conclude(Evidence(1000, 490.0, 2.0, 300.0), is_float32=whole, baseline=None).is_wrong
 
 
 @pytest.mark.parametrize(
@@ -606,28 +616,28 @@ def test_how_many_times_the_usual_difference_is_too_much(whole: bool, limit: flo
         (evidence(), None, False, ()),  # nothing explains it, and nothing is usual yet
         (evidence(), 0.001, True, ()),
         (evidence(), 0.09, False, ()),
-        (evidence(off=Alternative(10.0, 0.1, 100.0)), None, True, (OFF,)),
-        (evidence(off=Alternative(10.0, 6.0, 100.0)), None, False, ()),
-        (evidence(off=Alternative(10.0, 4.0, 9.0), twice=Alternative(10.0, 1.0, 9.0)), None, True, (TWICE,)),
-        (evidence(off=Alternative(10.0, 1.0, 9.0), ago=Alternative(10.0, 1.0, 9.0)), None, True, (OFF, AGO)),
-        (evidence(half=Alternative(4.0, 12.0, 40.0)), None, False, (HALF,)),
-        (evidence(half=Alternative(0.4, 10.0, 4.0)), 1e-6, True, ()),
-        (evidence(off=Alternative(10.0, 0.1, 1.0), half=Alternative(4.0, 12.0, 90.0)), None, True, (OFF,)),
-        (evidence(raw=Alternative(10.0, 0.1, 1.0)), None, False, (RAW,)),
-        (evidence(unpadded=Alternative(10.0, 0.1, 1.0), off=Alternative(9.0, 8.0, 1.0)), None, False, (UNPADDED,)),
+        (evidence(off=Fit(10.0, 0.1, 100.0)), None, True, (OFF,)),
+        (evidence(off=Fit(10.0, 6.0, 100.0)), None, False, ()),
+        (evidence(off=Fit(10.0, 4.0, 9.0), twice=Fit(10.0, 1.0, 9.0)), None, True, (TWICE,)),
+        (evidence(off=Fit(10.0, 1.0, 9.0), earlier=Fit(10.0, 1.0, 9.0)), None, True, (OFF, EARLIER)),
+        (evidence(bfloat16=Fit(4.0, 12.0, 40.0)), None, False, (BFLOAT16,)),
+        (evidence(bfloat16=Fit(0.4, 10.0, 4.0)), 1e-6, True, ()),
+        (evidence(off=Fit(10.0, 0.1, 1.0), bfloat16=Fit(4.0, 12.0, 90.0)), None, True, (OFF,)),
+        (evidence(unprocessed=Fit(10.0, 0.1, 1.0)), None, False, (UNPROCESSED,)),
+        (evidence(unpadded=Fit(10.0, 0.1, 1.0), off=Fit(9.0, 8.0, 1.0)), None, False, (UNPADDED,)),
     ],
 )
 def test_judgement_in_whole_precision(found: Evidence, usual: Any, wrong: bool, names: tuple[str, ...]) -> None:
-    verdict = judge(found, whole=True, usual=usual)
-    assert (verdict.wrong, verdict.names) == (wrong, names)
+    conclusion = conclude(found, is_float32=True, baseline=usual)
+    assert (conclusion.is_wrong, conclusion.names) == (wrong, names)
 
 
 def test_16_bit_differences_below_the_tolerance_stop_nothing() -> None:
-    small = Evidence(1000, 20.0, 0.2, 1.0, {OFF: Alternative(1.0, 0.1, 20.0)})
-    verdict = judge(small, whole=False, usual=None)
-    assert (verdict.wrong, verdict.names, verdict.unclear) == (False, (OFF,), (OFF,))
-    rounding = Evidence(1000, 20.0, 0.2, 1.0, {UNPADDED: Alternative(1.0, 0.1, 20.0)})
-    assert judge(rounding, whole=False, usual=None).names == ()
+    small = Evidence(1000, 20.0, 0.2, 1.0, {OFF: Fit(1.0, 0.1, 20.0)})
+    conclusion = conclude(small, is_float32=False, baseline=None)
+    assert (conclusion.is_wrong, conclusion.names, conclusion.unclear) == (False, (OFF,), (OFF,))
+    rounding = Evidence(1000, 20.0, 0.2, 1.0, {UNPADDED: Fit(1.0, 0.1, 20.0)})
+    assert conclude(rounding, is_float32=False, baseline=None).names == ()
 
 
 def test_noise_is_never_named() -> None:
@@ -638,9 +648,9 @@ def test_noise_is_never_named() -> None:
         scale = 10 ** (4 * torch.rand(1, generator=generator) - 2)
         moved = torch.randn(64, generator=generator) * 0.1 * scale
         square, left = noise.square().sum().item(), (noise - moved).square().sum().item()
-        other = Alternative(moved.square().sum().item(), left, moved.abs().sum().item())
+        other = Fit(moved.square().sum().item(), left, moved.abs().sum().item())
         found = Evidence(64, noise.abs().sum().item(), noise.abs().max().item(), square, {OFF: other})
-        assert judge(found, whole=False, usual=None).names == ()
+        assert conclude(found, is_float32=False, baseline=None).names == ()
 
 
 # ---- when it looks closer, and what it makes of several batches
@@ -649,7 +659,7 @@ def test_noise_is_never_named() -> None:
 def off(tokens: int, size: float, explained: float, *names: str) -> Evidence:
     """Tokens that differ by `size`, of which each alternative in `names` explains a share."""
     square = tokens * size**2
-    other = Alternative(square, (1 - explained) * square, tokens * size)
+    other = Fit(square, (1 - explained) * square, tokens * size)
     return Evidence(tokens, tokens * size, size, square, dict.fromkeys(names, other))
 
 
@@ -670,18 +680,18 @@ def test_on_which_batches_the_alternatives_are_computed(tmp_path: Path, monkeypa
 
 def test_few_16_bit_tokens_wait_for_more_with_the_same_alternatives(tmp_path: Path) -> None:
     check = trainer(tmp_path)._generation_check
-    check.half = True
+    check.is_half = True
     check._judge([off(40, 0.2, 0.9, OFF)])
     check._judge(
-        [off(40, 0.2, 0.9, OFF, AGO)]
+        [off(40, 0.2, 0.9, OFF, EARLIER)]
     )  # there is an earlier adapter by now: on 40 tokens alone nothing is said
-    with pytest.raises(NotThePolicy, match=f"{OFF_} or {AGO_}"):
-        check._judge([off(40, 0.2, 0.9, OFF, AGO)])
+    with pytest.raises(NotThePolicy, match=f"{OFF_} or {EARLIER_}"):
+        check._judge([off(40, 0.2, 0.9, OFF, EARLIER)])
 
 
 def test_an_adapter_that_rounding_swallows_is_said_once(tmp_path: Path, said: Any) -> None:
     check = trainer(tmp_path)._generation_check
-    check.half = True
+    check.is_half = True
     for _ in range(2):
         check._judge([off(100, 0.02, 0.9, OFF)])
     (sentence,) = [sentence for sentence in said() if "nearer to those of" in sentence]
@@ -759,6 +769,6 @@ def test_alternatives_of_a_full_model_and_of_an_adapter(tmp_path: Path) -> None:
     full = trainer(tmp_path, beta=0.04)._generation_check
     lora = trainer(tmp_path, **CONTINUED)._generation_check
     assert isinstance(lora.policy, PeftModel)
-    named = [list(alternatives.alternatives(c.trainer, c.adapters, c.scorer, True)) for c in (full, lora)]
-    assert named == [["reference", "half", "unpadded"], ["off", "twice", "half", "unpadded"]]
-    assert generation_check.WATCHED == 2
+    named = [list(hypotheses(c.trainer, c.adapters, c.scorer, True)) for c in (full, lora)]
+    assert named == [["reference", "bfloat16", "unpadded"], ["off", "twice", "bfloat16", "unpadded"]]
+    assert generation_check.COMPARED == 2

@@ -180,7 +180,7 @@ def test_a_later_fault_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     run._generate_and_score_completions = with_a_fault
     with pytest.raises(
-        NotThePolicy, match=r"at step 2 .* nothing that can be computed here explains it; they agreed before"
+        NotThePolicy, match=r"at step 2 .* no hypothesis that can be computed here explains it; they agreed before"
     ):
         run.train()
     assert said() == []
@@ -192,8 +192,8 @@ def test_a_later_fault_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_only_a_few_rows_are_checked_after_the_first_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, sizes = trainer(tmp_path), []
     scorer = run._generation_check.scorer
-    plain = scorer.plain
-    scorer.plain = lambda model, rows, entropy: sizes.append(len(rows.input_ids)) or plain(model, rows, entropy)
+    plain = scorer.trl_log_probs
+    scorer.trl_log_probs = lambda model, rows, entropy: sizes.append(len(rows.input_ids)) or plain(model, rows, entropy)
     run._generation_check.batches = generation_check.FIRST  # whose alternatives are computed in any case
     run.train()
     assert sizes == [8, 8, 1, 1, 1]  # what is logged of the first batch is computed as of the others
@@ -353,14 +353,14 @@ def test_the_check_leaves_the_random_state_and_the_model_alone(tmp_path: Path) -
     modes = [module.training for module in run.model.modules()]
     before: list[torch.Tensor] = []
     scorer = run._generation_check.scorer
-    plain = scorer.plain
+    plain = scorer.trl_log_probs
 
     def watched(policy: nn.Module, *args: Any) -> Any:
         assert not policy.training
         before.append(torch.get_rng_state())
         return plain(policy, *args)
 
-    scorer.plain = watched
+    scorer.trl_log_probs = watched
     run._generate_single_turn([[5, 6], [7]], None, {}, 1)
     assert torch.equal(before[0], torch.get_rng_state())
     assert [module.training for module in run.model.modules()] == modes

@@ -16,6 +16,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from grpo_recipes.generation.agreement import gradient_disagreement
+from grpo_recipes.generation.models import in_float32
 from grpo_recipes.training import layout_check, log_probs
 from grpo_recipes.training.packing import Layout
 from tests.grpo_recipes.training.test_packing import flat, layout_of, padded, scored, trainer_on
@@ -192,8 +194,8 @@ def test_a_gradient_that_mixes_tokens_is_noticed(tmp_path: Path, said: Any) -> N
 )
 def test_when_two_gradients_agree(got: Any, expected: Any, whole_agrees: bool, half_agrees: bool) -> None:
     mine, theirs = ([part and torch.tensor(part) for part in side] for side in (got, expected))
-    assert (layout_check.gradient_disagreement(mine, theirs, whole_precision=True) == "") is whole_agrees
-    assert (layout_check.gradient_disagreement(mine, theirs, whole_precision=False) == "") is half_agrees
+    assert (gradient_disagreement(mine, theirs, is_float32=True) == "") is whole_agrees
+    assert (gradient_disagreement(mine, theirs, is_float32=False) == "") is half_agrees
 
 
 # ---- noise in training
@@ -346,7 +348,7 @@ def test_hooks_on_gradients_outlive_the_float32_copies() -> None:
     accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]
     called: list[bool] = []
     accumulator.register_hook(lambda *_: called.append(True))
-    with layout_check.in_float32(policy, Accelerator(cpu=True)):
+    with in_float32(policy, Accelerator(cpu=True)):
         assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
         assert [name for name, p in policy.named_parameters() if not p.requires_grad] == ["lm_head.weight"]
     assert torch.get_float32_matmul_precision() == precision

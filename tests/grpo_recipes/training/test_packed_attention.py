@@ -120,11 +120,11 @@ def test_float32_weights_pack_under_bfloat16_autocast(tmp_path: Path, logged: An
 
 
 def test_one_wrong_token_counts_in_float32_and_the_mean_in_16_bit() -> None:
-    few, many = torch.tensor(1e-5), torch.tensor(1e-3)
-    assert disagreement(few, many, whole_precision=True, where="here") == "by 1.0e-03 on here, 1e-04 allowed"
-    assert disagreement(few, few, whole_precision=True, where="here") == ""
-    assert disagreement(few, torch.tensor(0.4), whole_precision=False, where="here") == ""
-    assert "by 6.0e-02" in disagreement(torch.tensor(0.06), torch.tensor(0.4), whole_precision=False, where="here")
+    few, many = 1e-5, 1e-3
+    assert disagreement(few, many, is_float32=True, where="here") == "by 1.0e-03 on here, 1e-04 allowed"
+    assert disagreement(few, few, is_float32=True, where="here") == ""
+    assert disagreement(few, 0.4, is_float32=False, where="here") == ""
+    assert "by 6.0e-02" in disagreement(0.06, 0.4, is_float32=False, where="here")
 
 
 class Written(TorchDispatchMode):

@@ -27,8 +27,9 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from grpo_recipes import GRPOTrainer
+from grpo_recipes.generation.rows import Rows
 from grpo_recipes.training import log_probs, packing
-from grpo_recipes.training.packing import Layout, Rows, pack
+from grpo_recipes.training.packing import Layout, pack
 from tests.support.grids import only
 from tests.support.recorded import Recording, compare, make_trainer, model
 

@@ -50,12 +50,15 @@ def write_run(folder: Path, steps: int, rows: int) -> Path:
     """A run of `steps` logged steps, and `rows` logged completions of 1,000 characters."""
     draw = random.Random(0)
     (folder / "completions").mkdir(parents=True)
-    with (folder / "trainer_state.json").open("w") as file:
+    with (folder / "trainer_state.json").open("w") as file, (folder / "_log.jsonl").open("w") as live:
         file.write(f'{{\n  "global_step": {steps},\n  "log_history": [\n')
+        live.write(json.dumps({"step": 0, "max_steps": steps}) + "\n")
         for step in range(1, steps + 1):
             entry = {"step": step, **{name: draw.gauss(1 + step / steps, 0.1) for name in METRICS}}
             file.write(json.dumps(entry, indent=2) + (",\n" if step < steps else "\n"))
+            live.write(json.dumps(entry) + "\n")
         file.write("  ]\n}\n")
+        live.write(json.dumps({"step": steps, "ended": True}) + "\n")
     record = {
         "recipe": {"rewards": ["gsm8k_correctness", "tag_presence"]},
         "config": {"beta": 0.04},

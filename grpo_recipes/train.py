@@ -3,7 +3,7 @@
 accelerate launch --config_file accelerate_configs/ddp.yaml -m grpo_recipes.train --config recipes/x.yaml [--key value ...]
 
 The recipe is checked before any model is loaded. The run's folder (`output_dir`) then holds `run.json` (the recipe as
-resolved, versions, geometry; an entry for each launch), `trainer_state.json` (`_log.jsonl` while the run goes on),
+resolved, versions, geometry; an entry for each launch), `trainer_state.json` and `_log.jsonl` (the log),
 `completions/*.parquet`, checkpoints, the final model or adapter, and its model card, `README.md`.
 """
 
@@ -685,11 +685,11 @@ def finish(prepared: Prepared, trainer: GRPOTrainer, seconds: float) -> None:
 
 
 def save_state(trainer: GRPOTrainer) -> None:
-    """Write `trainer_state.json`, in which the whole log now stands."""
+    """Write the run's own `trainer_state.json`, then mark `_log.jsonl` as complete."""
     trainer.save_state()
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, LiveLog):
-            callback.forget()
+            callback.end(trainer.state.global_step)
 
 
 def attempt(recipe: Recipe, loss: str, function: Callable[..., Any], *args: Any) -> None:

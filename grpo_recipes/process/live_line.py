@@ -1,7 +1,11 @@
-"""A run that is under way: what it has logged, in `_log.jsonl` in its folder, and the line that a terminal shows of it.
+"""Progress of a run: its log in `_log.jsonl`, and one line at the foot of the terminal.
 
-`trainer_state.json` is written with a checkpoint, perhaps hours apart. The file holds what one launch has logged, an entry a
-line, until the run is over; what lies before it stands in the checkpoint that the launch went on from.
+`trainer_state.json` is written only with a checkpoint, perhaps hours apart. `_log.jsonl` gets every log entry at once,
+one JSON object per line, and stays in the run's folder:
+
+    {"step": 5, "max_steps": 8}             first step of the last launch, and planned number of steps
+    {"step": 1, "reward": 0.5, ...}         one line per entry, from the beginning of the run
+    {"step": 8, "ended": true}              written at the end of the run
 """
 
 from __future__ import annotations
@@ -18,39 +22,43 @@ from typing import Any, TextIO
 from transformers import TrainerCallback
 
 from grpo_recipes.runs.files import LIVE
+from grpo_rewards.files import replacing
 from grpo_rewards.terminal import say, visible
 
 logger = logging.getLogger(__name__)
 
 
 class LiveLog(TrainerCallback):
-    """Writes each entry of the log as it is made. Where that fails, training goes on, and a warning says so once."""
+    """Writes every log entry of a run to `_log.jsonl`. If that fails, training goes on and a warning is logged once."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LIVE
         self._file: TextIO | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin the file anew; the first line says how long the run will be."""
-        if state.is_world_process_zero:
-            try:
-                self.path.unlink(missing_ok=True)  # a link too, which is not followed
-                self._file = self.path.open("x", encoding="utf-8", buffering=1)
-            except OSError as error:
-                self._give_up(error)
-            self._write({"step": state.global_step, "max_steps": state.max_steps})
+        """Begin the file with the entries of the checkpoint that the launch resumes from, if there is one."""
+        if not state.is_world_process_zero:
+            return
+        try:
+            # The file of an earlier launch is not cut in place: its last line may be incomplete, and it may be missing
+            # or belong to another branch. The checkpoint's own entries are always the right ones.
+            with replacing(self.path) as part, part.open("w", encoding="utf-8") as file:
+                for entry in ({"step": state.global_step, "max_steps": state.max_steps}, *state.log_history):
+                    file.write(json.dumps(entry, default=float) + "\n")
+            self._file = self.path.open("a", encoding="utf-8", buffering=1)
+        except (OSError, TypeError, ValueError) as error:
+            self._give_up(error)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Write what is logged."""
+        """Write an entry."""
         self._write({**(logs or {}), "step": state.global_step})
 
-    def forget(self) -> None:
-        """Remove the file: the run is over, and its `trainer_state.json` holds everything."""
+    def end(self, step: int) -> None:
+        """Mark the file as complete and close it, once the run's own `trainer_state.json` is written."""
+        self._write({"step": step, "ended": True})
         if self._file is not None:
             self._file.close()
             self._file = None
-            with suppress(OSError):
-                self.path.unlink()
 
     def _write(self, entry: dict[str, Any]) -> None:
         if self._file is not None:
@@ -61,9 +69,9 @@ class LiveLog(TrainerCallback):
 
     def _give_up(self, error: Exception) -> None:
         self._file = None
-        logger.warning(
-            "%s can't be written (%s): until a checkpoint, `report` knows nothing of this run", self.path, error
-        )
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)  # readers would take an incomplete file for the whole log
+        logger.warning("%s can't be written (%s): `report` sees only what checkpoints hold", self.path, error)
 
 
 class LiveLine(TrainerCallback):

@@ -1,14 +1,16 @@
-"""What a run left in its folder, read back: `Run.read(folder)`. Nothing here imports torch.
+"""The files of a run, read for diagnosis and reports: `Run.read(folder)`. Nothing here imports torch.
 
-Read are `run.json` (absent for a run of TRL alone, which can be read too), `trainer_state.json` (the newest: the folder's, or
-that of its last checkpoint) and what a run under way has logged since (`_log.jsonl`), `completions/*.parquet`
-(`runs/completions.py`) and `evaluations/*/evaluation.json`.
+`run.json` may be missing, because a run of TRL alone has none. The log comes from `_log.jsonl` or the newest
+`trainer_state.json`, completions from `completions/*.parquet`, evaluations from `evaluations/*/evaluation.json`.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,20 +21,203 @@ import numpy as np
 import pandas as pd
 
 from grpo_recipes.evaluation.estimates import Estimate, mean_share
-from grpo_recipes.reports.history import Log, add_live, first_step, read_log, read_step
 from grpo_recipes.runs import completions, files
-from grpo_recipes.runs.branches import branch_of, last_launch
-from grpo_recipes.runs.files import LIVE
+from grpo_recipes.runs.branches import branch_of, last_launch, numbered
 from grpo_recipes.runs.lock import is_held
 from grpo_recipes.runs.record import read_record
 from grpo_rewards.completions import completion_text
+from grpo_rewards.errors import one_line
+from grpo_rewards.files import UnreadableFile, open_ordinary
 from grpo_rewards.redaction import redacted
 from grpo_rewards.registry import REGISTERED, TRL_REWARDS, resolve
+
+STATE = "trainer_state.json"
+STATE_BYTES = 1 << 28
+"""Largest `trainer_state.json` that is read, because all of it is in memory at once: about 200,000 steps."""
+LOG_BYTES = 1 << 31
+"""Largest `_log.jsonl` that is read, one line at a time: more than a million steps."""
+LINE_BYTES = 1 << 23
+MAX_METRICS = 20_000
+"""Largest number of metrics. Each one has a column, so many names would take many times the size of the file."""
+
+_HEAD_BYTES = 1 << 16
+_ENTRY: files.Shape = {"step": files.STEP}
+_FIX = "restore or remove the file"
+
+
+class OutOfTime(files.RunError):
+    """Raised when a run is too large to be read before the deadline."""
+
+
+@dataclass
+class Log:
+    """Numbers that a run logged. NaN, infinities and values that are no numbers are dropped.
+
+    Attributes:
+        metrics: Steps and values of each metric, in order of appearance.
+        last_step: Highest step of an entry, or 0 if there is none.
+        max_steps: Planned number of steps, or 0 if it is unknown.
+    """
+
+    metrics: dict[str, tuple[array[int], array[float]]] = field(default_factory=dict)
+    last_step: int = 0
+    max_steps: int = 0
+
+    def add(self, entry: Mapping[str, Any], path: Path) -> None:
+        """Add an entry of a file. Raises `RunError` if the file has more than `MAX_METRICS` metrics."""
+        if max(len(entry), len(self.metrics)) > MAX_METRICS:
+            raise files.RunError(f"{path}: its entries have more than {MAX_METRICS:,} names; {_FIX}")
+        step = entry["step"]
+        self.last_step = max(self.last_step, step)
+        for key, value in entry.items():
+            # The column exists even if it stays empty, so that metrics keep their order of appearance.
+            steps, values = self.metrics.setdefault(key, (array("q"), array("d")))
+            if files.NUMBER.holds(value) and math.isfinite(value):
+                steps.append(step)
+                values.append(value)
+
+
+@dataclass
+class _LiveLog:
+    """Contents of a `_log.jsonl`."""
+
+    log: Log
+    began: int | None = None
+    """Step after which the last launch began, or None if the file does not hold it."""
+    has_ended: bool = False
+
+
+def read_log(folder: Path, tick: Callable[[], None] = lambda: None, *, is_running: bool = False) -> Log:
+    """Return the log of the run in `folder`.
+
+    `_log.jsonl` takes little memory, because each line becomes numbers before the next one is read. It is used if it
+    reaches the last step that the last launch saved. Otherwise the newest `trainer_state.json` is read; one that is
+    damaged is skipped if a checkpoint has an older one.
+
+    Args:
+        folder: Folder of the run.
+        tick: Function called after each entry. It may raise to stop the reading.
+        is_running: True if a launch is writing to the folder, which an error message mentions.
+
+    Raises:
+        RunError: There is no log, or its files are damaged.
+    """
+    live = _read_live(folder / files.LIVE, tick)
+    states, damaged = _states(folder, live)
+    for step, path in states:
+        if live is not None and live.log.last_step >= step:
+            return live.log
+        try:
+            return _read_state(path, tick)
+        except FileNotFoundError:  # rotation has just removed the checkpoint
+            continue
+        except OutOfTime:
+            raise
+        except files.RunError as error:
+            damaged = error
+    if damaged is not None:
+        raise damaged
+    if live is None:
+        raise files.RunError(f"{folder}: no `{STATE}` here or in a checkpoint; name the `output_dir` of a run")
+    if not live.log.last_step:
+        found = "has logged nothing yet: ask again after its first step" if is_running else "logged nothing"
+        raise files.RunError(f"{folder}: the run {found}")
+    return live.log
+
+
+def _states(folder: Path, live: _LiveLog | None) -> tuple[list[tuple[int, Path]], files.RunError | None]:
+    """Return the saved states of the last launch with their steps, newest first, and an error for a damaged one."""
+    states: list[tuple[int, Path]] = []
+    damaged: files.RunError | None = None
+    launch = last_launch(folder)
+    for checkpoint in numbered(folder):
+        step = int(checkpoint.name.rpartition("-")[2])
+        # A later checkpoint of an earlier launch belongs to an abandoned branch.
+        if (checkpoint / STATE).exists() and launch.holds(branch_of(checkpoint), step):
+            states.append((step, checkpoint / STATE))
+    try:
+        step = _last_step(folder / STATE)
+        # A launch writes its own state at its end. Before, the file is from an earlier launch, perhaps abandoned.
+        if live is None or live.began is None or live.has_ended or step <= live.began:
+            states.append((step, folder / STATE))
+    except FileNotFoundError:
+        pass
+    except files.RunError as error:
+        damaged = error
+    return sorted(states, key=lambda state: state[0], reverse=True), damaged
+
+
+def _last_step(path: Path) -> int:
+    """Return the step at which a `trainer_state.json` was written. Raises FileNotFoundError or `RunError`."""
+    try:
+        with open_ordinary(path, LOG_BYTES) as file:
+            head = file.read(_HEAD_BYTES).partition(b'"log_history"')[0]
+    except (UnreadableFile, OSError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise files.RunError(f"{one_line(error)}; {_FIX}") from error
+    # transformers sorts the keys, so that this one is found without reading the log.
+    found = re.search(rb'"global_step":\s*(\d{1,18})\b', head)
+    return int(found[1]) if found else _read_state(path).last_step
+
+
+def _read_state(path: Path, tick: Callable[[], None] = lambda: None) -> Log:
+    """Return the log in a `trainer_state.json`. Raises FileNotFoundError or `RunError`."""
+    state = files.read_object(path, {"log_history": [_ENTRY], "global_step?": files.STEP}, most=STATE_BYTES)
+    log = Log()
+    for entry in state["log_history"]:
+        log.add(entry, path)
+        tick()
+    if files.STEP.holds(state.get("max_steps")):
+        log.max_steps = state["max_steps"]
+    return log
+
+
+def _read_live(path: Path, tick: Callable[[], None]) -> _LiveLog | None:
+    """Return the contents of a `_log.jsonl`, or None if there is no such file. Raises `RunError` if it is damaged."""
+    live = _LiveLog(Log())
+    try:
+        for entry in _lines(path):
+            if files.STEP.holds(entry.get("max_steps")):
+                live.began, live.log.max_steps = entry["step"], entry["max_steps"]
+            elif entry.get("ended") is True:
+                live.has_ended = True
+            else:
+                live.log.add(entry, path)
+            tick()
+    except FileNotFoundError:
+        return None
+    return live
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the entries of a `_log.jsonl`. Raises FileNotFoundError, or `RunError` if the file is damaged.
+
+    An incomplete last line is skipped: a launch is still writing it, or was killed.
+    """
+    number = 1
+    try:
+        with open_ordinary(path, LOG_BYTES) as file:
+            for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES), b""), start=1):
+                if not line.endswith(b"\n"):
+                    if len(line) == LINE_BYTES:
+                        raise files.RunError(f"{path}: line {number} has more than {len(line):,} bytes; {_FIX}")
+                    return
+                entry = json.loads(line.decode(errors="replace"))
+                if problem := files.mismatch(entry, _ENTRY, f"line {number}"):
+                    raise files.RunError(f"{path}: {problem}; {_FIX}")
+                yield entry
+    except (FileNotFoundError, files.RunError):
+        raise
+    except UnreadableFile as error:
+        raise files.RunError(f"{error}; {_FIX}") from error
+    except (ValueError, RecursionError, OSError) as error:
+        raise files.RunError(f"{path}: line {number} can't be read as JSON ({one_line(error)}); {_FIX}") from error
 
 
 @dataclass(frozen=True)
 class Series:
-    """A metric over a run: what was logged at which optimiser step, NaN and missing values left out."""
+    """Values of a metric and the optimizer steps at which they were logged."""
 
     steps: list[int]
     values: list[float]
@@ -42,39 +227,39 @@ class Series:
 
     @property
     def quarter(self) -> int:
-        """How many points make a quarter of the series; at least one."""
+        """Number of points in a quarter of the series, at least 1."""
         return max(1, len(self) // 4)
 
     @property
     def start(self) -> float:
-        """The mean of the first quarter of the points."""
+        """Mean of the first quarter of the points."""
         return _mean(self.values[: self.quarter])
 
     @property
     def end(self) -> float:
-        """The mean of the last quarter of the points."""
+        """Mean of the last quarter of the points."""
         return _mean(self.values[-self.quarter :])
 
     @property
     def mean(self) -> float:
-        """The mean of all points."""
+        """Mean of all points."""
         return _mean(self.values)
 
     @property
     def has_trend(self) -> bool:
-        """Whether there are enough points, four, to tell a trend."""
+        """True if there are at least four points, which a trend needs."""
         return len(self) >= 4
 
     @property
     def trend(self) -> int:
         """1 if the series rises, -1 if it falls, 0 if it does neither or has fewer than four points.
 
-        The last quarter must differ from the first by 5 % of the largest value and by three standard errors, where the noise
-        of a point is taken from the differences of neighbours (von Neumann's estimate, blind to a slow drift).
+        The last quarter must differ from the first by 5 % of the largest value and by three standard errors. The noise
+        of a point is estimated from the differences of neighbours (von Neumann), which a slow drift hardly changes.
         """
         if not self.has_trend:
             return 0
-        with np.errstate(over="ignore", invalid="ignore"):  # numbers near the largest: the margin is then infinite
+        with np.errstate(over="ignore", invalid="ignore"):  # near the largest float the margin becomes infinite
             noise = float(np.std(np.diff(self.values))) / math.sqrt(2)
         margin = max(3 * noise * math.sqrt(2 / self.quarter), 0.05 * max(abs(value) for value in self.values), 1e-9)
         change = self.end - self.start
@@ -83,102 +268,101 @@ class Series:
 
 @dataclass(frozen=True)
 class RunReward:
-    """A reward of a run: its name in the logs, its weight, and what it pays for (`other` where it does not say)."""
+    """A reward of a run."""
 
     name: str
+    """Name in the logs."""
     weight: float = 1.0
     kind: str = "other"
     parts: tuple[RunReward, ...] = ()
-    """The rewards that a `sum` adds."""
+    """Rewards that a `sum` adds."""
     highest_pay: float | None = None
-    """The most that it pays a completion, without the weight; None if it does not say."""
+    """Highest value for one completion, without the weight, or None if it is unknown."""
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> RunReward:
-        """The reward that an entry of `run.json` describes."""
+        """Return the reward that an entry of `run.json` describes."""
         parts = tuple(map(cls.from_dict, entry.get("parts", ())))
         return cls(entry["name"], entry.get("weight", 1.0), entry.get("kind", "other"), parts, entry.get("highest_pay"))
 
 
-class OutOfTime(files.RunError):
-    """A run has more to read than there was time for."""
-
-
 @dataclass(frozen=True)
 class Run:
-    """A run's files. `record` is `run.json` ({} without one), `log` what the trainer logged.
-
-    Whatever reads on after `deadline` (of `time.monotonic`) raises `OutOfTime`.
-    """
+    """Files of a run. After `deadline`, whatever reads further raises `OutOfTime`."""
 
     folder: Path
     record: Mapping[str, Any]
+    """Contents of `run.json`, or {} if there is none."""
     log: Log
     evaluations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     deadline: float = math.inf
+    """Time of `time.monotonic` until which files may be read."""
     is_running: bool = False
-    """Whether a launch was writing to the folder when it was read."""
+    """True if a launch was writing to the folder when it was read."""
 
     @classmethod
     def read(cls, folder: Path, within: float = math.inf) -> Run:
-        """Read a run's folder. Raises `RunError` if it holds no `trainer_state.json`, or a file is damaged.
+        """Read the folder of a run. Completions are read at their first use.
 
-        Completions are read at their first use, and raise it then. `within` so many seconds from now everything must be
-        read; what is not raises `OutOfTime`.
+        Args:
+            folder: `output_dir` of the run.
+            within: Seconds from now after which reading, here or later, raises `OutOfTime`.
+
+        Raises:
+            RunError: The folder holds no log, or a file is damaged.
         """
         if not folder.is_dir():
             raise files.RunError(f"{folder}: there is no such folder; name the `output_dir` of a run")
         run = cls.read_evaluations(folder, within)
         is_running = is_held(folder)
-        return replace(run, log=_newest_log(folder, run.check_time, is_running=is_running), is_running=is_running)
+        return replace(run, log=read_log(folder, run.check_time, is_running=is_running), is_running=is_running)
 
     @classmethod
     def read_evaluations(cls, folder: Path, within: float = math.inf) -> Run:
-        """The same without the log, which takes seconds to read once it is long."""
-        evaluations = {
-            path.parent.name: files.read_object(path, files.EVALUATION)
-            for path in sorted(folder.glob(f"{files.EVALUATIONS}/*/evaluation.json"))
-        }
+        """Read the folder of a run like `read`, but without the log, which takes seconds if it is long."""
+        evaluations = {}
+        for path in sorted(folder.glob(f"{files.EVALUATIONS}/*/evaluation.json")):
+            evaluations[path.parent.name] = files.read_object(path, files.EVALUATION)
         return cls(folder, redacted(read_record(folder) or {}), Log(), evaluations, time.monotonic() + within)
 
     def check_time(self) -> None:
-        """Raise `OutOfTime` after the deadline."""
+        """Raise `OutOfTime` if the deadline is over."""
         if time.monotonic() > self.deadline:
-            raise OutOfTime(f"{self.folder} is too large to be read in the time that there was")
+            raise OutOfTime(f"{self.folder} is too large to be read before the deadline")
 
     @property
     def name(self) -> str:
-        """The folder's name."""
+        """Name of the folder."""
         return self.folder.resolve().name
 
     @property
     def recipe(self) -> Mapping[str, Any]:
-        """The recipe as resolved, or {}."""
+        """Resolved recipe, or {}."""
         return self.record.get("recipe", {})
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Every plain value of TRL's configuration, its defaults included, or {}."""
+        """Plain values of TRL's configuration, defaults included, or {}."""
         return self.record.get("config", {})
 
     def series(self, key: str) -> Series:
-        """What was logged under a key; empty if nothing was."""
+        """Return the values logged under a key, or an empty series."""
         self.check_time()
         steps, values = self.log.metrics.get(key, ((), ()))
         return Series(list(steps), list(values))
 
     def logged(self, prefix: str) -> list[str]:
-        """The keys that were logged and start with `prefix`, in order of appearance."""
+        """Return the logged keys that start with `prefix`, in order of appearance."""
         return [key for key in self.log.metrics if key.startswith(prefix)]
 
     @property
     def knows_weights(self) -> bool:
-        """Whether the run says how its rewards are weighted, as one of TRL alone does not."""
+        """True if `run.json` holds the rewards' weights. A run of TRL alone has none."""
         return "rewards" in self.record
 
     @cached_property
     def rewards(self) -> list[RunReward]:
-        """The rewards that were paid, from `run.json`, or from the keys of the log with weight 1."""
+        """Rewards of the run, from `run.json`, or else from the keys of the log with weight 1."""
         if self.knows_weights:
             return [RunReward.from_dict(entry) for entry in self.record["rewards"]]
         keys = [key for key in self.logged("rewards/") if key.endswith("/mean")]
@@ -186,110 +370,114 @@ class Run:
         return [RunReward(name, kind=_kind_by_name(name)) for name in names]
 
     def parts(self) -> Iterator[tuple[RunReward, Series]]:
-        """Each reward with its mean, and in place of one made of others its parts where they were logged."""
+        """Yield each reward with its mean. A `sum` is replaced by its parts if their means were logged."""
         for reward in self.rewards:
-            parts = [replace(part, name=f"{reward.name}/{part.name}") for part in reward.parts]
-            means = [(part, self.series(f"rewards/{part.name}")) for part in parts]
-            logged = [(part, mean) for part, mean in means if len(mean)]
-            yield from logged
-            if not logged:
+            has_parts = False
+            for part in reward.parts:
+                name = f"{reward.name}/{part.name}"
+                mean = self.series(f"rewards/{name}")
+                if len(mean):
+                    has_parts = True
+                    yield replace(part, name=name), mean
+            if not has_parts:
                 yield reward, self.series(f"rewards/{reward.name}/mean")
 
     @cached_property
     def completion_files(self) -> Sampled:
-        """The logged completions. TRL logs the last generation before each logging step."""
+        """Files of the logged completions. TRL logs the last generation before each logging step."""
         return self._sampled(completions.TRAINING)
 
     @cached_property
     def rows(self) -> pd.DataFrame:
-        """What the logged completions were paid, without their texts: a row for each, in order.
+        """Table of the logged completions without their texts, one row each, in order of steps.
 
-        Columns: `file` and `row`, where it stands; `step`; `prompt` and `completion`, equal where the texts are equal and
-        otherwise without meaning; `total`, the weighted sum of the rewards, NaN where none scored the row; `pay/NAME`, what
-        each reward paid, NaN where it did not.
+        Columns: `file` and `row`, the place of the completion; `step`; `prompt` and `completion`, hashes of the texts;
+        `total`, the weighted sum of the rewards; `pay/NAME`, the value of each reward. A missing value is NaN.
         """
-        parts = [
-            pd.DataFrame(
-                {
+        parts = []
+        for number, source in enumerate(self.completion_files.kept):
+            for start, batch in self._completions(source):
+                part = {
                     "file": number,
                     "row": range(start, start + len(batch)),
                     "step": batch["step"].astype("int64"),
                     "prompt": [hash(text) for text in batch["prompt"]],
                     "completion": [hash(text) for text in batch["completion"]],
                     "total": batch["total"].astype(float),
-                    **{
-                        f"pay/{reward.name}": batch[reward.name].astype(float)
-                        for reward in self.rewards
-                        if reward.name in batch.columns
-                    },
                 }
-            )
-            for number, source in enumerate(self.completion_files.kept)
-            for start, batch in self._completions(source)
-        ]
+                for reward in self.rewards:
+                    if reward.name in batch.columns:
+                        part[f"pay/{reward.name}"] = batch[reward.name].astype(float)
+                parts.append(pd.DataFrame(part))
         if not parts:
             return pd.DataFrame({name: [] for name in ("file", "row", "step", "prompt", "completion", "total")})
-        # Compacted files whose columns differ may hold every other step.
+        # The steps of compacted files with different columns may alternate.
         return pd.concat(parts).sort_values("step", kind="stable", ignore_index=True)
 
     def texts(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """The completions at some of `rows`, in the same order, with their texts.
+        """Return the completions at some of `rows`, in the same order, with their texts.
 
-        Columns: `prompt` and `completion` as text, `question`, which is the prompt's last message, the rewards, `total`, and
-        `advantage`, `gold` and `verdict` as far as the file has them.
+        Columns: `prompt` and `completion` as text; `question`, the last message of the prompt; the rewards; `total`;
+        and `advantage`, `gold` and `verdict` if the file has them.
         """
         found: dict[tuple[int, int], pd.Series] = {}
         for number, places in rows.groupby("file")["row"]:
-            wanted = set(places)
-            for start, batch in self._completions(
-                self.completion_files.kept[int(number)], ("advantage", "gold", "verdict")
-            ):
-                here = [place for place in wanted if start <= place < start + len(batch)]
-                found |= {(int(number), place): batch.iloc[place - start] for place in here}
-                if max(wanted) < start + len(batch):
+            source = self.completion_files.kept[int(number)]
+            for start, batch in self._completions(source, ("advantage", "gold", "verdict")):
+                end = start + len(batch)
+                for place in places[(places >= start) & (places < end)]:
+                    found[int(number), int(place)] = batch.iloc[place - start]
+                if places.max() < end:
                     break
         order = zip(rows["file"].astype(int), rows["row"].astype(int), strict=True)
         return pd.DataFrame([found[place] for place in order])
 
     def _completions(self, source: completions.Source, more: Iterable[str] = ()) -> Iterator[tuple[int, pd.DataFrame]]:
-        """The completions of a file, some at a time, with the columns `more` if it has them, and the number of the first."""
+        """Yield the completions of a file in batches, each with the number of its first row.
+
+        The columns `more` are read if the file has them.
+        """
         columns: dict[str, files.Kind] = {
             "step": files.INTEGERS,
             "prompt": files.CONVERSATIONS,
             "completion": files.CONVERSATIONS,
         }
         columns |= {f"{name}?": files.ANYTHING for name in more}
-        start = 0
         columns |= {f"{reward.name}?": files.NUMBERS for reward in self.rewards}
+        start = 0
         for batch in completions.read_batches(source, columns):
             self.check_time()
             batch["question"] = [last_message(prompt) for prompt in batch["prompt"]]
             batch["prompt"] = [prompt_text(prompt) for prompt in batch["prompt"]]
             batch["completion"] = [completion_text(_listed(completion)) for completion in batch["completion"]]
-            paid = [reward for reward in self.rewards if reward.name in batch.columns]
-            weighted = [batch[reward.name].astype(float) * reward.weight for reward in paid]
+            weighted = []
+            for reward in self.rewards:
+                if reward.name in batch.columns:
+                    weighted.append(batch[reward.name].astype(float) * reward.weight)
             batch["total"] = pd.concat(weighted, axis=1).sum(axis=1, min_count=1) if weighted else math.nan
             yield start, batch
             start += len(batch)
 
     def held_out_accuracy(self) -> list[tuple[int, Estimate]]:
-        """For each evaluation during training, its step and the share of completions that a correctness reward paid.
+        """Return the accuracy of each evaluation during training, with its step.
 
-        The interval is clustered by problem. Empty if no correctness reward stands in the recipe outside a sum.
+        The accuracy is the share of completions for which a correctness reward is positive. Its interval is clustered
+        by problem. The list is empty if the recipe has no correctness reward outside a `sum`.
         """
         judges = [reward.name for reward in self.rewards if reward.kind == "correctness"]
-        columns = {"step": files.INTEGERS, "prompt": files.CONVERSATIONS} | {
-            f"{name}?": files.NUMBERS for name in judges
-        }
+        columns: dict[str, files.Kind] = {"step": files.INTEGERS, "prompt": files.CONVERSATIONS}
+        columns |= {f"{name}?": files.NUMBERS for name in judges}
         shares: dict[int, dict[str, list[float]]] = {}
         for source in self._sampled(completions.EVALUATION).kept:
             for batch in completions.read_batches(source, columns):
                 self.check_time()
-                paid = batch[[name for name in judges if name in batch.columns]]
-                if paid.empty:
+                scores = batch[[name for name in judges if name in batch.columns]]
+                if scores.empty:
                     continue
-                for step, prompt, right in zip(batch["step"], batch["prompt"], (paid > 0).any(axis=1), strict=True):
-                    shares.setdefault(int(step), {}).setdefault(prompt_text(prompt), []).append(float(right))
+                for step, prompt, is_right in zip(
+                    batch["step"], batch["prompt"], (scores > 0).any(axis=1), strict=True
+                ):
+                    shares.setdefault(int(step), {}).setdefault(prompt_text(prompt), []).append(float(is_right))
         return [(step, mean_share([_mean(right) for right in shares[step].values()])) for step in sorted(shares)]
 
     def _sampled(self, kind: str) -> Sampled:
@@ -300,17 +488,20 @@ class Run:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Logged steps of one kind, and where those are that are read: at most `MOST`, evenly spread, the last among them."""
+    """Logged steps of one kind of completions, of which at most `MOST` are read, evenly spread, the last included."""
 
     MOST: ClassVar[int] = 1000
 
     kept: list[completions.Source]
+    """Files of the steps that are read."""
     read: int
+    """Number of steps that are read."""
     count: int
+    """Number of steps that were logged."""
 
     @classmethod
     def of(cls, steps: list[completions.Logged]) -> Sampled:
-        """All of the steps, or as many as may be read."""
+        """Return all steps, or `MOST` of them."""
         read = steps
         if len(steps) > cls.MOST:
             last = len(steps) - 1
@@ -319,14 +510,14 @@ class Sampled:
 
 
 def _kind_by_name(name: str) -> str:
-    """The kind of one of our rewards or TRL's, by the name that it logs under."""
+    """Return the kind of one of our rewards or TRL's, by the name in the logs."""
     if name in REGISTERED:
         return resolve(name).kind
     return TRL_REWARDS[name][0] if name in TRL_REWARDS else "other"
 
 
 def prompt_text(prompt: Any) -> str:
-    """A logged prompt as text: the contents of its messages, or the text itself."""
+    """Return a logged prompt as text: the contents of its messages, or the text itself."""
     prompt = _listed(prompt)
     if isinstance(prompt, list):
         return "\n".join(str(message.get("content") or "") for message in prompt)
@@ -334,70 +525,14 @@ def prompt_text(prompt: Any) -> str:
 
 
 def last_message(prompt: Any) -> str:
-    """The last message of a logged prompt, or the text itself: the prompt without its system prompt."""
+    """Return the last message of a logged prompt, or the text itself. A system prompt is thus left out."""
     prompt = _listed(prompt)
     return prompt_text(prompt[-1:] if isinstance(prompt, list) else prompt)
 
 
 def _listed(value: Any) -> Any:
-    """A conversation as a list: parquet gives arrays of messages."""
+    """Return a conversation as a list, because parquet gives arrays of messages."""
     return value if isinstance(value, str) else list(value)
-
-
-def _newest_log(folder: Path, tick: Callable[[], None], *, is_running: bool) -> Log:
-    """The log of the newest `trainer_state.json`, and what a run under way, or one that was killed, has logged since."""
-    log = Log()
-    try:
-        log = _saved_log(folder, tick)
-    except NothingSaved:
-        if not add_live(log, folder / LIVE, tick):
-            raise
-        if not log.last_step:
-            found = "has logged nothing yet: ask again after its first step" if is_running else "logged nothing"
-            raise files.RunError(f"{folder}: the run {found}") from None
-        return log
-    add_live(log, folder / LIVE, tick)
-    return log
-
-
-class NothingSaved(files.RunError):
-    """A folder has no `trainer_state.json`."""
-
-
-def _saved_log(folder: Path, tick: Callable[[], None]) -> Log:
-    """Return the log of the highest step that the last launch descends from. A damaged `trainer_state.json` is skipped.
-
-    A checkpoint that an earlier launch saved after the place where the last one went on is of an abandoned branch. So
-    is the folder's own file then: a launch writes it at its end, when it removes `_log.jsonl`, so it is older than that
-    one.
-    """
-    states: list[tuple[int, Path]] = []
-    damaged: files.RunError | None = None
-    last = last_launch(folder)
-    began = first_step(folder / LIVE)
-    for path in (folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")):
-        try:
-            step = read_step(path)
-        except FileNotFoundError:  # none in the folder itself, or a checkpoint that has just been deleted
-            continue
-        except files.RunError as error:
-            damaged = error
-            continue
-        is_own = path.parent == folder
-        if (began is None or step <= began) if is_own else last.holds(branch_of(path.parent), step):
-            states.append((step, path))
-    for _, path in sorted(states, key=lambda state: state[0], reverse=True):
-        try:
-            return read_log(path, tick)
-        except FileNotFoundError:
-            continue
-        except OutOfTime:
-            raise
-        except files.RunError as error:
-            damaged = error
-    raise damaged or NothingSaved(
-        f"{folder}: no `trainer_state.json` here or in a checkpoint; name the `output_dir` of a run"
-    )
 
 
 def _mean(values: list[float]) -> float:

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from grpo_recipes.runs.branches import LastLaunch, new_branch, oldest_first, write_launch
 from grpo_recipes.runs.checkpoints import is_of_ours, newest_confirmed, rejection, step_of, unfit
-from grpo_recipes.runs.files import NUMBER, NUMBER_OR_NULL, STEP, Shape, mismatch, write_atomically
+from grpo_recipes.runs.files import LIVE, NUMBER, NUMBER_OR_NULL, STEP, Shape, mismatch, write_atomically
 from grpo_recipes.runs.identity import ContentChanged, Identity, compare
 from grpo_recipes.runs.lock import FolderLost, Held
 from grpo_recipes.runs.manifest import (
@@ -160,6 +160,8 @@ class CompleteCheckpoints(TrainerCallback):
             check_held(self.held, "before its first step", source.name if source is not None else None)
         if args.should_save:
             write_launch(folder, self.launch)
+            # The log of an earlier launch: a recipe writes it anew, and a script writes none.
+            (folder / LIVE).unlink(missing_ok=True)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -123,7 +123,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path, content in {**run_files("stored"), **evaluation_files("one"), **evaluation_files("two")}.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(content if isinstance(content, bytes) else content.encode())
-    (scene.stored / "_log.jsonl").write_text(json.dumps({"step": 41, "reward": 1.0}) + "\n")
+    # It ends before the state, so that readers need both.
+    lines = [{"step": 0, "max_steps": 40}, {"step": 30, "reward": 1.0}, {"step": 40, "ended": True}]
+    (scene.stored / "_log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     shutil.copytree(scene.policy, scene.sharded)
     short_runs.load(scene.policy).save_pretrained(scene.sharded, max_shard_size="20KB")
     (scene.sharded / "model.safetensors").unlink()

@@ -386,7 +386,11 @@ def test_a_run_is_quiet_off_a_terminal_and_read_while_it_goes_on(
     assert not finished.is_running
     assert running.series("reward") == finished.series("reward")
     assert running.series("reward").steps == [1, 2]
-    assert not (folder / "_log.jsonl").exists()
+    (folder / "trainer_state.json").rename(tmp_path / "trainer_state.json")
+    logged = Run.read(folder).log
+    (folder / "_log.jsonl").unlink()
+    (tmp_path / "trainer_state.json").rename(folder / "trainer_state.json")
+    assert Run.read(folder).log == logged == finished.log
 
 
 def test_a_run_of_no_step_is_no_success(

@@ -23,17 +23,28 @@ from grpo_recipes.runs.lock import only_launch
 from tests.support.synthetic import write_run
 
 
-def state(step: int, steps: int = 40, *, first: bool = True) -> SimpleNamespace:
-    return SimpleNamespace(global_step=step, max_steps=steps, is_world_process_zero=first)
+def state(step: int, steps: int = 40, *, first: bool = True, history: list[dict] | None = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        global_step=step, max_steps=steps, is_world_process_zero=first, log_history=list(history or [])
+    )
 
 
-def log(folder: Path, steps: range, began: int = 0) -> LiveLog:
-    """What a launch that began at a step has logged so far."""
+def log(folder: Path, steps: range, began: int = 0, history: list[dict] | None = None) -> LiveLog:
+    """Return the callback of a launch that began at a step and has logged some steps."""
     callback = LiveLog(folder)
-    callback.on_train_begin(None, state(began), None)
+    callback.on_train_begin(None, state(began, history=history), None)
     for step in steps:
         callback.on_log(None, state(step), None, {"reward": step / 10, "kl": float("nan"), "step_time": 2.0})
     return callback
+
+
+def save(folder: Path, step: int, reward: float, name: str = "") -> list[dict]:
+    """Write a `trainer_state.json` with one entry per step, and return its entries."""
+    history = [{"step": number, "reward": reward} for number in range(1, step + 1)]
+    (folder / name).mkdir(exist_ok=True)
+    content = {"global_step": step, "max_steps": 40, "log_history": history}
+    (folder / name / "trainer_state.json").write_text(json.dumps(content))
+    return history
 
 
 # The log
@@ -50,20 +61,44 @@ def test_a_run_without_a_checkpoint_is_read_from_what_it_has_logged(tmp_path: Pa
     assert (run.log.last_step, run.log.max_steps) == (7, 40)
 
 
-def test_what_lies_before_the_last_checkpoint_is_read_once(tmp_path: Path) -> None:
-    """The launch began at step 0, and has saved step 5; a later one goes on from there and logs steps 6 and 7 anew."""
-    callback = log(tmp_path, range(1, 8))
-    (tmp_path / "checkpoint-5").mkdir()
-    saved = {"global_step": 5, "max_steps": 40, "log_history": [{"step": step, "reward": -1.0} for step in range(1, 6)]}
-    (tmp_path / "checkpoint-5" / "trainer_state.json").write_text(json.dumps(saved))
-    assert Run.read(tmp_path).series("reward").values == [-1.0] * 5 + [0.6, 0.7]
-    log(tmp_path, range(6, 7), began=5)
-    assert Run.read(tmp_path).series("reward").steps == [1, 2, 3, 4, 5, 6]
+def test_a_resumed_launch_begins_its_log_with_the_entries_of_the_checkpoint(tmp_path: Path) -> None:
+    """The first launch was killed at step 7, in the middle of a line, after it had saved step 5."""
+    first = log(tmp_path, range(1, 8))
+    with (tmp_path / LIVE).open("a") as file:
+        file.write('{"reward": 0.8, "st')
+    history = save(tmp_path, 5, -1.0, "checkpoint-5")
+    assert Run.read(tmp_path).series("reward").values == [step / 10 for step in range(1, 8)]
+    second = log(tmp_path, range(6, 7), began=5, history=history)
+    assert Run.read(tmp_path).series("reward").values == [-1.0] * 5 + [0.6]
+    third = log(tmp_path, range(6, 9), began=5, history=history)
+    third.end(8)
+    save(tmp_path, 8, -3.0)
+    assert Run.read(tmp_path).series("reward").values == [-1.0] * 5 + [0.6, 0.7, 0.8]
     with warnings.catch_warnings(record=True) as left_open:
         warnings.simplefilter("always", ResourceWarning)
-        callback.forget()
+        for callback in (first, second):
+            callback.end(8)
     assert left_open == []
-    assert not (tmp_path / LIVE).exists()
+    assert (tmp_path / LIVE).exists()
+
+
+def test_a_state_that_is_newer_than_the_log_is_read(tmp_path: Path) -> None:
+    """TRL alone has continued the run, or the log could not be written to its end."""
+    log(tmp_path, range(1, 8)).end(7)
+    save(tmp_path, 9, -1.0)
+    assert Run.read(tmp_path).series("reward").values == [-1.0] * 9
+    (tmp_path / "trainer_state.json").unlink()
+    save(tmp_path, 8, -2.0, "checkpoint-8")
+    assert Run.read(tmp_path).series("reward").values == [-2.0] * 8
+
+
+def test_the_state_of_an_earlier_finished_launch_is_not_read_while_a_branch_runs(tmp_path: Path) -> None:
+    history = save(tmp_path, 9, -1.0)
+    callback = log(tmp_path, range(3, 5), began=2, history=history[:2])
+    assert Run.read(tmp_path).series("reward").values == [-1.0, -1.0, 0.3, 0.4]
+    callback.end(4)
+    save(tmp_path, 4, -5.0)
+    assert Run.read(tmp_path).series("reward").values == [-1.0, -1.0, 0.3, 0.4]
 
 
 def test_a_line_that_is_being_written_is_left_for_later(tmp_path: Path) -> None:
@@ -107,6 +142,7 @@ def test_a_log_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytes
         for _ in range(2):
             callback.on_log(None, state(2), None, {"reward": object()})
     assert [record.message.count("can't be written") for record in caplog.records] == [1]
+    assert not (tmp_path / LIVE).exists()  # it would be taken for the whole log
 
 
 def test_the_report_of_a_run_that_goes_on_says_so(tmp_path: Path) -> None:

@@ -124,13 +124,13 @@ def test_a_diagnosis_that_has_no_time_is_left_out_and_says_so(
 
 
 def test_a_model_card_does_not_read_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is written with every checkpoint: reading the log each time would cost a long run its square."""
+    """A card is written with every checkpoint. Reading the log each time would take quadratic time."""
     folder = write_run(tmp_path / "run")
-    monkeypatch.setattr(run_module, "read_log", lambda *_: pytest.fail("the log was read"))
+    monkeypatch.setattr(run_module, "read_log", lambda *_, **__: pytest.fail("the log was read"))
     assert Run.read_evaluations(folder).held_out_accuracy() == []
 
 
-def test_the_newest_log_alone_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_newest_state_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_run(tmp_path / "run")
     for step in (10, 20, 30):
         (folder / f"checkpoint-{step}").mkdir()
@@ -138,7 +138,7 @@ def test_the_newest_log_alone_is_read_whole(tmp_path: Path, monkeypatch: pytest.
         (folder / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state, sort_keys=True))
     (folder / "trainer_state.json").unlink()
     read: list[Path] = []
-    real = run_module.read_log
-    monkeypatch.setattr(run_module, "read_log", lambda path, tick: read.append(path) or real(path, tick))
+    real = run_module._read_state
+    monkeypatch.setattr(run_module, "_read_state", lambda path, tick: read.append(path) or real(path, tick))
     assert Run.read(folder).log.last_step == 1
     assert read == [folder / "checkpoint-30" / "trainer_state.json"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import pytest
 from pyarrow import parquet
 
 from grpo_recipes import cli
-from grpo_recipes.reports import history
-from grpo_recipes.reports.history import read_log, read_step
+from grpo_recipes.reports import run as runs
+from grpo_recipes.reports.run import read_log
 from grpo_recipes.runs import files
 from tests.support.stored import EVALUATED, EVALUATION, HISTORY, RECORD, run_files
 from tests.support.synthetic import CONFIG, REWARDS, healthy_completions, write_run
@@ -217,42 +216,52 @@ def test_a_table_is_read_as_pandas_reads_it(tmp_path: Path, nested: bool) -> Non
 # The log
 
 
+def live(folder: Path, *lines: dict[str, Any]) -> Path:
+    """Write a `_log.jsonl`."""
+    (folder / files.LIVE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
 @pytest.mark.parametrize("layout", [{}, {"indent": 2}, {"indent": 2, "sort_keys": True}, {"separators": (",", ":")}])
-@pytest.mark.parametrize("characters", [1, 7, 64, 10**6])
-def test_a_log_is_read_as_json_reads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: dict[str, Any], characters: int
-) -> None:
-    monkeypatch.setattr("grpo_recipes.reports.history._CHARACTERS", characters)
+@pytest.mark.parametrize("is_live", [False, True])
+def test_a_log_holds_the_numbers_of_its_entries(tmp_path: Path, is_live: bool, layout: dict[str, Any]) -> None:
     nested = {"deep": [{"log_history": [1, "]"]}, '\\" {[,'], "é\u2028": None, "n": -1.5e-7}
     entries = [
         {"step": 1, "a": 1.25, "text": 'x"]}', **nested},
         {"step": 20, "a": 3, "b": True},
-        {"step": 3, "a": None},
+        {"step": 3, "a": float("inf")},
     ]
-    content = {"epoch": 0.5, "global_step": 123, **nested, "log_history": entries, "max_steps": 7}
-    (tmp_path / "state.json").write_text(json.dumps(content, **layout))
-    log = read_log(tmp_path / "state.json")
+    if is_live:
+        live(tmp_path, {"step": 0, "max_steps": 7}, *entries)
+    else:
+        content = {"epoch": 0.5, "global_step": 20, **nested, "log_history": entries, "max_steps": 7}
+        (tmp_path / "trainer_state.json").write_text(json.dumps(content, **layout))
+    log = read_log(tmp_path)
     assert {key: (list(steps), list(values)) for key, (steps, values) in log.metrics.items()} == {
         "step": ([1, 20, 3], [1, 20, 3]), "a": ([1, 20], [1.25, 3]), "text": ([], []), "deep": ([], []),
         "é\u2028": ([], []), "n": ([1], [-1.5e-7]), "b": ([], [])}  # fmt: skip
-    assert log.last_step == 20
-    assert read_step(tmp_path / "state.json") == 123
-    for cut in range(1, len(json.dumps(content, **layout)), 37):
-        (tmp_path / "state.json").write_text(json.dumps(content, **layout)[:cut])
+    assert (log.last_step, log.max_steps) == (20, 7)
+
+
+@pytest.mark.parametrize("layout", [{}, {"indent": 2, "sort_keys": True}])
+def test_a_state_that_is_cut_off_is_refused(tmp_path: Path, layout: dict[str, Any]) -> None:
+    text = json.dumps({"global_step": 40, "log_history": HISTORY[:3], "max_steps": 7}, **layout)
+    for cut in range(1, len(text), 37):
+        (tmp_path / "trainer_state.json").write_text(text[:cut])
         with pytest.raises(files.RunError, match="can't be read as JSON"):
-            read_log(tmp_path / "state.json")
+            read_log(tmp_path)
 
 
-def test_the_log_alone_is_not_kept_as_objects(tmp_path: Path) -> None:
-    """Numbers take 16 bytes each, and what is read at once is one entry: the file itself is far larger than both."""
+def test_a_live_log_is_not_kept_as_objects(tmp_path: Path) -> None:
+    """Numbers take 16 bytes each, and one line is read at a time. The file itself is far larger than both."""
     import tracemalloc
 
     entries = [{"step": step, **{f"metric/{number}": step / 3 for number in range(40)}} for step in range(3000)]
-    (tmp_path / "state.json").write_text(json.dumps(state(*entries), indent=2))
-    size = (tmp_path / "state.json").stat().st_size
+    live(tmp_path, *entries)
+    size = (tmp_path / files.LIVE).stat().st_size
     del entries
     tracemalloc.start()
-    log = read_log(tmp_path / "state.json")
+    log = read_log(tmp_path)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(log.metrics["metric/7"][1]) == 3000
@@ -261,37 +270,49 @@ def test_the_log_alone_is_not_kept_as_objects(tmp_path: Path) -> None:
 
 
 class Stopped(Exception):
-    """What a caller raises that has no more time."""
+    """Raised by a caller that has no more time."""
 
 
-def keeping(stop_after: int) -> Callable[[], None]:
-    """A tick that raises at its `stop_after`th call."""
-    calls = iter(range(stop_after))
+@pytest.mark.parametrize("is_live", [False, True])
+def test_reading_can_be_stopped_at_an_entry(tmp_path: Path, is_live: bool) -> None:
+    if is_live:
+        live(tmp_path, *HISTORY)
+    else:
+        (tmp_path / "trainer_state.json").write_text(json.dumps(state(*HISTORY)))
+    calls = []
 
     def tick() -> None:
-        if next(calls, None) is None:
+        calls.append(1)
+        if len(calls) == 4:
             raise Stopped
 
-    return tick
-
-
-def test_reading_can_be_stopped_at_an_entry(tmp_path: Path) -> None:
-    (tmp_path / "state.json").write_text(json.dumps(state(*HISTORY)))
     with pytest.raises(Stopped):
-        read_log(tmp_path / "state.json", keeping(3))
+        read_log(tmp_path, tick)
+    assert len(calls) == 4
 
 
-def test_a_log_of_many_names_or_of_a_huge_entry_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each name has a column, of many times the size of an entry; an entry is held whole."""
-    monkeypatch.setattr(history, "_METRICS", 50)
-    (tmp_path / "state.json").write_text(json.dumps(state(*({"step": n, f"m{n}": 1.0} for n in range(60)))))
-    with pytest.raises(files.RunError, match="its entries have more than 50 names"):
-        read_log(tmp_path / "state.json")
-    monkeypatch.setattr(history, "_VALUE_CHARACTERS", 1000)
-    monkeypatch.setattr(history, "_CHARACTERS", 100)
-    (tmp_path / "state.json").write_text(json.dumps(state({"step": 1, "text": "x" * 5000})))
-    with pytest.raises(files.RunError, match="one value has more than 1,000 characters"):
-        read_log(tmp_path / "state.json")
+@pytest.mark.parametrize("is_live", [False, True])
+def test_a_log_of_many_names_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_live: bool) -> None:
+    """Each name has a column, which takes many times the size of an entry."""
+    monkeypatch.setattr(runs, "MAX_METRICS", 50)
+    for entries in ([{"step": n, f"m{n}": 1.0} for n in range(60)], [{"step": 1, **{f"m{n}": 1.0 for n in range(60)}}]):
+        if is_live:
+            live(tmp_path, *entries)
+        else:
+            (tmp_path / "trainer_state.json").write_text(json.dumps(state(*entries)))
+        with pytest.raises(files.RunError, match="its entries have more than 50 names"):
+            read_log(tmp_path)
+
+
+def test_a_log_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "STATE_BYTES", 1000)
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state({"step": 1, "text": "x" * 5000})))
+    with pytest.raises(files.RunError, match=r"trainer_state.json: it has 5,\d+ bytes, and at most 1,000 are read"):
+        read_log(tmp_path)
+    monkeypatch.setattr(runs, "LINE_BYTES", 1000)
     (tmp_path / "_log.jsonl").write_text('{"step": 1, "text": "' + "x" * 5000)
-    with pytest.raises(files.RunError, match="line 1 has more than 1,000 characters"):
-        history.add_live(history.Log(), tmp_path / "_log.jsonl")
+    with pytest.raises(files.RunError, match="line 1 has more than 1,000 bytes"):
+        read_log(tmp_path)
+    monkeypatch.setattr(runs, "LOG_BYTES", 1000)
+    with pytest.raises(files.RunError, match=r"_log.jsonl: it has 5,\d+ bytes, and at most 1,000 are read"):
+        read_log(tmp_path)

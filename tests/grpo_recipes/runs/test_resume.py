@@ -220,9 +220,21 @@ def test_true_follows_the_last_launch_of_a_recipe_too(tmp_path: Path, capsys: py
 def test_a_report_of_a_branch_under_way_holds_nothing_of_the_abandoned_steps(run: Path, policy: str) -> None:
     shutil.copy(run / "checkpoint-6" / "trainer_state.json", run)  # as a finished run leaves it
     script(policy, run, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
-    (run / LIVE).write_text('{"step": 2, "max_steps": 8}\n{"step": 3, "reward": 0.5}\n')
+    lines = [{"step": 2, "max_steps": 8}, *({"step": step, "reward": 0.5} for step in (1, 2, 3))]
+    (run / LIVE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = Run.read(run)
     assert (list(found.series("reward").steps), found.log.max_steps) == ([1, 2, 3], 8)
+
+
+def test_a_script_that_branches_off_removes_the_log_of_the_launch_before(run: Path, policy: str) -> None:
+    """A script writes no `_log.jsonl`. The old file would reach the last step too, with the abandoned entries."""
+    lines = [{"step": 0, "max_steps": 6}, *({"step": step, "reward": -9.0} for step in range(1, 7))]
+    (run / LIVE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert Run.read(run).series("reward").values == [-9.0] * 6
+    script(policy, run).train(str(run / "checkpoint-2"))
+    rewards = Run.read(run).series("reward")
+    assert rewards.steps == [1, 2, 3, 4, 5, 6]
+    assert -9.0 not in rewards.values
 
 
 def test_every_rank_raises_what_the_first_one_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

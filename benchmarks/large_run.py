@@ -120,6 +120,7 @@ def train(folder: Path, steps: int, save_steps: int) -> None:
 
     from grpo_recipes import GRPOTrainer
     from grpo_recipes.process.live_line import LiveLog
+    from grpo_recipes.runs.files import LIVE
 
     words = [f"w{number}" for number in range(64)]
     backend = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="w0"))
@@ -151,7 +152,7 @@ def train(folder: Path, steps: int, save_steps: int) -> None:
     prompts = Dataset.from_dict({"prompt": [f"{one} {other}" for one in words[2:10] for other in words[2:10]]})
     trainer = GRPOTrainer(model, distinct, args, prompts, processing_class=tokenizer)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(LiveLog(folder))
+    trainer.add_callback(LiveLog(folder / LIVE))
     trainer.add_callback(_between_steps(folder, save_steps))
     trainer.train()
     print(f"\nAfter the end: {len(list((folder / 'completions').iterdir()))} files of completions.")

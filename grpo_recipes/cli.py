@@ -12,12 +12,13 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from grpo_recipes import __version__
-from grpo_recipes.process import messages as quiet
-from grpo_recipes.process.signals import INTERRUPTED
+from grpo_recipes.process.messages import fewer_library_messages
+from grpo_recipes.process.signals import INTERRUPTED, NOTHING_DONE
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.terminal import Parser, lasting_output, say, say_error, show, visible_messages
 
@@ -188,7 +189,7 @@ def _add_report(commands: Any) -> None:
     )
 
 
-@quiet.libraries()
+@fewer_library_messages()
 def first_recipe(path: str, output: Path | None, model: str | None) -> int:
     """Write a first recipe for a table and check it. Returns 0; raises `UserError` for a table that can't be used."""
     from grpo_recipes.checks.checks import Machine, check
@@ -232,21 +233,35 @@ def plan_recipe(options: argparse.Namespace, overrides: Sequence[str], known: Se
     return 0
 
 
-@quiet.libraries()
+@fewer_library_messages()
 def train_recipe(options: argparse.Namespace, overrides: Sequence[str], known: Sequence[str]) -> int:
-    """Check a recipe and train it. Returns the exit code of the training; raises `UserError` if it can't run as written."""
-    from grpo_recipes.process import launcher as launch
+    """Check a recipe for the processes that it will run on, train it on them, and return the exit code of the training.
 
+    Raises:
+        UserError: The recipe can't run as written. No process was started.
+    """
     try:
-        return launch.launch(
-            options.recipe,
-            overrides,
-            accelerate_config=options.accelerate_config,
-            num_processes=options.num_processes,
-            options=known,
-        )
+        from grpo_recipes.checks.checks import Machine, check_launch, choose_layout
+        from grpo_recipes.process.launcher import launch
+        from grpo_recipes.recipe.recipe import parse_recipe
+        from grpo_recipes.runs.checkpoints import last_complete_checkpoint
+
+        arguments = ["--config", options.recipe, *overrides]
+        recipe = parse_recipe(arguments, known)
+        layout = choose_layout(options.accelerate_config, options.num_processes, use_cpu=recipe.config.use_cpu)
+        processes = layout.num_processes
+        check_launch(recipe, replace(Machine.here(), num_processes=processes))
+
+        def resume_hint() -> str:
+            checkpoint, _ = last_complete_checkpoint(recipe.output_dir, processes)
+            way = f"goes on from {checkpoint.name}" if checkpoint else "starts again: no checkpoint had been saved"
+            return f"`--resume_from_checkpoint true` {way}"
+
+        say(f"{processes} process{'es' * (processes > 1)}, laid out by {layout.config}")
+        return launch(layout, arguments, resume_hint)
     except KeyboardInterrupt:
-        return launch.interrupted()
+        say(f"stopped by Ctrl-C: {NOTHING_DONE}", to_stderr=True)
+        return INTERRUPTED
 
 
 def _add_evaluate(commands: Any) -> None:
@@ -295,7 +310,7 @@ def _add_evaluate(commands: Any) -> None:
     evaluate.add_argument("--json", action="store_true", help="print what evaluation.json holds; of several, by --path")
 
 
-@quiet.libraries()
+@fewer_library_messages()
 def evaluate_policy(options: argparse.Namespace) -> int:
     """Evaluate a model and print the result.
 
@@ -334,7 +349,7 @@ def compare_evaluations(first: Path, second: Path, *, as_json: bool = False) -> 
     return 0
 
 
-@quiet.libraries()
+@fewer_library_messages()
 def merge_adapter(folder: Path, output: Path) -> int:
     """Write a run's adapter and its base as one model. Returns 0; raises `UserError` where that is not possible."""
     from grpo_recipes.evaluation.merge import merge

@@ -37,7 +37,7 @@ from grpo_recipes.data.arithmetic import arithmetic_problems
 from grpo_recipes.data.load import load
 from grpo_recipes.data.presets import final_answer
 from grpo_recipes.process import faults
-from grpo_recipes.process import messages as quiet
+from grpo_recipes.process.messages import fewer_library_messages
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe, shipped
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATION, EVALUATIONS, read_object, write_atomically
@@ -77,7 +77,7 @@ class WarmStart:
     learning_rate: float = 3e-3
 
 
-@quiet.libraries()
+@fewer_library_messages()
 def main(args: Sequence[str] | None = None) -> int:
     """Run the quickstart. Returns 0, what training returned if it could not run, or 130 after Ctrl-C."""
     with lasting_output():

@@ -34,19 +34,20 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from trl import GRPOConfig, get_peft_config, get_quantization_config
 
 from grpo_recipes import __version__
-from grpo_recipes.checks import checks
+from grpo_recipes.checks import checks, packages
 from grpo_recipes.checks import vllm as vllm_checks
 from grpo_recipes.checks.checks import Checked, Machine
 from grpo_recipes.checks.precision import Precision
-from grpo_recipes.checks.rewards import describe_rewards
+from grpo_recipes.checks.rewards import checked_reward, describe_rewards
 from grpo_recipes.checks.tokenizer import check_chat_template, load_tokenizer
 from grpo_recipes.data import prompts
 from grpo_recipes.data.hub import hub_commit
 from grpo_recipes.generation.stop_strings import StopStrings
+from grpo_recipes.plan.memory import check_adapter
 from grpo_recipes.process import faults
-from grpo_recipes.process import messages as quiet
-from grpo_recipes.process.exit_message import say_last
+from grpo_recipes.process.faults import print_last_line
 from grpo_recipes.process.live_line import LiveLine, LiveLog
+from grpo_recipes.process.messages import fewer_library_messages
 from grpo_recipes.recipe.recipe import (
     OUR_KEYS,
     Recipe,
@@ -61,7 +62,7 @@ from grpo_recipes.reports.diagnostics import describe, diagnose
 from grpo_recipes.reports.model_card import write_model_card
 from grpo_recipes.reports.run import OutOfTime, Run
 from grpo_recipes.runs import checkpoints, resume
-from grpo_recipes.runs.files import RECORD, RunError
+from grpo_recipes.runs.files import LIVE, RECORD, RunError
 from grpo_recipes.runs.identity import Identity, Source, compare, identify, reward_models
 from grpo_recipes.runs.lock import FolderLost, Held, only_launch
 from grpo_recipes.runs.manifest import CheckpointDamaged, read_manifest
@@ -130,7 +131,7 @@ def help_text() -> str:
     return HELP.format(recipes=names, ours=ours, defaults=changed)
 
 
-@quiet.libraries()
+@fewer_library_messages()
 def main(args: Sequence[str] | None = None) -> int:
     """Train the recipe that `args` (default: the command line) name.
 
@@ -160,7 +161,7 @@ def _main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _stopped_at_once(prepared)
     except FolderLost as error:
-        return faults.end(str(error))  # not a file more in a folder that belongs to another launch
+        return faults.end_with_error(str(error))  # not a file more in a folder that belongs to another launch
     except Exception as error:  # whatever it is, the user gets a sentence, and every rank the same one
         if prepared is None:  # nothing has begun: an error of our own
             raise
@@ -170,7 +171,7 @@ def _main(arguments: Sequence[str]) -> int:
             prepared.interruption.forget()
 
 
-@quiet.libraries()
+@fewer_library_messages()
 def run_recipe(recipe: Recipe) -> int:
     """Check and train a recipe in this process, alone or as one of those that a launcher started: `main` without its words.
 
@@ -228,7 +229,7 @@ class Prepared:
 def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     """Check and build everything that does not need the policy, before it is loaded.
 
-    Raises `RecipeError`, `sources.DatasetUnreachable` or `faults.BuildLocked`.
+    Raises `UserError`, of which `sources.DatasetUnreachable` is one.
     """
     checks.check_output_dir(recipe)
     checks.check_packages(recipe)
@@ -239,7 +240,7 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
         check_same_recipe(recipe, before)
     check_weights(recipe)
     checked = checks.check(recipe, machine)
-    checks.check_adapter(recipe)
+    check_adapter(recipe)
     tokenizer = load_tokenizer(recipe, checked.train_dataset)
     check_chat_template(recipe, tokenizer, checked.train_dataset[0]["prompt"])
     with recipe.naming_this_file():
@@ -256,7 +257,7 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     if checkpoint is not None:
         check_same_content(recipe, checkpoint, identity)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        faults.check_build_locks()
+        packages.check_build_locks()
     training_args = leave_token_to_environment(checks.grpo_config(recipe))
     # Trackers show this name.
     training_args.run_name = redacted(training_args.run_name or recipe.output_dir.resolve().name)
@@ -536,7 +537,7 @@ def run(prepared: Prepared) -> int:
         if training_args.should_save:  # of each node, where each has a disk of its own
             checkpoints.set_aside(prepared.point.rejected)
         _say(describe_resumption(prepared))
-    faults.forget(recipe.output_dir)
+    faults.remove_fault_file(recipe.output_dir)
     trainer = build_trainer(prepared)
     describe_run(prepared, trainer)
     check_folder(prepared)
@@ -622,7 +623,7 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
     optimiser = checks.optimiser(recipe, prepared.machine)
     trainer = GRPOTrainer(
         model=load_policy(recipe, training_args),
-        reward_funcs=[faults.checked_reward(reward.function) for reward in checked.rewards],
+        reward_funcs=[checked_reward(reward.function) for reward in checked.rewards],
         args=training_args,
         train_dataset=train_dataset.select_columns(["prompt"]) if prepared.rollout else train_dataset,
         eval_dataset=checked.eval_dataset,
@@ -644,11 +645,11 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
     if prepared.checkpoint is not None:
         trainer.add_callback(restart.ContinueSchedule())
     trainer.add_callback(prepared.interruption)
-    trainer.add_callback(LiveLog(recipe.output_dir))
+    trainer.add_callback(LiveLog(recipe.output_dir / LIVE))
     if not training_args.disable_tqdm:  # then transformers draws no bar either
         # In a notebook another one, which in transformers 5.23 raises when a run ends after its first step.
         trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)
-        trainer.add_callback(LiveLine([reward.name for reward in checked.rewards], quiet=[efficiency]))
+        trainer.add_callback(LiveLine([reward.name for reward in checked.rewards], replaced=[efficiency]))
     if recipe.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(recipe.early_stopping_patience))
     if training_args.report_to:
@@ -667,7 +668,7 @@ def _failed(prepared: Prepared, error: Exception) -> int:
     began = prepared.interruption.began
     checkpoint = prepared.last_checkpoint() if began else prepared.checkpoint
     folder, secrets = prepared.recipe.output_dir, known_secrets(prepared.recipe)
-    faults.report(error, folder, checkpoint, curable=faults.is_curable(error, began=began), secrets=secrets)
+    faults.report(error, folder, checkpoint, resumable=faults.is_resumable(error, began=began), secrets=secrets)
     return 1
 
 
@@ -711,7 +712,9 @@ def _stopped(prepared: Prepared, trainer: GRPOTrainer) -> int:
     by, state = prepared.interruption.name, trainer.state
     trainer.end()
     if _is_first_rank():
-        say_last(f"stopped by {by} after step {state.global_step} of {state.max_steps}, which is saved: {rest}", code)
+        print_last_line(
+            f"stopped by {by} after step {state.global_step} of {state.max_steps}, which is saved: {rest}", code
+        )
     return code
 
 
@@ -726,7 +729,7 @@ def _stopped_at_once(prepared: Prepared | None) -> int:
 
 def _interrupted(rest: str) -> int:
     if _is_first_rank():
-        say_last(f"stopped by Ctrl-C: {rest}", INTERRUPTED)
+        print_last_line(f"stopped by Ctrl-C: {rest}", INTERRUPTED)
     return INTERRUPTED
 
 
@@ -776,7 +779,7 @@ def _refuse(sentence: str) -> int:
     """Print why the recipe can't run, once per launch; a lone failure of another rank is printed after a while."""
     if not _is_first_rank():
         time.sleep(SILENCE_SECONDS)
-    return say_last(f"error: {sentence}", 2)
+    return print_last_line(f"error: {sentence}", 2)
 
 
 def leave(code: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from datasets import Dataset
 from transformers.training_args import OptimizerNames
-from trl import GRPOConfig, get_peft_config
+from trl import GRPOConfig
 
 from grpo_recipes.checks import model_sizes, packages
 from grpo_recipes.checks import rewards as reward_checks
@@ -25,12 +25,13 @@ from grpo_recipes.checks.rewards import GoldCheck
 from grpo_recipes.data import load as data
 from grpo_recipes.data import recorded
 from grpo_recipes.data.hub import is_missing
-from grpo_recipes.plan import memory
-from grpo_recipes.recipe.recipe import Recipe, RecipeError, model_config, read_yaml
+from grpo_recipes.process.faults import FAULT_FILES
+from grpo_recipes.process.launcher import Layout
+from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, model_config, read_yaml
 from grpo_recipes.recipe.specs import RECORDED_REWARD
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16
 from grpo_recipes.runs.checkpoints import adapter_config, check_descriptions
-from grpo_recipes.runs.files import EVALUATIONS, FAULT_FILES, TEXT, RunError, check_names, read_object
+from grpo_recipes.runs.files import EVALUATIONS, TEXT, RunError, check_names, read_object
 from grpo_recipes.runs.lock import LOCK
 from grpo_recipes.runs.resume import Resume, decide
 from grpo_rewards.errors import UserError
@@ -75,6 +76,25 @@ class Machine:
             raise RecipeError(f"{accelerate_config}: `num_processes` is {raw['num_processes']}: set it to at least 1")
         backend = BACKENDS.get(raw.get("distributed_type", "NO"), "torch")
         return cls(raw["num_processes"], not raw.get("use_cpu", False), backend)
+
+
+def choose_layout(accelerate_config: str | None, num_processes: int | None, *, use_cpu: bool) -> Layout:
+    """Return the layout that the command line names, or one process for each GPU of this machine.
+
+    Raises:
+        RecipeError: The file can't be found or is no accelerate configuration, or `num_processes` is below 1.
+    """
+    if num_processes is not None and num_processes < 1:
+        raise RecipeError(f"--num_processes is {num_processes}: set it to at least 1")
+    if accelerate_config is not None:
+        path = find_file("accelerate_configs", accelerate_config)
+        return Layout(path, num_processes or Machine.described(path).num_processes)
+    import torch
+
+    gpus = 0 if use_cpu else torch.cuda.device_count()
+    processes = num_processes or max(gpus, 1)
+    one, several = ("cpu", "ddp_cpu") if gpus == 0 else ("single_gpu", "ddp")
+    return Layout(find_file("accelerate_configs", several if processes > 1 else one), processes)
 
 
 @dataclass(frozen=True)
@@ -125,6 +145,15 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
                 reward_checks.check_columns(rewards, columns)
         golds = reward_checks.check_golds(rewards, train_dataset)
     return Checked(geometry, rewards, train_dataset, eval_dataset, golds)
+
+
+def check_launch(recipe: Recipe, machine: Machine) -> None:
+    """Raise `RecipeError` if training the recipe on `machine` would be refused: every check before a process starts."""
+    check_output_dir(recipe)
+    resume_point(recipe, machine)
+    check_packages(recipe)
+    dry_config(recipe, machine)
+    check(recipe, machine)
 
 
 def sampling_note(recipe: Recipe, geometry: Geometry, num_prompts: int) -> list[str]:
@@ -208,26 +237,6 @@ def check_packages(recipe: Recipe) -> None:
     """Raise `RecipeError` for a tracker or a vLLM that is not installed here, or a vLLM that TRL does not take."""
     for sentence in packages.missing(recipe.config):
         raise recipe.error(sentence)
-
-
-def model_shape(recipe: Recipe, model_config_file: str | None = None) -> memory.ModelShape:
-    """The sizes of the policy with its adapter, from the model's configuration or the file given in its place.
-
-    Raises `RecipeError` if `lora_target_modules` match nothing, `memory.MemoryUnknown` where there is no configuration.
-    """
-    arguments = model_config(recipe)
-    model = model_config_file or str(arguments.model_name_or_path)
-    try:
-        return memory.load_shape(model, get_peft_config(arguments))
-    except memory.NoTargetModules as error:
-        raise recipe.error(f"`lora_target_modules`: {error}") from error
-
-
-def check_adapter(recipe: Recipe) -> None:
-    """Raise `RecipeError` if the adapter that the recipe asks for would adapt nothing, as far as that can be known here."""
-    if recipe.model.get("use_peft") and recipe.model.get("lora_target_modules") not in (None, ["all-linear"]):
-        with contextlib.suppress(memory.MemoryUnknown):  # no configuration: loading the model will say so
-            model_shape(recipe)
 
 
 def check_model(recipe: Recipe) -> None:

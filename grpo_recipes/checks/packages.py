@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import time
 import warnings
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from transformers.integrations import integration_utils as trackers
 from trl.import_utils import is_vllm_available
 
 from grpo_recipes.recipe.specs import not_a_choice
+from grpo_rewards.errors import UserError
 
 # The package behind a tracker's name, where it is not the name itself: `is_<package>_available` tells.
 TRACKER_PACKAGES = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}
+
+
+LOCK_SECONDS = 30.0
+"""Seconds for which a build lock may exist without a compiler: torch takes the lock before it starts the compiler."""
 
 
 def missing(config: Any) -> list[str]:
@@ -50,3 +59,39 @@ def _missing_vllm() -> list[str]:
     # versions from A to B. You have version C installed. We recommend ..."
     said = [str(warning.message).partition(". We recommend")[0] for warning in caught]
     return [f"`use_vllm`: {text.replace('. You have', ', and you have')}: install one of those" for text in said]
+
+
+def check_build_locks(patience: float = LOCK_SECONDS) -> None:
+    """Raise `UserError` if a build of a torch extension was killed and left its lock.
+
+    torch takes the lock (`torch.utils.file_baton`) before it starts a compiler in the same folder, and waits without end
+    for the lock of another process. A lock without a compiler for `patience` seconds counts as left behind. Only Linux
+    tells where processes work: elsewhere every lock that exists for so long counts.
+    """
+    deadline = time.monotonic() + patience
+    while stale := [lock for lock in _extensions_folder().glob("*/lock") if not _has_compiler(lock.parent)]:
+        if time.monotonic() >= deadline:
+            with suppress(FileNotFoundError):  # it has just been removed
+                age = time.time() - stale[0].stat().st_mtime
+                raise UserError(
+                    f"{stale[0]}: a build of DeepSpeed's extensions was killed and left this lock, {age:.0f} s old, on which "
+                    "every later run waits for ever: remove that file (unless another machine that shares the folder is "
+                    "building just now)"
+                )
+        time.sleep(min(1.0, patience))
+
+
+def _extensions_folder() -> Path:
+    """Return the folder in which torch builds extensions: `TORCH_EXTENSIONS_DIR`, or its own default."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return Path(_get_build_directory("deepspeed_shm_comm", verbose=False)).parent
+
+
+def _has_compiler(folder: Path) -> bool:
+    """Return True if a process of this machine works in `folder`, as the compiler of an extension does."""
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        with suppress(OSError):  # the process has ended, or belongs to another user
+            if os.readlink(link) == str(folder):
+                return True
+    return False

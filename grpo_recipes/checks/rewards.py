@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from datasets import Dataset
+from trl.trainer.utils import is_async_callable
 
 from grpo_recipes.data.prompts import hash_sample
+from grpo_recipes.process.faults import RewardFault
+from grpo_rewards.completions import completion_text, listed_scores
 from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.registry import BoundReward, BuiltReward, leaves
 from grpo_rewards.reward import BaseReward
 
 # What TRL hands to every reward beside the dataset's columns (`GRPOTrainer._calculate_rewards`), which hold no `prompt`.
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+
+Reward = Callable[..., Any]
 
 # How many rows are named where rows are named; the others are counted.
 NAMED_ROWS = 20
@@ -108,6 +118,63 @@ def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     return needed, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def checked_reward(reward: Reward) -> Reward:
+    """Return `reward` with a check of each call: `RewardFault` if it raises or returns an infinity or NaN.
+
+    TRL 1.16 does not check. With an infinite reward the gradients are NaN or zero, while the logged loss is 0.0.
+    """
+    name = getattr(reward, "__name__", type(reward).__name__)
+
+    def call(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
+        with _naming_reward(name):
+            scores = reward(prompts=prompts, completions=completions, **columns)
+        return _finite_scores(name, scores, completions)
+
+    async def call_async(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
+        with _naming_reward(name):
+            scores = await reward(prompts=prompts, completions=completions, **columns)
+        return _finite_scores(name, scores, completions)
+
+    checked: Reward = call_async if is_async_callable(reward) else call
+    checked.__name__ = name  # TRL logs a reward under this name
+    return checked
+
+
+@contextmanager
+def _naming_reward(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise RewardFault(f"reward `{name}` raised {type(error).__name__}: {error}") from error
+
+
+def _finite_scores(name: str, scores: Any, completions: Sequence[Any]) -> list[float | None]:
+    """Return `scores` as a list. Raise `RewardFault` unless it has one finite number or None for each completion.
+
+    TRL writes the scores into a tensor: a list that is too short, or a single score, would silently be spread over rows.
+    """
+    try:
+        scores = listed_scores(name, scores, len(completions))
+    except ValueError as error:
+        raise RewardFault(str(error)) from error
+    for row, (score, completion) in enumerate(zip(scores, completions, strict=True)):
+        if score is not None and not _is_finite(score):
+            text = one_line(completion_text(completion))[:60]
+            raise RewardFault(
+                f"reward `{name}` returned {score!r} for row {row} of this rank's generation (completion {text!r}): return a "
+                "finite number, or None for a row that can't be scored"
+            )
+    return scores
+
+
+def _is_finite(score: Any) -> bool:
+    try:
+        # Compared in float32, to which TRL converts rewards.
+        return math.isfinite(score) and abs(float(score)) <= LARGEST_FLOAT32
+    except (TypeError, OverflowError):
+        return False
 
 
 def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset) -> GoldCheck | None:

@@ -42,6 +42,7 @@ from grpo_recipes.generation.models import is_float32
 from grpo_recipes.generation.processed import ProcessorComparison
 from grpo_recipes.generation.rows import PerToken, Rows
 from grpo_recipes.process.faults import NotThePolicy
+from grpo_recipes.process.messages import Announcer
 
 COMPARED = 2
 """Number of rows of a large batch that are compared, always at the same places, so that a resumed run logs the same."""
@@ -97,7 +98,7 @@ class GenerationCheck:
         self.unclear: tuple[str, ...] | None = None
         """Hypotheses that the last computation could not tell from the policy, or None before the first computation."""
         self._pending: list[Evidence] | None = None
-        self._said: set[str] = set()
+        self._announcer = Announcer(logger.warning)
 
     # ---- what is recorded and compared: the same on every rank, because each comparison is a collective
 
@@ -251,7 +252,7 @@ class GenerationCheck:
         if comparison.difference:
             self._say(f"{comparison.difference}: so far that has changed no probability", once="processors")
         # To name the filters builds the processors once per setting, so it is not done again.
-        if "filters" not in self._said and (filters := comparison.filters()):
+        if "filters" not in self._announcer.keys and (filters := comparison.filters()):
             self._say_filters(", ".join(filters), sum(rank[3] for rank in ranks) / tokens)
 
     def _is_unusual(self, rank: Evidence) -> bool:
@@ -352,9 +353,7 @@ class GenerationCheck:
 
     def _say(self, sentence: str, once: str) -> None:
         """Log a warning, the first time of each key."""
-        if once not in self._said:
-            self._said.add(once)
-            logger.warning(sentence)
+        self._announcer.once(once, sentence)
 
     def _say_filters(self, filters: str, shift: float) -> None:
         self._say(

@@ -8,14 +8,18 @@ What they leave out, generation above all, is estimated here and is rougher.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trl import get_peft_config
+
 from grpo_recipes.checks.model_sizes import SizeError, check_model_sizes
 from grpo_recipes.data.hub import hub_answers, is_missing
+from grpo_recipes.recipe.recipe import Recipe, model_config
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16
 from grpo_recipes.runs.checkpoints import check_descriptions
 from grpo_recipes.runs.files import read_object
@@ -370,6 +374,28 @@ def load_shape(model: str, peft_config: Any = None) -> ModelShape:
     except Exception as error:  # transformers raises whatever the values of a stranger's file lead to
         reason = f"no configuration could be loaded (--model_config FILE gives one): {' '.join(str(error).split())}"
         raise MemoryUnknown(f"{model}: {reason}") from error
+
+
+def model_shape(recipe: Recipe, model_config_file: str | None = None) -> ModelShape:
+    """Return the sizes of the policy with its adapter, from the model's configuration or the file given in its place.
+
+    Raises:
+        RecipeError: `lora_target_modules` match nothing.
+        MemoryUnknown: The configuration can't be read here.
+    """
+    arguments = model_config(recipe)
+    model = model_config_file or str(arguments.model_name_or_path)
+    try:
+        return load_shape(model, get_peft_config(arguments))
+    except NoTargetModules as error:
+        raise recipe.error(f"`lora_target_modules`: {error}") from error
+
+
+def check_adapter(recipe: Recipe) -> None:
+    """Raise `RecipeError` if the new adapter of a recipe would adapt nothing, as far as the files here tell."""
+    if recipe.model.get("use_peft") and recipe.model.get("lora_target_modules") not in (None, ["all-linear"]):
+        with contextlib.suppress(MemoryUnknown):  # without a configuration, loading the model fails with the reason
+            model_shape(recipe)
 
 
 def memory_plan(

@@ -13,7 +13,7 @@ import yaml
 
 from grpo_recipes.checks import packages
 from grpo_recipes.checks import vllm as vllm_checks
-from grpo_recipes.checks.checks import Machine, check, dry_config, model_shape, optimiser, precision_of, sampling_note
+from grpo_recipes.checks.checks import Machine, check, dry_config, optimiser, precision_of, sampling_note
 from grpo_recipes.checks.geometry import Geometry, geometry_of
 from grpo_recipes.checks.precision import Precision, initial_weights
 from grpo_recipes.checks.rewards import describe_rewards
@@ -211,7 +211,7 @@ def _memory(
     if model_config_file is not None and not Path(model_config_file).exists():
         raise RecipeError(f"--model_config {model_config_file}: there is no such file: give a model's config.json")
     try:
-        shape = model_shape(recipe, model_config_file)
+        shape = memory.model_shape(recipe, model_config_file)
     except memory.MemoryUnknown as error:
         return str(error)
     if quantised is not None and shape.trained == shape.parameters:

@@ -1,4 +1,4 @@
-"""`grpo-recipes train`: check a recipe, start accelerate's launcher on it, pass signals on, end with one sentence."""
+"""Start of accelerate's launcher on a recipe: signals are passed on to its processes, and one line ends the output."""
 
 from __future__ import annotations
 
@@ -7,165 +7,127 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import psutil
-import torch
 
-from grpo_recipes.checks import checks
-from grpo_recipes.checks.checks import Machine
-from grpo_recipes.process import exit_message as last_sentence
-from grpo_recipes.process.signals import INTERRUPTED, NOTHING_DONE, drop_closed_outputs, hangs_up
-from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, parse_recipe, read_yaml
-from grpo_recipes.runs.checkpoints import last_complete_checkpoint
+from grpo_recipes.process.faults import LAST_LINE_VARIABLE, read_last_line
+from grpo_recipes.process.signals import drop_closed_outputs, heeds_hangup
+from grpo_rewards import strict_yaml
 from grpo_rewards.terminal import say, visible
 
 MODULE = "grpo_recipes.train"
 
-# Passed on to the training processes. A terminal that is closed sends SIGHUP; it would end them in the middle of a step.
+# Signals passed on to the training processes. A closed terminal sends SIGHUP, which would end them within a step.
 SIGNALS: dict[int, signal.Signals] = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGHUP: signal.SIGTERM,
 }
 
-# The first signal asks for a checkpoint, the second for none; whoever sends a third wants the processes gone.
-PATIENCE = 2
+# The first signal requests a checkpoint, and the second an end without one. Whoever sends a third wants no process left.
+SIGNALS_BEFORE_KILL = 2
 
 
 @dataclass(frozen=True)
 class Layout:
-    """An accelerate configuration, and on how many processes it is to be launched."""
+    """Path of an accelerate configuration, and the number of processes to launch it on."""
 
     config: Path
     num_processes: int
 
-    @classmethod
-    def chosen(cls, config: str | None, num_processes: int | None, use_cpu: bool) -> Layout:
-        """The layout that is asked for; where no file is named, one process, or one for each GPU of this machine.
-
-        Raises `RecipeError` for a file that can't be found or is no accelerate configuration.
-        """
-        if num_processes is not None and num_processes < 1:
-            raise RecipeError(f"--num_processes is {num_processes}: set it to at least 1")
-        if config is not None:
-            path = find_file("accelerate_configs", config)
-            return cls(path, num_processes or Machine.described(path).num_processes)
-        gpus = 0 if use_cpu else torch.cuda.device_count()
-        count = num_processes or max(gpus, 1)
-        names = ("cpu", "ddp_cpu") if gpus == 0 else ("single_gpu", "ddp")
-        return cls(find_file("accelerate_configs", names[count > 1]), count)
-
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """The command that launches training with these arguments."""
+        """Return the command that launches training with these arguments."""
         launcher = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file", str(self.config)]
-        count = ["--num_processes", str(self.num_processes)]
-        # Accelerate's own port is always the same: a second run on this machine would meet the first on it.
-        port = ["--main_process_port", "0"] if self.num_processes > 1 and self._is_one_machine() else []
-        return [*launcher, *count, *port, "-m", MODULE, *arguments]
+        launcher += ["--num_processes", str(self.num_processes)]
+        is_one_machine = strict_yaml.load(self.config.read_text(encoding="utf-8")).get("num_machines", 1) == 1
+        if self.num_processes > 1 and is_one_machine:
+            # accelerate's own port is always the same, so two runs on one machine would connect to each other.
+            launcher += ["--main_process_port", "0"]
+        return [*launcher, "-m", MODULE, *arguments]
 
-    def _is_one_machine(self) -> bool:
-        return read_yaml(self.config).get("num_machines", 1) == 1
 
+def launch(layout: Layout, arguments: Sequence[str], resume_hint: Callable[[], str]) -> int:
+    """Train in the processes of `layout`, and end with one line about how the run ended.
 
-def launch(
-    recipe_name: str,
-    overrides: Sequence[str],
-    *,
-    accelerate_config: str | None = None,
-    num_processes: int | None = None,
-    options: Sequence[str] = (),
-) -> int:
-    """Check a recipe for the processes that it will run on, then train it on them.
+    Args:
+        layout: Layout of the processes.
+        arguments: Arguments of `python -m grpo_recipes.train`.
+        resume_hint: Returns how the run can be resumed. Called only if the processes ended early and left no line.
 
-    An unknown override may be meant for one of `options`, the command's own.
-
-    Returns the exit code of the training: 0, 1 if it failed, 2 if it was refused, 130 after Ctrl-C. Raises `UserError` for a
-    recipe that can't run as written, before any process is started.
+    Returns:
+        The exit code of the training: 0, 1 if it failed, 2 if the recipe was refused, 130 after Ctrl-C.
     """
-    arguments = ["--config", recipe_name, *overrides]
-    recipe = parse_recipe(arguments, options)
-    layout = Layout.chosen(accelerate_config, num_processes, recipe.config.use_cpu)
-    machine = replace(Machine.here(), num_processes=layout.num_processes)
-    checks.check_output_dir(recipe)
-    checks.resume_point(recipe, machine)
-    checks.check_packages(recipe)
-    checks.dry_config(recipe, machine)
-    checks.check(recipe, machine)
-    say(f"{layout.num_processes} process{'es' * (layout.num_processes > 1)}, laid out by {layout.config}")
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "last_sentence.json"
-        code, signalled = _run(layout.command(arguments), {**os.environ, last_sentence.VARIABLE: str(file)})
-        found = last_sentence.read(file)
+        file = Path(folder) / "last_line.json"
+        code, received = _run(layout.command(arguments), {**os.environ, LAST_LINE_VARIABLE: str(file)})
+        last_line = read_last_line(file)
     drop_closed_outputs()
-    if found is None and code == 0:
+    if last_line is None and code == 0:
         return 0
-    sentence, code = found or _without_sentence(recipe, machine, code, signalled)
-    say(visible(sentence), to_stderr=True)  # it may quote a file: one line
+    line, code = last_line or _line_for_silent_processes(code, received, resume_hint())
+    say(visible(line), to_stderr=True)  # it may quote a file with line breaks
     return code
 
 
-def interrupted() -> int:
-    """What Ctrl-C leaves before a process is started."""
-    say(f"stopped by Ctrl-C: {NOTHING_DONE}", to_stderr=True)
-    return INTERRUPTED
-
-
-def _without_sentence(recipe: Recipe, machine: Machine, code: int, signalled: signal.Signals | None) -> tuple[str, int]:
-    """What to say of processes that ended early and left no sentence, and the exit code."""
-    checkpoint, _ = last_complete_checkpoint(recipe.output_dir, machine.num_processes)
-    rest = f"goes on from {checkpoint.name}" if checkpoint else "starts again: no checkpoint had been saved"
-    rest = f"`--resume_from_checkpoint true` {rest}"
-    if signalled is not None:
-        name = "Ctrl-C" if signalled == signal.SIGINT else signalled.name
-        return f"stopped by {name}: {rest}", 128 + signalled
+def _line_for_silent_processes(code: int, received: signal.Signals | None, resume_hint: str) -> tuple[str, int]:
+    """Return the last line and the exit code for processes that ended early and left no line."""
+    if received is not None:
+        name = "Ctrl-C" if received == signal.SIGINT else received.name
+        return f"stopped by {name}: {resume_hint}", 128 + received
     return (
         f"error: the training processes ended with code {code} and without an error of their own; they were probably killed "
-        f"(out of memory, or by hand): {rest}"
+        f"(out of memory, or by hand): {resume_hint}"
     ), 1
 
 
 def _run(command: Sequence[str], environment: dict[str, str]) -> tuple[int, signal.Signals | None]:
-    """Run the launcher to its end. Returns its exit code, and the first signal that was passed on to what it started."""
-    # In a group of its own: the terminal sends Ctrl-C to this process alone, and the training processes get it once.
+    """Run the launcher to its end. Return its exit code, and the first signal that was passed on, or None."""
+    # A process group of its own: the terminal sends Ctrl-C to this process only, so the training processes get it once.
     process = subprocess.Popen(command, env=environment, process_group=0)
     try:
         with _passing_signals_to(process) as received:
             code = process.wait()
     finally:
-        with suppress(ProcessLookupError):  # a process that outlived its launcher
+        with suppress(ProcessLookupError):  # raised unless a training process outlived its launcher
             os.killpg(process.pid, signal.SIGKILL)
     return code, received[0] if received else None
 
 
 @contextmanager
 def _passing_signals_to(launcher: subprocess.Popen) -> Iterator[list[signal.Signals]]:
-    """Inside this block SIGINT, SIGTERM and SIGHUP go to the training processes and not to the launcher; yields them.
+    """Pass SIGINT, SIGTERM and SIGHUP to the training processes instead of the launcher. Yield the received signals.
 
-    accelerate's launcher of one process ends at SIGTERM and leaves its process running; torch's, of several, kills its
-    processes 30 seconds after the signal, in which a large model is not saved.
+    accelerate's launcher of one process ends at SIGTERM and leaves its process running. torch's launcher of several kills
+    its processes 30 seconds after the signal, which is too early to save a large model.
     """
     received: list[signal.Signals] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(number))
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
-            if len(received) > PATIENCE:
+            if len(received) > SIGNALS_BEFORE_KILL:
                 os.killpg(launcher.pid, signal.SIGKILL)
-            elif trainers := [child for child in psutil.Process(launcher.pid).children() if MODULE in child.cmdline()]:
-                for trainer in trainers:
-                    trainer.send_signal(SIGNALS[number])
-            else:  # it has not started them yet
+                return
+            trainers = _training_processes(launcher.pid)
+            for trainer in trainers:
+                trainer.send_signal(SIGNALS[number])
+            if not trainers:  # the launcher has not started them yet, so there is nothing to save
                 os.killpg(launcher.pid, signal.SIGKILL)
 
-    numbers = [number for number in SIGNALS if number != signal.SIGHUP or hangs_up()]
-    before = {number: signal.signal(number, pass_on) for number in numbers}
+    numbers = [number for number in SIGNALS if number != signal.SIGHUP or heeds_hangup()]
+    previous = {number: signal.signal(number, pass_on) for number in numbers}
     try:
         yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _training_processes(launcher: int) -> list[psutil.Process]:
+    """Return the training processes that the launcher with this process ID has started."""
+    return [child for child in psutil.Process(launcher).children() if MODULE in child.cmdline()]

@@ -19,9 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
-from grpo_recipes.runs.files import LIVE
 from grpo_rewards.files import replacing
 from grpo_rewards.terminal import say, visible
 
@@ -31,11 +30,11 @@ logger = logging.getLogger(__name__)
 class LiveLog(TrainerCallback):
     """Writes every log entry of a run to `_log.jsonl`. If that fails, training goes on and a warning is logged once."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / LIVE
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._file: TextIO | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Begin the file with the entries of the checkpoint that the launch resumes from, if there is one."""
         if not state.is_world_process_zero:
             return
@@ -49,7 +48,9 @@ class LiveLog(TrainerCallback):
         except (OSError, TypeError, ValueError) as error:
             self._give_up(error)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         """Write an entry."""
         self._write({**(logs or {}), "step": state.global_step})
 
@@ -75,124 +76,144 @@ class LiveLog(TrainerCallback):
 
 
 class LiveLine(TrainerCallback):
-    """Shows how a training is doing in one line at the foot of a terminal, in place of transformers' bar and dictionaries.
+    """Progress of the training in one line, in place of transformers' bar and dictionaries.
 
-    On a terminal the loggers in `quiet` say nothing below a warning meanwhile. Elsewhere the same line is printed once a minute
-    at most, so that a log says that it lives.
+    A terminal shows the line at its foot, and the loggers in `replaced` are limited to warnings meanwhile, because the
+    line shows what they log. Elsewhere the line is printed at most once a minute, so that a log shows progress.
     """
 
     def __init__(
         self,
         rewards: Sequence[str],
         clock: Callable[[], float] = time.monotonic,
-        quiet: Sequence[logging.Logger] = (),
+        replaced: Sequence[logging.Logger] = (),
     ) -> None:
         self.rewards = rewards
-        self._quiet = quiet
-        self.training_bar: Line | None = None  # as transformers' callback calls it: a run that fails closes it
+        self.training_bar: Line | None = None  # transformers' name for it, by which a failed run closes it
+        self._replaced = replaced
         self._clock = clock
         self._logged: dict[str, float] = {}
-        self._speed: float | None = None
-        self._tokens: tuple[float, float] | None = None  # the time and the tokens of the last entry
-        self._began, self._first = 0.0, 0
+        self._tokens_per_second: float | None = None
+        self._last_tokens: tuple[float, float] | None = None  # time and token count of the last entry that has one
+        self._start_time, self._start_step = 0.0, 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin the line."""
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Start the line."""
         if state.is_world_process_zero:
-            self._began, self._first = self._clock(), state.global_step
-            self.training_bar = Line(self._clock, self._quiet)
+            self._start_time, self._start_step = self._clock(), state.global_step
+            self.training_bar = Line(self._clock, self._replaced)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Move on."""
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Show the new step."""
         if self.training_bar is not None:
             self.training_bar.show(self.text(state.global_step, state.max_steps))
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Take over what is logged."""
+    def on_log(
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Show what is logged, and print it where there is no terminal."""
         if self.training_bar is None:
             return
-        self._logged |= {key: float(value) for key, value in (logs or {}).items() if isinstance(value, (int, float))}
-        if logs and (tokens := logs.get("num_tokens")) is not None:
-            now = self._clock()
-            before, self._tokens = self._tokens, (now, tokens)
-            if before is not None and now > before[0]:
-                self._speed = (tokens - before[1]) / (now - before[0])
-        self.training_bar.show(self.text(state.global_step, state.max_steps), keeps=True)
+        for key, value in (logs or {}).items():
+            if isinstance(value, (int, float)):
+                self._logged[key] = float(value)
+        if logs and "num_tokens" in logs:
+            self._measure_speed(logs["num_tokens"])
+        self.training_bar.show(self.text(state.global_step, state.max_steps), prints=True)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the line."""
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Remove the line."""
         if self.training_bar is not None:
             self.training_bar.close()
             self.training_bar = None
 
     def text(self, step: int, steps: int) -> str:
-        """The line: step, reward and its parts, KL, length, truncated share, speed, time left, as far as they are known."""
+        """Return the line: step, reward with its parts, KL, length, truncated share, speed and time left, as known."""
         logged = self._logged
         parts = [f"step {step:,}/{steps:,}"]
         if "reward" in logged:
-            means = {name: logged.get(f"rewards/{name}/mean") for name in self.rewards}
-            of = ", ".join(f"{name} {mean:.3g}" for name, mean in means.items() if mean is not None)
-            parts.append(f"reward {logged['reward']:.3g}" + (f" ({of})" if of and len(self.rewards) > 1 else ""))
+            parts.append(f"reward {logged['reward']:.3g}{self._reward_parts()}")
         if "kl" in logged:
             parts.append(f"KL {logged['kl']:.2g}")
         if "completions/mean_length" in logged:
             parts.append(f"length {logged['completions/mean_length']:.0f}")
         if "completions/clipped_ratio" in logged:
             parts.append(f"truncated {logged['completions/clipped_ratio']:.0%}")
-        if self._speed is not None:
-            parts.append(f"{self._speed:,.0f} tokens/s")
-        if (done := step - self._first) > 0 and steps > step:
-            parts.append(f"{_time((self._clock() - self._began) / done * (steps - step))} left")
+        if self._tokens_per_second is not None:
+            parts.append(f"{self._tokens_per_second:,.0f} tokens/s")
+        done = step - self._start_step
+        if done > 0 and steps > step:
+            seconds_per_step = (self._clock() - self._start_time) / done
+            parts.append(f"{_duration(seconds_per_step * (steps - step))} left")
         return "  ".join(parts)
+
+    def _reward_parts(self) -> str:
+        """Return the mean of each reward in parentheses, or "" for a single reward."""
+        means = []
+        for name in self.rewards:
+            if (mean := self._logged.get(f"rewards/{name}/mean")) is not None:
+                means.append(f"{name} {mean:.3g}")
+        return f" ({', '.join(means)})" if means and len(self.rewards) > 1 else ""
+
+    def _measure_speed(self, tokens: float) -> None:
+        now = self._clock()
+        previous, self._last_tokens = self._last_tokens, (now, tokens)
+        if previous is not None and now > previous[0]:
+            self._tokens_per_second = (tokens - previous[1]) / (now - previous[0])
 
 
 class Line:
-    """A line that is drawn again in place on a terminal, below what is printed meanwhile; elsewhere one a minute."""
+    """Line that is redrawn in place below the other output of a terminal, or printed once a minute elsewhere."""
 
     SECONDS = 60.0
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, quiet: Sequence[logging.Logger] = ()) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, replaced: Sequence[logging.Logger] = ()) -> None:
         self._clock, self._printed = clock, clock()
-        self._quiet: list[tuple[logging.Logger, int]] = []
+        self._levels: list[tuple[logging.Logger, int]] = []
         self._live: Any = None
-        self._handlers: list[tuple[Any, Any]] = []
+        self._handlers: list[tuple[logging.StreamHandler, TextIO | None]] = []
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.live import Live
 
             console = Console(stderr=True, highlight=False)
-            redirects = sys.stdout.isatty()  # what is piped away stays in its pipe
+            redirects = sys.stdout.isatty()  # output that goes into a pipe stays there
             self._live = Live(console=console, transient=True, redirect_stdout=redirects, refresh_per_second=4)
             self._live.start()
-            self._quiet = [(logger, logger.level) for logger in quiet]
-            for logger in quiet:
-                logger.setLevel(logging.WARNING)
-            # Handlers have kept the stream from before, and would write over the line.
-            roots = [handler for handler in logging.getLogger().handlers if type(handler) is logging.StreamHandler]
-            self._handlers = [(handler, handler.setStream(sys.stderr)) for handler in roots]
+            for replaced_logger in replaced:
+                self._levels.append((replaced_logger, replaced_logger.level))
+                replaced_logger.setLevel(logging.WARNING)
+            # Existing handlers hold the stream from before, and would write over the line.
+            for handler in logging.getLogger().handlers:
+                if type(handler) is logging.StreamHandler:
+                    self._handlers.append((handler, handler.setStream(sys.stderr)))
 
-    def show(self, text: str, *, keeps: bool = False) -> None:
-        """Draw the line; off a terminal, print it if it `keeps` and the last one is a minute old."""
+    def show(self, text: str, *, prints: bool = False) -> None:
+        """Redraw the line. Without a terminal, print it if `prints` is True and the last one is a minute old."""
         if self._live is not None:
             from rich.text import Text
 
             self._live.update(Text(visible(text), no_wrap=True, overflow="ellipsis"))
-        elif keeps and self._clock() - self._printed >= self.SECONDS:
+        elif prints and self._clock() - self._printed >= self.SECONDS:
             self._printed = self._clock()
             say(text)
 
     def close(self) -> None:
-        """Remove the line from the terminal."""
+        """Remove the line from the terminal, and restore the handlers and levels of the loggers."""
         if self._live is not None:
             for handler, stream in self._handlers:
                 handler.setStream(stream or sys.__stderr__)
-            for logger, level in self._quiet:
-                logger.setLevel(level)
+            for replaced_logger, level in self._levels:
+                replaced_logger.setLevel(level)
             self._live.stop()
             self._live = None
 
 
-def _time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    if minutes:
+        return f"{minutes} min {seconds:02d} s"
+    return f"{seconds} s"

@@ -1,4 +1,4 @@
-"""Fewer messages from the libraries: those that a user can do nothing about are left out."""
+"""Log messages of a run: ours once per subject, and those of the libraries only where a user can act on them."""
 
 from __future__ import annotations
 
@@ -7,55 +7,88 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-# transformers renamed these; TRL 1.16 and PEFT still read and set the old names, whatever a recipe says.
+if TYPE_CHECKING:
+    from torch import nn
+
+# transformers renamed these; TRL 1.16 and PEFT still read and set the old names, whatever a recipe contains.
 _RENAMED = r"`(is_)?gradient_checkpointing(_\w+)?` is deprecated"
 
-_MISSING = "There were missing keys in the checkpoint"
-_WEIGHTS = ("Loading weights", "Writing model shards")
+_MISSING_KEYS = "There were missing keys in the checkpoint"
+_WEIGHT_BARS = ("Loading weights", "Writing model shards")
+
+
+class Announcer:
+    """Logger of warnings that appear once per key.
+
+    accelerate's `warning_once` is keyed on the text, so it repeats a sentence whose figures change. It is also shared by
+    the whole process, so a second trainer would stay silent.
+    """
+
+    def __init__(self, warn: Callable[[str], object]) -> None:
+        self._warn = warn
+        self.keys: set[str] = set()
+        """Keys of the sentences that were logged."""
+
+    def once(self, key: str, sentence: str) -> None:
+        """Log `sentence`, unless one with this key was logged before."""
+        if key not in self.keys:
+            self.keys.add(key)
+            self._warn(sentence)
 
 
 @contextmanager
-def libraries() -> Iterator[None]:
-    """Inside this block: no warnings about calls of TRL and PEFT themselves, no bars for loading or saving weights.
+def fewer_library_messages() -> Iterator[None]:
+    """Hide warnings about calls that TRL and PEFT make themselves, and the bars for loading and saving weights.
 
     Warnings about deprecated keys in a recipe, and the bars of downloads, are still shown.
     """
-    from transformers.utils import logging as theirs  # takes seconds, which `--help` should not
+    from transformers.utils import logging as library_logging  # takes seconds to import, which `--help` should not
 
-    before = theirs.set_tqdm_hook(_without_weights)
+    previous = library_logging.set_tqdm_hook(_hide_weight_bars)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=_RENAMED, category=FutureWarning)
             yield
     finally:
-        theirs.set_tqdm_hook(before)
+        library_logging.set_tqdm_hook(previous)
+
+
+def _hide_weight_bars(bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_hidden = kwargs.get("desc") in _WEIGHT_BARS or kwargs.get("disable", False)
+    return bar(*args, **{**kwargs, "disable": is_hidden})
 
 
 @contextmanager
-def tied_weights(model: Any) -> Iterator[None]:
-    """Inside this block a checkpoint may lack a second name of a weight of `model` without a warning.
+def tied_weights(model: nn.Module) -> Iterator[None]:
+    """Hide the warning about a missing key that is a second name of a weight of `model`.
 
-    A checkpoint holds a tied weight once. transformers 5.23 loads it, and calls the other name a missing key.
+    A checkpoint holds a tied weight once. transformers 5.23 loads it and then reports its other name as missing.
     """
-
-    def is_about_others(record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        missing = set(re.findall("'([^']*)'", message)) if message.startswith(_MISSING) else set()
-        names: dict[int, set[str]] = {}
-        for name, weight in model.named_parameters(remove_duplicate=False) if missing else ():
-            names.setdefault(id(weight), set()).add(name)
-        loaded_elsewhere = set().union(*(group for group in names.values() if group - missing))
-        return not missing or not missing <= loaded_elsewhere
-
     logger = logging.getLogger("transformers.trainer")
-    logger.addFilter(is_about_others)
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if not message.startswith(_MISSING_KEYS):
+            return True
+        missing = set(re.findall("'([^']*)'", message))
+        return not missing or not missing <= _names_loaded_elsewhere(model, missing)
+
+    logger.addFilter(is_shown)
     try:
         yield
     finally:
-        logger.removeFilter(is_about_others)
+        logger.removeFilter(is_shown)
 
 
-def _without_weights(bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return bar(*args, **{**kwargs, "disable": kwargs.get("desc") in _WEIGHTS or kwargs.get("disable", False)})
+def _names_loaded_elsewhere(model: nn.Module, missing: set[str]) -> set[str]:
+    """Return all names of the weights that have at least one name outside of `missing`."""
+    names_of_weight: dict[int, set[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names_of_weight.setdefault(id(weight), set()).add(name)
+    loaded: set[str] = set()
+    for names in names_of_weight.values():
+        if names - missing:
+            loaded |= names
+    return loaded

@@ -1,28 +1,39 @@
-"""Ctrl-C while a program still imports its libraries, and a terminal that is closed. Nothing here imports any library."""
+"""Ctrl-C while a program still imports its libraries, closed terminals, and flags that all ranks must agree on.
+
+Nothing here imports a library at the top, because Ctrl-C must be handled before the imports that take seconds.
+"""
+
+from __future__ import annotations
 
 import os
 import select
 import signal
 from types import FrameType
+from typing import TYPE_CHECKING
 
-INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+if TYPE_CHECKING:
+    import torch
+
+INTERRUPTED = 130
+"""Exit code that a shell reports for a program ended by Ctrl-C."""
+
 NOTHING_DONE = "nothing was trained or saved, and the same command starts again"
 
 
 def leave_on_interrupt() -> None:
-    """From here on Ctrl-C ends the process at once, with one sentence."""
+    """Make Ctrl-C end the process at once, with one line."""
     signal.signal(signal.SIGINT, _leave)
 
 
 def raise_on_interrupt() -> None:
-    """From here on Ctrl-C raises `KeyboardInterrupt`, as Python has it."""
+    """Make Ctrl-C raise `KeyboardInterrupt`, which is Python's default."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def drop_closed_outputs() -> None:
     """Point standard output and error to /dev/null if their terminal was closed or the reader of their pipe has ended.
 
-    The next message would raise `OSError` otherwise, perhaps just before a save.
+    The next message would otherwise raise `OSError`, perhaps just before a save.
     """
     for descriptor in (1, 2):
         poll = select.poll()
@@ -33,9 +44,26 @@ def drop_closed_outputs() -> None:
             os.close(null)
 
 
-def hangs_up() -> bool:
-    """Return True unless the process was started to outlive its terminal, as `nohup` does it: SIGHUP is ignored then."""
+def heeds_hangup() -> bool:
+    """Return True unless SIGHUP is ignored, which is how `nohup` starts a process that is to outlive its terminal."""
     return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+
+
+def on_any_rank(flag: bool, device: torch.device) -> bool:
+    """Return True if `flag` is set on at least one rank. Collective: every rank must call it."""
+    return bool(largest_of_ranks(int(flag), device))
+
+
+def largest_of_ranks(number: int, device: torch.device) -> int:
+    """Return the largest `number` of all ranks. Collective: every rank must call it."""
+    import torch
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return number
+    reduced = torch.tensor(number, device=device)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+    return int(reduced.item())
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:

@@ -26,7 +26,6 @@ from grpo_rewards.files import write_atomically as write_atomically
 
 RECORD, LIVE = "run.json", "_log.jsonl"  # transformers pushes no file whose name begins with `_`
 EVALUATIONS, BEFORE, AFTER = "evaluations", "before", "after"
-FAULT_FILES = "fault-rank*.json"
 
 # What a table may come to: of evaluations, some 100,000 long completions. At once, and over the whole file.
 BATCH_ROWS, FILE_ROWS = 1024, 10_000_000

@@ -20,12 +20,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl.trainer.utils import RepeatSampler
 
-from grpo_recipes.process.signals import drop_closed_outputs, hangs_up
+from grpo_recipes.process.signals import drop_closed_outputs, heeds_hangup, largest_of_ranks
 from grpo_recipes.recipe.trl_keys import RESUME_MAY_CHANGE
 from grpo_rewards.errors import UserError
 
@@ -148,13 +147,13 @@ class StopOnSignal(TrainerCallback):
     ) -> None:
         """Listen for the signals."""
         self.began = True
-        numbers = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hangs_up() else [])]
+        numbers = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if heeds_hangup() else [])]
         self._previous = {number: signal.signal(number, self._request) for number in numbers}
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Agree over the ranks whether to stop; if so, save and stop where nothing is lost."""
         drop_closed_outputs()
-        self.requested = _largest(self.requested, args.device)
+        self.requested = largest_of_ranks(self.requested, args.device)
         if self.requested and self.ends_generation(state.global_step):
             self.stopped = state.global_step < state.max_steps
             control.should_save = control.should_training_stop = True
@@ -298,17 +297,3 @@ def _same_contents(one: Path, other: Path) -> bool:
 
 def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def on_any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether `flag` is set on at least one rank; a collective call, so that every rank must ask."""
-    return bool(_largest(int(flag), device))
-
-
-def _largest(number: int, device: torch.device) -> int:
-    """The largest `number` of any rank."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return number
-    reduced = torch.tensor(number, device=device)
-    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
-    return int(reduced.item())

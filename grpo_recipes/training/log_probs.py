@@ -36,8 +36,9 @@ from grpo_recipes.generation.models import (
     scaled_by_position,
 )
 from grpo_recipes.generation.rows import PerToken, Rows
+from grpo_recipes.process.messages import Announcer
+from grpo_recipes.process.signals import on_any_rank
 from grpo_recipes.training import layout_check as check
-from grpo_recipes.training.data_order import on_any_rank
 from grpo_recipes.training.packing import ATTENTION, Layout, PackedRow, order, pack, register_attention
 
 EXTRA_PADDING = 8
@@ -96,7 +97,7 @@ class LogProbs:
     _checked: WeakKeyDictionary[nn.Module, set[tuple[str, ...]]] = field(default_factory=WeakKeyDictionary)
     """The active adapters under which the layout was found to be exact."""
     _bare: WeakKeyDictionary[nn.Module, ReferenceType[nn.Module]] = field(default_factory=WeakKeyDictionary)
-    _said: set[str] = field(default_factory=set)
+    _announcer: Announcer = field(default_factory=lambda: Announcer(logger.warning))
 
     def __call__(self, model: nn.Module, rows: Rows, batch_size: int | None, compute_entropy: bool) -> PerToken:
         """Log-probabilities and entropies of `rows`, in ceil(B / batch_size) model calls on every rank."""
@@ -353,9 +354,7 @@ class LogProbs:
 
     def say_once(self, sentence: str) -> None:
         """Log that a cheaper layout is not used, once, on the main process."""
-        if sentence not in self._said:
-            self._said.add(sentence)
-            logger.warning(sentence)
+        self._announcer.once(sentence, sentence)
 
 
 class SpansIgnored(RuntimeError):

@@ -18,7 +18,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes.generation.generator_check import GenerationCheck
 from grpo_recipes.generation.rows import PerToken, Rows
 from grpo_recipes.generation.stop_strings import StopStrings
-from grpo_recipes.process import messages as quiet
+from grpo_recipes.process.messages import tied_weights
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.specs import (
     AdvantageRule,
@@ -305,7 +305,7 @@ class GRPOTrainer(TRLGRPOTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **kwargs: Any) -> Any:
         """TRL's training, resumed only from a checkpoint that is whole; of True, from the newest such one."""
-        with quiet.tied_weights(self.model):
+        with tied_weights(self.model):
             return super().train(self.checkpoints.resumption(resume_from_checkpoint), *rest, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -90,7 +90,7 @@ def test_imports_go_down_only() -> None:
             source, sink = folder_of(module), folder_of(target)
             if source and sink and source != sink and level(sink) <= level(source):
                 upward.append(f"{module} imports {target}")
-    assert set(upward) <= NOT_YET
+    assert upward == []
 
 
 def test_no_imports_in_a_circle() -> None:
@@ -124,16 +124,3 @@ def test_one_file_subclasses_trls_trainer() -> None:
         if isinstance(node, ast.ClassDef) and any("GRPOTrainer" in ast.unparse(base) for base in node.bases)
     ]
     assert found == ["grpo_recipes.training.trainer"]
-
-
-# Imports of the former layout that are still to be taken apart.
-NOT_YET = {
-    "grpo_recipes.checks.checks imports grpo_recipes.plan.memory",
-    "grpo_recipes.process.bounded_child imports grpo_recipes.runs.files",
-    "grpo_recipes.process.exit_message imports grpo_recipes.runs.files",
-    "grpo_recipes.process.faults imports grpo_recipes.runs.files",
-    "grpo_recipes.process.launcher imports grpo_recipes.checks.checks",
-    "grpo_recipes.process.launcher imports grpo_recipes.recipe.recipe",
-    "grpo_recipes.process.launcher imports grpo_recipes.runs.checkpoints",
-    "grpo_recipes.process.live_line imports grpo_recipes.runs.files",
-}

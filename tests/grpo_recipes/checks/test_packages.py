@@ -1,13 +1,19 @@
-"""Packages that a recipe needs and that may be missing: trackers and vLLM."""
+"""Packages that a recipe needs: trackers, vLLM and builds of DeepSpeed's extensions."""
 
+import subprocess
+import sys
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from transformers.integrations import integration_utils
 from trl import import_utils
 
+from grpo_recipes import train
 from grpo_recipes.checks import packages
+from grpo_rewards.errors import UserError
+from tests.support import launching
 
 
 @pytest.mark.parametrize("tracker", integration_utils.INTEGRATION_TO_CALLBACK)
@@ -49,3 +55,45 @@ def test_vllm_must_be_there_in_a_version_that_trl_takes(
     said = packages.missing(SimpleNamespace(report_to="none", use_vllm=True))
     assert len(said) == (says is not None)
     assert says is None or says in said[0]
+
+
+def test_a_build_lock_without_a_compiler_is_refused_with_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    packages.check_build_locks(patience=0)
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(exist_ok=True)
+    lock.touch()
+    with pytest.raises(UserError, match=f"^{lock}: .*remove that file"):
+        packages.check_build_locks(patience=0)
+
+
+def test_a_build_lock_with_a_compiler_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    folder = tmp_path / "cpu_adam"
+    folder.mkdir()
+    (folder / "lock").touch()
+    compiler = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], cwd=folder)
+    try:
+        packages.check_build_locks(patience=0)
+    finally:
+        compiler.kill()
+        compiler.wait()
+    with pytest.raises(UserError):
+        packages.check_build_locks(patience=0)
+
+
+def test_a_recipe_with_deepspeed_is_refused_while_a_stale_lock_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setattr(packages.check_build_locks, "__defaults__", (0.0,))
+    (tmp_path / "extensions" / "deepspeed_shm_comm").mkdir(parents=True)
+    (tmp_path / "extensions" / "deepspeed_shm_comm" / "lock").touch()
+    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
+    recipe = launching.write_recipe(tmp_path / "mine.yaml", policy, rows, tmp_path / "run")
+    assert train.main(["--config", str(recipe)]) == 2
+    assert "remove that file" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -1,15 +1,21 @@
-"""What rewards need before they can pay: a column, a gold that can be read, a weight that counts."""
+"""Rewards of a recipe: columns, golds and weights before the run, and the scores of each call during it."""
 
+import asyncio
 import json
+import math
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
 import pytest
+import torch
+from trl.trainer.utils import is_async_callable
 
 from grpo_recipes import cli, train
-from grpo_recipes.checks.rewards import check_columns, check_golds, check_weights
+from grpo_recipes.checks.rewards import check_columns, check_golds, check_weights, checked_reward
+from grpo_recipes.process.faults import RewardFault
 from grpo_rewards.errors import UserError
 from grpo_rewards.math import symbolic
 from grpo_rewards.registry import build_rewards, leaves
@@ -232,3 +238,96 @@ def test_a_run_hands_every_column_over_and_says_which_golds_it_cannot_score(
     assert record["unscorable_golds"] == {"count": 1, "total": 8, "rows": [2]}
     cli.main(["diagnose", str(tmp_path / "run")])
     assert "1 of 8 golds can't be scored by a correctness reward (rows 2 of" in capsys.readouterr().out
+
+
+# The scores of a call
+
+TEXTS = ["one", "two", "three"]
+
+
+def returning(*values: object):
+    def judge(prompts: list, completions: list, **columns: object) -> list:
+        return list(values)
+
+    return judge
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, torch.tensor(math.inf), "2", 1j, 1e39, 10**400])
+def test_a_score_that_is_no_finite_number_is_reported_with_its_row(value: object) -> None:
+    checked = checked_reward(returning(1.0, None, value))
+    with pytest.raises(RewardFault, match=r"reward `judge` returned .* for row 2 .*'three'.*None"):
+        checked(prompts=TEXTS, completions=TEXTS)
+
+
+def test_a_long_completion_is_quoted_by_its_beginning() -> None:
+    checked = checked_reward(returning(math.nan))
+    with pytest.raises(RewardFault) as error:
+        checked(prompts=["one"], completions=["a\n b " * 99])
+    assert f"(completion {'a b ' * 15!r})" in str(error.value)
+
+
+@pytest.mark.parametrize("completions", [TEXTS, [[{"role": "assistant", "content": text}] for text in TEXTS]])
+def test_finite_scores_are_returned_unchanged(completions: list) -> None:
+    values = [1, None, torch.tensor(0.5)]
+    checked = checked_reward(returning(*values))
+    assert checked(prompts=TEXTS, completions=completions, answer=TEXTS) == values
+    assert checked.__name__ == "judge"
+
+
+RETURNED = {
+    "None": (None, "returned None, not a list of scores for 3 completions"),
+    "a number": (0.5, "returned a float, not a list of scores for 3 completions"),
+    "a mapping": ({0: 1.0, 1: 1.0, 2: 1.0}, "returned a dict, not a list of scores for 3 completions"),
+    "a set": ({1.0, 2.0, 3.0}, "returned a set, not a list of scores for 3 completions"),
+    "text": ("123", "returned a str, not a list of scores for 3 completions"),
+    "a tensor without dimensions": (torch.tensor(0.5), "returned a Tensor, not a list of scores for 3 completions"),
+    "one score for all": ([1.0], "returned 1 scores for 3 completions"),
+    "too many": ([1.0] * 4, "returned 4 scores for 3 completions"),
+    "none at all": ([], "returned 0 scores for 3 completions"),
+}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("kind", RETURNED)
+def test_a_return_value_that_is_no_list_of_scores_is_reported_with_the_reward(kind: str, is_async: bool) -> None:
+    """TRL would write a single score into every row, and take the keys of a mapping for scores."""
+    value, says = RETURNED[kind]
+
+    def judge(prompts: list, completions: list, **columns: object) -> object:
+        return value
+
+    async def judge_async(prompts: list, completions: list, **columns: object) -> object:
+        return value
+
+    async def awaited() -> object:
+        return await checked_reward(judge_async)(prompts=TEXTS, completions=TEXTS)
+
+    checked = checked_reward(judge)
+    with pytest.raises(RewardFault, match=f"reward `judge(_async)?` {says}: it must return one for each"):
+        asyncio.run(awaited()) if is_async else checked(prompts=TEXTS, completions=TEXTS)
+
+
+@pytest.mark.parametrize(
+    "value", [(1.0, 2.0, 3.0), torch.ones(3), iter([1.0, 1.0, 1.0]), {1: 1.0, 2: 2.0, 3: 3.0}.values()]
+)
+def test_any_iterable_of_scores_is_accepted(value: object) -> None:
+    checked = checked_reward(lambda prompts, completions, **columns: value)
+    assert len(checked(prompts=TEXTS, completions=TEXTS)) == 3
+
+
+def test_a_fault_in_a_sum_names_the_part() -> None:
+    (built,) = build_rewards([{"name": "sum", "rewards": ["tag_count"]}])
+    parts = (replace(built.function.parts[0], function=lambda **columns: None, name="part"),)
+    with pytest.raises(RewardFault, match="reward `part`: `scores` must be a list"):
+        checked_reward(replace(built.function, parts=parts))(prompts=TEXTS, completions=TEXTS)
+
+
+def test_asynchronous_rewards_are_checked_too() -> None:
+    class Judge:
+        async def __call__(self, prompts: list, completions: list, **columns: object) -> list[float]:
+            return [math.nan] * 3
+
+    checked = checked_reward(Judge())
+    assert is_async_callable(checked)
+    with pytest.raises(RewardFault, match="`Judge` returned nan for row 0"):
+        asyncio.run(checked(prompts=TEXTS, completions=TEXTS))

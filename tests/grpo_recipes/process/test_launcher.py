@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from grpo_recipes import cli
-from grpo_recipes.process import launcher as launch
+from grpo_recipes.checks.checks import choose_layout
+from grpo_recipes.process import launcher
 from grpo_recipes.process.launcher import Layout
 from grpo_recipes.recipe.recipe import RecipeError, find_file
 from tests.support import launching
@@ -76,7 +77,7 @@ def test_the_layout_fits_the_machine(
     monkeypatch: pytest.MonkeyPatch, gpus: int, use_cpu: bool, config: str | None, count: int | None, chosen: tuple
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    layout = Layout.chosen(config, count, use_cpu)
+    layout = choose_layout(config, count, use_cpu=use_cpu)
     assert (layout.config.stem, layout.num_processes) == chosen
 
 
@@ -95,7 +96,7 @@ def test_accelerate_takes_the_command() -> None:
 def test_a_file_that_is_no_accelerate_configuration_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("a: 1\n")
     with pytest.raises(RecipeError, match="is this an accelerate configuration"):
-        Layout.chosen(str(tmp_path / "x.yaml"), None, use_cpu=True)
+        choose_layout(str(tmp_path / "x.yaml"), None, use_cpu=True)
 
 
 # ---- launches
@@ -143,7 +144,7 @@ def test_a_signal_to_the_command_leaves_a_checkpoint_and_no_process(recipe: Path
 def test_under_nohup_a_closed_terminal_stops_no_run(handler: signal.Handlers) -> None:
     previous = signal.signal(signal.SIGHUP, handler)
     try:
-        with launch._passing_signals_to(SimpleNamespace(pid=os.getpid())):
+        with launcher._passing_signals_to(SimpleNamespace(pid=os.getpid())):
             is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         assert is_ignored == (handler == signal.SIG_IGN)
         assert signal.getsignal(signal.SIGHUP) == handler

@@ -31,7 +31,7 @@ def state(step: int, steps: int = 40, *, first: bool = True, history: list[dict]
 
 def log(folder: Path, steps: range, began: int = 0, history: list[dict] | None = None) -> LiveLog:
     """Return the callback of a launch that began at a step and has logged some steps."""
-    callback = LiveLog(folder)
+    callback = LiveLog(folder / LIVE)
     callback.on_train_begin(None, state(began, history=history), None)
     for step in steps:
         callback.on_log(None, state(step), None, {"reward": step / 10, "kl": float("nan"), "step_time": 2.0})
@@ -123,7 +123,7 @@ def test_a_run_that_has_logged_nothing_says_so(tmp_path: Path) -> None:
 
 
 def test_other_ranks_write_nothing_and_a_link_is_not_followed(tmp_path: Path) -> None:
-    LiveLog(tmp_path).on_train_begin(None, state(0, first=False), None)
+    LiveLog(tmp_path / LIVE).on_train_begin(None, state(0, first=False), None)
     assert not (tmp_path / LIVE).exists()
     (tmp_path / "outside").write_text("as it was")
     (tmp_path / LIVE).symlink_to(tmp_path / "outside")
@@ -244,7 +244,7 @@ def test_what_is_printed_stands_above_the_line(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
     chatty = logging.getLogger("chatty")
     chatty.setLevel(logging.INFO)
-    line = Line(quiet=[chatty])
+    line = Line(replaced=[chatty])
     chatty.info("what the line says too")
     line.show("step 1/2  " + "long " * 30 + "\x1b[2J")
     print("a word of the run")

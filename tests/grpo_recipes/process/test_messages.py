@@ -1,4 +1,4 @@
-"""What `quiet.libraries` keeps from the screen, and what it lets through."""
+"""Log messages: ours once per subject, and those of the libraries that are hidden or shown."""
 
 import warnings
 from pathlib import Path
@@ -9,36 +9,47 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.utils import logging
 
 from grpo_recipes import train
-from grpo_recipes.process import messages as quiet
+from grpo_recipes.process.messages import Announcer, fewer_library_messages, tied_weights
 from tests.support import launching
 
 
-def bar(**options: object) -> None:
+def test_a_sentence_is_logged_once_per_key_and_announcer() -> None:
+    logged: list[str] = []
+    announcer, another = Announcer(logged.append), Announcer(logged.append)
+    announcer.once("filters", "step 1")
+    announcer.once("filters", "step 2")
+    announcer.once("dtype", "step 3")
+    another.once("filters", "step 4")
+    assert logged == ["step 1", "step 3", "step 4"]
+    assert announcer.keys == {"filters", "dtype"}
+
+
+def draw_bar(**options: object) -> None:
     for _ in logging.tqdm(range(2), **options):
         pass
 
 
-def test_only_what_nobody_can_change_is_silenced(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
+def test_only_messages_that_nobody_can_act_on_are_hidden(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
-        with quiet.libraries():
+        with fewer_library_messages():
             TrainingArguments(str(tmp_path), gradient_checkpointing=True, use_cpu=True)
             warnings.warn("`use_liger_kernel=True` is deprecated", FutureWarning, stacklevel=1)
             for title in ("Loading weights", "Writing model shards", "Fetching 3 files"):
-                bar(desc=title)
-            bar(desc="Downloading quietly", disable=True)
+                draw_bar(desc=title)
+            draw_bar(desc="Downloading quietly", disable=True)
     assert [str(warning.message) for warning in shown] == ["`use_liger_kernel=True` is deprecated"]
-    said = capsys.readouterr().err
-    assert "Fetching 3 files" in said
-    assert "eights" not in said
-    assert "shards" not in said
-    assert "quietly" not in said
+    printed = capsys.readouterr().err
+    assert "Fetching 3 files" in printed
+    assert "eights" not in printed
+    assert "shards" not in printed
+    assert "quietly" not in printed
 
 
-def test_it_ends_with_its_block(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyError), quiet.libraries():
+def test_messages_are_shown_again_after_the_block(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyError), fewer_library_messages():
         raise KeyError
-    bar(desc="Loading weights")
+    draw_bar(desc="Loading weights")
     assert "Loading weights" in capsys.readouterr().err
 
 
@@ -47,13 +58,13 @@ def test_it_ends_with_its_block(capsys: pytest.CaptureFixture[str]) -> None:
     [(["lm_head.weight"], False), (["model.embed_tokens.weight"], False), (["lm_head.weight", "model.norm.weight"], True),
      (["lm_head.weight", "model.embed_tokens.weight"], True), (["elsewhere"], True)],
 )  # fmt: skip
-def test_a_second_name_of_a_loaded_weight_is_not_missing(
+def test_a_second_name_of_a_loaded_weight_is_not_reported_as_missing(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, missing: list[str], warns: bool
 ) -> None:
-    """transformers' own message, so that another wording of it fails here."""
+    """The warning is made by transformers itself, so a change of its wording fails here."""
     model = AutoModelForCausalLM.from_pretrained(launching.build_policy(tmp_path / "policy"))
     trainer = Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
-    with quiet.tied_weights(model):
+    with tied_weights(model):
         trainer._issue_warnings_after_load(SimpleNamespace(missing_keys=missing, unexpected_keys=[]))
     assert ("missing keys" in caplog.text) is warns
     caplog.clear()
@@ -61,15 +72,17 @@ def test_a_second_name_of_a_loaded_weight_is_not_missing(
     assert "missing keys" in caplog.text
 
 
-def test_an_untied_weight_is_missed(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_a_missing_weight_without_a_second_name_is_reported(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(launching.build_policy(tmp_path / "policy", tied=False))
     trainer = Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
-    with quiet.tied_weights(model):
+    with tied_weights(model):
         trainer._issue_warnings_after_load(SimpleNamespace(missing_keys=["lm_head.weight"], unexpected_keys=[]))
     assert "missing keys" in caplog.text
 
 
-def test_a_resume_of_a_tied_model_misses_nothing(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_a_resumed_model_with_tied_weights_reports_no_missing_keys(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
     changes = {"max_steps": 1, "report_to": "none"}
     config = launching.write_recipe(tmp_path / "mine.yaml", policy, rows, tmp_path / "run", **changes)

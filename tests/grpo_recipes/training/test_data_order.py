@@ -22,6 +22,7 @@ from trl.trainer.utils import RepeatSampler
 from grpo_recipes import train
 from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.checks.geometry import geometry_of
+from grpo_recipes.process.signals import on_any_rank
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe, resolved
 from grpo_recipes.recipe.trl_keys import RESUME_MAY_CHANGE
 from grpo_recipes.runs.checkpoints import Rejected, checkpoint_damage, is_complete, last_complete_checkpoint, set_aside
@@ -261,8 +262,8 @@ def stops_of_rank(rank: int, store: Path) -> list[str | None]:
             callback.requested = signals[rank]
             callback.on_step_end(SimpleNamespace(device=torch.device("cpu")), TrainerState(max_steps=9), control)
             stops.append(callback.name if control.should_training_stop else None)
-        assert restart.on_any_rank(rank == 1, torch.device("cpu")) is True
-        assert restart.on_any_rank(False, torch.device("cpu")) is False
+        assert on_any_rank(rank == 1, torch.device("cpu")) is True
+        assert on_any_rank(False, torch.device("cpu")) is False
         return stops
     finally:
         torch.distributed.destroy_process_group()

@@ -1,14 +1,14 @@
-r"""Recognise secrets by the names of keys and by the shapes of text, and replace them in everything written or shown.
+r"""Redaction of secrets, recognised by the names of keys and by the shapes of text, in everything written or shown.
 
 One rule for every file and message of both packages. Two things count as a secret:
 
-- a value under a key whose words name one: `api_key`, `hub_token`, `pwd`, `db_pass`, `api_key_2`, `Authorization`;
+- a value under a key whose words name a secret: `api_key`, `hub_token`, `pwd`, `db_pass`, `api_key_2`, `Authorization`;
 - text of a known shape, wherever it stands: the user information of a URL, the value of a query key such as
-  `X-Amz-Signature`, a token by its prefix (`hf_...`, `AIza...`), `Bearer ...`, a PEM block with a private key.
+  `X-Amz-Signature`, a token with a known prefix (`hf_...`, `AIza...`), `Bearer ...`, a PEM block with a private key.
 
-This is a list, not a proof: a secret under another name and of another shape is not found. Keep secrets in environment
-variables, and give their names. Text without any of these stays as it is, and a second pass changes nothing more. The
-time grows linearly with the text, whatever it holds.
+This is a list, not a proof: a secret with another name and another shape is not found. Keep secrets in environment
+variables, and name the variables. Other text is unchanged, and redacting twice changes nothing more. The time is linear
+in the length of the text, whatever it contains.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from urllib.parse import quote, quote_plus, unquote
 
 HIDDEN = "<hidden>"
 
-# Keys, by their words. `apiKey`, `X-Api-Key` and `API_KEY` have the words `api` and `key`.
+# Words of a key: `apiKey`, `X-Api-Key` and `API_KEY` all contain the words `api` and `key`.
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _LONGEST_KEY = 200
 _SECRETS = frozenset({
     "token", "secret", "password", "passwd", "pwd", "pass", "passphrase", "passcode", "authorization", "auth",
-    "credential", "bearer", "cookie", "jwt", "apikey", "apitoken", "authtoken", "accesstoken", "hftoken",
-    "hubtoken", "accesskey", "secretkey", "privatekey",
+    "credential", "bearer", "cookie", "jwt", "apikey", "apitoken", "authtoken", "accesstoken", "hftoken", "hubtoken",
+    "accesskey", "secretkey", "privatekey",
 })  # fmt: skip
+# Words before `key` that make it a secret. `key` alone is not one.
 _KINDS_OF_KEY = frozenset({
-    "api", "access", "private", "secret", "account", "auth", "ssh", "encryption", "signing", "master",
-    "subscription", "deploy", "storage", "shared", "hmac",
+    "api", "access", "private", "secret", "account", "auth", "ssh", "encryption", "signing", "master", "subscription",
+    "deploy", "storage", "shared", "hmac",
 })  # fmt: skip
-# Words behind the name of a secret that leave it one: `api_key_2`, `password_old`.
+# Words after the name of a secret that leave it a secret: `password_old`. A number does too: `api_key_2`.
 _VARIANTS = frozenset({
     "old", "new", "prod", "production", "dev", "staging", "backup", "primary", "secondary", "value",
 })  # fmt: skip
-# Tokens that are text of a model, and numbers of them.
+# Words before `token` that make it text of a model, or a number of tokens.
 _TEXT_TOKENS = frozenset({
     "eos", "bos", "pad", "unk", "sep", "cls", "mask", "stop", "start", "begin", "end", "image", "video", "audio",
     "vision", "boi", "eoi", "special", "additional", "extra", "added", "bad", "suppress", "think", "thinking",
     "reasoning", "answer", "new", "prompt", "completion", "generated", "input", "output", "total", "cached", "text",
     "tool", "max", "min", "num", "per",
 })  # fmt: skip
-# A pass that is a run through something: `forward_pass`.
+# Words before `pass` that make it a run through something: `forward_pass`.
 _PASSES = frozenset({
     "forward", "backward", "first", "second", "third", "last", "single", "one", "two", "full", "multi", "per", "by",
 })  # fmt: skip
-
-# Keys in the query of a URL that name a secret there, besides those above.
+# Keys that name a secret only in the query of a URL.
 _QUERY_KEYS = frozenset({
     "sig", "signature", "key", "code", "credential", "hmac", "sas",
 })  # fmt: skip
 
-# Tokens: how each begins, at the beginning of a word, and what follows.
+# Tokens: the prefix, which starts a word, and the pattern of the rest.
 _TOKENS: Mapping[str, str] = {
     "hf_": "[A-Za-z0-9]{16,}",
     "api_org_": "[A-Za-z0-9]{16,}",
@@ -67,29 +67,26 @@ _TOKENS: Mapping[str, str] = {
     "xox": r"[abceoprs]-[\w-]{10,}",
     "xapp-": r"[\w-]{10,}",
     **dict.fromkeys(("AKIA", "ASIA"), r"[0-9A-Z]{16}\b"),
-    "AIza": r"[\w-]{16,}",
-    "ya29.": r"[\w-]{16,}",
-    "GOCSPX-": r"[\w-]{16,}",
+    **dict.fromkeys(("AIza", "ya29.", "GOCSPX-", "nvapi-", "tgp_v1_"), r"[\w-]{16,}"),
     "gsk_": "[A-Za-z0-9]{16,}",
-    "nvapi-": r"[\w-]{16,}",
     **dict.fromkeys(("xai-", "pplx-", "r8_", "rpa_"), "[A-Za-z0-9]{20,}"),
-    "tgp_v1_": r"[\w-]{16,}",
     "dapi": r"[0-9a-f]{32}\b",
     **dict.fromkeys(("npm_", "dop_v1_", "shpat_", "dckr_pat_", "whsec_", "wandb_v1_", "pypi-", "hvs."), r"[\w-]{20,}"),
     "lsv2_": r"[\w-]{20,}",
     "SG.": r"[\w-]{16,64}\.[\w-]{16,}",
-    # A JSON web token. It begins a word that includes hyphens: at each `eyJ` in such a word the time would be
-    # quadratic.
+    # JSON web token. Its word includes hyphens, unlike the other words: tried at every `eyJ` inside such a word, the
+    # pattern would take quadratic time.
     "eyJ": r"(?<![\w-]eyJ)[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
 }
-# Text in which the secret follows a word.
+# Words that a secret follows.
 _FOLLOWING: Mapping[str, str] = {
     "Bearer ": r"[\w.~+/=-]{6,}",
     "bearer ": r"(?=[\w.~+/=-]*\d)[\w.~+/=-]{16,}",
     "AccountKey=": r"[\w+/=-]{8,}",
     "SharedAccessKey=": r"[\w+/=-]{8,}",
 }
-# Beginning with the literal, which `re` finds fast; the group is the secret.
+# Patterns by the literal that they start with. The group is the secret. `re` finds a leading literal fast, so the
+# condition that it starts a word comes behind it.
 _SHAPES = [
     *((word, re.compile(rf"({re.escape(word)}(?<=\b{re.escape(word)}){rest})")) for word, rest in _TOKENS.items()),
     *((word, re.compile(rf"{re.escape(word)}(?<=\b{re.escape(word)})({rest})")) for word, rest in _FOLLOWING.items()),
@@ -98,12 +95,11 @@ _BASIC = re.compile(r"asic (?<=\b[Bb]asic )([A-Za-z0-9+/=]{8,})")
 
 _PRIVATE_KEY = re.compile(r"-----? ?BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)? ?-----?")
 _END = re.compile(r"-----? ?END [A-Z0-9 ]{0,60}-----?")
-# Characters that may follow where a key is cut off: the letters of the key and its headers, and line feeds as JSON
-# writes them.
+# Characters of a private key that is cut off: of the key and its headers, and line feeds as JSON writes them.
 _KEY_TEXT = re.compile(r"[A-Za-z0-9+/=\s:,.()@<>\\-]*")
 
 _WORD = re.compile(r"\S+")
-_SCHEME_END = re.compile(r":(?:\\{0,4}/){2}")  # JSON may write `:\/\/`, and quoted again with more backslashes
+_SCHEME_END = re.compile(r":(?:\\{0,4}/){2}")  # JSON may write `:\/\/`, with more backslashes if it is quoted again
 _QUOTE = re.compile("[\"'<>`]")
 _AUTHORITY_END = re.compile("[/?#\"'<>`\\\\]")
 _PORT = re.compile(r"[0-9]{0,5}")
@@ -111,13 +107,16 @@ _QUERY = re.compile(r"([?&;#])([\w.%\[\]-]{1,100})=([^\s&;#\"'<>`\\]+)")
 # Schemes in which a name before the `@` is part of an address: `abfss://container@account`.
 _ADDRESSES = ("abfs", "abfss", "wasb", "wasbs")
 
-_OPTION = re.compile(r"--\w")  # of a command line; a value may begin with `-----BEGIN`
+_OPTION = re.compile(r"--\w")  # the character tells an option from a value that starts with `-----BEGIN`
 
-# A shorter value found inside a text is as likely a word of the text.
+# A shorter secret found inside a text is as likely an ordinary word of the text.
 _SHORTEST = 6
 
+Span = tuple[int, int]
+"""Start (included) and end (excluded) of a part of a text."""
 
-def is_secret(key: object, value: Any) -> bool:
+
+def is_secret(key: object, value: object) -> bool:
     """Return True if the words of `key` say that `value` is a secret, rather than a number or a yes or no."""
     if not isinstance(key, str) or value is None or isinstance(value, bool) or value in ("", HIDDEN):
         return False
@@ -130,12 +129,13 @@ def is_secret(key: object, value: Any) -> bool:
 def _names_secret(words: Sequence[str], *, is_number: bool) -> bool:
     if not words or words == ["tokens"]:
         return False
-    before, last = (words[-2] if len(words) > 1 else ""), words[-1]
     if words[-3:] == ["access", "key", "id"]:
         return True
+    before = words[-2] if len(words) > 1 else ""
+    last = words[-1]
     if last in ("key", "keys"):
         return before in _KINDS_OF_KEY
-    if last.endswith(("password", "passwd")):  # of `dbpassword` too
+    if last.endswith(("password", "passwd")):  # also `dbpassword`
         return True
     if last == "pass":
         return before not in _PASSES and not is_number
@@ -146,20 +146,22 @@ def _names_secret(words: Sequence[str], *, is_number: bool) -> bool:
 
 
 def redacted(value: Any) -> Any:
-    """Return `value`, mappings and lists all through, with `HIDDEN` for each secret in it. Nothing is changed in place.
+    """Return a copy of `value` with `HIDDEN` in place of each secret, also inside nested mappings and lists.
 
-    Keys that differ in a secret alone become one.
+    Keys that differ in a secret only become one key.
     """
+    if isinstance(value, str):
+        return _redacted_text(value)
     if isinstance(value, Mapping):
         return {redacted(key): HIDDEN if is_secret(key, inner) else redacted(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [redacted(inner) for inner in value]
-    return _redacted_text(value) if isinstance(value, str) else value
+    return value
 
 
 def _redacted_text(text: str) -> str:
-    """Return `text` with `HIDDEN` for each part that has the shape of a secret; `text` itself if none has."""
-    spans = _merged(_spans(text))
+    """Return `text` with `HIDDEN` for each part that has the shape of a secret, or `text` itself if no part has."""
+    spans = _secret_spans(text)
     if not spans:
         return text
     pieces, end = [], 0
@@ -169,26 +171,10 @@ def _redacted_text(text: str) -> str:
     return "".join([*pieces, text[end:]])
 
 
-def _spans(text: str) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a text that have the shape of a secret, as its first character and the one behind its last."""
-    if "BEGIN" in text:
-        yield from _private_keys(text)
-    for word, shape in _SHAPES:
-        if word in text:
-            yield from (found.span(1) for found in shape.finditer(text))
-    for found in _BASIC.finditer(text):
-        if _is_user_and_password(found.group(1)):
-            yield found.span(1)
-    if "@" in text and "/" in text:
-        yield from _user_informations(text)
-    if "=" in text:
-        yield from _query_values(text)
-
-
-def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the spans in order, those that overlap as one."""
-    merged: list[tuple[int, int]] = []
-    for first, last in sorted(spans):
+def _secret_spans(text: str) -> list[Span]:
+    """Return the parts of a text that have the shape of a secret, in order, with overlapping parts merged."""
+    merged: list[Span] = []
+    for first, last in sorted(_spans(text)):
         if merged and first < merged[-1][1]:
             merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
         else:
@@ -196,44 +182,61 @@ def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _private_keys(text: str) -> Iterator[tuple[int, int]]:
-    """Yield the PEM blocks of private keys. A block that is cut off reaches as far as text that a key may hold."""
+def _spans(text: str) -> Iterator[Span]:
+    # Most texts contain no secret. Looking for a literal first is many times faster than the patterns.
+    if "BEGIN" in text:
+        yield from _private_keys(text)
+    for word, shape in _SHAPES:
+        if word in text:
+            yield from (match.span(1) for match in shape.finditer(text))
+    for match in _BASIC.finditer(text):
+        if _is_user_and_password(match.group(1)):
+            yield match.span(1)
+    if "@" in text and "/" in text:
+        yield from _user_informations(text)
+    if "=" in text:
+        yield from _query_values(text)
+
+
+def _private_keys(text: str) -> Iterator[Span]:
+    """Yield the PEM blocks of private keys. A block without an end reaches as far as text that a key may contain."""
     place = 0
-    ends = True  # False once no end is left: searching again from every beginning would take quadratic time
+    has_end = True  # False once no end is left: searching again from every beginning would take quadratic time
     while (begin := _PRIVATE_KEY.search(text, place)) is not None:
-        end = _END.search(text, begin.end()) if ends else None
-        ends = end is not None
-        rest = _KEY_TEXT.match(text, begin.end())
-        place = end.end() if end is not None else rest.end() if rest is not None else begin.end()
+        end = _END.search(text, begin.end()) if has_end else None
+        has_end = end is not None
+        last = end or _KEY_TEXT.match(text, begin.end())
+        assert last is not None  # `_KEY_TEXT` matches the empty text too
+        place = last.end()
         yield begin.start(), place
 
 
 def _is_user_and_password(text: str) -> bool:
-    """Return True if `text` is what HTTP's basic authentication sends: `user:password` in base64."""
+    """Return True if `text` is `user:password` in base64, as in HTTP's basic authentication."""
     try:
         return b":" in base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except binascii.Error:
         return False
 
 
-def _user_informations(text: str) -> Iterator[tuple[int, int]]:
-    """Yield the user information of each URL: everything up to the last `@`, as a password may hold any character.
+def _user_informations(text: str) -> Iterator[Span]:
+    """Yield the user information of each URL: everything up to the last `@`, because a password may contain any
+    character.
 
-    A URL ends at white space. Without a `:` in its first part, as in `https://host/@name`, an `@` further on is part of
-    the path.
+    A URL ends at white space. If its first part has no `:`, as in `https://host/@name`, a later `@` is part of the path.
     """
-    for found in _WORD.finditer(text):
-        last_at = text.rfind("@", found.start(), found.end())
-        place = found.start()
+    for word in _WORD.finditer(text):
+        last_at = text.rfind("@", word.start(), word.end())
+        place = word.start()
         quote_at, at_before_quote = -1, -1  # the next quotation mark, and the last `@` before it
-        while place <= last_at and (scheme := _SCHEME_END.search(text, place, found.end())) is not None:
+        while place <= last_at and (scheme := _SCHEME_END.search(text, place, word.end())) is not None:
             start = place = scheme.end()
             if quote_at < start:
-                quoted = _QUOTE.search(text, start, found.end())
-                quote_at = quoted.start() if quoted is not None else found.end()
+                quoted = _QUOTE.search(text, start, word.end())
+                quote_at = quoted.start() if quoted else word.end()
                 at_before_quote = text.rfind("@", start, quote_at)
-            ending = _AUTHORITY_END.search(text, start, found.end())
-            authority = text[start : ending.start() if ending is not None else found.end()]
+            ending = _AUTHORITY_END.search(text, start, word.end())
+            authority = text[start : ending.start() if ending else word.end()]
             end = _end_of_user(authority, start, at_before_quote, last_at)
             if end > start and not _is_address(text, scheme.start(), text[start:end]):
                 yield start, end
@@ -244,69 +247,71 @@ def _end_of_user(authority: str, start: int, at_before_quote: int, last_at: int)
     """Return the place of the `@` that ends a URL's user information, or `start` if it has none.
 
     Args:
-        authority: the URL from `start` to the first `/`, `?`, `#` or quotation mark.
-        start: the place behind `://`.
-        at_before_quote: the place of the last `@` before a quotation mark, which ends a URL in most texts.
-        last_at: the place of the last `@` before white space.
+        authority: text of the URL from `start` to the first `/`, `?`, `#` or quotation mark.
+        start: place behind `://`.
+        at_before_quote: place of the last `@` before a quotation mark, which ends a URL in most texts.
+        last_at: place of the last `@` before white space.
     """
     name, colon, rest = authority.partition(":")
     if colon and at_before_quote >= start:
         return at_before_quote
     if colon and last_at >= start and name and not _PORT.fullmatch(rest):
-        return last_at  # the password holds a quotation mark
+        return last_at  # the password contains a quotation mark
     return max(start, start + authority.rfind("@"))
 
 
 def _is_address(text: str, colon: int, user: str) -> bool:
     """Return True if `user`, before an `@`, names no person: `ssh://git@host`, `abfss://container@account`."""
-    scheme = re.search(r"[A-Za-z]*\Z", text[max(0, colon - 10) : colon])
-    is_container = scheme is not None and scheme.group().lower() in _ADDRESSES
-    return user == "git" or (is_container and ":" not in user)
+    scheme = re.split("[^A-Za-z]", text[max(0, colon - 10) : colon])[-1]
+    return user == "git" or (scheme.lower() in _ADDRESSES and ":" not in user)
 
 
-def _query_values(text: str) -> Iterator[tuple[int, int]]:
+def _query_values(text: str) -> Iterator[Span]:
     """Yield the values of keys such as `sig` and `access_token` behind `?`, `&`, `;` or `#`."""
-    for found in _QUERY.finditer(text):
-        words = [word.lower() for word in _WORDS.findall(unquote(found.group(2)))]
+    for match in _QUERY.finditer(text):
+        words = [word.lower() for word in _WORDS.findall(unquote(match.group(2)))]
         while len(words) > 1 and words[-1].isdecimal():
             words.pop()
-        is_key = bool(words) and words[-1] in _QUERY_KEYS and found.group(1) != ";"
-        if is_key or _names_secret(words, is_number=False):
-            yield found.span(3)
+        is_query_key = bool(words) and words[-1] in _QUERY_KEYS and match.group(1) != ";"
+        if is_query_key or _names_secret(words, is_number=False):
+            yield match.span(3)
 
 
 def redacted_arguments(words: Sequence[str]) -> list[str]:
-    """Return a command line without secrets: of `--key value` and `--key=value`, and inside values that are YAML
-    mappings."""
-    kept: list[str] = []
+    """Return a command line without the secrets in `--key value`, in `--key=value` and in values that are YAML."""
+    shown: list[str] = []
+    option = ""  # the option whose value may follow
     for word in words:
-        is_option = _OPTION.match(word) is not None
-        option, equals, value = word.partition("=") if is_option else ("", "", word)
-        before = option if equals else words[len(kept) - 1] if kept else ""
-        is_value = bool(equals) or not is_option
-        name = before[2:].rpartition(".")[2] if _OPTION.match(before) else ""
-        kept.append(option + equals + (_redacted_argument(name, value) if is_value else value))
-    return kept
+        if _OPTION.match(word) is None:
+            shown.append(_redacted_argument(option, word))
+            option = ""
+            continue
+        option, equals, value = word.partition("=")
+        shown.append(option + equals + _redacted_argument(option, value) if equals else word)
+        option = "" if equals else word
+    return shown
 
 
-def _redacted_argument(name: str, text: str) -> str:
-    import yaml
-
-    if is_secret(name, text):
+def _redacted_argument(option: str, text: str) -> str:
+    """Return the value of an option (`""` for a value without one), without its secrets."""
+    if is_secret(option.removeprefix("--").rpartition(".")[2], text):
         return HIDDEN
     if not text.lstrip().startswith(("{", "[")):
         return _redacted_text(text)
+    import yaml
+
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return _redacted_text(text)
     hidden = redacted(value)
-    shown = yaml.safe_dump(hidden, default_flow_style=True, sort_keys=False, width=2**20, allow_unicode=True)
-    return text if hidden == value else shown.strip()
+    if hidden == value:
+        return text
+    return yaml.safe_dump(hidden, default_flow_style=True, sort_keys=False, width=2**20, allow_unicode=True).strip()
 
 
 def hidden_places(value: Any, place: str = "") -> Iterator[str]:
-    """Yield the dotted places at which `value` holds the placeholder of a secret."""
+    """Yield the dotted paths at which `value` contains the placeholder of a secret."""
     if isinstance(value, str) and HIDDEN in value:
         yield place
     items: Iterable[tuple[Any, Any]] = ()
@@ -322,34 +327,42 @@ def hidden_places(value: Any, place: str = "") -> Iterator[str]:
 
 
 def secret_values(value: Any) -> set[str]:
-    """Return the secrets in `value` as text, by key and by shape, without those too short to be told from other words."""
+    """Return the secrets in `value` as text, by key and by shape, without those too short to tell from other words."""
     return {text for text in _secrets(value) if len(text) >= _SHORTEST}
 
 
-def _secrets(value: Any) -> set[str]:
+def _secrets(value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
-        found = (_texts(inner) if is_secret(key, inner) else _secrets(inner) for key, inner in value.items())
-        return set().union(*found, *map(_secrets, value))
-    if isinstance(value, (list, tuple)):
-        return set().union(*map(_secrets, value))
-    if not isinstance(value, str):
-        return set()
-    parts = {value[first:last] for first, last in _merged(_spans(value))}
-    # An error may quote the password of a URL without the user.
-    return parts | {part.partition(":")[2] for part in parts}
+        for key, inner in value.items():
+            yield from _secrets(key)
+            yield from _texts(inner) if is_secret(key, inner) else _secrets(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _secrets(inner)
+    elif isinstance(value, str):
+        for first, last in _secret_spans(value):
+            yield value[first:last]
+            # An error may quote the password of a URL without the user.
+            yield value[first:last].partition(":")[2]
 
 
-def _texts(value: Any) -> set[str]:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return set().union(*map(_texts, value)) if isinstance(value, (list, tuple)) else {str(value)}
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, (Mapping, list, tuple)):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(inner)
+    else:
+        yield str(value)
 
 
 def scrubbed(text: str, secrets: Iterable[str] = ()) -> str:
-    """Return `text` with the placeholder for each of `secrets`, as it is or quoted, and for what has the shape of one."""
-    spellings = {spelling for secret in secrets for spelling in _spellings(secret) if len(spelling) >= _SHORTEST}
+    """Return `text` with the placeholder for each of `secrets`, also where quoted, and for the shape of a secret."""
+    spellings: set[str] = set()
+    for secret in secrets:
+        spellings.update(_spellings(secret))
+    # The longest first: a shorter one may be part of it.
     for spelling in sorted(spellings, key=len, reverse=True):
-        text = text.replace(spelling, HIDDEN)
+        if len(spelling) >= _SHORTEST:
+            text = text.replace(spelling, HIDDEN)
     return _redacted_text(text)
 
 

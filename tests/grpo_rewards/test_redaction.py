@@ -1,4 +1,4 @@
-"""Redaction: secrets by their key or their shape, text that is none, and the time it takes."""
+"""Redaction: secrets by key and by shape, harmless text, and linear time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from grpo_rewards.terminal import say, say_error, show
 
 PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEowIBAAKCAQEAcanary\nQ29kZQ==\n-----END RSA PRIVATE KEY-----"
 
-# Each text, and the part of it that nobody may read.
+# Texts, each with the part that must be hidden.
 SHAPES = [
     ("http://bob:plainpass99@host/v1", "plainpass99"),
     ("http://bob:pa/ssWORD1@h", "pa/ssWORD1"),
@@ -79,7 +79,7 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize(("text", "secret"), SHAPES)
-def test_a_secret_is_known_by_its_shape_wherever_it_stands(text: str, secret: str) -> None:
+def test_a_secret_is_recognised_by_its_shape_anywhere_in_a_text(text: str, secret: str) -> None:
     hidden = redacted({"x": [f"before {text} behind"]})["x"][0]
     assert secret not in hidden
     assert hidden.startswith("before ")
@@ -88,7 +88,7 @@ def test_a_secret_is_known_by_its_shape_wherever_it_stands(text: str, secret: st
 
 
 @pytest.mark.parametrize("text", HARMLESS)
-def test_text_without_a_secret_stays_as_it_is(text: str) -> None:
+def test_text_without_a_secret_is_unchanged(text: str) -> None:
     assert redacted(text) is text
     assert secret_values(text) == set()
 
@@ -99,7 +99,7 @@ def test_text_without_a_secret_stays_as_it_is(text: str) -> None:
      "secret_key", "aws_secret_access_key", "aws_access_key_id", "AWS_SESSION_TOKEN", "api_keys", "token_1", "password_old",
      "X-Api-Key", "client_secret", "HFToken", "http.auth", "webhook_secret", "ssh key"],
 )  # fmt: skip
-def test_a_key_is_read_by_its_words(key: str) -> None:
+def test_the_words_of_a_key_make_its_value_a_secret(key: str) -> None:
     assert redacted({key: "x9"}) == {key: HIDDEN}
     assert redacted_arguments([f"--{key}", "x9"]) == [f"--{key}", HIDDEN]
 
@@ -112,8 +112,13 @@ def test_a_key_is_read_by_its_words(key: str) -> None:
         "api_key_env", "token_path", "key_2", "2", "", "cookiecutter", "secretary",
     )] + [("pass", 1.0), ("pass", 3), ("token", 5), ("token", True), ("api_key", None), ("passes", [1])],
 )  # fmt: skip
-def test_a_key_that_only_sounds_like_a_secret_is_kept(key: str, value: Any) -> None:
+def test_a_key_that_only_resembles_a_secret_is_kept(key: str, value: Any) -> None:
     assert redacted({key: value}) == {key: value}
+
+
+def test_the_value_after_an_option_is_read_by_the_options_name() -> None:
+    words = ["--api_key=x9", "word", "--api_key", "x9", "word", "--flag"]
+    assert redacted_arguments(words) == [f"--api_key={HIDDEN}", "word", "--api_key", HIDDEN, "word", "--flag"]
 
 
 def test_an_error_that_quotes_a_part_of_a_secret_is_scrubbed() -> None:
@@ -132,7 +137,7 @@ def test_an_error_that_quotes_a_part_of_a_secret_is_scrubbed() -> None:
         assert not any(part in shown for part in ("pass99", "words", "MIIE"))
 
 
-def test_what_is_printed_holds_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_text_contains_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
     say("http://bob:plainpass99@h")
     say_error("http://bob:plainpass99@h")
     show("http://bob:plainpass99@h")
@@ -140,7 +145,7 @@ def test_what_is_printed_holds_no_secret(capsys: pytest.CaptureFixture[str]) -> 
     assert (printed.out + printed.err).count("http://<hidden>@h") == 3
 
 
-# Made of what the shapes are made of, so that a good part of the texts nearly have one.
+# Pieces of the shapes, so that many of the generated texts almost have one.
 PIECES = st.sampled_from(
     ["://", ":", "@", "/", "\\", '"', "'", " ", "\n", "<", ">", "?", "&", ";", "#", "=", "sig", "key", "token", "http", "s3",
      "hf_", "sk-", "AIza", "eyJ", ".", "-", "_", "abcdefghijklmnopqrst", "0123456789abcdefghij", "Bearer ", "Basic ",
@@ -158,7 +163,7 @@ def test_a_second_pass_changes_nothing(text: str) -> None:
 
 
 @given(st.text(st.characters(blacklist_characters="@=-_."), max_size=60))
-def test_words_without_the_marks_of_a_secret_stay_as_they_are(text: str) -> None:
+def test_words_without_the_characters_of_a_secret_are_unchanged(text: str) -> None:
     assert redacted(text) == text or "earer " in text or "asic " in text
 
 
@@ -170,13 +175,13 @@ JSON = st.recursive(
 
 
 @given(JSON)
-def test_every_value_is_redacted_and_keeps_its_form(value: Any) -> None:
+def test_any_value_can_be_redacted_and_a_second_pass_changes_nothing(value: Any) -> None:
     once = redacted(value)
     assert redacted(once) == once
     assert isinstance(secret_values(value), set)
 
 
-def test_keys_are_text_too() -> None:
+def test_a_secret_inside_a_key_is_hidden() -> None:
     url = "http://bob:plainpass99@h"
     hidden = redacted({"servers": {url: 2, 3: "x"}})
     assert hidden == {"servers": {"http://<hidden>@h": 2, 3: "x"}}
@@ -190,7 +195,7 @@ def test_keys_are_text_too() -> None:
      "eyJaaaaaaaa-", "eyJaaaaaaaa.", "SG.aaaaaaaaaaaaaaaa", "?a=", "&key=", "sk-", "hf_", "Bearer ", "bearer x", "Basic aa",
      "Basic YTpi", '"', "\\", "a ", "A", "aA", "1"],
 )  # fmt: skip
-def test_the_time_grows_with_the_text_whatever_it_holds(piece: str) -> None:
+def test_the_time_is_linear_in_the_text_whatever_it_contains(piece: str) -> None:
     text = (piece * 1_000_000)[:1_000_000]
     before = time.process_time()
     redacted(text)

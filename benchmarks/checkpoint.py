@@ -19,7 +19,7 @@ from pathlib import Path
 
 import xxhash
 
-from grpo_recipes.runs.manifest import checksum
+from grpo_recipes.runs.checkpoints import checksum
 
 BLOCK = os.urandom(1 << 26)
 

@@ -244,7 +244,7 @@ def train_recipe(options: argparse.Namespace, overrides: Sequence[str], known: S
         from grpo_recipes.checks.checks import Machine, check_launch, choose_layout
         from grpo_recipes.process.launcher import launch
         from grpo_recipes.recipe.recipe import parse_recipe
-        from grpo_recipes.runs.checkpoints import last_complete_checkpoint
+        from grpo_recipes.runs.resume import newest_checkpoint
 
         arguments = ["--config", options.recipe, *overrides]
         recipe = parse_recipe(arguments, known)
@@ -253,7 +253,7 @@ def train_recipe(options: argparse.Namespace, overrides: Sequence[str], known: S
         check_launch(recipe, replace(Machine.here(), num_processes=processes))
 
         def resume_hint() -> str:
-            checkpoint, _ = last_complete_checkpoint(recipe.output_dir, processes)
+            checkpoint = newest_checkpoint(recipe.output_dir, processes)
             way = f"goes on from {checkpoint.name}" if checkpoint else "starts again: no checkpoint had been saved"
             return f"`--resume_from_checkpoint true` {way}"
 

@@ -57,20 +57,21 @@ from grpo_recipes.recipe.recipe import (
     resolved,
     shipped_names,
 )
-from grpo_recipes.recipe.trl_keys import ADAMW_BF16, DEFAULTS, cautions
+from grpo_recipes.recipe.trl_keys import ADAMW_BF16, DEFAULTS, RESUME_MAY_CHANGE, cautions
 from grpo_recipes.reports.diagnostics import describe, diagnose
 from grpo_recipes.reports.model_card import write_model_card
 from grpo_recipes.reports.run import OutOfTime, Run
-from grpo_recipes.runs import checkpoints, resume
+from grpo_recipes.runs import resume, weights
+from grpo_recipes.runs.checkpoints import read_manifest, steps_done
 from grpo_recipes.runs.files import LIVE, RECORD, RunError
 from grpo_recipes.runs.identity import Identity, Source, compare, identify, reward_models
 from grpo_recipes.runs.lock import FolderLost, Held, only_launch
-from grpo_recipes.runs.manifest import CheckpointDamaged, read_manifest
-from grpo_recipes.runs.record import add_launch, data_order, describe_launch, read_record
+from grpo_recipes.runs.record import add_launch, data_order, describe_launch
 from grpo_recipes.runs.resume import Resume
-from grpo_recipes.training import data_order as restart
 from grpo_recipes.training import updates
 from grpo_recipes.training.adamw_bf16 import adamw_bf16
+from grpo_recipes.training.callbacks import StopOnSignal
+from grpo_recipes.training.data_order import ContinueSchedule, loading_only
 from grpo_recipes.training.offline import RecordedRollout
 from grpo_recipes.training.policy import load_adapter
 from grpo_recipes.training.reference import REF
@@ -168,7 +169,7 @@ def _main(arguments: Sequence[str]) -> int:
         return _failed(prepared, error)
     finally:
         if prepared is not None:
-            prepared.interruption.forget()
+            prepared.interruption.restore_handlers()
 
 
 @fewer_library_messages()
@@ -183,7 +184,7 @@ def run_recipe(recipe: Recipe) -> int:
         with only_run(prepared) as confirmed:
             return run(confirmed)
     finally:
-        prepared.interruption.forget()
+        prepared.interruption.restore_handlers()
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class Prepared:
     """Data, weights, rewards and versions, which each checkpoint repeats."""
     point: Resume | None
     """Where a resumed run may go on, and does once `confirm_checkpoint` has read it; None if the run is a new one."""
-    interruption: restart.StopOnSignal
+    interruption: StopOnSignal
     held: Held | None = None
     """The run's folder, once this launch holds it."""
     steps_before: int = 0
@@ -223,7 +224,7 @@ class Prepared:
 
     def last_checkpoint(self) -> Path | None:
         """The newest complete checkpoint in the run's folder."""
-        return checkpoints.last_complete_checkpoint(self.recipe.output_dir, self.machine.num_processes)[0]
+        return resume.newest_checkpoint(self.recipe.output_dir, self.machine.num_processes)
 
 
 def prepare(recipe: Recipe, machine: Machine) -> Prepared:
@@ -262,7 +263,7 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     # Trackers show this name.
     training_args.run_name = redacted(training_args.run_name or recipe.output_dir.resolve().name)
     num_prompts = len(checked.train_dataset)
-    interruption = restart.StopOnSignal(lambda step: checked.geometry.ends_generation(step, num_prompts))
+    interruption = StopOnSignal(lambda step: checked.geometry.ends_generation(step, num_prompts))
     return Prepared(
         recipe,
         machine,
@@ -312,14 +313,12 @@ def confirm_checkpoint(prepared: Prepared) -> Prepared:
     if prepared.point is None:
         return prepared
     recipe = prepared.recipe
-    try:
-        point = resume.confirmed(prepared.point, each_node=recipe.config.save_on_each_node)
-    except CheckpointDamaged as error:
-        raise recipe.error(f"`resume_from_checkpoint`: {error}") from error
+    point = resume.confirmed(prepared.point, each_node=recipe.config.save_on_each_node)
+    if (reason := point.obstacle()) is not None:
+        raise recipe.error(f"`resume_from_checkpoint`: {reason}")
     if point.newest is not None and point.newest != prepared.checkpoint:  # the one that `prepare` compared is damaged
         check_same_content(recipe, point.newest, prepared.identity)
-    steps = checkpoints.steps_done(point.newest) if point.newest else 0
-    return replace(prepared, point=point, steps_before=steps)
+    return replace(prepared, point=point, steps_before=steps_done(point.newest) if point.newest else 0)
 
 
 def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:
@@ -328,7 +327,7 @@ def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:
     Raises `UserError` if the adapter's base can't be loaded, or if the recipe asks for a new adapter on top.
     """
     name, model_args = recipe.model["model_name_or_path"], model_config(recipe)
-    config = checkpoints.adapter_config(name, model_args.model_revision)
+    config = weights.adapter_config(name, model_args.model_revision)
     if config is None:
         return name
     if model_args.use_peft:
@@ -359,7 +358,7 @@ def check_weights(recipe: Recipe) -> None:
     name, reference, base = recipe.model["model_name_or_path"], recipe.reference.adapter, None
     for key, folder in {"model_name_or_path": name, "reference.adapter": reference}.items():
         try:
-            config = checkpoints.adapter_config(folder) if folder is not None and Path(folder).is_dir() else None
+            config = weights.adapter_config(folder) if folder is not None and Path(folder).is_dir() else None
         except RunError as error:
             raise recipe.error(f"`{key}`: {error}") from error
         if config is not None and folder == name:
@@ -377,7 +376,7 @@ def check_weights(recipe: Recipe) -> None:
 
 def _check_weights(recipe: Recipe, key: str, folder: Path) -> None:
     try:
-        checkpoints.check_weight_files(folder)
+        weights.check_weight_files(folder)
     except UserError as error:
         raise recipe.error(f"`{key}`: {error}: copy or save it again, or name another model") from error
 
@@ -408,10 +407,9 @@ def known_secrets(recipe: Recipe) -> set[str]:
 def describe_resumption(prepared: Prepared) -> str:
     """Where a resumed run goes on from, and which checkpoints it leaves out and why."""
     assert prepared.point is not None, "only a resumed run is described so"
-    aside = "".join(f"{one.reason}, and is set aside as {one.aside.name}: " for one in prepared.point.rejected)
+    aside = "".join(f"{one.reason}, and is set aside as {one.aside.name}: " for one in prepared.point.passed_over)
     if left := prepared.point.abandoned:
-        names = " and ".join(path.name for path in left)
-        aside += f"the last launch did not go on from {names}, which an earlier one saved: "
+        aside += f"the last launch did not resume from {resume.names_of(left)}, which an earlier one saved: "
     if prepared.checkpoint is None:
         return f"{aside}{prepared.recipe.output_dir} has no checkpoint to go on from: starting at the beginning"
     return f"{aside}going on from {prepared.checkpoint}"
@@ -422,22 +420,18 @@ def earlier_launch(recipe: Recipe, checkpoint: Path | None) -> Mapping[str, Any]
 
     Raises `RecipeError` if it is damaged, or missing beside a checkpoint of ours.
     """
-    folder = checkpoint.parent if checkpoint else recipe.output_dir
+    if not recipe.resumes:
+        return {}
     try:
-        before = read_record(folder) if recipe.resumes else {}
+        before = resume.earlier_launch(recipe.output_dir, checkpoint)
     except UserError as error:
         raise recipe.error(f"`resume_from_checkpoint`: {error}") from error
-    if before is None and checkpoint is not None:
-        if checkpoints.is_of_ours(folder):
-            raise recipe.error(
-                f"`resume_from_checkpoint`: {folder / RECORD}, which says what that run trained, is missing: restore it, or "
-                f"start another run from {checkpoint} as its `model_name_or_path`"
-            )
+    if not before and checkpoint is not None:
         _say(
             f"{checkpoint} is of another trainer, without a manifest and a {RECORD}: only the headers of its files are "
             "checked, and not whether it is of this recipe"
         )
-    return before or {}
+    return before
 
 
 def check_same_recipe(recipe: Recipe, before: Mapping[str, Any]) -> None:
@@ -447,17 +441,17 @@ def check_same_recipe(recipe: Recipe, before: Mapping[str, Any]) -> None:
     """
     if not before:
         return
-    earlier, now = (redacted(resolved(values)) for values in (before["recipe"], recipe.as_dict()))
-    both = (earlier, now, before.get("directory", "."))
-    if changes := restart.recipe_changes(*both):
-        raise _another_run(recipe, ", ".join(changes))
-    if applied := restart.applied_changes(*both):
+    earlier, now = redacted(resolved(before["recipe"])), redacted(resolved(recipe.as_dict()))
+    refused, applied = resume.recipe_changes(earlier, now, before.get("directory", "."), RESUME_MAY_CHANGE)
+    if refused:
+        raise _another_run(recipe, ", ".join(refused))
+    if applied:
         _say(f"changed for the rest of the run: {', '.join(applied)}")
 
 
 def check_same_order(recipe: Recipe, checked: Checked, before: Mapping[str, Any]) -> None:
     """Raise `RecipeError` if the run to resume was laid out otherwise, so that its place in the data means nothing here."""
-    if change := restart.layout_change(before, order_of(recipe, checked)):
+    if change := resume.layout_change(before, order_of(recipe, checked)):
         raise _another_run(recipe, change)
 
 
@@ -470,7 +464,7 @@ def identity_of(recipe: Recipe, checked: Checked) -> Identity:
     """Return the identity of the launch: the rows, the weights that it loads, the code of its rewards, the versions."""
     name, revision = recipe.model["model_name_or_path"], model_config(recipe).model_revision
     sources = {"policy": Source(name, hub_commit(name, revision))}
-    if (config := checkpoints.adapter_config(name, revision)) is not None and config.base_model_name_or_path:
+    if (config := weights.adapter_config(name, revision)) is not None and config.base_model_name_or_path:
         base = config.base_model_name_or_path
         sources["base"] = Source(base, hub_commit(base, config.revision))
     if (reference := recipe.reference.adapter) is not None:
@@ -535,7 +529,7 @@ def run(prepared: Prepared) -> int:
     check_folder(prepared)  # to confirm a checkpoint, and to load reward models, may have taken minutes
     if prepared.point is not None:
         if training_args.should_save:  # of each node, where each has a disk of its own
-            checkpoints.set_aside(prepared.point.rejected)
+            resume.set_aside(prepared.point.passed_over)
         _say(describe_resumption(prepared))
     faults.remove_fault_file(recipe.output_dir)
     trainer = build_trainer(prepared)
@@ -607,7 +601,7 @@ def train(prepared: Prepared, trainer: GRPOTrainer) -> None:
         _say(f"already finished: {prepared.checkpoint} is the end of the run, nothing is left to train")
     checkpoint = str(prepared.checkpoint) if prepared.checkpoint else None
     try:
-        with restart.loading_only(trainer, prepared.steps) if prepared.is_over else nullcontext():
+        with loading_only(trainer, prepared.steps) if prepared.is_over else nullcontext():
             trainer.train(resume_from_checkpoint=checkpoint)
     except (Exception, KeyboardInterrupt):
         faults.close_progress_bars(trainer.callback_handler.callbacks)
@@ -640,10 +634,10 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
         reference=recipe.reference,
         optimizer_cls_and_kwargs=adamw_bf16(training_args) if optimiser == ADAMW_BF16 else None,
     )
-    trainer.checkpoints.confirmed, trainer.checkpoints.held = prepared.checkpoint, prepared.held
+    trainer.checkpoints.decision, trainer.checkpoints.held = prepared.point, prepared.held
     trainer.checkpoints.identify = lambda: prepared.identity
     if prepared.checkpoint is not None:
-        trainer.add_callback(restart.ContinueSchedule())
+        trainer.add_callback(ContinueSchedule())
     trainer.add_callback(prepared.interruption)
     trainer.add_callback(LiveLog(recipe.output_dir / LIVE))
     if not training_args.disable_tqdm:  # then transformers draws no bar either

@@ -30,10 +30,10 @@ from grpo_recipes.process.launcher import Layout
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, model_config, read_yaml
 from grpo_recipes.recipe.specs import RECORDED_REWARD
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16
-from grpo_recipes.runs.checkpoints import adapter_config, check_descriptions
 from grpo_recipes.runs.files import EVALUATIONS, TEXT, RunError, check_names, read_object
 from grpo_recipes.runs.lock import LOCK
 from grpo_recipes.runs.resume import Resume, decide
+from grpo_recipes.runs.weights import adapter_config, check_descriptions
 from grpo_rewards.errors import UserError
 from grpo_rewards.registry import BuiltReward
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.runs import checkpoints
-from grpo_recipes.runs.files import read_object
+from grpo_recipes.runs.files import RunError, read_object
+from grpo_recipes.runs.weights import ADAPTER_CONFIG, weight_files
 from grpo_rewards.errors import UserError, shortened
 
 CONFIG = "config.json"
@@ -103,7 +103,7 @@ def check_model_sizes(name: str, revision: str = "main", *, local_only: bool = T
                     f"number from 1 to {allowed.most:,}: correct it, or copy or download the file again"
                 )
     # The weights beside an adapter's own copy of its base's config.json are the adapter's.
-    if path != Path(name) and not (path.parent / checkpoints.ADAPTER_CONFIG).exists():
+    if path != Path(name) and not (path.parent / ADAPTER_CONFIG).exists():
         _check_against_weights(path, config)
 
 
@@ -174,8 +174,8 @@ def _config_file(name: str, revision: str, *, local_only: bool) -> Path | None:
 def _check_against_weights(path: Path, config: Mapping[str, Any]) -> None:
     """Raise `SizeError` if a matrix of a model would have more weights than all of the files beside its configuration."""
     try:
-        held = sum(file.stat().st_size for file in checkpoints.weight_files(path.parent)) * _WEIGHTS_PER_BYTE
-    except (checkpoints.WeightFileError, OSError):  # loading them says what is wrong
+        held = sum(file.stat().st_size for file in weight_files(path.parent)) * _WEIGHTS_PER_BYTE
+    except (RunError, OSError):  # loading them says what is wrong
         return
     (part, *_) = [part for part in _parts(config) if part.is_language_model] or [_Part(config, "", True)]
     hidden = part.size("hidden_size")

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from grpo_recipes.checks import model_sizes, rehearsal
 from grpo_recipes.data.hub import hub_answers, is_missing
 from grpo_recipes.recipe.recipe import Recipe, RecipeError
-from grpo_recipes.runs import checkpoints
+from grpo_recipes.runs.weights import adapter_config, tokenizer_source
 from grpo_rewards.errors import one_line
 
 _MARK = "grpo-recipes"
@@ -38,7 +38,7 @@ def load_tokenizer(
         RecipeError: it, or its chat template, is too slow or too large, or fails on a prompt; or the configuration,
             which transformers reads to find the tokenizer's class, has a size that no model has.
     """
-    name = checkpoints.tokenizer_source(recipe.model["model_name_or_path"])
+    name = tokenizer_source(recipe.model["model_name_or_path"])
     if is_missing(name):
         raise TokenizerUnavailable(f"{recipe.source}: `model_name_or_path` {name}: there is no such folder")
     revision = recipe.model.get("model_revision", "main")
@@ -76,7 +76,7 @@ def check_chat_template(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prom
     """Raise `RecipeError` for prompts, `prompt` the first of them, that the tokenizer has no usable chat template for."""
     if isinstance(prompt, str):
         return
-    name = checkpoints.tokenizer_source(recipe.model["model_name_or_path"])
+    name = tokenizer_source(recipe.model["model_name_or_path"])
     if tokenizer.chat_template is None:
         raise recipe.error(
             f"the tokenizer of {name} has no chat template: set `dataset.prompt_format: text`, or use a model "
@@ -112,7 +112,7 @@ def stop_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[int] | 
     configuration (`GRPOTrainer.__init__`); None where that configuration is not at hand.
     """
     name, revision = str(recipe.model["model_name_or_path"]), recipe.model.get("model_revision", "main")
-    if (adapter := checkpoints.adapter_config(name, revision)) is not None:
+    if (adapter := adapter_config(name, revision)) is not None:
         name, revision = str(adapter.base_model_name_or_path), adapter.revision or "main"
     local_only = Path(name).exists() or not hub_answers()
     given: dict[str, Any] = {"revision": revision, "local_files_only": local_only}

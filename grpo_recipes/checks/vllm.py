@@ -9,7 +9,7 @@ from typing import Any
 from datasets import Dataset
 
 from grpo_recipes.data.prompts import token_lengths
-from grpo_recipes.runs.checkpoints import ADAPTER_CONFIG, adapter_config
+from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config
 from grpo_rewards.errors import UserError
 
 

@@ -21,7 +21,7 @@ from grpo_recipes.generation.generation_config import PublishedSettings
 from grpo_recipes.generation.groups import Turn, decoding
 from grpo_recipes.generation.models import base_model, is_float32, unfit
 from grpo_recipes.generation.stop_strings import Ends, StopStrings
-from grpo_recipes.runs.checkpoints import ADAPTER_CONFIG, adapter_config, tokenizer_source
+from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config, tokenizer_source
 from grpo_rewards.errors import UserError, one_line
 
 CHECKED = 32

@@ -39,9 +39,17 @@ from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.evaluation.vllm_engine import VLLM, load_vllm
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.recipe.trl_keys import stop_strings
-from grpo_recipes.runs import checkpoints, files
+from grpo_recipes.runs import files
 from grpo_recipes.runs.lock import EVALUATION, LOCK, Held, only_writer
 from grpo_recipes.runs.record import read_record
+from grpo_recipes.runs.weights import (
+    ADAPTER_CONFIG,
+    adapter_config,
+    check_descriptions,
+    check_weight_files,
+    identify_weights,
+    weight_files,
+)
 from grpo_rewards.errors import UserError
 from grpo_rewards.files import read_text
 from grpo_rewards.math.answers import Judge, read_gold
@@ -453,8 +461,8 @@ def check_model_folder(folder: Path) -> None:
         UserError: the folder holds no model, or a weight file is missing or damaged.
         RunError: a JSON file is damaged.
     """
-    adapter = folder / checkpoints.ADAPTER_CONFIG
-    checkpoints.check_descriptions(folder)
+    adapter = folder / ADAPTER_CONFIG
+    check_descriptions(folder)
     if not adapter.is_file() and not (folder / "config.json").is_file():
         from transformers.trainer_utils import get_last_checkpoint  # takes seconds
 
@@ -463,8 +471,8 @@ def check_model_folder(folder: Path) -> None:
         raise UserError(f"{folder} holds no model (no config.json, no adapter_config.json){hint}")
     restore = "copy or download the folder again"
     try:
-        checkpoints.check_weight_files(folder)
-    except checkpoints.WeightFileError as error:
+        check_weight_files(folder)
+    except files.RunError as error:
         raise UserError(f"{error}: {restore}, or name another checkpoint") from error
     check_model_sizes(str(folder))  # compared with the weights, which are whole
     if adapter.is_file() and (base := files.read_object(adapter, files.ADAPTER, restore)["base_model_name_or_path"]):
@@ -488,12 +496,12 @@ def weights_fingerprint(model: str) -> str | None:
         commit = hub_commit(model)
         return None if commit is None else f"revision {commit}"
     try:
-        lines = [f"{file.name} {checkpoints.identify_weights(file)}" for file in checkpoints.weight_files(folder)]
-    except checkpoints.WeightFileError:
+        lines = [f"{file.name} {identify_weights(file)}" for file in weight_files(folder)]
+    except files.RunError:
         return None
-    if (folder / checkpoints.ADAPTER_CONFIG).is_file():  # its scale is part of what the policy computes
-        lines.append(read_text(folder / checkpoints.ADAPTER_CONFIG))
-        config = checkpoints.adapter_config(folder)
+    if (folder / ADAPTER_CONFIG).is_file():  # its scale is part of what the policy computes
+        lines.append(read_text(folder / ADAPTER_CONFIG))
+        config = adapter_config(folder)
         base = config.base_model_name_or_path if config is not None else None
         lines.append(f"base {weights_fingerprint(base) if base else None}")
     return "sha256 " + hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.checks.rehearsal import TokenizerRefused, rehearsed
-from grpo_recipes.runs import checkpoints
+from grpo_recipes.runs.files import RunError
+from grpo_recipes.runs.weights import adapter_config, check_descriptions, check_weight_files, tokenizer_source
 from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.files import UnreadableFile, read_text
 
@@ -34,7 +35,7 @@ def merge(folder: Path, output: Path) -> str:
 
     Returns what was done, with the largest change of a logit. Raises `MergeError`; then nothing is written.
     """
-    config = checkpoints.adapter_config(folder) if folder.is_dir() else None
+    config = adapter_config(folder) if folder.is_dir() else None
     if config is None:
         raise MergeError(f"{folder} holds no adapter (no adapter_config.json): a full model needs no merging")
     if config.is_prompt_learning:
@@ -42,7 +43,7 @@ def merge(folder: Path, output: Path) -> str:
     if output.exists():
         raise MergeError(f"--output {output} exists: name a folder that does not")
     base_name, revision = str(config.base_model_name_or_path), config.revision or "main"
-    source = checkpoints.tokenizer_source(str(folder))
+    source = tokenizer_source(str(folder))
     for part in (folder, Path(base_name)):
         if part.is_dir():
             _check_whole(part)
@@ -85,10 +86,10 @@ def _no_base(folder: Path, base: str, error: Exception) -> MergeError:
 
 def _check_whole(folder: Path) -> None:
     """Raise one sentence if a file of a model or adapter is damaged: loading would name no file, or never end."""
-    checkpoints.check_descriptions(folder)
+    check_descriptions(folder)
     try:
-        checkpoints.check_weight_files(folder)
-    except checkpoints.WeightFileError as error:
+        check_weight_files(folder)
+    except RunError as error:
         raise MergeError(f"{error}: copy or download the folder again") from error
 
 

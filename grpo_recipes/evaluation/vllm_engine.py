@@ -29,8 +29,8 @@ from grpo_recipes.evaluation.engines import (
 from grpo_recipes.evaluation.merge import merge
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.generation_config import PublishedSettings
-from grpo_recipes.runs import checkpoints
 from grpo_recipes.runs.record import VLLM as DISTRIBUTIONS
+from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config
 from grpo_rewards.errors import UserError
 
 CONCURRENT_REQUESTS = 64
@@ -121,7 +121,7 @@ def needs_merging(name: str) -> str | None:
     """
     from peft import LoraConfig, PeftType
 
-    config = checkpoints.adapter_config(name)
+    config = adapter_config(name)
     assert config is not None, "the caller knows that it is an adapter"
     if config.peft_type != PeftType.LORA:
         return f"its kind, {config.peft_type.value}"
@@ -154,7 +154,7 @@ _SERVED = {
 
 
 def _is_adapter(name: str) -> bool:
-    return (Path(name) / checkpoints.ADAPTER_CONFIG).is_file()
+    return (Path(name) / ADAPTER_CONFIG).is_file()
 
 
 class Sampling:
@@ -199,7 +199,7 @@ class Local:
         model = name
         self._merged: tempfile.TemporaryDirectory[str] | None = None
         if _is_adapter(name):
-            config = checkpoints.adapter_config(name)
+            config = adapter_config(name)
             assert config is not None, "adapter_config.json was read before"
             if reason := needs_merging(name):
                 logger.warning("the adapter is merged into its base for vLLM, which takes no adapter with %s", reason)

@@ -21,8 +21,8 @@ from grpo_recipes.checks.model_sizes import SizeError, check_model_sizes
 from grpo_recipes.data.hub import hub_answers, is_missing
 from grpo_recipes.recipe.recipe import Recipe, model_config
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16
-from grpo_recipes.runs.checkpoints import check_descriptions
 from grpo_recipes.runs.files import read_object
+from grpo_recipes.runs.weights import check_descriptions
 from grpo_rewards import strict_yaml
 from grpo_rewards.errors import UserError
 from grpo_rewards.terminal import Cell, Labelled, Part, Table

@@ -14,7 +14,7 @@ from grpo_recipes.data.hub import hub_answers
 from grpo_recipes.data.prompts import hash_sample, rendered, token_lengths
 from grpo_recipes.recipe.recipe import Recipe
 from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_recipes.runs import checkpoints
+from grpo_recipes.runs.weights import tokenizer_source
 
 _INDENT = "  | "
 
@@ -87,7 +87,7 @@ class PromptReport:
 def prompt_report(recipe: Recipe, dataset: datasets.Dataset) -> PromptReport:
     """Look at the prompts of a dataset. Raises `RecipeError` for a tokenizer or chat template that can't be used."""
     first, template_kwargs = dataset[0]["prompt"], recipe.config.chat_template_kwargs or {}
-    name = checkpoints.tokenizer_source(recipe.model["model_name_or_path"])
+    name = tokenizer_source(recipe.model["model_name_or_path"])
     try:
         tokenizer = load_tokenizer(recipe, dataset, local_only=Path(name).exists() or not hub_answers())
     except TokenizerUnavailable as error:

@@ -1,4 +1,4 @@
-"""Ctrl-C while a program still imports its libraries, closed terminals, and flags that all ranks must agree on.
+"""Ctrl-C while a program still imports its libraries, and closed terminals.
 
 Nothing here imports a library at the top, because Ctrl-C must be handled before the imports that take seconds.
 """
@@ -9,10 +9,6 @@ import os
 import select
 import signal
 from types import FrameType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 INTERRUPTED = 130
 """Exit code that a shell reports for a program ended by Ctrl-C."""
@@ -47,23 +43,6 @@ def drop_closed_outputs() -> None:
 def heeds_hangup() -> bool:
     """Return True unless SIGHUP is ignored, which is how `nohup` starts a process that is to outlive its terminal."""
     return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-
-
-def on_any_rank(flag: bool, device: torch.device) -> bool:
-    """Return True if `flag` is set on at least one rank. Collective: every rank must call it."""
-    return bool(largest_of_ranks(int(flag), device))
-
-
-def largest_of_ranks(number: int, device: torch.device) -> int:
-    """Return the largest `number` of all ranks. Collective: every rank must call it."""
-    import torch
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
-        return number
-    reduced = torch.tensor(number, device=device)
-    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
-    return int(reduced.item())
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:

@@ -22,9 +22,10 @@ import pandas as pd
 
 from grpo_recipes.evaluation.estimates import Estimate, mean_share
 from grpo_recipes.runs import completions, files
-from grpo_recipes.runs.branches import branch_of, last_launch, numbered
+from grpo_recipes.runs.checkpoints import branch_of, numbered
 from grpo_recipes.runs.lock import is_held
 from grpo_recipes.runs.record import read_record
+from grpo_recipes.runs.resume import last_launch
 from grpo_rewards.completions import completion_text
 from grpo_rewards.errors import one_line
 from grpo_rewards.files import UnreadableFile, open_ordinary

@@ -296,7 +296,7 @@ def _write(
             if path.exists():
                 raise FileExistsError(f"{path} is there already")
             os.replace(part, path)
-            _flush_names(folder)
+            files.flush(folder)
     return [one.path for one in merged], seen
 
 
@@ -329,7 +329,7 @@ def _keep_only(path: Path, kept: Sequence[Logged], count: int) -> None:
             # First under its old name: a run killed between two names would leave these rows in two files.
             os.replace(part, path)
     path.rename(path.with_name(_name(_kind(path), kept[0].step, kept[-1].step)))
-    _flush_names(path.parent)
+    files.flush(path.parent)
 
 
 @contextmanager
@@ -351,15 +351,6 @@ def _writer(path: Path, schema: pa.Schema) -> Iterator[parquet.ParquetWriter]:
             yield writer
         file.flush()
         os.fsync(file.fileno())
-
-
-def _flush_names(folder: Path) -> None:
-    """Have the names in a folder written to the disk, so that a machine that fails keeps them."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _row_groups(path: Path) -> list[Logged]:

@@ -50,6 +50,15 @@ def inside(folder: Path, *names: str) -> Path:
     return place
 
 
+def flush(path: Path) -> None:
+    """Write a file's contents, or a folder's names, to the disk, so that they survive a crash of the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def check_names(folder: Path) -> None:
     """Raise `RunError` if a name in a run's folder, or among its completions, can't be written to.
 
@@ -75,6 +84,7 @@ class Kind:
 
 # Of values. JSON's `true` becomes a Python bool, which is an int too.
 ANYTHING = Kind("anything", lambda value: True)
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 TEXT_OR_NULL = Kind("a text", lambda value: value is None or isinstance(value, str))
 INTEGER = Kind("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool))

@@ -31,11 +31,10 @@ import pyarrow as pa
 import xxhash
 from pyarrow import compute, types
 
-from grpo_recipes.runs.checkpoints import ADAPTER_CONFIG, WeightFileError, identify_weights, weight_files
+from grpo_recipes.runs.checkpoints import checksum
 from grpo_recipes.runs.files import RunError, read_object
-from grpo_recipes.runs.manifest import checksum
 from grpo_recipes.runs.record import versions
-from grpo_rewards.errors import UserError
+from grpo_recipes.runs.weights import ADAPTER_CONFIG, identify_weights, weight_files
 from grpo_rewards.registry import BoundReward, BuiltReward, leaves
 from grpo_rewards.reward import BaseReward
 
@@ -98,10 +97,6 @@ class Identity:
     """The identity as manifests and `run.json` hold it, without a path: either may be pushed to the hub."""
     places: Mapping[str, str] = field(default_factory=dict)
     """Folders and names that the weights are loaded from, by role, for sentences."""
-
-
-class ContentChanged(UserError):
-    """A resume with data or weights other than those that the run was trained with; one sentence that names them."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +261,7 @@ def weights_of(source: Source) -> dict[str, str]:
         if (folder / ADAPTER_CONFIG).is_file():
             files[ADAPTER_CONFIG] = _adapter_digest(folder / ADAPTER_CONFIG)
         files |= _beside_weights(folder)
-    except (WeightFileError, RunError, OSError):  # whoever loads the weights says what is wrong with them
+    except (RunError, OSError):  # whoever loads the weights says what is wrong with them
         return {}
     return files
 

@@ -1,126 +1,456 @@
-"""One decision for every resume: may this run go on, and from which checkpoint?
+"""May this run resume, and from which checkpoint? `GRPOTrainer.train` and `train.py` share every answer.
 
-`decide` reads names, sizes, manifests and the last launch's branch. `confirmed` then compares the contents with the
-manifests. Both serve `train.py` and `GRPOTrainer.train`.
+`decide` reads names, sizes, manifests and the record of the last launch. `confirmed` then compares the contents of the
+checkpoint with its manifest. `recipe_changes` and `layout_change` compare the recipes of both launches, and
+`runs/identity.py` compares data, weights and rewards.
+
+A launch that resumes from an earlier checkpoint begins a branch. The later checkpoints of the launch before are then
+abandoned, although their steps are higher. The manifest of a checkpoint holds its branch, and `_launch.json` in the
+run's folder holds the branch of the last launch, which may have been stopped before it saved anything. Launches are
+ordered by number, because clocks differ between machines and modification times change when a folder is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import filecmp
+import fnmatch
+import json
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from grpo_recipes.runs.branches import last_launch
+from grpo_recipes.process.ranks import gather
 from grpo_recipes.runs.checkpoints import (
+    BRANCH_SHAPE,
+    Branch,
+    Launch,
     Rejected,
-    abandoned,
+    as_branch,
+    branch_of,
+    content_damage,
     has_state,
     is_of_ours,
-    newest_confirmed,
+    numbered,
+    read_manifest,
     rejection,
     step_of,
-    survey,
-    unfit,
 )
-from grpo_recipes.runs.manifest import CheckpointDamaged
+from grpo_recipes.runs.files import RECORD, TEXT_OR_NULL, RunError, read_object, write_atomically
+from grpo_recipes.runs.record import read_record
+
+LAUNCH = "_launch.json"  # transformers pushes no file whose name begins with `_`
+
+LAYOUT_KEYS = ("geometry", "train_prompts", "train_prompts_sha256", "seed", "shuffle_dataset")
+"""Entries of `run.json` that determine which prompts an optimizer step reads."""
+
+UNLOGGED_CHANGES = ("resume_from_checkpoint", "output_dir", "hub_token")
+"""Keys that name the resume itself."""
+
+IN_GEOMETRY = ("generation_batch_size", "steps_per_generation")
+"""Keys that are compared as parts of the batch geometry only."""
+
+NOT_SET = "not set"
+
+
+@dataclass(frozen=True)
+class LastLaunch:
+    """The last launch that wrote to a run's folder."""
+
+    branch: Branch = ()
+    """Branch of the launch, the launch itself last. Empty if no checkpoint in the folder says which launch wrote it."""
+    source: Path | None = None
+    """Checkpoint that the launch resumed from, or None if it began anew or the folder does not say."""
+
+    def holds(self, branch: Branch, step: int) -> bool:
+        """Return True if the launch wrote, or descends from, the checkpoint of this branch and step."""
+        if not self.branch:
+            return True
+        if not branch:  # written by another trainer
+            return step <= self.branch[0].after
+        for launch, following in zip(self.branch, [*self.branch[1:], None], strict=True):
+            if launch.id == branch[-1].id:
+                return following is None or step <= following.after
+        return False
+
+
+def last_launch(folder: Path) -> LastLaunch:
+    """Return the last launch that wrote to a run's folder. Raises `RunError` if `_launch.json` is damaged."""
+    found = LastLaunch()
+    for checkpoint in numbered(folder):
+        branch = branch_of(checkpoint)
+        if _number(branch) > _number(found.branch):
+            found = LastLaunch(branch)
+    try:
+        content = read_object(folder / LAUNCH, {"branch": BRANCH_SHAPE, "resumed_from": TEXT_OR_NULL})
+    except FileNotFoundError:
+        return found
+    recorded = as_branch(content["branch"])
+    if _number(recorded) < _number(found.branch):
+        return found
+    source = content["resumed_from"]
+    return LastLaunch(recorded, None if source is None else folder / source)
+
+
+def new_branch(folder: Path, source: Path | None) -> Branch:
+    """Return the branch of a launch into `folder` that resumes from the checkpoint `source`, or begins anew."""
+    before = branch_of(source) if source is not None else ()
+    after = step_of(source) if source is not None else 0
+    number = 1 + max(_number(before), _number(last_launch(folder).branch))
+    return (*before, Launch(uuid.uuid4().hex[:12], number, after))
+
+
+def write_launch(folder: Path, launch: LastLaunch) -> None:
+    """Write `_launch.json`, unless no other launch has left anything in the folder."""
+    if launch.source is None and not any(numbered(folder)) and not (folder / LAUNCH).exists():
+        return
+    source = None
+    if launch.source is not None:
+        # A name, so that the folder can be moved together with its checkpoints.
+        is_inside = launch.source.resolve().parent == folder.resolve()
+        source = launch.source.name if is_inside else str(launch.source.resolve())
+    content = {"branch": [vars(one) for one in launch.branch], "resumed_from": source}
+    write_atomically(folder / LAUNCH, json.dumps(content, indent=1) + "\n")
+
+
+def oldest_first(folder: Path, launch: LastLaunch) -> list[Path]:
+    """Return the checkpoints of a run's folder in the order in which rotation removes them, abandoned ones first."""
+
+    def age(checkpoint: Path) -> tuple[bool, int, int]:
+        branch, step = branch_of(checkpoint), int(checkpoint.name.rpartition("-")[2])
+        is_held = launch.holds(branch, step)
+        return is_held, 0 if is_held else _number(branch), step
+
+    return sorted(numbered(folder), key=age)
+
+
+def _number(branch: Branch) -> int:
+    return branch[-1].number if branch else 0
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Checkpoints that a run may go on from, and those that it may not."""
+    """Checkpoints that a run may resume from, and those that it may not."""
 
     folder: Path
     processes: int
     named: Path | None = None
-    """Checkpoint that was asked for by its path, or None if `true` was."""
+    """Checkpoint that was given by its path, or None if `true` was given."""
     checkpoints: Sequence[Path] = ()
-    """Checkpoints to go on from, newest first. Names and sizes say that they are whole."""
+    """Checkpoints to resume from, newest first. Names and sizes say that they are complete."""
     rejected: Sequence[Rejected] = ()
     abandoned: Sequence[Path] = ()
     """Checkpoints of higher steps that the last launch does not descend from."""
 
     @property
     def newest(self) -> Path | None:
-        """Checkpoint that the run goes on from, or None if it starts at the beginning."""
+        """Checkpoint that the run resumes from, or None if it starts at the beginning."""
         return self.checkpoints[0] if self.checkpoints else None
 
+    @property
+    def passed_over(self) -> list[Rejected]:
+        """Rejected checkpoints of this folder that are newer than `newest`, lowest step first.
+
+        A checkpoint in the folder of another run is left out, because nothing is renamed there.
+        """
+        found = []
+        for one in self.rejected:
+            is_newer = self.newest is None or step_of(one.path) > step_of(self.newest)
+            if is_newer and one.path.parent == self.folder:
+                found.append(one)
+        return sorted(found, key=lambda one: step_of(one.path))
+
     def obstacle(self) -> str | None:
-        """Return why this launch may not resume, as a clause; None if it may, or if it starts at the beginning."""
+        """Return why this launch may not resume, as a clause, or None if it may or starts at the beginning."""
         if self.newest is not None:
             return unfit(self.newest, self.processes)
         if self.named is not None:
             (found,) = self.rejected
             if found.cut_off:
                 return self._none_complete(self.named)
-            return f"{found.reason}: name another checkpoint, or `true` for the newest one that is whole"
+            return f"{found.reason}: name another checkpoint, or `true` for the newest complete one"
         is_others = not is_of_ours(self.folder)
         if is_others and any(has_state(one.path) for one in self.rejected if one.cut_off):
             return self._none_complete(self.folder)
-        # To start again would lose a run that had complete checkpoints.
+        # Starting again would lose a run that had complete checkpoints.
         damaged = [one for one in self.rejected if not one.cut_off]
         if not damaged:
             return None
         folders = " and ".join(str(one.path) for one in damaged)
         return (
-            f"{damaged[0].reason}, and no other checkpoint is left to go on from: restore it, or "
-            f"remove the folder {folders}, and `--resume_from_checkpoint true` starts from the beginning"
+            f"{damaged[0].reason}, and no other checkpoint is left to resume from: restore it, or remove the folder "
+            f"{folders}, and `--resume_from_checkpoint true` starts from the beginning"
         )
 
     def _none_complete(self, place: Path) -> str:
         return (
-            f"there is no complete checkpoint of {self.processes} process(es) in {place}: launch as many processes as before, "
-            "or name another checkpoint"
+            f"there is no complete checkpoint of {self.processes} process(es) in {place}: launch as many processes as "
+            "before, or name another checkpoint"
         )
 
 
-def decide(folder: Path, asked: str | Literal[True], processes: int) -> Resume:
-    """Return where a run resumes: `asked`, a checkpoint, or for True the newest one of the last launch in `folder`.
+def decide(folder: Path, asked: str | Literal[True], processes: int, *, trusts_others: bool = False) -> Resume:
+    """Return where a run resumes, as far as names and sizes tell.
+
+    Args:
+        folder: folder of the run.
+        asked: path of a checkpoint, or True for the newest one of the last launch in `folder`.
+        processes: number of ranks of this launch.
+        trusts_others: True if a named checkpoint of another trainer is accepted unchecked. transformers then checks it.
 
     Raises:
-        CheckpointDamaged: the last launch saved nothing, and the checkpoint that it went on from is gone.
-        RunError: the folder's `_launch.json` is damaged.
+        RunError: `_launch.json` is damaged, or the last launch saved nothing and the checkpoint that it resumed from
+            is gone.
     """
     if asked is not True:
         named = Path(asked)
+        if trusts_others and read_manifest(named) is None and not is_of_ours(named.parent):
+            return Resume(folder, processes, named, [named])
         found = rejection(named, processes)
         return Resume(folder, processes, named, [] if found else [named], [found] if found else [])
-    whole, rejected = survey(folder, processes)
+    complete, rejected = _survey(folder, processes)
     unreadable = {one.path for one in rejected}
-    left = [path for path in abandoned(folder) if path not in unreadable]
-    if not whole and left and all(one.cut_off for one in rejected):
-        raise CheckpointDamaged(_no_branch_point(folder, left))
-    later = [path for path in left if not whole or step_of(path) > step_of(whole[0])]
-    return Resume(folder, processes, None, whole, rejected, later)
+    left = [path for path in _abandoned(folder) if path not in unreadable]
+    if not complete and left and all(one.cut_off for one in rejected):
+        raise RunError(_no_branch_point(folder, left))
+    later = [path for path in left if not complete or step_of(path) > step_of(complete[0])]
+    return Resume(folder, processes, None, complete, rejected, later)
 
 
-def confirmed(point: Resume, *, each_node: bool) -> Resume:
-    """Return the newest checkpoint whose contents its manifest confirms, and the newer ones to set aside; collective.
+def newest_checkpoint(folder: Path, processes: int) -> Path | None:
+    """Return the newest complete checkpoint of the last launch in a run's folder, as far as names and sizes tell."""
+    complete, _ = _survey(folder, processes)
+    return complete[0] if complete else None
 
-    Raises:
-        CheckpointDamaged: the named checkpoint, or every one of the run, is damaged.
+
+def _survey(folder: Path, processes: int) -> tuple[list[Path], list[Rejected]]:
+    """Return the complete checkpoints of the last launch of a run, and the incomplete ones, newest first.
+
+    A complete checkpoint that the last launch abandoned is in neither list.
     """
-    newest, damaged = newest_confirmed(point.checkpoints, each_node=each_node)
-    rejected = [*point.rejected, *damaged]
-    if newest is None:
-        point = replace(point, checkpoints=[], rejected=rejected)
-        if (reason := point.obstacle()) is not None:
-            raise CheckpointDamaged(reason)
-    else:
-        rejected = [one for one in rejected if step_of(one.path) > step_of(newest)]
-        point = replace(point, checkpoints=[newest])
-    # Nothing is set aside in the folder of another run.
-    aside = [one for one in rejected if one.path.parent == point.folder]
-    return replace(point, rejected=sorted(aside, key=lambda one: step_of(one.path)))
+    last = last_launch(folder)
+    checkpoints = set(numbered(folder))
+    if last.source is not None and has_state(last.source):  # it may lie in the folder of another run
+        checkpoints.add(last.source)
+    complete, rejected = [], []
+    for checkpoint in sorted(checkpoints, key=step_of, reverse=True):
+        branch = branch_of(checkpoint)
+        is_held = last.holds(branch, step_of(checkpoint))
+        if branch and not is_held:
+            continue
+        if (one := rejection(checkpoint, processes)) is not None:
+            rejected.append(one)
+        elif is_held:
+            complete.append(checkpoint)
+    return complete, rejected
+
+
+def _abandoned(folder: Path) -> list[Path]:
+    """Return the checkpoints in a run's folder that the last launch does not descend from, lowest step first."""
+    last = last_launch(folder)
+    found = []
+    for path in numbered(folder):
+        if (path / "trainer_state.json").is_file() and not last.holds(branch_of(path), step_of(path)):
+            found.append(path)
+    return sorted(found, key=step_of)
 
 
 def _no_branch_point(folder: Path, left: Sequence[Path]) -> str:
-    """Return why `true` names no checkpoint in a folder that has some, as a sentence."""
+    """Return the error message for a folder whose only checkpoints are abandoned."""
     source = last_launch(folder).source
-    names = " and ".join(path.name for path in left)
     if source is None:
         begun = f"the last launch into {folder} began anew and saved nothing"
     else:
         place = source.name if source.parent == folder else str(source)
-        begun = f"the last launch into {folder} went on from {place} and saved nothing, and that checkpoint is gone"
-    return f"{begun}; an earlier launch saved {names}: name the one to go on from"
+        begun = f"the last launch into {folder} resumed from {place} and saved nothing, and that checkpoint is gone"
+    return f"{begun}; an earlier launch saved {names_of(left)}: name the checkpoint to resume from"
+
+
+def names_of(checkpoints: Sequence[Path]) -> str:
+    """Return the names of some checkpoints for a sentence."""
+    return " and ".join(path.name for path in checkpoints)
+
+
+def confirmed(point: Resume, *, each_node: bool) -> Resume:
+    """Return the decision with only the newest checkpoint whose contents agree with its manifest. Collective.
+
+    The damaged checkpoints are added to `rejected`. If every checkpoint is damaged, `obstacle` says so.
+    """
+    newest, damaged = newest_confirmed(point.checkpoints, each_node=each_node)
+    return replace(point, checkpoints=[newest] if newest else [], rejected=[*point.rejected, *damaged])
+
+
+def newest_confirmed(checkpoints: Sequence[Path], *, each_node: bool) -> tuple[Path | None, list[Rejected]]:
+    """Return the first checkpoint whose contents agree with its manifest, and the damaged ones before it. Collective.
+
+    A checkpoint without a manifest (another trainer's) counts as confirmed: nothing says what it should contain.
+    """
+    # Ranks that see different disks may propose different checkpoints.
+    proposed = gather([path.name for path in checkpoints])
+    rejected: list[Rejected] = []
+    for checkpoint in checkpoints:
+        if not all(checkpoint.name in names for names in proposed):
+            rejected.append(Rejected(checkpoint, f"{checkpoint} is not complete on every machine", cut_off=False))
+            continue
+        manifest = read_manifest(checkpoint)
+        damage = manifest and content_damage(checkpoint, manifest, each_node=each_node)
+        if not damage:
+            return checkpoint, rejected
+        rejected.append(Rejected(checkpoint, damage, cut_off=False))
+    return None, rejected
+
+
+def unfit(checkpoint: Path, processes: int) -> str | None:
+    """Return why a complete checkpoint does not fit a launch of `processes` ranks, as a clause, or None if it does."""
+    manifest = read_manifest(checkpoint)
+    if manifest is None:
+        return None
+    if manifest.model_only:
+        return (
+            f"{checkpoint} was saved with `save_only_model`, without its optimizer and random state, so no run can "
+            "resume from it: name an earlier checkpoint, or start another run from it as its `model_name_or_path`"
+        )
+    if manifest.num_processes != processes:
+        return (
+            f"{checkpoint} is of {manifest.num_processes} process(es), and this launch has {processes}: launch as many "
+            "processes as before, or start another run from it as its `model_name_or_path`"
+        )
+    return None
+
+
+def set_aside(rejected: Sequence[Rejected]) -> None:
+    """Rename checkpoints that no run can resume from. A checkpoint of the same step renamed earlier is replaced."""
+    for one in rejected:
+        shutil.rmtree(one.aside, ignore_errors=True)
+        one.path.rename(one.aside)
+
+
+def earlier_launch(folder: Path, checkpoint: Path | None) -> Mapping[str, Any]:
+    """Return the newest launch in the `run.json` beside a checkpoint, or in the run's folder if there is no checkpoint.
+
+    The result is empty if there is no `run.json` because another trainer wrote the checkpoint.
+
+    Raises:
+        RunError: `run.json` is damaged, or missing beside a checkpoint of ours.
+    """
+    place = checkpoint.parent if checkpoint else folder
+    before = read_record(place)
+    if before is None and checkpoint is not None and is_of_ours(place):
+        raise RunError(
+            f"{place / RECORD}, which says what that run trained, is missing: restore it, or start another run from "
+            f"{checkpoint} as its `model_name_or_path`"
+        )
+    return before or {}
+
+
+def layout_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return the first difference in the data order of two launches as "key was x and is y", or None.
+
+    A checkpoint stores the position in the data as a number of optimizer steps. The number means the same prompts only
+    if all of `LAYOUT_KEYS` are unchanged.
+
+    Args:
+        before: entry of the earlier launch in `run.json`, which may lack keys.
+        now: entry of this launch.
+    """
+    old, new = _flat(before), _flat(now)
+    for key, value in new.items():
+        if key in old and old[key] != value:
+            return f"{key} was {old[key]} and is {value}"
+    return None
+
+
+def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a launch that determine the data order, with the geometry on the same level."""
+    entries = {key: record[key] for key in LAYOUT_KEYS if key in record}
+    return {**entries.pop("geometry", {}), **entries}
+
+
+def recipe_changes(
+    before: Mapping[str, Any], now: Mapping[str, Any], directory: str, may_change: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Compare the resolved recipes of two launches.
+
+    Args:
+        before: recipe of the earlier launch.
+        now: recipe of this launch.
+        directory: folder in which the relative paths of `before` begin. A path may change if its contents are the same.
+        may_change: patterns of the keys that a resumed run may change.
+
+    Returns:
+        The changes that a resumed run may not make, and those that it makes, each as "`key` was x and is y". Keys that
+        name the resume itself are in neither list.
+    """
+    refused, applied = [], []
+    for key, change in _changes(before, now, directory):
+        if not any(fnmatch.fnmatch(key, pattern) for pattern in may_change):
+            refused.append(change)
+        elif key not in UNLOGGED_CHANGES:
+            applied.append(change)
+    return refused, applied
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any], directory: str) -> Iterator[tuple[str, str]]:
+    """Yield each key whose value differs, with a clause that says how."""
+    old, new = dict(_leaves(_normal(before))), dict(_leaves(_normal(now)))
+    for key in {**new, **old}:
+        was, now_is = old.get(key, NOT_SET), new.get(key, NOT_SET)
+        if was != now_is and not _are_equal_paths(was, now_is, directory):
+            yield key, f"`{key}` was {_shown(was)} and is {_shown(now_is)}"
+
+
+def _normal(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a resolved recipe as JSON, with defaults filled in where two spellings mean the same."""
+    values = json.loads(json.dumps(dict(recipe), default=str))
+    if values.get("bf16") is None:
+        values["bf16"] = not values.get("fp16")
+    if values.get("epsilon_high") is None:
+        values["epsilon_high"] = values.get("epsilon")
+    values["rewards"] = [_normal_reward(reward) for reward in values.get("rewards") or []]
+    return {key: value for key, value in values.items() if key not in IN_GEOMETRY}
+
+
+def _normal_reward(reward: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return a reward of a recipe as a mapping with a weight."""
+    spec: dict[str, Any] = {"name": reward} if isinstance(reward, str) else dict(reward)
+    if "rewards" in spec:
+        spec["rewards"] = [_normal_reward(part) for part in spec["rewards"]]
+    return {**spec, "weight": spec.get("weight", 1.0)}
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a recipe under dotted keys, as on the command line, without those that are not set."""
+    dot = f"{key}." if key else ""
+    if isinstance(value, dict):
+        for name, entry in value.items():
+            yield from _leaves(entry, f"{dot}{name}")
+    elif isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
+        for index, entry in enumerate(value):
+            yield from _leaves(entry, f"{dot}{index}")
+    elif value is not None:
+        yield key, value
+
+
+def _are_equal_paths(was: Any, now: Any, directory: str) -> bool:
+    """Return True if two values are paths of one file or folder, or of two with the same contents."""
+    if not (isinstance(was, str) and isinstance(now, str)):
+        return False
+    one, other = Path(directory, was), Path(now)
+    if not (one.exists() and other.exists()):
+        return False
+    if one.samefile(other):
+        return True
+    if one.is_file() or other.is_file():
+        return filecmp.cmp(one, other, shallow=False)  # False for a file and a folder
+    names, others = _files_below(one), _files_below(other)
+    return names == others and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names)
+
+
+def _files_below(folder: Path) -> set[Path]:
+    return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

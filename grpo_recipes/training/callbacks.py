@@ -3,15 +3,102 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
+from grpo_recipes.process.ranks import largest_of_ranks, on_first_rank
+from grpo_recipes.process.signals import drop_closed_outputs, heeds_hangup
 from grpo_recipes.runs import completions
 
+ECHO_SECONDS = 2.0
+"""Time after Ctrl-C within which a second one is a copy: the launcher passes on what the terminal sent to all processes."""
+
 logger = logging.getLogger(__name__)
+
+
+class StopOnSignal(TrainerCallback):
+    """Saves and stops at the end of a step after SIGTERM (pre-emption, `scancel`), SIGHUP or Ctrl-C.
+
+    A signal may reach ranks at different steps, so each step ends with one reduction of the signal's number, and all
+    ranks stop at the same step. A save in the middle of a generation batch would lose the completions that are still to
+    be trained on, so the run continues to the end of the generation batch. A second Ctrl-C stops at once.
+
+    transformers' own `enable_jit_checkpoint` saves in the middle of a step, after the random state has changed, so that
+    a resumed run differs from an uninterrupted one.
+
+    Args:
+        ends_generation: function that returns True for the optimizer steps after which no completions are left.
+    """
+
+    def __init__(self, ends_generation: Callable[[int], bool]) -> None:
+        self.ends_generation = ends_generation
+        self.began = False
+        """True once training has started, that is, after the model and the checkpoint are loaded."""
+        self.requested = 0
+        """Number of the signal that requested a stop, or 0."""
+        self.stopped = False
+        """True if the run was stopped before its last step."""
+        self._handlers: dict[int, Any] = {}
+        """Handlers of the signals before the training."""
+        self._interrupted_at = 0.0
+
+    @property
+    def name(self) -> str:
+        """Name of the signal that stopped the run."""
+        return "Ctrl-C" if self.requested == signal.SIGINT else signal.Signals(self.requested).name
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Handle the signals from now on."""
+        self.began = True
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if heeds_hangup():
+            numbers.append(signal.SIGHUP)
+        self._handlers = {number: signal.signal(number, self._request) for number in numbers}
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Agree over the ranks whether to stop. If so, save and stop once the generation batch is used up."""
+        drop_closed_outputs()
+        self.requested = largest_of_ranks(self.requested, args.device)
+        if self.requested and self.ends_generation(state.global_step):
+            self.stopped = state.global_step < state.max_steps
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Restore the earlier signal handlers."""
+        self.restore_handlers()
+
+    def restore_handlers(self) -> None:
+        """Restore the earlier signal handlers, also after a failure. A second call does nothing."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+
+    def _request(self, signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGHUP:
+            drop_closed_outputs()
+        if signum == signal.SIGINT:
+            if self.requested == signal.SIGINT and not self._is_echo():
+                raise KeyboardInterrupt
+            if not self.requested and os.environ.get("RANK", "0") == "0":
+                # Not `print`: the signal may have come in the middle of one.
+                os.write(2, b"\nCtrl-C: the run is saved and stops after this step; a second Ctrl-C stops it at once\n")
+            self._interrupted_at = time.monotonic()
+        self.requested = self.requested or signum
+
+    def _is_echo(self) -> bool:
+        return "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() - self._interrupted_at < ECHO_SECONDS
 
 
 class CompactCompletions(TrainerCallback):
@@ -32,10 +119,14 @@ class CompactCompletions(TrainerCallback):
         """Remove the completions after the step that the training goes on from: it logs these steps again."""
         self._compaction, self._is_due = None, False
         self.trainer.checkpoints.check_folder()  # on all ranks: to load the checkpoint may have taken minutes
-        if not self.trainer.log_completions or not state.is_world_process_zero:
+        if not self.trainer.log_completions:
             return
         folder = Path(args.output_dir) / completions.FOLDER
-        if dropped := completions.drop_after(folder, state.global_step):
+        # If the files can't be removed, all ranks must raise, or the others would wait for the first one.
+        dropped = on_first_rank(lambda: completions.drop_after(folder, state.global_step))
+        if not state.is_world_process_zero:
+            return
+        if dropped:
             # A training that starts again in the same folder may do so by mistake.
             level = logging.INFO if state.global_step else logging.WARNING
             sentence = "%s: the completions of %d logged step(s) after step %d are removed"

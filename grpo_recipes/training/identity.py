@@ -11,8 +11,8 @@ from torch import nn
 
 from grpo_recipes.data.hub import hub_commit
 from grpo_recipes.recipe.specs import ReferenceSpec
-from grpo_recipes.runs.checkpoints import ADAPTER_CONFIG
 from grpo_recipes.runs.identity import Identity, Source, identify, loaded_source, reward_models
+from grpo_recipes.runs.weights import ADAPTER_CONFIG
 from grpo_rewards.registry import BuiltReward
 
 

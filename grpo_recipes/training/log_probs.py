@@ -37,7 +37,7 @@ from grpo_recipes.generation.models import (
 )
 from grpo_recipes.generation.rows import PerToken, Rows
 from grpo_recipes.process.messages import Announcer
-from grpo_recipes.process.signals import on_any_rank
+from grpo_recipes.process.ranks import on_any_rank
 from grpo_recipes.training import layout_check as check
 from grpo_recipes.training.packing import ATTENTION, Layout, PackedRow, order, pack, register_attention
 

@@ -10,7 +10,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig
 from trl.trainer.utils import create_model_from_path
 
-from grpo_recipes.runs.checkpoints import ADAPTER_CONFIG, adapter_config
+from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config
 from grpo_rewards.errors import UserError
 
 

@@ -31,8 +31,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.recipe.specs import SamplingSpec
-from grpo_recipes.runs.files import read_object, write_atomically
-from grpo_recipes.runs.manifest import CheckpointDamaged
+from grpo_recipes.runs.files import RunError, read_object, write_atomically
 from grpo_recipes.training.data_order import EpochSampler
 from grpo_rewards.errors import UserError
 
@@ -292,16 +291,14 @@ def spread(rewards: np.ndarray) -> np.ndarray:
 
 
 def read_memory(path: Path, prompts: int) -> np.ndarray:
-    """The memory in a checkpoint. Raises `CheckpointDamaged` if it is not of as many prompts."""
+    """The memory in a checkpoint. Raises `RunError` if it is not of as many prompts."""
     try:
         content = read_object(path, {"groups_without_variance": []})
         counts = np.array(content["groups_without_variance"], np.int64)
     except (OSError, ValueError, TypeError, OverflowError) as error:
-        raise CheckpointDamaged(f"{path} is damaged: it can't be read: resume from another checkpoint") from error
+        raise RunError(f"{path} is damaged: it can't be read: resume from another checkpoint") from error
     if counts.shape != (prompts,) or (counts < 0).any():
-        raise CheckpointDamaged(
-            f"{path} is of {counts.size} prompts, and the dataset has {prompts}: train on the same rows"
-        )
+        raise RunError(f"{path} is of {counts.size} prompts, and the dataset has {prompts}: train on the same rows")
     return counts
 
 

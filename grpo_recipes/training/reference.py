@@ -41,8 +41,8 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_adapter
 
 from grpo_recipes.recipe.specs import ReferenceSpec
-from grpo_recipes.runs.checkpoints import adapter_config
 from grpo_recipes.runs.files import replacing
+from grpo_recipes.runs.weights import adapter_config
 from grpo_recipes.training.trl_patches import send_policy
 from grpo_recipes.training.zero3 import gathered
 from grpo_rewards.errors import UserError, one_line

@@ -35,7 +35,7 @@ from grpo_recipes.training import offline
 from grpo_recipes.training.advantages import advantages as advantages_by_rule
 from grpo_recipes.training.callbacks import CompactCompletions
 from grpo_recipes.training.continuous_batching import ContinuousBatching, refuse_cast
-from grpo_recipes.training.data_order import EpochSampler, TellEpoch
+from grpo_recipes.training.data_order import EpochSampler, SetSamplerEpoch
 from grpo_recipes.training.eval_completions import separate_eval_completions
 from grpo_recipes.training.full_kl import FullKL, Projection, check_full_kl, last_hidden_states
 from grpo_recipes.training.generation import Generation
@@ -335,8 +335,8 @@ class GRPOTrainer(TRLGRPOTrainer):
         """TRL's order of prompts, also after a resume past the first epoch; with `sampling` some are marked to be left out."""
         plain = offline.with_baseline(super()._get_train_sampler(dataset), self.rollout_func)
         sampler = EpochSampler.like(plain) if self._prompts is None else self._prompts.sampler_like(plain)
-        self.remove_callback(TellEpoch)
-        self.add_callback(TellEpoch(sampler))
+        self.remove_callback(SetSamplerEpoch)
+        self.add_callback(SetSamplerEpoch(sampler))
         return sampler
 
 

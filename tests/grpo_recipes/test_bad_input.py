@@ -21,7 +21,7 @@ import yaml
 
 from grpo_recipes import cli, train
 from grpo_recipes.recipe.recipe import parse_recipe
-from grpo_recipes.runs.manifest import Manifest, write_manifest
+from grpo_recipes.runs.checkpoints import Manifest, write_manifest
 from grpo_rewards import cli as rewards_cli
 from tests.support import stored
 
@@ -452,7 +452,7 @@ TRAINING: list[Case] = [
     ),
     Case(
         RESUME,
-        ("run went on from checkpoint-1 and saved nothing", "an earlier launch saved checkpoint-2: name the one"),
+        ("run resumed from checkpoint-1 and saved nothing", "an earlier launch saved checkpoint-2: name the one"),
         files={"run/_launch.json": BRANCH_FROM_1},
         run={},
     ),
@@ -519,17 +519,17 @@ TRAINING: list[Case] = [
     ),
     Case(
         "train --config {recipe} --model_name_or_path policy",
-        ("policy/model.safetensors is damaged", "80 bytes"),
+        ("policy/model.safetensors is cut off or damaged (80 bytes)", "file not fully covered"),
         files={"policy/config.json": "{}", "policy/model.safetensors": CUT_OFF + bytes(2)},
     ),
     Case(
         "train --config {recipe} --model_name_or_path policy",
-        ("policy/model.safetensors is cut off in its header",),
+        ("policy/model.safetensors is cut off or damaged (20 bytes)",),
         files={"policy/config.json": "{}", "policy/model.safetensors": CUT_OFF[:20]},
     ),
     Case(
         "train --config {recipe} --model_name_or_path policy",
-        ("policy/model.safetensors is damaged: its header",),
+        ("policy/model.safetensors is cut off or damaged (17 bytes): invalid JSON in header",),
         files={"policy/config.json": "{}", "policy/model.safetensors": (9).to_bytes(8, "little") + bytes(9)},
     ),
     Case(

@@ -22,7 +22,7 @@ from grpo_recipes.data import load as data
 from grpo_recipes.recipe.recipe import shipped
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.reports.run import Run
-from grpo_recipes.runs.manifest import Manifest, write_manifest
+from grpo_recipes.runs.checkpoints import Manifest, write_manifest
 from tests.support import recorded
 from tests.support.grids import only
 from tests.support.launching import launch_module, write_rows

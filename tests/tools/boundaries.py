@@ -25,7 +25,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.runs.checkpoints import last_complete_checkpoint, step_of
+from grpo_recipes.runs.checkpoints import step_of
+from grpo_recipes.runs.resume import decide, newest_checkpoint
 from tests.support import forking, launching
 
 STEPS = 15
@@ -189,7 +190,7 @@ class Series:
 
     def kill_at(self, boundary: Boundary) -> Kill | None:
         """Go on with the run and kill it there, at its next save. None if it ended first."""
-        last, _ = last_complete_checkpoint(self.output, len(self.ranks))
+        last = newest_checkpoint(self.output, len(self.ranks))
         step = max((step_of(last) if last else 0) + 1, 2 if "{before}" in boundary.path else 1)
         if step > STEPS:
             self.finish()
@@ -202,9 +203,9 @@ class Series:
             launching.assert_same_run(self.folder / "alone", self.output)
             shutil.rmtree(self.output)
             return None
-        left, rejected = last_complete_checkpoint(self.output, len(self.ranks))
-        then = f"goes on from {left.name}" if left else "starts again"
-        aside = "".join(f", {one.path.name} set aside" for one in rejected)
+        point = decide(self.output, True, len(self.ranks))
+        then = f"goes on from {point.newest.name}" if point.newest else "starts again"
+        aside = "".join(f", {one.path.name} set aside" for one in point.passed_over)
         return Kill(f"{self.layout}, {self.kind}", step, boundary, then + aside)
 
     def finish(self) -> None:

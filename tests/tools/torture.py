@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from grpo_recipes.runs.checkpoints import last_complete_checkpoint
 from grpo_recipes.runs.record import versions
+from grpo_recipes.runs.resume import decide, newest_checkpoint
 from tests.support import launching
 from tests.tools import boundaries
 from tests.tools.boundaries import PROCESSES, STEPS
@@ -51,8 +51,9 @@ def torture(layout: str, kills: int, rng: random.Random, rows: Path, folder: Pat
             launching.assert_same_run(folder / "alone", folder / "killed")
             shutil.rmtree(folder / "killed")
             continue
-        last, cut_off = last_complete_checkpoint(folder / "killed", PROCESSES[layout])
-        lines.append(f"{layout}: {line}; last complete: {last.name if last else 'none'}; set aside: {len(cut_off)}")
+        point = decide(folder / "killed", True, PROCESSES[layout])
+        last = point.newest.name if point.newest else "none"
+        lines.append(f"{layout}: {line}; last complete: {last}; set aside: {len(point.passed_over)}")
         print(lines[-1], flush=True)
     said = launching.finish(resume(layout, killed, folder / "killed"))
     assert (folder / "killed" / "trainer_state.json").is_file(), said[-10_000:]
@@ -62,7 +63,7 @@ def torture(layout: str, kills: int, rng: random.Random, rows: Path, folder: Pat
 
 def resume(layout: str, recipe: Path, output: Path) -> launching.Started:
     """Go on from the last complete checkpoint, or start again if there is none yet."""
-    if last_complete_checkpoint(output, PROCESSES[layout])[0]:
+    if newest_checkpoint(output, PROCESSES[layout]):
         return launching.start(layout, recipe, "--resume_from_checkpoint", "true")
     shutil.rmtree(output, ignore_errors=True)
     return launching.start(layout, recipe)
@@ -72,7 +73,7 @@ def random_moment(
     output: Path, layout: str, earliest: int, rng: random.Random
 ) -> tuple[str, Callable[[], bool], float]:
     """What to wait for and how many seconds more: while a step is trained on, or while a checkpoint is being written."""
-    last, _ = last_complete_checkpoint(output, PROCESSES[layout])
+    last = newest_checkpoint(output, PROCESSES[layout])
     done = int(last.name.partition("-")[2]) if last else 0
     first = min(max(done + 1, earliest), STEPS)
     step = rng.randint(first, min(first + 2, STEPS))

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_recipes.data.load import load
 from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_recipes.runs.checkpoints import last_complete_checkpoint
+from grpo_recipes.runs.resume import newest_checkpoint
 from tests.support import launching
 
 
@@ -50,7 +50,7 @@ def test_a_killed_mixture_ends_like_one_left_alone(tmp_path: Path, layout: str, 
     launching.kill_tree(process.pid)
     launching.finish(process)
     assert not (tmp_path / "killed" / "model.safetensors").exists()
-    assert last_complete_checkpoint(tmp_path / "killed", processes)[0] is not None
+    assert newest_checkpoint(tmp_path / "killed", processes) is not None
     said = launching.launch(layout, killed, "--resume_from_checkpoint", "true")
     assert "going on from" in said
     launching.assert_same_run(tmp_path / "alone", tmp_path / "killed")

@@ -1,185 +1,153 @@
-"""Weight files as the libraries write them pass, and no longer once a byte is gone; what tells one from another."""
+"""What a manifest that can't be read, or that another file differs from, is called."""
 
-import json
+import os
+import platform
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
-from peft import LoraConfig
-from safetensors.torch import save_file
+import xxhash
 
 from grpo_recipes.runs import checkpoints
 from grpo_recipes.runs.checkpoints import (
-    HEAD_BYTES,
-    WeightFileError,
-    check_weight_file,
-    check_weight_files,
-    description_damage,
-    identify_weights,
-    weight_files,
+    CHECKSUM,
+    MANIFEST,
+    Manifest,
+    content_damage,
+    read_manifest,
+    size_damage,
+    write_manifest,
 )
-from grpo_recipes.training.prompt_sampler import MEMORY
-from grpo_recipes.training.saving import LOGGED
-from tests.support import short_runs, tiny
+from grpo_recipes.runs.files import RunError
+
+WHOLE = Manifest(step=3, num_processes=2, model_only=False, files={"a": {"bytes": 4, CHECKSUM: "0" * 16}})
 
 
-def whole(folder: Path) -> Path:
-    return tiny.save_policy(folder)
+def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    assert read_manifest(tmp_path) is None
+    (tmp_path / MANIFEST).write_text(WHOLE.text())
+    assert read_manifest(tmp_path) == WHOLE
 
 
-def sharded(folder: Path) -> Path:
-    tiny.policy().save_pretrained(folder, max_shard_size="20KB")
-    return folder
+def test_a_manifest_stays_readable(tmp_path: Path) -> None:
+    """Checkpoints outlive versions: the very text that 0.1.0 writes, whose checksum is over the same without it."""
+    text = """\
+{
+ "step": 3,
+ "num_processes": 2,
+ "model_only": false,
+ "files": {
+  "a": {
+   "bytes": 4,
+   "xxh3_128": "0000000000000000"
+  }
+ },
+ "branch": [],
+ "xxh3_128": "8bd7cfa8f28216bdc54ef79c33325c79"
+}
+"""
+    assert WHOLE.text() == text
 
 
-def adapter(folder: Path) -> Path:
-    base = tiny.save_policy(folder.parent / "base")
-    short_runs.adapted(base, LoraConfig(target_modules=["q_proj"]), continued=False).save_pretrained(folder)
-    return folder
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
+def test_a_manifest_stands_once_everything_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_text("of rank 0")
+    flushed: list[tuple[str, bool]] = []
+
+    def fsync(descriptor: int) -> None:
+        flushed.append((os.readlink(f"/proc/self/fd/{descriptor}"), (tmp_path / MANIFEST).exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_manifest(tmp_path, WHOLE, each_node=False, writes=True)
+    assert flushed == [(str(tmp_path / "a"), False), (str(tmp_path / MANIFEST), True), (str(tmp_path), True)]
 
 
-def pickled(folder: Path) -> Path:
-    folder.mkdir()
-    torch.save(tiny.policy().state_dict(), folder / "pytorch_model.bin")
-    return folder
+@pytest.mark.parametrize("each_node", [False, True])
+def test_ranks_share_the_work_on_each_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each_node: bool) -> None:
+    """Four ranks on two machines; with a disk each, the second rank of a machine writes nothing."""
+    here, barrier, given = threading.local(), threading.Barrier(4, timeout=10), [None] * 4
 
+    def gather(value: object) -> list[object]:
+        given[here.rank] = value
+        barrier.wait()
+        values = list(given)
+        barrier.wait()
+        return values
 
-@pytest.mark.parametrize(("save", "count"), [(whole, 1), (sharded, 2), (adapter, 1), (pickled, 1)])
-def test_what_was_saved_is_whole_and_any_missing_byte_is_named(tmp_path: Path, save: object, count: int) -> None:
-    folder = save(tmp_path / "model")  # type: ignore[operator]
-    check_weight_files(folder)
-    files = weight_files(folder)
-    assert len(files) >= count
-    for file in files:
-        content = file.read_bytes()
-        for kept in (0, 3, 8, 30, len(content) // 2, len(content) - 1):
-            file.write_bytes(content[:kept])
-            with pytest.raises(WeightFileError) as error:
-                check_weight_files(folder)
-            assert str(error.value).startswith(f"{file} is ")
-        file.unlink()
-        with pytest.raises(WeightFileError, match="is missing"):
-            check_weight_files(folder)
-        file.write_bytes(content)
-    check_weight_files(folder)
+    monkeypatch.setattr(checkpoints, "gather", gather)
+    monkeypatch.setattr(checkpoints, "rank", lambda: here.rank)
+    monkeypatch.setattr(platform, "node", lambda: f"machine {here.rank // 2}")
+    disks = [tmp_path / (f"disk {rank // 2}" if each_node else "disk") for rank in range(4)]
+    for rank, disk in enumerate(disks):
+        disk.mkdir(exist_ok=True)
+        (disk / f"part-{rank}").write_text(f"of rank {rank}")
 
+    def save(rank: int) -> None:
+        here.rank = rank
+        write_manifest(disks[rank], WHOLE, each_node=each_node, writes=rank in ((0, 2) if each_node else (0,)))
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
-def test_weights_are_identified_by_any_tensor_and_not_by_where_they_lie(tmp_path: Path, suffix: str) -> None:
-    """The last tensor, beyond what is read of every file, differs as it does after training with a frozen embedding."""
-    save = save_file if suffix == ".safetensors" else torch.save
-    identities = set()
-    for folder, trained in (("before", 0.0), ("after", 1.0), ("copy", 1.0)):
-        (tmp_path / folder).mkdir()
-        file = tmp_path / folder / f"model{suffix}"
-        save({"a_embedding": torch.ones(HEAD_BYTES), "b_layer": torch.full((9,), trained)}, file)
-        identities.add((trained, identify_weights(file)))
-    assert len(identities) == 2
+    def damage(rank: int) -> str | None:
+        here.rank = rank
+        manifest = read_manifest(disks[rank])
+        assert manifest is not None
+        assert size_damage(disks[rank], manifest) is None
+        return content_damage(disks[rank], manifest, each_node=each_node)
 
-
-@pytest.mark.parametrize("offsets", [[4, 0], [-4, 0], [0], None, "ab"])
-def test_a_header_that_tells_of_no_place_is_refused(offsets: object, tmp_path: Path) -> None:
-    """The last of several tensors; a read of a negative length would be one of the whole file."""
-    good = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-    header = json.dumps({"a": good, "b": {**good, "data_offsets": offsets}}).encode()
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
-    for read in (check_weight_file, identify_weights):
-        with pytest.raises(WeightFileError, match="is damaged: its header"):
-            read(file)
-
-
-def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
-    with pytest.raises(WeightFileError) as error:
-        check_weight_files(tmp_path)
-    expected = "model.safetensors or model.safetensors.index.json"
-    assert str(error.value) == f"{tmp_path} has no weights of a model: {expected} is missing"
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(WeightFileError) as error:
-        check_weight_files(tmp_path)
-    expected = "adapter_model.safetensors or adapter_model.bin"
-    assert str(error.value) == f"{tmp_path} has no weights of an adapter: {expected} is missing"
-
-
-def test_a_file_of_an_old_torch_is_taken(tmp_path: Path) -> None:
-    """Before it wrote zip files; nothing in one says where it ends."""
-    torch.save({"layer": torch.ones(3)}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    check_weight_files(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"weights")
-    with pytest.raises(WeightFileError, match=r"pytorch_model.bin is cut off or damaged \(7 bytes\)"):
-        check_weight_files(tmp_path)
-
-
-def test_a_file_without_tensors_is_whole(tmp_path: Path) -> None:
-    save_file({}, tmp_path / "model.safetensors")
-    check_weight_files(tmp_path)
-
-
-def test_weights_are_not_read_whole_to_be_identified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first MiB, the header, and 4 KiB of each tensor."""
-    file = tmp_path / "model.safetensors"
-    save_file({f"layer{n}": torch.ones(1 << 20) for n in range(8)}, file)
-    read = []
-
-    class Counting(type(file.open("rb"))):  # type: ignore[misc]
-        def read(self, size: int = -1) -> bytes:
-            read.append(len(content := super().read(size)))
-            return content
-
-    monkeypatch.setattr(checkpoints, "open_ordinary", lambda path: Counting(path.open("rb", buffering=0)))
-    identify_weights(file)
-    header = file.stat().st_size - 8 * (4 << 20)
-    assert sum(read) == (1 << 20) + header + 8 * (4 << 10)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(save, range(4)))
+        for disk in set(disks):
+            manifest = read_manifest(disk)
+            assert manifest is not None
+            there = {path.name: path.read_bytes() for path in disk.glob("part-*")}
+            assert manifest.files == {
+                name: {"bytes": len(content), CHECKSUM: xxhash.xxh3_128(content).hexdigest()}
+                for name, content in there.items()
+            }
+        assert list(pool.map(damage, range(4))) == [None] * 4
+        for rank in range(4):
+            (disks[rank] / f"part-{rank}").write_text(f"Of rank {rank}")
+            said = f"{disks[rank] / f'part-{rank}'} is damaged: its checksum is not the manifest's"
+            assert list(pool.map(damage, range(4))) == [said] * 4, "every rank learns of it"
+            (disks[rank] / f"part-{rank}").write_text(f"of rank {rank}")
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({"weight_map": {"a": 1}}, "`weight_map.a` is 1, not the name of a file in the same folder"),
-        ({"weight_map": {"a": "../model.safetensors"}}, "not the name of a file in the same folder"),
-        ({"weight_map": {"a": "/etc/passwd"}}, "not the name of a file in the same folder"),
-        ({"weight_map": {"a": "x\0"}}, "not the name of a file in the same folder"),
-        ({"weight_map": {"a": "n" * 300}}, "not the name of a file in the same folder"),
-        ({"weight_map": {"a": ""}}, "not the name of a file in the same folder"),
-        ({"weight_map": ["a"]}, "`weight_map` is a list, not an object"),
-        ({"weight_map": {}}, "it names no file of weights"),
-        ({}, "it has no `weight_map`"),
-        ([], "it is a list, not an object"),
+        (b"", "is empty"),
+        (b"{", "is damaged"),
+        (b"\xff\xfe", "is damaged"),
+        (WHOLE.text().replace('"step": 3', '"step": 4').encode(), "its own checksum differs"),
+        (b"{}", "its own checksum differs"),
+        (None, "is damaged"),  # a folder of that name
     ],
 )
-def test_an_index_names_files_in_its_folder(tmp_path: Path, content: object, says: str) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
-    with pytest.raises(WeightFileError) as error:
-        weight_files(tmp_path)
-    assert str(error.value).startswith(f"{tmp_path / 'model.safetensors.index.json'} is damaged: ")
+def test_a_manifest_that_can_not_be_read_is_named(content: bytes | None, says: str, tmp_path: Path) -> None:
+    if content is None:
+        (tmp_path / MANIFEST).mkdir()
+    else:
+        (tmp_path / MANIFEST).write_bytes(content)
+    with pytest.raises(RunError) as error:
+        read_manifest(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / MANIFEST} ")
     assert says in str(error.value)
 
 
-@pytest.mark.parametrize("span", [[0, 10**30], [0.0, 4.0], [True, 4], [4, 0], [-1, 4], [0], "04"])
-def test_a_tensor_lies_somewhere_in_a_file(tmp_path: Path, span: object) -> None:
-    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": span}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    for read in (check_weight_file, identify_weights):
-        with pytest.raises(WeightFileError, match="is damaged: its header"):
-            read(tmp_path / "model.safetensors")
-
-
-def test_the_directory_of_a_zip_file_is_bounded(tmp_path: Path) -> None:
-    """Its end, 22 bytes, says that it has 4 GB; the file has them, as a hole."""
-    file, size = tmp_path / "optimizer.bin", 0xFFFFFF00
-    with file.open("wb") as opened:
-        opened.truncate(size)
-        opened.seek(size)
-        opened.write(b"PK\5\6" + bytes(8) + size.to_bytes(4, "little") + bytes(4) + bytes(2))
-    with pytest.raises(WeightFileError, match="its directory can't be read .more than 16,777,216 bytes"):
-        check_weight_file(file)
-
-
-@pytest.mark.parametrize("content", ["[1, 2]", '"done"', "{"])
-def test_json_of_a_script_in_a_checkpoint_is_none_of_ours(tmp_path: Path, content: str) -> None:
-    (tmp_path / "scores.json").write_text(content)
-    assert description_damage(tmp_path) is None
-    for name in (LOGGED, MEMORY, "config.json", "adapter_config.json"):
-        (tmp_path / name).write_text(content)
-        assert f"{tmp_path / name}: " in str(description_damage(tmp_path))
-        (tmp_path / name).unlink()
+@pytest.mark.parametrize(
+    ("size", "expected", "says"),
+    [
+        (4, 4, None),
+        (0, 0, None),
+        (None, 4, "is missing"),
+        (0, 4, "is empty"),
+        (3, 4, "is cut off: it has 3 bytes, and the manifest lists 4"),
+        (5, 4, "is damaged: it has 5 bytes, and the manifest lists 4"),
+        (5, 0, "is damaged: it has 5 bytes, and the manifest lists 0"),
+    ],
+)
+def test_a_file_of_another_size_is_named(size: int | None, expected: int, says: str | None, tmp_path: Path) -> None:
+    if size is not None:
+        (tmp_path / "a").write_bytes(b"x" * size)
+    manifest = Manifest(3, 2, False, {"a": {"bytes": expected, CHECKSUM: "0" * 16}})
+    assert size_damage(tmp_path, manifest) == (None if says is None else f"{tmp_path / 'a'} {says}")

@@ -13,7 +13,8 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes import GRPOTrainer, train
 from grpo_recipes.checks.checks import Machine, resume_point
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
-from grpo_recipes.runs.manifest import MANIFEST, CheckpointDamaged, Manifest, read_manifest, share, write_manifest
+from grpo_recipes.runs.checkpoints import MANIFEST, Manifest, read_manifest, share, write_manifest
+from grpo_recipes.runs.files import RunError
 from grpo_recipes.runs.resume import Resume, confirmed
 from grpo_rewards.errors import UserError
 from tests.support import launching, short_runs
@@ -71,7 +72,10 @@ def resumed(recipe: Path, place: str = "true") -> Resume:
     """What a resume decides before a model is loaded: where it goes on, and what it sets aside."""
     point = resume_point(parse_recipe(["--config", str(recipe), "--resume_from_checkpoint", place]), CPU)
     assert point is not None
-    return confirmed(point, each_node=False)
+    found = confirmed(point, each_node=False)
+    if reason := found.obstacle():
+        raise UserError(reason)
+    return found
 
 
 def files(checkpoint: Path) -> list[Path]:
@@ -90,7 +94,7 @@ def restored(finished: Path) -> Iterator[Path]:
 
 def test_every_damage_to_every_file_is_noticed(finished: Path, restored: Path) -> None:
     assert resumed(finished).newest == restored / "checkpoint-3"
-    assert resumed(finished).rejected == []
+    assert resumed(finished).passed_over == []
     kinds = {path.name for path in files(restored / "checkpoint-3")}
     assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "reference.safetensors"} <= kinds
     assert {MANIFEST, "logged.json", "training_args.bin"} <= kinds
@@ -100,7 +104,7 @@ def test_every_damage_to_every_file_is_noticed(finished: Path, restored: Path) -
             damage(file)
             point = resumed(finished)
             assert point.newest == restored / "checkpoint-2", (file, kind)
-            (one,) = point.rejected
+            (one,) = point.passed_over
             assert one.path == restored / "checkpoint-3"
             # Without its manifest a checkpoint counts as one that was never finished.
             assert ("was cut off" if (file.name, kind) == (MANIFEST, "missing") else str(file)) in one.reason
@@ -137,7 +141,7 @@ def test_several_damaged_ones_are_passed_over_and_all_are_not(finished: Path, re
     (restored / "checkpoint-2" / "scheduler.pt").unlink()
     point = resumed(finished)
     assert point.newest == restored / "checkpoint-1"
-    assert [one.aside.name for one in point.rejected] == ["damaged-checkpoint-2", "damaged-checkpoint-3"]
+    assert [one.aside.name for one in point.passed_over] == ["damaged-checkpoint-2", "damaged-checkpoint-3"]
     _flip(restored / "checkpoint-1" / "rng_state.pth")
     with pytest.raises(UserError, match=r"no other checkpoint is left.*remove the folder.*checkpoint-1"):
         resumed(finished)
@@ -231,7 +235,7 @@ def test_a_damaged_best_checkpoint_is_not_ended_with(tmp_path: Path) -> None:
     state = SimpleNamespace(best_model_checkpoint=str(best))
     run.checkpoints._check_best(args, state)
     _flip(best / "model.safetensors")
-    with pytest.raises(CheckpointDamaged, match=r"model.safetensors is damaged.*`load_best_model_at_end`"):
+    with pytest.raises(RunError, match=r"model.safetensors is damaged.*`load_best_model_at_end`"):
         run.checkpoints._check_best(args, state)
 
 
@@ -251,7 +255,7 @@ def test_our_trainer_alone_refuses_a_damaged_checkpoint_too(tmp_path: Path) -> N
     assert again.checkpoints.first_step == 2
     assert all(expected[key].equal(value) for key, value in launching.parameters(tmp_path / "run/checkpoint-3").items())
     _flip(tmp_path / "run" / "checkpoint-3" / "optimizer.pt")
-    with pytest.raises(CheckpointDamaged, match=r"optimizer.pt is damaged"):
+    with pytest.raises(RunError, match=r"optimizer.pt is damaged"):
         run().train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
 
 
@@ -308,5 +312,5 @@ def test_a_manifest_lists_every_file_and_notices_a_change_to_itself(tmp_path: Pa
     text = (tmp_path / MANIFEST).read_bytes()
     for place in range(len(text)):
         (tmp_path / MANIFEST).write_bytes(text[:place] + bytes([text[place] ^ 1]) + text[place + 1 :])
-        with pytest.raises(CheckpointDamaged, match="manifest.json is damaged"):
+        with pytest.raises(RunError, match="manifest.json is damaged"):
             read_manifest(tmp_path)

@@ -23,9 +23,9 @@ from grpo_recipes import GRPOTrainer, train
 from grpo_recipes.data import hub
 from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_recipes.runs import identity
+from grpo_recipes.runs.checkpoints import MANIFEST, read_manifest
 from grpo_recipes.runs.identity import (
     NOT_IDENTIFIED,
-    ContentChanged,
     Identity,
     Source,
     column_digests,
@@ -34,8 +34,8 @@ from grpo_recipes.runs.identity import (
     source_digest,
     weights_of,
 )
-from grpo_recipes.runs.manifest import MANIFEST, read_manifest
 from grpo_recipes.training.identity import identity_of
+from grpo_rewards.errors import UserError
 from grpo_rewards.format_tags import TagCount
 from grpo_rewards.math.correctness import GSM8KCorrectness
 from grpo_rewards.registry import build_rewards
@@ -210,7 +210,7 @@ def test_a_script_notices_what_changed_behind_its_path(
     change(place)
     again = script(place)
     if words:
-        with pytest.raises(ContentChanged, match=f"since .*checkpoint-1 was saved, {words}: train on what"):
+        with pytest.raises(UserError, match=f"since .*checkpoint-1 was saved, {words}: train on what"):
             again.train(resume_from_checkpoint=True)
         return
     with caplog.at_level(logging.WARNING):
@@ -224,7 +224,7 @@ def test_a_script_notices_another_base_under_its_adapter(place: Path) -> None:
     adapter = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     script(place, peft_config=adapter).train()
     change_one_tensor(place / "policy")
-    with pytest.raises(ContentChanged, match=r"the weights of the policy have changed"):
+    with pytest.raises(UserError, match=r"the weights of the policy have changed"):
         script(place, peft_config=adapter).train(resume_from_checkpoint=True)
 
 

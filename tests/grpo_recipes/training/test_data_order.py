@@ -7,8 +7,10 @@ import random
 import re
 import shutil
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,17 +24,13 @@ from trl.trainer.utils import RepeatSampler
 from grpo_recipes import train
 from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.checks.geometry import geometry_of
-from grpo_recipes.process.signals import on_any_rank
+from grpo_recipes.process.ranks import on_any_rank
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe, resolved
 from grpo_recipes.recipe.trl_keys import RESUME_MAY_CHANGE
-from grpo_recipes.runs.checkpoints import Rejected, checkpoint_damage, is_complete, last_complete_checkpoint, set_aside
-from grpo_recipes.training import data_order as restart
-from grpo_recipes.training.data_order import (
-    EpochSampler,
-    StopOnSignal,
-    TellEpoch,
-    layout_change,
-)
+from grpo_recipes.runs.checkpoints import Rejected, checkpoint_damage, is_complete
+from grpo_recipes.runs.resume import IN_GEOMETRY, decide, layout_change, newest_checkpoint, recipe_changes, set_aside
+from grpo_recipes.training.callbacks import StopOnSignal
+from grpo_recipes.training.data_order import EpochSampler, SetSamplerEpoch
 from tests.support import launching
 from tests.tools import boundaries, torture
 
@@ -62,13 +60,17 @@ def test_a_resumed_epoch_on_two_ranks_goes_on_where_it_stopped(epoch: float) -> 
     second_epoch = list(plain)
     sampler = EpochSampler.like(repeat_sampler(12))
     state = TrainerState(epoch=epoch)
-    TellEpoch(sampler).on_epoch_begin(SimpleNamespace(), state, TrainerControl())
+    SetSamplerEpoch(sampler).on_epoch_begin(SimpleNamespace(), state, TrainerControl())
     seen = []
     for rank in range(2):
         shard = BatchSamplerShard(BatchSampler(sampler, 3, drop_last=False), 2, rank)
         seen.append([index for batch in SkipBatchSampler(shard, 2) for index in batch])
     rest = second_epoch[2 * 2 * 3 :]
     assert sorted(seen[0] + seen[1]) == sorted(rest)
+
+
+def refused(before: Mapping[str, Any], now: Mapping[str, Any], directory: str = ".") -> list[str]:
+    return recipe_changes(before, now, directory, RESUME_MAY_CHANGE)[0]
 
 
 def checkpoint(folder: Path, step: int, processes: int) -> Path:
@@ -88,14 +90,15 @@ def test_a_checkpoint_without_its_last_bytes_is_not_resumed(tmp_path: Path, proc
     for step in (8, 9, 10):
         (checkpoint(tmp_path, step, processes) / "global_step").mkdir()  # weights that are not looked into
     (tmp_path / "checkpoint-best").mkdir()
-    assert last_complete_checkpoint(tmp_path, processes) == (tmp_path / "checkpoint-10", [])
+    point = decide(tmp_path, True, processes)
+    assert (point.newest, list(point.rejected)) == (tmp_path / "checkpoint-10", [])
     for file in sorted(path for path in (tmp_path / "checkpoint-10").iterdir() if path.is_file()):
         whole = file.read_bytes()
         for kept in (0, 1, len(whole) // 2, len(whole) - 1):
             file.write_bytes(whole[:kept])
-            newest, rejected = last_complete_checkpoint(tmp_path, processes)
-            assert newest == tmp_path / "checkpoint-9", (file.name, kept)
-            assert [(one.path.name, one.cut_off) for one in rejected] == [("checkpoint-10", True)]
+            point = decide(tmp_path, True, processes)
+            assert point.newest == tmp_path / "checkpoint-9", (file.name, kept)
+            assert [(one.path.name, one.cut_off) for one in point.passed_over] == [("checkpoint-10", True)]
         file.unlink()
         assert not is_complete(tmp_path / "checkpoint-10", processes)
         file.write_bytes(whole)
@@ -109,12 +112,12 @@ def test_what_was_cut_off_twice_is_set_aside_twice(tmp_path: Path) -> None:
 
 
 def test_no_checkpoint_is_complete(tmp_path: Path) -> None:
-    assert last_complete_checkpoint(tmp_path / "nothing", 1) == (None, [])
+    assert newest_checkpoint(tmp_path / "nothing", 1) is None
     cut_off = checkpoint(tmp_path, 1, 1)
     (cut_off / "trainer_state.json").unlink()
-    newest, rejected = last_complete_checkpoint(tmp_path, 1)
-    assert newest is None
-    assert [one.path for one in rejected] == [cut_off]
+    point = decide(tmp_path, True, 1)
+    assert point.newest is None
+    assert [one.path for one in point.passed_over] == [cut_off]
 
 
 def test_a_layout_that_moves_the_place_in_the_data_is_named() -> None:
@@ -134,17 +137,17 @@ def test_what_may_change_on_resume_is_what_the_page_lists() -> None:
     for pattern in patterns:
         outer, _, key = pattern.replace("*", "x").rpartition(".")
         before, now = ({outer: {key: value}} if outer else {key: value} for value in (5, 6))
-        assert restart.recipe_changes(before, now, ".") == []
+        assert refused(before, now) == []
 
 
 @settings(deadline=None, max_examples=60)
 @given(key=st.sampled_from(sorted(resolved({}))), value=st.integers(7, 9))
 def test_every_key_of_trl_is_refused_or_listed(key: str, value: int) -> None:
     before = resolved({"dataset": {"name": "gsm8k"}, "rewards": ["a"]})
-    changes = restart.recipe_changes({**before, key: 5}, {**before, key: value}, ".")
+    changes = refused({**before, key: 5}, {**before, key: value})
     listed = any(fnmatch.fnmatch(key, pattern) for pattern in RESUME_MAY_CHANGE)
     follows = ["epsilon_high"] if key == "epsilon" else []  # unless it is set
-    changed = [] if listed or key in restart.IN_GEOMETRY else [key, *follows]
+    changed = [] if listed or key in IN_GEOMETRY else [key, *follows]
     assert sorted(changes) == sorted(f"`{name}` was 5 and is {value}" for name in changed)
 
 
@@ -156,7 +159,7 @@ def test_one_recipe_spelled_in_two_ways_is_one_recipe(tmp_path: Path) -> None:
     now = resolved({"rewards": [{"name": "a", "weight": 1}], "bf16": True, "epsilon_high": 0.2, "learning_rate": 1e-6})
     copied = str(tmp_path / "copied")
     assert (
-        restart.recipe_changes(
+        refused(
             before,
             {**now, "model_name_or_path": copied, "dataset": {"path": f"{copied}/deep/rows.jsonl"}},
             str(tmp_path),
@@ -164,21 +167,14 @@ def test_one_recipe_spelled_in_two_ways_is_one_recipe(tmp_path: Path) -> None:
         == []
     )
     other = str(tmp_path / "other")
-    said = restart.recipe_changes(
+    said = refused(
         before, {**now, "model_name_or_path": copied, "dataset": {"path": f"{other}/deep/rows.jsonl"}}, str(tmp_path)
     )
     assert said == [f"`dataset.path` was there/deep/rows.jsonl and is {other}/deep/rows.jsonl"]
     # The name of a model on the hub is no path, and a folder is no file.
     for was, now_is in (("there", "a/model"), ("a/model", copied), ("there/deep/rows.jsonl", copied)):
-        said = restart.recipe_changes({"model_name_or_path": was}, {"model_name_or_path": now_is}, str(tmp_path))
+        said = refused({"model_name_or_path": was}, {"model_name_or_path": now_is}, str(tmp_path))
         assert said == [f"`model_name_or_path` was {was} and is {now_is}"]
-
-
-def test_a_run_from_before_there_was_generation_goes_on_without_it() -> None:
-    before = resolved({"rewards": ["a"]})
-    assert restart.recipe_changes(before, {**before, "generation": "off"}, ".") == []
-    said = restart.recipe_changes(before, {**before, "generation": "auto"}, ".")
-    assert said == ["`generation` was off and is auto"]
 
 
 def test_what_is_wrong_with_a_checkpoint(tmp_path: Path, tiny_model: Path) -> None:
@@ -215,7 +211,7 @@ def test_a_second_ctrl_c_stops_at_once_and_the_launchers_echo_does_not(
             os.kill(os.getpid(), signal.SIGINT)
             callback.on_step_end(args, state, TrainerControl())
         finally:
-            callback.forget()
+            callback.restore_handlers()
         assert signal.getsignal(signal.SIGINT) == previous
         return callback
 

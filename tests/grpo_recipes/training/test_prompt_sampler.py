@@ -25,7 +25,8 @@ from grpo_recipes.checks.geometry import geometry_of
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
 from grpo_recipes.recipe.specs import SamplingSpec
-from grpo_recipes.runs.manifest import CheckpointDamaged, read_manifest
+from grpo_recipes.runs.checkpoints import read_manifest
+from grpo_recipes.runs.files import RunError
 from grpo_recipes.training.data_order import EpochSampler
 from grpo_recipes.training.prompt_sampler import (
     MEMORY,
@@ -222,7 +223,7 @@ def test_which_groups_have_variance() -> None:
 )
 def test_a_damaged_memory_is_refused_by_name(tmp_path: Path, damage: str) -> None:
     (tmp_path / MEMORY).write_text(damage)
-    with pytest.raises(CheckpointDamaged, match=MEMORY):
+    with pytest.raises(RunError, match=MEMORY):
         read_memory(tmp_path / MEMORY, 2)
 
 

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from grpo_recipes.runs.checkpoints import Manifest, write_manifest
+from grpo_recipes.runs.files import RunError
 from grpo_recipes.runs.identity import Identity
-from grpo_recipes.runs.manifest import CheckpointDamaged, Manifest, write_manifest
+from grpo_recipes.runs.resume import Resume
 from grpo_recipes.training.saving import LOGGED, CompleteCheckpoints
 
 NOTHING = Identity({"rows": 0, "columns": {}, "weights": {}, "rewards": {}, "versions": {}})
@@ -49,19 +51,20 @@ def test_the_newest_checkpoint_that_holds_is_gone_on_from(
         assert checkpoints.resumption(True) == str(second)
     (said,) = caplog.messages
     assert said.startswith(f"{third / 'model.safetensors'} is damaged")
-    assert said.endswith("no run can go on from it")
+    assert said.endswith("no run can resume from it")
     assert checkpoints.resumption(str(first)) == str(first)
-    with pytest.raises(CheckpointDamaged, match=r"checkpoint-11.* is damaged.*name another checkpoint"):
+    with pytest.raises(RunError, match=r"checkpoint-11.* is damaged.*name another checkpoint"):
         checkpoints.resumption(str(third))
     assert checkpoints.resumed_from is None
-    checkpoints.confirmed = third  # read and compared a moment ago: not once more
+    checkpoints.decision = Resume(tmp_path, 1, third, [third])  # `train.py` has confirmed it: it is not read again
     assert checkpoints.resumption(str(third)) == str(third)
+    checkpoints.decision = None
     (third / "model.safetensors").unlink()
-    with pytest.raises(CheckpointDamaged, match=r"checkpoint-11.* is missing: name another checkpoint"):
+    with pytest.raises(RunError, match=r"checkpoint-11.* is missing: name another checkpoint"):
         checkpoints.resumption(str(third))
     for checkpoint in (first, second):
         damage(checkpoint)
-    with pytest.raises(CheckpointDamaged, match=r"is missing: name another checkpoint"):
+    with pytest.raises(RunError, match=r"is missing: name another checkpoint"):
         checkpoints.resumption(True)
 
 
@@ -69,7 +72,7 @@ def test_a_checkpoint_of_another_kind_is_refused_or_said(
     checkpoints: CompleteCheckpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """transformers can go on with another number of processes, and not without an optimiser."""
-    with pytest.raises(CheckpointDamaged, match=r"checkpoint-1 was saved with `save_only_model`"):
+    with pytest.raises(RunError, match=r"checkpoint-1 was saved with `save_only_model`"):
         checkpoints.resumption(str(saved(tmp_path, 1, model_only=True)))
     other = saved(tmp_path, 2, processes=4)
     with caplog.at_level(logging.WARNING):

@@ -1,0 +1,235 @@
+"""Weight files of a model or an adapter on disk: which files they are, whether they are complete, and their identity.
+
+No tensor is loaded. safetensors compares the size of a file with the offsets in its header. `torch.save` writes a zip
+file, which has its directory at the end, so a file that was cut off has no directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import zipfile
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, BinaryIO
+
+from safetensors import SafetensorError, safe_open
+
+from grpo_recipes.runs.files import ADAPTER as ADAPTER_SHAPE
+from grpo_recipes.runs.files import Kind, RunError, mismatch, read_object
+from grpo_rewards.errors import one_line
+from grpo_rewards.files import UnreadableFile, check_model_files, open_ordinary, parse_json, read_json
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+# Names in the order in which `from_pretrained` looks for them: single files, then indices, which name shards.
+SINGLE = ("model.safetensors", "pytorch_model.bin")
+INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+ADAPTER = ("adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_CONFIG = "adapter_config.json"
+
+LFS_POINTER = b"version https://git-lfs"
+PICKLE = b"\x80"
+"""First byte of a file that torch saved before it wrote zip files."""
+
+HEAD_BYTES = 1 << 20
+"""Bytes at the start of a weight file that are a part of its identity."""
+TENSOR_BYTES = 1 << 12
+"""Bytes at the start of each tensor in a safetensors file that are a part of the file's identity."""
+
+DIRECTORY_BYTES = 1 << 24
+"""Largest directory of a zip file that is read. torch writes about 100 bytes per tensor."""
+
+SHARD = Kind("the name of a file in the same folder", lambda value: isinstance(value, str) and _is_name(value))
+
+
+def check_weight_files(folder: Path) -> None:
+    """Raise `RunError` unless `folder` holds the complete weight files of a model or an adapter."""
+    for file in weight_files(folder):
+        check_weight_file(file)
+
+
+def check_descriptions(folder: Path, fix: str = "copy or download the folder again") -> None:
+    """Raise `RunError` if a file beside the weights that loading `folder` reads is damaged or hostile.
+
+    Such a file is a pipe or a device, too large, or not a JSON object where one is expected. Missing files are allowed.
+    """
+    try:
+        check_model_files(folder)
+    except UnreadableFile as error:
+        raise RunError(f"{error}; {fix}") from error
+    with contextlib.suppress(FileNotFoundError):
+        read_object(folder / ADAPTER_CONFIG, ADAPTER_SHAPE, fix)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the weight files that loading `folder` reads: of an adapter, of a model, or the shards in an index.
+
+    Raises:
+        RunError: there are none, or the index is damaged.
+    """
+    is_adapter = (folder / ADAPTER_CONFIG).is_file()
+    for name in ADAPTER if is_adapter else SINGLE:
+        if (folder / name).is_file():
+            return [folder / name]
+    if is_adapter:
+        raise RunError(f"{folder} has no weights of an adapter: {' or '.join(ADAPTER)} is missing")
+    for name in INDICES:
+        if (folder / name).is_file():
+            return [folder / shard for shard in _shards(folder / name)]
+    raise RunError(f"{folder} has no weights of a model: {SINGLE[0]} or {INDICES[0]} is missing")
+
+
+def check_weight_file(file: Path) -> None:
+    """Raise `RunError` if a file of weights, or of another state that torch saved, is missing or incomplete."""
+    with _opened(file) as opened:
+        start = opened.read(len(LFS_POINTER))
+    if not start:
+        raise RunError(f"{file} is empty")
+    if start == LFS_POINTER:
+        raise RunError(f"{file} is a git-lfs pointer, not the weights: run `git lfs pull` there")
+    if file.suffix == ".safetensors":
+        _check_safetensors(file)
+    elif _zip_entries(file) is None and not start.startswith(PICKLE):
+        raise RunError(f"{file} is cut off or damaged ({file.stat().st_size:,} bytes)")
+
+
+def _check_safetensors(file: Path) -> None:
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as error:
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        raise RunError(f"{file} is cut off or damaged ({file.stat().st_size:,} bytes): {reason}") from error
+
+
+def _shards(index: Path) -> list[str]:
+    """Return the names of the shards in an index of weights. Every shard lies in the folder of the index."""
+    try:
+        content = read_json(index)
+        problem = mismatch(content, {"weight_map": {"*?": SHARD}})
+    except UnreadableFile as error:
+        problem = error.problem
+    if problem is not None:
+        raise RunError(f"{index} is damaged: it can't be read as an index of weights ({problem})")
+    if not content["weight_map"]:
+        raise RunError(f"{index} is damaged: it names no file of weights")
+    return sorted(set(content["weight_map"].values()))
+
+
+def _is_name(name: str) -> bool:
+    """Return True if a path leads to a file inside the folder that it is relative to."""
+    path = PurePosixPath(name)
+    is_inside = path.name != "" and not path.is_absolute() and ".." not in path.parts
+    return is_inside and len(name) < 256 and "\0" not in name
+
+
+def _opened(file: Path) -> BinaryIO:
+    """Open a weight file. Raises `RunError` if it is missing, or is a pipe, a device or a folder."""
+    try:
+        return open_ordinary(file)
+    except FileNotFoundError as error:
+        raise RunError(f"{file} is missing") from error
+    except UnreadableFile as error:
+        raise RunError(str(error)) from error
+
+
+def _zip_entries(file: Path) -> list[tuple[str, int]] | None:
+    """Return name and checksum of each entry in the directory of a zip file, or None if `file` is no zip file.
+
+    Raises:
+        RunError: the directory is damaged, or larger than `DIRECTORY_BYTES`.
+    """
+    with _opened(file) as opened:
+        if not zipfile.is_zipfile(opened):
+            return None
+        try:
+            with zipfile.ZipFile(_BoundedReads(opened)) as archive:
+                return [(entry.filename, entry.CRC) for entry in archive.infolist()]
+        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+            raise RunError(f"{file} is damaged: its directory can't be read ({error})") from error
+
+
+class _BoundedReads:
+    """A file that reads at most `DIRECTORY_BYTES` at once, because the end of a zip file claims its directory's size."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next `size` bytes, or all bytes to the end. Raises ValueError if that is too many."""
+        content = self._file.read(min(size, DIRECTORY_BYTES + 1) if size >= 0 else DIRECTORY_BYTES + 1)
+        if len(content) > DIRECTORY_BYTES:
+            raise ValueError(f"more than {DIRECTORY_BYTES:,} bytes")
+        return content
+
+
+def identify_weights(file: Path) -> str:
+    """Return a SHA-256 of a weight file's size, first MiB and header, which avoids reading the whole file.
+
+    The first MiB is often a part of an embedding, which training may leave unchanged. The start of each tensor in a
+    safetensors file, or the directory of a zip file with a checksum per tensor, is therefore hashed too.
+
+    Raises:
+        RunError: the file is missing or damaged.
+    """
+    is_safetensors = file.suffix == ".safetensors"
+    with _opened(file) as opened:
+        if is_safetensors:
+            _check_safetensors(file)  # the offsets below are inside the file
+        digest = hashlib.sha256(str(os.fstat(opened.fileno()).st_size).encode())
+        digest.update(opened.read(HEAD_BYTES))
+        if is_safetensors:
+            _hash_tensors(file, opened, digest)
+    if not is_safetensors and (entries := _zip_entries(file)) is not None:
+        digest.update(str(entries).encode())
+    return digest.hexdigest()
+
+
+def _hash_tensors(file: Path, opened: BinaryIO, digest: hashlib._Hash) -> None:
+    """Add the header of a safetensors file, without its metadata, and the start of each tensor to a digest."""
+    opened.seek(0)
+    length = int.from_bytes(opened.read(8), "little")
+    try:
+        header = parse_json(file, opened.read(length))
+    except UnreadableFile as error:
+        raise RunError(f"{file} is damaged: its header {error.problem}") from error
+    header.pop("__metadata__", None)
+    digest.update(json.dumps(header).encode())
+    for start, end in sorted(entry["data_offsets"] for entry in header.values()):
+        opened.seek(8 + length + start)
+        digest.update(opened.read(min(TENSOR_BYTES, end - start)))
+
+
+def adapter_config(where: str | Path, revision: str = "main") -> PeftConfig | None:
+    """Return the configuration of the adapter in a folder or hub repository, or None if there is no adapter.
+
+    Raises:
+        RunError: a folder has an adapter configuration that can't be read.
+    """
+    file, fix = Path(where) / ADAPTER_CONFIG, "copy or download the adapter again"
+    is_local = Path(where).is_dir()
+    if is_local:
+        try:
+            read_object(file, ADAPTER_SHAPE, fix)
+        except FileNotFoundError:
+            return None
+    from peft import PeftConfig  # takes seconds
+
+    try:
+        return PeftConfig.from_pretrained(str(where), revision=revision)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        if is_local:
+            raise RunError(f"{file}: peft can't read it ({type(error).__name__}: {one_line(error)}); {fix}") from error
+        return None
+
+
+def tokenizer_source(name: str) -> str:
+    """Return the folder or hub id of the tokenizer for `name`: its base for an adapter folder without a tokenizer."""
+    if not (Path(name) / ADAPTER_CONFIG).is_file() or (Path(name) / "tokenizer_config.json").is_file():
+        return name
+    config = adapter_config(name)
+    return name if config is None else config.base_model_name_or_path or name

@@ -1,0 +1,185 @@
+"""Weight files as the libraries write them pass, and no longer once a byte is gone; what tells one from another."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import save_file
+
+from grpo_recipes.runs import weights
+from grpo_recipes.runs.checkpoints import description_damage
+from grpo_recipes.runs.files import RunError
+from grpo_recipes.runs.weights import (
+    HEAD_BYTES,
+    check_weight_file,
+    check_weight_files,
+    identify_weights,
+    weight_files,
+)
+from grpo_recipes.training.prompt_sampler import MEMORY
+from grpo_recipes.training.saving import LOGGED
+from tests.support import short_runs, tiny
+
+
+def whole(folder: Path) -> Path:
+    return tiny.save_policy(folder)
+
+
+def sharded(folder: Path) -> Path:
+    tiny.policy().save_pretrained(folder, max_shard_size="20KB")
+    return folder
+
+
+def adapter(folder: Path) -> Path:
+    base = tiny.save_policy(folder.parent / "base")
+    short_runs.adapted(base, LoraConfig(target_modules=["q_proj"]), continued=False).save_pretrained(folder)
+    return folder
+
+
+def pickled(folder: Path) -> Path:
+    folder.mkdir()
+    torch.save(tiny.policy().state_dict(), folder / "pytorch_model.bin")
+    return folder
+
+
+@pytest.mark.parametrize(("save", "count"), [(whole, 1), (sharded, 2), (adapter, 1), (pickled, 1)])
+def test_what_was_saved_is_whole_and_any_missing_byte_is_named(tmp_path: Path, save: object, count: int) -> None:
+    folder = save(tmp_path / "model")  # type: ignore[operator]
+    check_weight_files(folder)
+    files = weight_files(folder)
+    assert len(files) >= count
+    for file in files:
+        content = file.read_bytes()
+        for kept in (0, 3, 8, 30, len(content) // 2, len(content) - 1):
+            file.write_bytes(content[:kept])
+            with pytest.raises(RunError) as error:
+                check_weight_files(folder)
+            assert str(error.value).startswith(f"{file} is ")
+        file.unlink()
+        with pytest.raises(RunError, match="is missing"):
+            check_weight_files(folder)
+        file.write_bytes(content)
+    check_weight_files(folder)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_weights_are_identified_by_any_tensor_and_not_by_where_they_lie(tmp_path: Path, suffix: str) -> None:
+    """The last tensor, beyond what is read of every file, differs as it does after training with a frozen embedding."""
+    save = save_file if suffix == ".safetensors" else torch.save
+    identities = set()
+    for folder, trained in (("before", 0.0), ("after", 1.0), ("copy", 1.0)):
+        (tmp_path / folder).mkdir()
+        file = tmp_path / folder / f"model{suffix}"
+        save({"a_embedding": torch.ones(HEAD_BYTES), "b_layer": torch.full((9,), trained)}, file)
+        identities.add((trained, identify_weights(file)))
+    assert len(identities) == 2
+
+
+@pytest.mark.parametrize("offsets", [[4, 0], [-4, 0], [0], None, "ab"])
+def test_a_header_that_tells_of_no_place_is_refused(offsets: object, tmp_path: Path) -> None:
+    """The last of several tensors; a read of a negative length would be one of the whole file."""
+    good = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    header = json.dumps({"a": good, "b": {**good, "data_offsets": offsets}}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
+    for read in (check_weight_file, identify_weights):
+        with pytest.raises(RunError, match="is cut off or damaged"):
+            read(file)
+
+
+def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError) as error:
+        check_weight_files(tmp_path)
+    expected = "model.safetensors or model.safetensors.index.json"
+    assert str(error.value) == f"{tmp_path} has no weights of a model: {expected} is missing"
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(RunError) as error:
+        check_weight_files(tmp_path)
+    expected = "adapter_model.safetensors or adapter_model.bin"
+    assert str(error.value) == f"{tmp_path} has no weights of an adapter: {expected} is missing"
+
+
+def test_a_file_of_an_old_torch_is_taken(tmp_path: Path) -> None:
+    """Before it wrote zip files; nothing in one says where it ends."""
+    torch.save({"layer": torch.ones(3)}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    check_weight_files(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"weights")
+    with pytest.raises(RunError, match=r"pytorch_model.bin is cut off or damaged \(7 bytes\)"):
+        check_weight_files(tmp_path)
+
+
+def test_a_file_without_tensors_is_whole(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "model.safetensors")
+    check_weight_files(tmp_path)
+
+
+def test_weights_are_not_read_whole_to_be_identified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first MiB, the header, and 4 KiB of each tensor."""
+    file = tmp_path / "model.safetensors"
+    save_file({f"layer{n}": torch.ones(1 << 20) for n in range(8)}, file)
+    read = []
+
+    class Counting(type(file.open("rb"))):  # type: ignore[misc]
+        def read(self, size: int = -1) -> bytes:
+            read.append(len(content := super().read(size)))
+            return content
+
+    monkeypatch.setattr(weights, "open_ordinary", lambda path: Counting(path.open("rb", buffering=0)))
+    identify_weights(file)
+    header = file.stat().st_size - 8 * (4 << 20)
+    assert sum(read) == (1 << 20) + header + 8 * (4 << 10)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"weight_map": {"a": 1}}, "`weight_map.a` is 1, not the name of a file in the same folder"),
+        ({"weight_map": {"a": "../model.safetensors"}}, "not the name of a file in the same folder"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "not the name of a file in the same folder"),
+        ({"weight_map": {"a": "x\0"}}, "not the name of a file in the same folder"),
+        ({"weight_map": {"a": "n" * 300}}, "not the name of a file in the same folder"),
+        ({"weight_map": {"a": ""}}, "not the name of a file in the same folder"),
+        ({"weight_map": ["a"]}, "`weight_map` is a list, not an object"),
+        ({"weight_map": {}}, "it names no file of weights"),
+        ({}, "it has no `weight_map`"),
+        ([], "it is a list, not an object"),
+    ],
+)
+def test_an_index_names_files_in_its_folder(tmp_path: Path, content: object, says: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+    with pytest.raises(RunError) as error:
+        weight_files(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / 'model.safetensors.index.json'} is damaged: ")
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("span", [[0, 10**30], [0.0, 4.0], [True, 4], [4, 0], [-1, 4], [0], "04"])
+def test_a_tensor_lies_somewhere_in_a_file(tmp_path: Path, span: object) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": span}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    for read in (check_weight_file, identify_weights):
+        with pytest.raises(RunError, match="is cut off or damaged"):
+            read(tmp_path / "model.safetensors")
+
+
+def test_the_directory_of_a_zip_file_is_bounded(tmp_path: Path) -> None:
+    """Its end, 22 bytes, says that it has 4 GB; the file has them, as a hole."""
+    file, size = tmp_path / "optimizer.bin", 0xFFFFFF00
+    with file.open("wb") as opened:
+        opened.truncate(size)
+        opened.seek(size)
+        opened.write(b"PK\5\6" + bytes(8) + size.to_bytes(4, "little") + bytes(4) + bytes(2))
+    with pytest.raises(RunError, match="its directory can't be read .more than 16,777,216 bytes"):
+        check_weight_file(file)
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", '"done"', "{"])
+def test_json_of_a_script_in_a_checkpoint_is_none_of_ours(tmp_path: Path, content: str) -> None:
+    (tmp_path / "scores.json").write_text(content)
+    assert description_damage(tmp_path) is None
+    for name in (LOGGED, MEMORY, "config.json", "adapter_config.json"):
+        (tmp_path / name).write_text(content)
+        assert f"{tmp_path / name}: " in str(description_damage(tmp_path))
+        (tmp_path / name).unlink()

@@ -33,9 +33,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from grpo_recipes import cli
-from grpo_recipes.data.arithmetic import arithmetic_problems
 from grpo_recipes.data.load import load
-from grpo_recipes.data.presets import final_answer
+from grpo_recipes.data.presets import arithmetic_problems, final_answer
 from grpo_recipes.process import faults
 from grpo_recipes.process.messages import fewer_library_messages
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe, shipped

@@ -23,7 +23,6 @@ from grpo_recipes.checks.geometry import Geometry, geometry_of
 from grpo_recipes.checks.precision import Precision
 from grpo_recipes.checks.rewards import GoldCheck
 from grpo_recipes.data import load as data
-from grpo_recipes.data import recorded
 from grpo_recipes.data.hub import is_missing
 from grpo_recipes.process.faults import FAULT_FILES
 from grpo_recipes.process.launcher import Layout
@@ -132,7 +131,7 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
         geometry.check_steps(recipe.config, len(train_dataset))
         geometry.check_saves(recipe.config, len(train_dataset))
         if recipe.offline is not None:
-            recorded.check_responses(train_dataset, recipe.offline, geometry.num_generations)
+            data.check_responses(train_dataset, recipe.offline, geometry.num_generations)
         eval_dataset = None
         if recipe.evaluates:
             held_out = data.recipe_prompts(recipe, evaluation=True)

@@ -1,1 +1,1 @@
-"""Rows: where they lie, how they are read, and how they become prompts."""
+"""Datasets: reading rows from files and the hub, and making prompts of them."""

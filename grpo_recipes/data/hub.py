@@ -1,4 +1,4 @@
-"""What a name of a model means: a folder or a name on the Hugging Face Hub, whether the hub answers, and adapters."""
+"""Names of models and datasets: a path on this machine, or a repository on the Hugging Face Hub, which may not answer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ import datasets
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 _TIMEOUT_SECONDS = 5
-_FILE_ENDINGS = (".json", ".jsonl", ".parquet", ".csv")
+_FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
 
 
 @contextmanager
 def cache_only_if_hub_is_silent() -> Iterator[None]:
-    """Let `datasets` look in its cache only when the hub does not answer; it would retry for half a minute."""
+    """Restrict `datasets` to its cache inside the block if the hub does not answer.
+
+    Without the restriction `datasets` retries for half a minute.
+    """
     offline = datasets.config.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = offline or not hub_answers()
     try:
@@ -28,25 +31,25 @@ def cache_only_if_hub_is_silent() -> Iterator[None]:
 
 
 def is_missing(name: str) -> bool:
-    """Whether `name` is a path, to which nothing is there: it begins or ends like one, or can't be a name of the hub."""
+    """Return True if `name` is a path that does not exist. A name that the hub could have is not a path."""
     if Path(name).expanduser().exists():
         return False
     try:
         validate_repo_id(name)
     except HFValidationError:
         return True
-    return Path(name).suffix in _FILE_ENDINGS
+    return Path(name).suffix in _FILE_SUFFIXES
 
 
 def hub_answers() -> bool:
-    """Whether the Hugging Face Hub can be reached from here; takes at most `_TIMEOUT_SECONDS`."""
+    """Return True if the Hugging Face Hub is reachable. Takes at most `_TIMEOUT_SECONDS`."""
     request = urllib.request.Request(datasets.config.HF_ENDPOINT, method="HEAD")
     try:
         urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS).close()
     except urllib.error.HTTPError:
         return True
     except urllib.error.URLError as error:
-        # The hub's own client brings its certificates; whether they match is its business.
+        # The hub's own client brings its own certificates, so a failure of ours says nothing about the hub.
         return isinstance(error.reason, ssl.SSLError)
     except OSError:
         return False
@@ -54,9 +57,10 @@ def hub_answers() -> bool:
 
 
 def hub_commit(name: str, revision: str | None = None) -> str | None:
-    """Return the commit of a hub repository that loading it takes: the newest if the hub answers, else the cache's.
+    """Return the commit of a model's repository that loading would take: the newest, or the cached one if the hub is silent.
 
-    None if `name` is a folder, or no configuration of a model or an adapter can be found under it.
+    Returns:
+        The commit, or None if `name` is a folder, or has no configuration of a model or an adapter.
     """
     if Path(name).exists():
         return None

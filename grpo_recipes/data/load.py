@@ -1,73 +1,42 @@
-"""Datasets: which rows a recipe's `dataset` key stands for, to train on and to hold out.
+"""Datasets: the rows to train on and the held-out rows of a recipe's `dataset` key.
 
-`load` reads the rows (`sources`), makes prompts of them (`prompts`, with a preset of `presets` where one is named) and takes
-the training or the held-out side. Every table is memory-mapped by `datasets`; no row is held as a Python object.
+`load_prompts` reads the rows (`sources`), makes prompts of them (`prompts`, with an entry of `presets` where one is named)
+and selects the training or the held-out side. Tables are memory-mapped: no table is held as Python objects.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import datasets
 import numpy as np
 
-from grpo_recipes.data.arithmetic import DEFAULT_ARITHMETIC_SIZE, arithmetic_problems
-from grpo_recipes.data.pass_rate import rows_to_keep
-from grpo_recipes.data.presets import PRESETS
+from grpo_recipes.data.presets import DEFAULT_ARITHMETIC_SIZE, PRESETS, arithmetic_problems
 from grpo_recipes.data.prompts import Prompts, phrased
-from grpo_recipes.data.recorded import grouped
-from grpo_recipes.data.sources import (
-    Keys,
-    Rows,
-    file_objects,
-    local_splits,
-    mixed,
-    read,
-    rows_in_common,
-    sliced,
-    slices,
-)
-from grpo_recipes.recipe.specs import DatasetSpec, SourceSpec
+from grpo_recipes.data.sources import Keys, Rows, file_rows, local_splits, mixed, read, rows_in_common, sliced, slices
+from grpo_recipes.data.tables import Place
+from grpo_recipes.recipe.specs import DatasetSpec, OfflineSpec, PassRateSpec, SourceSpec
+from grpo_recipes.runs.files import BOOLEANS, EVALUATION, TEXTS, read_object, read_table
 from grpo_rewards.errors import UserError
 
-if TYPE_CHECKING:  # takes seconds to import, and readers of single datasets need none
+if TYPE_CHECKING:  # its import takes seconds, and readers of single datasets do not need it
     from grpo_recipes.recipe.recipe import Recipe
 
+logger = logging.getLogger(__name__)
+
 _TRAINED = Keys("path", "split")
+_OTHER_SPLIT = Keys("path", "eval_split")  # held-out rows under the same path as the training rows
 
 
 def load(spec: DatasetSpec, *, evaluation: bool = False) -> datasets.Dataset:
-    """The rows of a spec: those to train on, or the held-out ones; see `load_prompts`."""
+    """Return the training or the held-out rows of a dataset, as `load_prompts` does."""
     return load_prompts(spec, evaluation=evaluation).dataset
-
-
-def load_prompts(spec: DatasetSpec, *, evaluation: bool = False) -> Prompts:
-    """Read the rows of a spec: those to train on, or the held-out ones.
-
-    Returns:
-        A dataset with the columns `prompt` (a list of messages, or a string), with a preset `answer` (the final answer
-        alone), and those of the rows that neither was made of; for `scored` the columns `prompt`, `responses`, `rewards`
-        and, where recorded, `logprobs`.
-
-    Raises:
-        sources.DatasetUnreachable: the hub does not answer and the local cache has no copy.
-        UserError: nothing to read, a row that can't be used, or no row left.
-    """
-    sources, keys = _held_out(spec) if evaluation else (_sources(spec), _TRAINED)
-    if spec.name == "scored":
-        dataset = _recorded(spec, sources[0], keys)
-        prompts = Prompts(dataset, np.zeros(len(dataset), np.uint64))
-    else:
-        prompts = phrased(_rows(spec, sources, keys), spec)
-    if spec.eval_share is not None:
-        prompts = prompts.select(np.flatnonzero(_is_held_out(prompts.identities, spec.eval_share) == evaluation))
-        keys = Keys("path", "eval_share")
-    if spec.pass_rate is not None and not evaluation and len(prompts.dataset):
-        prompts = prompts.select(rows_to_keep(prompts.dataset, spec.pass_rate))
-    if len(prompts.dataset) == 0:
-        what = f"{spec.eval_share} of the rows" if keys.split == "eval_share" else repr(sources[0].split)
-        raise UserError(f"`dataset.{keys.split}`: {what} of {_described(sources)} is empty: choose other rows")
-    return prompts
 
 
 def recipe_prompts(recipe: Recipe, *, evaluation: bool = False) -> Prompts:
@@ -81,8 +50,43 @@ def recipe_prompts(recipe: Recipe, *, evaluation: bool = False) -> Prompts:
         return load_prompts(recipe.dataset, evaluation=evaluation)
 
 
+def load_prompts(spec: DatasetSpec, *, evaluation: bool = False) -> Prompts:
+    """Return the training or the held-out rows of a dataset as prompts.
+
+    Returns:
+        A dataset with the column `prompt` (messages or a string), the column `answer` (the final answer alone) if there is
+        a preset, and the columns that neither is made of. For `scored`: the columns `prompt`, `responses`, `rewards` and,
+        if recorded, `logprobs`.
+
+    Raises:
+        sources.DatasetUnreachable: the hub does not answer, and the local cache has no copy.
+        UserError: nothing is readable, a row is invalid, or no row is left.
+    """
+    if evaluation:
+        sources, keys = _held_out_sources(spec)
+    else:
+        sources, keys = _sources(spec, spec.path, spec.split), _TRAINED
+    if spec.name == "scored":
+        dataset = _scored(spec, sources[0], keys)
+        prompts = Prompts(dataset, np.zeros(len(dataset), np.uint64))
+    else:
+        prompts = phrased(_rows(spec, sources, keys), spec)
+    key, part = keys.split, repr(sources[0].split)
+    if spec.eval_share is not None:
+        key, part = "eval_share", f"{spec.eval_share} of the rows"
+        # A row's own hash decides its side, so that a row stays on its side when other rows come or go.
+        is_held_out = prompts.identities < np.uint64(int(spec.eval_share * 2.0**64))
+        prompts = prompts.select(np.flatnonzero(is_held_out == evaluation))
+    if spec.pass_rate is not None and not evaluation and len(prompts.dataset):
+        prompts = prompts.select(_rows_to_keep(prompts.dataset, spec.pass_rate))
+    if len(prompts.dataset) == 0:
+        described = ", ".join(source.path for source in sources)
+        raise UserError(f"`dataset.{key}`: {part} of {described} is empty: choose other rows")
+    return prompts
+
+
 def check_disjoint(trained: Prompts, held_out: Prompts, spec: DatasetSpec) -> None:
-    """Raise `UserError` for held-out rows that pose the problem of a training row, compared by 64-bit hashes."""
+    """Raise `UserError` if a held-out row poses the problem of a training row. Problems are compared by 64-bit hashes."""
     shared = np.isin(held_out.identities, trained.identities)
     if not shared.any():
         return
@@ -93,69 +97,52 @@ def check_disjoint(trained: Prompts, held_out: Prompts, spec: DatasetSpec) -> No
     )
 
 
-def _is_held_out(identities: np.ndarray, share: float) -> np.ndarray:
-    """Which rows are held out, (N,) bool: a row's own hash says so, whatever rows lie beside it."""
-    return identities < np.uint64(int(share * 2.0**64))
-
-
-def _sources(spec: DatasetSpec) -> list[SourceSpec]:
-    return _listed(spec, spec.path, spec.split)
-
-
-def _listed(spec: DatasetSpec, path: str | list | None, split: str) -> list[SourceSpec]:
-    """The sources of a path; without one, the preset's home on the hub."""
+def _sources(spec: DatasetSpec, path: str | list[SourceSpec] | None, split: str) -> list[SourceSpec]:
+    """Return the sources of a path, or the preset's home on the hub if there is no path."""
     if isinstance(path, list):
-        return [source if source.columns or not spec.columns else _renamed(source, spec.columns) for source in path]
+        sources = []
+        for source in path:
+            columns = source.columns or spec.columns
+            sources.append(SourceSpec(**{**vars(source), "columns": columns}))
+        return sources
     preset = PRESETS.get(spec.name) if spec.name else None
     home = preset.hub_id if preset is not None and preset.hub_id else str(spec.name)
-    name = spec.config
-    if name is None and preset is not None and (path or home) == preset.hub_id:
-        name = preset.hub_config
-    return [SourceSpec(path or home, name=name, split=split, columns=spec.columns)]
+    config = spec.config
+    if config is None and preset is not None and (path or home) == preset.hub_id:
+        config = preset.hub_config
+    return [SourceSpec(path or home, name=config, split=split, columns=spec.columns)]
 
 
-def _renamed(source: SourceSpec, columns: list[str] | dict) -> SourceSpec:
-    return SourceSpec(**{**vars(source), "columns": columns})
-
-
-def _held_out(spec: DatasetSpec) -> tuple[list[SourceSpec], Keys]:
+def _held_out_sources(spec: DatasetSpec) -> tuple[list[SourceSpec], Keys]:
     if spec.eval_share is not None:
-        return _sources(spec), _TRAINED
+        return _sources(spec, spec.path, spec.split), _TRAINED
     if spec.eval_path is None and spec.eval_split is None:
         raise UserError(
             "`dataset.eval_split`: missing, so there is nothing to evaluate on: name a split, or turn eval_strategy off"
         )
-    split = spec.split if spec.eval_split is None else spec.eval_split
-    path = spec.path if spec.eval_path is None else spec.eval_path
-    keys = Keys("path" if spec.eval_path is None else "eval_path", "split" if spec.eval_split is None else "eval_split")
-    return _listed(spec, path, split), keys
-
-
-def _described(sources: list[SourceSpec]) -> str:
-    return ", ".join(source.path for source in sources)
+    path, path_key = (spec.path, "path") if spec.eval_path is None else (spec.eval_path, "eval_path")
+    split, split_key = (spec.split, "split") if spec.eval_split is None else (spec.eval_split, "eval_split")
+    return _sources(spec, path, split), Keys(path_key, split_key)
 
 
 def _rows(spec: DatasetSpec, sources: list[SourceSpec], keys: Keys) -> Rows:
     if spec.name == "arithmetic":
         return _arithmetic(spec, sources[0], keys)
-    is_mixture = isinstance(spec.path if keys.path == "path" else spec.eval_path, list)
-    if is_mixture:
+    if isinstance(getattr(spec, keys.path), list):
         return mixed(sources, keys)
-    _refuse_rows_trained_on(spec, sources[0], keys)
+    if keys == _OTHER_SPLIT:
+        splits = local_splits(sources[0], keys)
+        if splits is not None and "" in splits:
+            _check_shared(spec, sources[0], len(splits[""].table))
     return read(sources[0], keys)
 
 
-def _refuse_rows_trained_on(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> None:
-    """Keep a file with one split from being both trained and evaluated on, whatever names its split is given."""
-    if keys != Keys("path", "eval_split"):
-        return
-    splits = local_splits(source, keys)
-    if splits is not None and "" in splits:
-        _refuse_shared(spec, source, len(splits[""].table), keys)
+def _check_shared(spec: DatasetSpec, source: SourceSpec, length: int) -> None:
+    """Raise `UserError` if some of the `length` rows of a table without splits are both trained and evaluated on.
 
-
-def _refuse_shared(spec: DatasetSpec, source: SourceSpec, length: int, keys: Keys) -> None:
-    if shared := rows_in_common(length, (spec.split, source.split), keys):
+    Without the check, `split: train` and `eval_split: test` of one file would silently name the same rows.
+    """
+    if shared := rows_in_common(length, (spec.split, source.split), _OTHER_SPLIT):
         raise UserError(
             f"`dataset.eval_split`: {shared} rows of {source.path} would be both trained and evaluated on: it holds "
             "one split: name the held-out file in eval_path, give split and eval_split slices that do not overlap, or "
@@ -165,17 +152,151 @@ def _refuse_shared(spec: DatasetSpec, source: SourceSpec, length: int, keys: Key
 
 def _arithmetic(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> Rows:
     size = DEFAULT_ARITHMETIC_SIZE if spec.size is None else spec.size
-    problems = [
-        problem
-        for split, start, stop in slices({"train": size, "test": size}, source.split, keys)
-        for problem in arithmetic_problems(split, stop, spec.seed)[start:]
-    ]
+    problems = []
+    for split, start, stop in slices({"train": size, "test": size}, source.split, keys):
+        problems += arithmetic_problems(split, stop, spec.seed)[start:]
     return Rows(datasets.Dataset.from_list(problems), lambda index: f"arithmetic, row {index + 1}")
 
 
-def _recorded(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> datasets.Dataset:
-    """The prompts of `scored` that the split names: it counts prompts, which may stand on several lines."""
-    table = grouped(file_objects(source, keys), source.path)
-    if keys == Keys("path", "eval_split"):
-        _refuse_shared(spec, source, len(table), keys)
+# Pass rates
+
+
+def _rows_to_keep(dataset: datasets.Dataset, spec: PassRateSpec) -> np.ndarray:
+    """Return the indices (N,) of the rows whose pass rate lies in `spec.keep`, ends included.
+
+    The pass rate of a row is the share of strictly right samples of its prompt. Rows with the same prompt have one rate.
+
+    Raises:
+        UserError: the folder has no finished evaluation with golds, a row is not in it, or no row is left.
+    """
+    rates = _pass_rates(spec.evaluation)
+    found = np.array([rates.get(_as_evaluated(prompt), np.nan) for prompt in dataset["prompt"]])
+    is_missing = np.isnan(found)
+    if is_missing.any():
+        raise UserError(
+            f"`dataset.pass_rate.evaluation` {spec.evaluation}: {is_missing.sum()} of {len(found)} training prompts are not "
+            f"in it (row {int(np.argmax(is_missing)) + 1} is the first): {_evaluate_command(spec.evaluation)}"
+        )
+    low, high = spec.keep
+    kept = np.flatnonzero((low <= found) & (found <= high))
+    others = f"{(found < low).sum()} were solved less often, {(found > high).sum()} more often"
+    if not len(kept):
+        raise UserError(
+            f"`dataset.pass_rate.keep`: none of {len(found)} rows is solved {low:g} to {high:g} of the time ({others}): widen "
+            "it, or evaluate with more `--samples`"
+        )
+    if os.environ.get("RANK", "0") == "0":
+        logger.info(
+            "pass rate: %d of %d rows kept, solved %g to %g of the time; %s", len(kept), len(found), *spec.keep, others
+        )
+    return kept
+
+
+def _pass_rates(evaluation: str) -> dict[str, float]:
+    """Return the share of strictly right samples by prompt."""
+    folder = Path(evaluation)
+    if not (folder / "evaluation.json").is_file():
+        raise UserError(
+            f"`dataset.pass_rate.evaluation` {folder} has no finished evaluation: {_evaluate_command(evaluation)}"
+        )
+    if "strict" not in read_object(folder / "evaluation.json", EVALUATION):
+        raise UserError(
+            f"`dataset.pass_rate.evaluation` {folder} measured no accuracy, since its rows have no golds: name another"
+        )
+    fix = _evaluate_command(evaluation)
+    table = read_table(folder / "completions.parquet", {"prompt": TEXTS, "strict": BOOLEANS}, fix)
+    return table.groupby("prompt")["strict"].mean().to_dict()
+
+
+def _as_evaluated(prompt: Any) -> str:
+    """Return a prompt in the form of an evaluation's table."""
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+
+
+def _evaluate_command(evaluation: str) -> str:
+    return f"run `grpo-recipes evaluate MODEL --recipe RECIPE --split train --samples 8 --output {evaluation}`"
+
+
+# Recorded responses (`scored`)
+
+_RECORDED = ("responses", "rewards", "logprobs")
+
+
+def check_responses(dataset: datasets.Dataset, spec: OfflineSpec, num_generations: int) -> None:
+    """Raise `UserError` if a prompt has fewer recorded responses than a group has completions."""
+    if spec.compares_whole_batch:
+        return
+    short = sum(len(responses) < num_generations for responses in dataset["responses"])
+    if short:
+        raise UserError(
+            f"`offline.baseline: group` compares {num_generations} responses to one prompt (`num_generations`), and {short} of "
+            f"{len(dataset)} prompts have fewer: lower `num_generations`, leave those prompts out, or set `offline.baseline: "
+            "batch`"
+        )
+
+
+def _scored(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> datasets.Dataset:
+    """Return the rows of `scored`, one per prompt. A split counts prompts, and the responses to one may be on many lines."""
+    table = _grouped(file_rows(source, keys), source.path)
+    if keys == _OTHER_SPLIT:
+        _check_shared(spec, source, len(table))
     return sliced({"": Rows(table, str)}, source.split, keys).table
+
+
+def _grouped(lines: Iterable[tuple[Place, Mapping[str, Any]]], path: str) -> datasets.Dataset:
+    """Return one row per distinct prompt, in the order of the lines.
+
+    The columns are `prompt` (text), `responses` (texts), `rewards` (finite numbers) and, if the lines have them,
+    `logprobs`: one log-probability per token of each response, the end-of-sequence token's last.
+    """
+    by_prompt: dict[str, dict[str, Any]] = {}
+    for place, line in lines:
+        try:
+            recorded = _scored_line({key: value for key, value in line.items() if value is not None})
+        except UserError as error:
+            raise UserError(f"`dataset`: {place()} {error}") from None
+        prompt = recorded["prompt"]
+        row = by_prompt.setdefault(prompt, {"prompt": prompt, "responses": [], "rewards": [], "logprobs": []})
+        for key in _RECORDED:
+            row[key] += recorded[key]
+    rows = list(by_prompt.values())
+    if any(row["logprobs"] for row in rows):
+        if any(len(row["logprobs"]) < len(row["responses"]) for row in rows):
+            raise UserError(f"`dataset`: some responses of {path} have logprobs and some have none: give all or none")
+    else:
+        for row in rows:
+            del row["logprobs"]
+    return datasets.Dataset.from_list(rows)
+
+
+def _scored_line(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `{prompt, responses, rewards, logprobs}` of a line, which may also hold one `response` and `reward`."""
+    if ("response" in line) == ("responses" in line):
+        raise UserError("must have either response and reward, or responses and rewards")
+    prompt, responses, rewards, log_probs = (line.get(key) for key in ("prompt", *_RECORDED))
+    if "response" in line:
+        responses = [line["response"]]
+        rewards = [line["reward"]] if "reward" in line else None
+        log_probs = None if log_probs is None else [log_probs]
+    if not isinstance(prompt, str) or not prompt:
+        raise UserError(f"has the prompt {prompt!r}: it must be text that is not empty")
+    if not responses or not _is_list_of(responses, lambda text: isinstance(text, str)):
+        raise UserError("has a response that is no text: correct or remove the line")
+    if not _is_list_of(rewards, _is_finite) or len(rewards) != len(responses):
+        raise UserError(f"has the reward {rewards!r}: every response needs one finite number as its reward")
+    if log_probs is not None and (not _is_list_of(log_probs, _are_log_probs) or len(log_probs) != len(responses)):
+        raise UserError("has logprobs that are not one list of numbers of at most 0 for each response: correct them")
+    rewards = [float(reward) for reward in rewards]
+    return {"prompt": prompt, "responses": responses, "rewards": rewards, "logprobs": log_probs or []}
+
+
+def _is_list_of(values: Any, is_right: Callable[[Any], bool]) -> TypeGuard[list]:
+    return isinstance(values, list) and all(is_right(value) for value in values)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _are_log_probs(values: Any) -> bool:
+    return _is_list_of(values, _is_finite) and max(values, default=0) <= 0

@@ -1,4 +1,4 @@
-"""From rows to prompts: which columns make one, the system prompt, the template, and the length in tokens."""
+"""Prompts from rows: the columns that form a prompt, the system prompt, the template, and the length in tokens."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import xxhash
-from jinja2 import StrictUndefined, TemplateError, meta
+from jinja2 import StrictUndefined, Template, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from grpo_recipes.data.presets import PRESETS, Preset, Turns, message, text_of, user_turn
+from grpo_recipes.data.presets import PRESETS, Preset, Read, Turns, message, text_of, user_turn
 from grpo_recipes.data.sources import Rows
 from grpo_recipes.data.tables import BATCH, SHOWN, fingerprint, listed, stored
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards.errors import UserError, one_line, shortened
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SYSTEM_PROMPTS: Mapping[str, str | None] = MappingProxyType(
     {
@@ -37,21 +40,25 @@ SYSTEM_PROMPTS: Mapping[str, str | None] = MappingProxyType(
         "none": None,
     }
 )
-"""System prompts by name, those of the source documents among them; `none` sends the question alone."""
+"""System prompts by name, among them those of the source documents. `none` sends the question alone."""
 
 RESERVED = (
     *("prompts", "completion", "completions", "completion_ids"),
     *("trainer_state", "log_extra", "log_metric", "environment", "environments", "image", "images"),
 )
-"""Names that a row's own columns can't have: TRL fills them, or reads more into them than a reward's column."""
+"""Names that columns of a row can't have, because TRL fills them or gives them a meaning of its own."""
 
 SAMPLE = 20_000
-"""Of more rows than this, golds and lengths are checked on a sample of as many."""
+"""Number of rows above which golds and lengths are checked on a sample of this size."""
 
 _VERSION = 1
-"""Part of a table's name: raise it when the same rows give other prompts."""
+"""Part of a cached table's name. It must be raised when the same rows give other prompts."""
+
 _IDENTITY = "identity"
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+# Placeholder for a row's position in an error message. Finding the position takes a pass over the file.
+_PLACE = "\0"
 
 
 @dataclass(frozen=True)
@@ -59,76 +66,95 @@ class Prompts:
     """Rows as prompts.
 
     Attributes:
-        dataset: the column `prompt` (messages or a string), those that a preset makes (`answer`), and the other columns.
-        identities: for each row a 64-bit hash of what its prompt is made from, (N,) uint64: the same for rows that pose the
-            same problem, whatever the system prompt, the wording of the template, and the other columns.
+        dataset: table with the column `prompt` (messages or a string), the columns that a preset makes (`answer`), and the
+            remaining columns of the rows.
+        identities: 64-bit hash (N,) uint64 of the content that each prompt is made from. Rows that pose the same problem
+            have the same hash, whatever the system prompt, the wording of the template, and the other columns.
     """
 
     dataset: datasets.Dataset
     identities: np.ndarray
 
     def select(self, rows: np.ndarray) -> Prompts:
-        """The rows with these numbers, from 0."""
+        """Return the rows with these indices."""
         return Prompts(self.dataset.select(rows), self.identities[rows])
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """How the rows of one table are read: its columns for each part of a row, and what `Preset` says of them."""
+    """Reader of the rows of one table: a column for each part of a row, and the fields of `Preset`."""
 
     columns: Mapping[str, str]
-    read: Callable[[Mapping[str, Any], str], tuple[Turns, dict[str, Any]]]
+    read: Read
     made: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()
     template: str | None = None
 
     @property
     def used_up(self) -> set[str]:
-        """The columns that do not stay in the row."""
+        """Columns that do not stay in the row."""
         return set(self.columns.values()) - set(self.keeps)
+
+    @property
+    def is_prompt_column(self) -> bool:
+        """True if the column `prompt` is the prompt."""
+        return self.read is _given_prompt and self.template is None
 
 
 def phrased(rows: Rows, spec: DatasetSpec) -> Prompts:
-    """The rows as prompts, every one of them checked; kept on disk and mapped from there.
+    """Return the rows as prompts, all checked. The prompts are cached on disk and memory-mapped.
 
-    Raises `UserError` for columns that are missing or reserved, and for a row without a prompt or on which the template
-    fails.
+    Raises:
+        UserError: a column is missing or reserved, a row has no prompt, or the template fails on a row.
     """
     table = rows.table
     if len(table) == 0:
         return Prompts(table, np.empty(0, np.uint64))
-    reading = _reading(table, rows.place, spec)
-    _check_names(table, reading, rows)
-    is_text = _is_text(table, reading, spec)
-    system = _system_prompt(spec)
-    as_it_is = _is_prompt_column(reading) and system is None and is_text == _holds_text(table, reading)
+    reading = _reading(rows, spec)
+    _check_names(rows, reading)
+    has_text = reading.is_prompt_column and isinstance(table.features["prompt"], datasets.Value)
+    system_prompt = str(spec.system_prompt or "none")
+    system = SYSTEM_PROMPTS.get(system_prompt, system_prompt)
+    if has_text and system is not None and spec.prompt_format is None:
+        raise UserError(
+            "`dataset.system_prompt`: the column `prompt` is text: set `prompt_format: conversational` to send it as the "
+            "user's message, or `text` to put the system prompt before it"
+        )
+    is_text = has_text if spec.prompt_format is None else spec.prompt_format == "text"
+    is_unchanged = reading.is_prompt_column and system is None and is_text == has_text
     inputs = table.select_columns(list(dict.fromkeys(reading.columns.values())))
-    phrasing = _Phrasing(reading, system, is_text, as_it_is, rows.place)
+    phrasing = _Phrasing(reading, system, is_text, is_unchanged, rows.place)
     name = fingerprint(
-        "prompts", _VERSION, inputs._fingerprint, len(inputs), spec.name, system, reading.template, is_text, as_it_is
+        "prompts",
+        _VERSION,
+        inputs._fingerprint,
+        len(inputs),
+        spec.name,
+        system,
+        reading.template,
+        is_text,
+        is_unchanged,
     )
     made = stored(name, lambda: phrasing.tables(inputs))
     identities = made.data.column(_IDENTITY).to_numpy()
-    made = made.remove_columns([_IDENTITY])
-    used_up = set() if as_it_is else reading.used_up
-    others = [column for column in table.column_names if column not in used_up]
-    parts = [part for part in (made, table.select_columns(others) if others else None) if part is not None]
-    parts = [part for part in parts if part.column_names]
-    return Prompts(datasets.concatenate_datasets(parts, axis=1) if len(parts) > 1 else parts[0], identities)
+    used_up = set() if is_unchanged else reading.used_up
+    others = table.select_columns([column for column in table.column_names if column not in used_up])
+    return Prompts(datasets.concatenate_datasets([made.remove_columns([_IDENTITY]), others], axis=1), identities)
 
 
 @dataclass(frozen=True)
 class _Phrasing:
-    """How the rows of a table become prompts."""
+    """Conversion of the rows of a table to prompts."""
 
     reading: _Reading
     system: str | None
     is_text: bool
-    as_it_is: bool
+    is_unchanged: bool
+    """True if the column `prompt` is kept as it is, so that it is only checked and hashed."""
     place: Callable[[int], str]
 
     def tables(self, inputs: datasets.Dataset) -> Iterator[pa.Table]:
-        """The table of prompts, made columns and identities, batch by batch."""
+        """Yield tables of prompts, made columns and identities, one per batch."""
         template = None if self.reading.template is None else _environment().from_string(self.reading.template)
         start = 0
         for batch in inputs.with_format("arrow").iter(BATCH):
@@ -136,11 +162,12 @@ class _Phrasing:
             yield self._table([self._row(row, start + number, template) for number, row in enumerate(rows)])
             start += len(rows)
 
-    def _row(self, row: Mapping[str, Any], index: int, template: Any) -> tuple[Turns, dict[str, Any], int]:
+    def _row(self, row: Mapping[str, Any], index: int, template: Template | None) -> tuple[Turns, dict[str, Any], int]:
+        """Return the turns, the made columns and the identity of one row."""
         parts = {part: row[column] for part, column in self.reading.columns.items()}
         try:
             turns, made = self.reading.read(parts, _PLACE)
-        except UserError as error:  # the place takes time to find, so it is asked for only now
+        except UserError as error:
             raise UserError(str(error).replace(_PLACE, self.place(index))) from None
         if template is None:
             return turns, made, _hash(turns)
@@ -155,13 +182,14 @@ class _Phrasing:
             raise UserError(
                 f"`dataset.prompt_template` leaves the prompt of {self.place(index)} empty: correct the row"
             )
-        used = sorted(_template_columns(self.reading.template or ""))
-        return user_turn(content), made, _hash([row.get(column) for column in used])
+        # The columns are hashed, not the text: another wording of the template must not move a row to another side.
+        columns = sorted(_template_columns(self.reading.template or ""))
+        return user_turn(content), made, _hash([row.get(column) for column in columns])
 
     def _table(self, rows: Sequence[tuple[Turns, dict[str, Any], int]]) -> pa.Table:
         columns: dict[str, pa.Array] = {}
-        if not self.as_it_is:
-            prompts = [prompt_of(turns, self.system, self.is_text) for turns, _, _ in rows]
+        if not self.is_unchanged:
+            prompts = [_prompt_of(turns, self.system, self.is_text) for turns, _, _ in rows]
             columns["prompt"] = pa.array(prompts, pa.string() if self.is_text else _MESSAGES)
         for name in self.reading.made:
             columns[name] = pa.array([made[name] for _, made, _ in rows], pa.string())
@@ -169,12 +197,8 @@ class _Phrasing:
         return pa.table(columns)
 
 
-_PLACE = "\0"
-"""Stands for a row's place in an error until that is known."""
-
-
-def prompt_of(turns: Turns, system: str | None, is_text: bool) -> Turns:
-    """The turns with the system prompt before them, unless they bring one; as text, their contents joined by newlines."""
+def _prompt_of(turns: Turns, system: str | None, is_text: bool) -> Turns:
+    """Return the turns after the system prompt, unless they bring their own. As text, their contents are joined by newlines."""
     if isinstance(turns, str):
         if is_text and system is None:
             return turns
@@ -189,80 +213,84 @@ def _hash(content: Any) -> int:
     return xxhash.xxh64_intdigest(json.dumps(content, ensure_ascii=False, sort_keys=True, default=str).encode())
 
 
-# Which columns make a prompt
+# Columns of a prompt
 
 
-def _reading(table: datasets.Dataset, place: Callable[[int], str], spec: DatasetSpec) -> _Reading:
+def _reading(rows: Rows, spec: DatasetSpec) -> _Reading:
     preset = PRESETS.get(spec.name) if spec.name else None
-    reading = _preset_reading(preset, table, place) if preset else _own_reading(table, place, spec)
+    reading = _own_reading(rows, spec) if preset is None else _preset_reading(preset, rows)
     if spec.prompt_template is None:
         return reading
-    used = _template_columns(spec.prompt_template)
-    if missing := sorted(used - set(table.column_names)):
+    columns = _template_columns(spec.prompt_template)
+    if missing := sorted(columns - set(rows.table.column_names)):
         raise UserError(
-            f"`dataset.prompt_template` names {missing[0]!r}, and {_has(table, place)}: correct the template, or map the "
+            f"`dataset.prompt_template` names {missing[0]!r}, and {_has(rows)}: correct the template, or map the "
             "column with `dataset.columns`"
         )
-    columns = {**reading.columns, **{f"template/{name}": name for name in sorted(used)}}
-    # What the template shows stays in the row; a column `prompt` can't, since the result takes its place.
-    keeps = (*reading.keeps, *(used - reading.used_up - {"prompt"}))
-    return _Reading(columns, reading.read, reading.made, keeps, spec.prompt_template)
+    parts = {**reading.columns, **{f"template/{name}": name for name in sorted(columns)}}
+    # Columns of the template stay in the row, except a column `prompt`, which the new prompt replaces.
+    keeps = (*reading.keeps, *(columns - reading.used_up - {"prompt"}))
+    return _Reading(parts, reading.read, reading.made, keeps, spec.prompt_template)
 
 
-def _preset_reading(preset: Preset, table: datasets.Dataset, place: Callable[[int], str]) -> _Reading:
+def _preset_reading(preset: Preset, rows: Rows) -> _Reading:
     columns = {}
     for part, names in preset.columns.items():
-        found = [name for name in names if name in table.column_names]
+        found = [name for name in names if name in rows.table.column_names]
         if not found:
             raise UserError(
-                f"`dataset`: {_has(table, place)}, and none is {' or '.join(map(repr, names))}: map one with "
+                f"`dataset`: {_has(rows)}, and none is {' or '.join(map(repr, names))}: map one with "
                 f"`columns: {{{names[0]}: ...}}`"
             )
         columns[part] = found[0]
     return _Reading(columns, preset.read, ("answer",), preset.keeps)
 
 
-def _own_reading(table: datasets.Dataset, place: Callable[[int], str], spec: DatasetSpec) -> _Reading:
-    """Without a preset: a template, or a column `prompt` as TRL takes it, or a column `question`."""
+def _own_reading(rows: Rows, spec: DatasetSpec) -> _Reading:
+    """Return the reader without a preset: of a template, of a column `prompt` as in TRL, or of a column `question`."""
+    names = rows.table.column_names
     if spec.prompt_template is not None:
-        prompt = {"prompt": "prompt"} if "prompt" in table.column_names else {}
-        return _Reading(prompt, lambda parts, where: ("", {}))
-    if "prompt" in table.column_names:
+        return _Reading({"prompt": "prompt"} if "prompt" in names else {}, _no_turns)
+    if "prompt" in names:
         return _Reading({"prompt": "prompt"}, _given_prompt)
-    if "question" in table.column_names:
-        return _Reading(
-            {"question": "question"}, lambda parts, where: (user_turn(text_of(parts, "question", where)), {})
-        )
+    if "question" in names:
+        return _Reading({"question": "question"}, _question)
     raise UserError(
-        f"`dataset`: {_has(table, place)}, and none is 'prompt' or 'question': map one with `columns: {{question: ...}}`, "
+        f"`dataset`: {_has(rows)}, and none is 'prompt' or 'question': map one with `columns: {{question: ...}}`, "
         "or write a `prompt_template`"
     )
+
+
+def _no_turns(parts: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
+    """Read nothing, because the template reads the row itself."""
+    return "", {}
+
+
+def _question(parts: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
+    return user_turn(text_of(parts, "question", where)), {}
 
 
 def _given_prompt(parts: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
     prompt = parts["prompt"]
     if isinstance(prompt, str) and prompt.strip():
         return prompt, {}
-    if not isinstance(prompt, list) or not prompt:
-        raise UserError(
-            f"`dataset`: {where} has the prompt {shortened(repr(prompt), SHOWN)}: it must be text or messages, and not empty"
-        )
-    turns = [message(turn, where) for turn in prompt]
-    if not any(turn["content"].strip() for turn in turns):
-        raise UserError(
-            f"`dataset`: {where} has the prompt {shortened(repr(prompt), SHOWN)}: it must be text or messages, and not empty"
-        )
-    return turns, {}
+    if isinstance(prompt, list):
+        turns = [message(turn, where) for turn in prompt]
+        if any(turn["content"].strip() for turn in turns):
+            return turns, {}
+    raise UserError(
+        f"`dataset`: {where} has the prompt {shortened(repr(prompt), SHOWN)}: it must be text or messages, and not empty"
+    )
 
 
-def _has(table: datasets.Dataset, place: Callable[[int], str]) -> str:
-    return f"{place(0)} has the columns {listed(table.column_names)}"
+def _has(rows: Rows) -> str:
+    return f"{rows.place(0)} has the columns {listed(rows.table.column_names)}"
 
 
-def _check_names(table: datasets.Dataset, reading: _Reading, rows: Rows) -> None:
-    """Raise `UserError` for a column that stays in the row under a name that it can't have."""
+def _check_names(rows: Rows, reading: _Reading) -> None:
+    """Raise `UserError` if a column that stays in the row has a reserved name."""
     used_up = reading.used_up
-    for column in table.column_names:
+    for column in rows.table.column_names:
         if column not in used_up and column in (*RESERVED, "prompt", *reading.made):
             raise UserError(
                 f"`dataset`: {rows.place(0)} has a column {column!r}, a name that the trainer takes for itself: rename it, as "
@@ -270,41 +298,12 @@ def _check_names(table: datasets.Dataset, reading: _Reading, rows: Rows) -> None
             )
 
 
-def _is_prompt_column(reading: _Reading) -> bool:
-    return reading.read is _given_prompt and reading.template is None
-
-
-def _holds_text(table: datasets.Dataset, reading: _Reading) -> bool:
-    return _is_prompt_column(reading) and isinstance(table.features["prompt"], datasets.Value)
-
-
-def _is_text(table: datasets.Dataset, reading: _Reading, spec: DatasetSpec) -> bool:
-    if spec.prompt_format is not None:
-        return spec.prompt_format == "text"
-    is_text = _holds_text(table, reading)
-    if is_text and _system_prompt(spec) is not None:
-        raise UserError(
-            "`dataset.system_prompt`: the column `prompt` is text: set `prompt_format: conversational` to send it as the "
-            "user's message, or `text` to put the system prompt before it"
-        )
-    return is_text
-
-
-def _system_prompt(spec: DatasetSpec) -> str | None:
-    """The text of the system prompt, if there is one."""
-    asked = str(spec.system_prompt or "none")
-    return SYSTEM_PROMPTS.get(asked, asked)
-
-
-# Templates
-
-
 def _environment() -> ImmutableSandboxedEnvironment:
     return ImmutableSandboxedEnvironment(undefined=StrictUndefined)
 
 
 def _template_columns(template: str) -> set[str]:
-    """The columns that a template names. Raises `UserError` if it is no template."""
+    """Return the columns that a template names. Raise `UserError` for an invalid template."""
     try:
         return meta.find_undeclared_variables(_environment().parse(template))
     except TemplateError as error:
@@ -316,9 +315,9 @@ def _template_columns(template: str) -> set[str]:
 
 
 def hash_sample(count: int) -> np.ndarray:
-    """The numbers of the rows to check, ascending: all of them, or of more than `SAMPLE` those with the lowest hashes.
+    """Return the indices of the rows to check, ascending: all rows, or the `SAMPLE` rows with the lowest hashes.
 
-    The hash is SplitMix64's finaliser of the row's number, so that every look at the same rows takes the same ones.
+    The hash is SplitMix64's finalizer of the row's number, so that every call selects the same rows.
     """
     if count <= SAMPLE:
         return np.arange(count)
@@ -328,20 +327,25 @@ def hash_sample(count: int) -> np.ndarray:
     return np.sort(np.argpartition(mixed ^ (mixed >> np.uint64(31)), SAMPLE)[:SAMPLE])
 
 
-def token_lengths(dataset: datasets.Dataset, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> np.ndarray:
-    """The length of every prompt in tokens, as the trainer will feed it, (N,): messages through the chat template with the
-    generation prompt, text with the tokenizer's special tokens.
+def token_lengths(
+    dataset: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
+) -> np.ndarray:
+    """Return the length (N,) in tokens of every prompt, as the trainer feeds it to the model.
 
-    Raises `UserError` for messages and a tokenizer without a chat template.
+    Messages go through the chat template with the generation prompt, and text gets the tokenizer's special tokens.
+
+    Raises:
+        UserError: the prompts are messages, and the tokenizer has no chat template.
     """
-    lengths = [
-        [len(ids) for ids in _token_ids(batch["prompt"], tokenizer, template_kwargs)]
-        for batch in dataset.select_columns(["prompt"]).iter(1_000)
-    ]
-    return np.concatenate([np.asarray(batch, np.int64) for batch in lengths])
+    lengths: list[int] = []
+    for batch in dataset.select_columns(["prompt"]).iter(1_000):
+        lengths += map(len, _token_ids(batch["prompt"], tokenizer, template_kwargs))
+    return np.asarray(lengths, np.int64)
 
 
-def _token_ids(prompts: Sequence[Any], tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[list[int]]:
+def _token_ids(
+    prompts: Sequence[Turns], tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
+) -> list[list[int]]:
     if isinstance(prompts[0], str):
         return tokenizer(list(prompts))["input_ids"]
     if tokenizer.chat_template is None:
@@ -349,71 +353,86 @@ def _token_ids(prompts: Sequence[Any], tokenizer: Any, template_kwargs: Mapping[
             "`dataset.prompt_format`: conversational prompts need a tokenizer with a chat template, and this one has "
             "none: use an instruct model, or prompt_format: text"
         )
-    rendered = tokenizer.apply_chat_template(
+    tokens = tokenizer.apply_chat_template(
         list(prompts), add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
     )
-    return rendered["input_ids"]
+    return tokens["input_ids"]
 
 
-def rendered(prompt: Any, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
-    """A prompt as the model sees it: text, or messages through the chat template with the generation prompt."""
+def rendered(prompt: Turns, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> str:
+    """Return a prompt as the model receives it: text, or messages through the chat template with the generation prompt."""
     if isinstance(prompt, str):
         return prompt
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **template_kwargs)
 
 
 def limit_prompts(
-    dataset: datasets.Dataset, spec: DatasetSpec, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None
+    dataset: datasets.Dataset,
+    spec: DatasetSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[datasets.Dataset, int]:
-    """Apply `max_prompt_tokens` (TRL 1.16 has no such option) and count the prompts that it touched.
+    """Apply `max_prompt_tokens`, which TRL 1.16 does not have, and count the prompts that are dropped or cut.
 
-    `cut_left` drops the oldest turns of a conversation behind its system prompt, then leading tokens of the last user
-    message, or of the text. `template_kwargs` are TRL's `chat_template_kwargs`.
+    `cut_left` drops the oldest turns of a conversation after its system prompt. If one user turn is left, it drops the
+    leading tokens of this turn, or of the text.
+
+    Args:
+        dataset: table with the column `prompt`.
+        spec: dataset with the limit and the treatment of longer prompts.
+        tokenizer: tokenizer of the policy.
+        template_kwargs: TRL's `chat_template_kwargs`.
 
     Returns:
-        The dataset and how many prompts were dropped or cut; the very same dataset when there is no limit.
+        The dataset and the number of prompts that were dropped or cut. Without a limit the dataset is the same object.
 
     Raises:
-        UserError: every prompt is too long, or what surrounds the question exceeds the limit by itself.
+        UserError: every prompt is too long, or the text around the question alone exceeds the limit.
     """
     limit, given = spec.max_prompt_tokens, template_kwargs or {}
     if limit is None:
         return dataset, 0
     lengths = token_lengths(dataset, tokenizer, given)
-    overlong = np.flatnonzero(lengths > limit)
-    if len(overlong) == 0:
+    is_overlong = lengths > limit
+    count = int(is_overlong.sum())
+    if count == 0:
         return dataset, 0
-    if spec.overlong_prompts == "drop":
-        if len(overlong) == len(lengths):
-            raise UserError(
-                f"`dataset.max_prompt_tokens`: all {len(lengths)} prompts are longer than {limit} tokens "
-                f"(the shortest has {lengths.min()}): raise the limit"
-            )
-        return dataset.select(np.flatnonzero(lengths <= limit)), len(overlong)
-    return _with_cut_prompts(dataset, lengths, limit, tokenizer, given), len(overlong)
+    if spec.overlong_prompts == "cut_left":
+        return _with_cut_prompts(dataset, is_overlong, limit, tokenizer, given), count
+    if count == len(lengths):
+        raise UserError(
+            f"`dataset.max_prompt_tokens`: all {len(lengths)} prompts are longer than {limit} tokens "
+            f"(the shortest has {lengths.min()}): raise the limit"
+        )
+    return dataset.select(np.flatnonzero(~is_overlong)), count
 
 
 def _with_cut_prompts(
-    dataset: datasets.Dataset, lengths: np.ndarray, limit: int, tokenizer: Any, template_kwargs: Mapping[str, Any]
+    dataset: datasets.Dataset,
+    is_overlong: np.ndarray,
+    limit: int,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: Mapping[str, Any],
 ) -> datasets.Dataset:
-    prompts, start = [], 0
+    chunks, index = [], 0
     kind = dataset.features.arrow_schema.field("prompt").type
     for batch in dataset.select_columns(["prompt"]).iter(BATCH):
-        sized = zip(batch["prompt"], lengths[start : start + BATCH], strict=True)
-        cut = [
-            _cut_left(prompt, limit, tokenizer, template_kwargs) if size > limit else prompt for prompt, size in sized
-        ]
-        prompts.append(pa.array(cut, kind))
-        start += len(cut)
+        prompts = []
+        for prompt in batch["prompt"]:
+            prompts.append(_cut_left(prompt, limit, tokenizer, template_kwargs) if is_overlong[index] else prompt)
+            index += 1
+        chunks.append(pa.array(prompts, kind))
     features = datasets.Features({"prompt": dataset.features["prompt"]})
-    column = datasets.Dataset(pa.table({"prompt": pa.chunked_array(prompts)}), fingerprint=None).cast(features)
-    others = [name for name in dataset.column_names if name != "prompt"]
-    parts = [column, dataset.select_columns(others)] if others else [column]
-    return datasets.concatenate_datasets(parts, axis=1).select_columns(dataset.column_names)
+    column = datasets.Dataset(pa.table({"prompt": pa.chunked_array(chunks)}), fingerprint=None).cast(features)
+    others = dataset.select_columns([name for name in dataset.column_names if name != "prompt"])
+    return datasets.concatenate_datasets([column, others], axis=1).select_columns(dataset.column_names)
 
 
-def _cut_left(prompt: Any, limit: int, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Any:
-    """Drop earlier turns, then leading tokens of the question, until the rendered prompt has at most `limit` tokens."""
+def _cut_left(
+    prompt: Turns, limit: int, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
+) -> Turns:
+    """Drop earlier turns, then leading tokens of the question, until the prompt has at most `limit` tokens."""
+    # Cutting may merge tokens at the new beginning, so the length is measured again after each cut.
     while (excess := len(_token_ids([prompt], tokenizer, template_kwargs)[0]) - limit) > 0:
         if not isinstance(prompt, str) and (later := _without_oldest_turns(prompt)) is not None:
             prompt = later
@@ -431,9 +450,10 @@ def _cut_left(prompt: Any, limit: int, tokenizer: Any, template_kwargs: Mapping[
     return prompt
 
 
-def _without_oldest_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]] | None:
-    """The conversation from its second user turn on, behind its system prompt; None if there is one user turn alone."""
-    users = [place for place, turn in enumerate(messages) if turn["role"] == "user"]
+def _without_oldest_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return the system prompt and the conversation from its second user turn on, or None if there is no second one."""
+    users = [index for index, turn in enumerate(messages) if turn["role"] == "user"]
     if len(users) < 2:
         return None
-    return [*(turn for turn in messages[:1] if turn["role"] == "system"), *messages[users[1] :]]
+    system = messages[:1] if messages[0]["role"] == "system" else []
+    return [*system, *messages[users[1] :]]

@@ -1,1 +1,1 @@
-"""What a recipe asks for, checked before a model is loaded."""
+"""Recipes: their keys, reading them from YAML and the command line, and checking the values."""

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from grpo_recipes.data.arithmetic import MAX_ARITHMETIC_SIZE, arithmetic_problems
 from grpo_recipes.data.load import load
-from grpo_recipes.data.presets import final_answer
+from grpo_recipes.data.presets import MAX_ARITHMETIC_SIZE, arithmetic_problems, final_answer
 from grpo_recipes.data.prompts import limit_prompts
 from grpo_recipes.data.sources import DatasetUnreachable
 from grpo_recipes.recipe.specs import DatasetSpec

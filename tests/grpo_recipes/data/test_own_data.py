@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig, get_dataset
 
-from grpo_recipes.data import prompts, tables, text_files
+from grpo_recipes.data import prompts, tables
 from grpo_recipes.data.load import check_disjoint, load, load_prompts
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards.errors import UserError
@@ -82,7 +82,7 @@ def test_text_stays_as_it_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", [".jsonl", ".csv"])
 def test_a_column_has_the_type_of_all_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     """Types are those of the whole file, not of the first rows."""
-    monkeypatch.setattr(text_files, "BATCH", 4)
+    monkeypatch.setattr(tables, "BATCH", 4)
     rows = [{"question": f"{n}?", "share": n if n < 9 else n / 2, "late": None if n < 9 else "x"} for n in range(10)]
     table = load(DatasetSpec.parse({"path": write(tmp_path / f"rows{ending}", rows)}))
     assert table["share"][:] == [*map(float, range(9)), 4.5]

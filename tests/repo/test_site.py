@@ -115,7 +115,7 @@ def test_anchors_are_unique_and_stay_put(refusals: list) -> None:
     assert len(anchors) == len(refusals) > 400
     page = error_pages.page("https://example.org")
     assert sorted(re.findall(r'<a id="([^"]+)"', page)) == sorted(anchors)
-    # What docs/faq.md links to must not depend on what other sentences there are.
+    # The anchors that docs/faq.md links to must not depend on the other messages.
     linked = re.findall(r"errors\.md#([\w-]+)", (ROOT / "docs" / "faq.md").read_text())
     assert linked
     assert not [anchor for anchor in linked if re.search(r"-\d$", anchor)]

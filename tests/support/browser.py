@@ -43,7 +43,7 @@ class Browser:
         ]
         flags += [f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank"]
 
-        def as_protocol_pipes() -> None:  # which Chromium expects as descriptors 3 and 4
+        def as_protocol_pipes() -> None:  # Chromium expects them as descriptors 3 and 4
             high = [os.dup(to_browser), os.dup(from_browser)]
             keep = [os.dup2(descriptor, number) for descriptor, number in ((high[0], 90), (high[1], 91))]
             os.dup2(keep[0], 3)

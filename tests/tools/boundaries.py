@@ -103,7 +103,7 @@ def run_rank(environment: Mapping[str, str], arguments: Sequence[str], log: Path
     go.wait()
     from grpo_recipes import train
 
-    os._exit(train.main(arguments))  # what is written is written, and gloo's threads may abort
+    os._exit(train.main(arguments))  # a regular exit may abort in gloo's threads
 
 
 class Launch:

@@ -145,7 +145,7 @@ def forked(work: Callable[[], Any], seconds: float, log: Path) -> int:
     while not done and time.monotonic() < deadline:
         time.sleep(0.02)
         done, status = os.waitpid(child, os.WNOHANG)
-    with suppress(ProcessLookupError):  # what a test started may outlive it
+    with suppress(ProcessLookupError):  # processes of a test may outlive it
         os.killpg(child, signal.SIGKILL)
     if not done:
         os.waitpid(child, 0)

@@ -23,8 +23,8 @@ from grpo_recipes.recipe.recipe import Recipe, model_config
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16
 from grpo_recipes.runs.files import read_object
 from grpo_recipes.runs.weights import check_descriptions
-from grpo_rewards import strict_yaml
 from grpo_rewards.errors import UserError
+from grpo_rewards.strict import load_yaml
 from grpo_rewards.terminal import Cell, Labelled, Part, Table
 
 GIB = 2**30
@@ -84,7 +84,7 @@ class Sharding:
     @classmethod
     def described(cls, accelerate_config: Path) -> Sharding:
         """The layout that an accelerate configuration file describes. Raises `MemoryUnknown` for one not covered here."""
-        raw = strict_yaml.load(accelerate_config.read_text(encoding="utf-8"))
+        raw = load_yaml(accelerate_config.read_text(encoding="utf-8"))
         kind, machines = raw.get("distributed_type", "NO"), raw.get("num_machines", 1)
         deepspeed = raw.get("deepspeed_config") or {}
         if kind == "DEEPSPEED":

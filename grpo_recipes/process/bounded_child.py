@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_rewards.child_limits import limit_cpu, limit_memory, readable
 from grpo_rewards.errors import UserError, one_line, shortened
+from grpo_rewards.math.symbolic import limit_cpu, limit_memory, readable
 
 Announce = Callable[[str], None]
 """Names the stage that a bounded call begins, for the error if the call is stopped in it."""

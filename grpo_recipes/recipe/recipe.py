@@ -36,11 +36,11 @@ from grpo_recipes.recipe.specs import (
 )
 from grpo_recipes.runs.files import RECORD
 from grpo_recipes.runs.record import read_record
-from grpo_rewards import strict_yaml
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.files import UnreadableFile, read_text
 from grpo_rewards.redaction import HIDDEN, hidden_places, redacted
 from grpo_rewards.registry import BuiltReward, build_rewards
+from grpo_rewards.strict import DuplicateKey, load_yaml
 
 _UNSET = object()
 
@@ -321,8 +321,8 @@ def _read_recipe(path: Path) -> dict[str, Any]:
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises `RecipeError` for anything else."""
     try:
-        raw = strict_yaml.load(read_text(path))
-    except strict_yaml.DuplicateKey as error:
+        raw = load_yaml(read_text(path))
+    except DuplicateKey as error:
         raise RecipeError(f"{path}: {error}") from error
     except UnreadableFile as error:
         raise RecipeError(f"{path}: not YAML: {error.problem}") from error
@@ -340,8 +340,8 @@ def _set_nested(raw: dict[str, Any], dotted: str, text: str) -> None:
     """
     *parents, last = dotted.split(".")
     try:
-        value = strict_yaml.load(text)
-    except strict_yaml.DuplicateKey as error:
+        value = load_yaml(text)
+    except DuplicateKey as error:
         raise RecipeError(f"command line: `--{dotted}`: {error}") from error
     except yaml.YAMLError:
         value = text

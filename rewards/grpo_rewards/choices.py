@@ -19,7 +19,7 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from grpo_rewards.completions import needed_column
-from grpo_rewards.golds import AgainstGold, Judgement, Judgements
+from grpo_rewards.math.correctness import AgainstGold, Judgements
 from grpo_rewards.reward import LogMetric
 
 # An answer longer than the longest choice by more than this names none.
@@ -562,21 +562,21 @@ class ChoiceCorrectness(AgainstGold):
         given: Sequence[Any] = [None] * len(texts)
         if self.choices_column is not None and (self.choices_column != "choices" or "choices" in columns):
             given = needed_column(self, "choices_column", columns, texts)
-        rows = zip(texts, self._questions(golds, given), strict=True)
-        return Judgements.of([self._judgement(text, choices, gold) for text, (choices, gold) in rows])
+        judged = Judgements()
+        for text, (choices, gold) in zip(texts, self._questions(golds, given), strict=True):
+            if choices is None or gold is None:
+                judged.add(None, None, "no gold", None)
+                continue
+            found, label = self._named(text, choices)
+            verdict = "right" if label == gold else "wrong" if label else "unclear" if found else "missing"
+            judged.add(label, gold, verdict, self._pay(float(label == gold)))
+        return judged
 
     def _questions(self, golds: Sequence[Any], given: Sequence[Any]) -> Iterator[tuple[Choices | None, str | None]]:
         letters_alone = self.choices_column is None or all(choices is None for choices in given)
         for gold, value in zip(golds, given, strict=True):
             choices = None if value is None and not letters_alone else read_choices(value)
             yield choices, None if choices is None else read_gold(gold, choices, self.gold_form)
-
-    def _judgement(self, text: str, choices: Choices | None, gold: str | None) -> Judgement:
-        if choices is None or gold is None:
-            return Judgement(None, None, "no gold", None)
-        found, label = self._named(text, choices)
-        verdict = "right" if label == gold else "wrong" if label else "unclear" if found else "missing"
-        return Judgement(label, gold, verdict, self._pay(float(label == gold)))
 
     def _named(self, text: str, choices: Choices) -> tuple[bool, str | None]:
         """Return (whether there is an answer, the choice that it names)."""
@@ -585,12 +585,12 @@ class ChoiceCorrectness(AgainstGold):
             return _claimed(outside, choices)
         layout = "answer_tag" if self.extract == "auto" and f"<{self.tags[1]}>" in outside else self.extract
         if layout != "auto":
-            answer = self._answer(text, layout)
+            answer = self._answers([text], layout)[0]
             return answer is not None, named_choice(answer, choices) if answer else None
-        hashes = self._answer(text, "hashes")
+        hashes = self._answers([text], "hashes")[0]
         if hashes and (label := named_choice(hashes, choices)):
             return True, label
-        if boxed := self._answer(text, "boxed"):
+        if boxed := self._answers([text], "boxed")[0]:
             return True, named_choice(boxed, choices)
         claimed, label = _claimed(outside, choices)
         if claimed:

@@ -183,10 +183,10 @@ def _spec(text: str) -> str | Mapping[str, Any]:
         return text
     import yaml
 
-    from grpo_rewards import strict_yaml
+    from grpo_rewards.strict import load_yaml
 
     try:
-        return strict_yaml.load(text)
+        return load_yaml(text)
     except yaml.YAMLError as error:
         raise CommandError(f"--reward {text!r} is not a YAML mapping ({str(error).splitlines()[0]})") from error
 

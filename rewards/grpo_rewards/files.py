@@ -1,8 +1,8 @@
 """Bounded reading of files that may come from a stranger, and atomic writing.
 
-Opening a pipe waits for a writer, a device never ends, and a sparse file of terabytes takes no disk. So a file is
-opened without waiting, its descriptor is checked instead of its name, and no byte beyond the bound is read. Nested
-brackets cost the parser its stack and empty ones many times their size in memory: both are counted before anything is
+Opening a pipe waits for a writer, a device never ends, and a sparse file of terabytes takes no disk. So a file is opened
+without waiting, its descriptor is checked instead of its name, and no byte beyond the bound is read. Nested brackets cost
+the JSON parser its stack, and empty ones many times their size in memory, so brackets are counted before anything is
 parsed.
 """
 
@@ -22,20 +22,21 @@ from typing import Any, BinaryIO
 from grpo_rewards.errors import UserError
 
 JSON_BYTES = 1 << 25
-"""Largest JSON file that is read: run.json takes some 20 kB a launch, a list of ten million small numbers 30 MB."""
+"""Size of the largest JSON file that is read. run.json takes 20 kB a launch, a list of ten million small numbers 30 MB."""
 
 LARGE_BYTES = 1 << 26
-"""Largest tokenizer file, and largest header of a safetensors file, that is read: the worst of them takes 1.5 GB as
-objects."""
+"""Size of the largest tokenizer file, and of the largest safetensors header, that is read. The worst take 1.5 GB as objects."""
 
 LINE_BYTES = 1 << 28
-"""Longest line of a file of rows that is read: a file of zeros has one of its whole length."""
+"""Length of the longest line of a file of rows that is read. A file of zeros is one line."""
 
 MAX_DEPTH = 100
-MAX_CONTAINERS = 2_000_000
-"""How many arrays and objects a JSON text may have: a tokenizer of 500,000 merges has one for each."""
+"""Number of arrays and objects of a JSON file that may be open at once."""
 
-# Files beside the weights that loading a model or its tokenizer reads: objects in JSON, small and large, and others.
+MAX_CONTAINERS = 2_000_000
+"""Number of arrays and objects that a JSON file may have. A tokenizer of 500,000 merges has one for each."""
+
+# Files beside the weights that loading a model or its tokenizer reads: JSON objects, small and large, and others.
 SMALL_JSON = (
     "config.json",
     "generation_config.json",
@@ -50,17 +51,14 @@ LARGE_JSON = ("tokenizer.json", "vocab.json")
 OTHERS = ("merges.txt", "vocab.txt", "*.model", "*.tiktoken", "*.jinja", "additional_chat_templates/*.jinja")
 
 _CHUNK = 1 << 20
-_ESCAPED = re.compile(rb"\\.", re.DOTALL)
-_STRING = re.compile(rb'"[\[\]{}]*"')
-_STRUCTURE = b'"[]{}'
-_OTHERS = bytes(set(range(256)) - set(_STRUCTURE))
-_CHANGE = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1, ord('"'): 0}
 
 
 class UnreadableFile(UserError):
-    """A file that is no ordinary one, too large, or not what it should hold.
+    """A file that is not ordinary, is too large, or does not hold what it should.
 
-    `problem` is the clause that says so, without the path: for an error that adds the fix.
+    Attributes:
+        path: path of the file.
+        problem: the error message without the path, for an error that adds the fix.
     """
 
     def __init__(self, sentence: str, path: Path) -> None:
@@ -69,16 +67,20 @@ class UnreadableFile(UserError):
         self.problem = sentence.removeprefix(f"{path}: ")
 
     def __reduce__(self) -> tuple[type[UnreadableFile], tuple[str, Path]]:
-        """Return both arguments, for a rank that tells the others: by default only the sentence is pickled."""
+        """Return both arguments, so that a rank can send the error to others. By default only the message is pickled."""
         return type(self), (str(self), self.path)
 
 
 def open_ordinary(path: Path, most: int | None = None) -> BinaryIO:
-    """Open an ordinary file of at most `most` bytes for reading, and never wait for one that is something else.
+    """Open an ordinary file for reading, without ever waiting for a pipe or a device.
+
+    Args:
+        path: path of the file; links are followed.
+        most: largest size in bytes; None for any size.
 
     Raises:
         FileNotFoundError: there is no such file.
-        UnreadableFile: it is a folder, a pipe or a device, larger, or it can't be opened.
+        UnreadableFile: the path is a folder, a pipe, a device or a socket, the file is too large, or it can't be opened.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
@@ -91,7 +93,7 @@ def open_ordinary(path: Path, most: int | None = None) -> BinaryIO:
         reason = getattr(error, "strerror", None) or error
         raise UnreadableFile(f"{path}: it can't be opened ({reason})", path) from error
     try:
-        # The descriptor's own kind: the name may stand for another file by now.
+        # Check the descriptor: by now the name may stand for another file.
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise UnreadableFile(f"{path}: it is no ordinary file", path)
@@ -104,7 +106,7 @@ def open_ordinary(path: Path, most: int | None = None) -> BinaryIO:
 
 
 def _is_other(path: Path) -> bool:
-    """Return True if something that is no ordinary file is there, such as a socket, which can't be opened at all."""
+    """Return True if the path exists and is not an ordinary file. A socket, for one, can't be opened at all."""
     try:
         return not stat.S_ISREG(os.stat(path).st_mode)
     except (OSError, ValueError):
@@ -112,22 +114,25 @@ def _is_other(path: Path) -> bool:
 
 
 def read_bytes(path: Path, most: int = JSON_BYTES, *, is_json: bool = False) -> bytes:
-    """Return what an ordinary file of at most `most` bytes holds.
+    """Return the content of an ordinary file.
 
-    With `is_json` reading stops at the first zero byte, which no JSON has: a sparse file costs one chunk, not its size.
+    Args:
+        path: path of the file.
+        most: largest size in bytes.
+        is_json: True to stop at the first zero byte, which no JSON has. A sparse file then costs one chunk, not its size.
 
     Raises:
         FileNotFoundError: there is no such file.
-        UnreadableFile: it is no ordinary file, larger, or can't be read.
+        UnreadableFile: the file is not ordinary, is too large, or can't be read.
     """
     content = bytearray()
     with open_ordinary(path, most) as file:
         try:
-            # The file may grow, and the bound is too large to ask for that much memory at once.
+            # Read in chunks: the file may grow, and `most` is too much memory to ask for at once.
             while chunk := file.read(min(_CHUNK, most + 1 - len(content))):
                 content += chunk
                 _check_size(path, len(content), most)
-                if is_json and b"\0" in chunk:  # the parser refuses it
+                if is_json and b"\0" in chunk:  # the parser will reject it
                     break
         except OSError as error:
             raise UnreadableFile(f"{path}: it can't be read ({error.strerror or error})", path) from error
@@ -135,65 +140,50 @@ def read_bytes(path: Path, most: int = JSON_BYTES, *, is_json: bool = False) -> 
 
 
 def read_text(path: Path, most: int = JSON_BYTES) -> str:
-    """Return the UTF-8 text of an ordinary file of at most `most` bytes. Raises as `read_bytes`."""
+    """Return the UTF-8 text of an ordinary file of at most `most` bytes. Raises as `read_bytes` does."""
     return _decoded(path, read_bytes(path, most))
 
 
 def read_json(path: Path, most: int = JSON_BYTES) -> Any:
-    """Return the value in a JSON file of at most `most` bytes. Raises as `read_bytes`, and `UnreadableFile` for no
-    JSON."""
+    """Return the value in a JSON file of at most `most` bytes. Raises as `read_bytes` and `parse_json` do."""
     return parse_json(path, read_bytes(path, most, is_json=True))
 
 
 def parse_json(path: Path, content: bytes) -> Any:
-    """Return the JSON value that `content`, read from `path`, is. Raises `UnreadableFile` if it is none."""
+    """Return the JSON value of a file's content.
+
+    Raises:
+        UnreadableFile: `content` is not JSON, or has too many or too deeply nested arrays and objects.
+    """
     text = _decoded(path, content)
-    if problem := structure_problem(content):
-        raise UnreadableFile(f"{path}: can't be read as JSON ({problem})", path)
     try:
+        _check_structure(content)
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UnreadableFile(f"{path}: can't be read as JSON ({error})", path) from error
-    except RecursionError as error:  # little of the stack was left
-        raise UnreadableFile(f"{path}: can't be read as JSON ({error})", path) from error
-    except ValueError as error:
+    except (json.JSONDecodeError, _TooMuch, RecursionError) as error:  # RecursionError: little of the stack was left
+        problem = str(error)
+    except ValueError:
         problem = f"a number has more than {sys.get_int_max_str_digits()} digits"
-        raise UnreadableFile(f"{path}: can't be read as JSON ({problem})", path) from error
+    raise UnreadableFile(f"{path}: can't be read as JSON ({problem})", path)
 
 
 def check_model_files(folder: Path) -> None:
-    """Raise `UnreadableFile` if loading a model or tokenizer would read a file that is damaged, or made to do harm.
+    """Raise `UnreadableFile` if loading a model or tokenizer would read a damaged or harmful file.
 
-    Such a file is no ordinary one, too large, or not a JSON object where one is due. Files that are absent are not
-    missed, and files of weights are not looked at.
+    A file is rejected if it is not ordinary, too large, or not a JSON object where one is expected. Missing files and
+    files of weights are not checked.
     """
     for name in (*SMALL_JSON, *LARGE_JSON):
         with suppress(FileNotFoundError):
             content = read_json(folder / name, LARGE_BYTES if name in LARGE_JSON else JSON_BYTES)
-            # The words of some tokenizers are a list.
-            if not isinstance(content, (dict, list) if name == "vocab.json" else dict):
-                kind = "a list" if isinstance(content, list) else json.dumps(content)[:40]
+            is_list = isinstance(content, list)
+            # The vocabulary of some tokenizers is a list.
+            if not isinstance(content, dict) and not (is_list and name == "vocab.json"):
+                kind = "a list" if is_list else json.dumps(content)[:40]
                 raise UnreadableFile(f"{folder / name}: it is {kind}, not an object", folder / name)
-    for file in (file for pattern in OTHERS for file in sorted(folder.glob(pattern))):
-        with suppress(FileNotFoundError):  # a link to nothing
-            open_ordinary(file, LARGE_BYTES).close()
-
-
-def structure_problem(content: bytes) -> str | None:
-    """Return why a JSON text is not to be parsed, as a clause: too deep, or too many arrays and objects; None if
-    neither.
-
-    Text outside of strings that is no JSON may be counted wrongly: the parser stops before it gets there.
-    """
-    if b"\\" in content:
-        content = _ESCAPED.sub(b"", content)
-    # Without what is between them, strings are pairs of quotes, some with brackets of their text inside.
-    brackets = _STRING.sub(b"", content.translate(None, _OTHERS))
-    if brackets.count(b"[") + brackets.count(b"{") > MAX_CONTAINERS:
-        return f"it has more than {MAX_CONTAINERS:,} arrays and objects"
-    if max(accumulate(map(_CHANGE.__getitem__, brackets)), default=0) > MAX_DEPTH:
-        return f"its brackets are nested more than {MAX_DEPTH} deep"
-    return None
+    for pattern in OTHERS:
+        for file in sorted(folder.glob(pattern)):
+            with suppress(FileNotFoundError):  # a link to nothing
+                open_ordinary(file, LARGE_BYTES).close()
 
 
 def _decoded(path: Path, content: bytes) -> str:
@@ -206,6 +196,45 @@ def _decoded(path: Path, content: bytes) -> str:
 def _check_size(path: Path, size: int, most: int) -> None:
     if size > most:
         raise UnreadableFile(f"{path}: it has {size:,} bytes, and at most {most:,} are read", path)
+
+
+_ESCAPED = re.compile(rb"\\.", re.DOTALL)
+_STRING = re.compile(rb'"[\[\]{}]*"')
+_STRUCTURE = b'"[]{}'
+_NO_STRUCTURE = bytes(set(range(256)) - set(_STRUCTURE))
+_CHANGE = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1, ord('"'): 0}
+
+
+class _TooMuch(ValueError):
+    """JSON text with too many or too deeply nested arrays and objects."""
+
+
+def _check_structure(content: bytes) -> None:
+    brackets = _brackets(content)
+    if brackets.count(b"[") + brackets.count(b"{") > MAX_CONTAINERS:
+        raise _TooMuch(f"it has more than {MAX_CONTAINERS:,} arrays and objects")
+    if _depth(brackets) > MAX_DEPTH:
+        raise _TooMuch(f"its brackets are nested more than {MAX_DEPTH} deep")
+
+
+def _brackets(content: bytes) -> bytes:
+    """Return the brackets of a JSON text that are outside strings.
+
+    Brackets behind the first fault may be counted wrongly; the parser stops before it gets there.
+    """
+    if b"\\" in content:
+        content = _ESCAPED.sub(b"", content)
+    # Without all other characters, a string is a pair of quotes with the brackets of its text in between.
+    return _STRING.sub(b"", content.translate(None, _NO_STRUCTURE))
+
+
+def _depth(brackets: bytes) -> int:
+    return max(accumulate(map(_CHANGE.__getitem__, brackets)), default=0)
+
+
+def nesting_depth(content: bytes) -> int:
+    """Return the number of arrays and objects of a JSON text that are open at once."""
+    return _depth(_brackets(content))
 
 
 @contextmanager

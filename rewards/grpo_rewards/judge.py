@@ -28,9 +28,9 @@ from grpo_rewards.chat_endpoint import ChatEndpoint, EndpointError, Reply, check
 from grpo_rewards.completions import check_rows, completion_text, group_slices, outside_thinking
 from grpo_rewards.errors import UserError
 from grpo_rewards.files import read_json
-from grpo_rewards.patterns import linear_capture
 from grpo_rewards.reward import Kind, LogColumn, TaggedReward, checked_number
 from grpo_rewards.schema import find_object
+from grpo_rewards.strict import linear_capture
 
 logger = logging.getLogger(__name__)
 

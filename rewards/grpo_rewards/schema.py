@@ -20,9 +20,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from grpo_rewards.completions import check_rows, completion_text, outside_thinking
 from grpo_rewards.errors import UserError
-from grpo_rewards.patterns import PatternError, linear_search
 from grpo_rewards.reward import BaseReward, Kind, LogColumn, TaggedReward, checked_number
-from grpo_rewards.strict_json import parse_json
+from grpo_rewards.strict import PatternError, linear_search, parse_json
 
 LAYOUTS = ("answer_tag", "fence", "whole", "auto")
 # A step is a keyword applied to a value, and one more for each entry of either: about a second in all.

@@ -1,4 +1,12 @@
-"""Answers that are strings: equal to a gold exactly, but for case, as SQuAD's script reads them, in part, or by a pattern."""
+r"""A reward for answers that are strings, compared with one gold or several.
+
+| the completion's answer | pay |
+|---|---|
+| is a gold by `match` | 1 (`pay`) |
+| with `match: f1`, shares words with a gold | `pay_wrong + F1 * (pay - pay_wrong)`, for the gold with the largest F1 |
+| is something else, or is missing | 0 (`pay_wrong`) |
+| the row has no gold that can be read | None |
+"""
 
 from __future__ import annotations
 
@@ -12,16 +20,16 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from grpo_rewards.completions import needed_column
-from grpo_rewards.golds import AgainstGold, Judgement, Judgements
-from grpo_rewards.patterns import linear_search
+from grpo_rewards.math.correctness import AgainstGold, Judgements
 from grpo_rewards.reward import LogMetric, check_choice
+from grpo_rewards.strict import linear_search
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def squad_normalised(text: str) -> str:
-    """Return `text` as SQuAD's evaluation script compares it: no case, ASCII punctuation, articles or runs of spaces."""
+    """Return `text` in lower case, without ASCII punctuation, articles and runs of white space, as SQuAD's script does."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -40,8 +48,9 @@ def _casefold(answer: str, gold: str) -> float:
 
 def _squad(answer: str, gold: str) -> float:
     normalised = squad_normalised(gold)
-    # A gold such as "The" or "+" normalises to nothing, and would equal any other nothing.
-    return float(squad_normalised(answer) == normalised) if normalised else _casefold(answer, gold)
+    if not normalised:  # a gold such as "The" or "+", which would equal any answer that normalises to nothing
+        return _casefold(answer, gold)
+    return float(squad_normalised(answer) == normalised)
 
 
 def _f1(answer: str, gold: str) -> float:
@@ -53,70 +62,55 @@ def _f1(answer: str, gold: str) -> float:
     return 2 * common / (len(words) + len(wanted))
 
 
-def whole_pattern(pattern: str) -> Callable[[str], bool]:
-    """Return a function that tells whether `pattern` matches the whole of a text, in time linear in the text.
+def _whole_pattern(pattern: str) -> Callable[[str], bool]:
+    """Return a function that returns True if `pattern` matches a whole text, in linear time.
 
     Raises:
-        ValueError: RE2 does not take the pattern, or google-re2 is not installed.
+        ValueError: RE2 does not support the pattern, or google-re2 is not installed.
     """
-    linear_search(pattern)  # alone: "a)|(b" is no pattern, though it is one within a group
+    linear_search(pattern)  # by itself: "a)|(b" is not a pattern, though it is one inside a group
     return linear_search(rf"\A(?:{pattern})\z")
 
 
 def _pattern(answer: str, gold: str) -> float:
-    return float(whole_pattern(gold)(answer))
+    return float(_whole_pattern(gold)(answer))
 
 
-# By the value of `match`: (answer, gold) -> share of full pay.
 _COMPARISONS = {"exact": _exact, "casefold": _casefold, "squad": _squad, "f1": _f1, "pattern": _pattern}
-MATCHES = tuple(_COMPARISONS)
-
-
-def read_golds(gold: Any) -> list[str]:
-    """Return the golds of a row, stripped: of a string, a number, a list of them, or SQuAD's `{"text": [...]}`."""
-    gold = gold.get("text") if isinstance(gold, Mapping) else gold
-    gold = gold.tolist() if hasattr(gold, "tolist") else gold  # an array of numpy or pyarrow
-    listed = gold if isinstance(gold, (list, tuple)) else [gold]
-    read = (_gold_text(item) for item in listed)
-    return [text for text in read if text]
-
-
-def _gold_text(gold: Any) -> str:
-    is_text = isinstance(gold, (str, Real)) and not isinstance(gold, bool) and gold == gold
-    return str(gold).strip() if is_text else ""
+"""Functions from (answer, gold) to the share of full pay, by the value of `match`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StringMatch(AgainstGold):
-    r"""Whether the answer is the gold string, or one of several.
+    r"""Correctness of an answer that is a string.
 
     | the completion's answer | pay |
     |---|---|
     | is a gold by `match` (below) | 1 (`pay`) |
-    | with `match: f1`, shares words with a gold | `pay_wrong + F1 * (pay - pay_wrong)`, for the gold it is nearest to |
+    | with `match: f1`, shares words with a gold | `pay_wrong + F1 * (pay - pay_wrong)`, for the gold with the largest F1 |
     | is something else, or is missing | 0 (`pay_wrong`) |
     | the row has no gold that can be read | None |
 
     | `match` | the answer is the gold if |
     |---|---|
-    | `exact` | they are the same, character for character, but for white space around them |
-    | `casefold` | they are but for case, runs of white space and the encoding of accents |
-    | `squad` (default) | they are after SQuAD's normalisation: case, ASCII punctuation, `a`, `an` and `the` do not count |
-    | `f1` | the same; pays in part for words in common, each as often as both have it |
+    | `exact` | they are the same, character for character, except for surrounding white space |
+    | `casefold` | they are the same except for case, runs of white space and the encoding of accents |
+    | `squad` (default) | they are the same after SQuAD's normalisation: without case, ASCII punctuation, `a`, `an` and `the` |
+    | `f1` | as `squad`; pays in part for words in common, each as often as both have it |
     | `pattern` | the regular expression (RE2's syntax) matches the whole answer |
 
     Args:
-        match: as above. `pattern` needs google-re2: `pip install 'grpo-rewards[patterns]'`.
-        pattern: with `match: pattern`, one pattern for every row; without it the gold is the pattern, and one that RE2
-            does not take makes its row None.
-        extract: where the answer stands, as in `answers.extract_answer`, or `whole`: all that is outside the thinking.
-        pay: for the gold.
-        pay_wrong: for anything else.
-        tags: the reasoning and the answer tag.
-        prefilled: the reasoning tag, if the prompt already opens it.
-        gold_column: the dataset column with the gold: a string, a list of them, or SQuAD's `{"text": [...]}`.
-        prefix: put before the logged columns `extracted`, `gold` and `verdict`, where two rewards log them.
-        name: the reward's name in logs.
+        match: comparison, as above. `pattern` needs google-re2: `pip install 'grpo-rewards[patterns]'`.
+        pattern: with `match: pattern`, one pattern for every row. Without it each gold is a pattern, and a gold that RE2
+            does not support makes its row None.
+        extract: layout of the answer, as in `answers.extract_answer`, or `whole` for all text outside the thinking.
+        pay: score for the gold.
+        pay_wrong: score for anything else.
+        tags: names of the reasoning tag and the answer tag.
+        prefilled: name of the reasoning tag if the prompt already opens it.
+        gold_column: name of the dataset column with the gold: a string, a list of strings, or SQuAD's `{"text": [...]}`.
+        prefix: prefix of the logged columns `extracted`, `gold` and `verdict`, for runs in which two rewards log them.
+        name: name of the reward in logs.
     """
 
     gold_forms: ClassVar[str] = "a gold is a string or a list of strings; with `match: pattern` one that RE2 takes"
@@ -127,45 +121,65 @@ class StringMatch(AgainstGold):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self.match, "match", MATCHES)
+        check_choice(self.match, "match", tuple(_COMPARISONS))
         if self.pattern is not None and self.match != "pattern":
             raise ValueError(f"pattern has no effect with match {self.match!r}: set match to pattern")
         if self.pattern is not None and not isinstance(self.pattern, str):
             raise ValueError(f"pattern must be a string, not {self.pattern!r}")
         if self.match == "pattern":
-            whole_pattern(self.pattern or "")
+            _whole_pattern(self.pattern or "")
 
     @property
     def columns_read(self) -> tuple[str, ...]:
-        """The dataset columns that the reward needs: none where one pattern serves every row."""
+        """Name of the dataset column with the gold; none if one pattern serves every row."""
         return () if self.pattern is not None else super().columns_read
 
     def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> Judgements:
-        answers = self._answers(texts, self.extract)
-        if self.pattern is not None:
-            golds = [[self.pattern]] * len(answers)
-        else:
-            golds = [self._golds(gold) for gold in needed_column(self, "gold_column", columns, texts)]
-        return Judgements.of(list(map(self._judgement, answers, golds)))
+        given: Sequence[Any] = [self.pattern] * len(texts)
+        if self.pattern is None:
+            given = needed_column(self, "gold_column", columns, texts)
+        judged = Judgements()
+        for answer, row in zip(self._answers(texts, self.extract), given, strict=True):
+            golds = [row] if self.pattern is not None else self._golds(row)
+            if not golds:
+                judged.add(answer, None, "no gold", None)
+            elif answer is None:
+                judged.add(None, golds[0], "missing", self.pay_wrong)
+            else:
+                gold, share = self._nearest(answer, golds)
+                judged.add(answer, gold, _verdict(share, answer in golds), self._pay(share))
+        return judged
 
-    def _golds(self, gold: Any) -> list[str]:
-        golds = read_golds(gold)
-        return [pattern for pattern in golds if _is_pattern(pattern)] if self.match == "pattern" else golds
-
-    def _judgement(self, answer: str | None, golds: Sequence[str]) -> Judgement:
-        if not golds:
-            return Judgement(answer, None, "no gold", None)
-        if answer is None:
-            return Judgement(None, golds[0], "missing", self.pay_wrong)
+    def _nearest(self, answer: str, golds: Sequence[str]) -> tuple[str, float]:
+        """Return the gold with the largest share of full pay, and that share."""
         shares = [_COMPARISONS[self.match](answer, gold) for gold in golds]
-        share = max(shares)
-        verdict = "wrong" if share == 0 else "partial" if share < 1 else "exact" if answer in golds else "equal"
-        return Judgement(answer, golds[shares.index(share)], verdict, self._pay(share))
+        best = shares.index(max(shares))
+        return golds[best], shares[best]
+
+    def _golds(self, row: Any) -> list[str]:
+        """Return the golds of a row, stripped: of a string, a number, a list of them, or SQuAD's `{"text": [...]}`."""
+        row = row.get("text") if isinstance(row, Mapping) else row
+        row = row.tolist() if hasattr(row, "tolist") else row  # an array of numpy or pyarrow
+        golds = []
+        for item in row if isinstance(row, (list, tuple)) else [row]:
+            is_text = isinstance(item, (str, Real)) and not isinstance(item, bool) and item == item  # not NaN
+            gold = str(item).strip() if is_text else ""
+            if gold and (self.match != "pattern" or _is_pattern(gold)):
+                golds.append(gold)
+        return golds
 
 
-def _is_pattern(pattern: str) -> bool:
+def _verdict(share: float, exact: bool) -> str:
+    if share == 0:
+        return "wrong"
+    if share < 1:
+        return "partial"
+    return "exact" if exact else "equal"
+
+
+def _is_pattern(text: str) -> bool:
     try:
-        whole_pattern(pattern)
+        _whole_pattern(text)
     except ValueError:
         return False
     return True

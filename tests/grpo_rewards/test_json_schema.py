@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from grpo_rewards.registry import RewardSpecError, build_rewards
 from grpo_rewards.schema import JsonSchema
-from grpo_rewards.strict_json import MAX_CHARS, MAX_DEPTH
+from grpo_rewards.strict import MAX_CHARS, MAX_DEPTH
 from tests.support.growth import growth
 
 jsonschema = pytest.importorskip("jsonschema")

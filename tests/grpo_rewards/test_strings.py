@@ -282,7 +282,7 @@ def test_a_pattern_that_backtracks_for_ever_is_linear(re2, pattern):
 
 
 def test_without_google_re2_a_pattern_is_refused_with_the_fix(monkeypatch):
-    from grpo_rewards.patterns import linear_search
+    from grpo_rewards.strict import linear_search
 
     linear_search.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "re2", None)

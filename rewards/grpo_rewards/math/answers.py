@@ -28,9 +28,7 @@ from numbers import Real
 from typing import NamedTuple
 
 from grpo_rewards.completions import thinking_remover
-from grpo_rewards.math.prose import stated_quantity
-from grpo_rewards.math.symbolic import equivalent
-from grpo_rewards.math.words import (
+from grpo_rewards.math.prose import (
     CJK_NUMERALS,
     NO_UNITS,
     SCALES,
@@ -39,7 +37,9 @@ from grpo_rewards.math.words import (
     is_doubt,
     is_numeral,
     is_vague_number,
+    stated_quantity,
 )
+from grpo_rewards.math.symbolic import equivalent
 from grpo_rewards.reward import check_choice
 
 Number = int | Fraction

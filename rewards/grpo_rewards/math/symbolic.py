@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -25,8 +26,6 @@ import threading
 import time
 from collections.abc import Sequence
 from typing import IO, Any
-
-from grpo_rewards.child_limits import limit_cpu, limit_memory, readable
 
 # What a child may allocate on top of the imported libraries, and the server's time to import those.
 MEMORY_BYTES = 160 * 2**20
@@ -212,6 +211,32 @@ def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
     if not line:
         raise EOFError
     return line
+
+
+def limit_memory(additional_bytes: int) -> None:
+    """Let this process allocate `additional_bytes` on top of its address space of now; no limit without /proc (macOS)."""
+    import resource
+
+    if os.path.exists("/proc/self/statm"):
+        with open("/proc/self/statm") as statm:
+            used = int(statm.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + additional_bytes, used + additional_bytes))
+
+
+def limit_cpu(seconds: float) -> None:
+    """Let this process compute for `seconds` from now, rounded up; then SIGXCPU ends it."""
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 1, hard))
+
+
+def readable(descriptor: int, seconds: float) -> bool:
+    """Return True if a pipe can be read, or has ended, within `seconds`."""
+    # poll, since select refuses descriptors over 1023.
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(max(seconds, 0) * 1000))
 
 
 _WARM_UP = (("x+1", "1+x"), (r"\sqrt{8}", r"2\sqrt{2}"), ("(1,2)", "(1,3)"), (r"\frac{\sqrt{3}}{2}", r"\frac{1}{3}"))

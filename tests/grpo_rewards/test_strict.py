@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from grpo_rewards import strict_yaml
+from grpo_rewards.strict import DuplicateKey, load_yaml
 
 
 @pytest.mark.parametrize(
@@ -21,9 +21,9 @@ from grpo_rewards import strict_yaml
 def test_it_reads_what_pyyaml_reads(text: str) -> None:
     if text.startswith("[1"):  # no mapping can have a list as its key
         with pytest.raises(yaml.YAMLError):
-            strict_yaml.load(text)
+            load_yaml(text)
     else:
-        assert strict_yaml.load(text) == yaml.safe_load(text)
+        assert load_yaml(text) == yaml.safe_load(text)
 
 
 @pytest.mark.parametrize(
@@ -36,11 +36,11 @@ def test_it_reads_what_pyyaml_reads(text: str) -> None:
     ],
 )
 def test_a_key_given_twice_is_named_with_both_lines(text: str, says: str) -> None:
-    with pytest.raises(strict_yaml.DuplicateKey, match=says):
-        strict_yaml.load(text)
+    with pytest.raises(DuplicateKey, match=says):
+        load_yaml(text)
     yaml.safe_load(text)  # which keeps the last
 
 
 def test_objects_are_not_built() -> None:
     with pytest.raises(yaml.YAMLError):
-        strict_yaml.load("!!python/object:os.system {}")
+        load_yaml("!!python/object:os.system {}")

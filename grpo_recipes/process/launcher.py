@@ -17,7 +17,7 @@ import psutil
 
 from grpo_recipes.process.faults import LAST_LINE_VARIABLE, read_last_line
 from grpo_recipes.process.signals import drop_closed_outputs, heeds_hangup
-from grpo_rewards import strict_yaml
+from grpo_rewards.strict import load_yaml
 from grpo_rewards.terminal import say, visible
 
 MODULE = "grpo_recipes.train"
@@ -44,7 +44,7 @@ class Layout:
         """Return the command that launches training with these arguments."""
         launcher = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file", str(self.config)]
         launcher += ["--num_processes", str(self.num_processes)]
-        is_one_machine = strict_yaml.load(self.config.read_text(encoding="utf-8")).get("num_machines", 1) == 1
+        is_one_machine = load_yaml(self.config.read_text(encoding="utf-8")).get("num_machines", 1) == 1
         if self.num_processes > 1 and is_one_machine:
             # accelerate's own port is always the same, so two runs on one machine would connect to each other.
             launcher += ["--main_process_port", "0"]

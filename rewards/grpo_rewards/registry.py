@@ -1,4 +1,4 @@
-"""Reward specs: what a recipe or a command line may say, turned into callables with unique names.
+"""Reward specs of recipes and command lines, built into callables with unique names.
 
 A spec is a name (registered, or a dotted path), or one of the mappings
 
@@ -7,10 +7,9 @@ A spec is a name (registered, or a dotted path), or one of the mappings
     {name: sum, rewards: [spec, ...], weight: 1.0, alias: total}
     {name: gate, reward: spec, only_if: spec, at_least: 1.0, weight: 1.0, alias: gated}
 
-A class is always instantiated, with `kwargs` or with nothing. A plain function is the reward itself, unless `kwargs` is
-given (even `{}`): then it is a factory and is called with them first. A ready dataclass instance is the reward itself,
-with `kwargs` replacing its fields. A registered name stands for its class. `kind` says what a reward judges that does
-not declare it itself.
+A class is instantiated, with `kwargs` or without arguments. A plain function is the reward itself. With `kwargs` (even
+`{}`) it is a factory, which is called with them. A dataclass instance is the reward itself, with `kwargs` replacing its
+fields. A registered name stands for its class. `kind` sets the kind of a reward that declares none.
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ from typing import Any, get_args
 from grpo_rewards.completions import check_rows
 from grpo_rewards.errors import UserError, did_you_mean, one_line
 from grpo_rewards.redaction import redacted, scrubbed, secret_values
-from grpo_rewards.reward import BaseReward, FunctionReward, Kind, LogColumn, checked_number
+from grpo_rewards.reward import BaseReward, FunctionReward, Kind, LogColumn, LogMetric, callable_name, checked_number
 
 ENTRY_POINT_GROUP = "grpo_rewards.rewards"
 
-# Strings, so that asking for one reward imports neither the others nor, for `reward_model`, torch.
+# Paths instead of classes, so that one reward is imported without the others, and without torch, which `reward_model`
+# needs.
 REGISTERED: Mapping[str, str] = {
     "gsm8k_correctness": "grpo_rewards.math.correctness.GSM8KCorrectness",
     "math_correctness": "grpo_rewards.math.correctness.MathCorrectness",
@@ -47,7 +47,7 @@ REGISTERED: Mapping[str, str] = {
     "instructions": "grpo_rewards.ifeval.Instructions",
     "judge": "grpo_rewards.judge.JudgeScore",
 }
-# Kind and highest pay of the reward functions in `trl.rewards`, under their own names and those of their factories.
+# Kind and largest score of the reward functions in `trl.rewards`, under their own names and those of their factories.
 TRL_REWARDS: Mapping[str, tuple[Kind, float]] = {
     "accuracy_reward": ("correctness", 1.0),
     "reasoning_accuracy_reward": ("correctness", 1.0),
@@ -58,7 +58,7 @@ TRL_REWARDS: Mapping[str, tuple[Kind, float]] = {
     "repetition_penalty_reward": ("other", 0.0),
 }
 _SPEC_KEYS = ("name", "weight", "alias", "kind", "kwargs")
-# What is made of other rewards, and its keys: not `kwargs`, since a part has its own.
+# Keys of the rewards made of others. They have no `kwargs`: each part has its own.
 _COMPOSED_KEYS: Mapping[str, tuple[str, ...]] = {
     "sum": ("name", "weight", "alias", "rewards"),
     "gate": ("name", "weight", "alias", "reward", "only_if", "at_least"),
@@ -69,14 +69,14 @@ Spec = str | Mapping[str, Any]
 
 
 class RewardSpecError(UserError):
-    """A reward spec that can't be built: one sentence naming the reward, the key and the fix."""
+    """Reward spec that can't be built. The message names the reward, the key and the fix."""
 
 
 @dataclass(frozen=True)
 class BuiltReward:
-    """A reward as a trainer takes it: `function.__name__ == name`, unique in its list; `weight` is finite.
+    """Reward as a trainer takes it, with `function.__name__ == name`, a unique name and a finite weight.
 
-    `highest_pay` is the most that one completion can earn, before the weight; None where that is not known.
+    `highest_pay` is the largest score of one completion, before the weight, or None if it is not known.
     """
 
     function: Reward
@@ -87,39 +87,33 @@ class BuiltReward:
 
     @property
     def unbound(self) -> Reward:
-        """Reward behind another name and bound arguments."""
-        return _unbound(self.function)
+        """Reward without another name and bound arguments."""
+        function = self.function
+        while isinstance(function, BoundReward):
+            function = function.function
+        return function
 
     @property
     def declared(self) -> BaseReward:
-        """Reward with its declarations: an instance of ours itself, a plain function behind the same interface."""
-        return _declared(self.function)
+        """Reward with the interface of the base class, also for a plain function."""
+        reward = self.unbound
+        return reward if isinstance(reward, BaseReward) else FunctionReward(self.function, reward)
 
     @property
     def needs_whole_groups(self) -> bool:
         """True if the reward compares the completions of a group."""
         return self.declared.needs_whole_groups
 
-
-def _unbound(function: Reward) -> Reward:
-    while isinstance(function, BoundReward):
-        function = function.function
-    return function
-
-
-def _declared(function: Reward) -> BaseReward:
-    reward = _unbound(function)
-    return reward if isinstance(reward, BaseReward) else FunctionReward(function, reward)
-
-
-def _declared_kind(function: Reward) -> Kind | None:
-    declared = _declared(function)
-    return declared.declared_kind if isinstance(declared, FunctionReward) else declared.kind
+    @property
+    def parts(self) -> tuple[BuiltReward, ...]:
+        """Rewards that a sum or a gate is made of; empty for any other reward."""
+        reward = self.unbound
+        return reward.parts if isinstance(reward, ComposedReward) else ()
 
 
 @dataclass(frozen=True)
 class BoundReward:
-    """A reward under another name, or with arguments that every call adds. Picklable if the reward is."""
+    """Reward under another name, or with arguments that every call adds. It is picklable if the reward is."""
 
     function: Reward
     name: str
@@ -135,20 +129,16 @@ class BoundReward:
 
 
 class AsyncBoundReward(BoundReward):
-    """The same for a coroutine function, which trainers recognise by an `async def __call__`."""
+    """Bound coroutine function. Trainers recognise it by its `async def __call__`."""
 
     async def __call__(self, *args: Any, **columns: Any) -> Any:
         """Await the reward with the bound arguments."""
         return await super().__call__(*args, **columns)
 
 
-def _log_under(log: Callable[[str, list], None], prefix: str, column: str, values: list) -> None:
-    log(prefix + column, values)
-
-
 @dataclass(frozen=True)
 class UnbuiltReward:
-    """A reward that somebody else's package would build: imported, its arguments checked, and not called."""
+    """Placeholder for a reward of somebody else's package: imported, with checked arguments, but not built."""
 
     name: str
     kind: Kind | None = None
@@ -159,12 +149,19 @@ class UnbuiltReward:
         return self.name
 
     def __call__(self, prompts: Any = None, completions: Sequence[Any] = (), **columns: Any) -> Any:
-        """Refuse: there is nothing to call yet."""
+        """Raise RewardSpecError, because there is no reward to call yet."""
         raise RewardSpecError(f"reward `{self.name}` was not built")
 
 
+# --- Rewards made of others ---
+
+
+def _log_under(log: Callable[[str, list], None], prefix: str, column: str, values: list) -> None:
+    log(prefix + column, values)
+
+
 class ComposedReward(BaseReward):
-    """A reward made of others: calls each part, logs it, and combines the scores of a row."""
+    """Base class of rewards made of others, which calls each part, logs it, and combines the scores of a row."""
 
     parts: tuple[BuiltReward, ...]
 
@@ -175,13 +172,13 @@ class ComposedReward(BaseReward):
 
     @property
     def kind(self) -> Kind:  # type: ignore[override]
-        """Kind of what is paid, "other" for a mixture."""
+        """Kind of the parts with a weight; "other" for a mixture."""
         kinds = {part.kind for part in self.parts if part.weight != 0}
         return kinds.pop() if len(kinds) == 1 else "other"
 
     @property
     def highest_pay(self) -> float | None:
-        """The most that a completion can earn; None where it is not known, as under a negative weight."""
+        """Largest score of one completion; None if it is not known, as with a negative weight."""
         total = 0.0
         for part in self.parts:
             if part.weight == 0:
@@ -197,45 +194,47 @@ class ComposedReward(BaseReward):
         completions: Sequence[Any] = (),
         *,
         log_extra: LogColumn = None,
-        log_metric: Callable[[str, float], None] | None = None,
+        log_metric: LogMetric = None,
         log_reason: LogColumn = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Score every completion by every part; `columns` and the logging callables reach each of them."""
+        """Score every completion by every part. `columns` and the logging callables are passed to each part."""
         check_rows(self.name, completions=completions)
         columns.update(prompts=prompts, completions=completions)
         if log_metric is not None:
             columns["log_metric"] = log_metric
         scores = []
         for part in self.parts:
+            label = f"{self.name}/{part.name}"
             for key, log in (("log_extra", log_extra), ("log_reason", log_reason)):
                 if log is not None:
-                    columns[key] = partial(_log_under, log, f"{self.name}/{part.name}/")
-            scores.append(part.function(**columns))
-            check_rows(part.name, completions=completions, scores=scores[-1])
-        for part, column in zip(self.parts, scores, strict=True):
-            label = f"{self.name}/{part.name}"
+                    columns[key] = partial(_log_under, log, f"{label}/")
+            column = part.function(**columns)
+            check_rows(part.name, completions=completions, scores=column)
+            scores.append(column)
             scored = [score for score in column if score is not None]
             if log_extra is not None:
                 log_extra(label, list(column))
             if log_metric is not None and scored:
                 log_metric(f"rewards/{label}", sum(scored) / len(scored))
+        rows = list(zip(*scores, strict=True))
         if log_reason is not None:
-            log_reason(f"{self.name}/reason", [self._reason(row) for row in zip(*scores, strict=True)])
-        return [None if None in row else self._pay(row) for row in zip(*scores, strict=True)]
+            log_reason(f"{self.name}/reason", [self._reason(row) for row in rows])
+        return [None if None in row else self._combined(row) for row in rows]
 
-    def _pay(self, row: Sequence[float]) -> float:
+    def _combined(self, row: Sequence[float]) -> float:
         raise NotImplementedError
 
     def _reason(self, row: Sequence[float | None]) -> str:
-        terms = (f"{part.weight:g} * {part.name}" for part in self.parts if part.weight != 0)
-        unscored = [part.name for part, score in zip(self.parts, row, strict=True) if score is None]
-        return f"{unscored[0]} has no score" if unscored else " + ".join(terms)
+        for part, score in zip(self.parts, row, strict=True):
+            if score is None:
+                return f"{part.name} has no score"
+        return " + ".join(f"{part.weight:g} * {part.name}" for part in self.parts if part.weight != 0)
 
 
 @dataclass(frozen=True)
 class SumReward(ComposedReward):
-    """The weighted sum of several rewards, as one.
+    """Weighted sum of several rewards.
 
     | row | pay |
     |---|---|
@@ -248,13 +247,13 @@ class SumReward(ComposedReward):
     parts: tuple[BuiltReward, ...]
     name: str = "sum"
 
-    def _pay(self, row: Sequence[float]) -> float:
+    def _combined(self, row: Sequence[float]) -> float:
         return sum(part.weight * score for part, score in zip(self.parts, row, strict=True))
 
 
 @dataclass(frozen=True)
 class GateReward(ComposedReward):
-    """A reward that pays only where another one does: a right answer earns nothing in the wrong format.
+    """Reward that counts only if another one does: a right answer earns nothing in the wrong format.
 
     | row | pay |
     |---|---|
@@ -262,11 +261,11 @@ class GateReward(ComposedReward):
     | `only_if` pays less | 0, or weight * reward where that is negative: a closed gate spares no penalty |
     | `only_if` or `reward` returns None, whether the gate is open or not | None |
 
-    That a row is None whatever the gate says keeps a group together: a gold that can't be read would otherwise earn 0
-    for the completions in the wrong format, and nothing at all for the others.
+    The last rule keeps groups together. Otherwise a row with an unreadable gold would earn 0 if its completion is in the
+    wrong format and would be dropped if it is in the right one.
 
     Both parts are logged as columns `<name>/<part>` and as their means over the rows that they score. `only_if` has the
-    weight 0: it is asked, and its score is not paid.
+    weight 0, because its score is not part of the sum.
     """
 
     reward: BuiltReward
@@ -276,13 +275,13 @@ class GateReward(ComposedReward):
 
     @property
     def parts(self) -> tuple[BuiltReward, ...]:  # type: ignore[override]
-        """What is paid, and the condition."""
+        """Reward and condition."""
         return self.reward, self.only_if
 
-    def _pay(self, row: Sequence[float]) -> float:
+    def _combined(self, row: Sequence[float]) -> float:
         score, condition = row
-        paid = self.reward.weight * score
-        return paid if self._opens(condition) else min(0.0, paid)
+        weighted = self.reward.weight * score
+        return weighted if self._opens(condition) else min(0.0, weighted)
 
     def _opens(self, condition: float) -> bool:
         return condition > 0 if self.at_least is None else condition >= self.at_least
@@ -297,66 +296,19 @@ class GateReward(ComposedReward):
 def leaves(rewards: Iterable[BuiltReward], weight: float = 1.0) -> Iterator[BuiltReward]:
     """Yield the single rewards that `rewards` are made of, each with its weight in the total (times `weight`).
 
-    A sum and a gate give their parts, `group_length` itself and the reward that tells it right from wrong. What is only
-    asked and not paid, as the condition of a gate, has the weight 0.
+    A sum or a gate yields its parts. `group_length` yields itself and the reward that tells right from wrong. A reward
+    whose score is not part of the total, such as the condition of a gate, has the weight 0.
     """
     for reward in rewards:
         reward = replace(reward, weight=weight * reward.weight)
-        declared = reward.declared
-        if isinstance(declared, ComposedReward):
-            yield from leaves(declared.parts, reward.weight)
+        if reward.parts:
+            yield from leaves(reward.parts, reward.weight)
             continue
         yield reward
-        yield from leaves(_built(asked, 0.0) for asked in declared.asks)
+        yield from leaves(_with_declarations(function, 0.0) for function in reward.declared.asks)
 
 
-def build_rewards(
-    specs: Sequence[Spec], *, num_generations: int | None = None, call_factories: bool = True
-) -> list[BuiltReward]:
-    """Build the rewards of a recipe.
-
-    Args:
-        specs: names or mappings, as in this module's docstring.
-        num_generations: completions per prompt, handed to every reward that has such a field or parameter and was not
-            given it in `kwargs`.
-        call_factories: whether classes and factories that are not ours are called. If not, an `UnbuiltReward` stands
-            for what they would make; their modules are imported in either case.
-
-    Raises:
-        RewardSpecError: an unknown name or key, an unknown or invalid kwarg, a reward that can't take `prompts` and
-            `completions`, a weight that is not finite, or two rewards with one name.
-    """
-    if isinstance(specs, (str, Mapping)) or not isinstance(specs, Sequence):
-        raise RewardSpecError(
-            f"rewards must be a list of specs, not {redacted(specs)!r}: write `rewards: [gsm8k_correctness]`"
-        )
-    building = _Building(num_generations, call_factories)
-    built = [_build(spec, building) for spec in specs]
-    for name, count in Counter(reward.name for reward in built).items():
-        if count > 1:
-            raise RewardSpecError(f"{count} rewards are named `{name}`: give all but one an alias of its own")
-    return _with_columns_apart(built)
-
-
-@dataclass(frozen=True)
-class _Building:
-    """How `build_rewards` was asked to build, for the parts of a composed reward too."""
-
-    num_generations: int | None
-    call_factories: bool
-
-
-def _with_columns_apart(built: list[BuiltReward]) -> list[BuiltReward]:
-    """Prefix the logged columns where several rewards log some: TRL appends same-named columns to one another."""
-    logging = [reward.name for reward in built if _has_field(reward.function, "prefix")]
-    if len(logging) < 2:
-        return built
-    return [_with_prefix(reward) if reward.name in logging else reward for reward in built]
-
-
-def _with_prefix(reward: BuiltReward) -> BuiltReward:
-    function: Any = reward.function
-    return replace(reward, function=replace(function, prefix=function.prefix or f"{reward.name}/"))
+# --- Specs ---
 
 
 def spec_parts(spec: Any) -> list[Spec]:
@@ -367,7 +319,7 @@ def spec_parts(spec: Any) -> list[Spec]:
 
 
 def is_composed(spec: Any) -> bool:
-    """Whether a spec is one of our rewards that are made of others, and names those."""
+    """Return True if a spec is a `sum` or a `gate` and names its parts."""
     return isinstance(spec, Mapping) and spec.get("name") in _COMPOSED_KEYS and bool(spec_parts(spec))
 
 
@@ -378,36 +330,36 @@ def fields_of_rewards(target: Any) -> tuple[str, ...]:
 
 
 def own_name(name: str) -> str | None:
-    """The registered name of one of our rewards by any of its spellings, imported by none of them; None for another's."""
-    return _OWN.get(name)
+    """Return the registered name of one of our rewards, without importing it, or None for any other reward.
 
-
-# A reward is known by its registered name, its class's path, and the paths of the ready instance of it.
-_OWN: Mapping[str, str] = {
-    spelling: name
-    for name, path in REGISTERED.items()
-    for spelling in (name, path, f"{path.rpartition('.')[0]}.{name}", f"grpo_rewards.{name}")
-}
+    Args:
+        name: registered name, path of the class, or path of the ready instance.
+    """
+    for registered, path in REGISTERED.items():
+        module = path.rpartition(".")[0]
+        if name in (registered, path, f"{module}.{registered}", f"grpo_rewards.{registered}"):
+            return registered
+    return None
 
 
 def registered_names() -> list[str]:
-    """Return every name that a spec may use without a dotted path, ours and those of installed entry points."""
+    """Return every name that a spec may use without a dotted path: ours and those of installed entry points."""
     return [*REGISTERED, *(name for name in _entry_points() if name not in REGISTERED)]
 
 
 def resolve(name: str) -> Any:
-    """Return what a reward name stands for: a class, a ready reward or a function.
+    """Return the object that a reward name stands for: a class, a ready reward or a function.
 
-    A registered name gives its class; an entry point or a dotted path whatever it points at.
+    A registered name stands for its class. An entry point or a dotted path stands for what it points at.
 
     Raises:
-        RewardSpecError: nothing has that name, or importing it failed.
+        RewardSpecError: no object has that name, or importing it failed.
     """
     if name not in REGISTERED and name in (points := _entry_points()):
         try:
             return points[name].load()
-        except Exception as error:  # whatever a package of someone else's does
-            raise RewardSpecError(f"reward `{name}`: its entry point can't be loaded ({_said(error)})") from error
+        except Exception as error:  # somebody else's package may fail in any way
+            raise RewardSpecError(f"reward `{name}`: its entry point can't be loaded ({_described(error)})") from error
     module, _, attribute = REGISTERED.get(name, name).rpartition(".")
     if not module:
         raise RewardSpecError(f"unknown reward `{name}`{did_you_mean(name, registered_names())}")
@@ -422,15 +374,22 @@ def resolve(name: str) -> Any:
 def _import(module: str, name: str) -> Any:
     try:
         return importlib.import_module(module)
-    except Exception as error:  # a module of the user's own may fail in any way
+    except Exception as error:  # the user's own module may fail in any way
         if name in REGISTERED and isinstance(error, ImportError):
-            lacking = error.name if isinstance(error, ModuleNotFoundError) else f"another version ({error})"
-            raise RewardSpecError(f"reward `{name}` needs {lacking}: pip install 'grpo-rewards[models]'") from error
-        raise RewardSpecError(f"reward `{name}`: the module `{module}` can't be imported ({_said(error)})") from error
+            needs = missing_package(error)
+            raise RewardSpecError(f"reward `{name}` needs {needs}: pip install 'grpo-rewards[models]'") from error
+        raise RewardSpecError(
+            f"reward `{name}`: the module `{module}` can't be imported ({_described(error)})"
+        ) from error
 
 
-def _said(error: Exception) -> str:
-    """Return what an error says, on one line, with its kind unless that is to be expected."""
+def missing_package(error: ImportError) -> str | None:
+    """Return the name of the package that an import lacks, or a phrase if the package has another version."""
+    return error.name if isinstance(error, ModuleNotFoundError) else f"another version ({error})"
+
+
+def _described(error: Exception) -> str:
+    """Return the text of an error on one line, with the name of its class if that is not to be expected."""
     text = one_line(error).rstrip(".")
     return text if isinstance(error, (ImportError, ValueError)) and text else f"{type(error).__name__}: {text}"
 
@@ -441,46 +400,112 @@ def _entry_points() -> dict[str, Any]:
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
-def _build(spec: Spec, building: _Building) -> BuiltReward:
-    spec = {"name": spec} if isinstance(spec, str) else spec
-    name = spec.get("name") if isinstance(spec, Mapping) else None
-    if not isinstance(name, str) or not name:
-        raise RewardSpecError(f"a reward is a name or a mapping with the key `name`, not {redacted(spec)!r}")
-    _check_keys(name, spec)
-    weight = _checked(name, checked_number, spec.get("weight", 1.0), "weight")
-    function: Reward
-    if name == "sum":
-        function = _build_sum(spec, building)
-    elif name == "gate":
-        function = _build_gate(spec, building)
-    else:
-        function = _instantiate(name, spec.get("kwargs"), building)
-        _check_call(name, function)
-    alias = spec.get("alias") or _callable_name(function)
-    if not isinstance(alias, str):
-        raise RewardSpecError(f"reward `{name}`: alias must be a string, not {alias!r}")
-    built = _built(_named(function, alias), weight, name)
-    return replace(built, kind=_kind(name, spec["kind"], function)) if "kind" in spec else built
+# --- Building ---
 
 
-def _built(function: Any, weight: float, spec_name: str = "") -> BuiltReward:
-    """A reward with what it declares; what declares nothing may be one of TRL's."""
-    built = BuiltReward(function, weight, _callable_name(function))
-    if (kind := _declared_kind(function)) is not None:
-        return replace(built, kind=kind, highest_pay=built.declared.highest_pay)
-    package, _, attribute = spec_name.rpartition(".")
-    if package.startswith("trl.") and attribute in TRL_REWARDS:
-        kind, highest = TRL_REWARDS[attribute]
-        return replace(built, kind=kind, highest_pay=highest)
-    return built
+def build_rewards(
+    specs: Sequence[Spec], *, num_generations: int | None = None, call_factories: bool = True
+) -> list[BuiltReward]:
+    """Build the rewards of a recipe.
+
+    Args:
+        specs: names or mappings, as in this module's docstring.
+        num_generations: completions per prompt. Every reward that has such a field or parameter gets it, unless
+            `kwargs` sets it.
+        call_factories: True to call classes and factories that are not ours. Otherwise their modules are imported, and
+            an `UnbuiltReward` stands for each reward that they would make.
+
+    Raises:
+        RewardSpecError: an unknown name or key, an unknown or invalid kwarg, a reward that can't take `prompts` and
+            `completions`, a weight that is not finite, or two rewards with one name.
+    """
+    return _Builder(num_generations, call_factories).build_all(specs)
 
 
-def _kind(name: str, kind: Any, function: Any) -> Kind:
-    if (declared := _declared_kind(function)) is not None:
-        raise RewardSpecError(f"reward `{name}`: `kind` is {declared} and can't be set: remove it")
-    if kind not in get_args(Kind):
-        raise RewardSpecError(f"reward `{name}`: `kind` must be one of {', '.join(get_args(Kind))}, not {kind!r}")
-    return kind
+@dataclass(frozen=True)
+class _Builder:
+    """Builder of rewards and of their parts, with the arguments of `build_rewards`."""
+
+    num_generations: int | None
+    call_factories: bool
+
+    def build_all(self, specs: Sequence[Spec]) -> list[BuiltReward]:
+        if isinstance(specs, (str, Mapping)) or not isinstance(specs, Sequence):
+            raise RewardSpecError(
+                f"rewards must be a list of specs, not {redacted(specs)!r}: write `rewards: [gsm8k_correctness]`"
+            )
+        built = [self.build(spec) for spec in specs]
+        for name, count in Counter(reward.name for reward in built).items():
+            if count > 1:
+                raise RewardSpecError(f"{count} rewards are named `{name}`: give all but one an alias of its own")
+        return _with_separate_columns(built)
+
+    def build(self, spec: Spec) -> BuiltReward:
+        spec = {"name": spec} if isinstance(spec, str) else spec
+        name = spec.get("name") if isinstance(spec, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise RewardSpecError(f"a reward is a name or a mapping with the key `name`, not {redacted(spec)!r}")
+        _check_keys(name, spec)
+        weight = _checked(name, checked_number, spec.get("weight", 1.0), "weight")
+        function: Reward
+        if name == "sum":
+            function = self.build_sum(spec)
+        elif name == "gate":
+            function = self.build_gate(spec)
+        else:
+            function = self.build_single(name, spec.get("kwargs"))
+        alias = spec.get("alias") or callable_name(function)
+        if not isinstance(alias, str):
+            raise RewardSpecError(f"reward `{name}`: alias must be a string, not {alias!r}")
+        built = _with_declarations(_named(function, alias), weight, name)
+        return replace(built, kind=_checked_kind(name, spec["kind"], built)) if "kind" in spec else built
+
+    def build_sum(self, spec: Mapping[str, Any]) -> SumReward:
+        parts = self.build_all(spec.get("rewards", ()))
+        if not parts:
+            raise RewardSpecError("reward `sum`: the key `rewards` must list at least one reward to add")
+        _check_synchronous("sum", parts)
+        return SumReward(tuple(parts))
+
+    def build_gate(self, spec: Mapping[str, Any]) -> GateReward:
+        for key, meaning in (("reward", "what is paid"), ("only_if", "the reward that must pay first")):
+            if key not in spec:
+                raise RewardSpecError(f"reward `gate`: the key `{key}` is missing: give it a reward, {meaning}")
+        condition, at_least = spec["only_if"], spec.get("at_least")
+        if isinstance(condition, Mapping) and "weight" in condition:
+            raise RewardSpecError(
+                "reward `gate`: the weight of `only_if` has no effect: set the gate's `at_least` instead"
+            )
+        if at_least is not None:
+            at_least = _checked("gate", checked_number, at_least, "at_least")
+        parts = self.build_all([spec["reward"], condition])
+        _check_synchronous("gate", parts)
+        return GateReward(parts[0], replace(parts[1], weight=0.0), at_least)
+
+    def build_single(self, name: str, kwargs: Any) -> Reward:
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise RewardSpecError(f"reward `{name}`: kwargs must be a mapping of arguments, not {redacted(kwargs)!r}")
+        target = resolve(name)
+        if inspect.isclass(target) or kwargs is not None:
+            reward = self.instantiate(name, target, kwargs or {})
+        else:
+            reward = _with_group_size(target, self.num_generations)
+        if not callable(reward):
+            raise RewardSpecError(f"reward `{name}` is a {type(reward).__name__}, which can't be called as a reward")
+        _check_call(name, reward)
+        return reward
+
+    def instantiate(self, name: str, target: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return the reward that a class, a factory or a ready dataclass instance makes of `kwargs`."""
+        is_instance = is_dataclass(target) and not inspect.isclass(target)
+        make = partial(replace, target) if is_instance else target
+        arguments = _checked_arguments(name, type(target) if is_instance else target, kwargs, self.num_generations)
+        if own_name(name) is None and not self.call_factories:
+            return _unbuilt(name, target)
+        for key in fields_of_rewards(target):
+            if isinstance(arguments.get(key), (str, Mapping)):
+                arguments[key] = self.build_all([arguments[key]])[0].function
+        return _checked(name, lambda: make(**arguments), kwargs=kwargs)
 
 
 def _check_keys(name: str, spec: Mapping[str, Any]) -> None:
@@ -492,37 +517,52 @@ def _check_keys(name: str, spec: Mapping[str, Any]) -> None:
 
 
 def _checked(name: str, check: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
-    """Return what `check` returns. Raise its error as one of the reward `name`, without the secrets in `kwargs`."""
+    """Return `check(*args)`. Raise its error as one of the reward `name`, without the secrets in `kwargs`."""
     try:
         return check(*args)
-    except Exception as error:  # a constructor of the user's own may fail in any way
-        raise RewardSpecError(f"reward `{name}`: {scrubbed(_said(error), secret_values(kwargs))}") from error
+    except Exception as error:  # the user's own constructor may fail in any way
+        raise RewardSpecError(f"reward `{name}`: {scrubbed(_described(error), secret_values(kwargs))}") from error
 
 
-def _build_sum(spec: Mapping[str, Any], building: _Building) -> SumReward:
-    parts = build_rewards(spec.get("rewards", ()), **vars(building))
-    if not parts:
-        raise RewardSpecError("reward `sum`: the key `rewards` must list at least one reward to add")
-    _refuse_parts("sum", parts)
-    return SumReward(tuple(parts))
+def _checked_kind(name: str, kind: Any, built: BuiltReward) -> Kind:
+    if (declared := _declared_kind(built)) is not None:
+        raise RewardSpecError(f"reward `{name}`: `kind` is {declared} and can't be set: remove it")
+    if kind not in get_args(Kind):
+        raise RewardSpecError(f"reward `{name}`: `kind` must be one of {', '.join(get_args(Kind))}, not {kind!r}")
+    return kind
 
 
-def _build_gate(spec: Mapping[str, Any], building: _Building) -> GateReward:
-    for key, meaning in (("reward", "what is paid"), ("only_if", "the reward that must pay first")):
-        if key not in spec:
-            raise RewardSpecError(f"reward `gate`: the key `{key}` is missing: give it a reward, {meaning}")
-    condition = spec["only_if"]
-    if isinstance(condition, Mapping) and "weight" in condition:
-        raise RewardSpecError("reward `gate`: the weight of `only_if` has no effect: set the gate's `at_least` instead")
-    at_least = spec.get("at_least")
-    if at_least is not None:
-        at_least = _checked("gate", checked_number, at_least, "at_least")
-    parts = build_rewards([spec["reward"], condition], **vars(building))
-    _refuse_parts("gate", parts)
-    return GateReward(parts[0], replace(parts[1], weight=0.0), at_least)
+def _declared_kind(built: BuiltReward) -> Kind | None:
+    declared = built.declared
+    return declared.declared_kind if isinstance(declared, FunctionReward) else declared.kind
 
 
-def _refuse_parts(name: str, parts: Iterable[BuiltReward]) -> None:
+def _with_declarations(function: Reward, weight: float, spec_name: str = "") -> BuiltReward:
+    """Return a reward with its kind and largest score, as declared or, for one of TRL's, from the table."""
+    built = BuiltReward(function, weight, callable_name(function))
+    if (kind := _declared_kind(built)) is not None:
+        return replace(built, kind=kind, highest_pay=built.declared.highest_pay)
+    package, _, attribute = spec_name.rpartition(".")
+    if package.startswith("trl.") and attribute in TRL_REWARDS:
+        kind, highest = TRL_REWARDS[attribute]
+        return replace(built, kind=kind, highest_pay=highest)
+    return built
+
+
+def _with_separate_columns(built: list[BuiltReward]) -> list[BuiltReward]:
+    """Prefix the logged columns if several rewards log some: TRL appends columns of one name to one another."""
+    if sum(_has_field(reward.function, "prefix") for reward in built) < 2:
+        return built
+    separate = []
+    for reward in built:
+        function: Any = reward.function
+        if _has_field(function, "prefix"):
+            function = replace(function, prefix=function.prefix or f"{reward.name}/")
+        separate.append(replace(reward, function=function))
+    return separate
+
+
+def _check_synchronous(name: str, parts: Iterable[BuiltReward]) -> None:
     for part in parts:
         if _is_async(part.function):
             raise RewardSpecError(
@@ -530,51 +570,27 @@ def _refuse_parts(name: str, parts: Iterable[BuiltReward]) -> None:
             )
 
 
-def _instantiate(name: str, kwargs: Any, building: _Building) -> Reward:
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise RewardSpecError(f"reward `{name}`: kwargs must be a mapping of arguments, not {redacted(kwargs)!r}")
-    target, num_generations = resolve(name), building.num_generations
-    if inspect.isclass(target) or kwargs is not None:
-        arguments = dict(kwargs or {})
-        ready = is_dataclass(target) and not inspect.isclass(target)
-        _check_arguments(name, type(target) if ready else target, arguments, num_generations)
-        if own_name(name) is None and not building.call_factories:
-            return _unbuilt(name, target)
-        for key in fields_of_rewards(target):
-            if isinstance(arguments.get(key), (str, Mapping)):  # a reward of its own, built as the others are
-                arguments[key] = build_rewards([arguments[key]], **vars(building))[0].function
-        reward = _checked(name, lambda: replace(target, **arguments) if ready else target(**arguments), kwargs=kwargs)
-    else:
-        reward = target if num_generations is None else _with_group_size(target, num_generations)
-    if not callable(reward):
-        raise RewardSpecError(f"reward `{name}` is a {type(reward).__name__}, which can't be called as a reward")
-    return reward
-
-
 def _unbuilt(name: str, target: Any) -> UnbuiltReward:
-    """What stands for the reward that a class or a factory would make, as far as the class itself tells."""
+    """Return the placeholder for the reward that a class or a factory would make, with the class's declarations."""
     if inspect.isclass(target):
-        call = next((vars(base)["__call__"] for base in target.__mro__ if "__call__" in vars(base)), None)
-        if call is None:
+        # Not `getattr`: every class has the `__call__` of its metaclass, which makes instances.
+        calls = [vars(base)["__call__"] for base in target.__mro__ if "__call__" in vars(base)]
+        if not calls:
             raise RewardSpecError(
                 f"reward `{name}` is a class without `__call__`, so that it can't be called as a reward"
             )
-        _check_call(name, partial(call, None))
+        _check_call(name, partial(calls[0], None))
+    declared = FunctionReward(target, target)
     own = getattr(target, "name", None)
-    kind = getattr(target, "kind", None)
-    whole_groups = getattr(target, "needs_whole_groups", False) is True
-    return UnbuiltReward(
-        own if isinstance(own, str) and own else _callable_name(target),
-        kind if kind in get_args(Kind) else None,
-        whole_groups,
-    )
+    own_or_callable = own if isinstance(own, str) and own else declared.name
+    return UnbuiltReward(own_or_callable, declared.declared_kind, declared.needs_whole_groups)
 
 
 def _check_call(name: str, reward: Reward) -> None:
-    """Refuse what can't be called as trainers call a reward: a mistake is found, what the reward does is not judged."""
+    """Raise RewardSpecError if `reward` can't be called with the arguments that trainers pass to a reward."""
     try:
         signature = inspect.signature(reward)
-    except (TypeError, ValueError):  # a builtin that does not tell
+    except (TypeError, ValueError):  # a builtin without a signature
         return
     try:
         signature.bind_partial(prompts=[], completions=[])
@@ -585,35 +601,39 @@ def _check_call(name: str, reward: Reward) -> None:
         ) from error
 
 
-def _check_arguments(name: str, target: Any, arguments: dict[str, Any], num_generations: int | None) -> None:
-    """Refuse what `target` does not take, and add `num_generations` where it takes that."""
+def _checked_arguments(
+    name: str, target: Any, kwargs: Mapping[str, Any], num_generations: int | None
+) -> dict[str, Any]:
+    """Return `kwargs`, with `num_generations` if `target` takes it. Raise RewardSpecError for a wrong or missing one."""
+    arguments = dict(kwargs)
     try:
         parameters = inspect.signature(target).parameters
-    except (TypeError, ValueError):  # not callable, or a builtin that does not tell
-        return
-    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    except (TypeError, ValueError):  # not callable, or a builtin without a signature
+        return arguments
+    kinds = {parameter.kind for parameter in parameters.values()}
     for key in arguments:
-        if key not in parameters and not open_ended:
+        if key not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
             hint = did_you_mean(str(key), parameters, f": it takes {', '.join(parameters) or 'none'}")
             raise RewardSpecError(f"reward `{name}`: unknown kwarg `{key}`{hint}")
     if num_generations is not None and "num_generations" in parameters:
         arguments.setdefault("num_generations", num_generations)
-    missing = [
-        key
-        for key, parameter in parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        and key not in arguments
-    ]
+    missing = []
+    for key, parameter in parameters.items():
+        is_variable = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if parameter.default is parameter.empty and not is_variable and key not in arguments:
+            missing.append(key)
     if missing:
         raise RewardSpecError(f"reward `{name}`: kwargs must give {', '.join(missing)}")
+    return arguments
 
 
-def _with_group_size(reward: Reward, num_generations: int) -> Reward:
+def _with_group_size(reward: Reward, num_generations: int | None) -> Reward:
+    if num_generations is None:
+        return reward
     if _has_field(reward, "num_generations"):
         return replace(reward, num_generations=num_generations)  # type: ignore[type-var]
     if callable(reward) and "num_generations" in inspect.signature(reward).parameters:
-        return _bound(reward, _callable_name(reward), {"num_generations": num_generations})
+        return _bound(reward, callable_name(reward), {"num_generations": num_generations})
     return reward
 
 
@@ -635,10 +655,3 @@ def _bound(reward: Reward, name: str, arguments: Mapping[str, Any]) -> BoundRewa
 
 def _is_async(reward: Reward) -> bool:
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
-
-
-def _callable_name(reward: Reward) -> str:
-    """Return the name that TRL gives a callable (`trl.trainer.utils.get_callable_name`)."""
-    while hasattr(reward, "func"):
-        reward = reward.func
-    return getattr(reward, "__name__", type(reward).__name__)

@@ -1,10 +1,11 @@
-"""Base classes of the rewards: what a reward declares beside its scores, so that no caller has to guess.
+"""Base classes of the rewards, which declare what callers need to know beside the scores.
 
-A plain function is a valid reward too. `declarations` gives a function and an instance the same interface.
+A plain function is a valid reward too. `FunctionReward` gives it the interface of the base class.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
 Kind = Literal["correctness", "format", "length", "judge", "other"]
-"""Name of what a reward judges. The diagnosis of a run tells format from correctness by it."""
+"""Kind of quality that a reward scores. The diagnosis of a run distinguishes format from correctness by it."""
 
 LogColumn = Callable[[str, list], None] | None
-"""Callable that takes a column's name and its values, one per completion. TRL passes one as `log_extra`; the command
-`grpo-rewards score --explain` passes one as `log_reason`, for text that a training's log does not need."""
+"""Callable that takes a column's name and its values, one per completion. TRL passes one as `log_extra`. The command
+`grpo-rewards score --explain` passes another as `log_reason`, for text that the log of a training run does not need."""
 
 LogMetric = Callable[[str, float], None] | None
 """Callable that takes a metric's name and its value. TRL passes one as `log_metric`."""
@@ -25,7 +26,7 @@ _TAG_NAME = re.compile(r"\w[\w.-]*\Z")
 
 
 def checked_tags(tags: Any, prefilled: Any = None) -> tuple[str, str]:
-    """Return `tags` as (reasoning tag, answer tag), or raise ValueError that names the key."""
+    """Return `tags` as (reasoning tag, answer tag), or raise ValueError with the name of the key."""
     names = tuple(tags) if isinstance(tags, Sequence) and not isinstance(tags, str) else ()
     valid = len(names) == 2 and all(isinstance(name, str) and _TAG_NAME.match(name) for name in names)
     if not valid or names[0] == names[1]:
@@ -36,7 +37,10 @@ def checked_tags(tags: Any, prefilled: Any = None) -> tuple[str, str]:
 
 
 def checked_number(value: Any, key: str) -> float:
-    """Return `value` as a finite float, or raise ValueError that names the key. "5e-1", a string to YAML, is read."""
+    """Return `value` as a finite float, or raise ValueError with the name of the key.
+
+    A string is read as a number, because YAML reads 5e-1 as a string.
+    """
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -46,8 +50,14 @@ def checked_number(value: Any, key: str) -> float:
     return number
 
 
+def check_count(value: Any, key: str, least: int = 1) -> None:
+    """Raise ValueError with the name of the key unless `value` is an integer of at least `least`."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{key} must be a whole number of at least {least}, not {value!r}")
+
+
 def check_choice(value: Any, key: str, choices: Sequence[str]) -> None:
-    """Raise ValueError that names the key unless `value` is one of `choices`."""
+    """Raise ValueError with the name of the key unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{key} must be one of {', '.join(choices)}, not {value!r}")
 
@@ -59,7 +69,7 @@ class BaseReward:
     needs_whole_groups: ClassVar[bool] = False
     """True if the reward compares the completions of a group, so that no group may be split over calls."""
     gold_forms: ClassVar[str] = ""
-    """Clause for error messages that says what a valid gold looks like."""
+    """Clause for error messages that describes a valid gold."""
     reward_fields: ClassVar[tuple[str, ...]] = ()
     """Names of the fields that may hold the spec of another reward."""
 
@@ -73,7 +83,7 @@ class BaseReward:
 
     @property
     def highest_pay(self) -> float | None:
-        """Largest score that one completion can earn, before the weight; None if it is not known."""
+        """Largest score of one completion, before the weight; None if it is not known."""
         return None
 
     @property
@@ -83,12 +93,12 @@ class BaseReward:
 
     @property
     def optional_columns(self) -> tuple[str, ...]:
-        """Names of further dataset columns that the reward reads where a batch has them."""
+        """Names of further dataset columns that the reward reads if the batch has them."""
         return ()
 
     @property
     def asks(self) -> tuple[Callable[..., Any], ...]:
-        """Rewards that this one calls and does not pay."""
+        """Rewards that this reward calls without adding their scores to its own."""
         return ()
 
     @property
@@ -102,8 +112,10 @@ class BaseReward:
         return None
 
     def prepare(self) -> str | None:
-        """Load or ask what the reward depends on, before training, and return one line about it; None if it needs
-        nothing.
+        """Load the model or query the endpoint that the reward depends on, before training.
+
+        Returns:
+            One line about it, or None if the reward depends on nothing.
 
         Raises:
             ValueError: a model cannot be loaded, or an endpoint gives no score.
@@ -111,25 +123,25 @@ class BaseReward:
         return None
 
     def __call__(self, prompts: Any = None, completions: Sequence[Any] = (), **columns: Any) -> list[float | None]:
-        """Return one score for each completion, None where the row cannot be scored."""
+        """Return one score for each completion, None for a row that cannot be scored."""
         raise NotImplementedError
 
     def passed(self, scores: Sequence[float | None]) -> list[bool]:
-        """Return, for each score, True if it is the most that this reward pays."""
+        """Return, for each score, True if it is the largest score of this reward."""
         highest = self.highest_pay
         return [score is not None and score == highest for score in scores]
 
     def validate(self, rows: int, columns: Mapping[str, Sequence[Any]]) -> list[bool]:
         """Return, for each row of the dataset, True if the reward can score it.
 
-        A reward returns None for a row that it cannot score, whatever the completion, so an empty completion tells.
+        An empty completion shows this: a reward returns None for a row that it cannot score, whatever the completion.
 
         Args:
             rows: number of rows.
             columns: dataset columns, each with one entry per row.
 
         Raises:
-            ValueError: the reward needs a column that is not there.
+            ValueError: a column that the reward needs is missing.
         """
         return [score is not None for score in self(completions=[""] * rows, **columns)]
 
@@ -143,14 +155,14 @@ class BaseReward:
         return None
 
     def with_unit_pay(self) -> BaseReward | None:
-        """Return this reward with standard pay and name, so that rewards that ask the same of a completion are equal.
+        """Return this reward with standard scores and name, so that rewards with the same condition are equal.
 
-        Returns None if no completion earns more than another.
+        Returns None if no completion scores more than another.
         """
         return self if self.highest_pay is not None and self.highest_pay > 0 else None
 
     def with_tags(self, tags: tuple[str, str]) -> BaseReward:
-        """Return this reward for other tags (reasoning, answer); a reward that reads no tags returns itself."""
+        """Return this reward for other tags (reasoning, answer). A reward without tags returns itself."""
         return self
 
 
@@ -177,23 +189,23 @@ class TaggedReward(BaseReward):
 
 
 class FunctionReward(BaseReward):
-    """A plain function with a reward's interface: it declares what its attributes say.
+    """Interface of the base class for a plain function, from the attributes that the function may have.
 
     Args:
-        function: the function as a trainer calls it, with bound arguments.
-        source: the function itself, which may have the attributes `kind`, `highest_pay`, `needs_whole_groups`,
-            `columns_read` and `gold_column`.
+        function: function as a trainer calls it, with bound arguments.
+        source: function itself, or a class that was not instantiated. It may have the attributes `kind`, `highest_pay`,
+            `needs_whole_groups`, `columns_read` and `gold_column`.
     """
 
-    def __init__(self, function: Callable[..., Any], source: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], source: Any) -> None:
         self.function = function
-        self.name = getattr(function, "__name__", type(function).__name__)
-        declared = getattr(source, "kind", None)
-        self.declared_kind: Kind | None = declared if declared in get_args(Kind) else None
+        self.name = callable_name(function)
+        kind = getattr(source, "kind", None)
+        self.declared_kind: Kind | None = kind if kind in get_args(Kind) else None
         self.needs_whole_groups = getattr(source, "needs_whole_groups", False) is True  # type: ignore[misc]
         self.gold_column = getattr(source, "gold_column", None)
-        self._columns_read = tuple(getattr(source, "columns_read", ()))
-        # Only a function that declares its kind is known to use `highest_pay` in our sense.
+        self._columns_read = getattr(source, "columns_read", ())
+        # A function that declares no kind may use the name `highest_pay` in another sense.
         self._highest_pay = getattr(source, "highest_pay", None) if self.declared_kind else None
 
     @property
@@ -204,8 +216,15 @@ class FunctionReward(BaseReward):
     @property
     def columns_read(self) -> tuple[str, ...]:
         """Names of the dataset columns that the function declares."""
-        return self._columns_read
+        return tuple(self._columns_read)
 
     def __call__(self, *args: Any, **columns: Any) -> Any:
         """Call the function."""
         return self.function(*args, **columns)
+
+
+def callable_name(function: Callable[..., Any]) -> str:
+    """Return the name that TRL gives a callable (`trl.trainer.utils.get_callable_name`)."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)

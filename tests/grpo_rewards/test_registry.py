@@ -1,4 +1,4 @@
-"""Reward specs: what builds, what is refused, and the sum."""
+"""Reward specs that build, specs that are refused, and rewards made of others."""
 
 import asyncio
 import inspect
@@ -63,7 +63,7 @@ def one(spec, **options):
     return built
 
 
-def test_a_name_is_the_ready_reward():
+def test_a_registered_name_builds_the_ready_reward():
     built = one("gsm8k_correctness")
     assert (built.function, built.weight, built.name) == (grpo_rewards.gsm8k_correctness, 1.0, "gsm8k_correctness")
 
@@ -85,7 +85,7 @@ def test_kwargs_reach_a_registered_class():
         ({"name": "grpo_rewards.tag_count", "kwargs": {"tags": ["a", "b"]}}, [0.0]),
     ],
 )
-def test_dotted_paths(spec, expected):
+def test_dotted_paths_name_functions_factories_and_classes(spec, expected):
     assert one(spec).function(prompts=["p"], completions=["abc"]) == expected
 
 
@@ -105,7 +105,7 @@ def test_an_alias_renames_functions_classes_and_coroutines():
     assert asyncio.run(built.function(prompts=["p"], completions=["c"])) == [1.0]
 
 
-def test_the_group_size_reaches_who_asks_for_it_and_yields_to_kwargs():
+def test_the_group_size_is_passed_unless_kwargs_set_it():
     specs = [
         (f"{HERE}.group_size_reward", 4.0),
         (f"{HERE}.Constant", 4),
@@ -157,7 +157,7 @@ def test_the_group_size_reaches_who_asks_for_it_and_yields_to_kwargs():
         ([{"name": "gate", "reward": "tag_count", "only_if": f"{HERE}.async_reward"}], "asynchronous"),
     ],
 )
-def test_a_bad_spec_is_one_sentence(specs, message):
+def test_a_bad_spec_raises_one_sentence(specs, message):
     with pytest.raises(RewardSpecError, match=message) as caught:
         build_rewards(specs)
     assert "\n" not in str(caught.value)
@@ -191,7 +191,7 @@ def gate(reward="gsm8k_correctness", only_if="well_formed", **keys):
     return one({"name": "gate", "reward": reward, "only_if": only_if, **keys})
 
 
-RIGHT_ANSWER = "<answer>18</answer>"  # right, and not well formed
+RIGHT_ANSWER = "<answer>18</answer>"  # right, but not well formed
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ RIGHT_ANSWER = "<answer>18</answer>"  # right, and not well formed
         ({"reward": {"name": "gsm8k_correctness", "weight": -1}}, RIGHT_ANSWER, "18", -2.0),
     ],
 )
-def test_what_a_gate_pays(keys, completion, gold, pay):
+def test_a_gate_counts_its_reward_only_if_the_condition_holds(keys, completion, gold, pay):
     assert gate(**keys).function(completions=[completion], answer=[gold]) == [pay]
 
 
@@ -221,7 +221,7 @@ WRONG_ANSWER = TEXT.replace("18", "17")
 FINED = {"name": "gsm8k_correctness", "kwargs": {"pay_wrong": -1}}
 FINES_FORMAT = {"name": "sum", "rewards": [{"name": "well_formed", "weight": -1}]}
 THINKS = "<think>\n<answer>18</answer>\n</think>"
-# What a sum, a product, or a gate that only asks whether the condition is not 0 would pay. The gold is 18.
+# Completions that a sum, a product, or a gate on "not 0" would reward. The gold is 18.
 GATE_TRAPS = {
     "a right answer in no format": ({}, "18", 0.0),
     "a right answer in half of the format": ({}, RIGHT_ANSWER, 0.0),
@@ -247,7 +247,7 @@ GATE_TRAPS = {
 
 
 @pytest.mark.parametrize("kind", GATE_TRAPS)
-def test_a_gate_trap(kind):
+def test_a_gate_is_not_opened_by(kind):
     keys, completion, pay = GATE_TRAPS[kind]
     assert gate(**keys).function(completions=[completion], answer=["18"]) == [pay]
 
@@ -257,11 +257,11 @@ def test_a_gate_pays_right_answers_in_the_format_and_no_others():
     strict = gate().function
     for _ in range(2000):
         gold = rng.randrange(10**6)
-        said = rng.choice([gold, gold + rng.randrange(1, 9)])
-        formed = f"<think>{rng.choice(['so', '9 * 2', 'is it 7?'])}</think>\n<answer>{said}</answer>"
+        stated = rng.choice([gold, gold + rng.randrange(1, 9)])
+        formed = f"<think>{rng.choice(['so', '9 * 2', 'is it 7?'])}</think>\n<answer>{stated}</answer>"
         spoilt = rng.choice([str, "Well: {}".format, "{} There.".format, lambda text: text.replace("</think>", "")])
         text = spoilt(formed)
-        expected = 2.0 * (said == gold and text == formed)
+        expected = 2.0 * (stated == gold and text == formed)
         assert strict(completions=[text], answer=[str(gold)]) == [expected]
 
 
@@ -302,7 +302,7 @@ def test_gates_and_sums_nest():
     assert summed(completions=[TEXT, RIGHT_ANSWER], answer=["18"] * 2) == [2.0, 0.0]
 
 
-def test_a_gate_shows_its_parts():
+def test_a_gate_declares_the_properties_of_its_parts():
     grouped = {"name": "group_length", "kwargs": {"num_generations": 2}}
     for function in (gate(reward=grouped).function, gate(only_if=grouped).function):
         assert function.needs_whole_groups
@@ -342,7 +342,7 @@ TEXTS = ["", TEXT, "<answer>18</answer>", "\\boxed{18}", "18", "A", f"{TEXT}{TEX
         ({"name": f"{HERE}.length_reward", "kind": "length", "alias": "short"}, "length", None),
     ],
 )
-def test_a_reward_says_what_it_judges_and_the_most_that_it_pays(spec, kind, highest):
+def test_a_reward_declares_its_kind_and_its_largest_score(spec, kind, highest):
     built = one(spec, num_generations=1)
     assert (built.kind, built.highest_pay) == (kind, highest)
     scores = built.function(prompts=["p"] * len(TEXTS), completions=TEXTS, answer=["18"] * len(TEXTS))
@@ -384,7 +384,7 @@ def test_the_leaves_carry_their_weight_in_the_total():
     found = [(leaf.name, leaf.weight, leaf.kind) for leaf in leaves(build_rewards([total, f"{HERE}.length_reward"]))]
     assert found == [
         ("gsm8k_correctness", 30.0, "correctness"),
-        ("well_formed", 0.0, "format"),  # asked, not paid
+        ("well_formed", 0.0, "format"),  # a condition, not part of the total
         ("group_length", 2.5, "length"),
         ("gsm8k_correctness", 0.0, "correctness"),
         ("tag_count", 5.0, "format"),
@@ -392,13 +392,13 @@ def test_the_leaves_carry_their_weight_in_the_total():
     ]
 
 
-def test_a_leaf_gives_the_reward_behind_names_and_arguments():
+def test_unbound_is_the_reward_without_name_and_arguments():
     built = one({"name": f"{HERE}.group_size_reward", "alias": "size"}, num_generations=4)
     assert built.unbound is group_size_reward
 
 
 def test_several_correctness_rewards_log_columns_of_their_own():
-    # TRL appends what two rewards log under one name, and fails when it writes the table.
+    # TRL appends two columns of one name to each other, and fails when it writes the table.
     lenient = {"name": "gsm8k_correctness", "alias": "lenient", "kwargs": {"extract": "auto"}}
     columns = []
     for built in build_rewards(["gsm8k_correctness", lenient, {"name": "sum", "rewards": ["math_correctness"]}]):
@@ -410,6 +410,11 @@ def test_several_correctness_rewards_log_columns_of_their_own():
     assert columns == ["extracted", "gold", "verdict"]
 
 
+def test_a_class_that_cannot_be_called_is_refused_without_building_it():
+    with pytest.raises(RewardSpecError, match="is a class without `__call__`"):
+        build_rewards(["collections.OrderedDict"], call_factories=False)
+
+
 def test_an_entry_point_is_a_registered_name(monkeypatch):
     from importlib.metadata import EntryPoint
 
@@ -419,7 +424,7 @@ def test_an_entry_point_is_a_registered_name(monkeypatch):
     assert one("my_length").function(prompts=["p"], completions=["abc"]) == [3.0]
 
 
-def test_needs_whole_groups_shows_through_a_sum_and_an_alias():
+def test_a_sum_of_a_group_reward_needs_whole_groups():
     class Grouped(Constant):
         needs_whole_groups = True
 
@@ -429,7 +434,7 @@ def test_needs_whole_groups_shows_through_a_sum_and_an_alias():
 
 
 def test_every_ready_reward_is_exported_and_named_as_registered():
-    # A model and an endpoint have to be named.
+    # These two need the name of a model or an endpoint.
     ready = [name for name in registered_names() if name not in ("reward_model", "judge")]
     for name in ready:
         assert getattr(grpo_rewards, name).__name__ == name

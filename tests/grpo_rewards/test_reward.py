@@ -1,4 +1,4 @@
-"""Declarations of every reward: ours on one base class, plain functions behind the same interface."""
+"""Declarations of every reward: ours have one base class, and plain functions get the same interface."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def declaring(completions: list[Any], solution: list[str], **columns: Any) -> li
 declaring.kind, declaring.highest_pay, declaring.columns_read = "correctness", 0.5, ("solution",)
 
 
-def test_a_function_declares_what_its_attributes_say() -> None:
-    bare, told = (build_rewards([f"{__name__}.{name}"])[0] for name in ("plain", "declaring"))
+def test_the_attributes_of_a_function_are_its_declarations() -> None:
+    bare, declared = (build_rewards([f"{__name__}.{name}"])[0] for name in ("plain", "declaring"))
     assert (bare.kind, bare.highest_pay, bare.declared.columns_read) == ("other", None, ())
-    assert (told.kind, told.highest_pay, told.declared.columns_read) == ("correctness", 0.5, ("solution",))
-    assert told.declared.validate(2, {"solution": ["?", "7"]}) == [False, True]
-    assert told.declared.passed([0.5, 0.25, None]) == [True, False, False]
+    assert (declared.kind, declared.highest_pay, declared.declared.columns_read) == ("correctness", 0.5, ("solution",))
+    assert declared.declared.validate(2, {"solution": ["?", "7"]}) == [False, True]
+    assert declared.declared.passed([0.5, 0.25, None]) == [True, False, False]
     assert bare.declared.passed([1.0]) == [False]  # its maximum is not known
 
 
-def test_a_row_is_valid_where_its_gold_can_be_read() -> None:
+def test_a_row_is_valid_if_its_gold_can_be_read() -> None:
     assert built("gsm8k_correctness").validate(2, {"answer": ["#### 7", ""]}) == [True, False]
     choices = built("choice_correctness")
     assert choices.optional_columns == ("choices",)
@@ -62,7 +62,7 @@ def test_a_row_is_valid_where_its_gold_can_be_read() -> None:
 @pytest.mark.parametrize(
     "name", ["gsm8k_correctness", "string_match", "choice_correctness", "well_formed", "tag_count"]
 )
-def test_rewards_that_ask_the_same_are_equal_with_unit_pay(name: str) -> None:
+def test_rewards_with_the_same_condition_are_equal_with_unit_pay(name: str) -> None:
     names = {field.name for field in fields(built(name))}
     paid = {key: 7.0 for key in ("pay", "pay_exact", "pay_equal") if key in names}
     one, other = built(name), built(name, name="mine", **paid)
@@ -72,6 +72,6 @@ def test_rewards_that_ask_the_same_are_equal_with_unit_pay(name: str) -> None:
     assert built(name, tags=["a", "b"]).with_tags(("think", "answer")).with_unit_pay() == one.with_unit_pay()
 
 
-def test_a_reward_that_pays_nothing_asks_for_nothing() -> None:
+def test_a_reward_without_a_positive_score_has_no_unit_pay() -> None:
     assert built("gsm8k_correctness", pay_exact=0.0).with_unit_pay() is None
     assert built("well_formed", pay=-1.0).with_unit_pay() is None

@@ -36,7 +36,7 @@ from grpo_recipes.runs.files import RunError, read_object
 from grpo_recipes.runs.record import versions
 from grpo_recipes.runs.weights import ADAPTER_CONFIG, identify_weights, weight_files
 from grpo_rewards.registry import BoundReward, BuiltReward, leaves
-from grpo_rewards.reward import BaseReward
+from grpo_rewards.reward import BaseReward, FunctionReward
 
 NOT_IDENTIFIED = "not identified"
 SLICE_ROWS = 10_000
@@ -359,7 +359,7 @@ def columns_read(reward: Any) -> set[str] | None:
     """Return the columns that a reward declares, or None if it may read any: it takes `**columns` and declares nothing."""
     if isinstance(reward, BaseReward):
         return {*reward.columns_read, *reward.optional_columns}
-    declared = getattr(reward, "columns_read", None)
+    declared = FunctionReward(reward, reward).declared_columns
     if declared is not None:
         return set(declared)
     code = _code(reward)

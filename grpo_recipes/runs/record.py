@@ -118,7 +118,7 @@ def _described(specs: Sequence[Spec], rewards: Sequence[BuiltReward]) -> list[di
             "weight": reward.weight,
             "kind": reward.kind,
             "highest_pay": reward.highest_pay,
-            "parts": _described(spec_parts(spec), getattr(reward.function, "parts", ())),
+            "parts": _described(spec_parts(spec), reward.parts),
         }
         for spec, reward in zip(specs, rewards, strict=True)
     ]

@@ -204,7 +204,8 @@ class FunctionReward(BaseReward):
         self.declared_kind: Kind | None = kind if kind in get_args(Kind) else None
         self.needs_whole_groups = getattr(source, "needs_whole_groups", False) is True  # type: ignore[misc]
         self.gold_column = getattr(source, "gold_column", None)
-        self._columns_read = getattr(source, "columns_read", ())
+        self.declared_columns: Sequence[str] | None = getattr(source, "columns_read", None)
+        """Names of the dataset columns that the function declares; None if it declares none and may read any."""
         # A function that declares no kind may use the name `highest_pay` in another sense.
         self._highest_pay = getattr(source, "highest_pay", None) if self.declared_kind else None
 
@@ -216,7 +217,7 @@ class FunctionReward(BaseReward):
     @property
     def columns_read(self) -> tuple[str, ...]:
         """Names of the dataset columns that the function declares."""
-        return tuple(self._columns_read)
+        return tuple(self.declared_columns or ())
 
     def __call__(self, *args: Any, **columns: Any) -> Any:
         """Call the function."""

@@ -35,7 +35,6 @@ from trl import GRPOConfig, get_peft_config, get_quantization_config
 
 from grpo_recipes import __version__
 from grpo_recipes.checks import checks, packages
-from grpo_recipes.checks import vllm as vllm_checks
 from grpo_recipes.checks.checks import Checked, Machine
 from grpo_recipes.checks.precision import Precision
 from grpo_recipes.checks.rewards import checked_reward, describe_rewards
@@ -247,7 +246,7 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     with recipe.naming_this_file():
         StopStrings.of(recipe.config.generation_kwargs, tokenizer)  # raises for a tokenizer that can't be searched
         checked = limit_prompts(recipe, checked, tokenizer)
-        vllm_checks.check_prompts(recipe.config, [checked.train_dataset, checked.eval_dataset], tokenizer)
+        packages.check_vllm_prompts(recipe.config, [checked.train_dataset, checked.eval_dataset], tokenizer)
         rollout = None
         if recipe.offline is not None:
             limit = recipe.config.max_completion_length

@@ -18,7 +18,6 @@ from trl import GRPOConfig
 
 from grpo_recipes.checks import model_sizes, packages
 from grpo_recipes.checks import rewards as reward_checks
-from grpo_recipes.checks import vllm as vllm_checks
 from grpo_recipes.checks.geometry import Geometry, geometry_of
 from grpo_recipes.checks.precision import Precision
 from grpo_recipes.checks.rewards import GoldCheck
@@ -124,7 +123,7 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
         check_early_stopping(recipe)
         check_machine(recipe, machine)
         check_precision(recipe, machine)
-        vllm_checks.check(recipe.config, machine.num_processes, recipe.model)
+        packages.check_vllm(recipe.config, machine.num_processes, recipe.model)
         trained = data.recipe_prompts(recipe)
         train_dataset = trained.dataset
         geometry.check_dataset(len(train_dataset))

@@ -1,4 +1,4 @@
-"""Batch geometry of a GRPO run: what one generation, one micro-batch and one optimiser step hold, and on which rank.
+"""Batch geometry of a GRPO run: the completions of a generation batch, a micro-batch and an optimizer step, per rank.
 
 Every count follows TRL 1.16: `GRPOConfig.__post_init__` for the generation batch, `RepeatSampler` for the epoch.
 """
@@ -17,10 +17,15 @@ from grpo_rewards.terminal import Table
 
 @dataclass(frozen=True)
 class Geometry:
-    """How many prompts and completions meet where. A group is the `num_generations` completions of one prompt.
+    """Numbers of completions that are generated, compared and trained on together.
 
-    `per_device_train_batch_size` counts completions in one micro-batch on one rank; `steps_per_generation` is how many
-    micro-batches one generation is cut into; `num_iterations` is how often each generation is trained on (mu).
+    Attributes:
+        num_processes: Number of ranks.
+        per_device_train_batch_size: Completions in one micro-batch on one rank.
+        gradient_accumulation_steps: Micro-batches per optimizer step.
+        steps_per_generation: Micro-batches into which a generation batch is split.
+        num_generations: Completions of one prompt, which form a group.
+        num_iterations: Number of times that each generation batch is trained on (mu).
     """
 
     num_processes: int
@@ -32,12 +37,16 @@ class Geometry:
 
     @classmethod
     def from_config(cls, config: Any, num_processes: int, *, compares_whole_batch: bool = False) -> Geometry:
-        """The geometry of `config` (`GRPOConfig`, or its plain values as attributes) on `num_processes` ranks.
+        """Return the geometry of a configuration.
 
-        Raises `UserError` where TRL could not
-        lay out whole groups: sizes below one, both `generation_batch_size` and `steps_per_generation`, a generation batch that
-        does not divide, fewer than two generations, or an evaluation batch that does not divide. With
-        `compares_whole_batch` a prompt has one completion and the generation is the group.
+        Args:
+            config: `GRPOConfig`, or an object with the same attributes.
+            num_processes: Number of ranks.
+            compares_whole_batch: True if each prompt has one completion and the whole generation batch is one group.
+
+        Raises:
+            UserError: A size is below 1, a group has fewer than 2 completions, a batch does not hold whole groups, or both
+                `generation_batch_size` and `steps_per_generation` are set.
         """
         for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations"):
             if getattr(config, key) < 1:
@@ -62,81 +71,88 @@ class Geometry:
 
     @property
     def generation_batch_size(self) -> int:
-        """Completions in one generation, over all ranks."""
+        """Number of completions in one generation batch, over all ranks."""
         return self.num_processes * self.completions_per_rank
 
     @property
     def completions_per_rank(self) -> int:
-        """Completions of one generation on one rank."""
+        """Number of completions of one generation batch on one rank."""
         return self.per_device_train_batch_size * self.steps_per_generation
 
     @property
     def prompts_per_generation(self) -> int:
-        """Distinct prompts in one generation, over all ranks."""
+        """Number of distinct prompts in one generation batch, over all ranks."""
         return self.generation_batch_size // self.num_generations
 
     @property
     def completions_per_optimizer_step(self) -> int:
-        """Completions behind one update of the parameters, over all ranks."""
+        """Number of completions behind one optimizer step, over all ranks."""
         return self.num_processes * self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     @property
     def splits_groups(self) -> bool:
-        """Whether the completions of one prompt lie on more than one rank.
+        """True if the completions of some prompt lie on more than one rank.
 
-        Advantages stay right (TRL gathers rewards first); a reward that compares completions inside a group does not.
+        Advantages stay correct, because TRL gathers rewards first. A reward that compares the completions of a group does
+        not, because it is called with one rank's completions.
         """
         return self.num_processes > 1 and self.completions_per_rank % self.num_generations != 0
 
     def generations_per_epoch(self, num_prompts: int) -> int:
-        """Whole generations in one pass over `num_prompts`; `RepeatSampler` drops an incomplete one."""
+        """Return the number of generation batches in an epoch. `RepeatSampler` drops an incomplete one."""
         return num_prompts // self.prompts_per_generation
 
     def optimizer_steps_per_epoch(self, num_prompts: int) -> int:
-        """Updates of the parameters in one pass over `num_prompts`."""
+        """Return the number of optimizer steps in an epoch of `num_prompts` prompts."""
         micro_batches = self.generations_per_epoch(num_prompts) * self.steps_per_generation * self.num_iterations
         return math.ceil(micro_batches / self.gradient_accumulation_steps)
 
     def optimizer_steps(self, config: Any, num_prompts: int) -> int:
-        """Updates of the parameters in a whole run: `max_steps`, or `num_train_epochs` passes over `num_prompts`."""
+        """Return the number of optimizer steps in a run: `max_steps`, or `num_train_epochs` epochs of `num_prompts` prompts."""
         if config.max_steps > 0:
             return config.max_steps
         return math.ceil(config.num_train_epochs * self.optimizer_steps_per_epoch(num_prompts))
 
     def ends_generation(self, step: int, num_prompts: int) -> bool:
-        """Whether optimiser step `step` (from 1) leaves no generated completions that are still to be trained on."""
-        rounds = self.steps_per_generation * self.num_iterations
+        """Return True if optimizer step `step`, counted from 1, is the last one of its generation batch."""
+        micro_batches = self.steps_per_generation * self.num_iterations
         step_in_epoch = step % self.optimizer_steps_per_epoch(num_prompts)
-        return step_in_epoch * self.gradient_accumulation_steps % rounds == 0
+        return step_in_epoch * self.gradient_accumulation_steps % micro_batches == 0
 
     def check_saves(self, config: Any, num_prompts: int) -> None:
-        """Raise `UserError` if a checkpoint would fall inside a generation.
+        """Raise `UserError` if a checkpoint would be saved before a generation batch is fully trained on.
 
-        TRL does not save generated completions: resumed from there, a run trains on others than it would have.
+        TRL does not save generated completions, so a run resumed from such a checkpoint trains on other completions than
+        the uninterrupted run.
         """
         key = {"steps": "save_steps", "best": "eval_steps"}.get(str(config.save_strategy))
         if key is None or config.save_only_model:
             return
-        if key == "eval_steps" and config.eval_strategy == "epoch":  # an epoch holds whole generations
+        if (
+            key == "eval_steps" and config.eval_strategy == "epoch"
+        ):  # an epoch always ends with its last generation batch
             return
         total = self.optimizer_steps(config, num_prompts)
-        every = getattr(config, key) or config.logging_steps
-        every = math.ceil(every * total) if every < 1 else int(every)
-
-        def fits(interval: int) -> bool:
-            return all(self.ends_generation(step, num_prompts) for step in range(interval, total, interval))
-
-        if fits(every):
+        interval = getattr(config, key) or config.logging_steps
+        interval = math.ceil(interval * total) if interval < 1 else int(interval)
+        fix = self._next_interval_that_fits(interval, total, num_prompts)
+        if fix == interval:
             return
-        fix = next((interval for interval in range(every, total) if fits(interval)), None)
         raise UserError(
             f"`{key}` {getattr(config, key)} saves inside a generation, which is trained on in {self.steps_per_generation} × "
             f"{self.num_iterations} micro-batches, {self.gradient_accumulation_steps} an optimiser step; its completions would "
             "be lost on a restart: set " + (f"`{key}` to {fix}" if fix else "`save_strategy: epoch`")
         )
 
+    def _next_interval_that_fits(self, interval: int, total: int, num_prompts: int) -> int | None:
+        """Return the smallest interval of saves, from `interval` on, that always ends a generation batch, or None."""
+        for candidate in range(interval, max(total, interval + 1)):
+            if all(self.ends_generation(step, num_prompts) for step in range(candidate, total, candidate)):
+                return candidate
+        return None
+
     def check_dataset(self, num_prompts: int) -> None:
-        """Raise `UserError` if `num_prompts` cannot fill one generation: TRL would train 0 steps and report success."""
+        """Raise `UserError` if the prompts do not fill one generation batch: TRL would train 0 steps and report success."""
         if num_prompts < self.prompts_per_generation:
             raise UserError(
                 f"the dataset has {num_prompts} prompts and one generation needs {self.prompts_per_generation} "
@@ -145,62 +161,61 @@ class Geometry:
             )
 
     def check_steps(self, config: Any, num_prompts: int) -> None:
-        """Raise `UserError` if the run would end before its first optimiser step."""
+        """Raise `UserError` if the run would end before its first optimizer step."""
         if self.optimizer_steps(config, num_prompts) < 1:
             raise UserError(f"`num_train_epochs` is {config.num_train_epochs}: set it above 0, or set `max_steps`")
 
     def describe(self) -> str:
-        """What one generation and one optimiser step hold, as three lines of text."""
-        return "\n".join(
-            [
-                f"  generation      {self.prompts_per_generation} prompts × {self.num_generations} completions = "
-                f"{self.generation_batch_size} completions on {_plural(self.num_processes, 'process', 'es')}, in "
-                f"{_plural(self.steps_per_generation, 'micro-batch', 'es')} of {self.per_device_train_batch_size} per process",
-                f"  optimiser step  {self.completions_per_optimizer_step} completions "
-                f"({self.completions_per_optimizer_step / self.num_generations:g} prompts); "
-                f"each generation is trained on {_plural(self.num_iterations, 'time')}",
-                f"  groups          {self._describe_groups()}",
-            ]
+        """Return three lines of text: a generation batch, an optimizer step, and where groups lie."""
+        return (
+            f"  generation      {self.prompts_per_generation} prompts × {self.num_generations} completions = "
+            f"{self.generation_batch_size} completions on {_plural(self.num_processes, 'process', 'es')}, in "
+            f"{_plural(self.steps_per_generation, 'micro-batch', 'es')} of {self.per_device_train_batch_size} per process\n"
+            f"  optimiser step  {self.completions_per_optimizer_step} completions "
+            f"({self.completions_per_optimizer_step / self.num_generations:g} prompts); "
+            f"each generation is trained on {_plural(self.num_iterations, 'time')}\n"
+            f"  groups          {self._describe_groups()}"
         )
 
     def describe_epoch(self, num_prompts: int, max_completion_length: int | None = None) -> str:
-        """What one pass over `num_prompts` comes to, as one line of text; with its tokens if their limit is given."""
-        completions = self.generations_per_epoch(num_prompts) * self.generation_batch_size
+        """Return one line of text on an epoch, with the most tokens it may generate if a completion has a limit."""
+        generations, steps = self.generations_per_epoch(num_prompts), self.optimizer_steps_per_epoch(num_prompts)
+        completions = generations * self.generation_batch_size
         tokens = f", at most {completions * max_completion_length:,} tokens" if max_completion_length else ""
         return (
-            f"  epoch           {num_prompts} prompts = {_plural(self.generations_per_epoch(num_prompts), 'generation')} = "
-            f"{_plural(self.optimizer_steps_per_epoch(num_prompts), 'optimiser step')} ({completions:,} completions{tokens})"
+            f"  epoch           {num_prompts} prompts = {_plural(generations, 'generation')} = "
+            f"{_plural(steps, 'optimiser step')} ({completions:,} completions{tokens})"
         )
 
     def cells(self) -> list[list[list[int]]]:
-        """The prompts of the first generation by micro-batch, rank and row, numbered as the sampler draws them.
+        """Return the prompts of the first generation batch by micro-batch, rank and row, numbered in sampling order.
 
-        Each rank takes a contiguous piece of the generation (`BatchSamplerShard`) and cuts it into micro-batches. TRL
-        shuffles a rank's rows over its micro-batches once they are scored, so this is who generates what.
+        Each rank takes a contiguous part of the batch (`BatchSamplerShard`) and splits it into micro-batches. TRL shuffles
+        a rank's rows over its micro-batches after they are scored, so the cells show which rank generates which prompts.
         """
         size = self.per_device_train_batch_size
-
-        def cell(micro_batch: int, rank: int) -> list[int]:
-            first = rank * self.completions_per_rank + micro_batch * size
-            return [row // self.num_generations for row in range(first, first + size)]
-
-        return [
-            [cell(micro_batch, rank) for rank in range(self.num_processes)]
-            for micro_batch in range(self.steps_per_generation)
-        ]
+        micro_batches = []
+        for micro_batch in range(self.steps_per_generation):
+            ranks = []
+            for rank in range(self.num_processes):
+                first = rank * self.completions_per_rank + micro_batch * size
+                ranks.append([row // self.num_generations for row in range(first, first + size)])
+            micro_batches.append(ranks)
+        return micro_batches
 
     def picture(self) -> Table:
-        """The first generation as a table: rows are micro-batches, columns ranks, cells prompts × their completions."""
-        ranks, rows = _ends(self.num_processes), _ends(self.steps_per_generation)
-        cells = self.cells()
-        table = []
-        for row in rows:
-            shown = ["…" if None in (row, rank) else _runs(cells[row or 0][rank or 0]) for rank in ranks]
-            table.append([str(row) if row is not None else "…", *shown])
-        return Table(table, ("micro-batch", *(f"rank {rank}" if rank is not None else "…" for rank in ranks)))
+        """Return the first generation batch as a table: one row per micro-batch, one column per rank.
+
+        A cell counts the completions of each prompt: `0×8 1×8`.
+        """
+        texts = [["micro-batch", *(f"rank {rank}" for rank in range(self.num_processes))]]
+        for number, ranks in enumerate(self.cells()):
+            texts.append([str(number), *map(_counted, ranks)])
+        head, *rows = _without_middle([_without_middle(row) for row in texts])
+        return Table(rows, head)
 
     def as_dict(self) -> dict[str, Any]:
-        """Fields and derived counts, for `run.json`."""
+        """Return the fields and the derived counts, for `run.json`."""
         return {
             **asdict(self),
             "generation_batch_size": self.generation_batch_size,
@@ -241,7 +256,7 @@ def geometry_of(recipe: Recipe, num_processes: int) -> Geometry:
 def _steps_per_generation(config: Any, num_processes: int) -> int:
     batch, steps = config.generation_batch_size, config.steps_per_generation
     if batch is not None and steps is not None:
-        raise UserError("`generation_batch_size` and `steps_per_generation` say the same thing twice: keep one")
+        raise UserError("`generation_batch_size` and `steps_per_generation` set the same thing twice: keep one")
     if batch is None:
         steps = config.gradient_accumulation_steps if steps is None else steps
     else:
@@ -273,15 +288,16 @@ def _check_evaluation(config: Any, num_processes: int) -> None:
         )
 
 
-def _ends(count: int, shown: int = 8) -> list[int | None]:
-    """The numbers below `count`, with None for those in the middle that would make a table too wide."""
-    if count <= shown:
-        return list(range(count))
-    return [*range(shown - 2), None, count - 1]
+def _without_middle(items: list[Any], most: int = 9) -> list[Any]:
+    """Return the first items and the last one, with "…" in place of those that would make a table too large."""
+    if len(items) <= most:
+        return items
+    gap = "…" if isinstance(items[0], str) else ["…"] * len(items[0])
+    return [*items[: most - 2], gap, items[-1]]
 
 
-def _runs(prompts: list[int]) -> str:
-    """Equal neighbours counted: `0×8 1×8`; a run over many prompts by its ends."""
+def _counted(prompts: list[int]) -> str:
+    """Return the runs of equal prompts, `0×8 1×8`, without those in the middle of a long list."""
     runs = [f"{prompt}×{len(list(same))}" for prompt, same in itertools.groupby(prompts)]
     return " ".join(runs if len(runs) <= 3 else [runs[0], "…", runs[-1]])
 

@@ -1,31 +1,44 @@
-"""What a recipe needs installed beside the packages that grpo-recipes brings: trackers of `report_to`, and vLLM."""
+"""Checks of what a recipe uses beside TRL: trackers, vLLM, and builds of DeepSpeed's extensions.
+
+TRL finds these mistakes when the model is loaded, at the first generation, or not at all.
+"""
 
 from __future__ import annotations
 
 import os
 import time
 import warnings
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
 from transformers.integrations import integration_utils as trackers
 from trl.import_utils import is_vllm_available
 
+from grpo_recipes.data.prompts import token_lengths
 from grpo_recipes.recipe.specs import not_a_choice
+from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config
 from grpo_rewards.errors import UserError
 
-# The package behind a tracker's name, where it is not the name itself: `is_<package>_available` tells.
+# Packages whose name differs from the tracker's. transformers has one function `is_<package>_available` for each.
 TRACKER_PACKAGES = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}
-
 
 LOCK_SECONDS = 30.0
 """Seconds for which a build lock may exist without a compiler: torch takes the lock before it starts the compiler."""
 
 
 def missing(config: Any) -> list[str]:
-    """What the recipe asks for and this machine does not have, a sentence each. `config` is `recipe.config`."""
-    return [*_missing_trackers(config.report_to), *(_missing_vllm() if config.use_vllm else [])]
+    """Return one sentence for each package that a recipe needs and this machine lacks.
+
+    Args:
+        config: Configuration with the attributes of `GRPOConfig`.
+    """
+    sentences = _missing_trackers(config.report_to)
+    if config.use_vllm:
+        sentences += _missing_vllm()
+    return sentences
 
 
 def _missing_trackers(report_to: str | list[str] | None) -> list[str]:
@@ -49,16 +62,77 @@ def _missing_trackers(report_to: str | list[str] | None) -> list[str]:
 
 def _missing_vllm() -> list[str]:
     with warnings.catch_warnings(record=True, action="always") as caught:
-        available = is_vllm_available()
-    if not available:
+        is_available = is_vllm_available()
+    if not is_available:
         return [
             "`use_vllm` needs vLLM, which is not installed here: `pip install 'grpo-recipes[vllm]'`, or set "
             "`use_vllm: false`"
         ]
-    # TRL only warns of a version that it does not take, and it alone knows which these are: "TRL currently supports vLLM
-    # versions from A to B. You have version C installed. We recommend ..."
-    said = [str(warning.message).partition(". We recommend")[0] for warning in caught]
-    return [f"`use_vllm`: {text.replace('. You have', ', and you have')}: install one of those" for text in said]
+    # Only TRL knows the versions that it supports, and it warns about others: "TRL currently supports vLLM versions from
+    # A to B. You have version C installed. We recommend ..."
+    sentences = []
+    for warning in caught:
+        text = str(warning.message).partition(". We recommend")[0].replace(". You have", ", and you have")
+        sentences.append(f"`use_vllm`: {text}: install one of those")
+    return sentences
+
+
+def check_vllm(config: Any, num_processes: int, model: Mapping[str, Any]) -> None:
+    """Raise `UserError` for engines that the processes can't share, or a policy that can't become vLLM's weights.
+
+    Args:
+        config: Configuration with the attributes of `GRPOConfig`.
+        num_processes: Number of processes of the run.
+        model: Keys of `ModelConfig`. The policy is examined only if it is a folder.
+    """
+    if not config.use_vllm:
+        return
+    size, name = config.vllm_tensor_parallel_size, model["model_name_or_path"]
+    if config.vllm_mode == "colocate" and num_processes % size:
+        raise UserError(
+            f"`vllm_tensor_parallel_size` {size} does not divide the {num_processes} process(es) of the run, which share "
+            "engines in groups of that size: set one that does"
+        )
+    adapter = adapter_config(name) if (Path(name) / ADAPTER_CONFIG).is_file() else None
+    if adapter is not None and adapter.is_prompt_learning:
+        raise UserError(
+            f"`model_name_or_path` {name} is an adapter of the kind {adapter.peft_type.value}, which can't be merged into the "
+            "weights that vLLM gets: set `use_vllm: false`"
+        )
+    if model.get("load_in_8bit"):
+        raise UserError(
+            "`load_in_8bit` loads a base that vLLM can't hold: set `use_vllm: false`, or `load_in_8bit: false`"
+        )
+
+
+def check_vllm_prompts(config: Any, tables: Iterable[Dataset | None], tokenizer: Any) -> None:
+    """Raise `UserError` if a prompt of `tables` is too long for vLLM's context. Without a limit nothing is measured."""
+    if _vllm_context(config) is None:
+        return
+    longest = 0
+    for table in tables:
+        if table is not None:
+            longest = max(longest, int(token_lengths(table, tokenizer, config.chat_template_kwargs or {}).max()))
+    check_vllm_lengths(config, longest)
+
+
+def check_vllm_lengths(config: Any, longest: int) -> None:
+    """Raise `UserError` if a prompt of `longest` tokens leaves less than `max_completion_length` of vLLM's context.
+
+    vLLM fails on a prompt that is longer than its context, and silently ends a completion where the context is full.
+    """
+    limit = _vllm_context(config)
+    needed = longest + config.max_completion_length
+    if limit is not None and needed > limit:
+        raise UserError(
+            f"`vllm_max_model_length` is {limit}, and the longest prompt of {longest} tokens with `max_completion_length` "
+            f"{config.max_completion_length} needs {needed}: raise the first, or set `dataset.max_prompt_tokens`"
+        )
+
+
+def _vllm_context(config: Any) -> int | None:
+    """Return the tokens of vLLM's context, or None if the recipe does not set them or a server has its own limit."""
+    return config.vllm_max_model_length if config.use_vllm and config.vllm_mode == "colocate" else None
 
 
 def check_build_locks(patience: float = LOCK_SECONDS) -> None:

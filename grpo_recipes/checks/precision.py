@@ -1,7 +1,8 @@
-"""In what the trained weights are stored, updated and computed, and how much of an update survives the rounding to it.
+"""Dtypes in which weights are stored, updated and computed, and the share of an update that survives rounding.
 
-A weight w stored with b significant bits has its neighbours 2^(floor(log2 |w|) - b + 1) away. An update smaller than half of
-that leaves it as it was, in every step again: bfloat16 (b = 8) at 5e-6 loses nearly all of what AdamW computes.
+The neighbours of a weight w with b significant bits are 2^(floor(log2 |w|) - b + 1) away. An update smaller than half of
+that distance leaves the weight unchanged, at every step: bfloat16 (b = 8) at a learning rate of 5e-6 loses nearly all of
+what AdamW computes.
 """
 
 from __future__ import annotations
@@ -18,16 +19,27 @@ from grpo_recipes.recipe.trl_keys import ADAMW_BF16
 
 SIGNIFICANT_BITS: Mapping[str, int] = {"float32": 24, "bfloat16": 8, "float16": 11}
 
-# Those of transformers' optimisers that take AdamW's step and round it to the weight's dtype.
+# transformers' optimizers that take AdamW's step and round it to the weight's dtype.
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_apex_fused")
 
-# Below this share of an update, the run is another one than its learning rate says.
+# With a smaller share of an update, the effective learning rate is far below the recipe's.
 WARN_BELOW = 0.5
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a run. `stored` is that of the trained weights, `computed` that of the matrix products."""
+    """Dtypes and optimizer of a run.
+
+    Attributes:
+        stored: Dtype of the trained weights.
+        computed: Dtype of the matrix products.
+        optim: Name of the optimizer.
+        learning_rate: Largest learning rate.
+        beta1: Decay rate of AdamW's first moment.
+        optim_args: Options of the optimizer.
+        deepspeed: True if DeepSpeed updates float32 weights of its own and rounds them into the stored ones.
+        quantised: True if an adapter on a base in 4 or 8 bits is trained, whose dtype is not the recipe's.
+    """
 
     stored: str
     computed: str
@@ -36,9 +48,7 @@ class Precision:
     beta1: float
     optim_args: str | None = None
     deepspeed: bool = False
-    """Whether DeepSpeed updates float32 weights of its own and rounds them into the stored ones."""
     quantised: bool = False
-    """Whether what is trained is an adapter on a base in 4 or 8 bits, whose dtype is not the recipe's."""
 
     @classmethod
     def of(
@@ -51,18 +61,26 @@ class Precision:
         is_adapter: bool = False,
         quantised: bool = False,
     ) -> Precision:
-        """The precision of a run.
+        """Return the precision of a run.
 
-        `config` has the keys of `GRPOConfig`; `dtype` is the recipe's (None and TRL's default: float32); `backend` is
-        `torch`, `deepspeed` or `fsdp`; `quantised` says that the base is loaded in 4 or 8 bits.
+        Args:
+            config: Object with the attributes of `GRPOConfig`.
+            dtype: `dtype` of the recipe, where None is float32, as in TRL.
+            optim: Name of the optimizer.
+            backend: `torch`, `deepspeed` or `fsdp`.
+            is_adapter: True if an adapter is trained.
+            quantised: True if the base is loaded in 4 or 8 bits.
         """
-        bf16 = not config.fp16 if config.bf16 is None else config.bf16
-        mixed = "bfloat16" if bf16 else "float16" if config.fp16 else None
-        stored = {None: "float32", "auto": "bfloat16"}.get(dtype, str(dtype))  # of the models that recipes name
+        mixed = None
+        if uses_bf16(config):
+            mixed = "bfloat16"
+        elif config.fp16:
+            mixed = "float16"
+        stored = {None: "float32", "auto": "bfloat16"}.get(dtype, str(dtype))  # models of today are saved in bfloat16
         if backend == "deepspeed":
-            stored = mixed or "float32"  # its engine casts the model
+            stored = mixed or "float32"  # DeepSpeed casts the model
         elif is_adapter and quantised:
-            stored = "bfloat16"  # TRL casts what is trained on a quantised base
+            stored = "bfloat16"  # TRL casts an adapter on a quantised base
         elif is_adapter:
             stored = "float32"  # PEFT's `autocast_adapter_dtype`
         elif backend == "fsdp" and mixed is not None:
@@ -80,12 +98,12 @@ class Precision:
 
     @property
     def updated(self) -> str:
-        """The dtype in which an update is added."""
-        whole = self.deepspeed or (self.optim == ADAMW_BF16 and self.stored == "bfloat16")
-        return "float32" if whole else self.stored
+        """Dtype in which an update is added to a weight."""
+        keeps_float32 = self.deepspeed or (self.optim == ADAMW_BF16 and self.stored == "bfloat16")
+        return "float32" if keeps_float32 else self.stored
 
     def mistake(self, *, continuous_batching: bool = False) -> str | None:
-        """Why this can't be trained, with the fix; None if it can."""
+        """Return why this precision can't be trained, with the fix, or None if it can."""
         if self.optim == ADAMW_BF16 and self.deepspeed:
             return "`optim: adamw_bf16`: DeepSpeed keeps float32 weights of its own, so that no update is lost: remove `optim`"
         if self.optim == ADAMW_BF16 and self.optim_args:
@@ -104,31 +122,34 @@ class Precision:
         return None
 
     def surviving(self, weights: NDArray[np.floating]) -> float | None:
-        """The share of an update that rounding leaves, of 1: the projection on the update as computed.
+        """Return the share of an update that survives rounding, in [0, 1], or None if the optimizer's step is not known.
 
-        `weights` are some of the trained weights. An AdamW step is taken as learning rate × a normal number of the spread
-        sqrt((1 - beta1) / (1 + beta1)), which it has when gradients are noise: 3 % on weights of N(0, 0.02) at 5e-6,
-        where 1,000 simulated steps leave 3 % too. None for an optimiser whose step is not known here.
+        The share is the projection of the rounded update on the computed one. An AdamW step is modelled as learning rate ×
+        a normal number of standard deviation sqrt((1 - beta1) / (1 + beta1)), which is exact for gradients that are noise:
+        3 % for weights of N(0, 0.02) at 5e-6, as in 1,000 simulated steps.
+
+        Args:
+            weights: Sample of the trained weights, (N,).
         """
         if self.updated == "float32":
             return 1.0
         if self.optim not in ADAMW or self.optim_args:
             return None
-        # A weight of 0 takes any update; its spacing is as good as none.
-        sizes = np.maximum(np.abs(weights.astype(np.float64)), 1e-30)
-        spacing = 2.0 ** (np.floor(np.log2(sizes)) - SIGNIFICANT_BITS[self.stored] + 1)
-        spread = ((1 - self.beta1) / (1 + self.beta1)) ** 0.5
-        step = self.learning_rate * spread * np.abs(_normal(401))
         if not self.learning_rate:
             return 1.0
+        # A weight of 0 has no exponent. A tiny one stands for it, whose spacing lets every update survive.
+        sizes = np.maximum(np.abs(weights.astype(np.float64)), 1e-30)
+        spacing = 2.0 ** (np.floor(np.log2(sizes)) - SIGNIFICANT_BITS[self.stored] + 1)
+        deviation = ((1 - self.beta1) / (1 + self.beta1)) ** 0.5
+        step = self.learning_rate * deviation * np.abs(_normal_quantiles(401))
         rounded = np.round(step / spacing[:, None]) * spacing[:, None]
         return float((rounded * step).sum() / ((step * step).sum() * len(sizes)))
 
     def describe(self, share: float | None) -> str:
-        """One line on dtypes and optimiser, and on the share of an update that survives."""
+        """Return one line on the dtypes, the optimizer and the share of an update that survives."""
         rate = f"learning_rate {self.learning_rate:g}"
         if share is None:
-            kept = f"what of an update at {rate} survives is not known for this optimiser"
+            kept = f"the share of an update at {rate} that survives is not known for this optimiser"
         elif self.updated == "float32":
             kept = "no update is lost to rounding"
         else:
@@ -139,20 +160,27 @@ class Precision:
         )
 
     def warning(self, share: float | None) -> str | None:
-        """What to do where most of an update is lost; None where it is not, or is not known."""
+        """Return what to do if most of an update is lost, or None if it survives or the share is not known."""
         if share is None or share >= WARN_BELOW:
             return None
-        cures = f"set `optim: {ADAMW_BF16}`"
+        fix = f"set `optim: {ADAMW_BF16}`"
         if not self.quantised:
-            cures += ", or `dtype: float32`, which `bf16: true` still computes in bfloat16"
-        return f"{share:.0%} of an update survives the rounding of the weights to {self.stored}: {cures} (docs/precision.md)"
+            fix += ", or `dtype: float32`, which `bf16: true` still computes in bfloat16"
+        return (
+            f"{share:.0%} of an update survives the rounding of the weights to {self.stored}: {fix} (docs/precision.md)"
+        )
+
+
+def uses_bf16(config: Any) -> bool:
+    """Return True if `config`, with the attributes of `GRPOConfig`, computes in bfloat16, which is TRL's default."""
+    return not config.fp16 if config.bf16 is None else bool(config.bf16)
 
 
 def initial_weights(initializer_range: float) -> NDArray[np.floating]:
-    """Weights as a configuration says that they are drawn: quantiles of N(0, `initializer_range`)."""
-    return initializer_range * _normal(4001)  # at low rates only the smallest weights move, of which there are few
+    """Return quantiles of N(0, `initializer_range`), the distribution from which a model's weights are drawn, (4001,)."""
+    return initializer_range * _normal_quantiles(4001)  # so many, since only the few smallest weights move at low rates
 
 
-def _normal(points: int) -> NDArray[np.floating]:
-    """Evenly spaced quantiles of the standard normal distribution."""
+def _normal_quantiles(points: int) -> NDArray[np.floating]:
+    """Return evenly spaced quantiles of the standard normal distribution, (points,)."""
     return np.array([NormalDist().inv_cdf((point + 0.5) / points) for point in range(points)])

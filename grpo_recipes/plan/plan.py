@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from grpo_recipes.checks import packages
-from grpo_recipes.checks import vllm as vllm_checks
 from grpo_recipes.checks.checks import Machine, check, dry_config, optimiser, precision_of, sampling_note
 from grpo_recipes.checks.geometry import Geometry, geometry_of
 from grpo_recipes.checks.precision import Precision, initial_weights
@@ -151,7 +150,7 @@ def plan(
         longest = shown.lengths.longest_trained(recipe.dataset) if shown.lengths else None
         if longest is not None:
             with recipe.naming_this_file():
-                vllm_checks.check_lengths(recipe.config, longest)
+                packages.check_vllm_lengths(recipe.config, longest)
         notes += [checked.golds.describe()] if checked.golds else []
         notes += sampling_note(recipe, geometry, len(checked.train_dataset))
     except DatasetUnreachable as error:

@@ -69,10 +69,10 @@ from grpo_recipes.runs.record import add_launch, data_order, describe_launch
 from grpo_recipes.runs.resume import Resume
 from grpo_recipes.training import updates
 from grpo_recipes.training.adamw_bf16 import adamw_bf16
+from grpo_recipes.training.adapters import load_adapter
 from grpo_recipes.training.callbacks import StopOnSignal
 from grpo_recipes.training.data_order import ContinueSchedule, loading_only
 from grpo_recipes.training.offline import RecordedRollout
-from grpo_recipes.training.policy import load_adapter
 from grpo_recipes.training.reference import REF
 from grpo_recipes.training.saving import check_held
 from grpo_recipes.training.trackers import RecipeInTrackers

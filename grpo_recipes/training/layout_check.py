@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_recipes.generation.models import base_model, half_precision
 from grpo_recipes.generation.rows import Rows
-from grpo_recipes.training.zero3 import gathered
+from grpo_recipes.training.adapters import gathered
 
 SAMPLE_TOKENS = 64
 """The tokens of a prompt, and of a completion, that are left of each row."""

@@ -1,18 +1,20 @@
-"""Which prompts of a generation are generated: `sampling: informative`.
+"""Which prompts of a generation batch are generated: `sampling: informative`.
 
-A group whose rewards are all equal has no advantage, and so no gradient: what was generated for it is wasted. A prompt whose
-last groups were so will probably be so again (GRESO, arXiv 2506.02177, section 4). So each prompt of a generation is generated
-with a probability, `exploration` to the power of the number of its last groups in a row without variance, and never below
-`floor`. The others of the generation are left out: nothing is generated, scored or trained for them.
+A zero-variance group has no advantage and so no gradient: its generation is wasted. A prompt whose last groups had zero
+variance will probably have another such group (GRESO, arXiv 2506.02177, section 4). So each prompt is generated with
+probability max(`floor`, `exploration`^z), where z is the number of its last groups in a row without variance. The other
+prompts of the generation batch are skipped: nothing is generated, scored or trained for them.
 
-The order of the epoch, the number of optimiser steps and the size of a generation stay TRL's. A prompt that is left out counts
-as a group without variance, which is what is expected of it: the divisor of the loss stays that of the whole generation. With
-`informative: unbiased` the advantages of the others are divided by their probabilities besides (Horvitz and Thompson 1952, "A
-generalization of sampling without replacement from a finite universe"), so that the expected gradient over the draws is that of
-the whole generation. docs/sampling.md has the proof.
+The order of the epoch, the number of optimizer steps and the size of a generation batch stay TRL's. A skipped prompt counts
+as a zero-variance group, which is the prediction, so the divisor of the loss stays that of all prompts. With `informative:
+unbiased` the advantages of the drawn prompts are also divided by their probabilities (Horvitz and Thompson 1952, "A
+generalization of sampling without replacement from a finite universe"), so that the expected gradient over the draws is the
+gradient of the full generation batch. docs/sampling.md has the proof.
 
-Every rank makes the same draws, from the seed, the epoch and the number of the generation. A prompt is met once an epoch, so
-that its probability depends on nothing that happens in the epoch: a resumed epoch is drawn as it would have been.
+Every rank makes the same draws, from the seed, the epoch and the number of the generation. A prompt occurs once per epoch,
+so its probability does not depend on anything that happens in the epoch, and a resumed epoch makes the same draws.
+
+Shapes: P prompts of a generation batch, K of them drawn, G completions per prompt, F reward functions.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,26 +37,28 @@ from grpo_recipes.runs.files import RunError, read_object, write_atomically
 from grpo_recipes.training.data_order import EpochSampler
 from grpo_rewards.errors import UserError
 
-MEMORY = "prompts.json"  # in each checkpoint: what is known of each prompt
+MEMORY = "prompts.json"
+"""File of each checkpoint with the number of zero-variance groups of each prompt."""
 
 logger = logging.getLogger(__name__)
 
 
 def inclusion(unvaried: np.ndarray, spec: SamplingSpec, quantum: int) -> np.ndarray:
-    """The probability with which each prompt of a generation is generated, (P,) in (0, 1].
+    """Return the sampling probability of each prompt, (P,) in (0, 1].
 
-    Their sum is the number of prompts that will be generated, which must be a multiple of `quantum`: the probabilities are
-    raised by one factor, up to 1, until it is.
+    The probabilities sum to the number of prompts that will be generated, which must be a multiple of `quantum`. They are
+    raised by one factor, up to 1, until the sum is one.
 
     Args:
-        unvaried: how many of a prompt's last groups, in a row, had no variance, (P,).
-        spec: its `exploration` and `floor`.
-        quantum: divides P.
+        unvaried: number of each prompt's last groups in a row without variance, (P,).
+        spec: settings with `exploration` and `floor`.
+        quantum: a divisor of P.
     """
     wanted = np.maximum(spec.floor, spec.exploration ** unvaried.astype(np.float64))
-    # A sum that rounding put above a multiple is not a reason to generate a further quantum.
+    # Without the margin, a sum that rounding put just above a multiple would generate a further quantum.
     size = min(len(wanted), quantum * math.ceil(wanted.sum() / quantum - 1e-9))
     certain = wanted >= 1.0
+    # A probability that reaches 1 is fixed there, and the others need a larger factor: repeated until none exceeds 1.
     while True:
         rest = wanted[~certain].sum()
         factor = (size - certain.sum()) / rest if rest else 1.0
@@ -65,82 +69,92 @@ def inclusion(unvaried: np.ndarray, spec: SamplingSpec, quantum: int) -> np.ndar
 
 
 def systematic(probabilities: np.ndarray, start: float) -> np.ndarray:
-    """Which units are drawn, (P,) bool: exactly as many as the probabilities sum to, a whole number.
+    """Return which units are drawn, (P,) bool: exactly as many as the probabilities sum to, an integer.
 
-    The probabilities are laid end to end on a line; those units are drawn in which one of the points start, start + 1, ... falls
-    (Madow 1949, "On the theory of systematic sampling, II"). With `start` uniform in [0, 1) each is drawn with its probability.
+    The probabilities are laid end to end on a line. A unit is drawn if one of the points start, start + 1, ... falls on it
+    (Madow 1949, "On the theory of systematic sampling, II"). With `start` uniform in [0, 1), each unit is drawn with its
+    probability. Independent draws would also have these probabilities, but a number of prompts that varies.
     """
     drawn = probabilities >= 1.0
     if drawn.all():
         return drawn
     ends = np.cumsum(probabilities[~drawn])
     points_before = np.ceil(ends - start)
-    points_before[-1] = round(ends[-1])  # of the last point, rounding must not decide
+    points_before[-1] = round(ends[-1])  # rounding errors of the sum must not decide about the last point
     drawn[~drawn] = np.diff(points_before, prepend=0.0) > 0
     return drawn
 
 
 def quantum_of(prompts: int, num_generations: int, steps_per_generation: int, processes: int) -> int:
-    """The number of prompts, a divisor of those of a generation, whose rows make equal micro-batches on every rank.
+    """Return the smallest number of prompts, a divisor of `prompts`, whose rows make equal micro-batches on every rank.
 
-    Where no rank has a part of a group in the whole generation, none has one of so many prompts either.
+    Args:
+        prompts: number of prompts of a generation batch.
+        num_generations: completions per prompt.
+        steps_per_generation: micro-batches per generation batch and rank.
+        processes: number of ranks.
     """
     cells = steps_per_generation * processes
     fills = cells // math.gcd(cells, num_generations)
+    # If the full generation batch splits no group over ranks, a draw from it must not split one either.
     return fills if prompts % processes else math.lcm(fills, processes)
 
 
 @dataclass(frozen=True)
 class Draw:
-    """The draw of one generation: its P prompts in the order of the epoch, and which of them are generated."""
+    """Draw of one generation batch: its P prompts in the order of the epoch, and which of them are generated."""
 
     prompts: np.ndarray
     """Rows of the dataset, (P,)."""
     probabilities: np.ndarray
-    """(P,)."""
+    """Sampling probabilities, (P,)."""
     drawn: np.ndarray
-    """(P,) bool."""
+    """Boolean mask of the prompts that are generated, (P,)."""
     at_floor: np.ndarray
-    """Of which prompts the probability is `floor`, before it is raised, (P,) bool."""
+    """Boolean mask (P,) of the prompts whose sampling probability is at `floor`, before the floor is raised."""
 
     @property
     def share(self) -> float:
-        """The share of the generation that is generated, in (0, 1]."""
+        """Share of the prompts that is generated, in (0, 1]."""
         return float(self.drawn.mean())
 
     def weights(self, *, unbiased: bool) -> np.ndarray:
-        """What the advantages of each drawn prompt are multiplied by, in their order, (K,) float64.
+        """Return the factors of the advantages of the drawn prompts, in their order, (K,) float64.
 
-        TRL divides by what was generated, K of P prompts: K / P makes that the divisor of the whole generation.
+        TRL divides by the K generated prompts. The factor K / P makes P the divisor.
         """
         weights = np.full(int(self.drawn.sum()), self.share)
         return weights / self.probabilities[self.drawn] if unbiased else weights
 
     def rows(self, num_generations: int, processes: int) -> list[int]:
-        """The rows of the whole generation, of each rank first those that are generated, then those left out."""
-        parts = [np.repeat(self.prompts[which], num_generations) for which in (self.drawn, ~self.drawn)]
-        ranks = zip(*(np.split(part, processes) for part in parts), strict=True)
-        return [int(row) for both in ranks for part in both for row in part]
+        """Return the dataset rows of the full generation batch, for each rank the drawn ones first, then the skipped ones."""
+        # TRL's sampler and batch sizes are fixed, so skipped rows are yielded as well, and `PromptSampling` cuts them off.
+        drawn = np.split(np.repeat(self.prompts[self.drawn], num_generations), processes)
+        skipped = np.split(np.repeat(self.prompts[~self.drawn], num_generations), processes)
+        rows: list[int] = []
+        for rank in range(processes):
+            rows += drawn[rank].tolist() + skipped[rank].tolist()
+        return rows
 
 
 class InformativeSampler(EpochSampler):
-    """TRL's order of prompts, in which each generation is drawn just before its rows are read.
+    """TRL's order of prompts, with each generation batch drawn just before its rows are read.
 
-    With every probability 1 its rows are those of `EpochSampler`.
+    If every probability is 1, the rows are those of `EpochSampler`.
     """
 
-    def __init__(self, plain: RepeatSampler, spec: SamplingSpec, quantum: int, processes: int) -> None:
-        settings = (plain.mini_repeat_count, plain.batch_size, plain.repeat_count, plain.shuffle, plain.seed)
-        super().__init__(plain.data_source, *settings)
+    def __init__(self, stock: RepeatSampler, spec: SamplingSpec, quantum: int, processes: int) -> None:
+        settings = (stock.mini_repeat_count, stock.batch_size, stock.repeat_count, stock.shuffle, stock.seed)
+        super().__init__(stock.data_source, *settings)
         self.spec = spec
         self.quantum = quantum
         self.processes = processes
         self.unvaried = np.zeros(self.num_samples, np.int64)
-        """Of each row of the dataset, how many of its last groups in a row had no variance."""
+        """Number of the last groups in a row without variance, for each row of the dataset."""
         self.draws: list[Draw] = []
-        """Of the epoch's generations so far; a resumed epoch makes those before it anew, and nobody reads them."""
+        """Generations drawn so far in this epoch. A resumed epoch redraws the earlier ones and discards them."""
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[int]:
         """Yield the row indices of epoch `epoch`."""
         once = EpochSampler(self.data_source, 1, self.batch_size, 1, self.shuffle, self.seed)
         once.epoch = self.epoch
@@ -155,18 +169,23 @@ class InformativeSampler(EpochSampler):
     def _draw(self, prompts: np.ndarray, number: int) -> Draw:
         unvaried = self.unvaried[prompts]
         probabilities = inclusion(unvaried, self.spec, self.quantum)
+        # A generator of its own: the state of the global one depends on what was sampled before, and differs between ranks.
         start = np.random.default_rng([self.seed or 0, self.epoch, number]).random()
         at_floor = self.spec.exploration ** unvaried.astype(np.float64) < self.spec.floor
         return Draw(prompts, probabilities, systematic(probabilities, start), at_floor)
 
     def learn(self, draw: Draw, varied: np.ndarray) -> None:
-        """Note of each drawn prompt whether its group had variance, (K,) bool."""
+        """Record for each drawn prompt whether its group had variance, (K,) bool."""
         drawn = draw.prompts[draw.drawn]
         self.unvaried[drawn] = np.where(varied, 0, self.unvaried[drawn] + 1)
 
 
 class PromptSampling(TrainerCallback):
-    """Draws the prompts of each generation of `trainer` (TRL's), and keeps what is known of them in its checkpoints."""
+    """Callback that draws the prompts of each generation batch and stores `InformativeSampler.unvaried` in checkpoints.
+
+    Raises:
+        UserError: the loss is no sum over prompts, two rewards have one name, or the dataset has no length.
+    """
 
     def __init__(self, trainer: Any, spec: SamplingSpec) -> None:
         spec.check(trainer.args, router_loss=trainer.aux_loss_enabled)
@@ -182,45 +201,57 @@ class PromptSampling(TrainerCallback):
         self.spec = spec
         self.sampler: InformativeSampler | None = None
         self.position = 0
-        """The number of the next generation in its epoch."""
+        """Number of the next generation in its epoch."""
 
     @classmethod
     def added_to(cls, trainer: Any, sampling: str | Mapping[str, Any] | SamplingSpec | None) -> PromptSampling | None:
-        """What `sampling` asks for, added to a trainer's callbacks; None if it asks for nothing. Raises `UserError`."""
+        """Add the callback for a value of the recipe key `sampling` to a trainer. Return None if the value is None."""
         if sampling is None:
             return None
         added = cls(trainer, SamplingSpec.parse(sampling))
         trainer.add_callback(added)
         return added
 
-    def sampler_like(self, plain: RepeatSampler) -> InformativeSampler:
-        """The sampler of a training, with nothing known yet, in the order of TRL's."""
+    def sampler_like(self, stock: RepeatSampler) -> InformativeSampler:
+        """Return the sampler for a training, in the order of TRL's `stock` sampler, without any recorded group."""
         args = self.trainer.args
-        quantum = quantum_of(plain.batch_size, plain.mini_repeat_count, args.steps_per_generation, args.world_size)
-        self.sampler = InformativeSampler(plain, self.spec, quantum, args.world_size)
+        quantum = quantum_of(stock.batch_size, stock.mini_repeat_count, args.steps_per_generation, args.world_size)
+        self.sampler = InformativeSampler(stock, self.spec, quantum, args.world_size)
         return self.sampler
 
     def generate(self, rows: Sequence[Any], generate: Callable[[Sequence[Any]], dict[str, Any]]) -> dict[str, Any]:
-        """Have the drawn rows of this rank generated and scored by TRL's `generate`, learn from them, and weigh them."""
+        """Generate and score the drawn rows of this rank, record which groups had variance, and weight the advantages.
+
+        Args:
+            rows: rows of this rank, drawn ones first.
+            generate: TRL's generation and scoring.
+
+        Returns:
+            TRL's generation batch of the drawn rows.
+        """
         assert self.sampler is not None, "training asks for a sampler first"
         draw, trainer = self.sampler.draws[self.position], self.trainer
         self.position += 1
-        group, rank = self.sampler.mini_repeat_count, trainer.accelerator.process_index
-        drawn = np.repeat(draw.prompts[draw.drawn], group)  # over all ranks
-        here = slice(rank * len(drawn) // self.sampler.processes, (rank + 1) * len(drawn) // self.sampler.processes)
+        group, rank, processes = (
+            self.sampler.mini_repeat_count,
+            trainer.accelerator.process_index,
+            self.sampler.processes,
+        )
+        drawn = np.repeat(draw.prompts[draw.drawn], group)  # rows of all ranks, (K G,)
+        here = slice(rank * len(drawn) // processes, (rank + 1) * len(drawn) // processes)
         self._check(rows[0], int(drawn[here][0]))
         _forget_rows(trainer._logs)
         output = generate(rows[: len(drawn[here])])
         self.sampler.learn(draw, self._varied(group))
         weights = np.repeat(draw.weights(unbiased=self.spec.is_unbiased), group)[here]
-        advantages = output["advantages"]
+        advantages = output["advantages"]  # (rows,) or (rows, T)
         by_row = torch.as_tensor(weights, dtype=advantages.dtype, device=advantages.device)
         output["advantages"] = advantages * by_row.reshape(-1, *[1] * (advantages.ndim - 1))
         self._log(draw)
         return output
 
     def _check(self, row: Any, expected: int) -> None:
-        """Raise unless the first row that is to be generated is the one drawn: a wrong one would be learnt from silently."""
+        """Raise unless the first row is the one drawn. Otherwise other prompts would be recorded without an error."""
         if row.get("prompt") != self.trainer.train_dataset[expected].get("prompt"):
             raise RuntimeError(
                 f"generation {self.position} of the epoch has other prompts than were drawn for it: `sampling` does not go "
@@ -228,17 +259,19 @@ class PromptSampling(TrainerCallback):
             )
 
     def _varied(self, group: int) -> np.ndarray:
-        """Which groups of the generation just scored, over all ranks, have an advantage other than 0, (K,) bool."""
+        """Return which groups of the last generation, over all ranks, have a nonzero advantage, (K,) bool.
+
+        TRL's log is read because its rewards are gathered: a rank alone may hold only a part of a group.
+        """
         trainer = self.trainer
         logged = [list(trainer._logs["rewards"][name]) for name in trainer.reward_func_names]
-        # (K, G, functions), NaN where unscored.
-        rewards = np.array(logged, np.float64).T.reshape(-1, group, len(logged))
+        rewards = np.array(logged, np.float64).T.reshape(-1, group, len(logged))  # (K, G, F), NaN where unscored
         weights = trainer.reward_weights.double().cpu().numpy()
         if trainer.multi_objective_aggregation == "normalize_then_sum":
-            varied: np.ndarray = np.any(spread(rewards)[:, weights != 0], axis=1)
-            return varied
-        unscored = np.isnan(rewards).all(2)
-        return spread(np.where(unscored, np.nan, np.nansum(rewards * weights, axis=2))[..., None])[:, 0]
+            per_function: np.ndarray = varies(rewards)[:, weights != 0]
+            return per_function.any(axis=1)
+        total = np.where(np.isnan(rewards).all(2), np.nan, np.nansum(rewards * weights, axis=2))
+        return varies(total[..., None])[:, 0]
 
     def _log(self, draw: Draw) -> None:
         metrics = self.trainer._metrics["train"]
@@ -248,12 +281,10 @@ class PromptSampling(TrainerCallback):
         if self.spec.is_unbiased:
             metrics["prompts/largest_weight"].append(float(1 / draw.probabilities[draw.drawn].min()))
 
-    # Restarts.
-
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Restore what the run that wrote a checkpoint knew of each prompt."""
+        """Restore the numbers of zero-variance groups from the checkpoint of a resumed run."""
         checkpoint = self.trainer.checkpoints.resumed_from
         if checkpoint is None or self.sampler is None:
             return
@@ -265,17 +296,19 @@ class PromptSampling(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Find the first generation of the epoch that is still to be made."""
+        """Set `position` to the first generation of the epoch that this launch will make."""
         if self.sampler is None:
             return
-        rounds = self.sampler.repeat_count  # micro-batches that a generation serves
+        # transformers counts optimizer steps, and a resumed epoch is read from its start with the first rows skipped. So the
+        # position follows from the steps made in this epoch.
+        rounds = self.sampler.repeat_count  # micro-batches per generation batch
         generations = len(self.sampler) // (rounds * self.sampler.batch_size * self.sampler.mini_repeat_count)
         steps_per_epoch = math.ceil(generations * rounds / args.gradient_accumulation_steps)
         done = state.global_step - int(state.epoch or 0) * steps_per_epoch
         self.position = done * args.gradient_accumulation_steps // rounds
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write what is known of each prompt into the checkpoint, which is completed after this."""
+        """Write the numbers of zero-variance groups into the checkpoint."""
         if args.should_save and self.sampler is not None:
             content = {"groups_without_variance": self.sampler.unvaried.tolist()}
             write_atomically(
@@ -283,15 +316,20 @@ class PromptSampling(TrainerCallback):
             )
 
 
-def spread(rewards: np.ndarray) -> np.ndarray:
-    """Whether the scored rewards of each group differ, (K, F) bool, of rewards (K, G, F) with NaN where unscored."""
+def varies(rewards: np.ndarray) -> np.ndarray:
+    """Return True where the scored rewards of a group differ, (K, F) bool, given rewards (K, G, F), NaN where unscored."""
     low, high = np.nan_to_num(rewards, nan=np.inf).min(1), np.nan_to_num(rewards, nan=-np.inf).max(1)
-    # TRL adds up in float32: sums that differ by rounding alone are equal. A group without a score has low above high.
+    # Not `high > low`: TRL sums in float32, so sums that differ by rounding count as equal. A group without any score has
+    # low = inf above high = -inf, and False.
     return high - low > 1e-6 * np.maximum(abs(low), abs(high))
 
 
 def read_memory(path: Path, prompts: int) -> np.ndarray:
-    """The memory in a checkpoint. Raises `RunError` if it is not of as many prompts."""
+    """Return the numbers of zero-variance groups in a checkpoint, (prompts,).
+
+    Raises:
+        RunError: the file cannot be read or has another number of prompts.
+    """
     try:
         content = read_object(path, {"groups_without_variance": []})
         counts = np.array(content["groups_without_variance"], np.int64)
@@ -303,7 +341,11 @@ def read_memory(path: Path, prompts: int) -> np.ndarray:
 
 
 def _forget_rows(logs: dict[str, Any]) -> None:
-    """Empty TRL's table of completions, which keeps the last full generation's worth: this one may be smaller."""
+    """Empty TRL's table of completions.
+
+    The table is a queue as long as a full generation batch. Rows of an earlier batch would stay in it after a smaller one.
+    """
     for column in logs.values():
-        for rows in column.values() if isinstance(column, dict) else [column]:
-            rows.clear()
+        queues = column.values() if isinstance(column, dict) else [column]
+        for queue in queues:
+            queue.clear()

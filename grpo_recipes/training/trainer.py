@@ -32,6 +32,7 @@ from grpo_recipes.recipe.specs import (
 from grpo_recipes.recipe.trl_keys import check_advantages, check_generation
 from grpo_recipes.training import micro_batches as microbatch
 from grpo_recipes.training import offline
+from grpo_recipes.training.adapters import with_its_base
 from grpo_recipes.training.advantages import advantages as advantages_by_rule
 from grpo_recipes.training.callbacks import CompactCompletions
 from grpo_recipes.training.continuous_batching import ContinuousBatching, refuse_cast
@@ -43,7 +44,6 @@ from grpo_recipes.training.hidden_arguments import hide_secrets
 from grpo_recipes.training.identity import identity_of, starting_weights
 from grpo_recipes.training.log_probs import LogProbs
 from grpo_recipes.training.packing import Layout
-from grpo_recipes.training.policy import with_its_base
 from grpo_recipes.training.prompt_sampler import PromptSampling
 from grpo_recipes.training.reference import reference_in, set_reference, without_trl_reference
 from grpo_recipes.training.saving import CompleteCheckpoints

@@ -1,9 +1,9 @@
-"""`sampling: {informative: unbiased}`: the expected gradient over every draw is the gradient of the whole generation, exactly.
+"""`sampling: {informative: unbiased}`: the expected gradient over all draws is the gradient of the full generation batch.
 
-One generation of four prompts is sampled and scored once. Then our trainer is given each draw that can be made of it, on its
-whole path: TRL's generation and scoring are replaced by what was recorded of the drawn prompts; dropping rows, weighing,
-regrouping and TRL's loss are the real ones. The gradients, weighted by the chances of the draws, are held against the oracle's
-gradient of all rows, which knows nothing of sampling.
+One generation of four prompts is sampled and scored once. Then our trainer trains on each possible draw from it. TRL's
+generation and scoring are replaced by what was recorded for the drawn prompts. Skipping rows, weighting, regrouping and TRL's
+loss are the real ones. The gradients, weighted by the probabilities of the draws, are compared with the oracle's gradient of
+all rows, which knows nothing of sampling.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Recorded:
-    """A whole generation as TRL made it, and the policy that is then trained on it."""
+    """A generation batch as TRL made it, and the policy that is then trained on it."""
 
     trainer: Any
     rows: dict[str, Any]
     rewards: dict[str, list[float]]
 
     def of(self, trainer: Any, rows: list[dict[str, str]]) -> dict[str, Any]:
-        """What TRL would have returned and logged for these rows, whole groups in any order."""
+        """Return and log what TRL would have for these rows, which are complete groups in any order."""
         prompts = [row["prompt"] for row in rows[::NUM_GENERATIONS]]
         places = [
             PROMPTS.index(prompt) * NUM_GENERATIONS + member for prompt in prompts for member in range(NUM_GENERATIONS)
@@ -77,7 +77,7 @@ class Recorded:
 
 
 def recorded(checkpoint: Path, steps: int, micro_batching: Any = "auto", **objective: Any) -> Recorded:
-    """A generation of all prompts, and its trainer, whose policy has moved since: ratios on both sides of the clip."""
+    """Return a generation of all prompts, and a trainer whose policy has moved since, so that ratios clip on both sides."""
     trainer = make_trainer(
         checkpoint,
         torch.float64,
@@ -106,7 +106,7 @@ def double(trainer: Any, state: dict[str, Tensor]) -> Any:
 
 
 def log_probs(trainer: Any, state: dict[str, Tensor], rows: dict[str, Any]) -> Tensor:
-    """The oracle's log-probabilities of every completion, (B, T), 0 behind its end."""
+    """Return the oracle's log-probabilities of every completion, (B, T), 0 after its end."""
     model, padded = double(trainer, state), torch.zeros_like(rows["completion_ids"], dtype=torch.float64)
     with float64_model(), torch.no_grad():
         for place, (prompt, tokens) in enumerate(token_lists(rows)):
@@ -114,8 +114,8 @@ def log_probs(trainer: Any, state: dict[str, Tensor], rows: dict[str, Any]) -> T
     return padded
 
 
-def whole(case: Recorded, objective: Objective, scale: str) -> tuple[Any, Tensor]:
-    """The oracle's policy and its loss of all rows in one micro-batch."""
+def oracle_loss(case: Recorded, objective: Objective, scale: str) -> tuple[Any, Tensor]:
+    """Return the oracle's policy and its loss of all rows in one micro-batch."""
     model = double(case.trainer, case.trainer.model.state_dict())
     scores = [list(row) for row in zip(*(case.rewards[name.__name__] for name in REWARDS), strict=True)]
     scores = [[None if value != value else value for value in row] for row in scores]
@@ -130,7 +130,7 @@ def whole(case: Recorded, objective: Objective, scale: str) -> tuple[Any, Tensor
 
 
 def all_draws(unvaried: tuple[int, ...]) -> Iterator[tuple[Draw, float]]:
-    """Every draw of the four prompts with its chance: the start of the systematic sample decides, piece by piece."""
+    """Yield every draw of the four prompts with its probability, one per interval of starts of the systematic sample."""
     probabilities = inclusion(np.array(unvaried), prompt_sampler.SamplingSpec.parse(UNBIASED), 1)
     cuts = sorted({0.0, 1.0, *np.cumsum(probabilities[probabilities < 1]) % 1.0})
     for low, high in pairwise(cuts):
@@ -141,7 +141,7 @@ def all_draws(unvaried: tuple[int, ...]) -> Iterator[tuple[Draw, float]]:
 def expected(
     case: Recorded, steps: int, unvaried: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[float, int]:
-    """The expected loss over all draws, its gradient left in the trainer's model; and the number of draws."""
+    """Return the expected loss over all draws and their number, and leave its gradient in the trainer's model."""
     trainer, loss, draws = case.trainer, 0.0, list(all_draws(unvaried))
     monkeypatch.setattr(TRLGRPOTrainer, "_generate_and_score_completions", lambda self, rows: case.of(self, rows))
     trainer.model.zero_grad()
@@ -170,14 +170,14 @@ def compare(
     loss, draws = expected(case, steps, unvaried, monkeypatch)
     assert draws >= 2
     keys = {key: value for key, value in objective.items() if key in asdict(Objective())}
-    model, of_all_rows = whole(case, Objective(**keys), objective.get("scale_rewards", "group"))
+    model, of_all_rows = oracle_loss(case, Objective(**keys), objective.get("scale_rewards", "group"))
     return difference(model, [of_all_rows], case.trainer.model, [loss])
 
 
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss_type", CASES)
-def test_the_expectation_over_all_draws_is_the_whole_gradient(
+def test_the_expected_gradient_is_that_of_the_full_generation(
     loss_type: str, steps: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, record_cell: Callable
 ) -> None:
     found = compare(checkpoint, monkeypatch, steps=steps, **CASES[loss_type])
@@ -192,7 +192,7 @@ def test_the_expectation_over_all_draws_is_the_whole_gradient(
 @pytest.mark.parametrize("scale", ["group", "none"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", CASES)
-def test_with_other_options_and_other_draws(
+def test_the_expected_gradient_with_other_options_and_draws(
     loss_type: str,
     level: str,
     scale: str,

@@ -21,8 +21,8 @@ from trl import GRPOConfig
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.train import leave
-from grpo_recipes.training.reference import REF, adapter_tensors
-from grpo_recipes.training.zero3 import gathered
+from grpo_recipes.training.adapters import adapter_tensors, gathered
+from grpo_recipes.training.reference import REF
 from tests.support.short_runs import arguments, load, moved, trainer
 
 REFRESH, SAVE, STEPS = 3, 4, 5

@@ -33,8 +33,8 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.generation.rows import Rows
 from grpo_recipes.training.packing import Layout
-from grpo_recipes.training.reference import ReferencePolicyError, reference_in
-from grpo_rewards.errors import one_line
+from grpo_recipes.training.reference import reference_in
+from grpo_rewards.errors import UserError, one_line
 from tests.support.recorded import (
     EOS,
     MAX_COMPLETION_LENGTH,
@@ -290,7 +290,7 @@ def gradient(kind: Kind, row: Row, folder: Path) -> None:
     try:
         ours = trainer(GRPOTrainer, kind.build(), folder, beta=0.0)
         gap = largest_gap(steps(ours), theirs)
-    except ReferencePolicyError as error:
+    except UserError as error:
         row.layout, row.note = "refused", _short(error)
         return
     (layout,) = ours._log_probs._layouts.values()
@@ -407,7 +407,7 @@ def examine(name: str, situations: Iterable[str] = SITUATIONS) -> Row:
         for situation in situations:
             try:
                 row.references[situation] = globals()[situation](kind, Path(folder) / situation)
-            except ReferencePolicyError as error:
+            except UserError as error:
                 row.references[situation] = f"refused: {_short(error)}"
             except Exception as error:
                 row.references[situation] = f"error: {type(error).__name__}: {_short(error)}"

@@ -1,4 +1,4 @@
-"""`sampling: informative`: the probabilities, the draw, its order on every rank, what is learnt, and restarts."""
+"""`sampling: informative`: probabilities, draws, the order of rows on each rank, recorded groups, and restarts."""
 
 import json
 import random
@@ -35,8 +35,8 @@ from grpo_recipes.training.prompt_sampler import (
     inclusion,
     quantum_of,
     read_memory,
-    spread,
     systematic,
+    varies,
 )
 from tests.support import launching
 from tests.tools import torture
@@ -53,21 +53,21 @@ def spec(**changes: Any) -> SamplingSpec:
 def test_probabilities_fill_whole_micro_batches(
     half: np.ndarray, quantum: int, exploration: float, floor: float
 ) -> None:
-    unvaried = np.tile(half, quantum)  # a multiple of the quantum, as a generation is
+    unvaried = np.tile(half, quantum)  # a generation holds a multiple of the quantum
     found = inclusion(unvaried, spec(exploration=exploration, floor=floor), quantum)
     wanted = np.array([max(floor, exploration**count) for count in unvaried])
-    assert (found >= wanted * (1 - 1e-8)).all(), "a prompt is never drawn less often than asked"
+    assert (found >= wanted * (1 - 1e-8)).all(), "no prompt is drawn less often than its probability"
     assert (found <= 1).all()
     size = found.sum()
     assert size == pytest.approx(round(size), abs=1e-9)
     assert round(size) % quantum == 0
-    assert size < wanted.sum() + quantum, "no more than it takes to fill"
+    assert size < wanted.sum() + quantum, "no more prompts than fill the quantum"
     assert (found[unvaried == 0] == 1).all()
     order = np.argsort(unvaried)
-    assert (np.diff(found[order]) <= 1e-12).all(), "more groups without variance, a smaller probability"
+    assert (np.diff(found[order]) <= 1e-12).all(), "more zero-variance groups, smaller probability"
 
 
-def test_probabilities_by_hand() -> None:
+def test_probabilities_computed_by_hand() -> None:
     assert inclusion(np.array([0, 1, 1, 3]), spec(), 1) == pytest.approx([1, 8 / 9, 8 / 9, 2 / 9])
     assert inclusion(np.array([0, 1, 1, 9]), spec(floor=0.25), 1)[3] == pytest.approx(0.25 * 2 / 1.25)
     assert (inclusion(np.array([0, 0]), spec(), 2) == 1).all()
@@ -76,7 +76,7 @@ def test_probabilities_by_hand() -> None:
 @settings(deadline=None, max_examples=200)
 @given(counts=COUNTS, quantum=st.sampled_from([1, 2]))
 def test_each_prompt_is_drawn_with_exactly_its_probability(counts: np.ndarray, quantum: int) -> None:
-    """The starts between two neighbouring ends of units give one draw, so that all draws can be listed."""
+    """All starts between two neighbouring ends of units give the same draw, so all draws can be listed."""
     probabilities = inclusion(np.tile(counts, quantum), spec(), quantum)
     chances = np.zeros(len(probabilities))
     for drawn, chance in all_draws(probabilities):
@@ -86,7 +86,7 @@ def test_each_prompt_is_drawn_with_exactly_its_probability(counts: np.ndarray, q
 
 
 def all_draws(probabilities: np.ndarray) -> list[tuple[np.ndarray, float]]:
-    """Every draw of `systematic`, with its probability."""
+    """Return every draw of `systematic` with its probability."""
     ends = np.cumsum(probabilities[probabilities < 1])
     cuts = sorted({0.0, 1.0, *(end % 1.0 for end in ends)})
     return [(systematic(probabilities, (low + high) / 2), high - low) for low, high in pairwise(cuts)]
@@ -94,13 +94,13 @@ def all_draws(probabilities: np.ndarray) -> list[tuple[np.ndarray, float]]:
 
 @pytest.mark.parametrize("start", [0.0, 1e-17, 0.5, 1 - 2**-53])
 @pytest.mark.parametrize("size", [3, 30, 10_000])
-def test_no_start_changes_the_size_of_a_draw(start: float, size: int) -> None:
+def test_every_start_draws_the_same_number_of_prompts(start: float, size: int) -> None:
     probabilities = inclusion(np.arange(size) % 5, spec(), 1)
     assert systematic(probabilities, start).sum() == round(probabilities.sum())
 
 
-def test_what_is_certain_is_drawn_whatever_rounding_does_to_the_points() -> None:
-    """The start just below the end of the unit before: one more than that end is rounded to one more than the start."""
+def test_a_prompt_of_probability_1_is_drawn_despite_rounding() -> None:
+    """The start lies just below the end of the preceding unit, where start + 1 and end + 1 are rounded to one number."""
     for share in np.linspace(0.01, 0.99, 99):
         assert systematic(np.array([share, 1.0, 1 - share]), np.nextafter(share, 0))[1]
 
@@ -132,9 +132,7 @@ def sampler(prompts: int = 12, processes: int = 1, **changes: Any) -> Informativ
 
 @settings(deadline=None, max_examples=50)
 @given(prompts=st.integers(4, 30), epoch=st.integers(0, 4), shuffle=st.booleans(), processes=st.sampled_from([1, 2]))
-def test_with_every_prompt_drawn_the_order_is_that_without_sampling(
-    prompts: int, epoch: int, shuffle: bool, processes: int
-) -> None:
+def test_the_order_is_stock_if_every_prompt_is_drawn(prompts: int, epoch: int, shuffle: bool, processes: int) -> None:
     ours = sampler(prompts, processes, shuffle=shuffle)
     plain = EpochSampler.like(ours)
     ours.epoch = plain.epoch = epoch
@@ -143,7 +141,7 @@ def test_with_every_prompt_drawn_the_order_is_that_without_sampling(
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_ranks_make_one_draw_and_hold_its_rows_first(processes: int) -> None:
+def test_all_ranks_make_the_same_draw_and_get_its_rows_first(processes: int) -> None:
     seen = []
     for rank in range(processes):
         ours = sampler(processes=processes)
@@ -168,7 +166,7 @@ def test_ranks_make_one_draw_and_hold_its_rows_first(processes: int) -> None:
             assert rows == sorted(order[number * 16 : number * 16 + 8]), "the generation of TRL's order"
 
 
-def test_draws_differ_between_epochs_and_generations_and_not_between_calls() -> None:
+def test_draws_depend_on_epoch_and_generation_only() -> None:
     ours = sampler(64, batch_size=32)
     ours.unvaried[:] = 1
     draws = {}
@@ -185,7 +183,7 @@ def test_draws_differ_between_epochs_and_generations_and_not_between_calls() -> 
     assert masks[0] != masks[1], "another seed is another draw, and not only another order of the prompts"
 
 
-def test_one_group_with_variance_brings_a_prompt_back() -> None:
+def test_one_group_with_variance_resets_a_prompt() -> None:
     ours = sampler()
     list(ours)
     draw = ours.draws[0]
@@ -195,7 +193,7 @@ def test_one_group_with_variance_brings_a_prompt_back() -> None:
     assert ours.unvaried.sum() == 3, "prompts of other generations are as they were"
 
 
-def test_no_prompt_is_left_out_for_ever() -> None:
+def test_every_prompt_is_drawn_again() -> None:
     ours = sampler(40, batch_size=20, repeat_count=1)
     ours.unvaried[:] = 50
     ours.unvaried[:10] = 0
@@ -210,24 +208,24 @@ def test_no_prompt_is_left_out_for_ever() -> None:
     assert 40 < times[10:].mean() < 60, "400 times 0.1, raised to a whole number of prompts"
 
 
-def test_which_groups_have_variance() -> None:
+def test_groups_with_variance() -> None:
     nan = np.nan
     rows = [[0.0, 0.0, 1.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [nan, nan, nan], [nan, 2.0, nan], [nan, 2.0, 3.0]]
-    assert spread(np.array(rows)[..., None])[:, 0].tolist() == [True, False, False, False, False, True]
+    assert varies(np.array(rows)[..., None])[:, 0].tolist() == [True, False, False, False, False, True]
     # 0.1 + 0.2 and 0.3 in float32
-    assert not spread(np.array([[0.1 + 0.2, 0.3, np.float32(0.3)]])[..., None])[0, 0]
+    assert not varies(np.array([[0.1 + 0.2, 0.3, np.float32(0.3)]])[..., None])[0, 0]
 
 
 @pytest.mark.parametrize(
     "damage", ["", "[1, 2", "{}", '{"groups_without_variance": [1]}', '{"groups_without_variance": [1, -1]}']
 )
-def test_a_damaged_memory_is_refused_by_name(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_prompts_file_is_refused_by_name(tmp_path: Path, damage: str) -> None:
     (tmp_path / MEMORY).write_text(damage)
     with pytest.raises(RunError, match=MEMORY):
         read_memory(tmp_path / MEMORY, 2)
 
 
-# What a recipe may say.
+# Values of the recipe key.
 
 
 def recipe_with(folder: Path, **changes: Any) -> Any:
@@ -236,7 +234,7 @@ def recipe_with(folder: Path, **changes: Any) -> Any:
     return parse_recipe(["--config", str(path)])
 
 
-def test_words_and_mappings(tmp_path: Path) -> None:
+def test_the_key_takes_a_word_or_a_mapping(tmp_path: Path) -> None:
     assert recipe_with(tmp_path).sampling is None
     assert recipe_with(tmp_path, sampling="informative").sampling == spec()
     unbiased = recipe_with(tmp_path, sampling={"informative": "unbiased"}, loss_type="grpo").sampling
@@ -247,7 +245,7 @@ def test_words_and_mappings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_losses_whose_divisor_depends_on_the_draw_are_refused(tmp_path: Path, loss_type: str) -> None:
+def test_losses_with_a_divisor_that_depends_on_the_draw_are_refused(tmp_path: Path, loss_type: str) -> None:
     needed = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}.get(loss_type, {})
     given_ = {"sampling": {"informative": "unbiased"}, "loss_type": loss_type, **needed}
     if loss_type in ("grpo", "dr_grpo", "luspo", "sapo"):
@@ -259,7 +257,7 @@ def test_losses_whose_divisor_depends_on_the_draw_are_refused(tmp_path: Path, lo
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"beta": 0.04}, "set `beta: 0`"),
         ({"scale_rewards": "batch"}, "set `scale_rewards: group` or `none`"),
@@ -271,8 +269,10 @@ def test_losses_whose_divisor_depends_on_the_draw_are_refused(tmp_path: Path, lo
         ({"sampling": "informativ"}, "`sampling` must be informative"),
     ],
 )
-def test_what_is_no_sum_over_prompts_is_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(RecipeError, match=says) as error:
+def test_settings_whose_loss_is_no_sum_over_prompts_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message) as error:
         recipe_with(tmp_path, **{"sampling": {"informative": "unbiased"}, "loss_type": "grpo", **changes})
     assert str(error.value).startswith(f"{tmp_path / 'mine.yaml'}: ")
 
@@ -288,7 +288,7 @@ CHANGES = {
 
 
 def test_a_run_generates_less_after_the_first_epoch_and_resumes_to_the_bit(tmp_path: Path) -> None:
-    """Eight prompts, four a generation: two steps an epoch; resumed after step 7, in the middle of the fourth."""
+    """Eight prompts, four per generation, give two steps per epoch. Step 7 lies in the middle of the fourth epoch."""
     policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
     output = tmp_path / "alone"
     plain = launching.write_recipe(
@@ -301,7 +301,9 @@ def test_a_run_generates_less_after_the_first_epoch_and_resumes_to_the_bit(tmp_p
         assert train.main(["--config", str(path)]) == 0
     logged = [entry for entry in launching.log_history(output) if "reward" in entry]
     without = [entry for entry in launching.log_history(tmp_path / "plain") if "reward" in entry]
-    for ours, theirs in zip(logged[:1], without, strict=False):  # the schedule of another length: one step alone
+    for ours, theirs in zip(
+        logged[:1], without, strict=False
+    ):  # learning-rate schedules of other lengths agree in the first step only
         assert {key: ours[key] for key in theirs if key != "learning_rate"} == {
             key: value for key, value in theirs.items() if key != "learning_rate"
         }
@@ -326,7 +328,7 @@ def test_a_run_generates_less_after_the_first_epoch_and_resumes_to_the_bit(tmp_p
     launching.assert_same_run(output, killed)
 
 
-def test_another_sampling_does_not_go_on_with_a_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_run_with_another_sampling_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
     recipe = launching.write_recipe(
         tmp_path / "mine.yaml", policy, rows, tmp_path / "run", **{**CHANGES, "max_steps": 1}
@@ -337,15 +339,15 @@ def test_another_sampling_does_not_go_on_with_a_run(tmp_path: Path, capsys: pyte
     assert "`sampling.informative` was not set and is biased" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("steps", "is_said"), [(2, True), (3, False)])
-def test_a_run_that_ends_within_its_first_epoch_is_noted(tmp_path: Path, steps: int, is_said: bool) -> None:
+@pytest.mark.parametrize(("steps", "has_note"), [(2, True), (3, False)])
+def test_a_run_that_ends_within_its_first_epoch_gets_a_note(tmp_path: Path, steps: int, has_note: bool) -> None:
     recipe = recipe_with(tmp_path, sampling="informative", max_steps=steps, per_device_train_batch_size=16)
     notes = sampling_note(recipe, geometry_of(recipe, 1), 8)
-    assert bool(notes) is is_said
+    assert bool(notes) is has_note
     assert not sampling_note(recipe_with(tmp_path, max_steps=1), geometry_of(recipe, 1), 8)
 
 
-def test_recorded_responses_leave_nothing_to_save(tmp_path: Path) -> None:
+def test_sampling_is_refused_with_recorded_responses(tmp_path: Path) -> None:
     path = tmp_path / "offline.yaml"
     recipe = parse_recipe(["--config", "offline-scored-gpt2", "--sampling", "informative", "--output_dir", str(path)])
     with pytest.raises(RecipeError, match="`sampling` saves generation, and `offline` generates nothing"):
@@ -353,7 +355,7 @@ def test_recorded_responses_leave_nothing_to_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_run_on_two_processes_draws_what_one_left_alone_draws(tmp_path: Path) -> None:
+def test_a_killed_run_on_two_processes_makes_the_draws_of_an_uninterrupted_run(tmp_path: Path) -> None:
     rows = launching.write_rows(tmp_path / "rows.jsonl", 8)
     changes = {"sampling": "informative", "rewards": CHANGES["rewards"]}
     assert len(torture.torture("ddp_cpu", 1, random.Random(1), rows, tmp_path, **changes)) == 1
@@ -362,8 +364,8 @@ def test_a_killed_run_on_two_processes_draws_what_one_left_alone_draws(tmp_path:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_generates_its_part_of_the_draw_and_weighs_every_token(rank: int, tmp_path: Path) -> None:
-    """Two rewards whose sum is 1 in every group but the last: that alone has variance."""
+def test_each_rank_generates_its_part_of_the_draw_and_weights_every_token(rank: int, tmp_path: Path) -> None:
+    """Two rewards sum to 1 in every group but the last, so only the last group has variance."""
     unbiased = SamplingSpec.parse({"informative": "unbiased"})
     settings_ = {"mini_repeat_count": 2, "batch_size": 8, "repeat_count": 1, "seed": 7}
     ours = InformativeSampler(RepeatSampler(range(8), **settings_), unbiased, 2, 2)
@@ -373,9 +375,9 @@ def test_a_rank_generates_its_part_of_the_draw_and_weighs_every_token(rank: int,
     drawn = np.repeat(draw.prompts[draw.drawn], 2)
     assert 4 < len(drawn) < 16
 
-    asked = object.__new__(PromptSampling)
-    asked.spec, asked.sampler, asked.position = unbiased, ours, 0
-    asked.trainer = trainer = SimpleNamespace(
+    sampling = object.__new__(PromptSampling)
+    sampling.spec, sampling.sampler, sampling.position = unbiased, ours, 0
+    sampling.trainer = trainer = SimpleNamespace(
         train_dataset=[{"prompt": row} for row in range(8)],
         accelerator=SimpleNamespace(process_index=rank),
         reward_func_names=["one", "other"],
@@ -395,27 +397,27 @@ def test_a_rank_generates_its_part_of_the_draw_and_weighs_every_token(rank: int,
         return {"advantages": torch.full((len(given_), 3), 2.0)}
 
     size = len(rows) // 2
-    advantages = asked.generate(rows[rank * size : (rank + 1) * size], generate)["advantages"]
+    advantages = sampling.generate(rows[rank * size : (rank + 1) * size], generate)["advantages"]
     weight = {row: draw.share / chance for row, chance in zip(draw.prompts, draw.probabilities, strict=True)}
     half = len(drawn) // 2
     expected = [[2.0 * weight[row]] * 3 for row in drawn[rank * half : (rank + 1) * half]]
     assert advantages.numpy() == pytest.approx(np.array(expected), rel=1e-6)
     assert [ours.unvaried[row] for row in drawn[::2]] == [1 if row < 4 else 3 for row in drawn[:-2:2]] + [0]
-    assert asked._varied(2).tolist() == [False] * (half - 1) + [True]
+    assert sampling._varied(2).tolist() == [False] * (half - 1) + [True]
     trainer.multi_objective_aggregation = "normalize_then_sum"
-    assert asked._varied(2).all()
+    assert sampling._varied(2).all()
 
     (tmp_path / "checkpoint-3").mkdir()
     for saves in (False, True):
         args, state = SimpleNamespace(output_dir=tmp_path, should_save=saves), SimpleNamespace(global_step=3)
-        asked.on_save(args, state, None)  # type: ignore[arg-type]
+        sampling.on_save(args, state, None)  # type: ignore[arg-type]
         assert (tmp_path / "checkpoint-3" / MEMORY).is_file() is saves
 
 
-def test_rows_that_were_not_drawn_are_not_learnt_from() -> None:
-    asked = object.__new__(PromptSampling)
-    asked.trainer = SimpleNamespace(train_dataset=[{"prompt": "a"}, {"prompt": "b"}])
-    asked.position = 1
-    asked._check({"prompt": "b"}, 1)
+def test_rows_that_were_not_drawn_raise() -> None:
+    sampling = object.__new__(PromptSampling)
+    sampling.trainer = SimpleNamespace(train_dataset=[{"prompt": "a"}, {"prompt": "b"}])
+    sampling.position = 1
+    sampling._check({"prompt": "b"}, 1)
     with pytest.raises(RuntimeError, match="other prompts than were drawn"):
-        asked._check({"prompt": "a"}, 1)
+        sampling._check({"prompt": "a"}, 1)

@@ -1,6 +1,6 @@
-"""The reference policy: what TRL 1.16 gets wrong, and that `set_reference` gets it right.
+"""The reference policy of `set_reference`, compared with that of stock TRL 1.16.
 
-Many tests first show what plain TRL does wrong. If that part of a test fails, TRL has mended it, and our code for it can go.
+Many tests first show an error of stock TRL. If that part of a test fails, TRL has fixed the error, and our code for it can go.
 """
 
 from contextlib import nullcontext
@@ -29,10 +29,9 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.training import reference as reference_module
+from grpo_recipes.training.adapters import adapter_tensors
 from grpo_recipes.training.reference import (
     REF,
-    ReferencePolicyError,
-    adapter_tensors,
     kl_to_reference,
     reference_in,
     set_reference,
@@ -54,7 +53,7 @@ from tests.support.short_runs import (
 )
 
 ZERO = 1e-6
-SEEN = 1e-5  # a KL that no rounding explains: at least ten times what the cases below may have
+SEEN = 1e-5  # a KL above rounding: at least ten times `ZERO`
 
 
 @pytest.fixture(scope="module")
@@ -126,17 +125,17 @@ def test_an_adapter_that_would_not_train_is_refused(policy: Path, tmp_path: Path
     plain.train()
     assert equal(before, tensors(plain.model, "default"))
     for beta in (0.04, 0.0):
-        with pytest.raises(ReferencePolicyError, match="`default` would train.*is_trainable=True"):
+        with pytest.raises(UserError, match="`default` would train.*is_trainable=True"):
             trainer(GRPOTrainer, model(), arguments(tmp_path, beta=beta))
 
 
 def test_a_merged_model_that_would_not_train_is_refused(policy: Path, tmp_path: Path) -> None:
     merged = adapted(policy, lora(), continued=True).merge_and_unload()
-    with pytest.raises(ReferencePolicyError, match=r"no parameter .* would train: .*requires_grad_\(True\)"):
+    with pytest.raises(UserError, match=r"no parameter .* would train: .*requires_grad_\(True\)"):
         trainer(GRPOTrainer, merged, arguments(tmp_path))
 
 
-def test_the_adapter_that_trains_may_have_any_name(policy: Path, tmp_path: Path) -> None:
+def test_the_policy_adapter_may_have_any_name(policy: Path, tmp_path: Path) -> None:
     def model() -> PeftModel:
         return adapted(policy, lora(), continued=True, name="policy")
 
@@ -151,7 +150,7 @@ def test_the_adapter_that_trains_may_have_any_name(policy: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", [REF, "sft"])
-def test_the_users_own_reference_adapter(policy: Path, tmp_path: Path, name: str) -> None:
+def test_an_adapter_of_the_users_is_the_reference(policy: Path, tmp_path: Path, name: str) -> None:
     def model() -> PeftModel:
         both = adapted(policy, lora(), continued=True)
         both.add_adapter(name, lora(r=2))
@@ -163,7 +162,7 @@ def test_the_users_own_reference_adapter(policy: Path, tmp_path: Path, name: str
     if name == REF:
         with pytest.raises(ValueError, match="already exists"):
             trainer(TRLGRPOTrainer, model(), arguments(tmp_path))
-        with pytest.raises(ReferencePolicyError, match="holds an adapter named `ref`"):
+        with pytest.raises(UserError, match="holds an adapter named `ref`"):
             trainer(GRPOTrainer, model(), arguments(tmp_path), reference="initial")
     ours = trainer(GRPOTrainer, model(), arguments(tmp_path), reference={"adapter": name})
     policy_model, reference_model = model(), model()
@@ -178,7 +177,7 @@ def test_the_users_own_reference_adapter(policy: Path, tmp_path: Path, name: str
     assert equal(before, tensors(ours.model, REF))
 
 
-def test_the_users_reference_is_taken_unasked(policy: Path, tmp_path: Path) -> None:
+def test_an_adapter_named_ref_is_the_default_reference(policy: Path, tmp_path: Path) -> None:
     model = adapted(policy, lora(), continued=True)
     model.add_adapter(REF, lora())
     ours = trainer(GRPOTrainer, model, arguments(tmp_path))
@@ -221,7 +220,7 @@ def test_a_checkpoint_brings_no_reference_into_a_run_without_one(policy: Path, t
 
 
 @pytest.mark.parametrize("initialisation", ["pissa", "olora", False])
-def test_the_reference_is_the_model_at_step_0_however_lora_starts(
+def test_the_reference_is_the_model_at_step_0_with_every_lora_initialization(
     policy: Path, tmp_path: Path, initialisation: str | bool
 ) -> None:
     config = lora(init_lora_weights=initialisation)
@@ -230,21 +229,21 @@ def test_the_reference_is_the_model_at_step_0_however_lora_starts(
 
 
 @pytest.mark.parametrize("initialisation", ["pissa", "olora"])
-def test_making_the_reference_leaves_the_policy_alone(policy: Path, tmp_path: Path, initialisation: str) -> None:
+def test_the_reference_does_not_change_the_policy(policy: Path, tmp_path: Path, initialisation: str) -> None:
     def model() -> PeftModel:
         return adapted(policy, lora(init_lora_weights=initialisation), continued=True)
 
     expected = log_probabilities(model(), TEXTS[0])
     plain = trainer(TRLGRPOTrainer, model(), arguments(tmp_path))
     assert not torch.allclose(log_probabilities(plain.model, TEXTS[0]), expected, atol=1e-2)
-    with pytest.raises(ReferencePolicyError, match="without_trl_reference"):
+    with pytest.raises(UserError, match="without_trl_reference"):
         set_reference(plain, "initial")
     ours = trainer(GRPOTrainer, model(), arguments(tmp_path))
     assert torch.equal(log_probabilities(ours.model, TEXTS[0]), expected)
     assert logged_kl(ours)[0] <= ZERO
 
 
-def test_dropout_is_reported_with_the_kl_that_follows(policy: Path, tmp_path: Path) -> None:
+def test_dropout_raises_a_warning_with_its_kl(policy: Path, tmp_path: Path) -> None:
     def model() -> PeftModel:
         return adapted(policy, lora(lora_dropout=0.05), continued=True)
 
@@ -265,7 +264,7 @@ def test_disable_dropout_covers_attention_dropout(tmp_path: Path) -> None:
     assert logged_kl(trainer(GRPOTrainer, load(folder), arguments(tmp_path)))[0] <= ZERO
 
 
-def test_dropout_is_off_without_a_reference_too(policy: Path, tmp_path: Path) -> None:
+def test_disable_dropout_works_without_a_reference(policy: Path, tmp_path: Path) -> None:
     folder = tiny.save_policy(tmp_path / "policy", attention_dropout=0.1)
     ours = trainer(GRPOTrainer, adapted(folder, lora(lora_dropout=0.1), continued=True), arguments(tmp_path, beta=0.0))
     assert "`disable_dropout` covers the adapter's `lora_dropout` of 0.1" in ours.reference_sentence
@@ -275,8 +274,8 @@ def test_dropout_is_off_without_a_reference_too(policy: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("source", ["initial", pytest.param("base", marks=pytest.mark.slow)])
-def test_what_trains_beside_the_adapter_is_refused(policy: Path, tmp_path: Path, source: str) -> None:
-    """No adapter state undoes it: the reference would move with the policy."""
+def test_trainable_parameters_beside_the_adapter_are_refused(policy: Path, tmp_path: Path, source: str) -> None:
+    """No adapter state undoes their training, so the reference would move with the policy."""
 
     def norms_too() -> PeftModel:
         model = adapted(policy, lora(), continued=source == "initial")
@@ -291,13 +290,13 @@ def test_what_trains_beside_the_adapter_is_refused(policy: Path, tmp_path: Path,
     with reference_in(plain) as reference:
         assert not torch.allclose(log_probabilities(reference, TEXTS[0]), before, atol=1e-2)
     model = norms_too()
-    with pytest.raises(ReferencePolicyError, match="4 parameters beside the adapter.*layernorm.*`modules_to_save`"):
+    with pytest.raises(UserError, match="4 parameters beside the adapter.*layernorm.*`modules_to_save`"):
         trainer(GRPOTrainer, model, arguments(tmp_path), reference=source)
     trainer(GRPOTrainer, model, arguments(tmp_path, beta=0.0))
 
 
 def test_a_continued_adapter_with_replicated_layers(policy: Path, tmp_path: Path) -> None:
-    """PEFT replicates the policy's layers again for each adapter that is added with this key."""
+    """PEFT replicates the policy's layers again for each added adapter with `layer_replication`."""
     config = lora(layer_replication=[(0, 2), (1, 2)])
     adapted(policy, config, continued=True).save_pretrained(tmp_path / "adapter")
 
@@ -313,11 +312,11 @@ def test_a_continued_adapter_with_replicated_layers(policy: Path, tmp_path: Path
     moved(ours.model)
     with reference_in(ours) as reference:
         torch.testing.assert_close(log_probabilities(reference, TEXTS[0]), expected)
-    with pytest.raises(ReferencePolicyError, match="`layer_replication`.*use `reference: initial`"):
+    with pytest.raises(UserError, match="`layer_replication`.*use `reference: initial`"):
         trainer(GRPOTrainer, model(), arguments(tmp_path), reference={"adapter": str(tmp_path / "adapter")})
 
 
-def test_an_adapter_folder_is_a_model(policy: Path, tmp_path: Path) -> None:
+def test_the_folder_of_an_adapter_is_a_model(policy: Path, tmp_path: Path) -> None:
     adapted(policy, lora(), continued=True).save_pretrained(tmp_path / "adapter")
     args = arguments(tmp_path, model_init_kwargs={"dtype": "float32"})
     with pytest.raises(ValueError, match="Unrecognized model"):
@@ -365,7 +364,7 @@ def test_trainable_tokens_on_a_tied_head(tied_policy: Path, tmp_path: Path, cont
     assert kls[0] <= ZERO < kls[1]
 
 
-# Kind of adapter × new or continued, and full fine-tuning.
+# Adapter configuration, and True for a continued adapter.
 TABLE: dict[str, tuple[PeftConfig, bool]] = {
     **{f"new {kind}": (config, False) for kind, config in {**COMPLETE_IN_TRL, **INCOMPLETE_IN_TRL}.items()},
     **{f"continued {kind}": (config, True) for kind, config in COMPLETE_IN_TRL.items()},
@@ -377,7 +376,7 @@ TABLE: dict[str, tuple[PeftConfig, bool]] = {
 }
 
 
-# Quickly: a new and a continued LoRA, and every other method in one of the two states.
+# The quick tests cover a new and a continued LoRA, and each other method either new or continued.
 SLOW = [f"new {kind}" for kind in COMPLETE_IN_TRL if kind != "LoRA"]
 
 
@@ -387,7 +386,7 @@ def test_the_kl_is_0_at_step_0(policy: Path, tmp_path: Path, case: str) -> None:
     ours = trainer(GRPOTrainer, adapted(policy, config, continued=continued), arguments(tmp_path, max_steps=2))
     kls = logged_kl(ours)
     assert kls[0] <= ZERO
-    # The zero means something: the policy moves away, and a continued adapter does not lie on its base.
+    # The zero is no accident: the KL grows as the policy moves, and a continued adapter differs from its base.
     assert kls[1] > kls[0]
     if continued:
         set_reference(ours, "base")
@@ -411,7 +410,7 @@ def test_the_kl_is_0_at_step_0_of_full_fine_tuning(tmp_path: Path, changes: dict
     assert kls[0] <= ZERO < kls[1]
 
 
-def test_the_head_in_fp32(tmp_path: Path) -> None:
+def test_the_kl_is_0_at_step_0_with_a_float32_head(tmp_path: Path) -> None:
     model = tiny.policy().to(torch.bfloat16)
     ours = trainer(GRPOTrainer, model, arguments(tmp_path, max_steps=2, cast_lm_head_to_fp32=True))
     kls = logged_kl(ours)
@@ -419,7 +418,7 @@ def test_the_head_in_fp32(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["embedding LoRA", "modules_to_save", "trainable tokens"])
-def test_tied_embeddings(tied_policy: Path, tmp_path: Path, case: str) -> None:
+def test_the_kl_is_0_at_step_0_with_tied_embeddings(tied_policy: Path, tmp_path: Path, case: str) -> None:
     configs = {
         "embedding LoRA": lora(target_modules=["embed_tokens", "q_proj"]),
         "modules_to_save": lora(modules_to_save=["embed_tokens"]),
@@ -429,7 +428,7 @@ def test_tied_embeddings(tied_policy: Path, tmp_path: Path, case: str) -> None:
     assert logged_kl(ours)[0] <= ZERO
 
 
-def test_a_bf16_base_with_an_fp32_adapter(policy: Path, tmp_path: Path) -> None:
+def test_the_kl_is_0_at_step_0_of_a_bf16_base_with_an_fp32_adapter(policy: Path, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = moved(get_peft_model(load(policy).to(torch.bfloat16), lora()))
     ours = trainer(GRPOTrainer, model, arguments(tmp_path))
@@ -438,7 +437,7 @@ def test_a_bf16_base_with_an_fp32_adapter(policy: Path, tmp_path: Path) -> None:
     assert logged_kl(ours)[0] <= ZERO
 
 
-def test_4_bit_base(policy: Path, tmp_path: Path) -> None:
+def test_the_kl_is_0_at_step_0_with_a_4_bit_base(policy: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="QLoRA needs bitsandbytes")
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -449,14 +448,14 @@ def test_4_bit_base(policy: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "LoRA", "modules_to_save"])
-def test_what_costs_nothing_costs_nothing(policy: Path, tmp_path: Path, kind: str) -> None:
+def test_no_copy_is_made_where_none_is_needed(policy: Path, tmp_path: Path, kind: str) -> None:
     model = load(policy) if kind == "full" else adapted(policy, COMPLETE_IN_TRL[kind], continued=False)
     ours = trainer(GRPOTrainer, model, arguments(tmp_path, beta=0.0 if kind == "full" else 0.04))
     assert ours.ref_model is None
     assert REF not in getattr(ours.model, "peft_config", {})
 
 
-def test_base_and_a_folder(policy: Path, tmp_path: Path) -> None:
+def test_the_base_and_an_adapter_folder_as_references(policy: Path, tmp_path: Path) -> None:
     adapted(policy, lora(r=2), continued=True).save_pretrained(tmp_path / "sft")
 
     def ours(reference: Any) -> GRPOTrainer:
@@ -474,8 +473,8 @@ def test_base_and_a_folder(policy: Path, tmp_path: Path) -> None:
         assert kl_to_reference(ours(reference), [text]) == pytest.approx(expected, rel=1e-3, abs=1e-7)
 
 
-def test_what_can_not_be_had_is_refused_in_one_sentence(policy: Path, tmp_path: Path) -> None:
-    def refusal(model: Any, reference: Any, **changes: Any) -> str:
+def test_impossible_references_raise_one_line(policy: Path, tmp_path: Path) -> None:
+    def message(model: Any, reference: Any, **changes: Any) -> str:
         with pytest.raises(UserError) as caught:
             trainer(GRPOTrainer, model, arguments(tmp_path, **changes), reference=reference)
         assert "\n" not in str(caught.value)
@@ -489,25 +488,25 @@ def test_what_can_not_be_had_is_refused_in_one_sentence(policy: Path, tmp_path: 
     def new() -> PeftModel:
         return adapted(policy, lora(), continued=False)
 
-    assert "`reference: base` needs a policy with an adapter, and this is full" in refusal(load(policy), "base")
-    assert f"`reference: {{adapter: {tmp_path / 'q'}}}` needs" in refusal(load(policy), {"adapter": tmp_path / "q"})
-    assert "did you mean `initial`" in refusal(new(), "inital")
-    assert "did you mean `adapter`" in refusal(new(), {"adaptor": "x"})
-    assert "keep one" in refusal(new(), {"name": "base", "adapter": "x"})
-    assert "no adapter in" in refusal(new(), {"adapter": tmp_path / "nothing"})
-    assert "changes the base's weights" in refusal(new(), {"adapter": tmp_path / "pissa"})
-    assert "does not fit this policy" in refusal(new(), {"adapter": tmp_path / "wide-adapter"})
-    assert "the base's biases" in refusal(adapted(policy, lora(bias="all"), continued=False), "initial")
+    assert "`reference: base` needs a policy with an adapter, and this is full" in message(load(policy), "base")
+    assert f"`reference: {{adapter: {tmp_path / 'q'}}}` needs" in message(load(policy), {"adapter": tmp_path / "q"})
+    assert "did you mean `initial`" in message(new(), "inital")
+    assert "did you mean `adapter`" in message(new(), {"adaptor": "x"})
+    assert "keep one" in message(new(), {"name": "base", "adapter": "x"})
+    assert "no adapter in" in message(new(), {"adapter": tmp_path / "nothing"})
+    assert "changes the base's weights" in message(new(), {"adapter": tmp_path / "pissa"})
+    assert "does not fit this policy" in message(new(), {"adapter": tmp_path / "wide-adapter"})
+    assert "the base's biases" in message(adapted(policy, lora(bias="all"), continued=False), "initial")
     refresh = {"sync_ref_model": True, "ref_model_sync_steps": 2}
-    assert "can't be refreshed" in refusal(new(), "base", **refresh)
-    assert "`beta: 0` has none" in refusal(new(), "initial", beta=0.0, **refresh)
-    assert "other tensors than the policy" in refusal(new(), {"adapter": tmp_path / "q"}, **refresh)
-    assert "1 for a hard refresh" in refusal(new(), "initial", **refresh, ref_model_mixup_alpha=1.5)
-    assert "no effect without" in refusal(new(), {"reset_optimizer_on_sync": True})
+    assert "can't be refreshed" in message(new(), "base", **refresh)
+    assert "`beta: 0` has none" in message(new(), "initial", beta=0.0, **refresh)
+    assert "other tensors than the policy" in message(new(), {"adapter": tmp_path / "q"}, **refresh)
+    assert "1 for a hard refresh" in message(new(), "initial", **refresh, ref_model_mixup_alpha=1.5)
+    assert "no effect without" in message(new(), {"reset_optimizer_on_sync": True})
 
 
 class Snapshots(TrainerCallback):
-    """The policy after each optimiser step, and the size of the optimiser's state once the reference is refreshed."""
+    """Callback that records the policy and the size of the optimizer's state after each optimizer step."""
 
     def __init__(self, read: Any) -> None:
         self.read = read
@@ -541,7 +540,7 @@ REFRESHED = {
 }
 
 
-def test_trl_alone_refreshes_no_lora_reference(policy: Path, tmp_path: Path) -> None:
+def test_stock_trl_cannot_refresh_a_lora_reference(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError):
         trainer(TRLGRPOTrainer, REFRESHED["new LoRA"](policy), arguments(tmp_path, sync_ref_model=True))
 
@@ -559,7 +558,7 @@ def test_the_kl_is_0_after_a_hard_refresh_and_grows(policy: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", only(["new LoRA", "full"], ["new LoRA", "DoRA", "full"]))
-def test_the_moving_average_has_its_closed_form(policy: Path, tmp_path: Path, kind: str) -> None:
+def test_the_moving_average_equals_its_closed_form(policy: Path, tmp_path: Path, kind: str) -> None:
     alpha = 0.6
     args = arguments(tmp_path, max_steps=7, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=alpha)
     ours = trainer(GRPOTrainer, REFRESHED[kind](policy), args)
@@ -574,7 +573,7 @@ def test_the_moving_average_has_its_closed_form(policy: Path, tmp_path: Path, ki
         assert torch.allclose(tensor.double(), expected, atol=1e-6, rtol=0)
 
 
-def test_a_refresh_can_bring_a_fresh_optimiser(policy: Path, tmp_path: Path) -> None:
+def test_a_refresh_can_reset_the_optimizer(policy: Path, tmp_path: Path) -> None:
     args = arguments(tmp_path, max_steps=3, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=1.0)
     model = REFRESHED["new LoRA"](policy)
     ours = trainer(GRPOTrainer, model, args, reference={"name": "initial", "reset_optimizer_on_sync": True})
@@ -601,7 +600,7 @@ class KillAt(TrainerCallback):
 
 @pytest.mark.parametrize("kind", only(["new LoRA"], ["new LoRA", "embedding LoRA", "full"]))
 @pytest.mark.parametrize("alpha", only([0.6], [1.0, 0.6]))
-def test_a_killed_run_resumes_bit_equal_in_a_refresh_period(
+def test_a_run_killed_between_refreshes_resumes_to_equal_bits(
     policy: Path, tmp_path: Path, kind: str, alpha: float
 ) -> None:
     def run(name: str) -> TRLGRPOTrainer:
@@ -638,15 +637,15 @@ def test_a_checkpoint_without_its_reference_is_refused(policy: Path, tmp_path: P
     (tmp_path / "checkpoint-2" / "reference.safetensors").unlink()
     for manifest in tmp_path.glob("checkpoint-*/manifest.json"):  # TRL's trainer writes none
         manifest.unlink()
-    with pytest.raises(ReferencePolicyError, match="reference is lost: resume from an earlier checkpoint"):
+    with pytest.raises(UserError, match="reference is lost: resume from an earlier checkpoint"):
         trainer(GRPOTrainer, load(policy), args).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-def test_trls_trainer_is_served_as_ours_is(policy: Path, tmp_path: Path) -> None:
-    """Hard refresh of a full model on TRL's own class: its own callback would act a second time."""
+def test_a_refresh_is_the_same_in_trls_trainer_and_ours(policy: Path, tmp_path: Path) -> None:
+    """On TRL's class, TRL's own callback must not refresh a second time."""
     args = arguments(tmp_path, max_steps=4, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.5)
     runs = []
-    # Equal to the last bit, so with TRL's own micro-batches and completions.
+    # The comparison is to the last bit, so ours runs TRL's micro-batches and generation.
     for trainer_class, more in ((TRLGRPOTrainer, {}), (GRPOTrainer, {"micro_batching": "off", "generation": "off"})):
         run = trainer(trainer_class, load(policy), args, **more)
         if trainer_class is TRLGRPOTrainer:
@@ -672,7 +671,7 @@ def test_an_adapter_folder_saved_by_a_run_loads_in_peft(policy: Path, tmp_path: 
     assert torch.equal(log_probabilities(again, TEXTS[0]), expected)
 
 
-def test_a_conversational_prompt_is_measured_too(policy: Path, tmp_path: Path) -> None:
+def test_the_dropout_warning_measures_a_conversational_prompt(policy: Path, tmp_path: Path) -> None:
     from datasets import Dataset
 
     from grpo_recipes.training.reference import _warn_of_dropout
@@ -692,10 +691,10 @@ def test_a_conversational_prompt_is_measured_too(policy: Path, tmp_path: Path) -
         assert torch.equal(reference(input_ids=ids).logits, reference(input_ids=ids).logits), "its scores do not vary"
 
 
-def test_a_reference_whose_layers_share_tensors_is_stored_whole(
+def test_a_reference_whose_layers_share_tensors_is_stored_completely(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And comes back where tensors are partitioned, as ZeRO-3 has them: what is written into a gathered one is kept if asked."""
+    """The reference is also restored where tensors are partitioned, and a write into a gathered tensor must be requested."""
     monkeypatch.setattr(reference_module, "gathered", partitioned)
     args = arguments(tmp_path, sync_ref_model=True, ref_model_sync_steps=1)
     ours = trainer(GRPOTrainer, REFRESHED["VeRA"](policy), args)
@@ -717,7 +716,7 @@ def test_a_refresh_needs_fsdp2(version: int, sync: bool, refused: bool) -> None:
     on_fsdp: Any = SimpleNamespace(
         is_fsdp_enabled=True, accelerator=SimpleNamespace(state=state), args=SimpleNamespace(sync_ref_model=sync)
     )
-    with pytest.raises(ReferencePolicyError, match="`sync_ref_model` needs FSDP2") if refused else nullcontext():
+    with pytest.raises(UserError, match="`sync_ref_model` needs FSDP2") if refused else nullcontext():
         reference_module._check_backend(on_fsdp)
 
 

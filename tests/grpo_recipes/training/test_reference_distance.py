@@ -1,4 +1,4 @@
-"""The distance to the reference: padded texts, an adapter of another dtype, a refreshed reference resumed from elsewhere."""
+"""`kl_to_reference` with padded texts, an adapter of another dtype, and a checkpoint from another folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from peft import PeftModel
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.training.reference import REF, adapter_tensors, kl_to_reference
+from grpo_recipes.training.adapters import adapter_tensors
+from grpo_recipes.training.reference import REF, kl_to_reference
 from tests.grpo_recipes.training.test_reference import KillAt, Killed, equal, lora, tensors
 from tests.support import tiny
 from tests.support.short_runs import TEXTS, adapted, arguments, load, moved, trainer
@@ -23,7 +24,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save_policy(tmp_path_factory.mktemp("policy"))
 
 
-def test_padding_is_left_out_of_the_mean(policy: Path, tmp_path: Path) -> None:
+def test_padding_is_excluded_from_the_mean(policy: Path, tmp_path: Path) -> None:
     ours = trainer(GRPOTrainer, adapted(policy, lora(), continued=True), arguments(tmp_path), reference="base")
     ids = [tiny.byte_tokenizer()(text)["input_ids"] for text in TEXTS]
     assert len(ids[0]) < len(ids[1])
@@ -36,7 +37,7 @@ def test_padding_is_left_out_of_the_mean(policy: Path, tmp_path: Path) -> None:
 
 
 def test_a_loaded_reference_has_the_policys_dtype(policy: Path, tmp_path: Path) -> None:
-    """PEFT loads an adapter in float32; beside a policy in bfloat16 equal weights would differ."""
+    """PEFT loads an adapter in float32, which would differ from equal weights in bfloat16."""
     adapted(policy, lora(), continued=True).save_pretrained(tmp_path / "adapter")
     base = load(policy, torch.bfloat16)
     model = PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True, autocast_adapter_dtype=False)
@@ -48,7 +49,7 @@ def test_a_loaded_reference_has_the_policys_dtype(policy: Path, tmp_path: Path) 
 
 
 def test_a_refreshed_reference_is_read_from_the_checkpoint_that_is_resumed(policy: Path, tmp_path: Path) -> None:
-    """Copied to another folder, beside a run whose own checkpoint of that step holds another reference."""
+    """The checkpoint was copied to another folder, beside a checkpoint of the same step with another reference."""
     refresh = {"sync_ref_model": True, "ref_model_sync_steps": 1, "save_strategy": "steps", "save_steps": 1}
     stored = {}
     for name, scale in (("first", 0.05), ("second", 0.2)):

@@ -1,4 +1,4 @@
-"""The reference with partitioned parameters: ZeRO-3 and FSDP2 on two CPU processes."""
+"""The reference with parameters partitioned by ZeRO-3 and FSDP2, on two CPU processes."""
 
 import json
 import os
@@ -42,7 +42,7 @@ RESUMED = [(backend, case) for backend, cases in CASES.items() for case in cases
 
 
 class Launches:
-    """One launch per backend runs all its cases: starting two processes costs more than training them."""
+    """One launch per backend for all its cases, because starting two processes takes longer than training them."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -61,7 +61,7 @@ class Launches:
         if backend == "fsdp2":
             layout = folder / "fsdp2.yaml"
             layout.write_text(yaml.safe_dump(FSDP2))
-        # DeepSpeed builds a helper here; a run killed meanwhile leaves a lock that would stop every later one.
+        # DeepSpeed builds a helper here. A run killed during the build leaves a lock that would stop every later run.
         extensions = os.environ.get("TORCH_EXTENSIONS_DIR", str(self.root / "extensions"))
         worker = "tests.support.reference_worker"
         launching.launch_module(str(layout), worker, str(folder), *CASES[backend], TORCH_EXTENSIONS_DIR=extensions)
@@ -90,7 +90,7 @@ def test_the_kl_is_0_at_step_0_and_after_a_hard_refresh(launches: Launches, back
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("backend", "case"), RESUMED)
-def test_a_resumed_run_is_the_uninterrupted_one(launches: Launches, backend: str, case: str) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_run(launches: Launches, backend: str, case: str) -> None:
     if backend == "zero3":
         pytest.importorskip("deepspeed")
     resumed, whole = launches.seen(backend, case), launches.seen(backend, case.removesuffix("-resume"))

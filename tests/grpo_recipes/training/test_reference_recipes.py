@@ -1,4 +1,4 @@
-"""The reference policy as a recipe says it, through the entry point that users launch."""
+"""The recipe key `reference`, through the entry point that users launch."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ SMALL = [
     "--lr_scheduler_type=constant",
     "--gradient_checkpointing=false",
 ]
-# Nothing that a tiny untrained policy writes is correct: pay it for the digits it writes, so that it moves.
+# No answer of a tiny untrained policy is correct. A reward for digits makes it move.
 REWARD = ["--rewards", "tests.grpo_recipes.training.test_reference_recipes.digits"]
 
 
@@ -37,7 +37,7 @@ def digits(prompts: list, completions: list, **columns: object) -> list[float]:
 
 
 def run(recipe: str, output: Path, gsm8k_file: Path, *more: str) -> list[float]:
-    """Train; the KL logged at each step."""
+    """Train, and return the KL logged at each step."""
     args = ["--config", recipe, f"--output_dir={output}", f"--dataset.path={gsm8k_file}", *SMALL, *REWARD, *more]
     assert train.main(args) == 0
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
@@ -46,7 +46,7 @@ def run(recipe: str, output: Path, gsm8k_file: Path, *more: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def lora_run(tiny_model: Path, gsm8k_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of the LoRA recipe."""
+    """Return the folder of a finished run of the LoRA recipe."""
     folder = tmp_path_factory.mktemp("lora") / "run"
     more = [f"--model_name_or_path={tiny_model}", "--max_steps=2"]
     kl = run("gsm8k-qwen2.5-1.5b-lora", folder, gsm8k_file, *more)
@@ -54,7 +54,7 @@ def lora_run(tiny_model: Path, gsm8k_file: Path, tmp_path_factory: pytest.TempPa
     return folder
 
 
-def test_an_adapter_folder_is_a_model(
+def test_a_recipe_may_name_an_adapter_folder_as_its_model(
     lora_run: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(ValueError, match="Unrecognized model"):
@@ -72,7 +72,7 @@ def test_an_adapter_folder_is_a_model(
     assert all(torch.equal(before[name], kept[name]) for name in before)
     AutoTokenizer.from_pretrained(output)
 
-    # A new run from a checkpoint's adapter says whose reference it takes, and can keep the first run's.
+    # A new run from a checkpoint's adapter logs which reference it takes, and can keep the first run's.
     checkpoint = output / "checkpoint-2"
     more = [f"--model_name_or_path={checkpoint}", "--max_steps=1"]
     assert run("gsm8k-qwen2.5-1.5b-lora-continue", tmp_path / "moved", gsm8k_file, *more)[0] <= 1e-6
@@ -118,7 +118,7 @@ def parsed(*args: str) -> ReferenceSpec:
     return parse_recipe(["--config", "gsm8k-qwen2.5-1.5b-lora", *args]).reference
 
 
-def test_what_a_recipe_may_say() -> None:
+def test_the_values_that_a_recipe_may_have() -> None:
     assert parsed() == ReferenceSpec("initial")
     assert parsed("--reference", "base") == ReferenceSpec("base")
     assert parsed("--reference.adapter", "org/sft") == ReferenceSpec(None, "org/sft")
@@ -130,7 +130,7 @@ def test_what_a_recipe_may_say() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
         (["--reference", "inital"], "`reference.name` can't be `inital`: did you mean `initial`"),
         (["--reference.adaptor", "x"], "unknown key `reference.adaptor`: did you mean `adapter`"),
@@ -139,22 +139,24 @@ def test_what_a_recipe_may_say() -> None:
         (["--reference.adapter", "''"], "a folder or a hub id"),
     ],
 )
-def test_a_misspelt_reference(args: list[str], says: str) -> None:
-    with pytest.raises(RecipeError, match=f"lora.yaml: .*{says}"):
+def test_a_misspelled_reference_raises(args: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=f"lora.yaml: .*{message}"):
         parsed(*args)
 
 
-def test_what_does_not_fit_is_said_before_a_model_is_loaded(lora_run: Path, tiny_model: Path, tmp_path: Path) -> None:
-    def refusal(*args: str) -> str:
+def test_an_impossible_reference_raises_before_a_model_is_loaded(
+    lora_run: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    def message(*args: str) -> str:
         recipe = parse_recipe(["--config", "gsm8k-qwen2.5-1.5b-lora", *args])
         with pytest.raises(RecipeError) as caught:
             check_reference(recipe)
         return str(caught.value)
 
     full = [f"--model_name_or_path={tiny_model}", "--use_peft=false"]
-    assert "remove `use_peft`" in refusal(f"--model_name_or_path={lora_run}")
-    assert "needs a policy with an adapter" in refusal("--reference", "base", *full)
-    assert "no adapter_config.json" in refusal("--reference.adapter", str(tmp_path))
-    assert "`beta: 0` has none" in refusal("--sync_ref_model=true", "--beta=0")
-    assert "`ref_model_sync_steps` is 0" in refusal("--sync_ref_model=true", "--ref_model_sync_steps=0")
-    assert "no effect without `sync_ref_model" in refusal("--reference.reset_optimizer_on_sync", "true")
+    assert "remove `use_peft`" in message(f"--model_name_or_path={lora_run}")
+    assert "needs a policy with an adapter" in message("--reference", "base", *full)
+    assert "no adapter_config.json" in message("--reference.adapter", str(tmp_path))
+    assert "`beta: 0` has none" in message("--sync_ref_model=true", "--beta=0")
+    assert "`ref_model_sync_steps` is 0" in message("--sync_ref_model=true", "--ref_model_sync_steps=0")
+    assert "no effect without `sync_ref_model" in message("--reference.reset_optimizer_on_sync", "true")

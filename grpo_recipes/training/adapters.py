@@ -1,0 +1,97 @@
+"""PEFT adapters of a policy: which tensors belong to one, how to load one, and how to read it where ZeRO-3 partitions it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel
+from transformers import PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
+from trl import GRPOConfig
+from trl.trainer.utils import create_model_from_path
+
+from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config
+from grpo_rewards.errors import UserError, one_line
+
+
+def adapter_tensors(model: PeftModel, adapter: str) -> dict[str, torch.Tensor]:
+    """Return every parameter and buffer of `adapter` by its name without the adapter's name.
+
+    PEFT puts the adapter's name into the path of each tensor: as the last part (`lora_embedding_A.default`, IA3, VeRA) or
+    before it (`lora_A.default.weight`, `modules_to_save.default.weight`).
+    """
+    tensors = {}
+    # Not PEFT's `get_peft_model_state_dict`: its tensors are detached, without `requires_grad` and ZeRO-3's attributes.
+    named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    for name, tensor in chain(*named):
+        before, found, after = f".{name}.".rpartition(f".{adapter}.")
+        if found:
+            tensors[f"{before}.{after}".strip(".")] = tensor
+    return tensors
+
+
+@contextmanager
+def gathered(tensors: Sequence[torch.Tensor | None], *, write: bool = False) -> Iterator[None]:
+    """Gather the tensors that ZeRO-3 has partitioned, on every rank. A collective call.
+
+    Args:
+        tensors: tensors, partitioned or not. None is skipped.
+        write: True to keep what rank 0 writes into the tensors inside the block. Without it, writes are lost.
+    """
+    partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
+    if not partitioned:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0 if write else None):
+        yield
+
+
+def load_adapter(name: str, config: PeftConfig, args: GRPOConfig, key: str, **init: Any) -> PeftModel:
+    """Load an adapter on the base model that it was trained on, trainable, and set `args.model_init_kwargs` to None.
+
+    Args:
+        name: folder or hub repository of the adapter.
+        config: the adapter's configuration.
+        args: arguments whose `model_init_kwargs` apply to the base.
+        key: recipe key that names the adapter, for the error message.
+        **init: further arguments of the base, and `adapter_revision`.
+
+    Raises:
+        UserError: the base cannot be loaded.
+    """
+    adapter_revision = init.pop("adapter_revision", None)
+    base_init = dict(args.model_init_kwargs or {})
+    base_init.update(revision=config.revision or "main", trust_remote_code=args.trust_remote_code)
+    base_init.update(init)
+    if args.distributed_state.num_processes > 1:
+        base_init["device_map"] = None
+    args.model_init_kwargs = None  # TRL would warn that it ignores them
+    try:
+        base = create_model_from_path(config.base_model_name_or_path, **base_init)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"`{key}` {name} is an adapter, and its base {config.base_model_name_or_path} can't be loaded: set "
+            f"`base_model_name_or_path` in its adapter_config.json ({one_line(error)})"
+        ) from error
+    # PEFT would cast the adapter to float32, and ZeRO-3 needs one dtype (huggingface/trl#6089).
+    cast = not is_deepspeed_zero3_enabled()
+    return PeftModel.from_pretrained(
+        base, name, is_trainable=True, revision=adapter_revision, autocast_adapter_dtype=cast
+    )
+
+
+def with_its_base(
+    model: str | PreTrainedModel | PeftModel, args: GRPOConfig | None
+) -> str | PreTrainedModel | PeftModel:
+    """Return `model`, or the loaded model if `model` is the folder of an adapter, which TRL would take for a model's."""
+    if args is None or not isinstance(model, str) or not (Path(model) / ADAPTER_CONFIG).is_file():
+        return model
+    config = adapter_config(model)
+    return model if config is None else load_adapter(model, config, args, "model")

@@ -37,8 +37,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from grpo_recipes.training.adamw_bf16 import AdamWBF16, merge
-from grpo_recipes.training.updates import UpdateSample
+from grpo_recipes.training.adamw_bf16 import AdamWBF16, UpdateSample, merge
 
 OPTIONS: dict[str, Any] = {"lr": 5e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 # What shares a scale in torchao's moments of 8 bits; a tensor of another size it keeps in the weights' dtype.

@@ -67,8 +67,7 @@ from grpo_recipes.runs.identity import Identity, Source, compare, identify, rewa
 from grpo_recipes.runs.lock import FolderLost, Held, only_launch
 from grpo_recipes.runs.record import add_launch, data_order, describe_launch
 from grpo_recipes.runs.resume import Resume
-from grpo_recipes.training import updates
-from grpo_recipes.training.adamw_bf16 import adamw_bf16
+from grpo_recipes.training.adamw_bf16 import adamw_bf16, draw_sample, stored_values
 from grpo_recipes.training.adapters import load_adapter
 from grpo_recipes.training.callbacks import StopOnSignal
 from grpo_recipes.training.data_order import ContinueSchedule, loading_only
@@ -590,7 +589,7 @@ def measured_precision(prepared: Prepared, trainer: GRPOTrainer) -> tuple[Precis
     # Where FSDP loads on one rank, the others hold no values yet.
     if precision.updated == "float32" or not _is_first_rank():
         return precision, 1.0
-    sample = updates.stored_values(updates.draw(trainer.model.parameters()))
+    sample = stored_values(draw_sample(trainer.model.parameters()))
     return precision, precision.surviving(sample.cpu().numpy())
 
 

@@ -268,8 +268,8 @@ class PromptSampling(TrainerCallback):
         rewards = np.array(logged, np.float64).T.reshape(-1, group, len(logged))  # (K, G, F), NaN where unscored
         weights = trainer.reward_weights.double().cpu().numpy()
         if trainer.multi_objective_aggregation == "normalize_then_sum":
-            per_function: np.ndarray = varies(rewards)[:, weights != 0]
-            return per_function.any(axis=1)
+            varied: np.ndarray = np.any(varies(rewards)[:, weights != 0], axis=1)
+            return varied
         total = np.where(np.isnan(rewards).all(2), np.nan, np.nansum(rewards * weights, axis=2))
         return varies(total[..., None])[:, 0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -32,6 +33,7 @@ from grpo_recipes.recipe.specs import (
 from grpo_recipes.recipe.trl_keys import check_advantages, check_generation
 from grpo_recipes.training import micro_batches as microbatch
 from grpo_recipes.training import offline
+from grpo_recipes.training.adamw_bf16 import UpdateSample
 from grpo_recipes.training.adapters import with_its_base
 from grpo_recipes.training.advantages import advantages as advantages_by_rule
 from grpo_recipes.training.callbacks import CompactCompletions
@@ -49,12 +51,13 @@ from grpo_recipes.training.reference import reference_in, set_reference, without
 from grpo_recipes.training.saving import CompleteCheckpoints
 from grpo_recipes.training.stop_strings import corrected, take_over_mask
 from grpo_recipes.training.trl_patches import neutral_engine, sampling_by_seed, send_settings
-from grpo_recipes.training.updates import UpdateSample
 
 logger = logging.getLogger(__name__)
 
-# With this beta TRL scores the reference and logs `kl`, and adds nothing to the loss: in float32 it is 0.
-_LOGGED_ONLY = 5e-324
+# The smallest positive number. TRL computes and logs its sampled KL only if `beta` is not 0, and adds beta * KL to the loss
+# in the same function. With this beta the metric `kl` stays and the product underflows to 0. Setting `beta` to 0 would drop
+# the metric. Subtracting beta * KL from TRL's loss afterwards would leave rounding errors in the gradient.
+_LOGGED_ONLY = math.ulp(0.0)
 
 
 class GRPOTrainer(TRLGRPOTrainer):

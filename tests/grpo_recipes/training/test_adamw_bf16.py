@@ -1,4 +1,4 @@
-"""AdamW for bfloat16 weights against torch's AdamW on float32 copies."""
+"""AdamW for bfloat16 weights compared with torch's AdamW on float32 copies."""
 
 import copy
 import math
@@ -15,7 +15,7 @@ EVERY_FLOAT16_PATTERN = torch.arange(-(2**15), 2**15, dtype=torch.int32)
 
 
 def weights(seed: int = 0) -> list[torch.Tensor]:
-    """A matrix, a row, a norm's ones and a number, of the sizes that a model's weights have."""
+    """Return a matrix, a vector, the ones of a norm and a scalar, with values as in a model."""
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randn(shape, generator=generator) * 0.02 for shape in [(40, 30), (7,)]]
     return [tensor.bfloat16() for tensor in [*drawn, torch.ones(30), torch.tensor(0.3)]]
@@ -35,7 +35,7 @@ def train(optimizer: torch.optim.Optimizer, steps: range) -> None:
         optimizer.step()
 
 
-def cured(values: list[torch.Tensor]) -> AdamWBF16:
+def adamw_on_bf16(values: list[torch.Tensor]) -> AdamWBF16:
     return AdamWBF16([torch.nn.Parameter(value.clone()) for value in values], **OPTIONS)
 
 
@@ -43,7 +43,7 @@ def params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param.detach() for group in optimizer.param_groups for param in group["params"]]
 
 
-def wholes(optimizer: AdamWBF16) -> list[torch.Tensor]:
+def float32_weights(optimizer: AdamWBF16) -> list[torch.Tensor]:
     return [
         merge(param, optimizer.state[param]["low_bits"])
         for group in optimizer.param_groups
@@ -52,37 +52,37 @@ def wholes(optimizer: AdamWBF16) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("chunk", [2**22, 64])
-def test_it_is_torchs_adamw_on_float32_weights_to_the_bit(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_the_float32_numbers_equal_torchs_adamw_to_the_bit(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(adamw_bf16, "CHUNK", chunk)
-    ours = cured(weights())
+    ours = adamw_on_bf16(weights())
     theirs = torch.optim.AdamW([torch.nn.Parameter(w.float()) for w in weights()], foreach=False, **OPTIONS)
     train(ours, range(30))
     train(theirs, range(30))
-    for whole, stored, expected in zip(wholes(ours), params(ours), params(theirs), strict=True):
+    for whole, stored, expected in zip(float32_weights(ours), params(ours), params(theirs), strict=True):
         assert torch.equal(whole, expected)
         spacing = 2.0 ** (expected.abs().log2().floor() - 7)
         assert ((stored.float() - expected).abs() <= spacing / 2).all()
 
 
-def test_a_parameter_is_updated_in_as_few_pieces_as_memory_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parameter_is_updated_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list(adamw_bf16._chunks(weights()[:1]))) == 1
     monkeypatch.setattr(adamw_bf16, "CHUNK", 64)
     assert [len(piece) for (piece,) in adamw_bf16._chunks(weights()[:1])] == [2] * 20  # rows of 30
 
 
-def test_plain_adamw_on_bfloat16_loses_most_of_it() -> None:
-    """The fault that this optimiser is for, so that the test above can't pass by chance."""
-    plain = torch.optim.AdamW([torch.nn.Parameter(w) for w in weights()], **OPTIONS)
-    train(plain, range(30))
-    start, moved = weights()[0].double(), params(plain)[0].double()
-    ours = cured(weights())
+def test_torchs_adamw_on_bfloat16_loses_most_of_the_update() -> None:
+    """The loss exists that this optimizer avoids, so the test above cannot pass by chance."""
+    stock = torch.optim.AdamW([torch.nn.Parameter(w) for w in weights()], **OPTIONS)
+    train(stock, range(30))
+    start, moved = weights()[0].double(), params(stock)[0].double()
+    ours = adamw_on_bf16(weights())
     train(ours, range(30))
-    true = wholes(ours)[0].double() - start
+    true = float32_weights(ours)[0].double() - start
     assert ((moved - start) * true).sum() / (true * true).sum() < 0.2
 
 
 def test_float32_weights_take_the_same_step() -> None:
-    ours = cured([w.float() for w in weights()])
+    ours = adamw_on_bf16([w.float() for w in weights()])
     theirs = torch.optim.AdamW([torch.nn.Parameter(w.float()) for w in weights()], foreach=False, **OPTIONS)
     train(ours, range(5))
     train(theirs, range(5))
@@ -91,7 +91,7 @@ def test_float32_weights_take_the_same_step() -> None:
 
 
 @pytest.mark.parametrize("low", [-(2**15), -1, 0, 1, 2**15 - 1])
-def test_every_bfloat16_with_its_bits_is_one_float32_and_back(low: int) -> None:
+def test_merge_and_split_are_inverse_for_every_bfloat16(low: int) -> None:
     weight = EVERY_FLOAT16_PATTERN.to(torch.int16).view(torch.bfloat16)
     finite = weight[weight.isfinite() & (weight != 0)]
     low_bits = torch.full_like(finite, low, dtype=torch.int16)
@@ -101,15 +101,15 @@ def test_every_bfloat16_with_its_bits_is_one_float32_and_back(low: int) -> None:
     assert torch.equal(merge(back, bits).view(torch.int32), whole.view(torch.int32))
 
 
-def test_a_weight_that_something_else_sets_to_0_is_0() -> None:
-    """Its bits are those of the weight before; under a zero they would spell a NaN."""
+def test_a_weight_that_other_code_sets_to_0_is_0() -> None:
+    """The low bits are still those of the previous weight, and with a zero they would be a NaN."""
     zeros = torch.tensor([0.0, -0.0], dtype=torch.bfloat16)
     assert merge(zeros, torch.full((2,), -300, dtype=torch.int16)).tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("pattern", [0x7FFFFFFF, 0x7FC00000, 0x7F800001, -1, -(2**22)])
-def test_a_nan_stays_one_and_an_infinity_too(pattern: int) -> None:
-    """NaNs of any bits: a GPU's are 0x7FFFFFFF, to which nothing can be added."""
+def test_nan_and_infinity_are_kept(pattern: int) -> None:
+    """A NaN may have any bits. On a GPU they are 0x7FFFFFFF, and adding to them overflows."""
     whole = torch.tensor([pattern, 0x7F800000, -0x800000], dtype=torch.int32).view(torch.float32)
     stored, bits = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int16)
     split_into(whole, stored, bits)
@@ -117,13 +117,13 @@ def test_a_nan_stays_one_and_an_infinity_too(pattern: int) -> None:
     assert stored[1:].tolist() == [math.inf, -math.inf]
 
 
-def test_a_loaded_state_goes_on_to_the_bit(tmp_path: Path) -> None:
-    """torch casts a loaded state to the weights' dtype: moments and bits would be bfloat16, and the run another."""
-    whole, first = cured(weights()), cured(weights())
+def test_training_continues_to_the_bit_from_a_loaded_state(tmp_path: Path) -> None:
+    """Torch casts a loaded state to the weights' dtype. Moments and bits in bfloat16 would change the run."""
+    whole, first = adamw_on_bf16(weights()), adamw_on_bf16(weights())
     train(whole, range(12))
     train(first, range(6))
     torch.save(first.state_dict(), tmp_path / "optimizer.pt")
-    second = cured([param.clone() for param in params(first)])
+    second = adamw_on_bf16([param.clone() for param in params(first)])
     second.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
     train(second, range(6, 12))
     assert all(map(torch.equal, params(whole), params(second)))
@@ -138,27 +138,27 @@ def _of(optimizer: torch.optim.Optimizer, value: torch.Tensor) -> torch.nn.Param
     return next(p for group in optimizer.param_groups for p in group["params"] if p.data_ptr() == value.data_ptr())
 
 
-def test_a_step_of_rate_0_changes_nothing() -> None:
-    """torch's distributed checkpoints make such a step to have a state to load into."""
-    optimizer = cured(weights())
+def test_a_step_with_a_learning_rate_of_0_changes_nothing() -> None:
+    """Torch's distributed checkpoints make such a step to create a state that they can load into."""
+    optimizer = adamw_on_bf16(weights())
     optimizer.param_groups[0]["lr"] = 0.0
     train(optimizer, range(3))
     assert all(map(torch.equal, params(optimizer), weights()))
 
 
 def test_a_step_returns_the_loss_of_its_closure() -> None:
-    optimizer = cured(weights())
+    optimizer = adamw_on_bf16(weights())
     assert optimizer.step(lambda: 0.5) == 0.5
     assert optimizer.step() is None
 
 
-def test_other_dtypes_are_refused() -> None:
+def test_parameters_of_other_dtypes_raise() -> None:
     with pytest.raises(TypeError, match="float16"):
         AdamWBF16([torch.nn.Parameter(torch.ones(3, dtype=torch.float16))])
 
 
-def test_state_takes_ten_bytes_a_weight() -> None:
-    optimizer = cured(weights()[:1])
+def test_the_state_takes_ten_bytes_per_weight() -> None:
+    optimizer = adamw_on_bf16(weights()[:1])
     train(optimizer, range(1))
     (state,) = copy.copy(optimizer.state).values()
     held = sum(value.numel() * value.element_size() for name, value in state.items() if name != "step")

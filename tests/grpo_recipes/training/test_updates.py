@@ -1,4 +1,4 @@
-"""The sample of what a step changes: against every weight of a model, and in the logs of runs."""
+"""The sampled share of changed weights, compared with a count over all weights, and in the logs of runs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,16 @@ from peft import LoraConfig
 from grpo_recipes import GRPOTrainer, train
 from grpo_recipes.reports.diagnostics import diagnose
 from grpo_recipes.reports.run import Run
-from grpo_recipes.training.adamw_bf16 import AdamWBF16, adamw_bf16, merge
-from grpo_recipes.training.updates import CHANGED, EXPECTED, SAMPLE, UpdateSample, draw
+from grpo_recipes.training.adamw_bf16 import (
+    CHANGED,
+    EXPECTED,
+    SAMPLE,
+    AdamWBF16,
+    UpdateSample,
+    adamw_bf16,
+    draw_sample,
+    merge,
+)
 from grpo_rewards.errors import UserError
 from tests.support import launching, short_runs
 from tests.support.tiny import policy, save_policy
@@ -29,7 +37,7 @@ def parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
 
 
 def step(params: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, list[float]]:
-    """What is logged of one step, on noise; the last parameter has no gradient."""
+    """Return the metrics of one step on random gradients. The last parameter has no gradient."""
     metrics: dict[str, list[float]] = defaultdict(list)
     sample = UpdateSample(metrics)
     sample.on_train_begin(NOTHING, NOTHING, NOTHING, optimizer=optimizer)
@@ -42,20 +50,20 @@ def step(params: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_sample_is_a_count_of_every_weight(dtype: torch.dtype) -> None:
+def test_the_sample_agrees_with_a_count_over_all_weights(dtype: torch.dtype) -> None:
     params = parameters(dtype)
     before = torch.cat([param.detach().double().flatten() for param in params[:-1]])
     metrics = step(params, torch.optim.AdamW(params, lr=2e-5, weight_decay=0.0))
     after = torch.cat([param.detach().double().flatten() for param in params[:-1]])
     bits = {torch.float32: 24, torch.bfloat16: 8}[dtype]
-    spacing = 2.0 ** (before.abs().log2().floor() - bits + 1)  # 0 has a spacing of 0, and any update moves it
-    whole = (2e-5 / spacing).clamp(max=1)  # the first step of Adam is as large as the rate
+    spacing = 2.0 ** (before.abs().log2().floor() - bits + 1)  # 0 at a weight of 0, which any update moves
+    expected = (2e-5 / spacing).clamp(max=1)  # Adam's first step has the size of the learning rate
     assert metrics[CHANGED] == [pytest.approx(float((after != before).double().mean()), abs=0.05)]
-    assert metrics[EXPECTED] == [pytest.approx(float(whole.mean()), abs=0.05)]
+    assert metrics[EXPECTED] == [pytest.approx(float(expected.mean()), abs=0.05)]
 
 
 def test_steps_below_the_spacing_with_weight_decay_are_all_lost() -> None:
-    """Weights of 1.25, an update of lr (1 + weight decay * 1.25) and a spacing of 1/128: the share expected is their ratio."""
+    """The expected share is the update, lr (1 + weight decay * 1.25), divided by the spacing at 1.25, 1/128."""
     param = torch.nn.Parameter(torch.full((64, 64), 1.25, dtype=torch.bfloat16))
     optimizer = torch.optim.AdamW([param], lr=1e-4, weight_decay=0.8)
     metrics: dict[str, list[float]] = defaultdict(list)
@@ -69,24 +77,24 @@ def test_steps_below_the_spacing_with_weight_decay_are_all_lost() -> None:
     assert metrics[CHANGED] == [0.0]
 
 
-def test_the_sample_is_the_same_in_every_run_and_spread_by_size() -> None:
+def test_the_sample_is_the_same_in_every_run_and_proportional_to_size() -> None:
     params = parameters(torch.float32)
-    one, other = draw(params), draw(params)
+    one, other = draw_sample(params), draw_sample(params)
     assert all(torch.equal(a.places, b.places) for a, b in zip(one, other, strict=True))
     assert sum(len(part.places) for part in one) == SAMPLE
     largest = next(part for part in one if part.parameter is params[0])
     assert len(largest.places) / SAMPLE == pytest.approx(60_000 / 72_500, abs=0.15)
-    assert draw([torch.nn.Parameter(torch.ones(3), requires_grad=False)]) == []
+    assert draw_sample([torch.nn.Parameter(torch.ones(3), requires_grad=False)]) == []
 
 
-def test_it_leaves_the_random_state_alone() -> None:
+def test_the_sample_does_not_change_the_random_state() -> None:
     params = parameters(torch.float32)
     state = torch.get_rng_state()
-    draw(params)
+    draw_sample(params)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_an_optimiser_without_adams_moments_has_no_expected_share() -> None:
+def test_an_optimizer_without_adams_moments_has_no_expected_share() -> None:
     params = parameters(torch.float32)
     metrics = step(params, torch.optim.SGD(params, lr=0.1))
     assert EXPECTED not in metrics
@@ -100,8 +108,8 @@ def test_a_step_that_a_gradient_scaler_skips_is_not_counted() -> None:
     assert not step(params, optimizer)
 
 
-def test_weights_that_are_rounded_in_between_fall_behind() -> None:
-    """A cast of float32 weights in place, as TRL's continuous batching makes it."""
+def test_weights_that_are_cast_during_the_run_fall_behind() -> None:
+    """The cast is that of TRL's continuous batching: float32 weights in place."""
     params = parameters(torch.float32)
     optimizer, metrics = torch.optim.AdamW(params, lr=1e-6), defaultdict(list)
     sample = UpdateSample(metrics)
@@ -118,7 +126,7 @@ def test_weights_that_are_rounded_in_between_fall_behind() -> None:
     assert metrics[EXPECTED][-1] > 0.9
 
 
-def test_every_run_logs_it_and_the_optimiser_is_handed_over(tmp_path: Path) -> None:
+def test_a_run_logs_both_shares_and_uses_the_given_optimizer(tmp_path: Path) -> None:
     args = short_runs.arguments(tmp_path, max_steps=2, beta=0.0, learning_rate=1e-5)
     run = short_runs.trainer(GRPOTrainer, policy().to(torch.bfloat16), args, optimizer_cls_and_kwargs=adamw_bf16(args))
     run.train()
@@ -130,8 +138,8 @@ def test_every_run_logs_it_and_the_optimiser_is_handed_over(tmp_path: Path) -> N
     assert all(0 < entry[CHANGED] <= 1 and 0 < entry[EXPECTED] <= 1 for entry in logged)
 
 
-def test_an_adapter_that_trl_casts_for_a_quantised_base_keeps_its_updates(tmp_path: Path) -> None:
-    """TRL's cast goes by this attribute of the model, which bitsandbytes sets; the base here is whole."""
+def test_an_adapter_that_trl_casts_for_a_quantized_base_keeps_its_updates(tmp_path: Path) -> None:
+    """TRL casts if the model has this attribute, which bitsandbytes sets. The base here is not quantized."""
     model = policy().to(torch.bfloat16)
     model.is_loaded_in_4bit = True
     args = short_runs.arguments(tmp_path, max_steps=2, beta=0.0, learning_rate=1e-6)
@@ -150,7 +158,7 @@ def test_an_adapter_that_trl_casts_for_a_quantised_base_keeps_its_updates(tmp_pa
 
 
 @pytest.mark.parametrize("tuning", ["full", "adapter"])
-def test_continuous_batching_may_not_cast_what_is_trained(tmp_path: Path, tuning: str) -> None:
+def test_continuous_batching_may_not_cast_trained_weights(tmp_path: Path, tuning: str) -> None:
     more = {"peft_config": LoraConfig(r=2, task_type="CAUSAL_LM")} if tuning == "adapter" else {}
     args = short_runs.arguments(tmp_path, use_transformers_continuous_batching=True)
     args.bf16 = True  # on a CPU, `GRPOConfig` itself refuses it
@@ -168,7 +176,7 @@ def test_continuous_batching_may_not_cast_what_is_trained(tmp_path: Path, tuning
         ("float32", "adamw_torch_fused", False),
     ],
 )
-def test_lost_updates_are_found_in_a_run_and_kept_ones_are_not(
+def test_the_diagnosis_finds_lost_updates_and_only_lost_ones(
     dtype: str, optim: str, found: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy_folder, rows = (
@@ -183,6 +191,6 @@ def test_lost_updates_are_found_in_a_run_and_kept_ones_are_not(
     diagnosis = diagnose(Run.read(tmp_path / "run"))
     assert "lost_updates" not in diagnosis.unchecked
     assert ("lost_updates" in {finding.check for finding in diagnosis.findings}) is found
-    said = capsys.readouterr().out
-    assert f"trained weights stored in {dtype}" in said
-    assert ("of an update survives the rounding" in said) is found
+    output = capsys.readouterr().out
+    assert f"trained weights stored in {dtype}" in output
+    assert ("of an update survives the rounding" in output) is found

@@ -317,7 +317,7 @@ def evaluate_policy(options: argparse.Namespace) -> int:
     Returns 0, or 130 after Ctrl-C; raises `UserError` for what can't be evaluated.
     """
     try:
-        from grpo_recipes.evaluation import evaluate
+        from grpo_recipes.evaluation import estimates, evaluate
 
         given = {key: value for key, value in vars(options).items() if key not in ("command", "path", "json")}
         given["tags"] = tuple(options.tags) if options.tags else None
@@ -327,7 +327,7 @@ def evaluate_policy(options: argparse.Namespace) -> int:
             result = evaluate.evaluate_request(request)
             found[str(request.path)] = result
             if not options.json:
-                show(*([f"{request.path}:"] if len(requests) > 1 else []), *evaluate.describe(result))
+                show(*([f"{request.path}:"] if len(requests) > 1 else []), *estimates.describe(result))
         if options.json:
             say(json.dumps(found if len(requests) > 1 else result, indent=2))
         return 0
@@ -339,13 +339,13 @@ def evaluate_policy(options: argparse.Namespace) -> int:
 
 def compare_evaluations(first: Path, second: Path, *, as_json: bool = False) -> int:
     """Print how two evaluations differ. Returns 0; raises `UserError` if they can't be compared."""
-    from grpo_recipes.evaluation import evaluate
+    from grpo_recipes.evaluation import estimates, evaluate
 
     result = evaluate.compare(first, second)
     if as_json:
         say(json.dumps(result, indent=2))
     else:
-        show(*evaluate.describe_comparison(result))
+        show(*estimates.describe_comparison(result))
     return 0
 
 

@@ -1,30 +1,58 @@
-"""What makes a completion *strictly* right: the highest pay of each correctness and format reward of the recipe.
+"""Rewards of an evaluation: those that define strict accuracy, and the scores of all rewards of the recipe.
 
-`asked_by` turns a recipe's rewards into the ones that decide: those of ours that declare the kind correctness or format, each
-as it is configured. Weights, names and amounts make no difference. `is_right` scores completions by them. Without a recipe
-the default asks for one reasoning block, then one answer block that holds the right answer.
+A completion is *strictly* right if it earns the most from every correctness and format reward of the recipe. Weights,
+names and amounts make no difference. Without a recipe, it must consist of one reasoning block and one answer block with
+the right answer.
+
+Each reward of the recipe is also measured by itself, without its weight. A completion *passes* a correctness reward if
+it earns the most, where a number in another form counts as equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import pandas as pd
+
+from grpo_recipes.runs.files import BOOLEANS, NUMBERS
+from grpo_recipes.runs.files import Kind as ColumnKind
+from grpo_rewards.completions import listed_scores
+from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.format_tags import WellFormed
 from grpo_rewards.math.answers import answer_extractor
 from grpo_rewards.math.correctness import GSM8KCorrectness
-from grpo_rewards.registry import TRL_REWARDS, Spec, build_rewards, own_name, resolve, spec_parts
+from grpo_rewards.registry import (
+    TRL_REWARDS,
+    BuiltReward,
+    Spec,
+    build_rewards,
+    fields_of_rewards,
+    is_composed,
+    leaves,
+    own_name,
+    resolve,
+    spec_parts,
+)
 from grpo_rewards.reward import BaseReward, Kind
 from grpo_rewards.terminal import visible
 
-Tags = tuple[str, str]
+PAY, PASSED = "reward/{}", "passed/{}"
+"""Columns of `completions.parquet` for a reward."""
 THINK_FORMAT = "trl.rewards.think_format_reward"
+
+Tags = tuple[str, str]
+Prompt = str | Sequence[Mapping[str, Any]]
+Columns = Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True)
 class ThinkFormat(BaseReward):
-    """TRL's `think_format_reward`, called on texts: 1 if the completion begins with one closed think block, else 0."""
+    """TRL's `think_format_reward`: 1 if the completion begins with one closed think block, else 0."""
 
     kind: ClassVar[Kind] = "format"
 
@@ -32,142 +60,277 @@ class ThinkFormat(BaseReward):
 
     @property
     def highest_pay(self) -> float:
-        """Pay of a completion in the format."""
+        """Score of a completion in the format."""
         return 1.0
 
     def __call__(self, prompts: Any = None, completions: Sequence[str] = (), **columns: Any) -> list[float | None]:
-        """Score each completion."""
+        """Score each completion, given as text."""
         from trl.rewards import think_format_reward
 
         return think_format_reward([[{"content": completion}] for completion in completions])
 
 
-def asked_by(specs: Sequence[Spec], tags: Tags, *, override_tags: bool = False) -> tuple[BaseReward, ...]:
-    """What a recipe's rewards ask of a completion, sorted; the default if none of them pays for correctness or format.
+# Strict accuracy
 
-    Left out are rewards of other kinds, a user's own (which may need other columns), and those without a positive weight,
-    which reward nothing. TRL's correctness rewards count as ours with `extract: auto`. If the recipe has no correctness
-    reward, the default's is added.
+
+def strict_rewards(specs: Sequence[Spec], tags: Tags, *, override_tags: bool = False) -> tuple[BaseReward, ...]:
+    """Return the rewards that a strictly right completion must earn in full, sorted, each with standard pay.
+
+    These are the recipe's correctness and format rewards with a positive weight. A user's own rewards are left out,
+    because they may need other columns. TRL's correctness rewards count as ours with `extract: auto`. The default
+    correctness reward is added if the recipe has none.
 
     Args:
-        specs: a recipe's `rewards`.
-        tags: the reasoning and the answer tag, for what the recipe does not say.
-        override_tags: whether `tags` replace those of the recipe's rewards too.
+        specs: `rewards` of a recipe.
+        tags: Reasoning and answer tag, for rewards that do not name theirs.
+        override_tags: True if `tags` also replace the tags of the recipe's rewards.
 
     Raises:
-        grpo_rewards.registry.RewardSpecError: a spec of one of our rewards that can't be built.
+        grpo_rewards.registry.RewardSpecError: One of our rewards can't be built from its spec.
         ValueError: `tags` are not two different tag names.
     """
-    known = list(_known(specs, tags))
+    rewards = list(_deciding_rewards(specs, tags))
+    default = GSM8KCorrectness(pay_exact=1.0, pay_equal=1.0, tags=tags)
     if override_tags:
-        known = [reward.with_tags(tags) for reward in known]
-    if not known:
-        return GSM8KCorrectness(pay_exact=1.0, pay_equal=1.0, tags=tags), WellFormed(tags=tags)
-    if not any(reward.kind == "correctness" for reward in known):
-        known.append(GSM8KCorrectness(pay_exact=1.0, pay_equal=1.0, tags=tags))
-    return tuple(sorted(dict.fromkeys(known), key=repr))
+        rewards = [reward.with_tags(tags) for reward in rewards]
+    if not rewards:
+        return default, WellFormed(tags=tags)
+    if not any(reward.kind == "correctness" for reward in rewards):
+        rewards.append(default)
+    return tuple(sorted(dict.fromkeys(rewards), key=repr))
 
 
-def judges_correctness(specs: Sequence[Spec]) -> bool:
-    """Whether one of a recipe's rewards that decide is of the kind correctness."""
-    return any(reward.kind == "correctness" for reward in _known(specs, ("think", "answer")))
+def has_correctness(specs: Sequence[Spec]) -> bool:
+    """Return True if a recipe has a correctness reward that can decide strict accuracy."""
+    return any(reward.kind == "correctness" for reward in _deciding_rewards(specs, ("think", "answer")))
 
 
-def is_right(
-    asked: Sequence[BaseReward], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-) -> list[bool]:
-    """Return, for each completion, True if it passes every reward; `columns` are the dataset's, `answer` the golds."""
-    passed = [reward.passed(reward(completions=completions, **columns)) for reward in asked]
-    return [all(row) for row in zip(*passed, strict=True)]
-
-
-def passing(spec: Spec) -> BaseReward | None:
-    """What a completion that passes one of our correctness rewards earns in full, whatever a spec says of pay.
-
-    None for every other reward, and for one whose answers all earn the same.
-    """
-    built = judge_of({"name": spec} if isinstance(spec, str) else spec)
-    if built is None or built.kind != "correctness":
-        return None
-    return built.with_unit_pay()
-
-
-def can_judge(asked: Sequence[BaseReward], rows: int, columns: Mapping[str, Sequence[Any]]) -> list[bool]:
-    """Return, for each row, True if every reward can score it.
-
-    Raises:
-        ValueError: a reward needs a column that is not there.
-    """
-    valid = [reward.validate(rows, columns) for reward in asked]
-    return [all(row) for row in zip(*valid, strict=True)]
-
-
-def columns_read(reward: BaseReward) -> set[str]:
-    """Return the names of the dataset columns that tell one row from another to a reward."""
-    return {*reward.columns_read, *reward.optional_columns}
-
-
-def gold_column(asked: Sequence[BaseReward]) -> str:
-    """Where the first correctness reward finds its golds; `answer` for one that has none."""
-    judge = next(reward for reward in asked if reward.kind == "correctness")
-    return judge.gold_column or "answer"
-
-
-def stated_answers(
-    asked: Sequence[BaseReward], completions: Sequence[str], columns: Mapping[str, Sequence[Any]], tags: Tags
-) -> list[str | None]:
-    """Each completion's answer as the first correctness reward reads it, else in any recognised layout."""
-    logged: dict[str, list[str | None]] = {}
-    judge = next(reward for reward in asked if reward.kind == "correctness")
-    judge(completions=completions, **columns, log_extra=logged.__setitem__)
-    own = logged.get("extracted", [None] * len(completions))
-    anywhere = answer_extractor("auto", tags)
-    return [
-        anywhere(completion) if answer is None else answer for answer, completion in zip(own, completions, strict=True)
-    ]
-
-
-def describe(asked: Sequence[Mapping[str, Any]]) -> str:
-    """What strict asks for, from the rewards' fields as `evaluation.json` holds them."""
-    words = [
-        visible(
-            f"right by `extract: {reward['extract']}`" if "pay_exact" in reward else f"full pay of `{reward['name']}`"
-        )
-        for reward in asked
-    ]
-    return " and ".join(words)
+def _deciding_rewards(specs: Sequence[Spec], tags: Tags) -> Iterator[BaseReward]:
+    for spec in single_specs(specs):
+        name = str(spec.get("name"))
+        package, _, attribute = name.rpartition(".")
+        reward = judging_reward(spec)
+        if reward is not None:
+            standard = reward.with_unit_pay()
+            if standard is not None:
+                yield standard
+        elif name == THINK_FORMAT:
+            yield ThinkFormat()
+        elif package == "trl.rewards" and TRL_REWARDS.get(attribute, ("other",))[0] == "correctness":
+            yield GSM8KCorrectness(extract="auto", pay_exact=1.0, pay_equal=1.0, tags=tags)
 
 
 def single_specs(specs: Iterable[Spec]) -> Iterator[Mapping[str, Any]]:
-    """The rewards of a recipe that can pay, as mappings: the parts of a composed one in its place."""
+    """Yield the rewards of a recipe with a positive weight as mappings. A composed reward is replaced by its parts."""
     for spec in specs:
         mapping = {"name": spec} if isinstance(spec, str) else spec
         weight = mapping.get("weight", 1.0)
         if isinstance(weight, (int, float)) and weight <= 0:
             continue
-        yield from single_specs(spec_parts(mapping)) if spec_parts(mapping) else [mapping]
+        parts = spec_parts(mapping)
+        if parts:
+            yield from single_specs(parts)
+        else:
+            yield mapping
 
 
-def judge_of(spec: Mapping[str, Any]) -> BaseReward | None:
-    """One of our correctness or format rewards as a spec describes it; None for every other reward.
+def judging_reward(spec: Mapping[str, Any]) -> BaseReward | None:
+    """Return our correctness or format reward that a spec describes, or None for any other reward.
 
-    The spec may come from a run of somebody else's, so that nothing is imported or called by a name that it gives.
+    The spec may come from a stranger's run, so nothing is imported or called by a name in it.
     """
     own = own_name(str(spec.get("name")))
-    # By the class, before anything is built: a reward of another kind may take the spec of a further one, or a model's name.
+    # The class is checked before anything is built: other kinds may take a model's name, or the spec of another reward.
     if own is None or resolve(own).kind not in ("correctness", "format"):
         return None
     return build_rewards([spec])[0].declared
 
 
-def _known(specs: Sequence[Spec], tags: Tags) -> Iterator[BaseReward]:
-    for spec in single_specs(specs):
-        name = str(spec.get("name"))
-        package, _, attribute = name.rpartition(".")
-        if (built := judge_of(spec)) is not None:
-            if (asked := built.with_unit_pay()) is not None:
-                yield asked
-        elif name == THINK_FORMAT:
-            yield ThinkFormat()
-        elif package == "trl.rewards" and TRL_REWARDS.get(attribute, ("other",))[0] == "correctness":
-            yield GSM8KCorrectness(extract="auto", pay_exact=1.0, pay_equal=1.0, tags=tags)
+def is_right(rewards: Sequence[BaseReward], completions: Sequence[str], columns: Columns) -> list[bool]:
+    """Return, for each completion, True if it passes every reward.
+
+    Args:
+        rewards: Rewards, asked by their own `passed`.
+        completions: Texts.
+        columns: Columns of the dataset with one entry per completion.
+    """
+    passed = [reward.passed(reward(completions=completions, **columns)) for reward in rewards]
+    return [all(row) for row in zip(*passed, strict=True)]
+
+
+def can_score(rewards: Sequence[BaseReward], rows: int, columns: Columns) -> list[bool]:
+    """Return, for each row of the dataset, True if every reward can score it.
+
+    Raises:
+        ValueError: A reward needs a column that is missing.
+    """
+    valid = [reward.validate(rows, columns) for reward in rewards]
+    return [all(row) for row in zip(*valid, strict=True)]
+
+
+def gold_column(rewards: Sequence[BaseReward]) -> str:
+    """Return the column with the golds of the first correctness reward, or `answer` if that reward has none."""
+    return _correctness(rewards).gold_column or "answer"
+
+
+def stated_answers(
+    rewards: Sequence[BaseReward], completions: Sequence[str], columns: Columns, tags: Tags
+) -> list[str | None]:
+    """Return the answer of each completion as the first correctness reward reads it, or else in any known layout."""
+    logged: dict[str, list[str | None]] = {}
+    _correctness(rewards)(completions=completions, **columns, log_extra=logged.__setitem__)
+    answers = logged.get("extracted", [None] * len(completions))
+    extract = answer_extractor("auto", tags)
+    for place, completion in enumerate(completions):
+        if answers[place] is None:
+            answers[place] = extract(completion)
+    return answers
+
+
+def _correctness(rewards: Sequence[BaseReward]) -> BaseReward:
+    return next(reward for reward in rewards if reward.kind == "correctness")
+
+
+def describe(rewards: Sequence[Mapping[str, Any]]) -> str:
+    """Return what strict accuracy requires, from the rewards' fields in `evaluation.json`."""
+    clauses = []
+    for reward in rewards:
+        is_exact = "pay_exact" in reward
+        clauses.append(f"right by `extract: {reward['extract']}`" if is_exact else f"full pay of `{reward['name']}`")
+    return " and ".join(map(visible, clauses))
+
+
+# Scores of each reward
+
+
+@dataclass(frozen=True)
+class MeasuredReward:
+    """Reward of the recipe that can score held-out completions."""
+
+    name: str
+    function: Callable[..., Any]
+    passing: BaseReward | None
+    """Reward that a passing completion earns in full, or None if the reward does not judge correctness."""
+
+    def scores(self, prompts: Sequence[Prompt], completions: Sequence[str], columns: Columns) -> list[float | None]:
+        """Return the score of each completion, or None for one that the reward can't score.
+
+        Raises:
+            UserError: The reward raises an error, or does not return one finite number per completion.
+        """
+        try:
+            return self.call(prompts, completions, columns)
+        except Exception as error:  # a user's function may fail in any way
+            raise UserError(f"reward `{self.name}` can't score the held-out rows ({_reason(error)})") from error
+
+    def call(self, prompts: Sequence[Prompt], completions: Sequence[str], columns: Columns) -> list[float | None]:
+        """Return the scores like `scores`, but raise the reward's own errors."""
+        messages: list[Any] = []
+        for prompt, text in zip(prompts, completions, strict=True):
+            # TRL gives rewards the completion of a conversation as a message.
+            messages.append(text if isinstance(prompt, str) else [{"role": "assistant", "content": text}])
+        scores = self.function(prompts=list(prompts), completions=messages, **columns)
+        if inspect.iscoroutine(scores):
+            scores = asyncio.run(scores)
+        values = listed_scores(self.name, scores, len(messages))
+        for value in values:
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"{value} is no finite number")
+        return [None if value is None else float(value) for value in values]
+
+    def fails_on(self, row: Mapping[str, Any], samples: int) -> str | None:
+        """Return why the reward can't score a held-out row with empty completions, or None if it can."""
+        columns = {name: [value] * samples for name, value in row.items() if name != "prompt"}
+        try:
+            self.call([row["prompt"]] * samples, [""] * samples, columns)
+        except Exception as error:  # such as a missing column, or an argument that only a trainer gives
+            return _reason(error)
+        return None
+
+
+def _reason(error: Exception) -> str:
+    return one_line(f"{type(error).__name__}: {error}")
+
+
+def measurable_rewards(
+    specs: Sequence[Spec], row: Mapping[str, Any], samples: int, *, is_trusted: bool
+) -> tuple[list[MeasuredReward], list[str]]:
+    """Return the rewards of a recipe that can be measured, and the others' names with the reasons.
+
+    Args:
+        specs: `rewards` of the recipe.
+        row: A held-out row, by column. Each reward is tried on it with an empty completion.
+        samples: Completions per problem.
+        is_trusted: True if the user named the recipe. Rewards of a stranger's run are neither imported by name nor
+            allowed to reach another machine or model.
+
+    Raises:
+        grpo_rewards.registry.RewardSpecError: A reward can't be built from its spec.
+    """
+    measured: list[MeasuredReward] = []
+    skipped: list[str] = []
+    for spec in specs:
+        mapping = {"name": spec} if isinstance(spec, str) else spec
+        if not is_trusted and not all(own_name(name) for name in _called_names(mapping)):
+            name = mapping.get("alias") or mapping.get("name")
+            skipped.append(f"{name} (code that the run names: give its recipe with --recipe)")
+            continue
+        (built,) = build_rewards([spec], num_generations=samples)
+        judge = judging_reward(mapping)
+        passing = judge.with_unit_pay() if judge is not None and judge.kind == "correctness" else None
+        reward = MeasuredReward(built.name, built.function, passing)
+        reason = _obstacle(built, samples, is_trusted=is_trusted) or reward.fails_on(row, samples)
+        if reason is None:
+            measured.append(reward)
+        else:
+            skipped.append(f"{built.name} ({reason})")
+    return measured, skipped
+
+
+def _called_names(spec: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of everything that a spec calls: itself or its parts, and rewards among its arguments."""
+    name = str(spec.get("name"))
+    if not is_composed(spec):
+        yield name
+    own = own_name(name)
+    kwargs: Any = spec.get("kwargs") or {}
+    inner = spec_parts(spec)
+    for key in fields_of_rewards(resolve(own)) if own else ():
+        if key in kwargs:
+            inner.append(kwargs[key])
+    for part in inner:
+        yield from _called_names(part if isinstance(part, Mapping) else {"name": part})
+
+
+def _obstacle(built: BuiltReward, samples: int, *, is_trusted: bool) -> str | None:
+    """Return why a reward may not be called, or None."""
+    asks_a_model = any(leaf.kind == "judge" for leaf in leaves([built]))
+    if asks_a_model and not is_trusted:
+        return "it asks a model that the run names: give its recipe with --recipe"
+    # A judge needs whole groups only to skip all of one.
+    if samples == 1 and built.needs_whole_groups and not asks_a_model:
+        return "it compares completions of one prompt: ask for several with --samples"
+    return None
+
+
+def reward_columns(rewards: Iterable[MeasuredReward]) -> dict[str, ColumnKind]:
+    """Return the columns of `completions.parquet` for some rewards."""
+    columns: dict[str, ColumnKind] = {}
+    for reward in rewards:
+        columns[PAY.format(reward.name)] = NUMBERS
+        if reward.passing is not None:
+            columns[PASSED.format(reward.name)] = BOOLEANS
+    return columns
+
+
+def reward_values(
+    rewards: Iterable[MeasuredReward], prompts: Sequence[Prompt], completions: Sequence[str], columns: Columns
+) -> dict[str, Any]:
+    """Return the values of these columns for a batch of completions."""
+    values: dict[str, Any] = {}
+    for reward in rewards:
+        # In pandas None becomes NaN only with the type given.
+        values[PAY.format(reward.name)] = pd.Series(reward.scores(prompts, completions, columns), dtype="float64")
+        if reward.passing is not None:
+            values[PASSED.format(reward.name)] = is_right((reward.passing,), completions, columns)
+    return values

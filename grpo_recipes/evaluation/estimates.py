@@ -1,14 +1,23 @@
-"""Shares and means with their 95 % intervals, and differences of them on the same problems.
+"""Shares and means of an evaluation with 95 % intervals, and paired differences of two evaluations.
 
-The unit is the problem: samples of one problem are alike, so that k of them tell less than k problems would.
+The sampling unit is the problem: k samples of one problem are alike, so they carry less information than k problems.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import NormalDist
+from typing import Any
+
+import pandas as pd
+
+from grpo_recipes.evaluation import accuracy
+from grpo_recipes.evaluation.accuracy import PASSED, PAY
+from grpo_rewards.math.answers import answer_number
+from grpo_rewards.terminal import Cell, Part, Table
 
 CONFIDENCE = 0.95
 Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
@@ -16,7 +25,7 @@ Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 
 @dataclass(frozen=True)
 class Estimate:
-    """A share, a mean, or a difference of two, with the ends of its 95 % interval."""
+    """Share, mean or difference, with the ends of its 95 % interval."""
 
     value: float
     low: float
@@ -24,11 +33,11 @@ class Estimate:
 
     @classmethod
     def from_dict(cls, numbers: Mapping[str, float]) -> Estimate:
-        """The estimate that `as_dict` was made of; further keys are passed over."""
+        """Return the estimate that `as_dict` wrote. Other keys are ignored."""
         return cls(numbers["value"], numbers["low"], numbers["high"])
 
     def as_dict(self) -> dict[str, float]:
-        """The three numbers by name, ready for JSON."""
+        """Return the three numbers by name, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -36,17 +45,17 @@ class Estimate:
 
 
 def mean_share(shares: Sequence[float]) -> Estimate:
-    """The mean of one share in [0, 1] for each problem, with the score interval clustered by problem.
+    """Return the mean of one share in [0, 1] per problem, with the score interval clustered by problem.
 
-    The score interval of n trials keeps its coverage for small n and near 0 and 1: it holds the values p for which the share
-    lies within z standard errors of p, where the standard error is that of p itself (Wilson 1927, "Probable inference, the
-    law of succession, and statistical inference"; z = 1.96). Here it is taken for as many independent trials as have the
-    variance of this mean: n_eff = p (1 - p) / v, where v is the sum of squared deviations / n^2. With one sample a problem the
-    shares are 0 or 1, n_eff is n and the interval is Wilson's own. Where all problems have one share, nothing is known of
-    their spread, and n_eff is n.
+    The score interval (Wilson 1927, "Probable inference, the law of succession, and statistical inference") holds the
+    values p for which the observed share lies within z = 1.96 standard errors of p, where the standard error is that of
+    p itself. It keeps its coverage for small n and near 0 and 1. The number of trials n is the effective one,
+    n_eff = p (1 - p) / v, where v is the variance of this mean (sum of squared deviations / n^2). With one sample per
+    problem n_eff is n, and the interval is Wilson's. If all problems have the same share, their spread is unknown, and
+    n_eff is n.
 
     Raises:
-        ValueError: no problem.
+        ValueError: There is no problem.
     """
     if not shares:
         raise ValueError("no interval without a problem")
@@ -57,10 +66,10 @@ def mean_share(shares: Sequence[float]) -> Estimate:
 
 
 def mean_value(values: Sequence[float]) -> Estimate:
-    """The mean of one number for each problem, of any range, with Student's interval.
+    """Return the mean of one number of any range per problem, with Student's interval.
 
     Raises:
-        ValueError: fewer than two problems, of which no spread is known.
+        ValueError: There are fewer than two problems, so their spread is unknown.
     """
     if len(values) < 2:
         raise ValueError(f"no interval of a mean from {len(values)} problems")
@@ -72,19 +81,19 @@ def mean_value(values: Sequence[float]) -> Estimate:
 
 
 def paired_mean(first: Sequence[float], second: Sequence[float]) -> Estimate:
-    """The mean of second - first over the same problems, of any range, with Student's interval.
+    """Return the mean of second - first over the same problems, of any range, with Student's interval.
 
     Raises:
-        ValueError: fewer than two problems, or not the same number of both.
+        ValueError: There are fewer than two problems, or the lengths differ.
     """
     return mean_value([after - before for before, after in zip(first, second, strict=True)])
 
 
 def _student_quantile(freedom: int) -> float:
-    """The quantile of Student's distribution for a two-sided 95 % interval.
+    """Return the quantile of Student's distribution for a two-sided 95 % interval.
 
-    Hill's expansion of the normal quantile (1970, "Algorithm 396: Student's t-quantiles"), within 0.1 % from 4 degrees on;
-    exact for 1 and 2.
+    Hill's expansion of the normal quantile (1970, "Algorithm 396: Student's t-quantiles") is within 0.1 % from 4 degrees
+    of freedom on. For 1 and 2 degrees the closed form is exact.
     """
     tail = 1 - CONFIDENCE
     if freedom == 1:
@@ -101,12 +110,13 @@ def _student_quantile(freedom: int) -> float:
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The chance that k of `samples` completions, drawn without replacement, hold a right one: 1 - C(n-c, k) / C(n, k).
+    """Return the probability that k of `samples` completions, drawn without replacement, include a right one.
 
-    It estimates the chance for k fresh completions without bias (Chen et al. 2021, arXiv 2107.03374, equation 1).
+    The value 1 - C(n-c, k) / C(n, k) is an unbiased estimate for k fresh completions (Chen et al. 2021, arXiv
+    2107.03374, equation 1).
 
     Raises:
-        ValueError: not 1 <= k <= samples, or not 0 <= right <= samples.
+        ValueError: Not 1 <= k <= samples, or not 0 <= right <= samples.
     """
     if not 1 <= k <= samples or not 0 <= right <= samples:
         raise ValueError(f"no pass@{k} from {right} right of {samples} samples")
@@ -114,14 +124,14 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
-    """The mean of second - first over the same problems, shares in [0, 1], with its 95 % interval.
+    """Return the mean of second - first over the same problems, shares in [0, 1], with its 95 % interval.
 
-    The interval is Agresti and Min's (2005, "Simple improved confidence intervals for comparing matched proportions"): half a
-    problem is added to each of the four outcomes, so that it neither vanishes where no verdict differs nor misses the truth
-    for few problems.
+    The interval is that of Agresti and Min (2005, "Simple improved confidence intervals for comparing matched
+    proportions"): half a problem is added to each of the four outcomes. Without this correction the interval would
+    vanish if no verdict differs, and miss the true value for few problems.
 
     Raises:
-        ValueError: no problem, or not the same number of both.
+        ValueError: There is no problem, or the lengths differ.
     """
     differences = [after - before for before, after in zip(first, second, strict=True)]
     if not differences:
@@ -135,15 +145,218 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Estima
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """The exact two-sided p-value of McNemar's test: were the problems that one alone solved split by a fair coin?"""
+    """Return the exact two-sided p-value of McNemar's test.
+
+    Args:
+        only_first: Number of problems that only the first policy solved.
+        only_second: Number of problems that only the second policy solved.
+    """
     discordant, smaller = only_first + only_second, min(only_first, only_second)
     tail = sum(math.comb(discordant, count) for count in range(smaller + 1)) / 2**discordant
     return min(1.0, 2 * tail)
 
 
 def _score_interval(share: float, n: float) -> tuple[float, float]:
+    """Return the ends of Wilson's interval for a share of `n` trials."""
     z2 = Z**2
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
     half_width = math.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
-    # Rounding must not push the ends past the share that they enclose, at 0 of n and n of n.
+    # At 0 of n and n of n, rounding must not move an end past the share itself.
     return min(share, max(0.0, centre - half_width)), max(share, min(1.0, centre + half_width))
+
+
+# Tables of completions
+
+
+def summarise(table: pd.DataFrame) -> dict[str, Any]:
+    """Return the shares and means of an evaluation from its completions (columns of `completions.parquet`).
+
+    Returns:
+        `strict` and `lenient`, mean shares over problems; `pass_at`, the probability that one of k completions is
+        strictly right; `majority`, the share of problems whose most frequent answer is right. These need golds. Under
+        `rewards`, for each reward of the recipe: `mean` score, share of completions that `passed` with its own
+        `pass_at` and `majority`, and number of `unscored` completions. Each estimate has its 95 % interval.
+    """
+    groups = [rows for _, rows in table.groupby("problem", sort=True)]
+    summary: dict[str, Any] = {}
+    if "strict" in table:
+        for name in ("strict", "lenient"):
+            summary[name] = mean_share([rows[name].mean() for rows in groups]).as_dict()
+        summary |= _several_samples(groups, "strict", "lenient")
+    rewards: dict[str, Any] = {}
+    for name in reward_names(table):
+        pay, passed = PAY.format(name), PASSED.format(name)
+        means = [float(mean) for mean in (rows[pay].mean() for rows in groups) if not math.isnan(mean)]
+        entry: dict[str, Any] = {"unscored": int(table[pay].isna().sum())}
+        if len(means) > 1:
+            entry["mean"] = mean_value(means).as_dict()
+        if passed in table:
+            entry["passed"] = mean_share([rows[passed].mean() for rows in groups]).as_dict()
+            entry |= _several_samples(groups, passed, passed)
+        rewards[name] = entry
+    if rewards:
+        summary["rewards"] = rewards
+    return summary
+
+
+def _several_samples(groups: Sequence[pd.DataFrame], column: str, vote_column: str) -> dict[str, Any]:
+    """Return pass@k for k = 1, 2, 4, ... and all samples, and the majority vote, if problems have several samples."""
+    samples = len(groups[0])
+    if samples == 1:
+        return {}
+    result: dict[str, Any] = {"pass_at": {}}
+    for k in sorted({2**power for power in range(samples.bit_length())} | {samples}):
+        chances = [pass_at_k(samples, int(rows[column].sum()), k) for rows in groups]
+        result["pass_at"][str(k)] = mean_share(chances).as_dict()
+    if "answer" in groups[0]:
+        votes = [majority(rows["answer"], rows[vote_column]) for rows in groups]
+        result["majority"] = mean_share([float(vote) for vote in votes]).as_dict()
+    return result
+
+
+def majority(answers: Iterable[Any], right: Iterable[Any]) -> bool:
+    """Return True if the most frequent answer is right, the first one winning a tie.
+
+    Numbers are equal in any form. Completions without an answer do not vote.
+    """
+    stated = []
+    for answer, is_right in zip(answers, right, strict=True):
+        if answer is not None and not pd.isna(answer):
+            number = answer_number(answer)
+            stated.append((answer.strip().casefold() if number is None else number, bool(is_right)))
+    if not stated:
+        return False
+    winner = Counter(answer for answer, _ in stated).most_common(1)[0][0]
+    return any(is_right for answer, is_right in stated if answer == winner)
+
+
+def reward_names(table: pd.DataFrame) -> list[str]:
+    """Return the names of the rewards that a table has scores of."""
+    prefix = PAY.format("")
+    return [name.removeprefix(prefix) for name in table.columns if name.startswith(prefix)]
+
+
+def compare_tables(first: pd.DataFrame, second: pd.DataFrame) -> dict[str, Any]:
+    """Return the paired differences second - first of two tables on the same problems, with both values.
+
+    Args:
+        first: Completions of one evaluation.
+        second: Completions of the other one. Rewards that are not in both tables are skipped.
+
+    Returns:
+        `rewards`, by name; and, with golds, `strict`, `lenient` and `mcnemar`, the exact test of the first completions'
+        verdicts, or of majority votes if there are several samples.
+    """
+    rewards: dict[str, Any] = {}
+    for name in reward_names(first):
+        pay, passed = PAY.format(name), PASSED.format(name)
+        if pay not in second:
+            continue
+        means = pd.concat([table.groupby("problem")[pay].mean() for table in (first, second)], axis=1).dropna()
+        if len(means) < 2:
+            continue
+        before, after = means.iloc[:, 0].tolist(), means.iloc[:, 1].tolist()
+        rewards[name] = {"mean": _pair(mean_value(before), mean_value(after), paired_mean(before, after))}
+        if passed in first and passed in second:
+            rewards[name]["passed"] = _compared_shares(first, second, passed)
+    result: dict[str, Any] = {"rewards": rewards} if rewards else {}
+    if "strict" in first and "strict" in second:
+        for name in ("strict", "lenient"):
+            result[name] = _compared_shares(first, second, name)
+        only_first, only_second = 0, 0
+        for vote, other in zip(_votes(first), _votes(second), strict=True):
+            only_first += vote and not other
+            only_second += other and not vote
+        result["mcnemar"] = {
+            "only_first": only_first,
+            "only_second": only_second,
+            "p": mcnemar(only_first, only_second),
+        }
+    return result
+
+
+def _compared_shares(first: pd.DataFrame, second: pd.DataFrame, column: str) -> dict[str, Any]:
+    before, after = (table.groupby("problem")[column].mean().tolist() for table in (first, second))
+    return _pair(mean_share(before), mean_share(after), paired_difference(before, after))
+
+
+def _pair(first: Estimate, second: Estimate, difference: Estimate) -> dict[str, Any]:
+    return {"first": first.as_dict(), "second": second.as_dict(), "difference": difference.as_dict()}
+
+
+def _votes(table: pd.DataFrame) -> list[bool]:
+    """Return the verdict on each problem: strictly right, or by majority vote if there are several samples."""
+    votes = []
+    for _, rows in table.groupby("problem", sort=True):
+        is_single = len(rows) == 1
+        votes.append(bool(rows["strict"].iloc[0]) if is_single else majority(rows["answer"], rows["lenient"]))
+    return votes
+
+
+# Terminal
+
+
+def describe(summary: Mapping[str, Any]) -> list[Part]:
+    """Return an evaluation for the terminal: a table of its shares, and a table of its rewards."""
+    rows = [(name, Estimate.from_dict(summary[name])) for name in ("strict", "lenient") if name in summary]
+    rows += [(f"pass@{k}", Estimate.from_dict(share)) for k, share in summary.get("pass_at", {}).items()]
+    if "majority" in summary:
+        rows.append(("majority", Estimate.from_dict(summary["majority"])))
+    settings = summary["settings"]
+    samples = settings["samples"]
+    head = f"{summary['problems']} problems, {samples} completion{'s' * (samples > 1)} each; 95 % intervals"
+    parts: list[Part] = [Cell(head, "head")]
+    if rows:
+        parts.append(Table(rows, ("accuracy", "share")))
+    if sampling := summary.get("sampling"):
+        parts.append(Cell(f"  sampling: {', '.join(f'{key} {value}' for key, value in sampling.items())}", "dim"))
+    if "strict" in summary:
+        parts.append(Cell(f"  strict: {accuracy.describe(settings['strict'])}", "dim"))
+    if rewards := summary.get("rewards"):
+        parts += ["", _reward_table(rewards)]
+    return parts
+
+
+def _reward_table(rewards: Mapping[str, Any]) -> Table:
+    """Return a table of the rewards, without the columns that no reward has."""
+    rows = []
+    for name, entry in rewards.items():
+        shown = {key: str(Estimate.from_dict(entry[key])) for key in ("mean", "passed", "majority") if key in entry}
+        passes = [f"@{k} {Estimate.from_dict(share)}" for k, share in entry.get("pass_at", {}).items()]
+        cells = {
+            "reward": name,
+            "mean": shown.get("mean", "fewer than two problems scored"),
+            "passed": shown.get("passed", ""),
+            "majority": shown.get("majority", ""),
+            "pass": ", ".join(passes),
+            "not scored": str(entry["unscored"] or ""),
+        }
+        rows.append(cells)
+    columns = [column for column in rows[0] if any(cells[column] for cells in rows)]
+    return Table([tuple(cells[column] for column in columns) for cells in rows], tuple(columns))
+
+
+def describe_comparison(result: Mapping[str, Any]) -> list[Part]:
+    """Return two evaluations side by side for the terminal, with paired differences and McNemar's test."""
+    compared = {name: result[name] for name in ("strict", "lenient") if name in result}
+    for name, entry in result.get("rewards", {}).items():
+        compared |= {f"{name}, {measure}": values for measure, values in entry.items()}
+    rows: list[tuple[object, ...]] = []
+    for name, values in compared.items():
+        first, second, difference = (Estimate.from_dict(values[key]) for key in ("first", "second", "difference"))
+        style = ""
+        if difference.low > 0:
+            style = "good"
+        elif difference.high < 0:
+            style = "bad"
+        rows.append((name, first, second, Cell(difference, style)))
+    parts: list[Part] = [
+        Cell(f"{result['problems']} problems, the same for both; 95 % intervals", "head"),
+        *(f"  warning: {warning}" for warning in result["warnings"]),
+        Table(rows, ("", "A", "B", "B - A")),
+    ]
+    if "mcnemar" in result:
+        test = result["mcnemar"]
+        alone = f"A alone right on {test['only_first']}, B alone on {test['only_second']}"
+        parts.append(f"  McNemar: {alone}; exact p = {test['p']:.3g}")
+    return parts

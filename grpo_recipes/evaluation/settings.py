@@ -40,7 +40,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.strict == ():
-            object.__setattr__(self, "strict", accuracy.asked_by((), self.tags))
+            object.__setattr__(self, "strict", accuracy.strict_rewards((), self.tags))
         for name in ("samples", "batch_size", "max_new_tokens"):
             value = getattr(self, name)
             if value < 1:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from grpo_recipes.evaluation.accuracy import judge_of, single_specs
+from grpo_recipes.evaluation.accuracy import judging_reward, single_specs
 from grpo_recipes.reports.run import Run, RunReward, Series
 from grpo_recipes.runs.files import AFTER, BEFORE
 from grpo_rewards.registry import RewardSpecError
@@ -381,7 +381,7 @@ def _where_answers_are(run: Run, name: str) -> str:
         if name not in (spec.get("alias"), str(spec.get("name")).rpartition(".")[2]):
             continue
         with suppress(RewardSpecError):
-            if (reward := judge_of(spec)) is not None:
+            if (reward := judging_reward(spec)) is not None:
                 texts = run.texts(run.rows.tail(LATEST_TEXTS))
                 note = reward.unparsed_note(texts["completion"].tolist() if len(texts) else [])
                 return note or f"no completion states an answer {reward.looks_at}"

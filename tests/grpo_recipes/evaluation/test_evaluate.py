@@ -10,10 +10,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_recipes.evaluation.accuracy import asked_by
+from grpo_recipes.evaluation.accuracy import strict_rewards
 from grpo_recipes.evaluation.engines import transformers_engine
-from grpo_recipes.evaluation.estimates import mean_share
-from grpo_recipes.evaluation.evaluate import describe, evaluate_into
+from grpo_recipes.evaluation.estimates import describe, mean_share
+from grpo_recipes.evaluation.evaluate import evaluate_into
 from grpo_recipes.evaluation.settings import Settings
 from grpo_rewards.errors import UserError
 from grpo_rewards.terminal import rendered
@@ -142,7 +142,7 @@ STRICT = [  # a recipe's rewards; what is strictly right by them; what is not
 @pytest.mark.parametrize(("rewards", "right", "wrong"), STRICT)
 def test_strict_is_what_the_recipe_asks_for(tokenizer, tmp_path: Path, rewards: list, right: list, wrong: list):
     script = {f"p{n}": completion for n, completion in enumerate([*right, *wrong])}
-    asked = asked_by(rewards, ("think", "answer"))
+    asked = strict_rewards(rewards, ("think", "answer"))
     scripted_run(tokenizer, list(script), script, tmp_path / "e", strict=asked)
     table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
     assert table["strict"].tolist() == [True] * len(right) + [False] * len(wrong)
@@ -172,7 +172,7 @@ DECLARED = [  # a recipe's rewards; a row's columns; what is strictly right by t
 def test_strict_is_the_kind_that_a_reward_declares(tokenizer, tmp_path: Path, rewards, row, right, wrong):
     script = {f"p{n}": completion for n, completion in enumerate([*right, *wrong])}
     columns = {name: [value] * len(script) for name, value in row.items()}
-    asked = asked_by(rewards, ("think", "answer"))
+    asked = strict_rewards(rewards, ("think", "answer"))
     assert "GSM8KCorrectness" not in {type(reward).__name__ for reward in asked}
     summary, _ = scripted_run(tokenizer, list(script), script, tmp_path / "e", columns, strict=asked)
     table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
@@ -182,7 +182,7 @@ def test_strict_is_the_kind_that_a_reward_declares(tokenizer, tmp_path: Path, re
 
 
 def test_golds_may_lie_in_another_column(tokenizer, tmp_path: Path):
-    asked = asked_by([{"name": "gsm8k_correctness", "kwargs": {"gold_column": "solution"}}], ("think", "answer"))
+    asked = strict_rewards([{"name": "gsm8k_correctness", "kwargs": {"gold_column": "solution"}}], ("think", "answer"))
     said = {"p0": "<answer>18</answer>", "p1": "So 18.\n#### 18", "p2": "<answer>17</answer>"}
     scripted_run(tokenizer, list(said), said, tmp_path / "e", {"solution": ["18"] * 3}, strict=asked)
     table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
@@ -195,24 +195,24 @@ def test_the_choice_that_is_named_is_the_stated_answer(tokenizer, tmp_path: Path
     said = {"p0": "It's Paris.", "p1": "The answer is (a)"}
     columns = {name: [value] * 2 for name, value in CITIES.items()}
     scripted_run(
-        tokenizer, list(said), said, tmp_path / "e", columns, strict=asked_by(["choice_correctness"], ("a", "b"))
+        tokenizer, list(said), said, tmp_path / "e", columns, strict=strict_rewards(["choice_correctness"], ("a", "b"))
     )
     assert pd.read_parquet(tmp_path / "e" / "completions.parquet")["answer"].tolist() == ["B", "A"]
 
 
 def test_a_row_that_strict_cannot_score_is_named(tokenizer, tmp_path: Path):
     columns = {"answer": ["B", "C"], "choices": [CITIES["choices"]] * 2}
-    asked = asked_by(["choice_correctness"], ("think", "answer"))
+    asked = strict_rewards(["choice_correctness"], ("think", "answer"))
     with pytest.raises(
-        ValueError, match="row 2 can't be scored by what strict asks for, full pay of `choice_correctness`"
+        ValueError, match="row 2 can't be scored by the rewards of strict accuracy, full pay of `choice_correctness`"
     ):
         scripted_run(tokenizer, ["p0", "p1"], {}, tmp_path / "e", columns, strict=asked)
     with pytest.raises(ValueError, match="needs the dataset column `schema`|the kwarg schema or the dataset column"):
-        scripted_run(tokenizer, ["p"], {}, tmp_path / "f", strict=asked_by(["json_schema"], ("think", "answer")))
+        scripted_run(tokenizer, ["p"], {}, tmp_path / "f", strict=strict_rewards(["json_schema"], ("think", "answer")))
 
 
 def test_other_choices_are_other_rows(tokenizer, tmp_path: Path):
-    asked = asked_by(["choice_correctness"], ("think", "answer"))
+    asked = strict_rewards(["choice_correctness"], ("think", "answer"))
     columns = {"answer": ["B"], "choices": [CITIES["choices"]]}
     scripted_run(tokenizer, ["p"], {"p": "B"}, tmp_path / "e", columns, strict=asked)
     with pytest.raises(UserError, match="the problems have changed since"):
@@ -221,7 +221,7 @@ def test_other_choices_are_other_rows(tokenizer, tmp_path: Path):
 
 def test_pass_at_k_follows_the_recipe(tokenizer, tmp_path: Path):
     """Eight right boxed answers, of a recipe that asks for no tags."""
-    sampled = {"samples": 8, "temperature": 1.0, "strict": asked_by([BOXES], ("think", "answer"))}
+    sampled = {"samples": 8, "temperature": 1.0, "strict": strict_rewards([BOXES], ("think", "answer"))}
     summary, _ = scripted_run(tokenizer, ["p"], {"p": BOXED}, tmp_path / "e", **sampled)
     assert summary["strict"]["value"] == 1.0
     assert {k: share["value"] for k, share in summary["pass_at"].items()} == dict.fromkeys("1248", 1.0)
@@ -231,7 +231,7 @@ def test_pass_at_k_follows_the_recipe(tokenizer, tmp_path: Path):
 def test_the_stated_answer_is_the_one_that_the_recipe_looks_at(tokenizer, tmp_path: Path):
     said = r"<answer>17</answer>, no: \boxed{18}"
     for folder, rewards, stated in (("boxed", [BOXES], "18"), ("tagged", ["gsm8k_correctness"], "17")):
-        asked = asked_by(rewards, ("think", "answer"))
+        asked = strict_rewards(rewards, ("think", "answer"))
         scripted_run(tokenizer, ["p"], {"p": said}, tmp_path / folder, strict=asked)
         table = pd.read_parquet(tmp_path / folder / "completions.parquet")
         assert table[["answer", "lenient"]].values.tolist() == [[stated, stated == "18"]]
@@ -239,12 +239,16 @@ def test_the_stated_answer_is_the_one_that_the_recipe_looks_at(tokenizer, tmp_pa
 
 def test_amounts_names_and_order_of_rewards_make_no_other_evaluation():
     tags = ("think", "answer")
-    one = asked_by(["gsm8k_correctness", "well_formed"], tags)
+    one = strict_rewards(["gsm8k_correctness", "well_formed"], tags)
     renamed = {"name": "gsm8k_correctness", "alias": "right", "weight": 3, "kwargs": {"pay_exact": 1, "pay_equal": 1}}
-    assert asked_by([{"name": "well_formed", "kwargs": {"pay": 5}}, renamed], tags) == one == asked_by([], tags)
+    assert (
+        strict_rewards([{"name": "well_formed", "kwargs": {"pay": 5}}, renamed], tags)
+        == one
+        == strict_rewards([], tags)
+    )
     assert one == Settings().strict
-    assert asked_by([BOXES], tags) != asked_by(["gsm8k_correctness"], tags)
-    overridden = asked_by([BOXES, "well_formed"], ("r", "a"), override_tags=True)
+    assert strict_rewards([BOXES], tags) != strict_rewards(["gsm8k_correctness"], tags)
+    overridden = strict_rewards([BOXES, "well_formed"], ("r", "a"), override_tags=True)
     assert {reward.tags for reward in overridden} == {("r", "a")}
 
 
@@ -252,7 +256,10 @@ def test_amounts_names_and_order_of_rewards_make_no_other_evaluation():
     ("answers", "message"),
     [
         ([], "nothing to evaluate on"),
-        (["18", "nobody could say what it is in the end"], "row 2 can't be scored by what strict asks for, right by"),
+        (
+            ["18", "nobody could say what it is in the end"],
+            "row 2 can't be scored by the rewards of strict accuracy, right by",
+        ),
     ],
 )
 def test_golds_that_state_nothing_are_refused(tokenizer, answers, message, tmp_path: Path):

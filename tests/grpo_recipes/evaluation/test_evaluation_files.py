@@ -19,12 +19,11 @@ import torch
 from grpo_recipes import cli
 from grpo_recipes.data.load import load
 from grpo_recipes.evaluation import engines, evaluate
-from grpo_recipes.evaluation.estimates import mean_share
+from grpo_recipes.evaluation.estimates import mean_share, summarise
 from grpo_recipes.evaluation.evaluate import (
     compare,
     evaluate_into,
     held_out_spec,
-    summarise,
     weights_fingerprint,
 )
 from grpo_recipes.evaluation.settings import Settings
@@ -346,7 +345,7 @@ def test_ctrl_c_says_what_is_saved_and_the_same_command_goes_on(
         "stopped by Ctrl-C: no batch was finished, so nothing is saved; the same command starts again"
     )
     assert said[1].splitlines()[-1] == (
-        f"stopped by Ctrl-C: 2 batches are saved in {tmp_path / 'e' / 'parts'}; the same command goes on from there"
+        f"stopped by Ctrl-C: 2 batches are saved in {tmp_path / 'e' / 'parts'}; the same command continues from there"
     )
     assert "Traceback" not in "".join(said)
     assert cli.main(arguments) == 0
@@ -551,7 +550,7 @@ def test_completions_that_failed_are_no_wrong_answers(tiny_model: Path, outputs:
         (["MODEL", "--dataset", "arithmatic"], "did you mean `arithmetic`"),
         (["MODEL", "--dataset", "arithmetic", "--samples", "4", "--temperature", "0"], "greedy samples"),
         (["MODEL", "--dataset", "arithmetic", "--vllm"], "vLLM is not installed"),
-        (["MODEL", "--vllm_max_model_length", "64"], "--vllm_max_model_length says how vLLM generates: add --vllm"),
+        (["MODEL", "--vllm_max_model_length", "64"], "--vllm_max_model_length is an option of vLLM: add --vllm"),
         (
             ["MODEL", "--vllm", "--vllm_server_base_url", "http://x", "--vllm_tensor_parallel_size", "2"],
             "--vllm_tensor_parallel_size is the server's own",

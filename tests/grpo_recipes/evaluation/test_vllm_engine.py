@@ -14,6 +14,7 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from grpo_recipes.evaluation import evaluate
+from grpo_recipes.evaluation.estimates import describe, describe_comparison
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.evaluation.vllm_engine import VLLM, load_vllm, made_with, needs_merging
 from grpo_rewards.errors import UserError
@@ -246,10 +247,10 @@ def test_an_evaluation_records_the_sampling_settings_in_force(policy: Path, serv
     summary = evaluate.evaluate_model(policy, **options, **served)
     assert summary["sampling"].items() >= {**NEUTRAL, "temperature": 1.0, "max_tokens": 4}.items()
     assert evaluate.evaluate_model(policy, **options, **served) == summary, "read, not evaluated again"
-    said = evaluate.describe(summary)
+    said = describe(summary)
     assert any("  sampling: temperature 1.0, top_p 1.0, top_k 0, min_p 0.0, rep" in str(part) for part in said)
     del summary["sampling"]  # an evaluation of an earlier version
-    assert not any("sampling" in str(part) for part in evaluate.describe(summary))
+    assert not any("sampling" in str(part) for part in describe(summary))
 
 
 def test_a_server_of_another_model_is_refused(tmp_path: Path, server: str) -> None:
@@ -269,5 +270,5 @@ def test_a_comparison_says_what_was_generated_differently(policy: Path, server: 
     (warning,) = result["warnings"]
     assert "engine transformers and vllm server; version" in warning
     assert "dtype float32 and bfloat16" in warning
-    assert f"  warning: {warning}" in evaluate.describe_comparison(result)
+    assert f"  warning: {warning}" in describe_comparison(result)
     assert evaluate.compare(tmp_path / "a", tmp_path / "a")["warnings"] == []

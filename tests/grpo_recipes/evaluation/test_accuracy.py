@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from grpo_recipes import cli
-from grpo_recipes.evaluation import evaluate, paid
-from grpo_recipes.evaluation.estimates import mean_value, paired_mean
+from grpo_recipes.evaluation import accuracy, evaluate
+from grpo_recipes.evaluation.estimates import compare_tables, mean_value, paired_mean
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.reports.report import write_report
 from grpo_recipes.reports.run import Run
@@ -43,7 +43,7 @@ def longer_than_others(completions: list, **columns: Any) -> list[float]:
 
 longer_than_others.needs_whole_groups = True
 
-HERE = "tests.grpo_recipes.evaluation.test_paid."
+HERE = "tests.grpo_recipes.evaluation.test_accuracy."
 CORRECT = {"name": "gsm8k_correctness", "kwargs": {"extract": "auto"}, "weight": 3.0}
 
 
@@ -150,11 +150,11 @@ def test_a_run_of_somebody_elses_names_nothing_that_is_run() -> None:
         {"name": "judge", "kwargs": {"base_url": "http://example.org/v1", "model": "m"}},
         "well_formed",
     ]
-    usable, left_out = paid.own_rewards(specs, {"prompt": "p", "answer": "1"}, 1, is_trusted=False)
+    usable, skipped = accuracy.measurable_rewards(specs, {"prompt": "p", "answer": "1"}, 1, is_trusted=False)
     assert [reward.name for reward in usable] == ["well_formed"]
-    assert len(left_out) == 3
-    assert "--recipe" in left_out[0]
-    assert "it asks a model that the run names" in left_out[2]
+    assert len(skipped) == 3
+    assert "--recipe" in skipped[0]
+    assert "it asks a model that the run names" in skipped[2]
 
 
 def test_our_own_rewards_of_somebody_elses_run_are_asked_in_a_sum_and_a_gate_too() -> None:
@@ -164,14 +164,14 @@ def test_our_own_rewards_of_somebody_elses_run_are_asked_in_a_sum_and_a_gate_too
         {"name": "sum", "rewards": [right, "well_formed"]},
         {"name": "gate", "reward": right, "only_if": "well_formed"},
     ]
-    usable, left_out = paid.own_rewards(specs, {"prompt": "p", "answer": "1"}, 2, is_trusted=False)
+    usable, skipped = accuracy.measurable_rewards(specs, {"prompt": "p", "answer": "1"}, 2, is_trusted=False)
     assert [reward.name for reward in usable] == ["sum", "gate"]
-    assert left_out == ["sum (code that the run names: give its recipe with --recipe)"]
+    assert skipped == ["sum (code that the run names: give its recipe with --recipe)"]
 
 
 @pytest.mark.parametrize("value", [[1.0], [1.0, math.inf], None, ["x", "y"]])
 def test_a_reward_that_returns_no_scores_is_named(value: Any) -> None:
-    reward = paid.OwnReward("mine", lambda **_: value, None)
+    reward = accuracy.MeasuredReward("mine", lambda **_: value, None)
     with pytest.raises(UserError, match="reward `mine` can't score the held-out rows"):
         reward.scores(["p", "q"], ["a", "b"], {})
 
@@ -181,17 +181,17 @@ def test_compared_rewards_are_paired() -> None:
     problems = list(range(10))
     first = pd.DataFrame({"problem": problems, "reward/r": [float(n) for n in problems]})
     second = first.assign(**{"reward/r": [n + 1 + 0.01 * (-1) ** n for n in problems]})
-    mean = paid.compared(first, second)["r"]["mean"]
+    mean = compare_tables(first, second)["rewards"]["r"]["mean"]
     assert mean["difference"]["value"] == pytest.approx(1.0)
     assert mean["difference"]["high"] - mean["difference"]["low"] < 0.02
     assert mean["first"]["high"] - mean["first"]["low"] > 4
-    assert paid.compared(first, second.rename(columns={"reward/r": "reward/other"})) == {}
+    assert compare_tables(first, second.rename(columns={"reward/r": "reward/other"})) == {}
 
 
 def test_rewards_that_two_recipes_do_not_have_alike_are_not_compared(evaluated: Callable, tmp_path: Path) -> None:
     evaluated([CORRECT])
     evaluated([{**CORRECT, "kwargs": {"extract": "hashes"}}], name="f")
-    with pytest.raises(UserError, match="mean different things by strict"):
+    with pytest.raises(UserError, match="define strict accuracy differently"):
         evaluate.compare(tmp_path / "e", tmp_path / "f")
     evaluated([{**CORRECT, "weight": 0.5}], name="g")
     assert "gsm8k_correctness" in evaluate.compare(tmp_path / "e", tmp_path / "g")["rewards"]

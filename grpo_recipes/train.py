@@ -69,12 +69,11 @@ from grpo_recipes.runs.record import add_launch, data_order, describe_launch
 from grpo_recipes.runs.resume import Resume
 from grpo_recipes.training.adamw_bf16 import adamw_bf16, draw_sample, stored_values
 from grpo_recipes.training.adapters import load_adapter
-from grpo_recipes.training.callbacks import StopOnSignal
+from grpo_recipes.training.callbacks import RecipeInTrackers, StopOnSignal
 from grpo_recipes.training.data_order import ContinueSchedule, loading_only
 from grpo_recipes.training.offline import RecordedRollout
 from grpo_recipes.training.reference import REF
 from grpo_recipes.training.saving import check_held
-from grpo_recipes.training.trackers import RecipeInTrackers
 from grpo_recipes.training.trainer import GRPOTrainer
 from grpo_recipes.training.trainer import logger as efficiency
 from grpo_rewards.errors import UserError, one_line

@@ -211,7 +211,7 @@ class Padded:
         turn = None
         if not self.stock_because:
             every = 0 if self.is_checked else max(1, len(prompts) // CHECKED)
-            turn = Turn(score_every=every, temperature=settings.temperature or 1.0)
+            turn = Turn(record_every=every, temperature=settings.temperature or 1.0)
         ends = [] if stop is None else [Ends(stop)]
         asked = _generation(self.model, self.tokenizer, settings)
         published = self.published.aside(self.model, GenerationConfig(**asked))
@@ -228,7 +228,7 @@ class Padded:
         """By how much the scored rows differ from the model's own log-probabilities; empty within the tolerance."""
         if turn is None or turn.declined or turn.log_probs is None:
             return ""
-        rows = turn.scored(len(completions))
+        rows = turn.recorded_rows(len(completions))
         prompts = [inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist() for row in rows]
         ends = set(end_tokens(self.model.generation_config, self.tokenizer))
         made = [_up_to_end(completions[row], ends) for row in rows]

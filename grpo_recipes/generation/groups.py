@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,14 +55,14 @@ class Declined(Exception):
 class Turn:
     """What a call of `generate` is asked for beyond its arguments, and what it notes."""
 
+    same_stream: ClassVar[bool] = False
+    """True in the exactness mode of the tests: the random numbers of finished rows are drawn too, as in the stock loop."""
     grouped: bool = True
     """Whether groups are decoded at all; otherwise transformers' own loop runs, and its log-probabilities are noted."""
-    score_every: int = 0
+    record_every: int = 0
     """Note the log-probabilities of the tokens of every so many rows, the first among them; 0 for none."""
     temperature: float = 1.0
     """What divides the logits in those log-probabilities. No other processor enters them, as none enters the loss."""
-    same_stream: bool = False
-    """Draw the random numbers of finished rows too, as the stock loop does. For tests: it takes noise for all rows."""
     together: bool = False
     """Run as many forwards as the rank with the longest completion: under ZeRO-3 each of them is a collective."""
     comparison: ProcessorComparison | None = None
@@ -72,9 +72,9 @@ class Turn:
     log_probs: Tensor | None = None
     """The noted log-probabilities, (scored rows, tokens), without meaning after a row's end. None if there are none."""
 
-    def scored(self, size: int) -> list[int]:
+    def recorded_rows(self, size: int) -> list[int]:
         """Which of `size` rows are scored."""
-        return list(range(0, size, self.score_every)) if self.score_every else []
+        return list(range(0, size, self.record_every)) if self.record_every else []
 
     def decode(self, model: PreTrainedModel, input_ids: Tensor, **given: Any) -> Tensor:
         """The loop, as `generate` takes it in `custom_generate`. Raises `Declined`."""
@@ -85,13 +85,13 @@ class Turn:
     def note(self, model: PreTrainedModel, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Transformers' own `generate`, with its log-probabilities noted."""
         prompts = kwargs.get("input_ids", args[0] if args else None)
-        if not (self.score_every or self.comparison is not None) or not isinstance(prompts, Tensor):
+        if not (self.record_every or self.comparison is not None) or not isinstance(prompts, Tensor):
             return stock(*args, **kwargs)
-        noted = Noted(self.scored(len(prompts)), self.temperature, self.comparison)
+        noted = Noted(self.recorded_rows(len(prompts)), self.temperature, self.comparison)
         criteria = StoppingCriteriaList([*(kwargs.pop("stopping_criteria", None) or ()), noted])
         with noted.reading(model):
             output = stock(*args, stopping_criteria=criteria, **kwargs)
-        self.log_probs = noted.log_probs if self.score_every else None
+        self.log_probs = noted.log_probs if self.record_every else None
         return output
 
 
@@ -200,7 +200,7 @@ class Batch:
             type(processor) in ROW_WISE and not isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
             for processor in logits_processor
         )
-        self.scored = {row: place for place, row in enumerate(turn.scored(self.size))}
+        self.scored = {row: place for place, row in enumerate(turn.recorded_rows(self.size))}
         self.log_probs = torch.zeros(len(self.scored), room, dtype=torch.float32, device=input_ids.device)
         self.compared = set() if turn.comparison is None else set(turn.comparison.rows)
 

@@ -1,4 +1,4 @@
-"""Callbacks of the trainer that belong to no other part of the training."""
+"""Callbacks of the trainer that belong to no other part of the training, and the identity that its checkpoints record."""
 
 from __future__ import annotations
 
@@ -6,17 +6,26 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import yaml
+from peft import PeftModel
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import HubStrategy
 
+from grpo_recipes.data.hub import hub_commit
 from grpo_recipes.process.ranks import largest_of_ranks, on_first_rank
 from grpo_recipes.process.signals import drop_closed_outputs, heeds_hangup
+from grpo_recipes.recipe.specs import ReferenceSpec
 from grpo_recipes.runs import completions
+from grpo_recipes.runs.identity import Identity, Source, identify, loaded_source, reward_models
+from grpo_recipes.runs.weights import ADAPTER_CONFIG
+from grpo_rewards.registry import BuiltReward
 
 ECHO_SECONDS = 2.0
 """Time after Ctrl-C within which a second one is a copy: the launcher passes on what the terminal sent to all processes."""
@@ -102,8 +111,7 @@ class StopOnSignal(TrainerCallback):
 
 
 class CompactCompletions(TrainerCallback):
-    """Merges the files of logged completions after saves and at the end of a training
-    (`grpo_recipes/runs/completions.py`).
+    """Merges the files of logged completions after saves and at the end of a training (`runs/completions.py`).
 
     Only the first rank, which writes the files, does so.
     """
@@ -116,9 +124,10 @@ class CompactCompletions(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Remove the completions after the step that the training goes on from: it logs these steps again."""
+        """Remove the completions after the step that the training continues from, because it logs these steps again."""
         self._compaction, self._is_due = None, False
-        self.trainer.checkpoints.check_folder()  # on all ranks: to load the checkpoint may have taken minutes
+        # On all ranks: another launch may have taken the folder over in the minutes that loading a checkpoint takes.
+        self.trainer.checkpoints.check_folder()
         if not self.trainer.log_completions:
             return
         folder = Path(args.output_dir) / completions.FOLDER
@@ -127,7 +136,7 @@ class CompactCompletions(TrainerCallback):
         if not state.is_world_process_zero:
             return
         if dropped:
-            # A training that starts again in the same folder may do so by mistake.
+            # A training that starts from step 0 in a used folder may do so by mistake.
             level = logging.INFO if state.global_step else logging.WARNING
             sentence = "%s: the completions of %d logged step(s) after step %d are removed"
             logger.log(level, sentence, folder, dropped, state.global_step)
@@ -151,7 +160,7 @@ class CompactCompletions(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Merge the files that are left."""
+        """Merge the remaining files."""
         self._compact(state.global_step, rest=True)
 
     def _compact(self, step: int, *, rest: bool = False) -> None:
@@ -160,9 +169,70 @@ class CompactCompletions(TrainerCallback):
             self._compaction.compact(step, rest=rest)
 
     def _why_not(self) -> str:
-        """Return why the files must stay, or "" if they need not: the hub would hold each row twice."""
+        """Return why the files must stay, or "" if they may be merged."""
+        # The hub keeps pushed files: with merged ones it would hold each row twice.
         if self.trainer.args.log_completions_hub_repo:
             return "`log_completions_hub_repo` has pushed the files already, and would push their rows again"
         if self.trainer.checkpoints.pushes and self.trainer.args.hub_strategy != HubStrategy.END:
             return "`push_to_hub` has pushed the files already, and would push their rows again (unless `hub_strategy: end`)"
         return ""
+
+
+class RecipeInTrackers(TrainerCallback):
+    """Shows a recipe without secrets as configuration in the trackers (`report_to`) that have a place for one.
+
+    Add it after the trackers' own callbacks, which open the run that it writes to.
+    """
+
+    def __init__(self, recipe: Mapping[str, Any], handler: CallbackHandler):
+        self.recipe = dict(recipe)
+        self.handler = handler
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Write the recipe, on the process that the trackers run on."""
+        if not state.is_world_process_zero:
+            return
+        for tracker in self.handler.callbacks:
+            # By name: to import the callback of a tracker that is not installed fails.
+            match type(tracker).__name__:
+                case "TensorBoardCallback" if tracker.tb_writer is not None:
+                    text = yaml.safe_dump(self.recipe, sort_keys=False, allow_unicode=True)
+                    # TensorBoard renders Markdown, in which four spaces keep text as it is.
+                    tracker.tb_writer.add_text("recipe", "\n".join(f"    {line}" for line in text.splitlines()))
+                case "WandbCallback" if tracker._wandb is not None and tracker._wandb.run is not None:
+                    tracker._wandb.config.update({"recipe": self.recipe}, allow_val_change=True)
+                case "TrackioCallback":
+                    tracker._trackio.config.update({"recipe": self.recipe}, allow_val_change=True)
+
+
+def starting_weights(given: str | nn.Module, model: nn.Module, reference: Any) -> dict[str, Source]:
+    """Return the sources of the weights of a policy and its reference, by role.
+
+    Args:
+        given: the trainer's `model` argument, a name or a model.
+        model: the model that the trainer made of it.
+        reference: the trainer's `reference` argument.
+    """
+    loaded = loaded_source(model.get_base_model() if isinstance(model, PeftModel) else model)
+    sources = {"policy": loaded}
+    if isinstance(given, PeftModel):
+        # PEFT keeps no path of an adapter.
+        sources = {"policy": Source(""), "base": loaded}
+    elif isinstance(given, str) and (Path(given) / ADAPTER_CONFIG).is_file():
+        sources = {"policy": Source(given), "base": loaded}
+    if reference is not None and (adapter := ReferenceSpec.parse(reference).adapter) is not None:
+        sources["reference"] = Source(adapter)
+    return sources
+
+
+def identity_of(trainer: Any, sources: Mapping[str, Source]) -> Identity:
+    """Return the identity of the launch that begins with a trainer's `train`: its weights, rewards and data."""
+    rewards = []
+    for function, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True):
+        rewards.append(BuiltReward(function, 1.0, name))
+    sources = {**sources, **reward_models(rewards, hub_commit)}
+    # A rollout function or an environment may read any column.
+    reads_rows = trainer.rollout_func is not None or bool(getattr(trainer, "environment_factories", None))
+    return identify(trainer.train_dataset, rewards, sources, all_columns=reads_rows)

@@ -1,4 +1,7 @@
-"""How transformers generates for a trainer: groups are decoded where that is exact, which the first batch decides."""
+"""Generation for a trainer, by whichever generator it has, in the context and with the check that this generator needs.
+
+With transformers' `generate`, groups are decoded if that is exact, which the first batch decides.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any, Literal
 
 from accelerate.logging import get_logger
 from torch import Tensor, nn
+from trl import GRPOTrainer
 
 from grpo_recipes.generation.generation_config import PublishedSettings
 from grpo_recipes.generation.generator_check import GenerationCheck, unfit_layout
@@ -15,8 +19,13 @@ from grpo_recipes.generation.models import base_model, has_dropout, unfit
 from grpo_recipes.generation.processed import ProcessorComparison
 from grpo_recipes.generation.stop_strings import Ends, StopStrings
 from grpo_recipes.process.messages import Announcer
+from grpo_recipes.training.trl_patches import ContinuousBatching, refuse_cast, send_settings
 
 Completions = list[list[int]]
+TRLTurn = Callable[[], tuple[Completions, Any]]
+"""TRL's own generation of one turn: completions, and log-probabilities if vLLM generates."""
+Difference = tuple[float, float] | None
+"""Mean and largest difference from the policy's log-probabilities, or None if it is not logged."""
 
 DROPOUT = "they are sampled with dropout"
 OTHER_LOOP = "`generate` is the model's own, or its tokens and forwards do not go together"
@@ -25,88 +34,107 @@ logger = get_logger(__name__)
 
 
 class Generation:
-    """How a trainer's model generates: by groups if `asked` is "auto", unless something speaks against it."""
+    """Generation of one turn for a trainer.
+
+    Args:
+        trainer: the trainer.
+        check: the comparison of what generated with the policy.
+        stop: strings that end a completion, or None.
+        mode: "auto" to decode groups unless something prevents it, or "off".
+    """
 
     def __init__(
-        self, trainer: Any, check: GenerationCheck, stop: StopStrings | None, asked: Literal["auto", "off"]
+        self, trainer: GRPOTrainer, check: GenerationCheck, stop: StopStrings | None, mode: Literal["auto", "off"]
     ) -> None:
-        self.trainer, self.accelerator, self.temperature = trainer, trainer.accelerator, trainer.temperature
+        self.trainer, self.check, self.stop, self.mode = trainer, check, stop, mode
         self.published = PublishedSettings(logger.warning)
-        """Settings of the policy's generation_config; put aside around continuous batching too."""
-        self.check, self.stop, self.asked = check, stop, asked
+        """Settings of the policy's generation_config, which are put aside while it generates."""
         self.stock_because = unfit_for_groups(trainer)
-        self.together = trainer._dist.is_zero3
-        self.same_stream = False
-        """See `Turn.same_stream`."""
+        """Reason why transformers' own loop generates, or ""."""
         self.is_verified = False
-        """Whether the first batch of groups has passed."""
+        """True once the first batch of groups has passed the check."""
         self._announcer = Announcer(logger.warning)
+        if trainer.use_vllm:
+            send_settings(trainer, self.published)
+        if trainer.use_transformers_continuous_batching:
+            refuse_cast(trainer.model, trainer.args)
+            self.continuous_batching = ContinuousBatching(trainer.continuous_batching_config)
 
-    def __call__(
-        self, generate: Callable[[], Completions], model: nn.Module, prompts: Sequence[Sequence[int]]
-    ) -> tuple[Completions, tuple[float, float] | None]:
-        """TRL's `generate()`, and how far its log-probabilities are from the policy's: see `GenerationCheck`.
+    def __call__(self, turn: TRLTurn, prompts: Sequence[Sequence[int]]) -> tuple[Completions, Any, Difference]:
+        """Generate one turn and compare it with the policy.
 
-        Raises `NotThePolicy`.
+        Returns:
+            Completions, TRL's log-probabilities of them or None, and the difference from the policy.
+
+        Raises:
+            NotThePolicy: something else than the policy generated the completions.
         """
-        policy = self.accelerator.unwrap_model(model)  # once: accelerate reads DeepSpeed's metadata from disk each time
-        # Completions are sampled with dropout then, which no other computation repeats.
-        drops = model.training and has_dropout(base_model(policy))
+        trainer = self.trainer
+        if trainer.use_vllm:
+            completions, log_probs = turn()
+            return completions, log_probs, self.check.of_vllm(prompts, completions, log_probs)
+        # Looked up once: accelerate reads DeepSpeed's metadata from disk each time.
+        policy = trainer.accelerator.unwrap_model(trainer.model)
+        if trainer.use_transformers_continuous_batching:
+            published = self.published.aside(policy, trainer.generation_config)
+            with published, self.continuous_batching.around(policy, prompts, trainer.max_completion_length):
+                completions, _ = turn()
+            return completions, None, self.check(prompts, completions, None)
+        # No other computation repeats a dropout mask, so these completions have nothing to be compared with.
+        drops = trainer.model.training and has_dropout(base_model(policy))
         comparison = self.check.processor_comparison(len(prompts))
-        completions, noted = self._generated(generate, policy, prompts, drops, comparison)
-        difference = self.check(prompts, completions, noted, DROPOUT if drops else OTHER_LOOP)
+        completions, recorded = self._generate(turn, policy, prompts, drops, comparison)
+        difference = self.check(prompts, completions, recorded, DROPOUT if drops else OTHER_LOOP)
         self.check.compare_processors(completions, comparison)
-        return completions, difference
+        return completions, None, difference
 
-    def _generated(
+    def _generate(
         self,
-        generate: Callable[[], Completions],
+        turn: TRLTurn,
         policy: nn.Module,
         prompts: Sequence[Sequence[int]],
         drops: bool,
         comparison: ProcessorComparison | None,
     ) -> tuple[Completions, Mapping[int, Tensor] | None]:
-        """The completions, and the log-probabilities of some, by row; of transformers' own loop if groups are doubtful."""
+        """Return completions of transformers' `generate`, and recorded log-probabilities of some rows, by row.
+
+        If the first batch of groups differs from the policy, transformers' own loop generates it again and from then on.
+        """
         reason = self.stock_because or unfit(policy)
-        grouped = self.asked == "auto" and not reason
+        grouped = self.mode == "auto" and not reason
         every = 1 if grouped and not self.is_verified else self.check.record_every(len(prompts))
-        if drops:
-            every = 0
-        turn = Turn(
+        request = Turn(
             grouped=grouped,
-            score_every=every,
-            temperature=self.temperature,
-            same_stream=self.same_stream,
-            together=self.together,
+            record_every=0 if drops else every,
+            temperature=self.trainer.temperature,
+            together=self.trainer._dist.is_zero3,
             comparison=comparison,
         )
         ends = [] if self.stop is None else [Ends(self.stop)]
         published = self.published.aside(policy, self.trainer.generation_config)
-        with published, decoding(base_model(policy), turn, ends):
-            completions = generate()
+        with published, decoding(base_model(policy), request, ends):
+            completions, _ = turn()
         for end in ends:
             completions = end.cut(completions)
-        noted = None
-        if turn.log_probs is not None:
-            noted = dict(zip(turn.scored(len(prompts)), turn.log_probs, strict=True))
-        if self.asked == "auto" and (reason or turn.declined):
-            self._say(reason or turn.declined)
+        recorded = None
+        if request.log_probs is not None:
+            recorded = dict(zip(request.recorded_rows(len(prompts)), request.log_probs, strict=True))
+        if self.mode == "auto" and (reason or request.declined):
+            reason = reason or request.declined
+            self._announcer.once(reason, f"completions are generated by transformers' own loop: {reason}")
         elif grouped and not self.is_verified:
-            assert noted is not None
-            if doubt := self.check.verify(prompts, completions, noted):
+            assert recorded is not None
+            if difference := self.check.verify(prompts, completions, recorded):
                 self.stock_because = (
-                    f"group decoding picks tokens under other log-probabilities than the policy's ({doubt})"
+                    f"group decoding picks tokens under other log-probabilities than the policy's ({difference})"
                 )
-                return self._generated(generate, policy, prompts, drops, comparison)
+                return self._generate(turn, policy, prompts, drops, comparison)
             self.is_verified = True
-        return completions, noted
-
-    def _say(self, reason: str) -> None:
-        self._announcer.once(reason, f"completions are generated by transformers' own loop: {reason}")
+        return completions, recorded
 
 
-def unfit_for_groups(trainer: Any) -> str:
-    """Why the ranks of a run don't decode groups; empty if nothing speaks against it."""
+def unfit_for_groups(trainer: GRPOTrainer) -> str:
+    """Return why the ranks of a run do not decode groups, or "" if nothing prevents it."""
     if trainer._dist.is_zero3 and not trainer.args.ds3_gather_for_generation:
         return "ZeRO-3 shards the weights, with ds3_gather_for_generation: false"
     return unfit_layout(trainer)

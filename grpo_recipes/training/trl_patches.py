@@ -1,50 +1,67 @@
-"""Repairs between the policy and vLLM that TRL leaves open: the policy's weights, the recipe's seed, a model's
-settings.
+"""Replacements inside TRL and transformers at run time. Overrides of the trainer's methods are in `trainer.py`.
 
-TRL 1.16 merges the adapter, hands out views of the parameters one by one, and unmerges after the last
-(`VLLMGeneration._iter_named_params`). A vLLM server's weights are packed 1 GiB at a time, so the last pack, of a small model
-the only one, is read after that: the server generates with the base. docs/upstream/trl-lora-server-weights.md
+In this order: weights, seed and settings of vLLM; continuous batching; counts of completions that end with a stop string;
+files of an evaluation's completions; training arguments that hide their secrets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from peft import PeftModel
-from transformers import GenerationConfig, set_seed
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedModel,
+    TrainingArguments,
+    set_seed,
+)
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
 from grpo_recipes.generation.generation_config import PublishedSettings
+from grpo_recipes.generation.stop_strings import StopStrings
+from grpo_recipes.training.log_probs import has_packing_attention, packing_attention, stock_attention
 from grpo_rewards.errors import UserError
+from grpo_rewards.redaction import HIDDEN, is_secret, redacted
 
 NOT_SENT_BY_TRL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0}
-"""Sampling settings of vLLM that TRL leaves to the engine, and their neutral values."""
+"""Sampling settings of vLLM that TRL leaves to the engine, with their neutral values."""
+
+CPU_BATCH_TOKENS = 512
+"""Number of tokens of a forward of continuous batching on a CPU, unless more rows are decoded at once. Longer prompts go
+through the model in parts."""
+
+
+# ---- vLLM
 
 
 @contextmanager
 def sampling_by_seed(args: GRPOConfig | None) -> Iterator[None]:
-    """Build a trainer inside this block and `args.seed` decides what a colocated vLLM samples.
+    """Build a trainer inside this block to let `args.seed` decide what a colocated vLLM samples.
 
-    The engine draws from this process's random state, which it seeds when it is built, and TRL hands it the rank: every run
-    would sample with the same noise. Ranks that share an engine (tensor parallel) must draw alike, the others not.
+    The engine draws from this process's random state, which it seeds when it is built. TRL passes it the rank as seed, so
+    every run would sample with the same noise.
     """
     yield
     if args is not None and args.use_vllm and args.vllm_mode == "colocate":
+        # Ranks that share an engine (tensor parallel) must draw alike, other ranks must not.
         set_seed(args.seed + PartialState().process_index // args.vllm_tensor_parallel_size)
 
 
 @contextmanager
 def neutral_engine() -> Iterator[None]:
-    """Build a trainer inside this block and a colocated vLLM does not read the model's generation_config.json.
-
-    TRL builds the engine as `vllm_generation.LLM`, which exists where vLLM is installed.
-    """
+    """Build a trainer inside this block to keep a colocated vLLM from reading the model's generation_config.json."""
+    # TRL has no argument for it. It builds the engine as `vllm_generation.LLM`, which exists if vLLM is installed.
     engine = getattr(vllm_generation, "LLM", None)
     if engine is None:
         yield
@@ -56,17 +73,16 @@ def neutral_engine() -> Iterator[None]:
         vllm_generation.LLM = engine
 
 
-def send_settings(trainer: Any, published: PublishedSettings) -> None:
-    """Let vLLM get every sampling setting explicitly, and announce which ones of the model it does not follow.
+def send_settings(trainer: GRPOTrainer, published: PublishedSettings) -> None:
+    """Send vLLM every sampling setting explicitly, and announce which settings of the model it does not follow.
 
-    An engine or server takes what a request leaves out from the model's generation_config.json. With
-    `generation_config="vllm"` it takes nothing, also not the model's end tokens beyond the tokenizer's own.
+    An engine or server takes what a request leaves out from the model's generation_config.json.
 
     Raises:
-        UserError: a server cuts every completion at the model's `max_new_tokens`, whatever a request asks for.
+        UserError: a server cuts every completion at the model's `max_new_tokens`, whatever a request contains.
     """
     vllm, config = trainer.vllm_generation, trainer.model.generation_config
-    asked = GenerationConfig(
+    settings = GenerationConfig(
         do_sample=True,
         temperature=trainer.temperature,
         top_p=trainer.top_p,
@@ -75,17 +91,18 @@ def send_settings(trainer: Any, published: PublishedSettings) -> None:
         repetition_penalty=trainer.repetition_penalty,
         max_new_tokens=trainer.max_completion_length,
     )
-    published.announce_ignored(config, asked)
-    _refuse_cut(trainer, config.max_new_tokens)
+    published.announce_ignored(config, settings)
+    _check_server_limit(trainer, config.max_new_tokens)
     given = dict(trainer.args.generation_kwargs or {})
     if not given.get("ignore_eos"):
+        # With `generation_config="vllm"` an engine ends completions at the tokenizer's own end token only.
         own = given.get("stop_token_ids") or []
         given["stop_token_ids"] = sorted({*own, *trainer.eos_token_ids})
     vllm.generation_kwargs = {**NOT_SENT_BY_TRL, **given}
 
 
-def _refuse_cut(trainer: Any, published: int | None) -> None:
-    """Raise `UserError` if a server limits completions to fewer tokens than the trainer asks for."""
+def _check_server_limit(trainer: GRPOTrainer, published: int | None) -> None:
+    """Raise `UserError` if a server limits completions to fewer tokens than `max_completion_length`."""
     if trainer.args.vllm_mode != "server" or not trainer.accelerator.is_main_process:
         return
     if published is None or published >= trainer.max_completion_length:
@@ -100,11 +117,13 @@ def _refuse_cut(trainer: Any, published: int | None) -> None:
 
 
 def send_policy(trainer: GRPOTrainer) -> None:
-    """Let vLLM get copies of the merged weights of the active adapter, and no tensor that it has no name for.
+    """Send vLLM copies of the merged weights of the active adapter, and no tensor that vLLM has no name for.
 
-    TRL skips what carries the tuner's prefix (`lora_`) and strips `modules_to_save.default.`. The other adapters' copies of
-    `modules_to_save`, the policy's under another name, and trainable tokens would reach vLLM under names that it does not know.
-    Called again, it changes nothing. Without vLLM, and without an adapter, there is nothing to do.
+    TRL 1.16 merges the adapter, yields views of the parameters one by one, and unmerges after the last one
+    (`VLLMGeneration._iter_named_params`). A server's weights are packed 1 GiB at a time, so the last pack, of a small model
+    the only one, is read after that: the server would generate with the base (docs/upstream/trl-lora-server-weights.md).
+
+    A second call changes nothing. Without vLLM, or without an adapter, there is nothing to do.
     """
     model, vllm = trainer.model, getattr(trainer, "vllm_generation", None)
     if vllm is None or not isinstance(model, PeftModel) or hasattr(vllm, "_named_params_of_trl"):
@@ -115,14 +134,216 @@ def send_policy(trainer: GRPOTrainer) -> None:
         for sent, tensor in vllm._named_params_of_trl():
             name = _name_in_model(sent, model.active_adapter)
             if name is not None:
-                yield name, tensor.clone()  # it is read when the adapter is no longer merged
+                yield name, tensor.clone()  # vLLM reads it when the adapter is no longer merged
 
     vllm._iter_named_params = merged
 
 
 def _name_in_model(sent: str, adapter: str) -> str | None:
-    """The name of a tensor in the model without adapters; None for one that is part of an adapter."""
+    """Return the name of a tensor in the model without adapters, or None for a tensor that is part of an adapter."""
+    # TRL skips names with the tuner's prefix (`lora_`) and strips `modules_to_save.default.`. Left are other adapters' copies
+    # of `modules_to_save`, those of a policy under another name, and trainable tokens.
     if "trainable_tokens_" in sent:
         return None
     name = sent.replace(f"modules_to_save.{adapter}.", "").replace(".token_adapter", "")
     return None if "modules_to_save." in name else name
+
+
+# ---- continuous batching of transformers
+
+
+def refuse_cast(model: torch.nn.Module, args: GRPOConfig) -> None:
+    """Raise `UserError` if TRL would cast weights that are trained in place to 16 bits, and Adam's state with them.
+
+    TRL casts with `args.bf16` or `args.fp16`. DeepSpeed keeps its own float32 weights.
+    """
+    cast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    if cast is not None and trained - {cast} and args.deepspeed_plugin is None:
+        raise UserError(
+            f"`use_transformers_continuous_batching` casts the trained weights to {cast} in place, and most updates would be "
+            "lost: set it to false, or `bf16` and `fp16` to false"
+        )
+
+
+class ContinuousBatching:
+    """Context of TRL's call of `generate_batch`, which knows neither the attention of packed rows nor a CPU's memory."""
+
+    def __init__(self, config: ContinuousBatchingConfig) -> None:
+        self.config = config
+        self.is_cache_sized = config.num_blocks is not None
+        """True if the user has sized the cache."""
+        self.is_batch_sized = config.max_batch_tokens is not None
+        """True if the user has sized a forward."""
+
+    @contextmanager
+    def around(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Iterator[None]:
+        """Give the model stock attention inside this block and, on a CPU, the cache the size that it needs."""
+        # Left alone, transformers takes a share of all free memory. It also reserves a mask of 8,192 tokens by the whole
+        # cache: gigabytes, for which it refuses a cache that is large enough.
+        packs = has_packing_attention(model)
+        stock_attention(model)
+        if not self.is_cache_sized and model.device.type == "cpu":
+            page = self.config.page_size
+            self.config.num_blocks = sum(-(-(len(prompt) + max_new_tokens) // page) for prompt in prompts)
+        if not self.is_batch_sized and model.device.type == "cpu":
+            self.config.max_batch_tokens = max(CPU_BATCH_TOKENS, len(prompts))
+        try:
+            yield
+        finally:
+            if packs:
+                packing_attention(model)
+
+
+# ---- stop strings: TRL knows one end of a completion, a token, and counts others as cut off at `max_completion_length`
+
+
+def take_over_mask(trainer: GRPOTrainer) -> bool:
+    """Return True if TRL was to mask truncated completions, and keep it from it: `correct_counts` does so instead."""
+    masks, trainer.mask_truncated_completions = trainer.mask_truncated_completions, False
+    return masks
+
+
+def correct_counts(
+    trainer: GRPOTrainer, output: tuple[Any, ...], stop: StopStrings, masks_truncated: bool
+) -> tuple[Any, ...]:
+    """Correct the metrics of truncated completions that TRL's `_generate` has logged, and its mask.
+
+    Args:
+        trainer: the trainer.
+        output: the return value of TRL's `_generate`.
+        stop: strings that end a completion.
+        masks_truncated: True to mask truncated completions.
+
+    Returns:
+        `output` with the corrected mask.
+    """
+    prompt_ids, completion_ids, tool_mask, *rest = output
+    masks = tool_mask or [[1] * len(ids) for ids in completion_ids]
+    ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
+    truncated = [ids[-1] not in ends and not stop.end(ids) for ids in completion_ids]
+    local = torch.tensor([truncated, [sum(mask) for mask in masks]], device=trainer.accelerator.device)
+    cut, lengths = trainer.accelerator.gather(local.T.contiguous()).T
+    ended = lengths[cut == 0].float() if not cut.all() else torch.zeros(1)
+    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    # TRL has just appended its own values: these take their places.
+    metrics["completions/clipped_ratio"][-1] = cut.float().mean().item()
+    metrics["completions/mean_terminated_length"][-1] = ended.mean().item()
+    metrics["completions/min_terminated_length"][-1] = ended.min().item()
+    metrics["completions/max_terminated_length"][-1] = ended.max().item()
+    if masks_truncated:
+        # TRL's loss multiplies its mask by the mask of tool results, so a masked completion can go there.
+        tool_mask = [[0] * len(mask) if is_cut else mask for mask, is_cut in zip(masks, truncated, strict=True)]
+    return prompt_ids, completion_ids, tool_mask, *rest
+
+
+# ---- completions of an evaluation during training
+
+
+@contextmanager
+def separate_eval_completions(trainer: GRPOTrainer, dataset: Any, prefix: str) -> Iterator[None]:
+    """Log completions inside this block to a table of their own, written to `<prefix>_completions_<step>.parquet`.
+
+    TRL 1.16 logs training and evaluation through one table (`GRPOTrainer._logs`) and writes both to
+    `completions_<step>.parquet`, so an evaluation overwrites the training completions of its step. TRL's table also holds one
+    generation batch, and this one every row of the evaluation. Afterwards the training completions of the step, on disk and
+    still to be logged, are as they were.
+
+    Args:
+        trainer: the trainer.
+        dataset: the dataset of the evaluation, or None for the trainer's own. With a dict of datasets nothing is done: TRL
+            evaluates each of them by itself, with its own prefix, and so enters this block again.
+        prefix: the prefix of the evaluation's metrics.
+    """
+    if isinstance(trainer.eval_dataset if dataset is None else dataset, dict):
+        yield
+        return
+    table = Path(trainer.args.output_dir, "completions", f"completions_{trainer.state.global_step:05d}.parquet")
+    aside = table.with_suffix(".training")
+    training, trainer._logs = trainer._logs, _unbounded(trainer._logs)
+    writes = trainer.accelerator.is_main_process
+    if writes and table.is_file():
+        table.rename(aside)
+    try:
+        yield
+    finally:
+        trainer._logs = training
+        if writes and table.is_file():
+            # A prefix may hold the name of a dataset, and so a hub ID, `owner/name`.
+            safe = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in prefix)
+            table.rename(table.with_name(f"{safe}_{table.name}"))
+        if writes and aside.is_file():
+            aside.rename(table)
+
+
+def _unbounded(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an empty table like TRL's `_logs`, without a limit on its rows."""
+    return {name: deque() if isinstance(column, deque) else defaultdict(deque) for name, column in logs.items()}
+
+
+# ---- training arguments
+
+
+def hide_secrets(args: TrainingArguments) -> None:
+    """Make `args` hide its secrets when it is pickled, copied or turned into a dictionary.
+
+    transformers pickles its arguments into `training_args.bin` with each save, and passes them to every tracker as
+    configuration. Attributes keep their true values, which training needs: the URL of a vLLM server, the hub's token.
+    """
+    # A copy would lose the attributes that a script sets on its own object later, so the object changes its class. A file
+    # pickled from it names the class that it had before, and can be loaded without this package.
+    original: Any = type(args)
+    if not issubclass(original, _HidesSecrets):
+        args.__class__ = _hiding(original)
+
+
+class _HidesSecrets(TrainingArguments):
+    """Methods by which transformers, torch and trackers take arguments as a whole."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return redacted(super().to_dict())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        original = type(self).__bases__[1]
+        shown: Any = object.__new__(original)
+        vars(shown).update(without_secrets(vars(self)))
+        return shown.__reduce_ex__(0)  # later protocols do not accept another class than the object's
+
+
+@cache
+def _hiding(original: Any) -> Any:
+    """Return a subclass of `original`, of the same name, whose instances hide their secrets."""
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    return type(original.__name__, (_HidesSecrets, original), names)
+
+
+def without_secrets(value: Any) -> Any:
+    """Return `value` with a placeholder for each secret in it, or `value` itself if it holds none.
+
+    Types stay: unlike `redacted`, this keeps tuples and enumerations, and looks into DeepSpeed's configuration, which may
+    name trackers.
+    """
+    if isinstance(value, (HfDeepSpeedConfig, DeepSpeedPlugin)):
+        inside = without_secrets(vars(value))
+        if inside is vars(value):
+            return value
+        duplicate = object.__new__(type(value))
+        vars(duplicate).update(inside)
+        return duplicate
+    if isinstance(value, Mapping):
+        return _mapping_without_secrets(value)
+    if type(value) in (list, tuple):
+        items = [without_secrets(item) for item in value]
+        return type(value)(items) if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    return redacted(value) if type(value) is str else value
+
+
+def _mapping_without_secrets(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return the mapping with placeholders for its secrets, or `value` itself if it holds none."""
+    entries, has_changed = {}, False
+    for key, inner in value.items():
+        shown_key = without_secrets(key)
+        shown = HIDDEN if is_secret(key, inner) else without_secrets(inner)
+        entries[shown_key] = shown
+        has_changed |= shown is not inner or shown_key != key
+    return entries if has_changed else value

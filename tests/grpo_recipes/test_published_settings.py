@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,9 +21,9 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from grpo_recipes.evaluation import engines
 from grpo_recipes.evaluation.engines import complete_continuously, transformers_engine
 from grpo_recipes.evaluation.settings import Settings
-from grpo_recipes.generation import groups
 from grpo_recipes.generation.generation_config import KEPT, PublishedSettings, neutral
 from tests.support.architectures import ENDS, adapter, trainer
+from tests.support.exact_generation import exact_generation
 from tests.support.recorded import EOS, model, tokenizer
 
 BIAS = [[[5], 50.0]]
@@ -107,9 +108,10 @@ FIELDS = sorted(vars(GenerationConfig()).keys() - METADATA - {"eos_token_id"})
 
 
 @pytest.fixture(autouse=True)
-def same_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def same_stream() -> Iterator[None]:
     """Draw what transformers' own loop draws, so that a field may decide which of the two loops runs."""
-    monkeypatch.setattr(engines, "Turn", partial(groups.Turn, same_stream=True))
+    with exact_generation():
+        yield
 
 
 @pytest.fixture
@@ -176,8 +178,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def expected_evaluation() -> list[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines, "Turn", partial(groups.Turn, same_stream=True))
+    with exact_generation():
         return evaluated(ending())
 
 

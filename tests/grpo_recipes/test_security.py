@@ -33,7 +33,7 @@ from grpo_recipes.recipe.recipe import OUR_KEYS, find_file, parse_recipe, resolv
 from grpo_recipes.recipe.specs import DatasetSpec, MicroBatching, ReferenceSpec, SamplingSpec
 from grpo_recipes.reports.model_card import write_model_card
 from grpo_recipes.runs.record import add_launch, describe_launch
-from grpo_recipes.training.hidden_arguments import without_secrets
+from grpo_recipes.training.trl_patches import without_secrets
 from grpo_rewards import cli as rewards_cli
 from grpo_rewards.redaction import (
     HIDDEN,

@@ -24,6 +24,7 @@ from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.reports.run import Run
 from grpo_recipes.runs.checkpoints import Manifest, write_manifest
 from tests.support import recorded
+from tests.support.exact_generation import generate_exactly
 from tests.support.grids import only
 from tests.support.launching import launch_module, write_rows
 
@@ -556,7 +557,7 @@ def test_the_trainer_is_a_drop_in(tiny_model: Path, tmp_path: Path) -> None:
         dataset = Dataset.from_dict({"prompt": ["one", "two plus two", "three", "four", "five and six"]})
         trainer = trainer_class(str(tiny_model), short, args, dataset, **ours)
         if trainer_class is GRPOTrainer:
-            trainer._generation.same_stream = True
+            generate_exactly(trainer)
         trainer.train()
         left_out = (
             "step_time",

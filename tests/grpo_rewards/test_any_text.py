@@ -124,23 +124,23 @@ KINDS = [
 PLACES = ["{}", "<answer>{}</answer>", "<think>a</think><answer>{}</answer>", "\\boxed{{{}}}", "<think>{}</think>"]
 
 
-def score_everywhere(kind):
+def record_everywhere(kind):
     texts = [place.format(ADVERSARIAL[kind]) for place in PLACES]
     return [[score(reward, text, "18") for text in texts] for reward in REWARDS]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_adversarial_text(kind):
-    expected = score_everywhere(kind)
+    expected = record_everywhere(kind)
     assert all(not value for row in expected[4:10] for value in row)  # the exact rule, in every layout, is not fooled
 
     outcomes = []
-    thread = threading.Thread(target=lambda: outcomes.append(score_everywhere(kind)))
+    thread = threading.Thread(target=lambda: outcomes.append(record_everywhere(kind)))
     thread.start()
     thread.join()
 
     async def in_a_coroutine():
-        return score_everywhere(kind)
+        return record_everywhere(kind)
 
     assert [*outcomes, asyncio.run(in_a_coroutine())] == [expected, expected]
 
@@ -148,7 +148,7 @@ def test_an_adversarial_text(kind):
 def test_processes_agree():
     kinds = ["short digits", "lone surrogates", "opening braces"]
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
-        assert list(executor.map(score_everywhere, kinds)) == list(map(score_everywhere, kinds))
+        assert list(executor.map(record_everywhere, kinds)) == list(map(record_everywhere, kinds))
 
 
 @pytest.mark.parametrize("kind", only([], ADVERSARIAL, slow=list(ADVERSARIAL)[::3]))

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
+from tests.support.exact_generation import generate_exactly
 from tests.support.recorded import model, tokenizer
 from tests.support.trainers import make_trainer
 
@@ -105,7 +106,7 @@ def trainer(
     }
     made = make_trainer(cls, policy, folder, rewards=reward, rows=PROMPTS, **settings)
     if issubclass(cls, GRPOTrainer):
-        made._generation.same_stream = True
+        generate_exactly(made)
     return made
 
 

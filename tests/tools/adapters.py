@@ -317,7 +317,7 @@ def scores(made: GRPOTrainer, policy: Any) -> Tensor:
         ids[row, place], mask[row, place] = torch.tensor([*prompt, *completion]), 1
     policy.eval()
     with torch.no_grad():
-        return made._plain_log_probs(policy, Rows(ids, mask, MAX_COMPLETION_LENGTH), False)[0]
+        return made._trl_log_probs(policy, Rows(ids, mask, MAX_COMPLETION_LENGTH), False)[0]
 
 
 def reference_scores(made: GRPOTrainer) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ from grpo_recipes.evaluation import engines, evaluate
 from grpo_recipes.evaluation.engines import transformers_engine
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation import groups, kv_cache
+from tests.support.exact_generation import exact_generation
 from tests.support.tiny import byte_tokenizer, policy
 
 PROMPTS = [prompt for prompt in ("1 =", "33 + 4 =", "b", "a longer prompt") for _ in range(6)]
@@ -39,8 +40,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def same_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "Turn", partial(groups.Turn, same_stream=True))
+def same_stream() -> Iterator[None]:
+    with exact_generation():
+        yield
 
 
 def stock(model: Any, prompts: list[str], settings: Settings, monkeypatch: pytest.MonkeyPatch) -> list[str]:

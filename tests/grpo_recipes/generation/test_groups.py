@@ -18,6 +18,7 @@ from grpo_recipes.generation import groups, kv_cache
 from grpo_recipes.generation.groups import Turn, decoding
 from grpo_recipes.generation.sampling import drawn
 from tests.support.architectures import ARCHITECTURES, ENDS, SETTINGS, batch, config, tiny
+from tests.support.exact_generation import exact_generation
 from tests.support.grids import only
 from tests.support.recorded import tokenizer
 
@@ -35,8 +36,9 @@ def generated(
 
 def assert_same(policy: PreTrainedModel, inputs: dict[str, Tensor] | None = None, **how: Any) -> Tensor:
     """Both loops generate the same tokens from the same seed."""
-    expected, turn = generated(policy, None, inputs, **how), Turn(same_stream=True)
-    got = generated(policy, turn, inputs, **how)
+    expected, turn = generated(policy, None, inputs, **how), Turn()
+    with exact_generation():
+        got = generated(policy, turn, inputs, **how)
     assert turn.declined == ""
     assert got.tolist() == expected.tolist()
     return got
@@ -233,7 +235,7 @@ def test_keys_and_values_are_appended_in_place() -> None:
 @pytest.mark.parametrize(("every", "rows"), [(1, range(16)), (5, [0, 5, 10, 15])])
 def test_the_log_probabilities_of_the_sampled_tokens(every: int, rows: Any) -> None:
     policy, inputs = tiny("LlamaConfig"), batch()
-    turn = Turn(score_every=every, temperature=0.7)
+    turn = Turn(record_every=every, temperature=0.7)
     tokens = generated(policy, turn, inputs, temperature=0.7, top_k=5, repetition_penalty=1.5)
     assert turn.log_probs is not None
     assert len(turn.log_probs) == len(rows)
@@ -279,7 +281,7 @@ def test_transformers_own_loop_generates(reason: str) -> None:
     forwards: list[int] = []
     handle = policy.register_forward_pre_hook(lambda *_: forwards.append(1))
     expected, alone = generated(policy, None, **how), len(forwards)
-    turn = Turn(score_every=1)
+    turn = Turn(record_every=1)
     got = generated(policy, turn, **how)
     handle.remove()
     assert reason in turn.declined

@@ -23,7 +23,7 @@ from tests.support.architectures import ENDS, SETTINGS, batch, config, tiny
 )
 def test_what_stock_generate_sampled_under(architecture: str, how: str) -> None:
     policy, inputs = tiny(architecture), batch()
-    turn = Turn(grouped=False, score_every=3, temperature=0.7)
+    turn = Turn(grouped=False, record_every=3, temperature=0.7)
     torch.manual_seed(0)
     with torch.no_grad():
         expected = policy.generate(**inputs, generation_config=config(**SETTINGS[how]))
@@ -31,7 +31,7 @@ def test_what_stock_generate_sampled_under(architecture: str, how: str) -> None:
     with torch.no_grad(), decoding(policy, turn):
         tokens = policy.generate(**inputs, generation_config=config(**SETTINGS[how]))
     assert torch.equal(tokens, expected)
-    rows, width = turn.scored(len(tokens)), inputs["input_ids"].shape[1]
+    rows, width = turn.recorded_rows(len(tokens)), inputs["input_ids"].shape[1]
     assert rows == [0, 3, 6, 9, 12, 15]
     assert turn.log_probs is not None
     assert turn.log_probs.shape == (len(rows), tokens.shape[1] - width)
@@ -43,7 +43,7 @@ def test_what_stock_generate_sampled_under(architecture: str, how: str) -> None:
 
 def test_nothing_is_noted_where_rows_are_beams() -> None:
     policy, inputs = tiny("LlamaConfig"), batch()
-    turn = Turn(score_every=1)
+    turn = Turn(record_every=1)
     with torch.no_grad(), decoding(policy, turn):
         policy.generate(**inputs, generation_config=config(num_beams=2, do_sample=False))
     assert turn.declined

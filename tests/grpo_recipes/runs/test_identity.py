@@ -34,7 +34,7 @@ from grpo_recipes.runs.identity import (
     source_digest,
     weights_of,
 )
-from grpo_recipes.training.identity import identity_of
+from grpo_recipes.training.callbacks import identity_of
 from grpo_rewards.errors import UserError
 from grpo_rewards.format_tags import TagCount
 from grpo_rewards.math.correctness import GSM8KCorrectness

@@ -33,12 +33,12 @@ def test_it_runs_beside_packed_rows_in_a_cache_of_bounded_size(tmp_path: Path, m
 
 def test_a_cache_that_the_user_sizes_stays_that_large(tmp_path: Path) -> None:
     run = trainer(tmp_path, **CB, transformers_continuous_batching_config={"num_blocks": 7, "max_batch_tokens": 9})
-    with run._continuous_batching.around(run.model, [[5, 6]] * 12, 8):
+    with run._generation.continuous_batching.around(run.model, [[5, 6]] * 12, 8):
         assert run.continuous_batching_config.num_blocks == 7
         assert run.continuous_batching_config.max_batch_tokens == 9
 
 
 def test_a_forward_has_room_for_every_row(tmp_path: Path) -> None:
     run = trainer(tmp_path, **CB)
-    with run._continuous_batching.around(run.model, [[5, 6]] * 1000, 8):
+    with run._generation.continuous_batching.around(run.model, [[5, 6]] * 1000, 8):
         assert run.continuous_batching_config.max_batch_tokens == 1000

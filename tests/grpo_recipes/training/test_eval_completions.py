@@ -124,7 +124,7 @@ def test_several_datasets_are_evaluated_one_by_one(tiny_model: Path, tmp_path: P
 def test_contract_with_trl() -> None:
     """What `separate_eval_completions` and `GRPOTrainer.log` rely on beside TRL's public methods."""
     log, build = inspect.getsource(TRLGRPOTrainer.log), inspect.getsource(TRLGRPOTrainer.__init__)
-    sentence = "TRL has changed {}: look at training/eval_completions.py and at `log` in training/trainer.py"
+    sentence = "TRL has changed {}: look at training/trl_patches.py and at `log` in training/trainer.py"
     for said in ('self._logs["prompt"]', '"completions"', "completions_{self.state.global_step:05d}.parquet"):
         assert said in log, sentence.format("what its log writes of the completions")
     assert "self.accelerator.is_main_process and self.log_completions" in log, sentence.format("when it writes them")

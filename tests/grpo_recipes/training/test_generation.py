@@ -94,7 +94,7 @@ def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
     runs = []
     for folder, resume in (("whole", None), ("resumed", str(tmp_path / "whole" / "checkpoint-2"))):
         run = trainer(tmp_path / folder, max_steps=4, save_strategy="steps", save_steps=2)
-        run._generation.same_stream = False
+        del run._generate_single_turn  # users do not get the exactness mode
         run.train(resume_from_checkpoint=resume)
         runs.append(run)
     whole, resumed = runs

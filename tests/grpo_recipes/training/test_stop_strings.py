@@ -14,7 +14,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from trl.trainer import grpo_trainer
 
 from grpo_recipes.generation.stop_strings import Ends, StopStrings
-from grpo_recipes.training.stop_strings import corrected
+from grpo_recipes.training.trl_patches import correct_counts
 from grpo_rewards.errors import UserError
 from tests.support import recorded
 from tests.support.architectures import ENDS, PROMPTS, trainer
@@ -156,7 +156,7 @@ def test_the_metrics_are_of_all_ranks() -> None:
         _metrics={"train": metrics},
     )
     rows = [ids("axyz"), [*ids("ab"), 1]]
-    output = corrected(run, ([], rows, None, "more"), StopStrings(["never"], byte_tokenizer()), True)
+    output = correct_counts(run, ([], rows, None, "more"), StopStrings(["never"], byte_tokenizer()), True)
     assert output == ([], rows, [[0] * 4, [1] * 3], "more")
     assert asked == [torch.device("meta")]
     assert [metrics[f"completions/{name}"] for name in names] == [

@@ -13,7 +13,7 @@ import yaml
 from transformers.integrations import integration_utils
 
 from grpo_recipes import Recipe, run_recipe
-from grpo_recipes.training.trackers import RecipeInTrackers
+from grpo_recipes.training.callbacks import RecipeInTrackers
 
 
 def length(completions: list[Any], **columns: Any) -> list[float]:

@@ -33,19 +33,19 @@ def _shared(*parts: str) -> Path:
 
 @pytest.fixture(scope="session")
 def gsm8k_dir() -> Path:
-    """The folder with GSM8K's train.jsonl, test.jsonl and model_solutions_dev.jsonl."""
+    """Return the folder with GSM8K's train.jsonl, test.jsonl and model_solutions_dev.jsonl."""
     return _shared("gsm8k")
 
 
 @pytest.fixture(scope="session")
 def internlm2_dir() -> Path:
-    """The folder with InternLM2's tokenizer, configuration, checkpoint maker and recorded scores."""
+    """Return the folder with InternLM2's tokenizer, configuration, checkpoint maker and recorded scores."""
     return _shared("internlm2")
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's policy, untrained, in a folder that transformers loads."""
+    """Save the quickstart's untrained policy in a folder that transformers loads."""
     from grpo_recipes.quickstart import WarmStart, build_policy, build_tokenizer, demonstrations
     from grpo_recipes.recipe.specs import DatasetSpec
 
@@ -71,7 +71,7 @@ def gsm8k_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """What is left to the night is slow too: `-m "not slow"` is always the quick part."""
+    """Mark nightly tests as slow too, so that `-m "not slow"` is always the quick part."""
     if item.get_closest_marker("nightly"):
         item.add_marker("slow")
 
@@ -85,7 +85,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def extensions(pytestconfig: pytest.Config) -> str:
-    """A folder of the tests' own for DeepSpeed's compiled extensions, kept between runs: the first use takes a minute."""
+    """Return a folder for DeepSpeed's compiled extensions that is kept between runs: the first use takes a minute."""
     return str(pytestconfig.cache.mkdir("torch_extensions"))
 
 
@@ -137,7 +137,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _recorded(terminalreporter: pytest.TerminalReporter, name: str) -> Iterator[Any]:
-    """The properties of this name that tests recorded, those of failed tests too."""
+    """Yield the properties of this name that tests recorded, those of failed tests included."""
     for outcome in ("passed", "failed"):
         for report in terminalreporter.getreports(outcome):
             if report.when == "call":

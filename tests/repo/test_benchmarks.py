@@ -32,7 +32,7 @@ def step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the benchmark reads /proc")
 def test_the_gpu_benchmark_runs_to_its_end_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What it says is right is right here too, and each section says what it could not run, and why."""
+    """The benchmark's own checks pass here too, and each section names what it could not run, and why."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     import gpu
 

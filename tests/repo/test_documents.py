@@ -21,7 +21,7 @@ PROGRAM = "grpo-recipes "
 
 
 def commands(page: str) -> Iterator[str]:
-    """The whole commands of a page: between backquotes, or lines of a block of shell."""
+    """Yield the complete commands of a page: between backquotes, or lines of a block of shell."""
     text = (ROOT / page).read_text(encoding="utf-8")
     blocks = re.findall(r"^```(?:bash|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
@@ -162,5 +162,5 @@ def test_an_answer_is_found_within_two_clicks(task: str, needed: str, clicks: in
 
 
 def linked(page: str, path: str) -> str:
-    """The file that a link of a page leads to, from the repository's root."""
+    """Return the file that a link of a page leads to, relative to the repository's root."""
     return str((ROOT / page).parent.joinpath(path).resolve().relative_to(ROOT))

@@ -81,7 +81,7 @@ def test_every_cell_runs_and_ctrl_c_in_training_goes_on(kernel: Kernel, tiny_mod
     run = tmp_path / "runs" / "problems"
 
     def trains() -> bool:
-        """Whether the first step's completions were logged."""
+        """Return True if the completions of the first step were logged."""
         return any((run / "completions").glob("*.parquet"))
 
     for cell in CELLS:

@@ -1,4 +1,4 @@
-"""What `pip install` gives someone who has no checkout."""
+"""Installation with `pip install`, without a checkout."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_the_release_builds_what_make_dist_builds() -> None:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The wheels of both packages, by package."""
+    """Build the wheels of both packages, by package."""
     folder = tmp_path_factory.mktemp("wheels")
     command = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT / "rewards", ROOT]
     run(sys.executable, *command)

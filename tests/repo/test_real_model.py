@@ -25,7 +25,7 @@ def real_model(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def solved(text: str) -> int:
-    """The answer of a problem, from its words."""
+    """Compute the answer of a problem from its words."""
     numbers = [int(number) for number in re.findall(r"\d+", text)]
     if "is the largest" in text:
         return max(numbers)
@@ -38,7 +38,7 @@ def solved(text: str) -> int:
 
 
 def months(text: str) -> str:
-    """A date in words as month/day."""
+    """Convert a date in words to month/day."""
     names = ["January", "March", "May", "July", "August", "October", "December"]
     for name, number in zip(names, (1, 3, 5, 7, 8, 10, 12), strict=True):
         text = re.sub(rf"{name} (\d+)", rf"{number}/\1", text)
@@ -105,7 +105,7 @@ def test_two_trainers_on_a_tiny_model(
 
 
 class OneAfterTheOther:
-    """What a pool of threads does, in this one."""
+    """A pool of threads that runs each call in the calling thread."""
 
     def __init__(self, **ignored: object) -> None: ...
 

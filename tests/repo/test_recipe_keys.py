@@ -45,7 +45,7 @@ def test_every_key_says_what_it_means(spec: type) -> None:
 
 
 def rows() -> dict[str, list[str]]:
-    """The rows of the page's tables: key, then type, default and meaning."""
+    """Return the rows of the page's tables: key, then type, default and meaning."""
     cells = (
         re.split(r"(?<!\\) \| ", line.strip("| \n")) for line in PAGE.read_text().splitlines() if line.startswith("| `")
     )

@@ -22,7 +22,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def load(name: str) -> ModuleType:
-    """A module of docs/, which is no package."""
+    """Import a module of docs/, which is no package."""
     sys.path.insert(0, str(ROOT / "docs"))
     try:
         return importlib.import_module(name)
@@ -150,7 +150,7 @@ def test_what_fails_the_build(tmp_path: Path, pages: dict[str, str], nav: str, p
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The whole site, built where no proxy answers."""
+    """Build the whole site on a machine where no proxy answers."""
     pytest.importorskip("material", reason="needs mkdocs-material, which the extra `docs` brings")
     folder = tmp_path_factory.mktemp("site")
     shutil.copy(ROOT / "mkdocs.yml", folder)

@@ -16,7 +16,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 @pytest.fixture
 def tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A copy of the script and its text, which writes its pictures and runs into a folder of its own."""
+    """Load the script with a copy of its page, so that its pictures and runs go to a folder of the test."""
     for name in ("tutorial.py", "tutorial.md"):
         shutil.copy(DOCS / name, tmp_path)
     spec = importlib.util.spec_from_file_location("tutorial", tmp_path / "tutorial.py")
@@ -52,7 +52,7 @@ def test_findings_do_not_end_the_tutorial(
 
 
 def test_every_command_of_the_tutorial_is_found(tutorial: ModuleType) -> None:
-    """What a reader would type up to section 5, but for the three lines that install."""
+    """Only the commands up to section 5 count, without the three lines that install."""
     text = (DOCS / "tutorial.md").read_text(encoding="utf-8").partition("## 5.")[0]
     typed = [line.split()[0] for line in text.splitlines() if line.startswith(("    grpo-recipes", "    python"))]
     found = tutorial.commands(text)

@@ -86,7 +86,7 @@ CASES = {
 
 
 def copy_of_trl(folder: Path, patch: str | None) -> None:
-    """The installed TRL in `folder`, patched."""
+    """Copy the installed TRL into `folder` and apply a patch."""
     spec = find_spec("trl")
     assert spec is not None
     assert spec.origin is not None

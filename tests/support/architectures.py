@@ -53,7 +53,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def tiny(architecture: str, **changes: Any) -> PreTrainedModel:
-    """A model of an architecture, ready to generate."""
+    """Build a model of an architecture, ready to generate."""
     return model(getattr(transformers, architecture), **{**ARCHITECTURES.get(architecture, {}), **changes}).eval()
 
 
@@ -69,7 +69,7 @@ def batch(lengths: tuple[int, ...] = (3, 11, 1, 7), group: int = 4) -> dict[str,
 
 
 def config(**changes: Any) -> GenerationConfig:
-    """How to generate, by default by sampling at most 24 tokens."""
+    """Return settings that sample at most 24 tokens, with the changes of a test."""
     known = {"max_new_tokens": 24, "eos_token_id": ENDS, "pad_token_id": 0, "disable_compile": True}
     return GenerationConfig(**{**known, **SAMPLED, **changes})
 
@@ -87,7 +87,7 @@ def reward(completions: list[str], **columns: Any) -> list[float]:
 def trainer(
     folder: Path, cls: type[TRLGRPOTrainer] = GRPOTrainer, policy: PreTrainedModel | None = None, **more: Any
 ) -> Any:
-    """A trainer whose completions end at many lengths. Ours draws the stock loop's random numbers."""
+    """Build a trainer whose completions end at many lengths. Ours draws the random numbers of the stock loop."""
     policy = model() if policy is None else policy
     policy.generation_config.eos_token_id = ENDS
     if more.get("peft_config") is not None:
@@ -111,5 +111,5 @@ def trainer(
 
 
 def adapter(**changes: Any) -> LoraConfig:
-    """An adapter whose every weight matters from the start."""
+    """Return the configuration of an adapter whose weights all matter from the start."""
     return LoraConfig(r=4, target_modules="all-linear", **{"init_lora_weights": False, "lora_dropout": 0.0, **changes})

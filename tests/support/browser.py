@@ -22,7 +22,7 @@ SECONDS = 60.0
 
 
 def chromium() -> str | None:
-    """The browser's path, if one is installed."""
+    """Return the path of the browser, or None if none is installed."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -71,7 +71,7 @@ class Browser:
         self._process.wait(timeout=SECONDS)
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """What the protocol's `method` returns."""
+        """Call a method of the protocol and return its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         os.write(self._out, json.dumps(message | ({"sessionId": session} if session else {})).encode() + b"\0")
@@ -122,7 +122,7 @@ class Tab:
         self._browser, self._session, self._width = browser, session, width
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression, or of the promise that it is."""
+        """Return the value of a JavaScript expression, or of the promise that the expression gives."""
         found = self._browser.call(
             "Runtime.evaluate", self._session, expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -131,7 +131,7 @@ class Tab:
 
     @property
     def requests(self) -> list[str]:
-        """What the page has asked for, itself among it."""
+        """Return the addresses that the page has requested, its own included."""
         sent = [event for event in self._browser.events if event["method"] == "Network.requestWillBeSent"]
         return [event["params"]["request"]["url"] for event in sent if event.get("sessionId") == self._session]
 

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 def completion(content, prompt_tokens=7, completion_tokens=3):
-    """The JSON of a chat completion."""
+    """Return the JSON of a chat completion."""
     return {
         "choices": [{"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": "stop"}],
         "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens},
@@ -15,7 +15,10 @@ def completion(content, prompt_tokens=7, completion_tokens=3):
 
 
 class Server:
-    """What was asked, and how it is answered: `answer(request)` gives a status, headers and a body, or writes itself."""
+    """Requests that a server received, and the function that answers them.
+
+    `answer(request)` returns a status, headers and a body, or writes the reply itself.
+    """
 
     def __init__(self, answer):
         self.answer, self.requests, self.headers = answer, [], []
@@ -25,7 +28,10 @@ class Server:
 
 @contextmanager
 def serving(answer):
-    """A server for the time of a test; `answer(request, handler)` returns (status, body) or None, having written itself."""
+    """Serve for the time of a test.
+
+    `answer(request, handler)` returns (status, body), or None if it has written the reply itself.
+    """
     server = Server(answer)
 
     class Handler(BaseHTTPRequestHandler):
@@ -57,7 +63,7 @@ def serving(answer):
         daemon_threads = True
 
         def handle_error(self, request, client_address):
-            """A client that hung up is what some tests are about."""
+            """Ignore a client that hung up: some tests are about that."""
 
     listening = Quiet(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=listening.serve_forever, args=(0.01,), daemon=True)

@@ -19,13 +19,13 @@ SETTINGS = {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling
 
 
 class Engine:
-    """What TRL's trainer calls of its `VLLMGeneration`.
+    """The methods of `VLLMGeneration` that TRL's trainer calls.
 
     Args:
-        fault: "" for none; "off", "twice": how the adapter gets into the weights; "ago": each weight transfer comes a step
-            late; "start": none ever comes; "disk": after each transfer the weights are loaded from disk again. "merged" is none:
-            the adapter is merged before the weights are rounded, as TRL does.
-        dtype: in which it computes; the policy's own if None.
+        fault: Planted fault. "" is none. "off" and "twice" change how the adapter gets into the weights. "ago" delays
+            each weight transfer by a step, and "start" drops them all. "disk" loads the weights from disk after each transfer.
+            "merged" is no fault: the adapter is merged before the weights are rounded, as TRL does.
+        dtype: Computation dtype, or None for the policy's own.
     """
 
     def __init__(self, *, fault: str, dtype: torch.dtype | None, model: Any, **settings: Any) -> None:
@@ -44,7 +44,7 @@ class Engine:
         return iter(())
 
     def _serving(self) -> tuple[Any, AbstractContextManager[Any]]:
-        """The model that serves, and the context in which it does."""
+        """Return the model that serves, and the context in which it does."""
         model = {"ago": self.before, "start": self.start, "disk": self.start}.get(self.fault, self.now)
         model = copied(model).eval()
         if self.fault == "merged":
@@ -84,7 +84,7 @@ class Engine:
 
 
 def copied(model: Any) -> Any:
-    """A copy that is free of TRL's `forward`, which would run the original."""
+    """Return a copy without TRL's `forward`, which would run the original."""
     copied = copy.deepcopy(model)
     for module in copied.modules():
         vars(module).pop("forward", None)

@@ -57,7 +57,11 @@ class Launch:
         os.kill(self.pid, number)
 
     def communicate(self, timeout: float) -> tuple[str, None]:
-        """What all its processes print until the last has ended; raises `subprocess.TimeoutExpired` after `timeout` seconds."""
+        """Return the output of all processes once the last has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: After `timeout` seconds.
+        """
         end = time.monotonic() + timeout
         while True:
             if not self._said.poll(max(0.0, end - time.monotonic())):
@@ -110,7 +114,7 @@ def _partition(words: list[str], word: str) -> tuple[list[str], str, list[str]]:
 
 
 def _launch(arguments: list[str], folder: Path, environment: dict[str, str], said: Any) -> None:
-    """The launcher's process: its children are forks, whichever of accelerate's launchers starts them."""
+    """Run the launcher's process, whose children are forks, whichever of accelerate's launchers starts them."""
     for descriptor in (1, 2):
         os.dup2(said.fileno(), descriptor)
     said.close()

@@ -9,7 +9,10 @@ from _pytest.mark.structures import ParameterSet
 
 
 def only(quick: Iterable[Any], values: Iterable[Any], slow: Iterable[Any] | None = None) -> list[ParameterSet]:
-    """The values as parameters: those outside `quick` are marked slow, or, outside `slow` if that is given, nightly."""
+    """Return the values as parameters.
+
+    Those outside `quick` are marked slow. With `slow` given, those outside `slow` are marked nightly instead.
+    """
     kept, sample = list(quick), slow if slow is None else list(slow)
 
     def marks(value: Any) -> Any:

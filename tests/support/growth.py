@@ -1,4 +1,7 @@
-"""How the cost of a call grows with its input: two lengths compared, so that the machine's speed does not matter."""
+"""Growth of the cost of a call with its input.
+
+Two lengths are compared, so the speed of the machine does not matter.
+"""
 
 import time
 
@@ -11,7 +14,7 @@ def growth(call, make, length):
 
 
 def _seconds(call, argument, repeats=5):
-    """The least of several times; a call that takes long enough not to be noise is made once."""
+    """Return the least time of several calls. A call that takes long enough not to be noise is made once."""
     best = float("inf")
     for _ in range(repeats):
         start = time.process_time()

@@ -22,16 +22,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def build_policy(folder: Path, *, tied: bool = True) -> Path:
-    """A two-layer byte-level Llama of about 12,000 parameters, saved in `folder`."""
+    """Save a two-layer byte-level Llama of about 12,000 parameters in `folder`."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     sizes = {"hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 4096, "initializer_range": 0.02}
     return tiny.save_policy(folder, **heads, **sizes, tie_word_embeddings=tied)
 
 
 def write_recipe(path: Path, policy: Path, rows: Path | None, output: Path, **changes: Any) -> Path:
-    """A recipe for two processes: 4 prompts × 4 completions a generation, a save after every step.
+    """Write a recipe for two processes: 4 prompts × 4 completions per generation, a checkpoint after every step.
 
-    `rows` in GSM8K's schema; None where `changes` has another dataset.
+    `rows` is a file in GSM8K's schema, or None if `changes` has another dataset.
     """
     values = {
         "model_name_or_path": str(policy),
@@ -97,7 +97,7 @@ def start_module(
 
 
 def finish(process: Started, timeout: float = 550) -> str:
-    """What a started run printed until it ended."""
+    """Return the output of a started run once the run has ended."""
     try:
         return process.communicate(timeout=timeout)[0]
     finally:
@@ -145,7 +145,7 @@ def wait_for(condition: Any, process: Started, poll: float = 0.002) -> bool:
 
 
 def parameters(folder: Path) -> dict[str, torch.Tensor]:
-    """The saved model or adapter of a run."""
+    """Return the saved model or adapter of a run."""
     (file,) = [path for path in folder.glob("*.safetensors") if path.stem in ("model", "adapter_model")]
     return load_file(file)
 
@@ -157,14 +157,14 @@ def completions(folder: Path) -> pd.DataFrame:
 
 
 def log_history(folder: Path) -> list[dict[str, Any]]:
-    """What a run logged, without times and rates."""
+    """Return the log of a run, without times and rates."""
     state = json.loads((folder / "trainer_state.json").read_text())
     times = ("runtime", "per_second", "step_time")
     return [{key: value for key, value in entry.items() if not key.endswith(times)} for entry in state["log_history"]]
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Same parameters to the bit, same prompts and completions at each step, same entries in the log."""
+    """Assert that parameters, prompts, completions and log entries are equal to the bit."""
     expected, actual = parameters(one), parameters(other)
     assert expected.keys() == actual.keys()
     for name, value in expected.items():
@@ -179,7 +179,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def variety(completions: Sequence[str], **columns: Any) -> list[float]:
-    """How many different characters a completion has: differs inside every group of random text."""
+    """Pay the number of distinct characters, which differs inside every group of random text."""
     return [float(len(set(text))) for text in completions]
 
 

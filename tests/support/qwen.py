@@ -16,7 +16,7 @@ PARAMETERS = {"0.5B": 0.494e9, "1.5B": 1.54e9, "7B": 7.61e9, "72B": 72.7e9}
 
 
 def write_config(folder: Path, size: str) -> Path:
-    """A model's config.json in `folder`."""
+    """Write a model's config.json into `folder`."""
     hidden, intermediate, layers, heads, key_value_heads, vocabulary, tied = SIZES[size]
     config = Qwen2Config(
         hidden_size=hidden,

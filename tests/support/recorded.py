@@ -22,12 +22,12 @@ MAX_COMPLETION_LENGTH = 12
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """The words; the first two are padding and the end."""
+    """Build the tokenizer of the words. The first two words are padding and the end token."""
     return tiny.word_tokenizer([f"t{n}" for n in range(WORDS)])
 
 
 def model(config_class: type[PreTrainedConfig] = Qwen2Config, seed: int = 0, **config: Any) -> PreTrainedModel:
-    """A policy over the words."""
+    """Build a policy over the words."""
     sizes = {"vocab_size": WORDS, "intermediate_size": 48, "attn_implementation": "sdpa"}
     return tiny.policy(config_class, seed, **{**sizes, **config})
 
@@ -66,17 +66,17 @@ class Recording:
         return len(self.completions[0])
 
     def dataset(self) -> Dataset:
-        """The prompts as text."""
+        """Return the prompts as text."""
         return Dataset.from_dict({"prompt": [" ".join(f"t{token}" for token in prompt) for prompt in self.prompts]})
 
     def rows(self, rank: int = 0, ranks: int = 1) -> list[dict[str, str]]:
-        """What the data loader hands to one rank."""
+        """Return the rows that the data loader gives to one rank."""
         rows = [{"prompt": text} for text in self.dataset()["prompt"] for _ in range(self.group)]
         share = len(rows) // ranks
         return rows[rank * share : (rank + 1) * share]
 
     def rollout(self, prompts: list[str], trainer: TRLGRPOTrainer) -> dict[str, Any]:
-        """A rollout function that returns what was recorded, in order, whatever rank asks."""
+        """Return the recorded completions in order, for whichever rank calls: TRL's `rollout_func`."""
         texts = self.dataset()["prompt"]
         before = trainer.accelerator.process_index * len(prompts)
         found = [(texts.index(prompt), (before + row) % self.group) for row, prompt in enumerate(prompts)]
@@ -89,7 +89,7 @@ class Recording:
 
 
 def recorded_reward(recorded: Sequence[float], **_: Any) -> list[float]:
-    """The reward that was recorded with each completion."""
+    """Return the reward that was recorded with each completion."""
     return list(recorded)
 
 
@@ -133,7 +133,7 @@ def moved(state: dict[str, Tensor], seed: int, size: float = 0.05) -> dict[str, 
 
 
 def gradients(trainer: TRLGRPOTrainer, rows: list[dict[str, str]], generations: int = 1) -> list[dict[str, Tensor]]:
-    """The gradient of each optimiser step of `generations` generation batches; the policy moves in between."""
+    """Return the gradient of each optimizer step of `generations` generation batches. The policy moves in between."""
     args = trainer.args
     torch.manual_seed(0)
     trainer.model.train()
@@ -153,7 +153,10 @@ def gradients(trainer: TRLGRPOTrainer, rows: list[dict[str, str]], generations: 
 
 
 def largest_gap(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]]) -> float:
-    """max |difference| of a gradient over its tensor's largest entry; steps and parameters must be the same."""
+    """Return the largest difference between two gradients, relative to the largest entry of its tensor.
+
+    Steps and parameters of both sides must be the same.
+    """
     assert len(ours) == len(theirs) > 0
     worst = 0.0
     for mine, other in zip(ours, theirs, strict=True):

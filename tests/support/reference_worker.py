@@ -1,9 +1,9 @@
-"""What each process of a distributed launch does: a few steps with a refreshed reference; rank 0 writes what it saw.
+"""One process of a distributed launch: a few steps with a refreshed reference. Rank 0 writes what it found.
 
 accelerate launch --config_file accelerate_configs/zero3_cpu.yaml -m tests.support.reference_worker FOLDER CASE ...
 
-FOLDER holds `policy` and `sft` (an adapter on it). A case is `full`, `new`, `continued`, `bf16` (continued, in bfloat16) or
-`embedding`; `-resume` after it runs it again from its checkpoint.
+FOLDER holds `policy` and `sft` (an adapter on the policy). A case is `full`, `new`, `continued`, `bf16` (continued, in
+bfloat16) or `embedding`. `-resume` after a case runs it again from its checkpoint.
 """
 
 import json

@@ -24,7 +24,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
 
 
 def adapted(folder: Path, config: PeftConfig, *, continued: bool, name: str = "default") -> PeftModel:
-    """The policy in `folder` with a new adapter, or with one that has been trained: every weight of it moved."""
+    """Load the policy in `folder` with a new adapter, or with a trained one, whose weights have all moved."""
     torch.manual_seed(1)
     model = get_peft_model(load(folder), config, adapter_name=name)
     return moved(model) if continued else model
@@ -72,7 +72,7 @@ def logged_kl(trained: TRLGRPOTrainer) -> list[float]:
 
 
 def log_probabilities(model: torch.nn.Module, text: str) -> torch.Tensor:
-    """log p(token | tokens before it) from the model's ordinary forward pass."""
+    """Return log p(token | earlier tokens) from an ordinary forward pass of the model."""
     model.eval()
     ids = byte_tokenizer()(text, return_tensors="pt")["input_ids"]
     with torch.no_grad():

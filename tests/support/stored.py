@@ -34,7 +34,7 @@ EVALUATED: dict[str, Any] = {
 
 
 def parquet(columns: Any) -> bytes:
-    """A table as the bytes of a parquet file."""
+    """Return a table as the bytes of a parquet file."""
     content = io.BytesIO()
     pd.DataFrame(columns).to_parquet(content)
     return content.getvalue()
@@ -44,7 +44,10 @@ COMPLETIONS = parquet(healthy_completions())
 
 
 def run_files(folder: str = "run", **replaced: Any) -> Files:
-    """A healthy run; `state`, `record`, `completions` and `evaluation` replace a file's content (None: no such file)."""
+    """Return the files of a healthy run.
+
+    `state`, `record`, `completions` and `evaluation` replace a file's content, or remove the file if None.
+    """
     contents = {"state": {"log_history": HISTORY, "global_step": 40}, "record": RECORD, "completions": COMPLETIONS}
     contents |= {"evaluation": EVALUATION, **replaced}
     names = {
@@ -57,14 +60,17 @@ def run_files(folder: str = "run", **replaced: Any) -> Files:
 
 
 def evaluation_files(folder: str, summary: Any = EVALUATION, table: Any = EVALUATED) -> Files:
-    """A finished evaluation; None leaves a file out."""
+    """Return the files of a finished evaluation, without those that are None."""
     files = {"evaluation.json": summary, "completions.parquet": table}
     files["completions.parquet"] = parquet(table) if isinstance(table, dict) else table
     return {f"{folder}/{name}": _content(value) for name, value in files.items() if value is not None}
 
 
 def model_files(replaced: dict[str, Any], folder: str = "m") -> Files:
-    """A model's folder without weights; `replaced` replaces, adds or (None) leaves out files by name."""
+    """Return the files of a model's folder without weights.
+
+    `replaced` replaces or adds files by name, or removes them if None.
+    """
     files = {"config.json": {"model_type": "qwen2"}, **replaced}
     return {f"{folder}/{name}": _content(value) for name, value in files.items() if value is not None}
 

@@ -15,7 +15,7 @@ NOISE = 0.01
 
 
 def ramp(start: float, end: float) -> Callable[[float], float]:
-    """A metric that moves evenly from `start` to `end`; its argument is the share of the run that is over."""
+    """Return a metric that moves evenly from `start` to `end` with the share of the run that is over."""
     return lambda over: start + (end - start) * over
 
 
@@ -46,7 +46,7 @@ REWARDS = [
 
 
 def healthy_completions() -> list[dict[str, Any]]:
-    """Groups of four at four steps: right and wrong answers, no two alike."""
+    """Return groups of four at four steps: right and wrong answers, no two of them equal."""
     return [
         {
             "step": step,

@@ -63,13 +63,13 @@ def _byte_level(vocabulary: Sequence[str], use_regex: bool = True, **special: An
 
 
 def policy(config_class: type[PreTrainedConfig] = LlamaConfig, seed: int = 0, **config: Any) -> PreTrainedModel:
-    """A model over `byte_tokenizer`, 35,000 parameters large, whose distributions are far from uniform."""
+    """Build a model of 35,000 parameters over `byte_tokenizer` whose distributions are far from uniform."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config_class(**{**_SIZES, **config}))
 
 
 def save_policy(folder: Path, **config: Any) -> Path:
-    """A fresh policy and its tokenizer in `folder`."""
+    """Save a new policy and its tokenizer in `folder`."""
     policy(**config).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
@@ -91,7 +91,7 @@ _SIZES: dict[str, Any] = {
 
 
 def reward_config(**config: Any) -> LlamaConfig:
-    """A two-layer Llama over `chat_tokenizer`, with grouped queries and one label."""
+    """Return the configuration of a two-layer Llama over `chat_tokenizer`, with grouped queries and one label."""
     sizes = {"intermediate_size": 48, "max_position_embeddings": 2048, "num_labels": 1}
     return LlamaConfig(**{**_SIZES, **sizes, "eos_token_id": 257, "pad_token_id": 257, **config})
 
@@ -215,10 +215,10 @@ def _internlm2_tokenizer_config(size: int) -> dict[str, Any]:
 
 @functools.cache
 def _internlm2_vocabulary() -> tuple[bytes, int]:
-    """A SentencePiece model trained on this project's licence and a few words, and its number of pieces.
+    """Train a SentencePiece model on this project's licence and a few words. Return it and its number of pieces.
 
-    As in the published one, bytes stand in for unknown characters, spaces are kept as they are, and unused pieces lie
-    at the end, for the special tokens to name.
+    As in the published model, bytes stand for unknown characters, spaces are kept, and unused pieces lie at the end,
+    for the special tokens to name.
     """
     from sentencepiece import SentencePieceTrainer, sentencepiece_model_pb2
 

@@ -27,7 +27,7 @@ class Reading(train.GRPOTrainer):
 
 
 def updated(optimizer: Any) -> Iterator[torch.Tensor]:
-    """What the optimiser's step adds the update to: DeepSpeed's own copies, or the weights themselves."""
+    """Yield the tensors that the optimizer's step updates: DeepSpeed's own copies, or the weights themselves."""
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):  # ZeRO-3, ZeRO-2
         if hasattr(optimizer, name):
             yield from getattr(optimizer, name)

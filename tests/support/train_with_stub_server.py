@@ -16,7 +16,7 @@ from grpo_recipes.checks import packages
 
 
 class StubServer:
-    """What `VLLMGeneration` calls of TRL's `VLLMClient`."""
+    """The methods of TRL's `VLLMClient` that `VLLMGeneration` calls."""
 
     def __init__(self, **settings: Any):
         self.log = Path(os.environ["STUB_LOG"])

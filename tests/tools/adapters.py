@@ -64,10 +64,10 @@ class Kind:
     targets: bool = True
     beside: Beside | None = None
     mixes: int = 0
-    """How many saved LoRA adapters it is a mixture of."""
+    """Number of saved LoRA adapters that the kind mixes."""
 
     def build(self) -> PeftModel:
-        """A new adapter of this kind on the tiny base, the same each time."""
+        """Build a new adapter of this kind on the tiny base, the same one each time."""
         base = tiny_base()
         targets: dict[str, Any] = {"target_modules": list(LINEAR)} if self.targets else {}
         if self.mixes:
@@ -184,7 +184,7 @@ def tiny_base() -> PreTrainedModel:
 
 @functools.cache
 def _saved_lora(number: int) -> Path:
-    """The folder of a LoRA adapter that is not new."""
+    """Return the folder of a LoRA adapter whose weights have moved."""
     policy = KINDS["LORA"].build()
     move(policy, seed=number)
     folder = Path(tempfile.mkdtemp())
@@ -202,7 +202,7 @@ def recording() -> Recording:
 
 @dataclass
 class Row:
-    """What is found of one kind."""
+    """Result for one kind."""
 
     name: str
     layout: str = ""
@@ -212,11 +212,11 @@ class Row:
     """By situation: new, continued, resumed."""
     note: str = ""
     is_random: bool = False
-    """Whether TRL's own gradient differs from seed to seed."""
+    """True if TRL's own gradient differs from seed to seed."""
 
     @property
     def wrong(self) -> bool:
-        """Whether something differs and nothing said so."""
+        """Return True if something differs and no message said so."""
         off = self.gradient is not None and not self.gradient <= GRADIENT_TOLERANCE
         return off or any(found.startswith(("wrong", "error")) for found in (self.layout, *self.references.values()))
 
@@ -254,7 +254,7 @@ def trainer(cls: type[TRLGRPOTrainer], policy: PeftModel, folder: Path, **config
 
 
 def move(policy: PeftModel, seed: int = 7) -> None:
-    """A stand-in for optimiser steps: everything that would train changes."""
+    """Change every trained weight, in place of optimizer steps."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, parameter in sorted(policy.named_parameters()):
@@ -263,7 +263,7 @@ def move(policy: PeftModel, seed: int = 7) -> None:
 
 
 def steps(made: TRLGRPOTrainer, seed: int = 0) -> list[dict[str, Tensor]]:
-    """The gradients of two optimiser steps: of the adapter as it begins, and of one that has moved."""
+    """Return the gradients of two optimizer steps: of the initial adapter, and of a moved one."""
     rows, found = recording().rows(), []
     made.model.train()
     made.current_gradient_accumulation_steps = 2
@@ -321,7 +321,7 @@ def scores(made: GRPOTrainer, policy: Any) -> Tensor:
 
 
 def reference_scores(made: GRPOTrainer) -> Tensor:
-    """The same of the reference."""
+    """Return the scores of the reference."""
     with reference_in(made) as found:
         return scores(made, found)
 
@@ -331,7 +331,7 @@ def _gap(one: Tensor, other: Tensor) -> float:
 
 
 def held(made: GRPOTrainer, initial: Tensor) -> str:
-    """Whether the reference is the initial policy, and still is once the policy has moved."""
+    """Check that the reference is the initial policy, and still is after the policy has moved."""
     built = _gap(scores(made, made.model), initial)
     if built > REFERENCE_TOLERANCE:
         return f"wrong: building the trainer moved the policy by {built:.1e}"
@@ -345,18 +345,18 @@ def held(made: GRPOTrainer, initial: Tensor) -> str:
 
 
 def before(policy: PeftModel, folder: Path) -> Tensor:
-    """The scores of a policy whose trainer has no reference."""
+    """Return the scores of a policy whose trainer has no reference."""
     return scores(made := trainer(GRPOTrainer, policy, folder, beta=0.0), made.model)
 
 
 def new(kind: Kind, folder: Path) -> str:
-    """A new adapter."""
+    """Check a new adapter."""
     initial = before(kind.build(), folder)
     return held(trainer(GRPOTrainer, kind.build(), folder, beta=0.04), initial)
 
 
 def saved(kind: Kind, folder: Path) -> Path:
-    """The folder of an adapter that has moved."""
+    """Return the folder of an adapter that has moved."""
     policy = kind.build()
     move(policy, seed=11)
     policy.save_pretrained(folder / "adapter")
@@ -364,13 +364,13 @@ def saved(kind: Kind, folder: Path) -> Path:
 
 
 def loaded(where: Path) -> PeftModel:
-    """The adapter in a folder, to be trained on."""
+    """Load the adapter in a folder for training."""
     torch.manual_seed(1)
     return PeftModel.from_pretrained(tiny_base(), where, is_trainable=True)
 
 
 def continued(kind: Kind, folder: Path) -> str:
-    """An adapter that is loaded and trained on."""
+    """Check an adapter that is loaded and trained on."""
     where = saved(kind, folder)
     try:
         policy = loaded(where)
@@ -386,7 +386,7 @@ def continued(kind: Kind, folder: Path) -> str:
 
 
 def resumed(kind: Kind, folder: Path) -> str:
-    """A run of a new adapter, stopped after a step and resumed: its reference is still the initial policy."""
+    """Check a run of a new adapter, stopped after a step and resumed: its reference is still the initial policy."""
     initial = before(kind.build(), folder)
     saving = {"save_strategy": "steps", "save_steps": 1, "beta": 0.04, "num_iterations": 1}
     trainer(GRPOTrainer, kind.build(), folder / "run", max_steps=1, **saving).train()
@@ -419,7 +419,7 @@ def _short(error: Exception) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as docs/adapter-layouts.md."""
+    """Return the rows as docs/adapter-layouts.md."""
     versions = f"peft {peft.__version__}, trl {trl.__version__}, transformers {transformers.__version__}"
     wrong = [row.name for row in rows if row.wrong]
     lines = [

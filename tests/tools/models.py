@@ -106,7 +106,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zamba": _HYBRID,
     "zamba2": _HYBRID,
 }
-"""What the patterns get wrong, by model type."""
+"""Errors of the patterns, by model type."""
 
 
 NONE = "not applicable"
@@ -114,7 +114,7 @@ NONE = "not applicable"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What became of one model type."""
+    """Result for one model type."""
 
     model_type: str
     layout: str
@@ -125,7 +125,7 @@ class Row:
 
     @property
     def wrong(self) -> bool:
-        """Whether it trains, with another gradient than TRL's."""
+        """Return True if the model trains with another gradient than TRL's."""
         return self.layout != NONE and not self.gap <= FAR
 
     @property
@@ -137,14 +137,14 @@ class Row:
 
 
 def model_types() -> list[str]:
-    """The causal language models of the installed transformers."""
+    """Return the causal language models of the installed transformers."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def tiny_settings(config_class: type[PreTrainedConfig], special: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a configuration that make its model tiny and its training deterministic; sub-configurations too.
+    """Return the keys that make a configuration's model tiny and its training deterministic.
 
-    The router loss is off: with it no row is packed.
+    Sub-configurations get theirs too. The router loss is off, because no row is packed with it.
     """
     settings: dict[str, Any] = {}
     fields = {field.name: field for field in dataclasses.fields(config_class)}
@@ -173,7 +173,7 @@ def tiny_settings(config_class: type[PreTrainedConfig], special: dict[str, Any])
 
 
 def build(model_type: str) -> PreTrainedModel:
-    """A tiny model of this type, its distributions far from uniform; the same at each call."""
+    """Build a tiny model of this type whose distributions are far from uniform, the same one at each call."""
     config_class = CONFIG_MAPPING[model_type]
     config = config_class(**tiny_settings(config_class, SPECIAL.get(model_type, {})))
     with torch.device("meta"):
@@ -187,15 +187,15 @@ def build(model_type: str) -> PreTrainedModel:
 def measure(model_type: str) -> Row:
     """Train one generation batch with TRL and with ours.
 
-    Drawing random numbers, even to no effect as PhiMoE does without jitter, changes how TRL shuffles rows among the steps of a
-    generation: what then seems far is measured again with all rows in one step.
+    Drawing random numbers changes how TRL shuffles rows among the steps of a generation, even if the numbers are not
+    used (PhiMoE without jitter). A type that seems far from TRL is measured again with all rows in one step.
     """
     row = _measure(model_type, accumulation=2)
     return _measure(model_type, accumulation=4) if row.wrong else row
 
 
 def _measure(model_type: str, accumulation: int) -> Row:
-    """The same, in optimiser steps of `accumulation` of its four micro-batches."""
+    """Train one generation batch in optimizer steps of `accumulation` of its four micro-batches."""
     try:
         build(model_type)
     except Exception as error:  # any model may refuse any size
@@ -223,7 +223,7 @@ def _measure(model_type: str, accumulation: int) -> Row:
 
 
 def _sentence(error: Exception) -> str:
-    """An error on one line, short enough for a table."""
+    """Return an error on one line, short enough for a table."""
     line = " ".join((str(error) or type(error).__name__).split())
     return line if len(line) < 120 else line[:117] + "..."
 
@@ -241,7 +241,7 @@ class _Sentences(logging.Handler):
 
 @contextmanager
 def _sentences() -> Iterator[list[str]]:
-    """What `log_probs` says inside the `with`, collected and not printed."""
+    """Collect the messages of `log_probs` inside the `with`, without printing them."""
     handler, logger = _Sentences(), logging.getLogger(log_probs.__name__)
     logger.addHandler(handler)
     propagate, logger.propagate = logger.propagate, False
@@ -253,7 +253,7 @@ def _sentences() -> Iterator[list[str]]:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as docs/model-layouts.md."""
+    """Return the rows as docs/model-layouts.md."""
     versions = f"transformers {transformers.__version__}, trl {trl.__version__}, torch {torch.__version__}"
     counts = {layout: sum(row.layout == layout for row in rows) for layout in ("packed", "trimmed", "plain", NONE)}
     wrong = sum(row.wrong for row in rows)

@@ -78,13 +78,13 @@ CHEAP = 0.1
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mutant: a line of the file of results."""
+    """Result of one mutant, a line of the file of results."""
 
     path: str
     was: str
     becomes: str
     nth: int
-    """Of the mutants of this file with these two lines, which."""
+    """Number of this mutant among those of the file with the same two lines."""
     line: int
     outcome: str
     """`killed`, or a verdict of `tests/tools/mutants.txt`, or `survived: ` and how many tests reach it."""
@@ -174,10 +174,11 @@ def tests_of(mutant: Mutant, lines: dict[str, dict[int, list[str]]], seconds: di
 
 
 def run(change: tuple[str, str] | None, tree: Path, tests: Sequence[str], seconds: dict[str, float]) -> list[str]:
-    """The tests that fail, at most one, with the text of a file changed; all that fail, with nothing changed.
+    """Run tests with the text of one file changed. Return the first that fails, or all that fail if nothing is changed.
 
-    `["time-out"]` where that took much longer than it should; `[""]` where the tests could not be collected or took their
-    process with them.
+    Returns:
+        Names of failed tests. `["time-out"]` if the tests took much longer than they should. `[""]` if they could not
+        be collected or ended their process.
     """
     failed = tree.parent / "failed"
     failed.write_text("")
@@ -200,7 +201,7 @@ def run(change: tuple[str, str] | None, tree: Path, tests: Sequence[str], second
 
 @contextmanager
 def changed(file: Path, text: str) -> Iterator[None]:
-    """The file with another text, with a time of its own: compiled files are told apart by size and second."""
+    """Give the file another text, with its own modification time: compiled files are told apart by size and second."""
     before = file.read_text(encoding="utf-8")
     file.write_text(text, encoding="utf-8")
     os.utime(file, (stamp := next(_stamps), stamp))
@@ -216,7 +217,7 @@ _stamps = count(1_000_000_000)
 
 @cache
 def known() -> dict[tuple[str, str, str], str]:
-    """What `tests/tools/mutants.txt` says, by file, line and changed line."""
+    """Return the verdicts of `tests/tools/mutants.txt`, by file, line and changed line."""
     rows = (line.split("\t") for line in KNOWN.read_text(encoding="utf-8").splitlines() if line and line[0] != "#")
     return {(path, was, becomes): verdict for path, was, becomes, verdict in rows}
 
@@ -292,7 +293,7 @@ def judge(
     kept: Path,
     again: str,
 ) -> list[Result]:
-    """What became of each mutant, as `kept` has it, or else tried now and added to `kept`."""
+    """Return the result of each mutant from `kept`, or try the mutant now and add its result to `kept`."""
     lines, seconds, found = reach.by_line(), reach.seconds, {}
     for row in kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []:
         result = Result(**json.loads(row))
@@ -312,7 +313,7 @@ def judge(
 
 
 def control(results: Sequence[Result], tree: Path, seconds: dict[str, float]) -> list[str]:
-    """Which of the tests that noticed mutants fail on the product as it is, when no others run."""
+    """Return the tests that noticed mutants but also fail alone on the unchanged product."""
     tests = sorted({result.by for result in results if result.by in seconds})
     failed = run(None, tree, tests, seconds) if tests else []
     if not set(failed) <= seconds.keys():
@@ -323,7 +324,7 @@ def control(results: Sequence[Result], tree: Path, seconds: dict[str, float]) ->
 
 
 def is_void(old: Result, verdict: str, seconds: dict[str, float]) -> bool:
-    """Whether a result holds no longer: the verdict changed, or the test that failed is quick no more."""
+    """Return True if a result no longer holds: its verdict changed, or its test is not quick any more."""
     if old.outcome == "killed":
         return verdict.startswith("equivalent") or (bool(old.by) and old.by != "time-out" and old.by not in seconds)
     return old.outcome != verdict if verdict else not old.outcome.startswith("survived")
@@ -338,7 +339,7 @@ def tried(
     lines: dict[str, dict[int, list[str]]],
     seconds: dict[str, float],
 ) -> Result:
-    """What becomes of a mutant."""
+    """Try one mutant."""
     tests = tests_of(mutant, lines, seconds)
     if verdict.startswith("slow: "):
         tests = [verdict.removeprefix("slow: ")]
@@ -354,7 +355,7 @@ def tried(
 
 
 def copy_tree(tree: Path) -> None:
-    """A copy of what git tracks or would track."""
+    """Copy what git tracks or would track."""
     listed = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
     for name in subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0"):
         if name and (ROOT / name).is_file():

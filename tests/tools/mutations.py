@@ -1,4 +1,4 @@
-"""What a mutant is: each single change that `make mutants` draws from, with its place in the source."""
+"""Single changes of a source file that `make mutants` draws from, each with its place."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Mutant:
     """First and last line of its statement, or of the head of a compound one."""
 
     def lines_of(self, source: str) -> tuple[str, str]:
-        """The line that changes, and what it becomes, without indentation."""
+        """Return the line that changes and the changed line, both without indentation."""
         first, last = source.rfind("\n", 0, self.start) + 1, source.find("\n", self.stop)
         return _flat(source[first:last]), _flat(source[first : self.start] + self.text + source[self.stop : last])
 
@@ -114,7 +114,7 @@ def _is_log(node: ast.Call) -> bool:
 
 
 def _changes(node: Any) -> Iterator[ast.AST | str]:
-    """What takes the place of a node in its mutants."""
+    """Yield the replacements of a node."""
     match node:
         case ast.Compare(ops=[operator]):
             for other in COMPARED[type(operator)]:
@@ -154,7 +154,7 @@ def _changes(node: Any) -> Iterator[ast.AST | str]:
 
 
 def _other_calls(node: ast.Call) -> Iterator[ast.AST]:
-    """The call by another name, of the object itself, and without each of its keyword arguments."""
+    """Yield the call by another name, its object alone, and the call without each of its keyword arguments."""
     func, name = node.func, getattr(node.func, "attr", getattr(node.func, "id", ""))
     if name in RENAMED:
         other = RENAMED[name]

@@ -1,7 +1,7 @@
-"""Which lines of the product each quick test reaches, measured once by coverage and kept in a file.
+"""Lines of the product that each quick test reaches, measured once by coverage and kept in a file.
 
-A file of tests is measured anew when it has changed, or a source file that its tests reach; the rest of what is kept
-stays. Tests that fail are left out: they say nothing of a mutant.
+A test file is measured again if it or a source file that its tests reach has changed. Failing tests are skipped:
+they prove nothing about a mutant.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ AT_ONCE = 10
 
 @dataclass
 class Reach:
-    """What is known, by file of tests: its hash, the hashes of the sources reached, and each test's seconds and lines."""
+    """Measurements by test file: its hash, the hashes of the sources reached, and each test's seconds and lines."""
 
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     modules: list[str] = field(default_factory=list)
-    """What the tests import from elsewhere; a process that has imported it forks tests that start at once."""
+    """Modules that the tests import. A process that has imported them forks tests that start at once."""
 
     @classmethod
     def read(cls, path: Path) -> Reach:
@@ -49,7 +49,7 @@ class Reach:
         part.replace(path)
 
     def stale(self, tree: Path, tests: Sequence[str]) -> list[str]:
-        """The files of tests under `tests` that are to be measured (anew); those that are gone are forgotten."""
+        """Return the test files under `tests` that need measuring, and forget those that no longer exist."""
         paths = [tree / test for test in tests]
         found = {p for path in paths for p in ([path] if path.is_file() else path.rglob("test_*.py"))}
         self.files = {name: entry for name, entry in self.files.items() if (tree / name).exists()}
@@ -140,7 +140,7 @@ def measure(tree: Path, names: Sequence[str], sources: Iterable[str], found: Pat
 def complete(
     path: Path, tree: Path, tests: Sequence[str], sources: Iterable[str], forked: Callable[[Any], int]
 ) -> Reach:
-    """What `path` holds, with what is missing or has changed measured by processes that `forked` runs."""
+    """Return the measurements in `path`, completed by processes that `forked` runs."""
     reach, part = Reach.read(path), tree.parent / "part.json"
     stale = reach.stale(tree, tests)
     for start in range(0, len(stale), AT_ONCE):

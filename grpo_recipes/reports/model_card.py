@@ -19,7 +19,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from grpo_recipes.data.presets import PRESETS
 from grpo_recipes.reports.run import Run
 from grpo_recipes.runs.files import ADAPTER, read_object, write_atomically
-from grpo_recipes.runs.record import launches, read_record
+from grpo_recipes.runs.record import read_record
 from grpo_rewards.redaction import redacted, redacted_arguments
 
 HUB = "https://huggingface.co"
@@ -93,7 +93,7 @@ def _recipe(record: Mapping[str, Any]) -> str:
     processes = record["world_size"]
     launcher = "python" if processes == 1 else f"accelerate launch --num_processes {processes}"
     command = shlex.join(_without_paths(redacted_arguments(record.get("arguments") or []), record))
-    again = len(launches(record)) - 1
+    again = len(record.get("launches", [])[1:])
     resumed = f"\n\nResumed {again} time{'s' if again > 1 else ''}; this is the last launch." if again else ""
     return (
         f"## Recipe\n\n```bash\n{launcher} -m grpo_recipes.train {command}\n```{resumed}\n\n"

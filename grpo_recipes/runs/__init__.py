@@ -1,1 +1,1 @@
-"""A run as files: what it recorded, its checkpoints, restarts and faults."""
+"""Files of a run: its record, its checkpoints and their manifests, its lock, and its logged completions."""

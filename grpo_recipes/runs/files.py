@@ -1,8 +1,8 @@
-"""The files of runs and evaluations: their names, how they are written, and how they are read. Nothing here imports torch.
+"""Files of runs and evaluations: their names, their formats, and how they are read. Nothing here imports torch.
 
-A file is written under another name and renamed, so that a reader finds all of it or none. What is read may still have been
-cut off, edited, or made by somebody else to do harm: it is compared with the shape that its readers rely on, and an error
-names the file.
+A file is written under another name and renamed, so that a reader finds it complete or not at all. A file may still be
+cut off, edited, or made by a stranger to do harm. Its contents are therefore compared with the shape that readers rely
+on, and errors name the file.
 """
 
 from __future__ import annotations
@@ -27,23 +27,31 @@ from grpo_rewards.files import write_atomically as write_atomically
 RECORD, LIVE = "run.json", "_log.jsonl"  # transformers pushes no file whose name begins with `_`
 EVALUATIONS, BEFORE, AFTER = "evaluations", "before", "after"
 
-# What a table may come to: of evaluations, some 100,000 long completions. At once, and over the whole file.
-BATCH_ROWS, FILE_ROWS = 1024, 10_000_000
-BATCH_BYTES, FILE_BYTES = 1 << 28, 1 << 30
-
 FILE_SUFFIXES = frozenset({".bin", ".jinja", ".json", ".jsonl", ".md", ".model", ".parquet", ".png", ".safetensors"})
 """Suffixes of the files that a run writes into its folder."""
 
+BATCH_ROWS = 1024
+"""Largest number of rows of a table that are decoded at once."""
+BATCH_BYTES = 1 << 28
+"""Largest size of those rows, decoded."""
+FILE_ROWS = 10_000_000
+"""Largest number of rows of a table."""
+FILE_BYTES = 1 << 30
+"""Largest size of a table, decoded. It holds about 100,000 long completions."""
+
 STATE_BYTES = 1 << 31
-"""Largest log that is read, one entry at a time: a trainer_state.json of a million steps has 1.3 GB."""
+"""Largest `trainer_state.json` that a resume reads. That of a million steps has 1.3 GB."""
+
+RESTORE = "restore or remove the file"
+"""Fix for a damaged file, in error messages."""
 
 
 class RunError(UserError):
-    """A folder or file that can't be read as a run's or an evaluation's: one sentence that names it and the fix."""
+    """A missing or damaged file or folder of a run, a model or an evaluation. The message names it and the fix."""
 
 
 def inside(folder: Path, *names: str) -> Path:
-    """A place in a folder that may be somebody else's, to write to. Raises `RunError` if a link leads out of the folder."""
+    """Return a path in a folder, to write to. Raises `RunError` if a link leads out of the folder."""
     place = folder.joinpath(*names)
     if not place.resolve().is_relative_to(folder.resolve()):
         raise RunError(f"{place}: a link leads out of {folder}, and nothing is written through it: remove the link")
@@ -60,10 +68,9 @@ def flush(path: Path) -> None:
 
 
 def check_names(folder: Path) -> None:
-    """Raise `RunError` if a name in a run's folder, or among its completions, can't be written to.
+    """Raise `RunError` if a run could not write to a name in its folder or among its completions.
 
-    A link may lead out of the folder. Opening a pipe waits for a reader. A folder in place of a file stops the last
-    save.
+    A link may lead out of the folder, opening a pipe waits for a reader, and a folder in place of a file stops a save.
     """
     for names in ("*", "completions/*", "completions/images/*"):
         for path in folder.glob(names):
@@ -76,13 +83,14 @@ def check_names(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value in JSON, or a column of a table, must be: its name in a sentence, and the test."""
+    """Condition on a value in JSON, or on a column of a table."""
 
     name: str
+    """Noun phrase for error messages."""
     holds: Callable[[Any], bool]
 
 
-# Of values. JSON's `true` becomes a Python bool, which is an int too.
+# Kinds of values. `true` in JSON becomes a Python bool, which is an int too.
 ANYTHING = Kind("anything", lambda value: True)
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind("a text", lambda value: isinstance(value, str))
@@ -95,7 +103,7 @@ NUMBER_OR_NULL = Kind("a number", lambda value: value is None or NUMBER.holds(va
 SHARE = Kind("a share with an interval (low <= value <= high)", lambda value: _is_share(value))
 ESTIMATE = Kind("a number with an interval (low <= value <= high)", lambda value: _is_estimate(value))
 
-# Of columns. A column without any value has no type of its own.
+# Kinds of columns. A column without any value has no type of its own.
 INTEGERS = Kind("integers", lambda column: column.dtype.kind in "iu")
 NUMBERS = Kind("numbers", lambda column: column.dtype.kind in "biuf" or column.isna().all())
 BOOLEANS = Kind("true or false", lambda column: column.dtype.kind == "b")
@@ -103,13 +111,15 @@ TEXTS = Kind("texts", lambda column: all(isinstance(value, str) for value in col
 TEXTS_OR_NULL = Kind("texts", lambda column: all(isinstance(value, str) for value in column.dropna()))
 CONVERSATIONS = Kind("texts or lists of messages", lambda column: all(map(_is_conversation, column)))
 
-Shape = Any
-"""A `Kind`; a list with the shape of each item, empty for any; or a mapping with the shape of each key, `key?` if it may
-be absent, and `*?` for every other key."""
+Shape = Kind | list[Any] | Mapping[str, Any]
+"""Shape of a value: a `Kind`, a list, or a mapping.
+
+A list holds the shape of each item, or nothing if items may be anything. A mapping holds the shape of each key: `key?`
+may be absent, and `*?` stands for every other key."""
 
 EVALUATION: Shape = {
     "problems": INTEGER,
-    # Where the rows have golds.
+    # Present if the rows have golds.
     "strict?": SHARE,
     "lenient?": SHARE,
     "majority?": SHARE,
@@ -121,30 +131,37 @@ EVALUATION: Shape = {
         "*?": {"mean?": ESTIMATE, "passed?": SHARE, "majority?": SHARE, "pass_at?": {"*?": SHARE}, "unscored": INTEGER}
     },
 }
-ADAPTER: Shape = {"base_model_name_or_path": TEXT_OR_NULL}
+"""Shape of `evaluation.json`."""
 
-# The columns of an evaluation's `completions.parquet`, and of its parts.
+ADAPTER: Shape = {"base_model_name_or_path": TEXT_OR_NULL}
+"""Shape of `adapter_config.json`."""
+
 EVALUATED = {
     "problem": INTEGERS,
     "sample": INTEGERS,
     "prompt": TEXTS,
     "completion": TEXTS,
-    # Where the rows have golds.
+    # Present if the rows have golds.
     "gold?": TEXTS,
     "answer?": TEXTS_OR_NULL,
     "strict?": BOOLEANS,
     "lenient?": BOOLEANS,
 }
+"""Columns of an evaluation's `completions.parquet`, and of its parts."""
 
 
-def read_object(
-    path: Path, shape: Shape, fix: str = "restore or remove the file", *, most: int = JSON_BYTES
-) -> dict[str, Any]:
-    """Return the object that a JSON file of at most `most` bytes holds, which has a shape.
+def read_object(path: Path, shape: Shape, fix: str = RESTORE, *, most: int = JSON_BYTES) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Args:
+        path: file to read.
+        shape: shape that the object must have.
+        fix: end of the error message, which tells the user what to do.
+        most: largest size of the file in bytes.
 
     Raises:
         FileNotFoundError: there is no such file.
-        RunError: it is no ordinary file, too large, damaged, or holds something else; `fix` says what to do.
+        RunError: the path is a pipe or a device, or the file is too large, damaged, or of another shape.
     """
     try:
         content = read_json(path, most)
@@ -155,27 +172,27 @@ def read_object(
     return content
 
 
-def read_table(path: Path, columns: Mapping[str, Kind], fix: str = "restore or remove the file") -> pd.DataFrame:
-    """These columns of a parquet file, a `column?` only where there is one. Raises `RunError` as `read_batches`."""
-    batches = list(read_batches(path, columns, fix))
-    return batches[0] if len(batches) == 1 else pd.concat(batches, ignore_index=True)
+def read_table(path: Path, columns: Mapping[str, Kind], fix: str = RESTORE) -> pd.DataFrame:
+    """Return some columns of a parquet file. Arguments and errors are those of `read_batches`."""
+    return pd.concat(list(read_batches(path, columns, fix)), ignore_index=True)
 
 
 def read_batches(
-    path: Path,
-    columns: Mapping[str, Kind],
-    fix: str = "restore or remove the file",
-    row_groups: Sequence[int] | None = None,
+    path: Path, columns: Mapping[str, Kind], fix: str = RESTORE, row_groups: Sequence[int] | None = None
 ) -> Iterator[pd.DataFrame]:
-    """The same, at most `BATCH_ROWS` rows at a time: no other column is read, and no row before it is asked for.
+    """Yield some columns of a parquet file, at most `BATCH_ROWS` rows at a time.
 
-    With `row_groups` only these row groups are read, and limits apply to what is read.
+    A few kilobytes of parquet can stand for terabytes of repeated text. Text is therefore decoded only if it stays
+    below `BATCH_BYTES`, and below `FILE_BYTES` over the whole file.
 
-    A few kilobytes of parquet can stand for terabytes of repeated text. Text is therefore decoded only where it stays below
-    `BATCH_BYTES` and, over the whole file, `FILE_BYTES`.
+    Args:
+        path: file to read.
+        columns: kinds of the columns to read, by name. A `column?` may be absent.
+        fix: end of the error message, which tells the user what to do.
+        row_groups: row groups to read, or None for all. The limits apply to what is read.
 
     Raises:
-        RunError: the file is missing, damaged, too large, or holds something else; `fix` says what to do.
+        RunError: the file is missing, damaged, too large, or has other columns.
     """
     check_ordinary(path, fix)
     try:
@@ -185,7 +202,7 @@ def read_batches(
             groups = range(metadata.num_row_groups) if row_groups is None else row_groups
             if metadata.num_rows > FILE_ROWS or _stored_bytes(file, names, groups) > FILE_BYTES:
                 raise _too_large(path, fix)
-            # Repeated text stays repeated until its size is known.
+            # Repeated text stays encoded as a dictionary until its decoded size is known.
             leaves = [file.schema.column(place) for place in range(len(file.schema))]
             texts = [leaf.path for leaf in leaves if leaf.logical_type.type == "STRING"]
         with parquet.ParquetFile(path, metadata=metadata, read_dictionary=texts) as file:
@@ -203,44 +220,53 @@ def read_batches(
 
 
 def _columns(path: Path, file: parquet.ParquetFile, columns: Mapping[str, Kind], fix: str) -> list[str]:
-    """The names of the columns to read, all of them there."""
-    there = file.schema_arrow.names
-    wanted = [key.removesuffix("?") for key in columns if not key.endswith("?") or key.removesuffix("?") in there]
-    for name in wanted:
-        if name not in there:
-            found = shortened(", ".join(there)) if there else "none"
+    """Return the names of the columns to read. Raises `RunError` if one is missing or there twice."""
+    present = file.schema_arrow.names
+    names = []
+    for key in columns:
+        name = key.removesuffix("?")
+        if name not in present:
+            if key.endswith("?"):
+                continue
+            found = shortened(", ".join(present)) if present else "none"
             raise RunError(f"{path}: it has no column `{name}` (its columns: {found}); {fix}")
-        if there.count(name) > 1:
-            raise RunError(f"{path}: it has {there.count(name)} columns `{name}`; {fix}")
-    return wanted
+        if present.count(name) > 1:
+            raise RunError(f"{path}: it has {present.count(name)} columns `{name}`; {fix}")
+        names.append(name)
+    return names
 
 
 def _stored_bytes(file: parquet.ParquetFile, names: Sequence[str], row_groups: Sequence[int]) -> int:
-    """The bytes of some columns before they are decoded, or their number of values if that is more, as the file states them."""
-    groups = map(file.metadata.row_group, row_groups)
-    chunks = (group.column(place) for group in groups for place in range(group.num_columns))
-    wanted = (chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in names)
-    return sum(max(chunk.total_uncompressed_size, chunk.num_values) for chunk in wanted)
+    """Return the size of some columns before they are decoded, as the file claims: at least one byte per value."""
+    size = 0
+    for number in row_groups:
+        group = file.metadata.row_group(number)
+        for place in range(group.num_columns):
+            chunk = group.column(place)
+            if chunk.path_in_schema.partition(".")[0] in names:
+                size += max(chunk.total_uncompressed_size, chunk.num_values)
+    return size
 
 
 def _batches_or_empty(
     file: parquet.ParquetFile, names: Sequence[str], row_groups: Sequence[int]
 ) -> Iterator[pa.RecordBatch]:
-    """The batches of some columns; one without rows where the file has none, so that its columns are still known."""
-    found = False
-    for group in row_groups:  # each has its own repeated texts, which pyarrow can't always join
+    """Yield the batches of some columns, or one batch without rows, so that the types of the columns are checked."""
+    is_empty = True
+    for group in row_groups:  # each group has a dictionary of its own, and pyarrow can't always join them
         for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=list(names)):
-            found = True
+            is_empty = False
             yield batch
-    if not found:
+    if is_empty:
         yield pa.RecordBatch.from_pylist([], schema=pa.schema([file.schema_arrow.field(name) for name in names]))
 
 
 def _decoded_bytes(array: pa.Array) -> int:
-    """What an array takes once its repeated texts are written out."""
+    """Return the size of an array after its repeated texts are written out."""
     kind = array.type
     if pa.types.is_dictionary(kind):
-        return 8 * len(array) + (compute.sum(compute.binary_length(array.dictionary).take(array.indices)).as_py() or 0)
+        lengths = compute.binary_length(array.dictionary).take(array.indices)
+        return 8 * len(array) + (compute.sum(lengths).as_py() or 0)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return 8 * len(array) + _decoded_bytes(array.flatten())
     if pa.types.is_struct(kind):
@@ -249,8 +275,11 @@ def _decoded_bytes(array: pa.Array) -> int:
 
 
 def _checked_batch(path: Path, batch: pa.RecordBatch, columns: Mapping[str, Kind], fix: str) -> pd.DataFrame:
-    plain = [column.dictionary_decode() if pa.types.is_dictionary(column.type) else column for column in batch.columns]
-    table = pa.RecordBatch.from_arrays(plain, names=batch.schema.names).to_pandas()
+    """Return a batch as a table. Raises `RunError` if a column is of another kind."""
+    decoded = []
+    for column in batch.columns:
+        decoded.append(column.dictionary_decode() if pa.types.is_dictionary(column.type) else column)
+    table = pa.RecordBatch.from_arrays(decoded, names=batch.schema.names).to_pandas()
     for key, kind in columns.items():
         name = key.removesuffix("?")
         if name in table.columns and not kind.holds(table[name]):
@@ -259,36 +288,45 @@ def _checked_batch(path: Path, batch: pa.RecordBatch, columns: Mapping[str, Kind
 
 
 def _too_large(path: Path, fix: str) -> RunError:
-    return RunError(f"{path}: it decodes to more than a reader of it should hold ({FILE_BYTES >> 20} MiB); {fix}")
+    return RunError(f"{path}: it decodes to more than {FILE_BYTES >> 20} MiB, the most that is read; {fix}")
 
 
 def check_ordinary(path: Path, fix: str) -> None:
-    """Raise `RunError` for what is there and is no file: reading a pipe or a device may never end."""
+    """Raise `RunError` if a path is a folder, a pipe or a device: reading a pipe or a device may never end."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise RunError(f"{path}: it is no ordinary file; {fix}")
 
 
 def mismatch(value: Any, shape: Shape, place: str = "") -> str | None:
-    """Where a value differs from a shape first, as a clause; None if it does not."""
+    """Return the first difference between a value and a shape, as a clause, or None.
+
+    Args:
+        value: JSON value.
+        shape: shape that the value must have.
+        place: place of the value in the file, such as `rewards[0].name`.
+    """
+    subject = f"`{place}`" if place else "it"
     if isinstance(shape, Kind):
-        return None if shape.holds(value) else f"{_named(place)} is {_shown(value)}, not {shape.name}"
+        return None if shape.holds(value) else f"{subject} is {_shown(value)}, not {shape.name}"
+    parts: list[tuple[str, Any, Shape]] = []
     if isinstance(shape, list):
         if not isinstance(value, list):
-            return f"{_named(place)} is {_shown(value)}, not a list"
-        entries = [(f"{place}[{number}]", item, inner) for inner in shape for number, item in enumerate(value)]
-    elif not isinstance(value, dict):
-        return f"{_named(place)} is {_shown(value)}, not an object"
-    elif missing := [key for key in shape if not key.endswith("?") and key not in value]:
-        return f"{_named(place)} has no `{missing[0]}`"
+            return f"{subject} is {_shown(value)}, not a list"
+        for inner in shape:
+            parts += [(f"{place}[{number}]", item, inner) for number, item in enumerate(value)]
     else:
-        known = {"*": ANYTHING, **{key.removesuffix("?"): inner for key, inner in shape.items()}}
-        entries = [(f"{place}.{key}" if place else key, value[key], known.get(key, known["*"])) for key in value]
-    found = (mismatch(item, inner, where) for where, item, inner in entries)
-    return next(filter(None, found), None)
-
-
-def _named(place: str) -> str:
-    return f"`{place}`" if place else "it"
+        if not isinstance(value, dict):
+            return f"{subject} is {_shown(value)}, not an object"
+        for key in shape:
+            if not key.endswith("?") and key not in value:
+                return f"{subject} has no `{key}`"
+        shapes = {key.removesuffix("?"): inner for key, inner in shape.items()}
+        for key, item in value.items():
+            parts.append((f"{place}.{key}" if place else key, item, shapes.get(key, shapes.get("*", ANYTHING))))
+    for where, item, inner in parts:
+        if problem := mismatch(item, inner, where):
+            return problem
+    return None
 
 
 def _shown(value: Any) -> str:
@@ -304,9 +342,11 @@ def _is_share(value: Any) -> bool:
 
 
 def _is_estimate(value: Any) -> bool:
-    are_numbers = isinstance(value, dict) and all(NUMBER.holds(value.get(key)) for key in ("low", "value", "high"))
-    # False for NaN.
-    return are_numbers and -math.inf < value["low"] <= value["value"] <= value["high"] < math.inf
+    if not isinstance(value, dict):
+        return False
+    if not all(NUMBER.holds(value.get(key)) for key in ("low", "value", "high")):
+        return False
+    return -math.inf < value["low"] <= value["value"] <= value["high"] < math.inf  # False for NaN
 
 
 def _is_conversation(value: Any) -> bool:

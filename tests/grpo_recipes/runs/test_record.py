@@ -9,7 +9,7 @@ import pytest
 from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_recipes.runs.files import RunError
-from grpo_recipes.runs.record import add_launch, describe_launch, git_revision, launches, read_record
+from grpo_recipes.runs.record import add_launch, describe_launch, git_revision, read_record
 from grpo_rewards.registry import build_rewards
 from tests.support import launching
 
@@ -20,16 +20,8 @@ def test_launches_are_added_and_the_newest_stands_at_the_top(tmp_path: Path) -> 
         add_launch(tmp_path / "runs" / "run", entry)
         record = read_record(tmp_path / "runs" / "run")
         assert record is not None
-        assert launches(record) == entries[:count]
         assert record == {**entry, "launches": entries[:count]}
     assert [path.name for path in (tmp_path / "runs" / "run").iterdir()] == ["run.json"]
-
-
-def test_a_record_of_before_there_was_a_list_is_the_first_launch(tmp_path: Path) -> None:
-    old, new = {"recipe": {"seed": 1}, "seed": 1}, {"recipe": {"seed": 1}, "seed": 1, "resumed_from": "x"}
-    (tmp_path / "run.json").write_text(json.dumps(old))
-    add_launch(tmp_path, new)
-    assert launches(read_record(tmp_path) or {}) == [old, new]
 
 
 def test_a_record_that_cant_be_written_or_read_is_left_as_it_was(

@@ -5,8 +5,8 @@
     completions/eval_completions_...               the same for evaluations during training
     completions/eval_NAME_completions_...          the same for an evaluation dataset with a name
 
-A compacted file replaces step files only once it is on the disk under its name, so a run that is killed leaves a step
-in the step file, in the compacted file, or in both. `logged` lists every step once. Nothing here imports torch.
+Step files are removed only after the compacted file is on the disk under its name. A run that is killed therefore leaves
+a step in the step file, in the compacted file, or in both. `logged` lists every step once. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ TRAINING, EVALUATION = "completions", "eval_completions"
 STEPS = 1000
 """Largest number of steps in a compacted file."""
 BYTES = files.FILE_BYTES // 4
-"""Largest size of a compacted file in memory: a reader accepts four times as much."""
+"""Largest size of a compacted file in memory. A reader accepts four times as much."""
 SCHEMAS = 8
-"""Largest number of compacted files that 1,000 step files with different columns become; other step files stay."""
+"""Largest number of compacted files that 1,000 step files with different columns are merged into. The others stay."""
 SECONDS = 60.0
-"""Time after which no further compacted file is begun at a save: the other ranks wait in a collective call meanwhile."""
+"""Time after which no further compacted file is begun at a save, because the other ranks wait in a collective call."""
 
 _STEP_FILE = re.compile(r"(.*completions)_(\d+)\.parquet")
 _COMPACTED = re.compile(r"(.*completions)_(\d+)-(\d+)\.parquet")
@@ -64,21 +64,26 @@ class Source:
 
 
 def logged(folder: Path, kind: str) -> list[Logged]:
-    """Return the logged steps of a kind (`TRAINING`, `EVALUATION`), each from one file, in order.
+    """Return the logged steps of a kind (`TRAINING`, `EVALUATION`) in order, each step once.
 
-    A step that is in a compacted file and in a step file is taken from the compacted file. Raises `RunError` if a
-    compacted file can't be read.
+    A step that is in a compacted file and in a step file is read from the compacted file.
+
+    Raises:
+        RunError: a compacted file can't be read.
     """
-    # Step files first: a run under way removes them after the compacted file is there, so no step is missed.
+    # Step files are listed first: a run under way removes them only after it has written the compacted file.
     single = _step_files(folder).get(kind, [])
-    found = [one for path in _compacted_files(folder) if _kind(path) == kind for one in _row_groups(path)]
+    found = []
+    for path in _compacted_files(folder):
+        if _kind(path) == kind:
+            found += _row_groups(path)
     compacted = {one.step for one in found}
     found += [one for one in single if one.step not in compacted]
     return sorted(found, key=lambda one: one.step)
 
 
 def sources(steps: Iterable[Logged]) -> list[Source]:
-    """Group steps by file, so that each file is opened once; files are ordered by their first step."""
+    """Group steps by file, so that each file is opened once. Files are ordered by their first step."""
     row_groups: dict[Path, list[int]] = {}
     for one in steps:
         groups = row_groups.setdefault(one.path, [])
@@ -88,7 +93,7 @@ def sources(steps: Iterable[Logged]) -> list[Source]:
 
 
 def read_batches(source: Source, columns: Mapping[str, files.Kind]) -> Iterator[pd.DataFrame]:
-    """Yield the rows of a source as `files.read_batches` does, also if a run under way has compacted it meanwhile."""
+    """Yield the rows of a source as `files.read_batches` does, also if a run has compacted it in the meantime."""
     if source.row_groups is None and not source.path.exists() and (match := _STEP_FILE.fullmatch(source.path.name)):
         steps = [one for one in logged(source.path.parent, match[1]) if one.step == int(match[2])]
         source = next(iter(sources(steps)), source)
@@ -98,8 +103,13 @@ def read_batches(source: Source, columns: Mapping[str, files.Kind]) -> Iterator[
 def drop_after(folder: Path, step: int) -> int:
     """Remove the completions after a step, and step files whose rows are in a compacted file.
 
-    A compacted file that can't be read stays, with a warning. Returns the number of steps removed. Raises `RunError` if
-    something can't be removed: rows of a compacted file would hide the rows that the run is about to log.
+    A compacted file that can't be read stays, with a warning.
+
+    Returns:
+        Number of steps removed.
+
+    Raises:
+        RunError: something can't be removed. Rows of a compacted file would hide the rows that the run will log.
     """
     try:
         for part in folder.glob(".*completions.part"):
@@ -113,7 +123,7 @@ def drop_after(folder: Path, step: int) -> int:
 
 
 def _cut_compacted(folder: Path, step: int) -> int:
-    """Remove the rows after a step from all compacted files; return the number of steps removed."""
+    """Remove the rows after a step from all compacted files, and return the number of steps removed."""
     dropped = 0
     for path in _compacted_files(folder):
         if _span(path)[1] <= step:
@@ -130,7 +140,7 @@ def _cut_compacted(folder: Path, step: int) -> int:
 
 
 def _remove_step_files(folder: Path, step: int) -> int:
-    """Remove step files after a step, and those whose rows are in a compacted file; return the number of the former."""
+    """Remove step files after a step, and return their number. Step files whose rows are compacted are removed too."""
     single = _step_files(folder)
     compacted: dict[str, set[int]] = defaultdict(set)
     for path in _compacted_files(folder):
@@ -155,13 +165,15 @@ class Compaction:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._kept: set[Path] = set()
-        """Step files that stay as they are: damaged, too large, or unlike every other one."""
+        """Step files that stay as they are: damaged, too large, or unlike every other step file."""
 
     def compact(self, before: int, *, rest: bool = False) -> None:
-        """Merge full thousands of step files, with `rest` all of them, from step 1 up to the one before `before`.
+        """Merge step files in groups of `STEPS`. If a file can't be written, log a warning and keep the step files.
 
-        TRL may write the files of step `before`, and of an evaluation at step 0, again. If the disk is full, or a file
-        can't be written for another reason, a warning says so and the step files stay.
+        Args:
+            before: step that ends the range of steps to merge. Its file, and that of an evaluation at step 0, are left
+                out because TRL may write them again.
+            rest: True to merge the last, incomplete group too.
         """
         deadline = time.monotonic() + SECONDS
         try:
@@ -172,19 +184,19 @@ class Compaction:
                     waiting = waiting[STEPS:]
         except (OSError, pa.ArrowException) as error:
             logger.warning(
-                "%s: completions can't be compacted (%s); the files that are left stay as they are",
+                "%s: completions can't be compacted (%s); the remaining files stay as they are",
                 self.folder,
                 one_line(error),
             )
 
     def _merge(self, kind: str, steps: Sequence[Logged], deadline: float) -> None:
-        """Merge step files, in as many compacted files as their columns and sizes need."""
+        """Merge step files into as many compacted files as their columns and sizes require."""
         kept: dict[Path, str] = {}
         for schema, waiting in _by_schema(steps, kept):
             while len(waiting) > 1 and time.monotonic() < deadline:
                 merged, seen = _write(self.folder, kind, schema, waiting, kept)
                 waiting = waiting[seen:]
-                self._kept.update(merged)  # not once more if one of them can't be removed
+                self._kept.update(merged)  # if one of them can't be removed, it is not merged again
                 for path in merged:
                     path.unlink()
                     self._kept.discard(path)
@@ -196,8 +208,7 @@ class Compaction:
 
 
 def _by_schema(steps: Sequence[Logged], kept: dict[Path, str]) -> list[tuple[pa.Schema, list[Logged]]]:
-    """Divide step files into groups whose columns fit one schema; adds to `kept` the files that fit none, with the
-    reason."""
+    """Divide step files into groups whose columns fit one schema. Add the others to `kept`, with the reason."""
     schemas: list[pa.Schema] = []
     members: list[list[Logged]] = []
     for one in steps:
@@ -222,11 +233,11 @@ def _by_schema(steps: Sequence[Logged], kept: dict[Path, str]) -> list[tuple[pa.
 
 
 def _schema(one: Logged) -> pa.Schema:
-    """Return the columns of a step file. Raises `ValueError` if the file can't be a part of a compacted file."""
+    """Return the schema of a step file. Raises ValueError if the file can't be a part of a compacted file."""
     if not one.path.is_file():
         raise ValueError("it is no ordinary file")
     metadata = parquet.read_metadata(one.path)
-    schema = metadata.schema.to_arrow_schema().remove_metadata()  # pandas' part of it counts the rows
+    schema = metadata.schema.to_arrow_schema().remove_metadata()  # pandas writes the number of rows into it
     size = sum(metadata.row_group(place).total_byte_size for place in range(metadata.num_row_groups))
     if not metadata.num_rows:
         raise ValueError("it has no rows")
@@ -238,21 +249,20 @@ def _schema(one: Logged) -> pa.Schema:
 
 
 def _common(one: pa.Schema, other: pa.Schema) -> pa.Schema | None:
-    """Return the schema that holds the values of both, or None."""
+    """Return a schema that holds the values of both schemas, or None."""
     if one == other:
         return one
     try:
         both = pa.unify_schemas([one, other], promote_options="permissive")
     except pa.ArrowException:
         return None
-    # Permissive also makes bytes of text.
+    # The permissive option also turns text into bytes.
     holds = all(_holds(both.field(field.name).type, field.type) for schema in (one, other) for field in schema)
     return both if holds else None
 
 
 def _holds(wide: pa.DataType, narrow: pa.DataType) -> bool:
-    """Return True if every value of `narrow` is the same value in `wide`; a cast raises for integers that are too
-    large."""
+    """Return True if `wide` holds every value of `narrow`. A later cast raises for integers that are too large."""
     if wide == narrow or pa.types.is_null(narrow):
         return True
     if pa.types.is_list(narrow) and pa.types.is_list(wide):
@@ -267,12 +277,12 @@ def _holds(wide: pa.DataType, narrow: pa.DataType) -> bool:
 def _write(
     folder: Path, kind: str, schema: pa.Schema, steps: Sequence[Logged], kept: dict[Path, str]
 ) -> tuple[list[Path], int]:
-    """Write the rows of the first of some step files to one compacted file. Only one step is in memory at a time.
+    """Write the rows of the first step files to one compacted file, with one step in memory at a time.
 
-    Adds to `kept` the files that can't be read, with the reason.
+    Files that can't be read are added to `kept`, with the reason.
 
     Returns:
-        The step files whose rows are in the compacted file, and the number of files looked at.
+        The step files whose rows are in the compacted file, and the number of step files read.
     """
     merged: list[Logged] = []
     seen = size = 0
@@ -294,18 +304,18 @@ def _write(
         if merged:
             path = folder / _name(kind, merged[0].step, merged[-1].step)
             if path.exists():
-                raise FileExistsError(f"{path} is there already")
+                raise FileExistsError(f"{path} exists already")
             os.replace(part, path)
             files.flush(folder)
     return [one.path for one in merged], seen
 
 
 def _table(one: Logged, schema: pa.Schema) -> pa.Table:
-    """Return a step file's rows in a schema. Raises if it is damaged, or does not fit."""
+    """Return the rows of a step file in a schema. Raises if the file is damaged or does not fit the schema."""
     with parquet.ParquetFile(one.path) as file:
         table = file.read().replace_schema_metadata(None)
     if table["step"].unique().to_pylist() != [one.step]:
-        raise ValueError("its column `step` is not the step in its name")
+        raise ValueError("its column `step` differs from the step in its name")
     for field in schema:
         if field.name not in table.schema.names:
             table = table.append_column(field, pa.nulls(len(table), field.type))
@@ -316,7 +326,7 @@ def _table(one: Logged, schema: pa.Schema) -> pa.Table:
 
 
 def _keep_only(path: Path, kept: Sequence[Logged], count: int) -> None:
-    """Remove all but some of the `count` row groups from a compacted file, and name it after the steps that are left."""
+    """Remove all but some of the `count` row groups from a compacted file, and rename it after the remaining steps."""
     if not kept:
         path.unlink()
         return
@@ -326,7 +336,7 @@ def _keep_only(path: Path, kept: Sequence[Logged], count: int) -> None:
                 for one in kept:
                     table = file.read_row_group(one.row_group)
                     writer.write_table(table, row_group_size=len(table))
-            # First under its old name: a run killed between two names would leave these rows in two files.
+            # Under the old name first: a run killed before the rename would otherwise leave these rows in two files.
             os.replace(part, path)
     path.rename(path.with_name(_name(_kind(path), kept[0].step, kept[-1].step)))
     files.flush(path.parent)
@@ -334,7 +344,7 @@ def _keep_only(path: Path, kept: Sequence[Logged], count: int) -> None:
 
 @contextmanager
 def _unfinished(part: Path) -> Iterator[Path]:
-    """A file that is not complete yet; it is removed unless the block has renamed it."""
+    """Yield the path of an unfinished file, which is removed at the end unless the block has renamed it."""
     part.unlink(missing_ok=True)
     try:
         yield part
@@ -344,8 +354,8 @@ def _unfinished(part: Path) -> Iterator[Path]:
 
 @contextmanager
 def _writer(path: Path, schema: pa.Schema) -> Iterator[parquet.ParquetWriter]:
-    """Write a new parquet file, which is on the disk when the block ends."""
-    # "x" fails where opening the name to write would follow a link that somebody else has put there since.
+    """Yield a writer of a new parquet file, which is flushed to the disk at the end of the block."""
+    # "x" fails if a link was put in place of the file. Opening the name to write would follow the link.
     with path.open("xb") as file:
         with parquet.ParquetWriter(file, schema) as writer:
             yield writer
@@ -354,9 +364,8 @@ def _writer(path: Path, schema: pa.Schema) -> Iterator[parquet.ParquetWriter]:
 
 
 def _row_groups(path: Path) -> list[Logged]:
-    """Return the steps of a compacted file in order. Raises `RunError` if it can't be read, or is no compacted file."""
-    fix = "restore or remove the file"
-    files.check_ordinary(path, fix)
+    """Return the steps of a compacted file in order. Raises `RunError` if the file is damaged or not a compacted one."""
+    files.check_ordinary(path, files.RESTORE)
     try:
         metadata = parquet.read_metadata(path)
         columns = [metadata.schema.column(place).path for place in range(len(metadata.schema))]
@@ -368,7 +377,7 @@ def _row_groups(path: Path) -> list[Logged]:
                 raise ValueError(f"its row group {place} does not hold one step")
             steps.append(Logged(bounds.min, path, place))
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise files.RunError(f"{path}: can't be read as compacted completions ({one_line(error)}); {fix}") from error
+        raise files.RunError(f"{path}: can't be read as compacted completions ({one_line(error)}); {files.RESTORE}") from error
     return steps
 
 

@@ -1,9 +1,10 @@
-"""One writer at a time in the folder of a run or an evaluation: two would overwrite and remove each other's files.
+"""One writer at a time in the folder of a run or an evaluation: two writers would overwrite each other's files.
 
-The first rank of a launch holds filelock's `SoftFileLease` on `_run.lock`. The file names the process, the host with its PID
-namespace, and a token of the claim. A thread touches the file as long as the process lives, and another process may take the
-lease over once the file was not touched for `LEASE_SECONDS`. A process that stood still for longer must therefore look before
-it writes (`Held.loss`). Nothing can close the moment between that look and the write: a file system has no such operation.
+The first rank of a launch holds filelock's `SoftFileLease` on `_run.lock`. The file names the process, the host with its
+PID namespace, and a token of the claim. A thread touches the file while the process lives. Another process may take the
+lease over once the file was not touched for `LEASE_SECONDS`, so a process that was suspended for longer must check
+`Held.loss` before it writes. The moment between that check and the write can't be closed: file systems offer no such
+operation.
 """
 
 from __future__ import annotations
@@ -23,39 +24,33 @@ from filelock import LeaseSettingsMismatch, SoftFileLease, Timeout
 from grpo_rewards.errors import UserError
 from grpo_rewards.terminal import say
 
-LOCK = "_run.lock"  # transformers pushes no file whose name begins so
+LOCK = "_run.lock"  # transformers pushes no file whose name begins with `_`
 HEARTBEAT_SECONDS = 10.0
 LEASE_SECONDS = 60.0
 
-# A process that looks whether a lock is stale swaps the file for its own meanwhile; filelock gives up after 2 seconds.
 SWAP_SECONDS = 2.5
+"""Time during which another process may replace the lock to find out whether it is stale. filelock gives up after 2 s."""
 
-_NAMESPACE = "?pidns-"  # filelock's separator between the name of a host and its PID namespace
-
-
-class RunLocked(UserError):
-    """Another process writes to the folder; names the process and how to remove a lock that is left behind."""
+NAMESPACE = "?pidns-"
+"""filelock's separator between the name of a host and its PID namespace."""
 
 
 class FolderLost(RuntimeError):
-    """The folder no longer belongs to this process: another one has taken it over, or it was moved or removed."""
+    """The folder no longer belongs to this process: another process took it over, or it was moved or removed."""
 
 
 @dataclass(frozen=True)
 class Writer:
-    """A kind of process that writes to a folder, in the words of its messages.
-
-    Attributes:
-        name: the process.
-        key: the recipe's key that names the folder, with a space, or empty.
-        again: what goes on with the work of a process that ended early.
-        elsewhere: the same in another folder, `{}`.
-    """
+    """A kind of process that writes to a folder, in the words of its messages."""
 
     name: str
+    """Noun for the process."""
     key: str
+    """Key of the recipe that names the folder, followed by a space, or empty."""
     again: str
+    """Command that continues the work of a process that ended early."""
     elsewhere: str
+    """Command that continues the work in another folder, with `{}` for the folder."""
 
 
 LAUNCH = Writer(
@@ -66,25 +61,27 @@ EVALUATION = Writer("evaluation", "", "the same command", "the same command with
 
 @dataclass(frozen=True)
 class Loss:
-    """Reason why a process no longer holds its folder, and the user's next step. Both are clauses."""
+    """Loss of a folder that a process held."""
 
     reason: str
+    """Clause that says why the process no longer holds the folder."""
     fix: str
+    """Clause with the user's next step."""
 
 
 class Held:
     """A folder that this process may write to, as long as `loss` returns None."""
 
     def __init__(self, folder: Path, writer: Writer, lease: SoftFileLease | None) -> None:
-        """`lease` is None on the ranks that do not hold the folder themselves: those never lose it."""
+        """Hold a folder with a lease, or without one on ranks other than the first, which never lose the folder."""
         self.folder, self.writer, self._lease = folder, writer, lease
-        # Leads to the folder wherever it is moved.
+        # The descriptor stays valid if the folder is moved.
         self._descriptor: int | None = None if lease is None else os.open(folder, os.O_RDONLY)
 
     def loss(self) -> Loss | None:
         """Return why the folder no longer belongs to this process, or None while it does.
 
-        Reads the lock file: filelock's heartbeat notices a takeover only up to two beats later.
+        The lock file is read each time, because filelock's heartbeat notices a takeover up to two beats late.
         """
         if self._lease is None or self._descriptor is None:
             return None
@@ -95,7 +92,7 @@ class Held:
             if time.monotonic() > deadline:
                 return self._takeover(self._lease)
             time.sleep(0.05)
-        if self._lease.compromise is not None:  # the heartbeat has ended, after a file system failed for a while
+        if self._lease.compromise is not None:  # the heartbeat ended because the file system failed for a while
             self._lease.release()
             try:
                 self._lease.acquire(blocking=False)
@@ -104,7 +101,7 @@ class Held:
         return None
 
     def close(self) -> None:
-        """Give the folder back. The lock of a process that has taken it over stays."""
+        """Release the folder. The lock of a process that has taken it over stays."""
         if self._lease is None or self._descriptor is None:
             return
         with suppress(OSError):
@@ -126,39 +123,42 @@ class Held:
             return False
 
     def _absence(self, descriptor: int) -> Loss:
-        """Return where the folder was moved to, as far as the system says so (Linux), or that it is gone."""
+        """Return the loss of a folder that was moved, with its new path if the system knows it (Linux), or removed."""
         writer = self.writer
         if (target := _path_of(descriptor)) is not None:
             return Loss(
                 f"{writer.key}{self.folder} was moved to {target} during the {writer.name}",
-                f"{writer.elsewhere.format(target)} goes on there",
+                f"{writer.elsewhere.format(target)} continues there",
             )
         return Loss(
             f"{writer.key}{self.folder} is gone: it was removed or moved during the {writer.name}",
-            f"move it back, and {writer.again} goes on",
+            f"move it back, and {writer.again} continues",
         )
 
     def _takeover(self, lease: SoftFileLease) -> Loss:
-        """Return who holds the folder now."""
+        """Return the loss of a folder that another process holds now."""
         name, again, owner = self.writer.name, self.writer.again, lease.owner
         if owner is None:
             return Loss(
                 f"{self.writer.key}{self.folder}: its lock {LOCK} was removed, or another {name} took it over and has ended",
-                f"see whether another {name} wrote there, then {again} goes on from what is there",
+                f"check whether another {name} wrote there, then {again} continues from what is there",
             )
         return Loss(
-            f"{self.writer.key}{self.folder}: another {name} ({_named(owner.pid, owner.hostname)}) has taken it over, because "
-            f"this one stood still for more than {lease.lease_duration:.0f} s or its lock was removed",
-            f"leave the folder to that {name}, or stop it, and {again} goes on",
+            f"{self.writer.key}{self.folder}: another {name} ({_named(owner.pid, owner.hostname)}) has taken it over, "
+            f"because this one was suspended for more than {lease.lease_duration:.0f} s or its lock was removed",
+            f"leave the folder to that {name}, or stop it, and {again} continues",
         )
 
 
 @contextmanager
 def only_launch(folder: Path) -> Iterator[Held]:
-    """Inside this block no other launch may write to `folder`, which is made if need be. Only the first rank asks.
+    """Hold the folder of a run inside this block, so that no other launch writes to it. It is created if missing.
+
+    Only the first rank takes the lock. It waits for up to `LEASE_SECONDS` if only time can tell whether the holder of a
+    lock still runs.
 
     Raises:
-        RunLocked: another launch writes there. Waits for up to `LEASE_SECONDS` where only time can tell.
+        UserError: another launch writes to the folder.
     """
     if os.environ.get("RANK", "0") != "0":
         yield Held(folder, LAUNCH, None)
@@ -169,7 +169,7 @@ def only_launch(folder: Path) -> Iterator[Held]:
 
 @contextmanager
 def only_writer(folder: Path, writer: Writer) -> Iterator[Held]:
-    """Inside this block this process alone may write to `folder`. Raises `RunLocked` as `only_launch` does."""
+    """Hold a folder inside this block, as `only_launch` does, for any kind of process."""
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     # The heartbeat and the checks run on other threads than the one that acquires.
@@ -183,25 +183,25 @@ def only_writer(folder: Path, writer: Writer) -> Iterator[Held]:
     finally:
         held.close()
         if is_new:
-            with suppress(OSError):  # stays if anything was left there
+            with suppress(OSError):  # the folder is not empty
                 folder.rmdir()
 
 
 def is_held(folder: Path) -> bool:
-    """Return True if a process seems to write to `folder` just now. Does not wait, and writes nothing."""
+    """Return True if a process seems to be writing to `folder`. Neither waits nor writes."""
     lock = folder / LOCK
     try:
         if not lock.is_file():
             return False
         owner = SoftFileLease(lock, lease_duration=LEASE_SECONDS).owner
         is_fresh = time.time() - lock.stat().st_mtime < LEASE_SECONDS
-    except OSError:  # released meanwhile
+    except OSError:  # just released
         return False
     return is_fresh and not (owner is not None and _is_gone(owner.pid, owner.hostname))
 
 
 def _acquire(lease: SoftFileLease, writer: Writer) -> None:
-    """Acquire the lease, from a process that is gone if need be. Raises `RunLocked` if another process holds it."""
+    """Acquire the lease, also from a process that is gone. Raises `UserError` if another process holds it."""
     lock = Path(lease.lock_file)
     left_by = _holder(lease) if os.path.lexists(lock) else None
     try:
@@ -223,10 +223,11 @@ def _acquire_left_behind(lease: SoftFileLease, writer: Writer) -> None:
     """Wait until a lock that filelock could not take over at once is touched or has expired.
 
     Raises:
-        RunLocked, Timeout: its process lives, or another one was quicker.
+        UserError: the process that holds the lock lives.
+        Timeout: another process has acquired the lock first.
     """
     lock = Path(lease.lock_file)
-    first = _stamp(lock)  # before the owner: a lock that replaces this one afterwards must not be taken for it
+    first = _stamp(lock)  # read before the owner, so that a lock that replaces this one is noticed
     owner = lease.owner
     is_gone = owner is not None and _is_gone(owner.pid, owner.hostname)
     if owner is not None and owner.hostname == _own_host() and not is_gone:
@@ -239,15 +240,15 @@ def _acquire_left_behind(lease: SoftFileLease, writer: Writer) -> None:
             return
     if _stamp(lock) not in (None, first):
         raise _locked(lease, writer)
-    # filelock takes over only where two names can be exchanged in one step, which NFS, for one, can't, and it never takes over
-    # an empty file, which a crash of the machine leaves. If two processes come here at once, the first one's lock may be
-    # removed: it finds that out before it writes.
+    # filelock takes a lock over only if the file system can exchange two names in one step, which NFS can't, and it never
+    # takes over an empty file, which a crash of the machine leaves. If two processes come here at once, the lock of the
+    # first may be removed. That process notices the loss before it writes.
     lease.force_break()
     lease.acquire(blocking=False)
 
 
 def _path_of(descriptor: int) -> Path | None:
-    """Return the present path of an open folder, or None if it was removed or the system does not say (Linux does)."""
+    """Return the present path of an open folder, or None if it was removed or the system does not know (Linux does)."""
     try:
         target = os.readlink(f"/proc/self/fd/{descriptor}")
         return Path(target) if os.path.samestat(os.stat(target), os.fstat(descriptor)) else None
@@ -256,13 +257,13 @@ def _path_of(descriptor: int) -> Path | None:
 
 
 def _is_named(lease: SoftFileLease) -> bool:
-    """Return True if the lock file names this very claim."""
+    """Return True if the lock file still holds the token of this claim."""
     owner = lease.owner
     return owner is not None and owner.token == lease.token
 
 
 def _stamp(lock: Path) -> tuple[int, int, int] | None:
-    """Return what changes when a lock is touched or replaced, or None if there is no lock."""
+    """Return times and inode of a lock, which change when it is touched or replaced, or None if there is no lock."""
     try:
         # Opening makes a network file system ask its server. Without O_NONBLOCK a FIFO would wait for a writer.
         descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -277,15 +278,15 @@ def _stamp(lock: Path) -> tuple[int, int, int] | None:
 
 
 def _is_gone(pid: int, host: str) -> bool:
-    """Return True if a process provably no longer runs, which is known of this host and PID namespace only."""
+    """Return True if a process provably no longer runs. Only processes of this host and PID namespace are known."""
     return host == _own_host() and not psutil.pid_exists(pid)
 
 
 @cache
 def _own_host() -> str:
-    """Return the name of this host and PID namespace in a lock, or "" where no temporary file can be written.
+    """Return the name of this host and PID namespace in a lock, or "" if no temporary file can be written.
 
-    filelock tells them of a lock that it wrote only.
+    filelock offers no function for the name, so a lock is written and read.
     """
     with (
         suppress(OSError),
@@ -293,28 +294,28 @@ def _own_host() -> str:
         SoftFileLease(Path(folder, LOCK)) as lease,
     ):
         owner = lease.owner
-        assert owner is not None, "it has just been written"
+        assert owner is not None, "the lock has just been written"
         return owner.hostname
     return ""
 
 
-def _locked(lease: SoftFileLease, writer: Writer, reason: str = "") -> RunLocked:
+def _locked(lease: SoftFileLease, writer: Writer, reason: str = "") -> UserError:
     """Return the error that names the process which holds a lock, and the fix."""
     lock, owner = Path(lease.lock_file), lease.owner
     fix = "wait for it or stop it"
     if owner is None or owner.hostname != _own_host() or reason:
-        fix += f"; if it does not run any more, remove {lock}"
-    return RunLocked(
+        fix += f"; if it no longer runs, remove {lock}"
+    return UserError(
         f"{writer.key}{lock.parent}: another {writer.name} writes there just now ({_holder(lease)}{reason}): {fix}"
     )
 
 
 def _holder(lease: SoftFileLease) -> str:
-    """Return the process that a lock names, for a message."""
+    """Return a noun phrase for the process that holds a lock."""
     owner = lease.owner
     return "unknown process" if owner is None else _named(owner.pid, owner.hostname)
 
 
 def _named(pid: int, host: str) -> str:
-    name, _, namespace = host.partition(_NAMESPACE)
+    name, _, namespace = host.partition(NAMESPACE)
     return f"process {pid} on {name}" + (f", PID namespace {namespace}" if namespace else "")

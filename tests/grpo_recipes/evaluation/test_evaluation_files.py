@@ -31,7 +31,7 @@ from grpo_recipes.generation.generation_config import PublishedSettings
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.runs import lock
 from grpo_recipes.runs.files import RunError
-from grpo_recipes.runs.lock import EVALUATION, LOCK, RunLocked, only_writer
+from grpo_recipes.runs.lock import EVALUATION, LOCK, only_writer
 from grpo_rewards.errors import UserError
 
 FILES = ("completions.parquet", "evaluation.json")
@@ -105,7 +105,7 @@ def test_of_two_evaluations_into_one_folder_the_second_is_refused(tmp_path: Path
     refused: list[str] = []
 
     def meets_another(prompts: list[str], given: Settings) -> list[str]:
-        with pytest.raises(RunLocked) as caught:
+        with pytest.raises(UserError) as caught:
             run(tmp_path / "e")
         refused.append(str(caught.value))
         return policy(prompts, given)

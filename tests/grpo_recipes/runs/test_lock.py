@@ -22,8 +22,9 @@ from grpo_recipes import train
 from grpo_recipes.runs import lock
 from grpo_recipes.runs.files import LIVE
 from grpo_recipes.runs.identity import Identity
-from grpo_recipes.runs.lock import LOCK, FolderLost, RunLocked, only_launch
+from grpo_recipes.runs.lock import LOCK, FolderLost, only_launch
 from grpo_recipes.training.saving import CompleteCheckpoints
+from grpo_rewards.errors import UserError
 from tests.support import launching
 
 OTHER = "process 17 on other-host"
@@ -71,7 +72,7 @@ def test_a_launch_holds_its_folder_and_leaves_nothing_behind(tmp_path: Path) -> 
         assert SoftFileLease(tmp_path / "new" / LOCK).pid == os.getpid()
         assert held.loss() is None
         with (
-            pytest.raises(RunLocked, match=rf"process {os.getpid()} on .*: wait for it or stop it$"),
+            pytest.raises(UserError, match=rf"process {os.getpid()} on .*: wait for it or stop it$"),
             only_launch(tmp_path / "new"),
         ):
             pass
@@ -153,7 +154,7 @@ def test_a_lock_of_another_machine_that_is_touched_is_respected(tmp_path: Path, 
     toucher.start()
     try:
         with (
-            pytest.raises(RunLocked, match=rf"\({OTHER}\): .*if it does not run any more, remove .*_run\.lock"),
+            pytest.raises(UserError, match=rf"\({OTHER}\): .*if it no longer runs, remove .*_run\.lock"),
             only_launch(tmp_path / "run"),
         ):
             pass
@@ -190,13 +191,13 @@ def test_a_damaged_lock_is_taken_over(tmp_path: Path, short_lease: None, what: s
 def test_a_lock_that_is_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "run" / LOCK).mkdir(parents=True)
     assert not lock.is_held(tmp_path / "run")
-    with pytest.raises(RunLocked, match=r"Is a directory.*remove .*_run\.lock$"), only_launch(tmp_path / "run"):
+    with pytest.raises(UserError, match=r"Is a directory.*remove .*_run\.lock$"), only_launch(tmp_path / "run"):
         pass
 
 
 def test_a_lock_with_another_lease_is_respected(tmp_path: Path) -> None:
     left(tmp_path / "run", marker().replace("duration=60.0", "duration=5.0"))
-    with pytest.raises(RunLocked, match=OTHER), only_launch(tmp_path / "run"):
+    with pytest.raises(UserError, match=OTHER), only_launch(tmp_path / "run"):
         pass
 
 
@@ -301,7 +302,7 @@ def test_of_many_launches_one_takes_over(tmp_path: Path) -> None:
             with only_launch(tmp_path / "run") as held:
                 tried.wait()
                 return held.loss() is None
-        except RunLocked:
+        except UserError:
             tried.wait()
             return False
 

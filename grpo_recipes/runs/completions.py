@@ -377,7 +377,9 @@ def _row_groups(path: Path) -> list[Logged]:
                 raise ValueError(f"its row group {place} does not hold one step")
             steps.append(Logged(bounds.min, path, place))
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise files.RunError(f"{path}: can't be read as compacted completions ({one_line(error)}); {files.RESTORE}") from error
+        raise files.RunError(
+            f"{path}: can't be read as compacted completions ({one_line(error)}); {files.RESTORE}"
+        ) from error
     return steps
 
 

@@ -1,5 +1,6 @@
-"""Identity of a run: what its steps read besides the checkpoint, so that a resume notices what changed behind an
-unchanged path.
+"""Identity of a run: the data, weights and code that its steps read besides the checkpoint.
+
+A resume compares identities, so that it notices what has changed behind an unchanged path.
 
 | part | identified by |
 |---|---|
@@ -9,11 +10,11 @@ unchanged path.
 | rewards of the user | a checksum of the source file that defines the reward |
 | packages | their versions |
 
-Not seen are: streamed rows; files that a column names by their path; transforms made with `set_transform`; all but the
-length and both ends of bytes such as images; a change of weights behind the first 4 KiB of a tensor that keeps the size
-of its file; a tokenizer from another folder than the model; whatever the source file of a reward imports.
+Not compared are: streamed rows; files that a column names by their path; transforms made with `set_transform`; bytes such
+as images, except for their length and both ends; a change of weights behind the first 4 KiB of a tensor that keeps the
+size of its file; a tokenizer from another folder than the model; modules that the source file of a reward imports.
 
-Changed data and weights are refused on a resume. Changed code and versions are logged.
+A resume with changed data or weights is refused. Changed code and versions are logged.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from grpo_rewards.reward import BaseReward, FunctionReward
 
 NOT_IDENTIFIED = "not identified"
 SLICE_ROWS = 10_000
-END_BYTES = 4096  # of each value of bytes, at either end
+END_BYTES = 4096
+"""Number of bytes at either end of a value of bytes that are a part of the identity."""
 
 PROMPT_COLUMNS = ("prompt", "image", "images", "environment")
 """Columns that TRL's trainer makes prompts of."""
-# Versions cover the rewards that these packages ship.
 VERSIONED_PACKAGES = ("grpo_rewards", "grpo_recipes", "trl", "transformers", "torch")
-# Arguments of a reward that are no columns.
+"""Packages whose rewards are identified by the version of the package."""
 TRL_ARGUMENTS = (
     "prompts",
     "completions",
@@ -58,6 +59,7 @@ TRL_ARGUMENTS = (
     "environments",
     "self",
 )
+"""Arguments of a reward that are not columns."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -72,12 +74,11 @@ TOKENIZER_FILES = (
     "spiece.model",
 )
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-# Entries of a config.json that say who wrote the file, not what the model computes.
 CONFIG_METADATA = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
+"""Entries of a config.json that do not change what the model computes."""
 
 Weights = Mapping[str, str]
-"""Identities of a model's files by name, or the commit on the hub under `commit`; empty if the weights are not
-identified."""
+"""Identity of each file of a model by name, or the commit on the hub as `commit`. Empty if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,9 @@ class Identity:
     """Identity of a launch."""
 
     content: Mapping[str, Any]
-    """The identity as manifests and `run.json` hold it, without a path: either may be pushed to the hub."""
+    """Identity as in manifests and `run.json`. It holds no path, because either file may be pushed to the hub."""
     places: Mapping[str, str] = field(default_factory=dict)
-    """Folders and names that the weights are loaded from, by role, for sentences."""
+    """Folders and names that the weights are loaded from, by role, for messages."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +108,11 @@ class Comparison:
     logged: list[str] = field(default_factory=list)
 
     def line(self, checkpoint: Path) -> str | None:
-        """Return one line on what is different or unknown and goes on all the same; None if there is nothing to say."""
+        """Return a message on the differences that do not prevent a resume, or None if there are none."""
         return f"since {checkpoint} was saved: {'; '.join(self.logged)}" if self.logged else None
 
     def refused_change(self, checkpoint: Path) -> str | None:
-        """Return what may not change and did, as a clause; None if nothing did."""
+        """Return the differences that prevent a resume, as a clause, or None if there are none."""
         return f"since {checkpoint} was saved, {', and '.join(self.refused)}" if self.refused else None
 
 
@@ -123,8 +124,8 @@ def identify(
     Args:
         dataset: training rows, as the trainer reads them.
         rewards: rewards of the run, composed ones included.
-        sources: where the weights of the policy, its base, its reference and the reward models come from, by role.
-        all_columns: True if something else than prompts and rewards reads the rows.
+        sources: origin of the weights of the policy, its base, its reference and the reward models, by role.
+        all_columns: True if something other than prompts and rewards reads the rows.
     """
     singles = dict(_named(rewards))
     names = _columns_read(dataset, [one.unbound for one in singles.values()], all_columns)
@@ -140,7 +141,7 @@ def identify(
 
 
 def compare(before: Mapping[str, Any] | None, launch: Identity) -> Comparison:
-    """Compare the identity in a checkpoint's manifest, None in an older manifest, with that of this launch."""
+    """Compare the identity in a checkpoint's manifest with that of this launch. None is that of another trainer."""
     if before is None:
         return Comparison(
             logged=["data, weights and rewards are not compared, because the checkpoint does not identify them"]
@@ -157,16 +158,19 @@ def compare(before: Mapping[str, Any] | None, launch: Identity) -> Comparison:
 
 def _compare_rewards(before: Mapping[str, str], now: Mapping[str, str], found: Comparison) -> None:
     if before.keys() != now.keys():
-        names, new_names = (", ".join(f"`{name}`" for name in rewards) or "none" for rewards in (before, now))
-        found.logged.append(f"the rewards from source files were {names} and are {new_names}")
-    changed = [name for name in now if name in before and before[name] != now[name]]
-    unknown = [name for name in now if NOT_IDENTIFIED in (before.get(name), now[name])]
-    for name in changed:
-        if name not in unknown:
+        found.logged.append(f"the rewards from source files were {_quoted(before)} and are {_quoted(now)}")
+    unknown = []
+    for name, digest in now.items():
+        if NOT_IDENTIFIED in (before.get(name), digest):
+            unknown.append(name)
+        elif before.get(name, digest) != digest:
             found.logged.append(f"the source file of the reward `{name}` has changed")
     if unknown:
-        names = ", ".join(f"`{name}`" for name in unknown)
-        found.logged.append(f"the code of {names} is not compared, because it has no source file")
+        found.logged.append(f"the code of {_quoted(unknown)} is not compared, because it has no source file")
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "none"
 
 
 def _compare_data(before: Mapping[str, Any], now: Mapping[str, Any], found: Comparison) -> None:
@@ -180,16 +184,18 @@ def _compare_data(before: Mapping[str, Any], now: Mapping[str, Any], found: Comp
     for name in old.keys() & new.keys():
         if old[name] != new[name]:
             found.refused.append(f"the column `{name}` of the dataset has changed")
-    # Another version of a reward may read other columns, and another version of a reward is no reason to refuse.
-    is_same_code = before["rewards"] == now["rewards"]
+    # Changed code of a reward may read other columns, and changed code is only logged.
+    clauses = found.refused if before["rewards"] == now["rewards"] else found.logged
     for name in sorted(old.keys() ^ new.keys()):
-        clause = f"the column `{name}` of the dataset {'was not read before' if name in new else 'is no longer read'}"
-        (found.refused if is_same_code else found.logged).append(clause)
+        change = "was not read before" if name in new else "is no longer read"
+        clauses.append(f"the column `{name}` of the dataset {change}")
     found.refused.sort()
 
 
 def _compare_weights(before: Mapping[str, Weights], launch: Identity, found: Comparison) -> None:
-    found.logged.extend(f"the weights of the {role} are no longer read" for role in before if role not in launch.places)
+    for role in before:
+        if role not in launch.places:
+            found.logged.append(f"the weights of the {role} are no longer read")
     for role, weights in launch.content["weights"].items():
         was, place = before.get(role, {}), launch.places[role]
         if not was or not weights or ("commit" in was) != ("commit" in weights):
@@ -200,17 +206,16 @@ def _compare_weights(before: Mapping[str, Weights], launch: Identity, found: Com
             commits = f"{was['commit']} and are now {weights['commit']}"
             found.refused.append(f"the weights of the {role} were {place} at the commit {commits}")
         elif changed:
-            beside = (*TOKENIZER_FILES, CONFIG, GENERATION_CONFIG)
-            kind = "files" if all(name in beside for name in changed) else "weights"
-            first = next((name for name in changed if kind == "files" or name not in beside), changed[0])
+            weight_names = [name for name in changed if name not in (*TOKENIZER_FILES, CONFIG, GENERATION_CONFIG)]
+            kind, first = ("weights", weight_names[0]) if weight_names else ("files", changed[0])
             found.refused.append(f"the {kind} of the {role} have changed ({Path(place) / first})")
 
 
 def column_digests(dataset: Any, names: Iterable[str]) -> dict[str, str]:
-    """Return an XXH3 checksum for each of these columns, its values in row order.
+    """Return an XXH3 checksum of the values of each column, in row order.
 
-    The checksum is of the values, so that it does not depend on how Arrow cuts a table into chunks or stores a text.
-    Slices keep the memory small.
+    Values are hashed, not Arrow's buffers, because Arrow may cut equal tables into other chunks or store text otherwise.
+    Slices of rows keep the memory small.
     """
     digests = {name: xxhash.xxh3_128() for name in names}
     if not digests:
@@ -225,8 +230,8 @@ def column_digests(dataset: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def _parts(values: pa.Array) -> Iterator[Any]:
-    """Yield the values of an array as lists of plain values, the fields of nested ones one after another."""
-    if isinstance(values, pa.ChunkedArray):  # combining leaves one of very long texts
+    """Yield the values of an array as lists of Python values. The fields of nested values follow one another."""
+    if isinstance(values, pa.ChunkedArray):  # very long texts stay in several chunks
         for chunk in values.chunks:
             yield from _parts(chunk)
     elif isinstance(values, pa.ExtensionArray):
@@ -240,7 +245,7 @@ def _parts(values: pa.Array) -> Iterator[Any]:
         yield compute.list_value_length(values).to_pylist()
         yield from _parts(values.flatten())
     elif types.is_binary(values.type) or types.is_large_binary(values.type):
-        # Images would take as long as reading the whole dataset.
+        # Hashing whole images would take as long as reading the dataset.
         yield compute.binary_length(values).to_pylist()
         for end in (compute.binary_slice(values, 0, END_BYTES), compute.binary_slice(values, -END_BYTES)):
             yield [None if value is None else xxhash.xxh3_128(value).hexdigest() for value in end.to_pylist()]
@@ -249,10 +254,7 @@ def _parts(values: pa.Array) -> Iterator[Any]:
 
 
 def weights_of(source: Source) -> dict[str, str]:
-    """Return the identity of a model's or an adapter's weights: of each file in a folder, or the commit on the hub.
-
-    Only the heads of files are read. The result is empty if the weights are not identified.
-    """
+    """Return the identity of the weights of a model or an adapter, of which only parts are read."""
     folder = Path(source.name)
     if not source.name or not folder.is_dir():
         return {} if source.commit is None else {"commit": source.commit}
@@ -261,15 +263,15 @@ def weights_of(source: Source) -> dict[str, str]:
         if (folder / ADAPTER_CONFIG).is_file():
             files[ADAPTER_CONFIG] = _adapter_digest(folder / ADAPTER_CONFIG)
         files |= _beside_weights(folder)
-    except (RunError, OSError):  # whoever loads the weights says what is wrong with them
+    except (RunError, OSError):  # loading the weights reports what is wrong with them
         return {}
     return files
 
 
 def _beside_weights(folder: Path) -> dict[str, str]:
-    """Return a checksum of each file beside a model's weights that decides what the model reads and computes.
+    """Return a checksum of each file beside a model's weights that affects what the model reads and computes.
 
-    A step reads no more of generation_config.json than the special tokens: sampling settings are put aside.
+    Of generation_config.json only the special tokens count: the recipe replaces its sampling settings.
     """
     found = {name: checksum(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
     if (folder / CONFIG).is_file():
@@ -282,14 +284,19 @@ def _beside_weights(folder: Path) -> dict[str, str]:
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    """Return a checksum of values from a JSON file, whatever their order."""
+    """Return a checksum of values from a JSON file that does not depend on their order."""
     return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def reward_models(
     rewards: Sequence[BuiltReward], hub_commit: Callable[[str, str | None], str | None]
 ) -> dict[str, Source]:
-    """Return where the models among the rewards come from, by role; `hub_commit` looks a name and a revision up."""
+    """Return the origin of each reward model, by role.
+
+    Args:
+        rewards: rewards of the run.
+        hub_commit: function that returns the commit of a name and a revision on the hub, or None if it is not known.
+    """
     sources = {}
     for name, one in _named(rewards):
         reward: Any = one.unbound
@@ -302,7 +309,7 @@ def reward_models(
 
 
 def loaded_source(model: Any) -> Source:
-    """Return where `from_pretrained` has loaded a model from; the name is empty if the model was built otherwise."""
+    """Return the origin of a model that `from_pretrained` has loaded. The name is empty for any other model."""
     config = model.config
     return Source(getattr(config, "_name_or_path", "") or "", getattr(config, "_commit_hash", None))
 
@@ -311,15 +318,16 @@ def _adapter_digest(path: Path) -> str:
     """Return a checksum of an adapter's configuration, whose scale is a part of what the adapter computes."""
     content = read_object(path, {})
     # The base is identified by its own weights, and may have moved.
-    content = {key: value for key, value in content.items() if key not in ("base_model_name_or_path", "revision")}
-    return _digest(content)
+    return _digest({key: content[key] for key in content if key not in ("base_model_name_or_path", "revision")})
 
 
 def source_digest(reward: Any) -> str | None:
-    """Return a checksum of the file that defines a reward, `not identified` if there is none, None if versions cover
-    it."""
+    """Return a checksum of the source file of a reward, or `NOT_IDENTIFIED` without one.
+
+    The result is None for a reward that is identified by the version of its package.
+    """
     code = _code(reward)
-    if str(getattr(code, "__module__", "")).partition(".")[0] in VERSIONED_PACKAGES:
+    if _package(code) in VERSIONED_PACKAGES:
         return None
     try:
         file = inspect.getsourcefile(code)
@@ -331,7 +339,7 @@ def source_digest(reward: Any) -> str | None:
 
 
 def _code(reward: Any) -> Any:
-    """Return the function or the class that defines a reward, behind bound arguments and decorators."""
+    """Return the function or class of a reward, without bound arguments and decorators."""
     while isinstance(reward, (BoundReward, functools.partial)):
         reward = reward.function if isinstance(reward, BoundReward) else reward.func
     if inspect.ismethod(reward):
@@ -339,6 +347,11 @@ def _code(reward: Any) -> Any:
     if inspect.isfunction(reward) or inspect.isclass(reward) or inspect.isbuiltin(reward):
         return inspect.unwrap(reward)
     return type(reward)
+
+
+def _package(code: Any) -> str:
+    """Return the top-level package that defines a function or a class."""
+    return str(getattr(code, "__module__", "")).partition(".")[0]
 
 
 def _columns_read(dataset: Any, rewards: Iterable[Any], all_columns: bool) -> list[str]:
@@ -356,15 +369,18 @@ def _columns_read(dataset: Any, rewards: Iterable[Any], all_columns: bool) -> li
 
 
 def columns_read(reward: Any) -> set[str] | None:
-    """Return the columns that a reward declares, or None if it may read any: it takes `**columns` and declares nothing."""
+    """Return the columns that a reward may read, or None if it may read any column.
+
+    A reward that declares no columns is asked for its arguments. One that takes `**columns` may read any column.
+    """
     if isinstance(reward, BaseReward):
         return {*reward.columns_read, *reward.optional_columns}
     declared = FunctionReward(reward, reward).declared_columns
     if declared is not None:
         return set(declared)
     code = _code(reward)
-    if str(getattr(code, "__module__", "")).partition(".")[0] in ("torch", "transformers"):
-        return set()  # a model reads the text
+    if _package(code) in ("torch", "transformers"):
+        return set()  # a model reads the text only
     called = code.__call__ if inspect.isclass(code) else code
     try:
         parameters = inspect.signature(called).parameters.values()
@@ -376,7 +392,7 @@ def columns_read(reward: Any) -> set[str] | None:
 
 
 def _named(rewards: Sequence[BuiltReward]) -> Iterator[tuple[str, BuiltReward]]:
-    """Yield the single rewards that `rewards` are made of, each with a name of its own."""
+    """Yield the single rewards that `rewards` are made of, each with a unique name."""
     seen: Counter[str] = Counter()
     for reward in rewards:
         for one in leaves([reward]):
@@ -386,7 +402,7 @@ def _named(rewards: Sequence[BuiltReward]) -> Iterator[tuple[str, BuiltReward]]:
 
 
 def _is_table(dataset: Any) -> bool:
-    """Return True if the rows of a dataset can be read again without using them up."""
-    from datasets import Dataset  # takes seconds, and most readers of a run's files need none
+    """Return True if a dataset is a table, whose rows can be read more than once."""
+    from datasets import Dataset  # takes seconds, and most readers of a run's files need no dataset
 
     return isinstance(dataset, Dataset)

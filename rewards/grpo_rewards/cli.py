@@ -13,15 +13,24 @@ import statistics
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_rewards import __version__
 from grpo_rewards.completions import completion_text, listed_scores
-from grpo_rewards.errors import UserError, did_you_mean, one_line
+from grpo_rewards.errors import UserError, did_you_mean, one_line, shortened
 from grpo_rewards.files import LINE_BYTES, replacing
-from grpo_rewards.registry import BuiltReward, RewardSpecError, build_rewards, leaves, registered_names, resolve
+from grpo_rewards.registry import (
+    BuiltReward,
+    RewardSpecError,
+    build_rewards,
+    leaves,
+    missing_package,
+    registered_names,
+    resolve,
+)
 from grpo_rewards.terminal import (
     Cell,
     Parser,
@@ -35,20 +44,31 @@ from grpo_rewards.terminal import (
     visible_messages,
 )
 
-Rows = list[tuple[int, dict[str, Any]]]  # line (or row) number from 1, and the row
 _CHUNK_ROWS = 256
 _EXAMPLES = 2
-_TOLD_CHARS = 200
+_LOGGED_CHARS = 200
+_MOST_LINES = 20
+_BINS = 8
 
 
-class CommandError(UserError):
-    """Something the user can fix: printed as one line, exit code 2."""
+class Row(NamedTuple):
+    """Row of a file, with its number from 1."""
+
+    number: int
+    columns: dict[str, Any]
+
+
+Scores = Mapping[str, list[float | None]]
+"""Scores by the name of the reward, one per row."""
+
+Logged = dict[str, list[dict[str, Any]]]
+"""Values that rewards logged: by the name of the reward, then one mapping from column to value per row."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `grpo-rewards` and return its exit code: 0 done, 1 some rows could not be used, 2 bad usage."""
+    """Run `grpo-rewards` and return its exit code: 0 for success, 1 if some rows could not be used, 2 for bad usage."""
     if "" not in sys.path:
-        sys.path.insert(0, "")  # a reward of the user's own is found from here, as with `python -m`
+        sys.path.insert(0, "")  # the working folder, as with `python -m`, so that the user's own rewards are found
     with lasting_output() as output:
         options = _options(sys.argv[1:] if arguments is None else list(arguments))
         try:
@@ -65,35 +85,32 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
 
-    command = commands.add_parser("list", help="every reward, with what it pays")
+    command = commands.add_parser("list", help="list every reward with its table of scores")
     command.set_defaults(run=_list)
 
     command = commands.add_parser("score", help="score the completions of a JSONL or Parquet file")
-    command.add_argument("file", type=Path, help="rows with `completion`, perhaps `prompt`, and the gold column")
-    command.add_argument(
-        "--reward", action="append", required=True, metavar="SPEC", help="a name, or a recipe's mapping"
-    )
-    command.add_argument("--gold_column", metavar="NAME", help="where the gold is (default: answer)")
-    command.add_argument(
-        "--num_generations", type=int, metavar="G", help="rows per prompt, for rewards of whole groups"
-    )
-    command.add_argument(
-        "--out", type=Path, metavar="FILE", help="write every row with its scores (.jsonl or .parquet)"
-    )
-    command.add_argument("--explain", action="store_true", help="print why each row earned what it did")
-    command.add_argument("--json", action="store_true", help="print the result as JSON")
+    add = command.add_argument
+    add("file", type=Path, help="file with the column `completion`, optionally `prompt`, and the gold column")
+    add("--reward", action="append", required=True, metavar="SPEC", help="name of a reward, or a recipe's mapping")
+    add("--gold_column", metavar="NAME", help="column with the gold (default: answer)")
+    add("--num_generations", type=int, metavar="G", help="rows per prompt, for rewards that compare a group")
+    add("--out", type=Path, metavar="FILE", help="file to write every row to, with its scores (.jsonl or .parquet)")
+    add("--explain", action="store_true", help="print the reason for the score of each row")
+    add("--json", action="store_true", help="print the result as JSON")
     command.set_defaults(run=_score)
 
-    command = commands.add_parser("check", help="check that each gold earns full pay against itself")
-    command.add_argument("file", type=Path, metavar="dataset", help="rows with the gold column")
-    command.add_argument("--reward", default="gsm8k_correctness", metavar="SPEC", help="default: gsm8k_correctness")
-    command.add_argument("--gold_column", metavar="NAME", help="where the gold is (default: where the reward looks)")
+    command = commands.add_parser("check", help="check that each gold earns the full score against itself")
+    add = command.add_argument
+    add("file", type=Path, metavar="dataset", help="file with the gold column")
+    add("--reward", default="gsm8k_correctness", metavar="SPEC", help="name or mapping (default: gsm8k_correctness)")
+    add("--gold_column", metavar="NAME", help="column with the gold (default: the column that the reward reads)")
     command.set_defaults(run=_check)
 
-    command = commands.add_parser("convert-internlm2", help="write an InternLM2 reward model as a native one")
-    command.add_argument("source", metavar="SRC", help="hub id or folder, in InternLM2's own layout")
-    command.add_argument("target", metavar="DST", type=Path, help="the folder to write, which must not exist yet")
-    command.add_argument("--allow_pickle", action="store_true", help="also read pytorch_model*.bin, if you trust it")
+    command = commands.add_parser("convert-internlm2", help="convert an InternLM2 reward model to a native checkpoint")
+    add = command.add_argument
+    add("source", metavar="SRC", help="hub id or folder of the model in InternLM2's own layout")
+    add("target", metavar="DST", type=Path, help="folder to write, which must not exist yet")
+    add("--allow_pickle", action="store_true", help="also read pytorch_model*.bin, if you trust its source")
     command.set_defaults(run=_convert_internlm2)
 
     parser.check_command(arguments, commands.choices)
@@ -116,66 +133,53 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
+def _convert_internlm2(options: argparse.Namespace) -> int:
+    try:
+        from grpo_rewards.internlm2 import convert
+    except ImportError as error:
+        needs = missing_package(error)
+        raise UserError(f"convert-internlm2 needs {needs}: pip install 'grpo-rewards[models]'") from error
+    try:
+        folder = convert(options.source, options.target, allow_pickle=options.allow_pickle)
+    except OSError as error:
+        raise UserError(str(error)) from error
+    say(f"wrote {folder}: transformers, vLLM and TRL's reward_funcs load it as it is")
+    return 0
+
+
+# --- score ---
+
+
 def _score(options: argparse.Namespace) -> int:
     if options.num_generations is not None and options.num_generations < 1:
-        raise CommandError(f"--num_generations must be at least 1, not {options.num_generations}")
-    gold_column = options.gold_column or "answer"
+        raise UserError(f"--num_generations must be at least 1, not {options.num_generations}")
     rewards = build_rewards([_spec(text) for text in options.reward], num_generations=options.num_generations)
     if options.out:
         _check_out(options.out, options.file)
+    gold_column = options.gold_column or "answer"
     rows, complaints = _read(options.file, "completion", optional=gold_column)
-    if options.gold_column and not any(gold_column in row for _, row in rows):
-        columns = ", ".join(f"`{key}`" for key in rows[0][1])
-        raise CommandError(f"{options.file} has no column `{gold_column}` (--gold_column): it has {columns}")
-    clash = {reward.name for reward in rewards} & {key for _, row in rows for key in row}
-    if clash and options.out:
-        raise CommandError(f"{options.file} already has a column `{min(clash)}`: give that reward an alias")
-    if complaints and any(reward.needs_whole_groups for reward in rewards):
-        raise CommandError(f"{options.file}: {complaints[0]}: mend it first, since a lost row would shift the groups")
-    explain = _Explanations() if options.explain else None
-    scores = _score_rows(rewards, rows, gold_column, explain)
+    _check_rows(options, rewards, rows, complaints)
+    scores, logged = _score_rows(rewards, rows, gold_column, explain=options.explain)
     summaries = {reward.name: _summary(reward, scores[reward.name], rows) for reward in rewards}
     if options.json:
-        said = {"explained": explain.as_rows(rewards, scores, rows)} if explain else {}
-        say(json.dumps({"file": str(options.file), "rewards": summaries, **said}, indent=2))
+        result: dict[str, Any] = {"file": str(options.file), "rewards": summaries}
+        if options.explain:
+            result["explained"] = _explanations(scores, logged, rows)
+        say(json.dumps(result, indent=2))
     else:
-        if explain:
-            explain.show(rewards, scores, rows)
+        if options.explain:
+            _show_explanations(scores, logged, rows)
         for name, summary in summaries.items():
             show(*_described(name, summary))
     if options.out:
-        scored = [
-            {**row, **{name: column[index] for name, column in scores.items()}} for index, (_, row) in enumerate(rows)
-        ]
-        _write(options.out, scored)
+        _write_scores(options.out, scores, rows)
         if not options.json:
-            say(f"\nwrote {len(scored)} rows to {options.out}")
-    complaints += [
-        f"{reward.name} could score none of {len(rows)} rows: {_why_unscorable(reward, rows[0], gold_column)}"
-        for reward in rewards
-        if all(score is None for score in scores[reward.name])
-    ]
+            say(f"\nwrote {len(rows)} rows to {options.out}")
+    for reward in rewards:
+        if all(score is None for score in scores[reward.name]):
+            reason = _why_unscorable(reward, rows[0], gold_column)
+            complaints.append(f"{reward.name} could score none of {len(rows)} rows: {reason}")
     return _complain(options.file, complaints)
-
-
-def _why_unscorable(reward: BuiltReward, row: tuple[int, dict[str, Any]], gold_column: str) -> str:
-    number, columns = row
-    own = reward.declared.gold_column
-    if own is None:
-        return "it returned None for each"
-    column = gold_column if own == "answer" else own
-    return f"no gold in `{column}` can be read (row {number}: {_excerpt(str(columns.get(column)), 60)!r})"
-
-
-def _check_out(out: Path, source: Path) -> None:
-    if out.suffix not in (".jsonl", ".parquet"):
-        raise CommandError(f"--out {out}: the name must end in .jsonl or .parquet")
-    if not out.parent.is_dir():
-        raise CommandError(f"--out {out}: the folder {out.parent} does not exist")
-    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise CommandError(f"--out {out} can't be written: choose a file in a folder of yours")
-    if out.exists() and source.exists() and out.samefile(source):
-        raise CommandError(f"--out {out} is the file to score: choose another name")
 
 
 def _spec(text: str) -> str | Mapping[str, Any]:
@@ -188,124 +192,117 @@ def _spec(text: str) -> str | Mapping[str, Any]:
     try:
         return load_yaml(text)
     except yaml.YAMLError as error:
-        raise CommandError(f"--reward {text!r} is not a YAML mapping ({str(error).splitlines()[0]})") from error
+        raise UserError(f"--reward {text!r} is not a YAML mapping ({str(error).splitlines()[0]})") from error
+
+
+def _check_out(out: Path, source: Path) -> None:
+    if out.suffix not in (".jsonl", ".parquet"):
+        raise UserError(f"--out {out}: the name must end in .jsonl or .parquet")
+    if not out.parent.is_dir():
+        raise UserError(f"--out {out}: the folder {out.parent} does not exist")
+    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise UserError(f"--out {out} can't be written: choose a file in a folder of yours")
+    if out.exists() and source.exists() and out.samefile(source):
+        raise UserError(f"--out {out} is the file to score: choose another name")
+
+
+def _check_rows(
+    options: argparse.Namespace, rewards: Sequence[BuiltReward], rows: Sequence[Row], complaints: Sequence[str]
+) -> None:
+    columns = _column_names(rows)
+    if options.gold_column and options.gold_column not in columns:
+        found = ", ".join(f"`{key}`" for key in rows[0].columns)
+        raise UserError(f"{options.file} has no column `{options.gold_column}` (--gold_column): it has {found}")
+    clash = columns & {reward.name for reward in rewards}
+    if clash and options.out:
+        raise UserError(f"{options.file} already has a column `{min(clash)}`: give that reward an alias")
+    if complaints and any(reward.needs_whole_groups for reward in rewards):
+        raise UserError(
+            f"{options.file}: {complaints[0]}: correct it first, because a dropped row would shift the groups"
+        )
 
 
 def _score_rows(
-    rewards: Sequence[BuiltReward], numbered: Rows, gold_column: str, explain: _Explanations | None
-) -> dict[str, list]:
-    rows = [row for _, row in numbered]
-    scores: dict[str, list] = {reward.name: [] for reward in rewards}
-    # Whole groups must meet in one call; otherwise chunks, so that the progress bar moves.
+    rewards: Sequence[BuiltReward], rows: Sequence[Row], gold_column: str, *, explain: bool
+) -> tuple[dict[str, list[float | None]], Logged]:
+    """Return the scores and, with `explain`, the values that each reward logs by `log_extra` and `log_reason`."""
+    scores: dict[str, list[float | None]] = {reward.name: [] for reward in rewards}
+    logged: Logged = {reward.name: [] for reward in rewards}
+    # A group must be complete in one call. Other rewards are called with chunks, so that the progress bar moves.
     size = len(rows) if any(reward.needs_whole_groups for reward in rewards) else _CHUNK_ROWS
-    columns = {key for row in rows for key in row} - {"prompt", "completion"}
-    for numbers, chunk in _chunks(numbered, size, "scoring"):
-        batch = {column: [row.get(column) for row in chunk] for column in columns}
+    names = _column_names(rows)
+    for chunk in _chunks(rows, size, "scoring"):
+        batch = _columns(chunk, names - {"prompt", "completion"})
         if gold_column in batch:
             batch["answer"] = batch[gold_column]
-        prompts = [row.get("prompt") for row in chunk]
-        completions = [row["completion"] for row in chunk]
+        batch["prompts"] = [row.columns.get("prompt") for row in chunk]
+        batch["completions"] = [row.columns["completion"] for row in chunk]
         for reward in rewards:
-            logs = explain.logs(reward, numbers) if explain else {}
-            given = {**batch, "prompts": prompts, "completions": completions, **logs}
-            scores[reward.name] += _call(reward, given, numbers)
-    return scores
+            values: list[dict[str, Any]] = [{} for _ in chunk]
+            loggers = _loggers(reward, values) if explain else {}
+            scores[reward.name] += _call(reward, {**batch, **loggers}, chunk)
+            logged[reward.name] += values
+    return scores, logged
 
 
-class _Explanations:
-    """What rewards say of each row: what they log for a trainer (`log_extra`), and their `log_reason`."""
+def _column_names(rows: Sequence[Row]) -> set[str]:
+    return {name for row in rows for name in row.columns}
 
-    def __init__(self) -> None:
-        self._said: dict[str, dict[int, dict[str, Any]]] = {}  # by reward, then by row, then by column
 
-    def logs(self, reward: BuiltReward, numbers: Sequence[int]) -> dict[str, Callable[[str, list], None]]:
-        """The logging callables for a reward's call on the rows `numbers`, as far as it takes them."""
-        said = self._said.setdefault(reward.name, {})
+def _columns(rows: Sequence[Row], names: Iterable[str]) -> dict[str, Any]:
+    """Return the named columns of a batch, with None for each row that lacks one."""
+    return {name: [row.columns.get(name) for row in rows] for name in names}
 
-        def log(column: str, values: list) -> None:
-            if len(values) != len(numbers):
-                raise CommandError(
-                    f"reward `{reward.name}` logged {len(values)} values of `{column}` for {len(numbers)} completions"
-                )
-            for number, value in zip(numbers, values, strict=True):
-                said.setdefault(number, {})[column] = value
 
-        return {key: log for key in ("log_extra", "log_reason") if _takes(reward.unbound, key)}
+def _loggers(reward: BuiltReward, logged: Sequence[dict[str, Any]]) -> dict[str, Callable[[str, list], None]]:
+    """Return the logging callables that a reward takes. They write into `logged`, one mapping per completion."""
 
-    def as_rows(self, rewards: Sequence[BuiltReward], scores: Mapping[str, list], rows: Rows) -> list[dict[str, Any]]:
-        """Every row with its scores and what was said of each, ready for JSON."""
-        return [
-            {
-                "row": number,
-                "pay": {reward.name: scores[reward.name][index] for reward in rewards},
-                "said": {
-                    reward.name: {
-                        key: _json_value(value) for key, value in self._said[reward.name].get(number, {}).items()
-                    }
-                    for reward in rewards
-                },
-            }
-            for index, (number, _) in enumerate(rows)
-        ]
+    def log(column: str, values: list) -> None:
+        if len(values) != len(logged):
+            raise UserError(
+                f"reward `{reward.name}` logged {len(values)} values of `{column}` for {len(logged)} completions"
+            )
+        for row, value in zip(logged, values, strict=True):
+            row[column] = value
 
-    def show(self, rewards: Sequence[BuiltReward], scores: Mapping[str, list], rows: Rows) -> None:
-        """Print every row with its scores and what was said of each."""
-        for index, (number, row) in enumerate(rows):
-            say(f"row {number}: {_excerpt(row['completion'])}")
-            for reward in rewards:
-                score = scores[reward.name][index]
-                said = self._said[reward.name].get(number, {})
-                prefix = f"{reward.name}/"
-                terms = [f"{key.removeprefix(prefix)} {_told(value)}" for key, value in said.items() if value != ""]
-                shown = "no score" if score is None else f"{score:g}"
-                say(f"  {reward.name} {shown}: {', '.join(terms) or 'it gives no reason'}")
+    return {key: log for key in ("log_extra", "log_reason") if _takes(reward.unbound, key)}
 
 
 def _takes(function: Callable[..., Any], keyword: str) -> bool:
     try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin that does not tell
+        inspect.signature(function).bind_partial(**{keyword: None})
+    except (TypeError, ValueError):  # a ValueError: a builtin without a signature
         return False
-    return keyword in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return True
 
 
-def _told(value: Any) -> str:
-    if value is None or isinstance(value, float):
-        return "none" if value is None else f"{value:g}"
-    text = str(value)
-    return f"`{visible(text if len(text) <= _TOLD_CHARS else text[:_TOLD_CHARS] + '…')}`"
-
-
-def _json_value(value: Any) -> Any:
-    """What a reward logged, which may be anything: text where JSON has no word for it."""
-    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
-
-
-def _call(reward: BuiltReward, batch: Mapping[str, Any], numbers: Sequence[int]) -> list[float | None]:
-    """Call a reward, which may be anyone's, and return its scores, checked; `numbers` names the rows in complaints."""
-    if problem := _mismatch(reward.function, batch):
+def _call(reward: BuiltReward, batch: Mapping[str, Any], rows: Sequence[Row]) -> list[float | None]:
+    """Call a reward, which may be somebody else's, and return its checked scores, one per row."""
+    try:
+        with suppress(ValueError):  # a builtin without a signature
+            inspect.signature(reward.function).bind(**batch)
+    except TypeError as error:
         takes = "a reward takes prompts, completions and, by name, the columns it needs and **columns for the others"
-        raise CommandError(f"reward `{reward.name}` can't be called ({problem}): {takes}")
+        raise UserError(f"reward `{reward.name}` can't be called ({error}): {takes}") from error
     try:
         scores = reward.function(**batch)
         scores = asyncio.run(scores) if inspect.iscoroutine(scores) else scores
     except Exception as error:
-        raise CommandError(_failure(reward.name, error)) from error
+        raise UserError(_failure(reward.name, error)) from error
     try:
-        scores = listed_scores(reward.name, scores, len(numbers))
+        scores = listed_scores(reward.name, scores, len(rows))
     except ValueError as error:
-        raise CommandError(str(error)) from error
-    return [_checked_score(reward.name, score, number) for score, number in zip(scores, numbers, strict=True)]
+        raise UserError(str(error)) from error
+    return [_checked_score(reward.name, score, row.number) for score, row in zip(scores, rows, strict=True)]
 
 
-def _mismatch(function: Callable[..., Any], batch: Mapping[str, Any]) -> str | None:
-    try:
-        inspect.signature(function).bind(**batch)
-    except ValueError:  # a builtin that does not tell
-        return None
-    except TypeError as error:
-        return str(error)
-    return None
+def _failure(name: str, error: Exception) -> str:
+    """Return one sentence about a reward that raised: the text of our own error, or another's with its place."""
+    text = one_line(error).rstrip(".")
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    if isinstance(error, ValueError) and Path(frame.filename).parent == Path(__file__).parent:
+        return text
+    return f"reward `{name}` raised {type(error).__name__}: {text or '(no message)'} ({frame.filename}, line {frame.lineno})"
 
 
 def _checked_score(name: str, score: Any, number: int) -> float | None:
@@ -316,21 +313,59 @@ def _checked_score(name: str, score: Any, number: int) -> float | None:
     except (TypeError, ValueError):
         value = math.nan
     if not math.isfinite(value):
-        raise CommandError(f"reward `{name}` returned {score!r} for row {number}: a score is a finite number, or None")
+        raise UserError(f"reward `{name}` returned {score!r} for row {number}: a score is a finite number, or None")
     return value
 
 
-def _failure(name: str, error: Exception) -> str:
-    """Return one sentence on a reward that raised: what our own say, or the error and where it was raised."""
-    said = one_line(error).rstrip(".")
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    if isinstance(error, ValueError) and Path(frame.filename).parent == Path(__file__).parent:
-        return said
-    return f"reward `{name}` raised {type(error).__name__}: {said or '(no message)'} ({frame.filename}, line {frame.lineno})"
+def _why_unscorable(reward: BuiltReward, row: Row, gold_column: str) -> str:
+    own = reward.declared.gold_column
+    if own is None:
+        return "it returned None for each"
+    column = gold_column if own == "answer" else own
+    return f"no gold in `{column}` can be read (row {row.number}: {_excerpt(str(row.columns.get(column)), 60)!r})"
 
 
-def _summary(reward: BuiltReward, column: Sequence[float | None], rows: Rows) -> dict[str, Any]:
-    """What a reward paid a file of completions, ready for JSON."""
+# --- Output of score ---
+
+
+def _explanations(scores: Scores, logged: Logged, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return every row with its scores and the logged values, ready for JSON."""
+    explained = []
+    for index, row in enumerate(rows):
+        reasons: dict[str, dict[str, Any]] = {}
+        for name, values in logged.items():
+            reasons[name] = {column: _json_value(value) for column, value in values[index].items()}
+        pay = {name: column[index] for name, column in scores.items()}
+        explained.append({"row": row.number, "pay": pay, "said": reasons})
+    return explained
+
+
+def _json_value(value: Any) -> Any:
+    """Return a logged value, which may be anything: as text if JSON cannot hold it."""
+    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
+
+
+def _show_explanations(scores: Scores, logged: Logged, rows: Sequence[Row]) -> None:
+    for index, row in enumerate(rows):
+        say(f"row {row.number}: {_excerpt(row.columns['completion'])}")
+        for name, column in scores.items():
+            terms = []
+            for key, value in logged[name][index].items():
+                if value != "":
+                    terms.append(f"{key.removeprefix(f'{name}/')} {_shown(value)}")
+            score = column[index]
+            shown = "no score" if score is None else f"{score:g}"
+            say(f"  {name} {shown}: {', '.join(terms) or 'it gives no reason'}")
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    return f"{value:g}" if isinstance(value, float) else f"`{visible(shortened(str(value), _LOGGED_CHARS))}`"
+
+
+def _summary(reward: BuiltReward, column: Sequence[float | None], rows: Sequence[Row]) -> dict[str, Any]:
+    """Return statistics and examples of a reward's scores, ready for JSON."""
     scored = sorted((score, index) for index, score in enumerate(column) if score is not None)
     summary: dict[str, Any] = {"rows": len(column), "unscorable": len(column) - len(scored)}
     if not scored:
@@ -339,217 +374,211 @@ def _summary(reward: BuiltReward, column: Sequence[float | None], rows: Rows) ->
     summary |= {"mean": statistics.fmean(values), "standard_deviation": statistics.pstdev(values)}
     summary["histogram"] = [{"pay": label, "share": share, "rows": count} for label, share, count in _histogram(values)]
     for title, examples in (("worst", scored[:_EXAMPLES]), ("best", scored[: -_EXAMPLES - 1 : -1])):
-        summary[title] = [
-            {"row": rows[index][0], "pay": score, "completion": _excerpt(rows[index][1]["completion"])}
-            for score, index in examples
-        ]
-    if note := reward.declared.unparsed_note([row["completion"] for _, row in rows]):
+        summary[title] = []
+        for score, index in examples:
+            excerpt = _excerpt(rows[index].columns["completion"])
+            summary[title].append({"row": rows[index].number, "pay": score, "completion": excerpt})
+    if note := reward.declared.unparsed_note([row.columns["completion"] for row in rows]):
         summary["note"] = note
     return summary
 
 
+def _histogram(values: Sequence[float]) -> Iterator[tuple[str, float, int]]:
+    """Yield the label, share and count of each bar for values in ascending order."""
+    counts = Counter(values)
+    if len(counts) <= _BINS:
+        for value, count in counts.items():
+            yield f"{value:g}", count / len(values), count
+        return
+    low, width = values[0], (values[-1] - values[0]) / _BINS
+    bins = Counter(min(int((value - low) / width), _BINS - 1) for value in values)
+    for i in range(_BINS):
+        yield f"{low + i * width:.3g} … {low + (i + 1) * width:.3g}", bins[i] / len(values), bins[i]
+
+
 def _described(name: str, summary: Mapping[str, Any]) -> Iterator[Part]:
-    """The same for the terminal: what share of the rows earned what, and the worst and best of them."""
+    """Yield a summary for the terminal: the histogram, and the worst and best rows."""
     yield ""
     yield Cell(f"{name}: {summary['rows']} rows, {summary['unscorable']} unscorable", "head")
     if "mean" not in summary:
         return
     yield f"  mean {summary['mean']:.4f}, standard deviation {summary['standard_deviation']:.4f}"
-    bars = [
-        (bar["pay"], "█" * round(40 * bar["share"]), f"{bar['rows']:,}", f"{bar['share']:.1%}")
-        for bar in summary["histogram"]
-    ]
+    bars = []
+    for bar in summary["histogram"]:
+        bars.append((bar["pay"], "█" * round(40 * bar["share"]), f"{bar['rows']:,}", f"{bar['share']:.1%}"))
     yield Table(bars, ("pay", "", "rows", "share"), frozenset({0, 2, 3}))
-    yield Table(
-        [
-            (f"{title}: row {one['row']}, {one['pay']:g}: {one['completion']}",)
-            for title in ("worst", "best")
-            for one in summary[title]
-        ]
-    )
+    examples = []
+    for title in ("worst", "best"):
+        for example in summary[title]:
+            examples.append((f"{title}: row {example['row']}, {example['pay']:g}: {example['completion']}",))
+    yield Table(examples)
     if "note" in summary:
         yield f"  {summary['note']}"
 
 
-def _histogram(values: Sequence[float], bins: int = 8) -> Iterator[tuple[str, float, int]]:
-    """Yield the label, share and count of each bar for values in ascending order."""
-    counts = Counter(values)
-    if len(counts) <= bins:
-        for value, count in counts.items():
-            yield f"{value:g}", count / len(values), count
-        return
-    low, width = values[0], (values[-1] - values[0]) / bins
-    for i in range(bins):
-        count = sum(min(int((value - low) / width), bins - 1) == i for value in values)
-        yield f"{low + i * width:.3g} … {low + (i + 1) * width:.3g}", count / len(values), count
-
-
 def _excerpt(completion: Any, length: int = 90) -> str:
+    """Return the end of a completion on one line: the answer is there."""
     text = one_line(completion_text(completion))
     return visible(text if len(text) <= length else f"…{text[-length:]}")
 
 
+# --- check ---
+
+
 def _check(options: argparse.Namespace) -> int:
-    reward, full = _judge(options.reward)
+    reward, full = _gold_reward(options.reward)
     function: Any = reward.function
     gold_column = options.gold_column or function.gold_column
     rows, complaints = _read(options.file, gold_column)
-    unscorable, underpaid = [], []
-    for numbers, chunk in _chunks(rows, _CHUNK_ROWS, "checking"):
-        golds = [row[gold_column] for row in chunk]
-        columns = {key for row in chunk for key in row} - {"prompts", "completions"}
-        batch = {column: [row.get(column) for row in chunk] for column in columns}
+    unscorable, below = [], []
+    for chunk in _chunks(rows, _CHUNK_ROWS, "checking"):
+        batch = _columns(chunk, _column_names(chunk) - {"prompts", "completions"})
+        golds = batch[gold_column]
         batch |= {function.gold_column: golds, "prompts": golds}
-        logged: dict[str, list] = {}  # each gold as the reward reads it
-        _call(reward, {**batch, "completions": [""] * len(chunk), "log_extra": logged.__setitem__}, numbers)
-        batch["completions"] = [_right_completion(function, answer) for answer in logged[f"{function.prefix}gold"]]
-        for number, gold, score in zip(numbers, golds, _call(reward, batch, numbers), strict=True):
+        read: dict[str, list] = {}  # the golds as the reward reads them
+        _call(reward, {**batch, "completions": [""] * len(chunk), "log_extra": read.__setitem__}, chunk)
+        batch["completions"] = [_right_completion(function, answer) for answer in read[f"{function.prefix}gold"]]
+        for row, gold, score in zip(chunk, golds, _call(reward, batch, chunk), strict=True):
+            line = f"row {row.number}: {_excerpt(str(gold))}"
             if score is None:
-                unscorable.append(f"row {number}: {_excerpt(str(gold))}")
+                unscorable.append(line)
             elif score != full:
-                underpaid.append(f"row {number}: {_excerpt(str(gold))}")
-    say(f"{options.file}: {len(rows)} golds, {len(rows) - len(unscorable) - len(underpaid)} earn full pay ({full:g})")
-    for title, listed in (("can't be scored", unscorable), ("earn less than full pay", underpaid)):
+                below.append(line)
+    say(f"{options.file}: {len(rows)} golds, {len(rows) - len(unscorable) - len(below)} earn full pay ({full:g})")
+    for title, listed in (("can't be scored", unscorable), ("earn less than full pay", below)):
         if listed:
             say(f"{len(listed)} {title}:")
-        for line in _shortened(listed):
+        for line in _first_lines(listed):
             say(f"  {line}")
     if len(unscorable) == len(rows):
         complaints.append(f"none of {len(rows)} golds in `{gold_column}` can be read")
-    return max(_complain(options.file, complaints), int(bool(unscorable or underpaid)))
+    return max(_complain(options.file, complaints), int(bool(unscorable or below)))
 
 
-def _judge(text: str) -> tuple[BuiltReward, float]:
-    """The reward of a spec that reads golds, inside a gate or a sum too, and its full pay."""
+def _gold_reward(text: str) -> tuple[BuiltReward, float]:
+    """Return the reward of a spec that reads golds, also inside a gate or a sum, and its largest score."""
     built = build_rewards([_spec(text)])
     for reward in leaves(built):
         has_gold = reward.declared.gold_column is not None and bool(reward.declared.columns_read)
         if reward.kind == "correctness" and has_gold and reward.highest_pay is not None:
             return reward, reward.highest_pay
-    raise CommandError(f"check needs a correctness reward, and `{built[0].name}` compares with no gold")
+    raise UserError(f"check needs a correctness reward, and `{built[0].name}` compares with no gold")
 
 
 def _right_completion(reward: Any, answer: str | None) -> str:
-    """A completion that states `answer` wherever `reward` may look for it."""
+    """Return a completion that states `answer` in every place where `reward` may look for it."""
     thinking, tag = f"<{reward.tags[0]}>\n…\n</{reward.tags[0]}>\n", reward.tags[1]
     if reward.extract == "whole":
         return f"{thinking}{answer}"
     return f"{thinking}\\boxed{{{answer}}}\nThe answer is {answer}.\nA: {answer}\n#### {answer}\n<{tag}>\n{answer}\n</{tag}>"
 
 
-def _convert_internlm2(options: argparse.Namespace) -> int:
-    try:
-        from grpo_rewards.internlm2 import CheckpointError, convert
-    except ImportError as error:
-        needs = error.name if isinstance(error, ModuleNotFoundError) else f"another version ({error})"
-        raise CommandError(f"convert-internlm2 needs {needs}: pip install 'grpo-rewards[models]'") from error
-    try:
-        folder = convert(options.source, options.target, allow_pickle=options.allow_pickle)
-    except (CheckpointError, OSError) as error:
-        raise CommandError(str(error)) from error
-    say(f"wrote {folder}: transformers, vLLM and TRL's reward_funcs load it as it is")
-    return 0
+# --- Files of rows ---
 
 
-def _read(path: Path, needed: str, optional: str = "") -> tuple[Rows, list[str]]:
-    """Return the usable rows of a file, and a complaint about each other one by its number.
+def _read(path: Path, needed: str, optional: str = "") -> tuple[list[Row], list[str]]:
+    """Return the usable rows of a file, and a complaint with its number about each other row.
 
-    Every row needs the column `needed`, and `optional` too as soon as one row has it.
+    Every row needs the column `needed`. If one row has the column `optional`, every row needs it.
     """
     if not path.is_file():
-        raise CommandError(f"{path} is not a file")
+        raise UserError(f"{path} is not a file")
     read = _parquet_rows if path.suffix == ".parquet" else _jsonl_rows
     try:
         numbered = list(read(path))
     except OSError as error:
-        raise CommandError(f"{path} can't be read ({error.strerror or error})") from error
-    also = any(isinstance(row, dict) and optional in row for _, row in numbered)
-    rows: Rows = []
-    complaints = []
+        raise UserError(f"{path} can't be read ({error.strerror or error})") from error
+    columns = [needed]
+    if any(optional in row for _, row in numbered if isinstance(row, dict)):
+        columns.append(optional)
+    rows, complaints = [], []
     for number, row in numbered:
-        problem = row if isinstance(row, str) else _problem(row, (needed, optional) if also else (needed,))
-        if problem:
-            complaints.append(f"row {number}: {problem}")
+        problem = row if isinstance(row, str) else _problem(row, columns)
+        if isinstance(row, dict) and problem is None:
+            rows.append(Row(number, row))
         else:
-            rows.append((number, row))
+            complaints.append(f"row {number}: {problem}")
     if not rows:
         hint = f" ({complaints[0]})" if complaints else ""
-        raise CommandError(f"{path} has no row that can be used{hint}")
+        raise UserError(f"{path} has no row that can be used{hint}")
     return rows, complaints
 
 
 def _problem(row: dict[str, Any], needed: Sequence[str]) -> str | None:
-    missing = [column for column in needed if column not in row]
-    if missing:
-        return f"no `{missing[0]}`; it has {', '.join(f'`{key}`' for key in row) or 'nothing'}"
+    for column in needed:
+        if column not in row:
+            return f"no `{column}`; it has {', '.join(f'`{key}`' for key in row) or 'nothing'}"
     if "completion" in needed and not isinstance(row["completion"], (str, list)):
         return "`completion` is neither a string nor a list of messages"
     return None
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Yield the number of each line with its row, or with a complaint about it."""
     with path.open("rb") as lines:
         for number, line in enumerate(iter(lambda: lines.readline(LINE_BYTES), b""), 1):
             if len(line) == LINE_BYTES:
-                raise CommandError(f"{path} has a line of {LINE_BYTES:,} bytes or more: correct the file")
+                raise UserError(f"{path} has a line of {LINE_BYTES:,} bytes or more: correct the file")
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
                 yield number, row if isinstance(row, dict) else f"a {type(row).__name__}, not an object"
             except (ValueError, RecursionError) as error:
-                yield number, f"not JSON ({error})"  # a string stands for its complaint
+                yield number, f"not JSON ({error})"
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     parquet = _pyarrow("pyarrow.parquet")
     try:
         batches = parquet.ParquetFile(path).iter_batches()
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
     except (OSError, ValueError) as error:
-        raise CommandError(f"{path} is not a Parquet file, or is damaged ({' '.join(str(error).split())})") from error
+        raise UserError(f"{path} is not a Parquet file, or is damaged ({one_line(error)})") from error
 
 
-def _write(path: Path, rows: Sequence[dict]) -> None:
-    parquet = path.suffix == ".parquet" and _pyarrow("pyarrow.parquet")
+def _write_scores(path: Path, scores: Scores, rows: Sequence[Row]) -> None:
+    scored = []
+    for index, row in enumerate(rows):
+        scored.append({**row.columns, **{name: column[index] for name, column in scores.items()}})
+    parquet = _pyarrow("pyarrow.parquet") if path.suffix == ".parquet" else None
     try:
         with replacing(path.resolve()) as part:
             if parquet:
-                parquet.write_table(_pyarrow("pyarrow").Table.from_pylist(list(rows)), part)
+                parquet.write_table(_pyarrow("pyarrow").Table.from_pylist(scored), part)
             else:
-                part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+                part.write_text("".join(json.dumps(row) + "\n" for row in scored), encoding="utf-8")
     except (OSError, TypeError, ValueError) as error:  # a full disk; a date in JSON; a column of two types in Parquet
-        raise CommandError(f"--out {path} can't be written ({' '.join(str(error).split())})") from error
+        raise UserError(f"--out {path} can't be written ({one_line(error)})") from error
 
 
 def _pyarrow(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise CommandError("Parquet files need pyarrow: pip install 'grpo-rewards[parquet]'") from error
+        raise UserError("Parquet files need pyarrow: pip install 'grpo-rewards[parquet]'") from error
 
 
 def _complain(path: Path, complaints: Sequence[str]) -> int:
-    for line in _shortened(complaints):
+    for line in _first_lines(complaints):
         say_error(f"{path}: {line}")
     return int(bool(complaints))
 
 
-def _shortened(lines: Sequence[str], most: int = 20) -> list[str]:
-    more = [f"… and {len(lines) - most} more"] if len(lines) > most else []
-    return [*lines[:most], *more]
+def _first_lines(lines: Sequence[str]) -> list[str]:
+    if len(lines) <= _MOST_LINES:
+        return list(lines)
+    return [*lines[:_MOST_LINES], f"… and {len(lines) - _MOST_LINES} more"]
 
 
-def _chunks(rows: Rows, size: int, label: str) -> Iterator[tuple[list[int], list[dict[str, Any]]]]:
-    """Yield the numbers and the rows of `size` rows at a time, and draw a bar on a terminal."""
-    starts = range(0, len(rows), size)
-    for done, start in enumerate(starts, 1):
-        chunk = rows[start : start + size]
-        yield [number for number, _ in chunk], [row for _, row in chunk]
+def _chunks(rows: Sequence[Row], size: int, label: str) -> Iterator[Sequence[Row]]:
+    """Yield `size` rows at a time, and draw a progress bar on a terminal."""
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]
+        done = min(start + size, len(rows)) / len(rows)
         if sys.stderr.isatty():
-            bar = "█" * (30 * done // len(starts))
-            end = "\n" if done == len(starts) else ""
-            sys.stderr.write(f"\r{label} {bar:30} {done / len(starts):4.0%}{end}")
+            end = "\n" if done == 1 else ""
+            sys.stderr.write(f"\r{label} {'█' * int(30 * done):30} {done:4.0%}{end}")
             sys.stderr.flush()
 
 

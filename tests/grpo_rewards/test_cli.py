@@ -1,4 +1,4 @@
-"""The command line, as a user types it."""
+"""The command `grpo-rewards` as a user types it."""
 
 import json
 import sys
@@ -41,7 +41,7 @@ def test_list_shows_every_reward_with_its_pay_table(capsys):
     assert "character for character | 2 (`pay_exact`)" in output
 
 
-def test_score_reports_and_writes_one_column_per_reward(rows, tmp_path, capsys):
+def test_score_summarises_and_writes_one_column_per_reward(rows, tmp_path, capsys):
     out = tmp_path / "scored.jsonl"
     spec = "{name: gsm8k_correctness, alias: strict, kwargs: {pay_exact: 3}}"
     assert main(["score", rows, "--reward", spec, "--reward", "tag_count", "--out", str(out)]) == 0
@@ -59,13 +59,13 @@ def test_score_reports_and_writes_one_column_per_reward(rows, tmp_path, capsys):
 def test_score_prints_json(rows, tmp_path, capsys):
     out = str(tmp_path / "scored.jsonl")
     assert main(["score", rows, "--reward", "gsm8k_correctness", "--json", "--explain", "--out", out]) == 0
-    said = json.loads(capsys.readouterr().out)
-    paid = said["rewards"]["gsm8k_correctness"]
-    assert (paid["rows"], paid["unscorable"], paid["mean"], paid["standard_deviation"]) == (3, 1, 1.0, 1.0)
-    assert paid["histogram"] == [{"pay": "0", "share": 0.5, "rows": 1}, {"pay": "2", "share": 0.5, "rows": 1}]
-    assert [one["row"] for one in paid["worst"] + paid["best"]] == [2, 1, 1, 2]
-    assert [row["pay"]["gsm8k_correctness"] for row in said["explained"]] == [2.0, 0.0, None]
-    assert said["explained"][0]["said"]["gsm8k_correctness"]["verdict"] == "exact"
+    result = json.loads(capsys.readouterr().out)
+    summary = result["rewards"]["gsm8k_correctness"]
+    assert (summary["rows"], summary["unscorable"], summary["mean"], summary["standard_deviation"]) == (3, 1, 1.0, 1.0)
+    assert summary["histogram"] == [{"pay": "0", "share": 0.5, "rows": 1}, {"pay": "2", "share": 0.5, "rows": 1}]
+    assert [one["row"] for one in summary["worst"] + summary["best"]] == [2, 1, 1, 2]
+    assert [row["pay"]["gsm8k_correctness"] for row in result["explained"]] == [2.0, 0.0, None]
+    assert result["explained"][0]["said"]["gsm8k_correctness"]["verdict"] == "exact"
 
 
 def test_a_malformed_line_is_named_and_the_rest_is_scored(tmp_path, capsys):
@@ -82,7 +82,7 @@ def test_a_malformed_line_is_named_and_the_rest_is_scored(tmp_path, capsys):
         assert message in captured.err
 
 
-def test_another_gold_column_wins_over_one_named_answer(tmp_path, capsys):
+def test_the_given_gold_column_replaces_one_named_answer(tmp_path, capsys):
     path = write(tmp_path / "rows.jsonl", [{"completion": RIGHT, "answer": "a distractor", "solution": "#### 18"}])
     assert main(["score", path, "--reward", "gsm8k_correctness", "--gold-column", "solution"]) == 0
     assert "mean 2.0000" in capsys.readouterr().out
@@ -95,7 +95,7 @@ def test_a_format_reward_needs_no_gold(tmp_path, capsys):
     assert "needs the dataset column `answer`" in capsys.readouterr().err
 
 
-def test_groups_meet_in_one_call(tmp_path, capsys):
+def test_a_group_is_scored_in_one_call(tmp_path, capsys):
     path = write(tmp_path / "rows.jsonl", [{"completion": RIGHT + " " * n, "answer": "18"} for n in (0, 1, 3, 2)])
     assert (
         main(["score", path, "--reward", "group_length", "--num-generations", "2", "--out", f"{tmp_path}/o.jsonl"]) == 0
@@ -149,7 +149,7 @@ def test_bad_usage_is_one_line_and_exit_code_2(rows, arguments, message, capsys)
     assert error.count("\n") == 1
 
 
-def test_check_lists_what_cannot_be_scored(tmp_path, capsys):
+def test_check_lists_golds_that_cannot_be_scored(tmp_path, capsys):
     golds = ["Steps.\n#### 65,960", "18", "\\frac{1}{2}", "", "She sold 24 clips in May and 48 in April."]
     path = write(tmp_path / "golds.jsonl", [{"answer": gold} for gold in golds])
     for extract in ("answer_tag", "hashes", "boxed", "a_line", "sentence", "auto"):
@@ -219,7 +219,7 @@ FORMATS = {
 
 
 def explained(path, capsys, *specs, **options):
-    """The lines of `score --explain`, by (row, reward)."""
+    """Return the lines of `score --explain`, by (row, reward)."""
     given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     assert main(["score", path, "--explain", *given, *(word for spec in specs for word in ("--reward", spec))]) == 0
     lines, row = {}, 0
@@ -227,12 +227,12 @@ def explained(path, capsys, *specs, **options):
         if line.startswith("row "):
             row = int(line[4:].partition(":")[0])
         else:
-            name, _, said = line[2:].partition(" ")
-            lines[row, name] = said
+            name, _, reason = line[2:].partition(" ")
+            lines[row, name] = reason
     return lines
 
 
-def test_explain_says_why_a_row_earned_what_it_did(tmp_path, capsys):
+def test_explain_prints_the_reason_for_each_score(tmp_path, capsys):
     rows = [{"completion": FORMED, "answer": "18"}, {"completion": SHOUTED, "answer": "18"}]
     path = write(tmp_path / "rows.jsonl", rows)
     gate = "{name: gate, reward: {name: gsm8k_correctness, weight: 2}, only_if: tag_count, at_least: 1}"
@@ -240,7 +240,7 @@ def test_explain_says_why_a_row_earned_what_it_did(tmp_path, capsys):
         path, capsys, "gsm8k_correctness", "repetition", "group_length", gate, *FORMATS, num_generations=2
     )
     assert lines[1, "gsm8k_correctness"] == "1.5: extracted `$18.00`, gold `18`, verdict `equal`"
-    # What a terminal would obey is shown instead.
+    # Control characters are escaped.
     assert lines[2, "gsm8k_correctness"] == "0: extracted `\\x1b[31m17\\x07\\u202e`, gold `18`, verdict `wrong`"
     for name, fault in FORMATS.items():
         assert lines[1, name].endswith("reason `no fault`")
@@ -273,7 +273,7 @@ def test_explain_without_a_reason_or_a_score(tmp_path, capsys, monkeypatch):
     assert lines[2, "sum"].endswith("reason `1 * gsm8k_correctness + 0.5 * tag_count`")
 
 
-def test_an_excerpt_holds_no_control_character(tmp_path, capsys):
+def test_an_excerpt_contains_no_control_character(tmp_path, capsys):
     path = write(tmp_path / "rows.jsonl", [{"completion": SHOUTED, "answer": "18"}])
     assert main(["score", path, "--reward", "tag_count"]) == 0
     output = capsys.readouterr().out

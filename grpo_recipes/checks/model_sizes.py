@@ -1,7 +1,6 @@
-"""The sizes in a model's config.json, checked before transformers builds a configuration or a model with them.
+"""Check of the sizes in a model's config.json, before transformers builds a configuration or a model with them.
 
-transformers compares types and no magnitudes: with ten million layers it builds modules, even without storage, for
-hours.
+transformers compares types and no magnitudes. With ten million layers it builds modules for hours, even without storage.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Allowed:
-    """Values that a size may have: integers from 1 to `most`.
+    """Integers from 1 to `most` that a size may have.
 
     Attributes:
-        most: several times the largest value of a published model.
-        optional: True if null or 0 stands for "none", or for a value that follows from others.
-        per_layer: True if a list may give one value a layer.
+        most: Several times the largest value of a published model.
+        optional: True if null or 0 is allowed, which stands for "none" or for a value that follows from others.
+        per_layer: True if a list with one value per layer is allowed.
     """
 
     most: int
@@ -35,7 +34,7 @@ class Allowed:
     per_layer: bool = False
 
     def holds(self, value: Any) -> bool:
-        """Return True if a size may have `value`."""
+        """Return True if a size of a language model may have `value`."""
         if isinstance(value, list):
             return self.per_layer and len(value) <= LAYERS and all(self._holds_number(item) for item in value)
         return self.optional if value is None else self._holds_number(value)
@@ -44,7 +43,7 @@ class Allowed:
         return type(value) is int and (0 if self.optional else 1) <= value <= self.most
 
     def is_within(self, value: Any) -> bool:
-        """Return True unless `value` is, or holds, a number above `most`: for parts other than the language model."""
+        """Return True unless `value` is or holds a number above `most`. Other parts use these keys with other meanings."""
         numbers = value if isinstance(value, list) else [value]
         return len(numbers) <= LAYERS and not any(isinstance(one, (int, float)) and one > self.most for one in numbers)
 
@@ -65,56 +64,49 @@ SIZES: Mapping[str, Allowed] = {
     "n_routed_experts": Allowed(2**16, optional=True),
     "max_position_embeddings": Allowed(2**27, optional=True),
 }
-"""Sizes by their names in transformers. An architecture's own names for them are its `attribute_map`."""
+"""Allowed sizes by their names in transformers. The `attribute_map` of an architecture holds its own names."""
 
 TEXT_CONFIGS = ("text_config", "decoder")
-"""Keys of the language model's sizes in the configuration of a model that reads images or speech too."""
+"""Keys of the language model in the configuration of a model that also reads images or speech."""
 
-# A model whose weights have 4 bits stores 2 of them in a byte, one of 1 bit 8.
+# A byte holds 2 weights of 4 bits, and 8 weights of 1 bit.
 _WEIGHTS_PER_BYTE = 8
 
 
-class SizeError(UserError):
-    """A model's configuration with a size that no model has; the message names file, key and value."""
-
-
 def check_model_sizes(name: str, revision: str = "main", *, local_only: bool = True) -> None:
-    """Raise if the configuration of a model has a size that no model has, or that its weights can't hold.
+    """Raise `UserError` if the configuration of a model has an impossible size, or one too large for its weights.
 
     Args:
-        name: a model's folder, its config.json, or its name on the hub. An adapter's folder without config.json passes.
-        revision: the version on the hub.
-        local_only: True to look into the hub's cache only.
-
-    Raises:
-        SizeError: a size is no number that a model has, or is too large for the weights.
-        RunError: the file can't be read as JSON.
+        name: Path of a model's folder or of its config.json, or its name on the hub. Where there is no configuration, as
+            in the folder of an adapter, nothing is checked.
+        revision: Version on the hub.
+        local_only: True to look only into the hub's cache.
     """
     path = _config_file(name, revision, local_only=local_only)
-    if path is None:  # loading the model says what is missing
+    if path is None:  # loading the model reports what is missing
         return
     config = read_object(path, {}, "copy or download it again")
     for part in _parts(config):
         for key, allowed in part.sizes():
             value = part.values[key]
             if not (allowed.holds(value) if part.is_language_model else allowed.is_within(value)):
-                raise SizeError(
+                raise UserError(
                     f"{path}: `{part.prefix}{key}` is {shortened(json.dumps(value))}, and a size of a model is a whole "
                     f"number from 1 to {allowed.most:,}: correct it, or copy or download the file again"
                 )
-    # The weights beside an adapter's own copy of its base's config.json are the adapter's.
+    # An adapter's folder may hold a copy of its base's config.json, and only the adapter's weights.
     if path != Path(name) and not (path.parent / ADAPTER_CONFIG).exists():
         _check_against_weights(path, config)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One object of a configuration.
+    """Object in a configuration.
 
     Attributes:
-        values: its keys.
-        prefix: the keys that lead to it, each followed by a dot.
-        is_language_model: True if its sizes must all be possible; otherwise they must not be too large.
+        values: Content of the object.
+        prefix: Keys that lead to the object, each followed by a dot.
+        is_language_model: True if every size must be possible. In other parts a size must only not be too large.
     """
 
     values: Mapping[str, Any]
@@ -122,7 +114,7 @@ class _Part:
     is_language_model: bool
 
     def sizes(self) -> Iterator[tuple[str, Allowed]]:
-        """Yield the sizes that this part gives, each under the part's own name for it, with the allowed values."""
+        """Yield the key of each size in this part, as the part names it, with the allowed values."""
         own_names = _own_names(self.values.get("model_type"))
         for name, allowed in SIZES.items():
             for key in {name, own_names.get(name, name)}:
@@ -130,7 +122,7 @@ class _Part:
                     yield key, allowed
 
     def size(self, name: str) -> int:
-        """Return a size by its name in transformers: the largest if there is one for each layer, 0 if none is given."""
+        """Return a size by its name in transformers: the largest of several layers, or 0 if there is none."""
         own_names = _own_names(self.values.get("model_type"))
         value = self.values.get(name, self.values.get(own_names.get(name, name)))
         return max(value, default=0) if isinstance(value, list) else value or 0
@@ -149,7 +141,7 @@ def _parts(config: Mapping[str, Any]) -> Iterator[_Part]:
 
 
 def _own_names(model_type: Any) -> Mapping[str, str]:
-    """Return an architecture's own names for sizes, none if transformers does not know the architecture."""
+    """Return an architecture's own names for sizes, or {} if transformers does not know the architecture."""
     from transformers import CONFIG_MAPPING  # takes seconds
 
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
@@ -172,14 +164,14 @@ def _config_file(name: str, revision: str, *, local_only: bool) -> Path | None:
 
 
 def _check_against_weights(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise `SizeError` if a matrix of a model would have more weights than all of the files beside its configuration."""
+    """Raise `UserError` if one matrix would have more weights than all the files beside the configuration can hold."""
     try:
         held = sum(file.stat().st_size for file in weight_files(path.parent)) * _WEIGHTS_PER_BYTE
-    except (RunError, OSError):  # loading them says what is wrong
+    except (RunError, OSError):  # loading the weights reports what is wrong
         return
     (part, *_) = [part for part in _parts(config) if part.is_language_model] or [_Part(config, "", True)]
     hidden = part.size("hidden_size")
-    # Each layer has a norm at least, and each expert a row of its router.
+    # Each layer has at least a norm, and each expert a row of its router.
     rows_of = (
         "vocab_size",
         "num_hidden_layers",
@@ -192,7 +184,7 @@ def _check_against_weights(path: Path, config: Mapping[str, Any]) -> None:
     matrices["head_dim"] = part.size("head_dim") * part.size("num_attention_heads")
     for name, rows in matrices.items():
         if rows * hidden > held:
-            raise SizeError(
+            raise UserError(
                 f"{path}: `{part.prefix}hidden_size` {hidden:,} and `{name}` {part.size(name):,} are more than the weights "
                 "beside it can hold: correct them, or copy or download the folder again"
             )

@@ -1,46 +1,76 @@
-"""The policy's tokenizer, and whether its chat template ends a turn where generation stops."""
+"""The policy's tokenizer: loaded after a trial within limits, and checked for a chat template that ends each turn.
+
+Tokenizer and chat template come with a model, perhaps from a stranger. A template is a program with loops, and a
+tokenizer's regular expressions may backtrack for hours. A bounded child process therefore renders and encodes the first
+prompts and the longest ones. A tokenizer that passes is trusted on all prompts. docs/security.md lists what remains
+unbounded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from grpo_recipes.checks import model_sizes, rehearsal
+from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.data.hub import hub_answers, is_missing
+from grpo_recipes.data.prompts import rendered
+from grpo_recipes.data.tables import BATCH
+from grpo_recipes.process.bounded_child import Announce, CallStopped, Limits, bounded_call
 from grpo_recipes.recipe.recipe import Recipe, RecipeError
 from grpo_recipes.runs.weights import adapter_config, tokenizer_source
-from grpo_rewards.errors import one_line
+from grpo_rewards.errors import UserError, one_line
 
+Load = Callable[[], PreTrainedTokenizerBase]
+
+LIMITS = Limits(cpu_seconds=8, wall_seconds=15, memory_bytes=1 << 30)
+"""Limits of the child. A tokenizer of 262,000 tokens and 500,000 merges takes 3 s and less than 0.5 GiB."""
+
+FIRST, LONGEST = 8, 8
+"""Number of prompts from the head of the dataset, and of the longest ones, that are tried."""
+
+CHARACTERS = 100_000
+"""Number of characters of a message, or of a prompt that is text, that are tried."""
+
+# A template or tokenizer within the limits that is slower than this would still take hours for a whole dataset.
+SECONDS_PER_PROMPT = 0.05
+CHARACTERS_PER_SECOND = 20_000
+
+_LOADING, _RENDERING, _ENCODING = "loading", "rendering", "encoding"
 _MARK = "grpo-recipes"
 
 
 class TokenizerUnavailable(RecipeError):
-    """A tokenizer that is not there, or can't be read."""
+    """Error for a tokenizer that is missing or can't be read."""
 
 
 def load_tokenizer(
     recipe: Recipe, dataset: datasets.Dataset | None = None, *, local_only: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Return the policy's tokenizer, padding on the left, after a bounded child has tried it on some prompts of
-    `dataset`.
+    """Return the policy's tokenizer, which pads on the left, after a trial on prompts of `dataset`.
 
     Args:
-        recipe: names the model.
-        dataset: has the column `prompt`; None trusts the tokenizer.
-        local_only: asks no hub.
+        recipe: Recipe that names the model.
+        dataset: Dataset with the column `prompt`, or None to skip the trial.
+        local_only: True to use only files on this machine.
 
     Raises:
-        TokenizerUnavailable: it can't be loaded.
-        RecipeError: it, or its chat template, is too slow or too large, or fails on a prompt; or the configuration,
-            which transformers reads to find the tokenizer's class, has a size that no model has.
+        TokenizerUnavailable: The tokenizer can't be loaded.
+        RecipeError: The tokenizer or its chat template is too slow or too large, or fails on a prompt. Or the model's
+            configuration, which transformers reads to find the tokenizer's class, has an impossible size.
     """
     name = tokenizer_source(recipe.model["model_name_or_path"])
+    place = f"{recipe.source}: `model_name_or_path` {name}"
     if is_missing(name):
-        raise TokenizerUnavailable(f"{recipe.source}: `model_name_or_path` {name}: there is no such folder")
+        raise TokenizerUnavailable(f"{place}: there is no such folder")
     revision = recipe.model.get("model_revision", "main")
 
     def load() -> PreTrainedTokenizerBase:
@@ -53,17 +83,16 @@ def load_tokenizer(
                 truncation_side="left",
                 local_files_only=local_only,
             )
-        except Exception as error:  # transformers and tokenizers raise whatever a stranger's values lead to
-            reason = f"no tokenizer could be loaded: {one_line(error) or type(error).__name__}"
-            raise TokenizerUnavailable(f"{recipe.source}: `model_name_or_path` {name}: {reason}") from error
+        except Exception as error:  # transformers and tokenizers raise any class for a stranger's values
+            reason = one_line(error) or type(error).__name__
+            raise TokenizerUnavailable(f"{place}: no tokenizer could be loaded: {reason}") from error
 
-    with recipe.naming_this_file((model_sizes.SizeError, rehearsal.TokenizerRefused)):
-        model_sizes.check_model_sizes(name, revision, local_only=local_only)
+    with recipe.naming_this_file():
+        check_model_sizes(name, revision, local_only=local_only)
         if dataset is None:
             tokenizer = load()
         else:
-            template_kwargs = recipe.config.chat_template_kwargs
-            tokenizer = rehearsal.rehearsed(name, load, rehearsal.chosen(dataset), template_kwargs)
+            tokenizer = load_after_trial(name, load, trial_prompts(dataset), recipe.config.chat_template_kwargs)
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise recipe.error(
             f"`model_name_or_path` {name}: its tokenizer has neither a `pad_token` nor an `eos_token`: set one in its "
@@ -73,7 +102,7 @@ def load_tokenizer(
 
 
 def check_chat_template(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prompt: Any) -> None:
-    """Raise `RecipeError` for prompts, `prompt` the first of them, that the tokenizer has no usable chat template for."""
+    """Raise `RecipeError` if prompts like `prompt` need a chat template and the tokenizer has no usable one."""
     if isinstance(prompt, str):
         return
     name = tokenizer_source(recipe.model["model_name_or_path"])
@@ -87,7 +116,7 @@ def check_chat_template(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prom
         return
     stops = stop_ids(recipe, tokenizer)
     if stops is not None and ends not in stops:
-        names = " and ".join(f"`{tokenizer.convert_ids_to_tokens(stop)}`" for stop in stops if stop is not None)
+        names = " and ".join(f"`{tokenizer.convert_ids_to_tokens(stop)}`" for stop in stops)
         raise recipe.error(
             f"`model_name_or_path` {name}: its chat template ends a turn with `{tokenizer.convert_ids_to_tokens(ends)}`, and "
             f"generation stops only at {names or 'nothing'}, so that every completion would be cut off: make it the "
@@ -96,11 +125,11 @@ def check_chat_template(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prom
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> int | None:
-    """The special token that follows an assistant's message in the chat template; None if none does."""
+    """Return the special token that follows an assistant's message in the chat template, or None if none does."""
     turns = [{"role": "user", "content": _MARK}, {"role": "assistant", "content": _MARK}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False, **template_kwargs)
-    except Exception:  # a template is a program, and may raise anything
+    except Exception:  # a template is a program, and may raise any class
         return None
     ids = tokenizer(text.rpartition(_MARK)[2].strip(), add_special_tokens=False)["input_ids"]
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
@@ -108,23 +137,160 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str
 
 
 def stop_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
-    """The ids at which TRL stops a completion: the tokenizer's end of sequence and those of the model's generation
-    configuration (`GRPOTrainer.__init__`); None where that configuration is not at hand.
+    """Return the token IDs at which TRL stops a completion, or None if the generation configuration is not at hand.
+
+    TRL stops at the tokenizer's end of sequence and at those of the model's generation configuration
+    (`GRPOTrainer.__init__`).
     """
     name, revision = str(recipe.model["model_name_or_path"]), recipe.model.get("model_revision", "main")
     if (adapter := adapter_config(name, revision)) is not None:
         name, revision = str(adapter.base_model_name_or_path), adapter.revision or "main"
     local_only = Path(name).exists() or not hub_answers()
-    given: dict[str, Any] = {"revision": revision, "local_files_only": local_only}
+    options: dict[str, Any] = {"revision": revision, "local_files_only": local_only}
     try:
-        declared = GenerationConfig.from_pretrained(name, **given).eos_token_id
-    except (OSError, ValueError):  # as for the model itself, its configuration says it then
+        declared = GenerationConfig.from_pretrained(name, **options).eos_token_id
+    except (OSError, ValueError):  # without the file, transformers derives it from the model's configuration
         try:
-            model_sizes.check_model_sizes(name, revision, local_only=local_only)
-            config = AutoConfig.from_pretrained(name, trust_remote_code=recipe.config.trust_remote_code, **given)
-        except Exception:  # whatever the values of a stranger's file lead to: loading the model says it
+            check_model_sizes(name, revision, local_only=local_only)
+            config = AutoConfig.from_pretrained(name, trust_remote_code=recipe.config.trust_remote_code, **options)
+        except Exception:  # whatever is wrong with a stranger's file, loading the model reports it
             return None
         declared = GenerationConfig.from_model_config(config).eos_token_id
     ids = [declared] if isinstance(declared, int) else list(declared or [])
     own = tokenizer.eos_token_id
     return [int(own), *ids] if own is not None and own not in ids else ids
+
+
+def load_after_trial(
+    name: str, load: Load, prompts: Sequence[Any], template_kwargs: Mapping[str, Any] | None = None
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that `load` returns, after a bounded child has loaded it and tried it on `prompts`.
+
+    Only a folder's own tokenizer.json is loaded in the child. A download, or the conversion of a SentencePiece model, has
+    no time limit. An error of `load` is raised in this process.
+
+    Args:
+        name: Path of the tokenizer's folder, or its name on the hub.
+        load: Function that loads the tokenizer.
+        prompts: Prompts from `trial_prompts`.
+        template_kwargs: TRL's `chat_template_kwargs`.
+
+    Raises:
+        UserError: Loading, rendering or encoding reaches a limit, or rendering or encoding fails.
+    """
+    tokenizer = None if (Path(name) / "tokenizer.json").is_file() else load()
+    try:
+        bounded_call(lambda announce: _try(announce, tokenizer, load, prompts, template_kwargs or {}), LIMITS)
+    except CallStopped as stopped:
+        raise UserError(_refusal(name, stopped, len(prompts))) from stopped
+    return load() if tokenizer is None else tokenizer
+
+
+def trial_prompts(dataset: datasets.Dataset) -> list[Any]:
+    """Return the prompts to try: the first ones and the longest ones, each cut to `CHARACTERS`."""
+    lengths = _character_lengths(dataset)
+    longest = np.argsort(lengths, kind="stable")[-LONGEST:]
+    rows = sorted({*range(min(FIRST, len(lengths))), *longest.tolist()})
+    return [_cut(prompt) for prompt in dataset.select(rows)["prompt"]]
+
+
+def _character_lengths(dataset: datasets.Dataset) -> np.ndarray:
+    """Return the number of characters of each prompt, (N,). The length of messages is the sum over their contents."""
+    lengths = [np.empty(0, np.int64)]
+    # In arrow: a million prompts as Python objects would take gigabytes.
+    for batch in dataset.select_columns(["prompt"]).with_format("arrow").iter(BATCH):
+        column = batch["prompt"].combine_chunks()
+        is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+        lengths.append(_text_lengths(column) if is_text else _message_lengths(column))
+    return np.concatenate(lengths)
+
+
+def _text_lengths(texts: pa.Array) -> np.ndarray:
+    return np.asarray(pc.fill_null(pc.utf8_length(texts), 0), np.int64)
+
+
+def _message_lengths(conversations: pa.Array) -> np.ndarray:
+    contents = pc.struct_field(pc.list_flatten(conversations), "content")
+    rows = np.asarray(pc.list_parent_indices(conversations), np.int64)
+    return np.bincount(rows, _text_lengths(contents), len(conversations)).astype(np.int64)
+
+
+def _cut(prompt: Any) -> Any:
+    if isinstance(prompt, str):
+        return prompt[:CHARACTERS]
+    return [{**message, "content": message["content"][:CHARACTERS]} for message in prompt]
+
+
+def _try(
+    announce: Announce,
+    tokenizer: PreTrainedTokenizerBase | None,
+    load: Load,
+    prompts: Sequence[Any],
+    template_kwargs: Mapping[str, Any],
+) -> None:
+    """Load the tokenizer unless it is given, and render and encode the prompts. Runs in the child."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads do not survive a fork
+    announce(_LOADING)
+    if tokenizer is None:
+        try:
+            tokenizer = load()
+        except Exception as error:  # of any class; the parent loads again and reports it
+            if _is_out_of_memory(error):  # the parent has no limit, so it would succeed there
+                raise MemoryError from error
+            return
+    texts = list(prompts)
+    is_text = not prompts or isinstance(prompts[0], str)
+    if not is_text:
+        if tokenizer.chat_template is None:  # `check_chat_template` reports it
+            return
+        announce(_RENDERING)
+        _render_an_answer(tokenizer, template_kwargs)
+        texts = _results(lambda prompt: rendered(prompt, tokenizer, template_kwargs), prompts)
+    announce(_ENCODING)
+    _results(lambda text: len(tokenizer(text, add_special_tokens=is_text)["input_ids"]), texts)
+
+
+def _render_an_answer(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
+    """Render turns that end with an answer, as `end_of_turn` does later without a limit."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        tokenizer.apply_chat_template(turns, tokenize=False, **template_kwargs)
+    except MemoryError:
+        raise
+    except Exception:  # `end_of_turn` accepts it too
+        pass
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Return True if an error was raised from a MemoryError, since loaders wrap every error that they meet."""
+    while error is not None and not isinstance(error, MemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _results(function: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
+    """Return the results of `function`. Raise `CallStopped` if it is too slow for a dataset of such values."""
+    results = [function(value) for value in values]
+    # The second round is timed, because the first one compiles and imports.
+    started = time.process_time()
+    for value in values:
+        function(value)
+    seconds = time.process_time() - started
+    characters = sum(len(str(value)) for value in values)
+    if seconds > SECONDS_PER_PROMPT * len(values) + characters / CHARACTERS_PER_SECOND:
+        raise CallStopped("", f"takes {seconds / len(values):.2g} s for each")
+    return results
+
+
+def _refusal(name: str, stopped: CallStopped, count: int) -> str:
+    """Return the error message for a trial that was stopped."""
+    folder = Path(name)
+    if stopped.stage == _RENDERING:
+        files = [folder / "chat_template.jinja", folder / "tokenizer_config.json"]
+        template = next((file for file in files if file.is_file()), name)
+        what, fix = f"rendering {count} prompts with its chat template ({template})", "correct the template"
+    else:
+        doing = f"encoding {count} prompts with" if stopped.stage == _ENCODING else "loading"
+        file = folder / "tokenizer.json" if folder.is_dir() else name
+        what, fix = f"{doing} its tokenizer ({file})", "correct the file"
+    return f"{name}: {what} {stopped.reason}: {fix}, or name another model"

@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from grpo_recipes.checks.model_sizes import check_model_sizes
-from grpo_recipes.checks.rehearsal import rehearsed
+from grpo_recipes.checks.tokenizer import load_after_trial
 from grpo_recipes.data.hub import hub_answers
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.agreement import differences, disagreement
@@ -81,7 +81,7 @@ def load_engine(name: str, prompts: Sequence[Any] = ()) -> Engine:
 def load_tokenizer(name: str, prompts: Sequence[Any] = ()) -> Any:
     """Return the tokenizer of a model or adapter, which pads with its end token if it has no other.
 
-    A bounded child tries it on `prompts` first. Raises `UserError` if it can't be loaded, `TokenizerRefused` if
+    A bounded child tries it on `prompts` first. Raises `UserError` if it can't be loaded, or if
     it is too slow or too large, or fails on a prompt.
     """
     from transformers import AutoTokenizer
@@ -96,7 +96,7 @@ def load_tokenizer(name: str, prompts: Sequence[Any] = ()) -> Any:
             raise UserError(f"{name}: its tokenizer can't be loaded: {reason}") from error
 
     check_model_sizes(source, local_only=False)  # transformers reads them to find the tokenizer's class
-    tokenizer = rehearsed(source, load, prompts)
+    tokenizer = load_after_trial(source, load, prompts)
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise UserError(
             f"{name}: its tokenizer has neither a `pad_token` nor an `eos_token`: set one in its tokenizer_config.json"

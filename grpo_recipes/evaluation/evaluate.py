@@ -27,7 +27,7 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 
 from grpo_recipes.checks.model_sizes import check_model_sizes
-from grpo_recipes.checks.rehearsal import chosen
+from grpo_recipes.checks.tokenizer import trial_prompts
 from grpo_recipes.data.hub import hub_commit, is_missing
 from grpo_recipes.data.load import load
 from grpo_recipes.data.sources import has_one_split
@@ -228,7 +228,7 @@ class LazyEngine:
 
     def _loaded(self) -> Engine:
         if self._engine is None:
-            tried = chosen(self.dataset)
+            tried = trial_prompts(self.dataset)
             if self.vllm is None:
                 self._engine = load_engine(self.model, tried)
             else:

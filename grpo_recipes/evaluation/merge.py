@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from grpo_recipes.checks.model_sizes import check_model_sizes
-from grpo_recipes.checks.rehearsal import TokenizerRefused, rehearsed
+from grpo_recipes.checks.tokenizer import load_after_trial
 from grpo_recipes.runs.files import RunError
 from grpo_recipes.runs.weights import adapter_config, check_descriptions, check_weight_files, tokenizer_source
 from grpo_rewards.errors import UserError, one_line
@@ -51,8 +51,8 @@ def merge(folder: Path, output: Path) -> str:
     card = _card(folder)
     # A tokenizer made to do harm is refused before the base takes its memory.
     try:
-        tokenizer = rehearsed(source, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=False), ())
-    except TokenizerRefused:
+        tokenizer = load_after_trial(source, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=False), ())
+    except UserError:
         raise
     except Exception as error:  # the tokenizers library raises this very class
         if source == base_name:

@@ -17,13 +17,13 @@ from typing import Any
 
 from trl import get_peft_config
 
-from grpo_recipes.checks.model_sizes import SizeError, check_model_sizes
+from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.data.hub import hub_answers, is_missing
 from grpo_recipes.recipe.recipe import Recipe, model_config
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16
 from grpo_recipes.runs.files import read_object
 from grpo_recipes.runs.weights import check_descriptions
-from grpo_rewards.errors import UserError
+from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.strict import load_yaml
 from grpo_rewards.terminal import Cell, Labelled, Part, Table
 
@@ -369,10 +369,10 @@ def load_shape(model: str, peft_config: Any = None) -> ModelShape:
         config = AutoConfig.from_pretrained(model, local_files_only=here_only, trust_remote_code=False)
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of peft's own use of transformers
             return ModelShape.from_config(config, peft_config)
-    except (NoTargetModules, SizeError):
+    except UserError:
         raise
     except Exception as error:  # transformers raises whatever the values of a stranger's file lead to
-        reason = f"no configuration could be loaded (--model_config FILE gives one): {' '.join(str(error).split())}"
+        reason = f"no configuration could be loaded (--model_config FILE gives one): {one_line(error)}"
         raise MemoryUnknown(f"{model}: {reason}") from error
 
 

@@ -2,7 +2,7 @@
 docs.
 
 The commands run in processes of their own under the shipped limits, so that a hang or a large allocation ends the test
-and not the suite. `recipe/test_rehearsal.py` and `recipe/test_model_sizes.py` hold each case in this process.
+and not the suite. `checks/test_tokenizer.py` and `checks/test_model_sizes.py` hold each case in this process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_recipes import cli
 from tests.grpo_recipes.checks.test_model_sizes import change
-from tests.grpo_recipes.checks.test_rehearsal import LARGE, LOOPS, MULTIPLY, RECURSION, split_by
+from tests.grpo_recipes.checks.test_tokenizer import LARGE, LOOPS, MULTIPLY, RECURSION, split_by
 from tests.support import launching, tiny
 
 SECONDS, BYTES = 30, 2 << 30

@@ -11,8 +11,9 @@ import pytest
 from transformers import CONFIG_MAPPING, GPT2Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from grpo_recipes.checks.model_sizes import SizeError, check_model_sizes
+from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.plan.memory import MemoryUnknown, load_shape
+from grpo_rewards.errors import UserError
 from tests.support import tiny
 
 
@@ -31,7 +32,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("value", [10**7, 10**12, "x", -4, 0, None, float("nan"), 4.5, True, [[1]], {"a": 1}])
 def test_an_impossible_size_is_refused(model: Path, key: str, value: Any) -> None:
     path = change(model, **{key: value})
-    with pytest.raises(SizeError, match=re.escape(f"{path}: `{key}` is ")):
+    with pytest.raises(UserError, match=re.escape(f"{path}: `{key}` is ")):
         check_model_sizes(str(model))
 
 
@@ -48,7 +49,7 @@ def test_an_impossible_size_is_refused(model: Path, key: str, value: Any) -> Non
 )
 def test_sizes_are_checked_wherever_they_stand(model: Path, values: dict[str, Any], key: str) -> None:
     change(model, **values)
-    with pytest.raises(SizeError, match=f"`{re.escape(key)}` is "):
+    with pytest.raises(UserError, match=f"`{re.escape(key)}` is "):
         check_model_sizes(str(model))
 
 
@@ -56,7 +57,7 @@ def test_an_architectures_own_names_are_checked(tmp_path: Path) -> None:
     tiny.policy(GPT2Config, n_layer=1, n_embd=8, n_head=1).save_pretrained(tmp_path)
     check_model_sizes(str(tmp_path))
     change(tmp_path, n_layer=10**7)
-    with pytest.raises(SizeError, match="`n_layer` is 10000000"):
+    with pytest.raises(UserError, match="`n_layer` is 10000000"):
         check_model_sizes(str(tmp_path))
 
 
@@ -64,7 +65,7 @@ def test_an_architectures_own_names_are_checked(tmp_path: Path) -> None:
 def test_a_size_that_the_weights_can_not_hold_is_refused(model: Path, values: dict[str, int]) -> None:
     """transformers makes the parts that differ from the file before it says so, of any size."""
     change(model, **values)
-    with pytest.raises(SizeError, match="more than the weights beside it can hold"):
+    with pytest.raises(UserError, match="more than the weights beside it can hold"):
         check_model_sizes(str(model))
     (model / "model.safetensors").unlink()
     check_model_sizes(str(model))  # that they are missing is said elsewhere
@@ -77,7 +78,7 @@ def test_an_adapter_beside_a_copy_of_its_bases_configuration_passes(model: Path)
     change(model, vocab_size=4_000_000)
     check_model_sizes(str(model))
     change(model, vocab_size=10**7)
-    with pytest.raises(SizeError, match="`vocab_size` is 10000000"):
+    with pytest.raises(UserError, match="`vocab_size` is 10000000"):
         check_model_sizes(str(model))
 
 
@@ -106,5 +107,5 @@ def test_no_memory_is_planned_for_a_model_that_can_not_be_built(model: Path, val
     change(model, **values)
     with pytest.raises(MemoryUnknown):
         load_shape(str(model))
-    with pytest.raises(SizeError):
+    with pytest.raises(UserError):
         load_shape(str(change(model, num_hidden_layers=10**7)))

@@ -1,7 +1,6 @@
-"""A stranger's tokenizer and chat template: what is too slow, too large or fails is refused before this process uses
-it.
+"""Trial of a tokenizer and its chat template: those that are too slow, too large or fail are refused.
 
-The limits of the child are lowered here; `test_hostile_models.py` runs the commands under the shipped ones.
+The limits of the child are lowered here. `test_hostile_models.py` runs the commands with the shipped limits.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
-from grpo_recipes.checks import rehearsal
-from grpo_recipes.checks.rehearsal import CHARACTERS, TokenizerRefused, chosen, rehearsed
+from grpo_recipes.checks import tokenizer as tokenizer_checks
+from grpo_recipes.checks.tokenizer import CHARACTERS, load_after_trial, trial_prompts
 from grpo_recipes.process.bounded_child import CallStopped, Limits, bounded_call
+from grpo_rewards.errors import UserError
 from tests.support import tiny
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=20, memory_bytes=1 << 28)
@@ -34,23 +34,23 @@ SLOW = "{% for a in range(99999) %}{% endfor %}" * 50
 
 @pytest.fixture(autouse=True)
 def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "LIMITS", LIMITS)
+    monkeypatch.setattr(tokenizer_checks, "LIMITS", LIMITS)
 
 
 def save_tokenizer(folder: Path, template: str = tiny.CHATML, **changes: Any) -> Path:
-    """A tokenizer of bytes with a chat template, its tokenizer.json changed."""
+    """Save a tokenizer of bytes with a chat template, with changes in its tokenizer.json, and return its folder."""
     tiny.chat_tokenizer(template).save_pretrained(folder)
     content = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps({**content, **changes}))
     return folder
 
 
-def rehearse(folder: Path, prompts: list[Any] = PROMPTS) -> Any:
-    return rehearsed(str(folder), lambda: AutoTokenizer.from_pretrained(folder), prompts)
+def try_folder(folder: Path, prompts: list[Any] = PROMPTS) -> Any:
+    return load_after_trial(str(folder), lambda: AutoTokenizer.from_pretrained(folder), prompts)
 
 
 @pytest.mark.parametrize(
-    ("template", "words"),
+    ("template", "message"),
     [
         (LOOPS, "takes more than 1 s"),
         (LARGE, "needs more than 0.25 GiB of memory"),
@@ -61,22 +61,22 @@ def rehearse(folder: Path, prompts: list[Any] = PROMPTS) -> Any:
     ],
     ids=["loops", "large", "recursion", "slow", "refuses", "divides"],
 )
-def test_a_chat_template_is_tried_within_limits(tmp_path: Path, template: str, words: str) -> None:
+def test_a_chat_template_is_tried_within_limits(tmp_path: Path, template: str, message: str) -> None:
     folder = save_tokenizer(tmp_path / "model", tiny.CHATML + template)
-    with pytest.raises(TokenizerRefused) as refused:
-        rehearse(folder)
-    message = str(refused.value)
-    assert message.startswith(
-        f"{folder}: rendering 4 prompts with its chat template ({folder / 'chat_template.jinja'}) {words}"
+    with pytest.raises(UserError) as refused:
+        try_folder(folder)
+    error = str(refused.value)
+    assert error.startswith(
+        f"{folder}: rendering 4 prompts with its chat template ({folder / 'chat_template.jinja'}) {message}"
     )
-    assert message.endswith(": correct the template, or name another model")
+    assert error.endswith(": correct the template, or name another model")
 
 
-def test_a_template_that_is_large_after_an_answer_only_is_refused(tmp_path: Path) -> None:
-    """No prompt ends with an answer, and the search for the end of a turn renders one."""
+def test_a_template_that_is_large_only_after_an_answer_is_refused(tmp_path: Path) -> None:
+    """No prompt ends with an answer, but the search for the end of a turn renders one."""
     large = "{% if messages[-1]['role'] == 'assistant' %}" + LARGE + "{% endif %}"
-    with pytest.raises(TokenizerRefused, match=r"chat_template.jinja\) needs more than 0.25 GiB of memory"):
-        rehearse(save_tokenizer(tmp_path / "model", tiny.CHATML + large))
+    with pytest.raises(UserError, match=r"chat_template.jinja\) needs more than 0.25 GiB of memory"):
+        try_folder(save_tokenizer(tmp_path / "model", tiny.CHATML + large))
 
 
 def test_a_tokenizer_that_takes_too_much_memory_to_load_is_refused(tmp_path: Path) -> None:
@@ -86,10 +86,10 @@ def test_a_tokenizer_that_takes_too_much_memory_to_load_is_refused(tmp_path: Pat
         try:
             return bytes(1 << 29)
         except Exception as error:
-            raise LookupError("in the words of the loader") from error
+            raise LookupError("in the message of the loader") from error
 
-    with pytest.raises(TokenizerRefused, match=r"loading its tokenizer \(.*\) needs more than 0.25 GiB of memory"):
-        rehearsed(str(folder), load, PROMPTS)
+    with pytest.raises(UserError, match=r"loading its tokenizer \(.*\) needs more than 0.25 GiB of memory"):
+        load_after_trial(str(folder), load, PROMPTS)
 
 
 def split_by(pattern: str) -> dict[str, Any]:
@@ -100,7 +100,7 @@ MULTIPLY = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
 
 
 @pytest.mark.parametrize(
-    ("changes", "text", "words"),
+    ("changes", "text", "message"),
     [
         ({"pre_tokenizer": split_by("(a+)+$")}, ("a" * 17 + "! ") * 3000, "takes more than 1 s"),
         ({"pre_tokenizer": split_by("(a+)+$")}, "a" * 40 + "!", "fails (PanicException: "),
@@ -110,71 +110,71 @@ MULTIPLY = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
 )
 @pytest.mark.parametrize("is_text", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_tokenizer_is_tried_within_limits(
-    tmp_path: Path, changes: dict[str, Any], text: str, words: str, is_text: bool, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, changes: dict[str, Any], text: str, message: str, is_text: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = save_tokenizer(tmp_path / "model", **changes)
     prompt: Any = text if is_text else [{"role": "user", "content": text}]
-    with pytest.raises(TokenizerRefused) as refused:
-        rehearse(folder, [prompt] * 2)
-    assert f"encoding 2 prompts with its tokenizer ({folder / 'tokenizer.json'}) {words}" in str(refused.value)
+    with pytest.raises(UserError) as refused:
+        try_folder(folder, [prompt] * 2)
+    assert f"encoding 2 prompts with its tokenizer ({folder / 'tokenizer.json'}) {message}" in str(refused.value)
     assert "panicked" not in capfd.readouterr().err
 
 
-def test_a_tokenizer_that_can_not_be_loaded_keeps_the_words_of_its_loader(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_be_loaded_keeps_the_message_of_its_loader(tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path / "model", model=5)
 
     def load() -> Any:
         try:
             return AutoTokenizer.from_pretrained(folder)
         except Exception as error:
-            raise LookupError("in the words of the loader") from error
+            raise LookupError("in the message of the loader") from error
 
-    with pytest.raises(LookupError, match="in the words of the loader"):
-        rehearsed(str(folder), load, PROMPTS)
+    with pytest.raises(LookupError, match="in the message of the loader"):
+        load_after_trial(str(folder), load, PROMPTS)
 
 
-def test_loading_is_bounded_too(tmp_path: Path) -> None:
+def test_loading_has_the_same_limits(tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path / "model")
 
     def load() -> Any:
         while True:
             pass
 
-    with pytest.raises(TokenizerRefused, match=r"loading its tokenizer \(.*tokenizer.json\) takes more than 1 s"):
-        rehearsed(str(folder), load, PROMPTS)
+    with pytest.raises(UserError, match=r"loading its tokenizer \(.*tokenizer.json\) takes more than 1 s"):
+        load_after_trial(str(folder), load, PROMPTS)
 
 
-def test_what_passes_is_loaded_and_usable(tmp_path: Path) -> None:
-    tokenizer = rehearse(save_tokenizer(tmp_path / "model"))
+def test_a_tokenizer_that_passes_is_returned(tmp_path: Path) -> None:
+    tokenizer = try_folder(save_tokenizer(tmp_path / "model"))
     assert tokenizer.apply_chat_template(PROMPTS[0], tokenize=False).startswith("<|im_start|>user\naaa")
     bare = tiny.byte_tokenizer()
     bare.save_pretrained(tmp_path / "bare")
-    assert rehearse(tmp_path / "bare").chat_template is None  # said elsewhere, with the fix
+    assert try_folder(tmp_path / "bare").chat_template is None  # `check_chat_template` reports it
 
 
-def test_a_tokenizer_without_its_own_file_is_loaded_here_once() -> None:
+def test_a_tokenizer_without_its_own_file_is_loaded_once_in_this_process() -> None:
     loaded = []
 
     def load() -> Any:
         loaded.append(os.getpid())
         return tiny.chat_tokenizer()
 
-    rehearsed("organisation/model", load, PROMPTS)
+    load_after_trial("organisation/model", load, PROMPTS)
     assert loaded == [os.getpid()]
-    with pytest.raises(TokenizerRefused, match="organisation/model: rendering 4 prompts"):
-        rehearsed("organisation/model", lambda: tiny.chat_tokenizer(RECURSION), PROMPTS)
+    with pytest.raises(UserError, match="organisation/model: rendering 4 prompts"):
+        load_after_trial("organisation/model", lambda: tiny.chat_tokenizer(RECURSION), PROMPTS)
 
 
 def test_the_first_and_the_longest_prompts_are_tried() -> None:
     texts = ["x" * (n % 7) + str(n) for n in range(100)]
     texts[60], texts[70] = "y" * 500, "z" * (CHARACTERS + 5)
-    tried = chosen(datasets.Dataset.from_dict({"prompt": texts, "answer": [None] * 100}))
-    assert tried[: rehearsal.FIRST] == texts[: rehearsal.FIRST]
+    tried = trial_prompts(datasets.Dataset.from_dict({"prompt": texts, "answer": [None] * 100}))
+    assert tried[: tokenizer_checks.FIRST] == texts[: tokenizer_checks.FIRST]
     assert "y" * 500 in tried
     assert "z" * CHARACTERS in tried
-    assert len(tried) <= rehearsal.FIRST + rehearsal.LONGEST
+    assert len(tried) <= tokenizer_checks.FIRST + tokenizer_checks.LONGEST
     conversations = [[{"role": "user", "content": text}] for text in texts]
-    as_messages = chosen(datasets.Dataset.from_dict({"prompt": conversations}).select(range(5, 100)))
+    as_messages = trial_prompts(datasets.Dataset.from_dict({"prompt": conversations}).select(range(5, 100)))
     assert {"role": "user", "content": "y" * 500} in [turns[0] for turns in as_messages]
     assert as_messages[0][0]["content"] == texts[5]
 
@@ -190,12 +190,12 @@ def test_ctrl_c_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
     assert psutil.Process().children() == before
 
 
-def test_the_clock_bounds_a_child_that_waits() -> None:
+def test_a_child_that_waits_is_stopped_by_the_clock() -> None:
     with pytest.raises(CallStopped, match="waiting takes more than 0.2 s"):
         bounded_call(lambda announce: (announce("waiting"), time.sleep(60)), replace(LIMITS, wall_seconds=0.2))
 
 
-def test_a_value_comes_back_whole_and_the_child_is_gone() -> None:
+def test_a_long_value_is_returned_and_the_child_is_gone() -> None:
     before = psutil.Process().children()
     assert bounded_call(lambda announce: ["x" * 300_000, os.getpid()], LIMITS)[0] == "x" * 300_000
     assert bounded_call(lambda announce: os.getpid(), LIMITS) != os.getpid()

@@ -16,7 +16,7 @@ from typing import Any
 from transformers.training_args import OptimizerNames
 
 from grpo_recipes.recipe.losses import LOSS_TYPES, LossType
-from grpo_recipes.recipe.specs import AdvantageRule, not_a_choice
+from grpo_recipes.recipe.specs import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range, check_number, not_a_choice
 from grpo_rewards.errors import UserError
 
 ADAMW_BF16 = "adamw_bf16"
@@ -26,41 +26,6 @@ ADAMW_BF16 = "adamw_bf16"
 HIGH_LEARNING_RATE = 1e-2
 
 
-@dataclass(frozen=True)
-class Range:
-    """Interval of finite numbers, with one optional number outside it."""
-
-    low: int
-    high: int | None = None
-    above: bool = False
-    """True if `low` itself is excluded."""
-    below: bool = False
-    """True if `high` itself is excluded."""
-    or_: int | None = None
-    """Number outside the interval that is allowed too."""
-
-    def __contains__(self, value: float) -> bool:
-        """Return True if a key may have `value`."""
-        if value == self.or_:
-            return True
-        is_high_enough = value > self.low if self.above else value >= self.low
-        is_low_enough = self.high is None or (value < self.high if self.below else value <= self.high)
-        return math.isfinite(value) and is_high_enough and is_low_enough
-
-    def __str__(self) -> str:
-        """Return the words that follow "set a number", as in `above 0 and at most 1`."""
-        text = f"above {self.low:,}" if self.above else f"of at least {self.low:,}"
-        if self.high is not None:
-            text += f" and {'below' if self.below else 'at most'} {self.high:,}"
-        if self.or_ is not None:
-            text += f", or {self.or_}"
-        return text
-
-
-POSITIVE = Range(0, above=True)
-NOT_NEGATIVE = Range(0)
-SHARE = Range(0, 1, above=True)
-COUNT = Range(1)
 NUMPY_SEED = Range(0, 2**32, below=True)
 
 
@@ -104,10 +69,7 @@ TRL_KEYS: Mapping[str, Key] = {
     "delta": Key(NOT_NEGATIVE, read_by=CLIPPED),
     "sapo_temperature_neg": Key(POSITIVE, read_by=("sapo",)),
     "sapo_temperature_pos": Key(POSITIVE, read_by=("sapo",)),
-    "vespo_k_pos": Key(read_by=("vespo",)),
-    "vespo_lambda_pos": Key(read_by=("vespo",)),
-    "vespo_k_neg": Key(read_by=("vespo",)),
-    "vespo_lambda_neg": Key(read_by=("vespo",)),
+    **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), Key(read_by=("vespo",))),
     "top_entropy_quantile": Key(SHARE),
     # With dropout, the policy differs from itself, and the logged KL is not 0 at step 0.
     "disable_dropout": Key(default=True),
@@ -129,49 +91,29 @@ TRL_KEYS: Mapping[str, Key] = {
     # Logging and tracking. Completions go to Parquet files, so the terminal does not repeat them.
     "log_completions": Key(default=True),
     "num_completions_to_print": Key(default=0, may_change=True),
-    "logging_*": MAY_CHANGE,
-    "log_*": MAY_CHANGE,
-    "disable_tqdm": MAY_CHANGE,
-    "include_num_input_tokens_seen": MAY_CHANGE,
-    "report_to": MAY_CHANGE,
-    "run_name": MAY_CHANGE,
-    "project": MAY_CHANGE,
-    "trackio_*": MAY_CHANGE,
+    **dict.fromkeys(("logging_*", "log_*", "disable_tqdm", "include_num_input_tokens_seen"), MAY_CHANGE),
+    **dict.fromkeys(("report_to", "run_name", "project", "trackio_*"), MAY_CHANGE),
     # Saving, and the hub.
-    "output_dir": MAY_CHANGE,
-    "resume_from_checkpoint": MAY_CHANGE,
-    "save_*": MAY_CHANGE,
-    "load_best_model_at_end": MAY_CHANGE,
-    "metric_for_best_model": MAY_CHANGE,
-    "greater_is_better": MAY_CHANGE,
-    "push_to_hub": MAY_CHANGE,
-    "hub_*": MAY_CHANGE,
+    **dict.fromkeys(("output_dir", "resume_from_checkpoint", "save_*", "push_to_hub", "hub_*"), MAY_CHANGE),
+    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), MAY_CHANGE),
     # Evaluation.
-    "eval_*": MAY_CHANGE,
+    **dict.fromkeys(("eval_*", "bf16_full_eval", "fp16_full_eval"), MAY_CHANGE),
     "per_device_eval_batch_size": Key(COUNT, may_change=True),
     "num_generations_eval": Key(NOT_NEGATIVE, may_change=True),  # 0 stands for `num_generations`
-    "bf16_full_eval": MAY_CHANGE,
-    "fp16_full_eval": MAY_CHANGE,
     # How a step is computed.
     "dataloader_num_workers": Key(NOT_NEGATIVE, may_change=True),
-    "dataloader_pin_memory": MAY_CHANGE,
-    "dataloader_persistent_workers": MAY_CHANGE,
-    "dataloader_prefetch_factor": MAY_CHANGE,
-    "gradient_checkpointing": MAY_CHANGE,
+    **dict.fromkeys(("dataloader_pin_memory", "dataloader_persistent_workers"), MAY_CHANGE),
+    **dict.fromkeys(("dataloader_prefetch_factor", "gradient_checkpointing"), MAY_CHANGE),
     "gradient_checkpointing_kwargs": MAY_CHANGE,
     # vLLM.
-    "use_vllm": MAY_CHANGE,
+    **dict.fromkeys(("use_vllm", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_server_*"), MAY_CHANGE),
+    **dict.fromkeys(("vllm_group_port", "vllm_max_model_length"), MAY_CHANGE),
     "vllm_mode": Key(choices=("server", "colocate"), may_change=True),
     "vllm_importance_sampling_mode": Key(
         choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
     ),
-    "vllm_model_impl": MAY_CHANGE,
-    "vllm_enable_sleep_mode": MAY_CHANGE,
-    "vllm_server_*": MAY_CHANGE,
     "vllm_server_port": Key(Range(1, 65535)),
-    "vllm_group_port": MAY_CHANGE,
     "vllm_gpu_memory_utilization": Key(SHARE, may_change=True),
-    "vllm_max_model_length": MAY_CHANGE,
     "vllm_tensor_parallel_size": Key(COUNT, may_change=True),
 }
 
@@ -218,8 +160,8 @@ def check_numbers(values: Mapping[str, Any]) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         allowed = TRL_KEYS[name].numbers if name in TRL_KEYS else None
-        if allowed is not None and value not in allowed:
-            raise UserError(f"`{name}` is {value}: set a number {allowed}")
+        if allowed is not None:
+            check_number(name, value, allowed)
         if not math.isfinite(value):
             raise UserError(f"`{name}` is {value}: set a finite number")
 
@@ -292,7 +234,7 @@ def _check_level(loss: LossType, config: Any, *, sampled_kl: bool) -> None:
         )
 
 
-def check_advantages(rule: AdvantageRule | None, config: Any) -> None:
+def check_advantages(rule: str | None, config: Any) -> None:
     """Raise `UserError` for options of TRL that have no effect because `rule` computes the advantages in place of TRL.
 
     Args:

@@ -359,7 +359,7 @@ def test_a_large_table_is_sampled_by_hash() -> None:
         ({"system_prompt": {"path": "x"}}, r"must be a name, the text, or \{file: prompt\.txt\}"),
         ({"system_prompt": {"file": "no/such.txt"}}, r"no/such\.txt can't be read \(No such file"),
         ({"system_prompt": " "}, r"`dataset\.system_prompt` is empty"),
-        ({"eval_share": 1.0}, r"`dataset\.eval_share` is 1\.0: set it above 0 and below 1"),
+        ({"eval_share": 1.0}, r"`dataset\.eval_share` is 1\.0: set a number above 0 and below 1"),
         ({"eval_share": 0.1, "eval_split": "test"}, r"has both `eval_share` and `eval_split`"),
         ({"eval_share": 1e-9}, r"`dataset\.eval_share`: 1e-09 of the rows of .* is empty"),
         ({"path": "{folder}/none-*.jsonl"}, r"`dataset\.path`: no file matches .*none-\*\.jsonl"),

@@ -1,4 +1,4 @@
-"""`grpo-recipes merge`: a run's adapter and its base as one model, checked against the two of them."""
+"""`grpo-recipes merge`: an adapter and its base as one model, whose logits are compared with theirs."""
 
 from __future__ import annotations
 
@@ -21,80 +21,88 @@ from grpo_rewards.files import UnreadableFile, read_text
 
 PROBE_TOKENS = 64
 
-# How far logits may move, as a share of the largest: rounding a merged weight to 16 bits is felt, a lost adapter far more.
+# Largest change of a logit as a share of the largest logit. Rounding merged weights to 16 bits changes logits visibly, a
+# lost adapter changes them far more.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 TOLERANCE_16_BIT = 5e-2
 
 
-class MergeError(UserError):
-    """An adapter that can't be merged; the message names the folder."""
-
-
 def merge(folder: Path, output: Path) -> str:
-    """Merge the adapter in `folder` into its base, in the base's dtype, and save the model, tokenizer and card in `output`.
+    """Merge an adapter into its base, in the base's dtype, and save model, tokenizer and card.
 
-    Returns what was done, with the largest change of a logit. Raises `MergeError`; then nothing is written.
+    Args:
+        folder: Folder of the adapter.
+        output: Folder for the merged model, which must not exist.
+
+    Returns:
+        A sentence with the largest change of a logit.
+
+    Raises:
+        UserError: The adapter can't be merged. Nothing is written then.
     """
     config = adapter_config(folder) if folder.is_dir() else None
     if config is None:
-        raise MergeError(f"{folder} holds no adapter (no adapter_config.json): a full model needs no merging")
+        raise UserError(f"{folder} holds no adapter (no adapter_config.json): a full model needs no merging")
     if config.is_prompt_learning:
-        raise MergeError(f"{folder} holds an adapter of kind {config.peft_type.value}, whose tokens no weight can hold")
+        raise UserError(f"{folder} holds an adapter of kind {config.peft_type.value}, whose tokens no weight can hold")
     if output.exists():
-        raise MergeError(f"--output {output} exists: name a folder that does not")
+        raise UserError(f"--output {output} exists: name a folder that does not")
     base_name, revision = str(config.base_model_name_or_path), config.revision or "main"
-    source = tokenizer_source(str(folder))
     for part in (folder, Path(base_name)):
         if part.is_dir():
-            _check_whole(part)
+            _check_files(part)
     check_model_sizes(base_name, revision, local_only=False)
     card = _card(folder)
-    # A tokenizer made to do harm is refused before the base takes its memory.
-    try:
-        tokenizer = load_after_trial(source, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=False), ())
-    except UserError:
-        raise
-    except Exception as error:  # the tokenizers library raises this very class
-        if source == base_name:
-            raise _no_base(folder, base_name, error) from error
-        reason = f"{type(error).__name__}: {one_line(error)}"
-        raise MergeError(
-            f"{source}: its tokenizer can't be loaded ({reason}): copy the tokenizer's files again"
-        ) from error
+    tokenizer = _tokenizer(folder, base_name)  # before the base takes its memory
     try:
         base = AutoModelForCausalLM.from_pretrained(base_name, revision=revision, dtype="auto", trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever the values of a stranger's files lead to
-        raise _no_base(folder, base_name, error) from error
+    except Exception as error:  # a stranger's files can make transformers raise anything
+        raise _base_error(folder, base_name, error) from error
     merged, report = _merged(base, folder)
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent) as parts:
-        whole = Path(parts) / "model"
-        merged.save_pretrained(whole)
-        tokenizer.save_pretrained(whole)
+        model = Path(parts) / "model"
+        merged.save_pretrained(model)
+        tokenizer.save_pretrained(model)
         if card is not None:
-            card.save(whole / "README.md")
-        whole.rename(output)
-    return f"{output}: {folder} merged into {config.base_model_name_or_path}, {report}"
+            card.save(model / "README.md")
+        model.rename(output)
+    return f"{output}: {folder} merged into {base_name}, {report}"
 
 
-def _no_base(folder: Path, base: str, error: Exception) -> MergeError:
-    return MergeError(
+def _tokenizer(folder: Path, base_name: str) -> Any:
+    source = tokenizer_source(str(folder))
+    try:
+        return load_after_trial(source, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=False), ())
+    except UserError:
+        raise
+    except Exception as error:  # the tokenizers library raises this class itself
+        if source == base_name:
+            raise _base_error(folder, base_name, error) from error
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(
+            f"{source}: its tokenizer can't be loaded ({reason}): copy the tokenizer's files again"
+        ) from error
+
+
+def _base_error(folder: Path, base: str, error: Exception) -> UserError:
+    return UserError(
         f"{folder}: its base {base} can't be loaded: set `base_model_name_or_path` in its adapter_config.json "
         f"({one_line(error) or type(error).__name__})"
     )
 
 
-def _check_whole(folder: Path) -> None:
-    """Raise one sentence if a file of a model or adapter is damaged: loading would name no file, or never end."""
+def _check_files(folder: Path) -> None:
+    """Raise `UserError` if a file of a model or adapter is damaged. Loading would name no file, or never end."""
     check_descriptions(folder)
     try:
         check_weight_files(folder)
     except RunError as error:
-        raise MergeError(f"{error}: copy or download the folder again") from error
+        raise UserError(f"{error}: copy or download the folder again") from error
 
 
 def _merged(base: PreTrainedModel, folder: Path) -> tuple[PreTrainedModel, str]:
-    """The merged model, and how far its logits lie from those of the two. Raises `MergeError` if too far."""
+    """Return the merged model, and a clause on how far its logits differ. Raises `UserError` if they differ too much."""
     dtype, before = base.dtype, _logits(base)
     adapted = PeftModel.from_pretrained(base, str(folder))
     expected = _logits(adapted)
@@ -102,25 +110,23 @@ def _merged(base: PreTrainedModel, folder: Path) -> tuple[PreTrainedModel, str]:
         merged = adapted.merge_and_unload(safe_merge=True)
     except (AttributeError, NotImplementedError, ValueError) as error:
         kind = adapted.active_peft_config.peft_type.value
-        raise MergeError(f"{folder}: peft can't merge an adapter of kind {kind} ({error}): use it as it is") from error
+        raise UserError(f"{folder}: peft can't merge an adapter of kind {kind} ({error}): use it as it is") from error
     changed = (_logits(merged) - expected).abs().max().item()
     allowed = TOLERANCE.get(dtype, TOLERANCE_16_BIT) * expected.abs().max().item()
     name = str(dtype).removeprefix("torch.")
-    if not changed <= allowed:
-        raise MergeError(
-            f"{folder}: merged in {name}, its logits change by up to {changed:.2g}, where {allowed:.2g} could be rounding: "
-            "peft does not merge this adapter exactly, use it as it is"
+    if not changed <= allowed:  # also if it is NaN
+        raise UserError(
+            f"{folder}: merged in {name}, its logits change by up to {changed:.2g}, where rounding could change them by "
+            f"{allowed:.2g}: peft does not merge this adapter exactly, use it as it is"
         )
     moved = (expected - before).abs().max().item()
-    return (
-        merged,
-        f"{name}; the adapter moves logits by up to {moved:.2g}, merging it changes them by up to {changed:.2g}",
-    )
+    report = f"{name}; the adapter moves logits by up to {moved:.2g}, merging it changes them by up to {changed:.2g}"
+    return merged, report
 
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel | PeftModel) -> torch.Tensor:
-    """The logits of a fixed row of tokens from all of the vocabulary, in float32: (tokens, vocabulary)."""
+    """Return the logits of a fixed row of tokens from the whole vocabulary, float32 (tokens, vocabulary)."""
     model.eval()
     vocabulary = model.get_input_embeddings().num_embeddings
     row = torch.linspace(0, vocabulary - 1, min(PROBE_TOKENS, vocabulary)).long()
@@ -128,7 +134,7 @@ def _logits(model: PreTrainedModel | PeftModel) -> torch.Tensor:
 
 
 def _card(folder: Path) -> ModelCard | None:
-    """Return the run's model card as that of the merged model, or None if the run has none. Raises `MergeError`."""
+    """Return the run's model card, changed for the merged model, or None. Raises `UserError` if it can't be read."""
     file = folder / "README.md"
     try:
         card: Any = ModelCard(read_text(file))
@@ -137,9 +143,9 @@ def _card(folder: Path) -> ModelCard | None:
     except FileNotFoundError:
         return None
     except UnreadableFile as error:
-        raise MergeError(f"{error}; correct or remove the file") from error
+        raise UserError(f"{error}; correct or remove the file") from error
     except (ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
-        raise MergeError(
+        raise UserError(
             f"{file}: it can't be read as a model card ({one_line(error)}); correct or remove it"
         ) from error
     return card

@@ -1,4 +1,4 @@
-"""vLLM as the engine of an evaluation: in this process, or a server that runs already."""
+"""Engines of an evaluation that use vLLM: in this process, or by a running server."""
 
 from __future__ import annotations
 
@@ -31,24 +31,45 @@ from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.generation_config import PublishedSettings
 from grpo_recipes.runs.record import VLLM as DISTRIBUTIONS
 from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config
-from grpo_rewards.errors import UserError
+from grpo_rewards.errors import UserError, one_line
 
 CONCURRENT_REQUESTS = 64
 SECONDS = 600.0
-"""How long a server may take over one completion."""
+"""Time limit for one completion of a server."""
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's `max_lora_rank`."""
+SERVED_KEYS = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "inference_mode",
+        "init_lora_weights",
+        "lora_alpha",
+        "lora_dropout",
+        "peft_type",
+        "peft_version",
+        "r",
+        "revision",
+        "target_modules",
+        "task_type",
+        "use_rslora",
+    }
+)
+"""Keys of a LoRA configuration that vLLM applies, or that matter only in training."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class VLLM:
-    """How vLLM generates; the names are those of the recipe's keys.
+    """Options of vLLM, under the names of the recipe's keys.
 
     Attributes:
-        vllm_server_base_url: a server that serves the model; None for an engine in this process, which the rest is about.
-        vllm_tensor_parallel_size: GPUs that share the model.
-        vllm_max_model_length: tokens of prompt and completion together; None for the model's own.
-        vllm_gpu_memory_utilization: the share of each GPU that vLLM takes.
+        vllm_server_base_url: URL of a server that serves the model, or None for an engine in this process. The other
+            options belong to the engine in this process.
+        vllm_tensor_parallel_size: Number of GPUs that share the model.
+        vllm_max_model_length: Maximum number of tokens of prompt and completion, or None for the model's own.
+        vllm_gpu_memory_utilization: Share of each GPU's memory that vLLM uses.
     """
 
     vllm_server_base_url: str | None = None
@@ -59,18 +80,19 @@ class VLLM:
     def __post_init__(self) -> None:
         if self.vllm_server_base_url is None:
             return
-        own = [field.name for field in fields(self) if field.name != "vllm_server_base_url"]
-        for name in own:
-            if getattr(self, name) is not None:
-                raise UserError(f"--{name} is the server's own: leave it out, or --vllm_server_base_url")
+        for field in fields(self):
+            if field.name != "vllm_server_base_url" and getattr(self, field.name) is not None:
+                raise UserError(
+                    f"--{field.name} is set where the server is started: leave out it or --vllm_server_base_url"
+                )
 
     @property
     def name(self) -> str:
-        """The engine as `evaluation.json` names it."""
+        """Name of the engine in `evaluation.json`."""
         return "vllm" if self.vllm_server_base_url is None else "vllm server"
 
-    def settings(self) -> dict[str, Any]:
-        """The arguments of vLLM's `LLM` that are given, under its names."""
+    def arguments(self) -> dict[str, Any]:
+        """Return the given arguments of vLLM's `LLM`, under its names."""
         named = {
             "tensor_parallel_size": self.vllm_tensor_parallel_size,
             "max_model_len": self.vllm_max_model_length,
@@ -80,8 +102,16 @@ class VLLM:
 
 
 def load_vllm(name: str, options: VLLM, prompts: Sequence[Any] = ()) -> Engine:
-    """Return the engine of a model or adapter, its tokenizer tried on some prompts first. Raises `UserError` if it
-    fails."""
+    """Return the vLLM engine of a model or adapter.
+
+    Args:
+        name: Folder, or name on the hub.
+        options: Options of vLLM.
+        prompts: Prompts on which the tokenizer is tried first.
+
+    Raises:
+        UserError: The model can't be loaded, or the server does not serve it.
+    """
     tokenizer = load_tokenizer(name, prompts)
     if options.vllm_server_base_url is not None:
         return Server(options.vllm_server_base_url, name, tokenizer)
@@ -89,15 +119,18 @@ def load_vllm(name: str, options: VLLM, prompts: Sequence[Any] = ()) -> Engine:
 
 
 def made_with(name: str, options: VLLM) -> dict[str, Any]:
-    """The version and dtype, and how an adapter is applied; null is what a server does not tell.
+    """Return version and dtype, and how an adapter is applied. None is a value that a server does not report.
 
-    Raises `UserError` if a server does not answer.
+    Raises:
+        UserError: The server does not answer.
     """
-    if options.vllm_server_base_url is not None:
-        server = Served(options.vllm_server_base_url)
-        return {"version": server.version(), "dtype": server.dtype()}
-    adapter = {"adapter": "merged" if needs_merging(name) else "LoRARequest"} if _is_adapter(name) else {}
-    return {"version": _version(), "dtype": _dtype(name), **adapter}
+    url = options.vllm_server_base_url
+    if url is not None:
+        return {"version": str(_request(url, "/version")["version"]), "dtype": _server_dtype(url)}
+    made: dict[str, Any] = {"version": _version(), "dtype": _dtype(name)}
+    if _is_adapter(name):
+        made["adapter"] = "merged" if needs_merging(name) else "LoRARequest"
+    return made
 
 
 def _version() -> str | None:
@@ -110,14 +143,21 @@ def _version() -> str | None:
 
 
 def _dtype(name: str) -> str:
-    """The checkpoint's; float32, which loses nothing of any, where it names none."""
+    """Return the dtype of the checkpoint, or float32, which loses nothing of any, if the checkpoint names none."""
     return checkpoint_dtype(name) or "float32"
 
 
-def needs_merging(name: str) -> str | None:
-    """What of the adapter in folder `name` vLLM's `LoRARequest` has no place for; None if it takes the adapter as it is.
+def _is_adapter(name: str) -> bool:
+    return (Path(name) / ADAPTER_CONFIG).is_file()
 
-    It knows the two factors, their rank and scale. Whatever else an adapter's configuration says, vLLM refuses or ignores.
+
+def needs_merging(name: str) -> str | None:
+    """Return the feature of an adapter that vLLM's `LoRARequest` does not support, or None if it supports all.
+
+    vLLM knows the two factors, their rank and their scale. It refuses or ignores everything else in the configuration.
+
+    Args:
+        name: Folder of the adapter.
     """
     from peft import LoraConfig, PeftType
 
@@ -125,9 +165,9 @@ def needs_merging(name: str) -> str | None:
     assert config is not None, "the caller knows that it is an adapter"
     if config.peft_type != PeftType.LORA:
         return f"its kind, {config.peft_type.value}"
-    plain = LoraConfig(target_modules=config.target_modules).to_dict()
+    defaults = LoraConfig(target_modules=config.target_modules).to_dict()
     for key, value in config.to_dict().items():
-        if key not in _SERVED and value and value != plain.get(key):
+        if key not in SERVED_KEYS and value and value != defaults.get(key):
             return f"`{key}`"
     targets = config.target_modules
     if isinstance(targets, str) or {"embed_tokens", "lm_head"} & set(targets or ()):
@@ -135,30 +175,11 @@ def needs_merging(name: str) -> str | None:
     return None
 
 
-# What of a LoRA's configuration vLLM applies, and what only training needs.
-_SERVED = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "inference_mode",
-    "init_lora_weights",
-    "lora_alpha",
-    "lora_dropout",
-    "peft_type",
-    "peft_version",
-    "r",
-    "revision",
-    "target_modules",
-    "task_type",
-    "use_rslora",
-}
-
-
-def _is_adapter(name: str) -> bool:
-    return (Path(name) / ADAPTER_CONFIG).is_file()
-
-
 class Sampling:
-    """Sampling settings of every request. All fields are sent: vLLM fills missing ones from the generation_config.json."""
+    """Sampling settings of every request.
+
+    All fields are sent, because vLLM fills missing ones from the model's generation_config.json.
+    """
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         self.config = published_config(name)
@@ -167,8 +188,8 @@ class Sampling:
 
     def __call__(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of `SamplingParams`, without the seed of each request."""
-        asked = GenerationConfig(**generation_options(settings, self.ends, self.pad))
-        self.published.announce_ignored(self.config, asked)
+        config = GenerationConfig(**generation_options(settings, self.ends, self.pad))
+        self.published.announce_ignored(self.config, config)
         return {
             "temperature": settings.temperature,
             "top_p": 1.0,
@@ -186,7 +207,7 @@ class Sampling:
 
 
 class Local:
-    """Completions by an engine in this process, in the checkpoint's dtype: left alone, vLLM computes float32 in bfloat16."""
+    """Completions by an engine in this process, in the checkpoint's dtype. By default vLLM runs float32 as bfloat16."""
 
     def __init__(self, name: str, options: VLLM, tokenizer: Any) -> None:
         try:
@@ -195,92 +216,58 @@ class Local:
             raise UserError("vLLM is not installed: leave --vllm out, or install the extra `vllm`") from error
         self.tokenizer = tokenizer
         self.request: Any = None
-        settings = {"dtype": _dtype(name), **options.settings()}
-        model = name
         self._merged: tempfile.TemporaryDirectory[str] | None = None
+        arguments = {"model": name, "dtype": _dtype(name), **options.arguments()}
         if _is_adapter(name):
-            config = adapter_config(name)
-            assert config is not None, "adapter_config.json was read before"
-            if reason := needs_merging(name):
-                logger.warning("the adapter is merged into its base for vLLM, which takes no adapter with %s", reason)
-                self._merged = tempfile.TemporaryDirectory(prefix="merged-")
-                model = str(Path(self._merged.name) / "model")
-                merge(Path(name), Path(model))
-            else:
-                from vllm.lora.request import LoRARequest
-
-                model = config.base_model_name_or_path
-                self.request = LoRARequest("policy", 1, str(Path(name).absolute()))
-                settings |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _rank(config.r)}
+            arguments |= self._adapter_arguments(name)
         try:
-            self.llm = LLM(model=model, trust_remote_code=False, generation_config="vllm", **settings)
+            self.llm = LLM(trust_remote_code=False, generation_config="vllm", **arguments)
         except (OSError, RuntimeError, ValueError) as error:
-            raise UserError(f"{name}: vLLM can't load it: {' '.join(str(error).split())}") from error
+            raise UserError(f"{name}: vLLM can't load it: {one_line(error)}") from error
         self.sampling = Sampling(name, tokenizer)
 
+    def _adapter_arguments(self, name: str) -> dict[str, Any]:
+        """Return the arguments of `LLM` for an adapter, which is merged into its base if vLLM does not support it."""
+        if reason := needs_merging(name):
+            logger.warning("the adapter is merged into its base for vLLM, which takes no adapter with %s", reason)
+            self._merged = tempfile.TemporaryDirectory(prefix="merged-")
+            model = Path(self._merged.name) / "model"
+            merge(Path(name), model)
+            return {"model": str(model)}
+        from vllm.lora.request import LoRARequest
+
+        config = adapter_config(name)
+        assert config is not None, "adapter_config.json was read before"
+        self.request = LoRARequest("policy", 1, str(Path(name).absolute()))
+        rank = next((room for room in RANKS if room >= config.r), config.r)
+        return {"model": config.base_model_name_or_path, "enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+
     def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
-        """One completion of each prompt, in order."""
+        """Complete each prompt once, in order."""
         from vllm import SamplingParams
 
         inputs = token_ids(prompts, self.tokenizer)
         check_lengths(inputs, settings.max_new_tokens, self.llm.llm_engine.model_config.max_model_len)
-        asked = self.sampling(settings)
-        sampling = [SamplingParams(seed=seed, **asked) for seed in _seeds(settings.seed, len(prompts))]
+        fixed = self.sampling(settings)
+        sampling = [SamplingParams(seed=seed, **fixed) for seed in _seeds(settings.seed, len(prompts))]
         rows = [{"prompt_token_ids": ids} for ids in inputs]
-        more = {"lora_request": self.request} if self.request is not None else {}
-        outputs = self.llm.generate(rows, sampling, use_tqdm=False, **more)
-        # Not vLLM's text, which lacks the bytes of a character that was cut off.
+        adapter = {"lora_request": self.request} if self.request is not None else {}
+        outputs = self.llm.generate(rows, sampling, use_tqdm=False, **adapter)
+        # vLLM's own text lacks the bytes of a character that was cut off.
         made = [output.outputs[0].token_ids for output in outputs]
         return self.tokenizer.batch_decode(made, skip_special_tokens=True)
 
 
-class Served:
-    """What a running server says of itself. Raises `UserError` if it does not answer."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-
-    def models(self) -> list[dict[str, Any]]:
-        """The models that it serves, adapters among them."""
-        return self.ask("/v1/models")["data"]
-
-    def version(self) -> str:
-        """Of vLLM."""
-        return str(self.ask("/version")["version"])
-
-    def dtype(self) -> str | None:
-        """What it computes in; None unless it was started with `VLLM_SERVER_DEV_MODE=1`, as for training."""
-        try:
-            info = self.ask("/server_info?config_format=json")
-        except UserError:
-            return None
-        told = info.get("vllm_config", {}).get("model_config", {}).get("dtype")
-        return str(told).removeprefix("torch.") if told else None
-
-    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The JSON of one answer."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            said = error.read().decode(errors="replace")[:500]
-            raise UserError(f"the vLLM server {self.url}{path}: {error.code} {' '.join(said.split())}") from error
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"the vLLM server {self.url} does not answer ({error}): start it, or correct --vllm_server_base_url"
-            ) from error
-
-
 class Server:
-    """Completions by a server, one request each: requests of several prompts would share a seed."""
+    """Completions by a running server, one request each, because the prompts of one request would share a seed."""
 
     def __init__(self, url: str, name: str, tokenizer: Any) -> None:
-        self.server, self.tokenizer = Served(url), tokenizer
-        models = self.server.models()
-        asked = [name, *([str(Path(name).absolute())] if Path(name).exists() else [])]
-        found = [model for model in models if {model["id"], model.get("root")} & set(asked)]
+        self.url, self.tokenizer = url, tokenizer
+        models = _request(url, "/v1/models")["data"]
+        names = {name}
+        if Path(name).exists():
+            names.add(str(Path(name).absolute()))
+        found = [model for model in models if {model["id"], model.get("root")} & names]
         if not found:
             served = ", ".join(str(model["id"]) for model in models)
             raise UserError(f"the vLLM server {url} serves {served}, and not {name}: name what it serves")
@@ -289,36 +276,63 @@ class Server:
         self.sampling = Sampling(name, tokenizer)
 
     def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
-        """One completion of each prompt, in order."""
+        """Complete each prompt once, in order."""
         inputs = token_ids(prompts, self.tokenizer)
         if self.limit is not None:
             check_lengths(inputs, settings.max_new_tokens, self.limit)
-        asked = {"model": self.model, **self.sampling(settings), "return_token_ids": True}
-        bodies = [
-            {**asked, "prompt": ids, "seed": seed}
-            for ids, seed in zip(inputs, _seeds(settings.seed, len(inputs)), strict=True)
-        ]
+        fixed = {"model": self.model, **self.sampling(settings), "return_token_ids": True}
+        bodies = []
+        for ids, seed in zip(inputs, _seeds(settings.seed, len(inputs)), strict=True):
+            bodies.append({**fixed, "prompt": ids, "seed": seed})
         with ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool:
-            answers = pool.map(lambda body: self.server.ask("/v1/completions", body), bodies)
-            choices = [answer["choices"][0] for answer in answers]
-        made = [choice["token_ids"] for choice in choices]
-        for choice in choices:
-            self._check_whole(choice, settings.max_new_tokens)
+            answers = list(pool.map(lambda body: _request(self.url, "/v1/completions", body), bodies))
+        made = []
+        for answer in answers:
+            choice = answer["choices"][0]
+            self._check_length(choice, settings.max_new_tokens)
+            made.append(choice["token_ids"])
         return self.tokenizer.batch_decode(made, skip_special_tokens=True)
 
-    def _check_whole(self, choice: Mapping[str, Any], max_new_tokens: int) -> None:
-        """Raise `UserError` for a completion that the server has cut below the length that it was asked for."""
+    def _check_length(self, choice: Mapping[str, Any], max_new_tokens: int) -> None:
+        """Raise `UserError` if the server has cut a completion below the requested length."""
         length = len(choice["token_ids"])
         if choice.get("finish_reason") == "length" and length < max_new_tokens:
             raise UserError(
-                f"the vLLM server {self.server.url} cuts completions at {length} tokens, and --max_new_tokens is "
+                f"the vLLM server {self.url} cuts completions at {length} tokens, and --max_new_tokens is "
                 f"{max_new_tokens}: start it with `--generation-config vllm`, since a published `max_new_tokens` limits "
                 "every request"
             )
 
 
+def _request(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    """Return the JSON answer of a server. Raises `UserError` if it does not answer, or answers with an error."""
+    url = url.rstrip("/").removesuffix("/v1")
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        text = one_line(error.read().decode(errors="replace")[:500])
+        raise UserError(f"the vLLM server {url}{path}: {error.code} {text}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"the vLLM server {url} does not answer ({error}): start it, or correct --vllm_server_base_url"
+        ) from error
+
+
+def _server_dtype(url: str) -> str | None:
+    """Return the dtype of a server, or None unless it was started with `VLLM_SERVER_DEV_MODE=1`, as for training."""
+    try:
+        info = _request(url, "/server_info?config_format=json")
+    except UserError:
+        return None
+    dtype = info.get("vllm_config", {}).get("model_config", {}).get("dtype")
+    return str(dtype).removeprefix("torch.") if dtype else None
+
+
 def check_lengths(prompts: list[list[int]], max_new_tokens: int, limit: int) -> None:
-    """Raise `UserError` for a prompt that leaves less than `max_new_tokens`: vLLM would cut its completion in silence."""
+    """Raise `UserError` if a prompt leaves less room than `max_new_tokens`. vLLM would cut its completion silently."""
     longest = max(len(ids) for ids in prompts)
     if longest + max_new_tokens > limit:
         raise UserError(
@@ -328,10 +342,5 @@ def check_lengths(prompts: list[list[int]], max_new_tokens: int, limit: int) -> 
 
 
 def _seeds(seed: int, count: int) -> list[int]:
-    """One for each request: vLLM seeds each by itself, and copies of a prompt with one seed would all end alike."""
+    """Return a seed for each request. With one seed, copies of a prompt would get equal completions."""
     return random.Random(seed).sample(range(2**31), count)
-
-
-def _rank(rank: int) -> int:
-    """The smallest of the ranks that vLLM makes room for, which holds this one."""
-    return next((room for room in (8, 16, 32, 64, 128, 256, 320, 512) if room >= rank), rank)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, 
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from grpo_recipes.evaluation import engines
-from grpo_recipes.evaluation.engines import complete_continuously, transformers_engine
+from grpo_recipes.evaluation.engines import Transformers, complete_continuously
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.generation_config import KEPT, PublishedSettings, neutral
 from tests.support.architectures import ENDS, adapter, trainer
@@ -161,7 +161,7 @@ def assert_same_run(found: Run, expected: Run) -> None:
 
 def evaluated(policy: PreTrainedModel, temperature: float = 1.0) -> list[str]:
     prompts = [prompt for prompt in ("t5 t6 t7", "t8", "t9 t10 t11 t12 t13") for _ in range(4)]
-    return transformers_engine(policy, tokenizer())(prompts, Settings(temperature=temperature, max_new_tokens=12))
+    return Transformers(policy, tokenizer())(prompts, Settings(temperature=temperature, max_new_tokens=12))
 
 
 def ending() -> PreTrainedModel:
@@ -395,7 +395,7 @@ def test_ignored_settings_are_announced_once(tmp_path: Path, said: Any) -> None:
 
 def test_an_evaluation_announces_ignored_settings_once(said: Any) -> None:
     policy = publish(ending(), suppress_tokens=list(range(20, 40)))
-    engine = transformers_engine(policy, tokenizer())
+    engine = Transformers(policy, tokenizer())
     for _ in range(2):
         engine(["t5", "t6"] * 4, Settings(temperature=1.0, max_new_tokens=4, batch_size=4))
     (sentence,) = said()

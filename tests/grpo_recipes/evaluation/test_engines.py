@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from grpo_recipes.evaluation import engines, evaluate
-from grpo_recipes.evaluation.engines import transformers_engine
+from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation import groups, kv_cache
 from tests.support.exact_generation import exact_generation
@@ -48,7 +48,7 @@ def same_stream() -> Iterator[None]:
 def stock(model: Any, prompts: list[str], settings: Settings, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The completions of transformers' own loop."""
     with monkeypatch.context() as patched:
-        patched.setattr(engines.Padded, "_leave_to_transformers", lambda *_: None)
+        patched.setattr(engines.Padded, "_use_stock_loop", lambda *_: None)
         patched.setattr(engines, "unfit", lambda _: "as asked")
         engine = engines.Padded(model, byte_tokenizer())
         engine.stock_because = "as asked"
@@ -68,7 +68,7 @@ def test_the_completions_of_transformers_own_loop(
     temperature: float, decoded: list[int], said: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, settings = ending(), Settings(temperature=temperature, max_new_tokens=20, batch_size=16)
-    completions = transformers_engine(model, byte_tokenizer())(PROMPTS, settings)
+    completions = Transformers(model, byte_tokenizer())(PROMPTS, settings)
     assert decoded == [16, 8]
     assert said() == []
     assert completions == stock(model, PROMPTS, settings, monkeypatch)
@@ -80,7 +80,7 @@ def test_only_rows_of_the_first_batch_are_checked(monkeypatch: pytest.MonkeyPatc
     model, sizes = ending(), []
     differences = engines.differences
     monkeypatch.setattr(engines, "differences", lambda *given: sizes.append(len(given[1])) or differences(*given))
-    engine = transformers_engine(model, byte_tokenizer())
+    engine = Transformers(model, byte_tokenizer())
     for _ in range(2):
         engine(PROMPTS * 3, Settings(temperature=1.0, max_new_tokens=4, batch_size=72))
     assert sizes == [36]
@@ -98,7 +98,7 @@ def test_a_fault_leaves_the_evaluation_to_transformers(
     model, settings = ending(), Settings(max_new_tokens=20, batch_size=12)
     expected = stock(model, PROMPTS, settings, monkeypatch)
     monkeypatch.setattr(kv_cache.Buffer, "keep", moved_nothing)
-    assert transformers_engine(model, byte_tokenizer())(PROMPTS, settings) == expected
+    assert Transformers(model, byte_tokenizer())(PROMPTS, settings) == expected
     assert decoded == [12], "the first batch, which was then made again"
     (sentence,) = said()
     assert "own loop: group decoding picks tokens under other log-probabilities than the model's (by " in sentence
@@ -106,7 +106,7 @@ def test_a_fault_leaves_the_evaluation_to_transformers(
 
 def test_a_model_that_is_not_decoded_in_groups(said: Any, decoded: list[int]) -> None:
     model = policy(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
-    completions = transformers_engine(model, byte_tokenizer())(PROMPTS, Settings(max_new_tokens=3, batch_size=8))
+    completions = Transformers(model, byte_tokenizer())(PROMPTS, Settings(max_new_tokens=3, batch_size=8))
     assert len(completions) == len(PROMPTS)
     assert decoded == []
     (sentence,) = said()
@@ -126,7 +126,7 @@ def test_a_completion_goes_to_its_first_stop_string(
     if not in_groups:
         monkeypatch.setattr(engines, "unfit", lambda _: "as asked")
     settings = Settings(temperature=1.0, max_new_tokens=24, batch_size=48, stop=STOP)
-    completions = transformers_engine(policy(), tokenizer)(PROMPTS * 4, settings)
+    completions = Transformers(policy(), tokenizer)(PROMPTS * 4, settings)
     assert bool(decoded) is in_groups
     stopped = [text for text in completions if text.endswith(STOP)]
     assert len(stopped) > 10
@@ -140,7 +140,7 @@ def test_on_a_gpu_stop_strings_take_padded_batches(monkeypatch: pytest.MonkeyPat
     calls: list[str] = []
     monkeypatch.setattr(engines, "complete_continuously", lambda *_: calls.append("continuously"))
     monkeypatch.setattr(engines.Padded, "__call__", lambda *_: calls.append("padded"))
-    engine = transformers_engine(SimpleNamespace(device=torch.device("cuda")), byte_tokenizer())
+    engine = Transformers(SimpleNamespace(device=torch.device("cuda")), byte_tokenizer())
     engine(["1"], Settings())
     engine(["1"], Settings(stop=("b",)))
     assert calls == ["continuously", "padded"]

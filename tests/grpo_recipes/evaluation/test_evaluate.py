@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_recipes.evaluation.accuracy import strict_rewards
-from grpo_recipes.evaluation.engines import transformers_engine
+from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.estimates import describe, mean_share
 from grpo_recipes.evaluation.evaluate import evaluate_into
 from grpo_recipes.evaluation.settings import Settings
@@ -82,7 +82,7 @@ def scripted_run(tokenizer, prompts, script, folder, columns=None, **settings):
     model = Scripted(tokenizer, script)
     columns = {"answer": ["18"] * len(prompts)} if columns is None else columns
     dataset = datasets.Dataset.from_dict({"prompt": prompts, **columns})
-    return evaluate_into(folder, transformers_engine(model, tokenizer), dataset, Settings(**settings), {}), model
+    return evaluate_into(folder, Transformers(model, tokenizer), dataset, Settings(**settings), {}), model
 
 
 @pytest.mark.parametrize("conversational", [True, False])
@@ -265,7 +265,7 @@ def test_amounts_names_and_order_of_rewards_make_no_other_evaluation():
 def test_golds_that_state_nothing_are_refused(tokenizer, answers, message, tmp_path: Path):
     dataset = datasets.Dataset.from_dict({"prompt": ["p"] * len(answers), "answer": answers})
     with pytest.raises(ValueError, match=message):
-        evaluate_into(tmp_path / "e", transformers_engine(Scripted(tokenizer, {}), tokenizer), dataset, SAMPLED, {})
+        evaluate_into(tmp_path / "e", Transformers(Scripted(tokenizer, {}), tokenizer), dataset, SAMPLED, {})
     assert not (tmp_path / "e").exists()
 
 
@@ -296,7 +296,7 @@ def sampled(model, tokenizer, monkeypatch, **settings):
     generate = model.generate
     monkeypatch.setattr(model, "generate", lambda **inputs: seen.append(generate(**inputs)) or seen[-1])
     settings = Settings(**{"temperature": 1.0, "max_new_tokens": 6, **settings})
-    transformers_engine(model, tokenizer)(["one", "three"] * 8, settings)
+    Transformers(model, tokenizer)(["one", "three"] * 8, settings)
     monkeypatch.undo()
     return seen[0]
 
@@ -314,7 +314,7 @@ def test_each_batch_draws_from_a_seed_of_its_own(tokenizer, tmp_path: Path):
     """One seed for all would give equal problems of two batches equal completions."""
     script = {f"p{n}": "18" for n in range(6)}
     dataset = datasets.Dataset.from_dict({"prompt": list(script), "answer": ["18"] * 6})
-    engine = transformers_engine(Scripted(tokenizer, script), tokenizer)
+    engine = Transformers(Scripted(tokenizer, script), tokenizer)
 
     def seeds(folder: str, seed: int) -> list[int]:
         used = []
@@ -340,7 +340,7 @@ def test_sampling_is_the_policys_whatever_its_generation_config_says(model, toke
 def test_a_completion_ends_where_it_ends_in_training(tokenizer, declared, expected):
     model = Scripted(tokenizer, {"p": "#### 18"})
     model.generation_config.eos_token_id = declared
-    transformers_engine(model, tokenizer)(["p"], SAMPLED)
+    Transformers(model, tokenizer)(["p"], SAMPLED)
     assert model.calls[0].eos_token_id == expected
 
 

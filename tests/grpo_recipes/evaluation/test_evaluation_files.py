@@ -553,7 +553,7 @@ def test_completions_that_failed_are_no_wrong_answers(tiny_model: Path, outputs:
         (["MODEL", "--vllm_max_model_length", "64"], "--vllm_max_model_length is an option of vLLM: add --vllm"),
         (
             ["MODEL", "--vllm", "--vllm_server_base_url", "http://x", "--vllm_tensor_parallel_size", "2"],
-            "--vllm_tensor_parallel_size is the server's own",
+            "--vllm_tensor_parallel_size is set where the server is started",
         ),
         (
             ["MODEL", "--dataset", "arithmetic", "--vllm", "--vllm_server_base_url", "http://127.0.0.1:9"],

@@ -8,6 +8,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_recipes.evaluation import merge
+from grpo_rewards.errors import UserError
 from tests.support import tiny
 from tests.support.short_runs import log_probabilities, moved
 
@@ -62,7 +63,7 @@ def test_the_dtype_is_the_bases(policy: Path, tmp_path: Path) -> None:
 def test_a_merge_that_loses_the_adapter_is_refused(policy: Path, tmp_path: Path, monkeypatch) -> None:
     run = run_with(tmp_path / "run", policy, LORA)
     monkeypatch.setattr(PeftModel, "merge_and_unload", lambda model, **_: model.unload(), raising=False)
-    with pytest.raises(merge.MergeError, match="its logits change by up to"):
+    with pytest.raises(UserError, match="its logits change by up to"):
         merge.merge(run, tmp_path / "model")
     assert not (tmp_path / "model").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -70,13 +71,13 @@ def test_a_merge_that_loses_the_adapter_is_refused(policy: Path, tmp_path: Path,
 
 def test_what_can_not_be_merged(policy: Path, tmp_path: Path) -> None:
     tokens = run_with(tmp_path / "tokens", policy, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    with pytest.raises(merge.MergeError, match="PROMPT_TUNING"):
+    with pytest.raises(UserError, match="PROMPT_TUNING"):
         merge.merge(tokens, tmp_path / "model")
     run = run_with(tmp_path / "run", policy, LORA)
-    with pytest.raises(merge.MergeError, match="exists"):
+    with pytest.raises(UserError, match="exists"):
         merge.merge(run, policy)
     config = run / "adapter_config.json"
     config.write_text(config.read_text().replace(str(policy), "/nowhere/base"))
-    with pytest.raises(merge.MergeError, match="/nowhere/base can't be loaded"):
+    with pytest.raises(UserError, match="/nowhere/base can't be loaded"):
         merge.merge(run, tmp_path / "model")
     assert not (tmp_path / "model").exists()

@@ -1,4 +1,4 @@
-"""The checks of a recipe that need no model, cheapest first: `check`, and those of the folder that a run writes to."""
+"""Checks of a recipe that need no model: `check` makes them in order, the cheapest first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trl import GRPOConfig
 from grpo_recipes.checks import model_sizes, packages
 from grpo_recipes.checks import rewards as reward_checks
 from grpo_recipes.checks.geometry import Geometry, geometry_of
-from grpo_recipes.checks.precision import Precision
+from grpo_recipes.checks.precision import Precision, uses_bf16
 from grpo_recipes.checks.rewards import GoldCheck
 from grpo_recipes.data import load as data
 from grpo_recipes.data.hub import is_missing
@@ -35,17 +35,24 @@ from grpo_recipes.runs.weights import adapter_config, check_descriptions
 from grpo_rewards.errors import UserError
 from grpo_rewards.registry import BuiltReward
 
-# What must fit where a run is to write; a model takes far more, but its size is not known yet.
+# Room that an output folder must have. A model takes far more, but its size is not known yet.
 _PROBE_BYTES = 1 << 20
 
 Backend = Literal["torch", "deepspeed", "fsdp"]
-"""What holds the weights and their optimiser: torch whole on each process, DeepSpeed, or FSDP."""
+"""Library that holds the weights and the optimizer. torch holds all of them on each process."""
+
 BACKENDS: Mapping[str, Backend] = {"DEEPSPEED": "deepspeed", "FSDP": "fsdp"}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run is checked against: its number of processes, whether they have GPUs with bfloat16, and what splits a model."""
+    """Machine that a recipe is checked for.
+
+    Attributes:
+        num_processes: Number of processes of the run.
+        bf16: True if the processes have GPUs with bfloat16.
+        backend: Library that splits a model over the processes.
+    """
 
     num_processes: int
     bf16: bool
@@ -53,7 +60,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """This machine, in the layout that `accelerate launch` gave this process."""
+        """Return this machine, in the layout that `accelerate launch` gave this process."""
         from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
         bf16 = is_torch_bf16_gpu_available() or is_torch_xla_available()
@@ -66,7 +73,7 @@ class Machine:
 
     @classmethod
     def described(cls, accelerate_config: Path) -> Machine:
-        """The machine that an accelerate configuration file describes. Raises `RecipeError` if it is not one."""
+        """Return the machine that an accelerate configuration describes. Raise `RecipeError` if the file is not one."""
         raw = read_yaml(accelerate_config)
         if not isinstance(raw.get("num_processes"), int):
             raise RecipeError(f"{accelerate_config}: `num_processes` is missing: is this an accelerate configuration?")
@@ -97,20 +104,34 @@ def choose_layout(accelerate_config: str | None, num_processes: int | None, *, u
 
 @dataclass(frozen=True)
 class Checked:
-    """What the checks of a recipe leave for the run: nothing is computed twice."""
+    """Objects that the checks have built, which the run uses too.
+
+    Attributes:
+        geometry: Batch geometry.
+        rewards: Rewards with their weights.
+        train_dataset: Rows with the column `prompt`.
+        eval_dataset: Held-out rows, or None if the run evaluates nothing.
+        golds: Training rows whose gold no correctness reward can score, or None if there are none.
+    """
 
     geometry: Geometry
     rewards: list[BuiltReward]
     train_dataset: Dataset
     eval_dataset: Dataset | None
     golds: GoldCheck | None = None
-    """The training rows whose gold no correctness reward can score, if there are any."""
 
 
 def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> Checked:
-    """Every check that needs no model, cheapest first. Raises `RecipeError`, or `sources.DatasetUnreachable`.
+    """Make every check that needs no model, the cheapest first.
 
-    Unless `call_factories`, what other packages' factories would make is imported and not built.
+    Args:
+        recipe: Recipe to check.
+        machine: Machine that the recipe is to run on.
+        call_factories: True to call the reward factories of other packages. Otherwise they are only imported.
+
+    Raises:
+        RecipeError: The recipe can't run as written.
+        DatasetUnreachable: The dataset can't be loaded from the hub.
     """
     geometry = geometry_of(recipe, machine.num_processes)
     rewards = recipe.build_rewards(call_factories=call_factories)
@@ -125,20 +146,19 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
         check_precision(recipe, machine)
         packages.check_vllm(recipe.config, machine.num_processes, recipe.model)
         trained = data.recipe_prompts(recipe)
-        train_dataset = trained.dataset
+        train_dataset, eval_dataset = trained.dataset, None
         geometry.check_dataset(len(train_dataset))
         geometry.check_steps(recipe.config, len(train_dataset))
         geometry.check_saves(recipe.config, len(train_dataset))
         if recipe.offline is not None:
             data.check_responses(train_dataset, recipe.offline, geometry.num_generations)
-        eval_dataset = None
         if recipe.evaluates:
             held_out = data.recipe_prompts(recipe, evaluation=True)
             data.check_disjoint(trained, held_out, recipe.dataset)
             eval_dataset = held_out.dataset
         for dataset in (train_dataset, eval_dataset):
             if dataset is not None:
-                # With recorded responses, what they were paid is all that reaches a reward.
+                # With recorded responses, a reward receives only the recorded scores.
                 columns = dataset.column_names if recipe.offline is None else [RECORDED_REWARD]
                 reward_checks.check_columns(rewards, columns)
         golds = reward_checks.check_golds(rewards, train_dataset)
@@ -155,17 +175,17 @@ def check_launch(recipe: Recipe, machine: Machine) -> None:
 
 
 def sampling_note(recipe: Recipe, geometry: Geometry, num_prompts: int) -> list[str]:
-    """What to know about `sampling` in a run of this length, if it will do nothing."""
+    """Return a note if `sampling` has no effect in a run of this length, else []."""
     epoch = geometry.optimizer_steps_per_epoch(num_prompts)
     if recipe.sampling is None or geometry.optimizer_steps(recipe.config, num_prompts) > epoch:
         return []
     return [
-        f"`sampling` learns in an epoch for the next, and this run ends in the first ({epoch} steps): it does nothing"
+        f"`sampling` learns in an epoch for the next, and this run ends in the first ({epoch} steps): it has no effect"
     ]
 
 
 def check_early_stopping(recipe: Recipe) -> None:
-    """Raise `RecipeError` if nothing says which evaluation is the best, or none is made."""
+    """Raise `RecipeError` if early stopping has no evaluations to compare, or no metric to compare them by."""
     config, patience = recipe.config, recipe.early_stopping_patience
     if patience is None:
         return
@@ -180,9 +200,7 @@ def check_early_stopping(recipe: Recipe) -> None:
 
 def check_machine(recipe: Recipe, machine: Machine) -> None:
     """Raise `RecipeError` if the recipe trains in bfloat16 on a machine that can't (TRL's default is `bf16: true`)."""
-    config = recipe.config
-    bf16 = not config.fp16 if config.bf16 is None else config.bf16
-    if bf16 and not config.use_cpu and not machine.bf16:
+    if uses_bf16(recipe.config) and not recipe.config.use_cpu and not machine.bf16:
         raise recipe.error(
             "`bf16` needs a GPU with bfloat16, and there is none here: set `bf16: false`, "
             "and `use_cpu: true` to train on the CPU"
@@ -190,16 +208,16 @@ def check_machine(recipe: Recipe, machine: Machine) -> None:
 
 
 def backend_of(recipe: Recipe, machine: Machine) -> Backend:
-    """What holds the weights: what the recipe names, else what `accelerate launch` set up."""
+    """Return the library that holds the weights: the recipe's, or the one that `accelerate launch` set up."""
     if recipe.config.deepspeed:
         return "deepspeed"
     return "fsdp" if recipe.config.fsdp else machine.backend
 
 
 def optimiser(recipe: Recipe, machine: Machine) -> str:
-    """The name of the run's optimiser: the recipe's, else TRL's default, or `adamw_bf16` for an adapter on a quantised base.
+    """Return the name of the optimizer: the recipe's, or TRL's default, or `adamw_bf16` for a quantized base.
 
-    TRL casts such an adapter to bfloat16, in which its own default would lose most of an update.
+    TRL casts an adapter on a quantized base to bfloat16, in which TRL's default optimizer would lose most of an update.
     """
     if "optim" not in recipe.training and _quantises(recipe) and backend_of(recipe, machine) != "deepspeed":
         return ADAMW_BF16
@@ -207,12 +225,15 @@ def optimiser(recipe: Recipe, machine: Machine) -> str:
 
 
 def _quantises(recipe: Recipe) -> bool:
-    """Whether the recipe loads the base in 4 or 8 bits."""
+    """Return True if the recipe loads the base in 4 or 8 bits."""
     return bool(recipe.model.get("load_in_4bit") or recipe.model.get("load_in_8bit"))
 
 
 def precision_of(recipe: Recipe, machine: Machine) -> Precision:
-    """The dtypes of the recipe's run, as far as its keys and the files here tell: an adapter on the hub is not known as one."""
+    """Return the precision of the run, from the recipe and the files on this machine.
+
+    A policy on the hub is not known to be an adapter.
+    """
     model = recipe.model
     return Precision.of(
         recipe.config,
@@ -225,23 +246,22 @@ def precision_of(recipe: Recipe, machine: Machine) -> Precision:
 
 
 def check_precision(recipe: Recipe, machine: Machine) -> None:
-    """Raise `RecipeError` for dtypes and an optimiser that can't train."""
+    """Raise `RecipeError` for a combination of dtypes and optimizer that can't be trained."""
     batching = bool(recipe.config.use_transformers_continuous_batching)
     if mistake := precision_of(recipe, machine).mistake(continuous_batching=batching):
         raise recipe.error(mistake)
 
 
 def check_packages(recipe: Recipe) -> None:
-    """Raise `RecipeError` for a tracker or a vLLM that is not installed here, or a vLLM that TRL does not take."""
+    """Raise `RecipeError` if a tracker or vLLM is not installed here, or TRL does not support the version of vLLM."""
     for sentence in packages.missing(recipe.config):
         raise recipe.error(sentence)
 
 
 def check_model(recipe: Recipe) -> None:
-    """Raise `RecipeError` if the configuration of the policy, or of the base under it, has a size that no model has.
+    """Raise `RecipeError` if the configuration of the policy or of its base has an impossible size.
 
-    Looks at files on this machine only. A model of the hub that is not here yet is checked before its tokenizer is
-    loaded.
+    Only files on this machine are read. A model that is still on the hub is checked before its tokenizer is loaded.
     """
     name, revision = str(recipe.model["model_name_or_path"]), recipe.model.get("model_revision", "main")
     with recipe.naming_this_file():
@@ -252,7 +272,7 @@ def check_model(recipe: Recipe) -> None:
 
 
 def check_reference(recipe: Recipe) -> None:
-    """Raise `RecipeError` for a reference that this policy can't have, as far as the files on this machine tell."""
+    """Raise `RecipeError` for a reference that this policy can't have, as far as the files on this machine show."""
     with recipe.naming_this_file():
         recipe.reference.check_refresh(recipe.config)
     policy, reference = Path(recipe.model["model_name_or_path"]), recipe.reference
@@ -274,7 +294,7 @@ def check_reference(recipe: Recipe) -> None:
 
 
 def check_model_folders(recipe: Recipe) -> None:
-    """Raise `RecipeError` if the policy, its base or its reference is a folder with a damaged file beside the weights."""
+    """Raise `RecipeError` if a file beside the weights of the policy, its base or its reference is damaged."""
     name, reference = recipe.model["model_name_or_path"], recipe.reference.adapter
     for key, folder in (("model_name_or_path", name), ("reference.adapter", reference)):
         if folder is None or not Path(folder).is_dir():
@@ -296,7 +316,7 @@ def _holds_adapter(folder: Path) -> bool:
 
 
 def check_output_dir(recipe: Recipe) -> None:
-    """Raise `RecipeError` if the run would overwrite an earlier one, or can't write."""
+    """Raise `RecipeError` if the run would overwrite an earlier run, or can't write into its folder."""
     folder = recipe.output_dir
     with recipe.naming_this_file():
         check_names(folder)
@@ -309,15 +329,20 @@ def check_output_dir(recipe: Recipe) -> None:
 
 
 def _holds_a_run(folder: Path) -> bool:
-    """Whether there are files of a run: an evaluation of the policy before it, or a launch that never began, may lie there."""
-    files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    return any(
-        file.parts[0] != EVALUATIONS and not fnmatch(file.name, FAULT_FILES) and LOCK not in file.name for file in files
-    )
+    """Return True if a folder holds files of a run.
+
+    Evaluations of the policy before training, and the files of a launch that failed before its first step, do not count.
+    """
+    for path in folder.rglob("*"):
+        file = path.relative_to(folder)
+        is_from_before = file.parts[0] == EVALUATIONS or fnmatch(file.name, FAULT_FILES) or LOCK in file.name
+        if path.is_file() and not is_from_before:
+            return True
+    return False
 
 
 def _check_writable(recipe: Recipe) -> None:
-    """Raise `RecipeError` unless a file can be written in the run's folder, or where that folder would be made."""
+    """Raise `RecipeError` unless a file can be written in the run's folder, or in the folder that it would be made in."""
     folder = recipe.output_dir
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -325,7 +350,7 @@ def _check_writable(recipe: Recipe) -> None:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(_PROBE_BYTES))
             probe.flush()
-            os.fsync(probe.fileno())  # some file systems notice only now that they are full
+            os.fsync(probe.fileno())  # some file systems notice only here that they are full
     except OSError as error:
         reason = "it is no folder" if not folder.is_dir() else error.strerror or str(error)
         raise recipe.error(
@@ -335,10 +360,10 @@ def _check_writable(recipe: Recipe) -> None:
 
 
 def resume_point(recipe: Recipe, machine: Machine) -> Resume | None:
-    """Return where the run resumes, as far as names and sizes tell, or None if it is not asked to resume.
+    """Return where the run resumes, judged by the names and sizes of files, or None if the recipe does not resume.
 
-    Raises `RecipeError` if it may not: the named checkpoint is not complete, those of the run are of another number of
-    processes or of `save_only_model`, or all of them are damaged.
+    Raises:
+        RecipeError: The named checkpoint is incomplete, or the run has checkpoints of which none can be resumed.
     """
     if not recipe.resumes:
         return None
@@ -355,7 +380,10 @@ def resume_point(recipe: Recipe, machine: Machine) -> Resume | None:
 def grpo_config(recipe: Recipe) -> GRPOConfig:
     """Return TRL's training arguments, with `model_init_kwargs` filled in as TRL's own command does.
 
-    Joins the process group under `accelerate launch`. Raises `RecipeError` for a combination that TRL refuses.
+    Under `accelerate launch` this joins the process group.
+
+    Raises:
+        RecipeError: TRL refuses the combination of keys.
     """
     model = model_config(recipe)
     init = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
@@ -373,45 +401,47 @@ def grpo_config(recipe: Recipe) -> GRPOConfig:
 
 
 def dry_config(recipe: Recipe, machine: Machine) -> None:
-    """Raise `RecipeError` for what `GRPOConfig` refuses, for another machine than this one: its batch on one process."""
-    config = recipe.config
-    batches = {
-        key: getattr(config, key) * machine.num_processes
-        for key in ("per_device_train_batch_size", "per_device_eval_batch_size")
-    }
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of TRL's own use of transformers
-        grpo_config(replace(recipe, training={**recipe.training, **batches, "use_cpu": True}))
+    """Raise `RecipeError` if `GRPOConfig` would refuse the recipe on `machine`, which may be another machine.
+
+    `GRPOConfig` counts the processes of this machine, so the batch of all processes is given to one.
+    """
+    training = {**recipe.training, "use_cpu": True}
+    for key in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+        training[key] = getattr(recipe.config, key) * machine.num_processes
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # about TRL's own use of transformers
+        grpo_config(replace(recipe, training=training))
 
 
 def _check_offline(recipe: Recipe, geometry: Geometry) -> None:
-    """Raise `RecipeError` for what recorded responses can't do."""
+    """Raise `RecipeError` for keys that do not go with recorded responses."""
     if recipe.offline is None:
         if recipe.dataset.name == "scored":
             raise recipe.error("the dataset `scored` has recorded responses: add `offline: group`")
         return
-    config = recipe.config
-    mistakes = {
-        f"`offline` trains on recorded responses: set `dataset.name: scored`, not `{recipe.dataset.name}`": (
-            recipe.dataset.name != "scored"
-        ),
-        "`sampling` saves generation, and `offline` generates nothing: remove one of them": recipe.sampling is not None,
-        "`use_vllm` generates, and `offline` trains on recorded responses: remove one of them": config.use_vllm,
-        "`eval_strategy` generates, and `offline` trains on recorded responses: remove it, and run `grpo-recipes evaluate` "
-        "afterwards": recipe.evaluates,
-        "`offline.baseline: batch` takes one response a prompt: remove `num_generations`": (
-            recipe.compares_whole_batch and "num_generations" in recipe.training
-        ),
-        "`offline` draws the responses of a group together, and this layout splits groups over processes: make "
-        f"per_device_train_batch_size × steps_per_generation ({geometry.completions_per_rank}) a multiple of num_generations "
-        f"({geometry.num_generations})": geometry.splits_groups,
-    }
-    for sentence, is_made in mistakes.items():
-        if is_made:
-            raise recipe.error(sentence)
+    if recipe.dataset.name != "scored":
+        raise recipe.error(
+            f"`offline` trains on recorded responses: set `dataset.name: scored`, not `{recipe.dataset.name}`"
+        )
+    if recipe.sampling is not None:
+        raise recipe.error("`sampling` saves generation, and `offline` generates nothing: remove one of them")
+    if recipe.config.use_vllm:
+        raise recipe.error("`use_vllm` generates, and `offline` trains on recorded responses: remove one of them")
+    if recipe.evaluates:
+        raise recipe.error(
+            "`eval_strategy` generates, and `offline` trains on recorded responses: remove it, and run `grpo-recipes evaluate` "
+            "afterwards"
+        )
+    if recipe.compares_whole_batch and "num_generations" in recipe.training:
+        raise recipe.error("`offline.baseline: batch` takes one response a prompt: remove `num_generations`")
+    if geometry.splits_groups:
+        raise recipe.error(
+            "`offline` draws the responses of a group together, and this layout splits groups over processes: "
+            f"{_whole_groups_fix(geometry)}"
+        )
 
 
 def _check_rewards(config: Any, geometry: Geometry, rewards: Sequence[BuiltReward]) -> None:
-    """Raise `UserError` for rewards that pay nothing, or that need whole groups where the layout splits them."""
+    """Raise `UserError` if the rewards pay nothing, or one compares a group that the layout splits over processes."""
     reward_checks.check_weights(rewards)
     reward_checks.check_punished_lengths(rewards, config.max_completion_length)
     for reward in rewards:
@@ -425,6 +455,12 @@ def _check_rewards(config: Any, geometry: Geometry, rewards: Sequence[BuiltRewar
         if geometry.splits_groups:
             raise UserError(
                 f"`rewards`: {reward.name} compares the completions of a group, and this layout splits groups "
-                f"over processes: make per_device_train_batch_size × steps_per_generation "
-                f"({geometry.completions_per_rank}) a multiple of num_generations ({geometry.num_generations})"
+                f"over processes: {_whole_groups_fix(geometry)}"
             )
+
+
+def _whole_groups_fix(geometry: Geometry) -> str:
+    return (
+        f"make per_device_train_batch_size × steps_per_generation ({geometry.completions_per_rank}) a multiple of "
+        f"num_generations ({geometry.num_generations})"
+    )

@@ -1,4 +1,4 @@
-"""What rewards need before they can pay: columns that the dataset has, golds that can be read, a weight that counts."""
+"""Checks of the rewards: their columns, golds and weights before a run, and the scores of each call during it."""
 
 from __future__ import annotations
 
@@ -20,22 +20,28 @@ from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.registry import BoundReward, BuiltReward, leaves
 from grpo_rewards.reward import BaseReward
 
-# What TRL hands to every reward beside the dataset's columns (`GRPOTrainer._calculate_rewards`), which hold no `prompt`.
+# Arguments that TRL passes to every reward beside the dataset's columns (`GRPOTrainer._calculate_rewards`).
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 Reward = Callable[..., Any]
 
-# How many rows are named where rows are named; the others are counted.
+# Number of rows that a message names. The others are counted.
 NAMED_ROWS = 20
+EXCERPT = 60
 
 
 @dataclass(frozen=True)
 class GoldCheck:
-    """How many golds the correctness rewards can't score, of how many, and the first `NAMED_ROWS` rows, counted from 1.
+    """Golds of a dataset that the correctness rewards can't score.
 
-    Of more than `prompts.SAMPLE` rows a hash sample is looked at; `total` is then its size, and `dataset_rows` theirs.
+    Attributes:
+        count: Number of these golds.
+        total: Number of golds that were checked.
+        rows: First `NAMED_ROWS` of their rows, counted from 1.
+        rewards: Names of the correctness rewards.
+        dataset_rows: Number of rows if only a hash sample of them was checked (`prompts.hash_sample`), or None.
     """
 
     count: int
@@ -45,7 +51,7 @@ class GoldCheck:
     dataset_rows: int | None = None
 
     def describe(self) -> str:
-        """A sentence that names the rows."""
+        """Return a sentence that names the rows."""
         more = f" and {self.count - len(self.rows)} more" if self.count > len(self.rows) else ""
         rows = ", ".join(map(str, self.rows))
         sampled = "" if self.dataset_rows is None else f" (a hash sample of {self.dataset_rows:,} rows)"
@@ -56,16 +62,18 @@ class GoldCheck:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """What `run.json` keeps."""
+        """Return the entry for `run.json`."""
         sampled = {} if self.dataset_rows is None else {"dataset_rows": self.dataset_rows}
         return {"count": self.count, "total": self.total, "rows": list(self.rows), **sampled}
 
 
 def describe_rewards(rewards: Iterable[BuiltReward]) -> str:
-    """Each reward with its weight; one of weight 0 is logged and steers nothing."""
-    return ", ".join(
-        f"{reward.name} × {reward.weight:g}" + ("" if reward.weight else " (logged only)") for reward in rewards
-    )
+    """Return each reward with its weight. A reward of weight 0 is only logged."""
+    texts = []
+    for reward in rewards:
+        text = f"{reward.name} × {reward.weight:g}"
+        texts.append(text if reward.weight else f"{text} (logged only)")
+    return ", ".join(texts)
 
 
 def check_weights(rewards: Sequence[BuiltReward]) -> None:
@@ -75,7 +83,7 @@ def check_weights(rewards: Sequence[BuiltReward]) -> None:
 
 
 def check_punished_lengths(rewards: Sequence[BuiltReward], max_completion_length: int) -> None:
-    """Raise `UserError` if TRL's overlong punishment would begin beyond the length at which every completion ends."""
+    """Raise `UserError` if TRL's overlong punishment begins at a length that no completion reaches."""
     for reward in leaves(rewards):
         longest, cache = (getattr(reward.unbound, key, None) for key in ("max_completion_len", "soft_punish_cache"))
         if isinstance(longest, int) and isinstance(cache, int) and longest - cache >= max_completion_length:
@@ -87,8 +95,8 @@ def check_punished_lengths(rewards: Sequence[BuiltReward], max_completion_length
 
 
 def check_columns(rewards: Iterable[BuiltReward], columns: Sequence[str]) -> None:
-    """Raise `UserError` for a reward that needs a column not among `columns`, or that can't take what TRL hands over."""
-    given = [column for column in columns if column != "prompt"]  # TRL keeps it back: rewards get `prompts`
+    """Raise `UserError` if a reward needs a column that is missing, or can't take all the arguments that TRL passes."""
+    given = [column for column in columns if column != "prompt"]  # TRL passes it as `prompts`
     for reward in leaves(rewards):
         needed, takes_all = _parameters(reward.function)
         needed = [*reward.declared.columns_read, *needed]
@@ -106,7 +114,7 @@ def check_columns(rewards: Iterable[BuiltReward], columns: Sequence[str]) -> Non
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
-    """Return the arguments that a reward needs, and True if it takes any other by name."""
+    """Return the names of the arguments that a reward needs, and True if it takes any other argument by name."""
     if isinstance(function, BoundReward):
         needed, takes_all = _parameters(function.function)
         return [name for name in needed if name not in function.arguments], takes_all
@@ -178,38 +186,43 @@ def _is_finite(score: Any) -> bool:
 
 
 def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset) -> GoldCheck | None:
-    """Hold every gold against the correctness rewards; None if there are none, or they can score all.
+    """Check every gold with the correctness rewards. Return the golds that no reward can score, or None if there are none.
 
-    A reward says by None that it can't score a gold, whatever the completion, so each gold is asked about once with an
-    empty one: nothing is compared symbolically. A row counts where no reward can score it. Of many rows a sample is
-    held: `prompts.hash_sample`.
+    A reward returns None for a gold that it cannot score, whatever the completion. Each gold is therefore scored once
+    with an empty completion, so that nothing is compared symbolically. Of a large dataset a sample is checked:
+    `prompts.hash_sample`.
 
     Raises:
-        UserError: not one gold can be scored.
+        UserError: No gold can be scored.
     """
-    judges = [(reward.name, judges) for reward in rewards if (judges := _judges(reward))]
+    judges = {reward.name: found for reward in rewards if (found := _correctness_rewards(reward))}
     if not judges:
         return None
-    looked_at, all_rows = hash_sample(len(dataset)), len(dataset)
-    dataset = dataset.select(looked_at) if len(looked_at) < all_rows else dataset
-    scorable = [False] * len(dataset)
-    for _, parts in judges:
-        by_part = [_can_score(part, dataset) for part in parts]
-        scorable = [known or all(row) for known, row in zip(scorable, zip(*by_part, strict=True), strict=True)]
-    rows = [int(index) + 1 for index, is_scorable in zip(looked_at, scorable, strict=True) if not is_scorable]
-    names = tuple(name for name, _ in judges)
+    checked, all_rows = hash_sample(len(dataset)), len(dataset)
+    if len(checked) < all_rows:
+        dataset = dataset.select(checked)
+    is_scorable = np.zeros(len(dataset), bool)
+    for parts in judges.values():
+        # A sum or gate scores a row only if all its parts do.
+        is_scorable |= np.all([_can_score(part, dataset) for part in parts], axis=0)
+    rows = [int(index) + 1 for index, known in zip(checked, is_scorable, strict=True) if not known]
+    if not rows:
+        return None
+    names = tuple(judges)
     if len(rows) == len(dataset):
-        judge = judges[0][1][0]
+        judge = next(iter(judges.values()))[0]
         column = judge.columns_read[0]
+        first = one_line(dataset[0][column])
+        excerpt = first if len(first) <= EXCERPT else f"{first[: EXCERPT - 1]}…"
         raise UserError(
-            f"`rewards`: {' and '.join(names)} can score none of the {len(dataset)} golds in the column `{column}` (the first is "
-            f"{_excerpt(dataset[0][column])}): {judge.gold_forms}"
+            f"`rewards`: {' and '.join(names)} can score none of the {len(dataset)} golds in the column `{column}` (the first "
+            f"is {excerpt!r}): {judge.gold_forms}"
         )
-    sampled_from = all_rows if len(dataset) < all_rows else None
-    return GoldCheck(len(rows), len(dataset), tuple(rows[:NAMED_ROWS]), names, sampled_from) if rows else None
+    dataset_rows = all_rows if len(dataset) < all_rows else None
+    return GoldCheck(len(rows), len(dataset), tuple(rows[:NAMED_ROWS]), names, dataset_rows)
 
 
-def _judges(reward: BuiltReward) -> list[BaseReward]:
+def _correctness_rewards(reward: BuiltReward) -> list[BaseReward]:
     """Return the correctness rewards in `reward` that read the dataset."""
     found = [leaf.declared for leaf in leaves([reward]) if leaf.kind == "correctness"]
     return [judge for judge in found if judge.columns_read]
@@ -219,8 +232,3 @@ def _can_score(judge: BaseReward, dataset: Dataset) -> list[bool]:
     read = (*judge.columns_read, *judge.optional_columns)
     columns = {column: list(dataset[column]) for column in dataset.column_names if column in read}
     return judge.validate(len(dataset), columns)
-
-
-def _excerpt(gold: Any, length: int = 60) -> str:
-    text = one_line(gold)
-    return repr(text if len(text) <= length else f"{text[: length - 1]}…")

@@ -1,10 +1,9 @@
-"""A function call in a forked child with limits on time and memory, for work that neither a signal nor an exception can
-stop.
+"""Call of a function in a forked child process, with limits on time and memory.
 
-A tokenizer's regular expression, for one, runs in native code that holds the interpreter. The child starts from what
-the parent has imported, which takes milliseconds where a fresh interpreter would import transformers for more than a
-second. It has one thread, so the function must not use what other threads of the parent may hold at the moment of the
-fork: no GPU, no process group, no pool of threads. POSIX only.
+The limits also stop work that neither a signal nor an exception can stop, such as a tokenizer's regular expression, which
+runs in native code and holds the interpreter. A fork starts in milliseconds with all modules of its parent, while a fresh
+interpreter would import transformers for more than a second. The child has one thread, so the function must not use what
+other threads of the parent may hold during the fork: no GPU, no process group, no thread pool. POSIX only.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from grpo_rewards.errors import UserError, one_line, shortened
 from grpo_rewards.math.symbolic import limit_cpu, limit_memory, readable
 
 Announce = Callable[[str], None]
-"""Names the stage that a bounded call begins, for the error if the call is stopped in it."""
+"""Function that announces the stage a bounded call begins. The error of a stopped call names it."""
 
 _ERROR_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one call: seconds of computing, seconds on the clock, and bytes on top of what the parent has in use."""
+    """Limits of one call: seconds of computing, seconds on the clock, and bytes on top of the parent's memory."""
 
     cpu_seconds: float
     wall_seconds: float
@@ -37,11 +36,11 @@ class Limits:
 
 
 class CallStopped(Exception):
-    """A bounded call that failed or was stopped. The function may raise one itself, with an empty stage.
+    """Error of a bounded call that failed or was stopped. The function may raise it too, with an empty stage.
 
     Attributes:
-        stage: the last stage that the call announced, or "" before the first.
-        reason: a clause that follows the name of the stage: "takes more than 10 s".
+        stage: Last stage that the call announced, or "" before the first.
+        reason: Clause that follows the name of the stage, such as "takes more than 10 s".
     """
 
     def __init__(self, stage: str, reason: str) -> None:
@@ -50,15 +49,19 @@ class CallStopped(Exception):
 
 
 def bounded_call(function: Callable[[Announce], Any], limits: Limits) -> Any:
-    """Return what `function` returns in a child process, which must be ready for JSON. The child is gone afterwards.
+    """Return the result of `function`, called in a child process that is gone afterwards.
+
+    Args:
+        function: Function whose result can be written as JSON.
+        limits: Limits of the child.
 
     Raises:
-        CallStopped: the function raised, or reached a limit, or its process ended.
-        UserError: no process can be started.
+        CallStopped: The function raised, reached a limit, or its process ended.
+        UserError: No process can be started.
     """
     answers, answering = os.pipe()
     try:
-        # Python 3.12 warns of a fork beside other threads; the head of this file says what the function must not use.
+        # Python 3.12 warns about a fork beside other threads. The head of this file tells what the function must not use.
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             pid = os.fork()
     except OSError as error:
@@ -72,7 +75,7 @@ def bounded_call(function: Callable[[Announce], Any], limits: Limits) -> Any:
     try:
         os.close(answering)
         content, is_over = _read_until_closed(answers, time.monotonic() + limits.wall_seconds)
-    finally:  # of Ctrl-C too
+    finally:  # Ctrl-C must not leave a child behind
         os.close(answers)
         if not is_over:
             os.kill(pid, signal.SIGKILL)
@@ -81,7 +84,7 @@ def bounded_call(function: Callable[[Announce], Any], limits: Limits) -> Any:
 
 
 def _read_until_closed(descriptor: int, end: float) -> tuple[bytes, bool]:
-    """Return everything that is written into a pipe until `end` (monotonic seconds), and True if it was closed by then."""
+    """Return all bytes written into a pipe until `end` (monotonic seconds), and True if the pipe was closed by then."""
     content = bytearray()
     while readable(descriptor, end - time.monotonic()):
         piece = os.read(descriptor, 1 << 16)
@@ -92,7 +95,7 @@ def _read_until_closed(descriptor: int, end: float) -> tuple[bytes, bool]:
 
 
 def _answer(content: bytes, status: int, limits: Limits, *, is_over: bool) -> Any:
-    """Return the value among the child's lines. Raise `CallStopped` if there is none."""
+    """Return the value among the child's lines, or raise `CallStopped` if there is none."""
     stage = ""
     for line in content.decode(errors="replace").splitlines(keepends=True):
         if not line.endswith("\n"):  # cut off when the child was killed
@@ -114,7 +117,7 @@ def _answer(content: bytes, status: int, limits: Limits, *, is_over: bool) -> An
 
 
 def _run_child(function: Callable[[Announce], Any], limits: Limits, answering: int) -> None:
-    """Call the function and write its stages and its value; never returns."""
+    """Call the function, write its stages and its value, and end the process."""
 
     def write(kind: str, value: Any) -> None:
         rest = memoryview(json.dumps([kind, value]).encode() + b"\n")
@@ -123,14 +126,14 @@ def _run_child(function: Callable[[Announce], Any], limits: Limits, answering: i
 
     try:
         _detach()
-        limit_cpu(limits.cpu_seconds)  # also ends a child whose parent was killed
+        limit_cpu(limits.cpu_seconds)  # this also ends a child whose parent was killed
         limit_memory(limits.memory_bytes)
         write("value", function(lambda stage: write("stage", stage)))
     except CallStopped as stopped:
         write("failure", stopped.reason)
     except MemoryError:
         write("failure", f"needs more than {limits.memory_bytes / 2**30:.2g} GiB of memory")
-    except BaseException as error:  # the panic of a native library is no Exception
+    except BaseException as error:  # the panic of a native library is not an Exception
         reason = shortened(f"{type(error).__name__}: {one_line(error)}", _ERROR_CHARACTERS)
         write("failure", f"fails ({reason})")
     finally:
@@ -138,7 +141,7 @@ def _run_child(function: Callable[[Announce], Any], limits: Limits, answering: i
 
 
 def _detach() -> None:
-    """Let a child print nothing, leave Ctrl-C to its parent, and write no memory image when a limit ends it."""
+    """Silence a child, leave Ctrl-C to its parent, and disable memory dumps for the case that a limit ends it."""
     import resource
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -74,14 +74,18 @@ def pages() -> dict[str, str]:
 
 
 def written_pages() -> dict[str, str]:
-    """The pages that people wrote. Raises `MissingTarget` for a link that leads nowhere."""
+    """Return the hand-written pages with their links as the site has them.
+
+    Raises:
+        MissingTarget: If a link leads nowhere.
+    """
     pages_of_docs = [path.relative_to(ROOT / "docs").as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))]
     places = {f"docs/{page}": page for page in pages_of_docs} | ELSEWHERE
     return {place: relinked(source, places) for source, place in places.items()}
 
 
 def relinked(source: str, places: Mapping[str, str]) -> str:
-    """The text of the file `source` with its relative links as the site has them."""
+    """Return the text of the file `source` with its relative links as the site has them."""
 
     def target_of(link: re.Match[str]) -> str:
         path, anchor = link[1], link[2] or ""
@@ -102,7 +106,7 @@ def relinked(source: str, places: Mapping[str, str]) -> str:
 
 
 def commands_page() -> str:
-    """What each command's `--help` says."""
+    """Return the page of commands: the output of `--help` of each."""
     from grpo_recipes import cli, train
     from grpo_rewards import cli as rewards_cli
 
@@ -119,7 +123,7 @@ def commands_page() -> str:
 
 
 def help_of(run: Callable[[list[str]], int], command: list[str]) -> str:
-    """What a command prints for `--help`, 100 columns wide."""
+    """Return the output of a command's `--help`, 100 columns wide."""
     said = io.StringIO()
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "100"
@@ -155,7 +159,7 @@ def python_page() -> str:
 
 
 def described(name: str, thing: object) -> Iterator[str]:
-    """A public name in Markdown: its signature, its docstring, and of a class those of its own public methods."""
+    """Yield a public name in Markdown: its signature, its docstring, and the docstrings of a class's public methods."""
     owner = thing if inspect.isclass(thing) or inspect.isfunction(thing) else type(thing)
     is_error = inspect.isclass(thing) and issubclass(thing, Exception)
     yield f"```python\n{name}{'' if is_error else signature(owner)}\n```\n\n{docstring(thing)}\n"
@@ -169,7 +173,7 @@ def described(name: str, thing: object) -> Iterator[str]:
 
 
 def signature(thing: Callable[..., object]) -> str:
-    """The parameters of a function or class and what it returns, one a line where one line is too long."""
+    """Return the parameters and the result of a function or class, one per line if one line is too long."""
     whole = inspect.signature(thing)
     parameters = [one for one in whole.parameters.values() if one.name not in ("self", "cls")]
     shown = [_parameter(one) for one in parameters]
@@ -187,7 +191,7 @@ def signature(thing: Callable[..., object]) -> str:
 
 
 def _parameter(parameter: inspect.Parameter) -> str:
-    """A parameter as a signature shows it; what annotates a recipe's key is left to its own page."""
+    """Return a parameter as a signature shows it, without the annotation of a recipe's key, which has its own page."""
     kind = "" if parameter.annotation is parameter.empty else inspect.formatannotation(parameter.annotation).strip("'")
     shown = str(parameter.replace(annotation=parameter.empty, default=parameter.empty))
     shown += f": {kind}" if kind and "Annotated" not in kind else ""
@@ -198,7 +202,7 @@ def _parameter(parameter: inspect.Parameter) -> str:
 
 
 def docstring(thing: object) -> str:
-    """A docstring as Markdown: `Args:` and its like become lists."""
+    """Return a docstring as Markdown, with lists for `Args:` and the like."""
     text = inspect.getdoc(thing) or ""
 
     def as_list(section: re.Match[str]) -> str:

@@ -16,7 +16,7 @@ WORKLOADS = {"GSM8K": (4.4, 0.6, 256), "long tail": (4.79, 0.9, 1024), "longer t
 
 
 def tokens(prompts: np.ndarray, completions: np.ndarray) -> int:
-    """Of rows padded to the longest prompt and the longest completion among them."""
+    """Count the tokens of rows padded to their longest prompt and longest completion."""
     return len(prompts) * int(prompts.max() + completions.max())
 
 

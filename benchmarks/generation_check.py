@@ -3,11 +3,11 @@
     python benchmarks/generation_check.py                   # ten minutes of CPU time
     python benchmarks/generation_check.py --loops stock --steps 6
 
-Whole steps of benchmarks/step.py (8 prompts × 8 completions, GSM8K's lengths), with LoRA: an adapter has the most alternatives.
+Whole steps of benchmarks/step.py (8 prompts × 8 completions, GSM8K's lengths), with LoRA, for which most hypotheses are computed.
 The share is the CPU time inside the check over that of the step around it, of one run: the difference of two runs is smaller
-than their noise. Three kinds of steps: those in which two rows are compared, those in which the alternatives are computed too,
+than their noise. Three kinds of steps: those in which two rows are compared, those in which hypotheses are computed too,
 of these rows, and the first four of a launch, in which they are computed of eight. With transformers' own loop the time that
-noting takes is counted where it happens; in group decoding it is timed by noting everything once more. The comparison
+recording takes is counted where it happens; in group decoding it is timed by recording everything once more. The comparison
 of the logits processors is counted where it happens in both, and in a column of its own too.
 """
 
@@ -32,8 +32,8 @@ from grpo_recipes import GRPOTrainer
 from grpo_recipes.generation import generator_check as generation_check
 from grpo_recipes.generation import groups
 from grpo_recipes.generation.generator_check import GenerationCheck
-from grpo_recipes.generation.processed import ProcessorComparison
-from grpo_recipes.generation.recorder import Noted
+from grpo_recipes.generation.recorder import Recorder
+from grpo_recipes.generation.sampling_settings import ProcessorComparison
 
 LOOPS = {"groups": "auto", "stock": "off"}
 
@@ -65,25 +65,25 @@ def shares(size: str, workload: str, loop: str, steps: int) -> Iterator[str]:
     clock, again, processors = Clock(), Clock(), Clock()
     call, choose = GenerationCheck.__call__, groups.Batch.choose
     GenerationCheck.__call__ = clock.timed(call)
-    Noted.__call__ = clock.timed(noted := Noted.__call__)
+    Recorder.__call__ = clock.timed(record := Recorder.__call__)
     parts_of_comparison = [
         (ProcessorComparison, "start"),
         (ProcessorComparison, "compare"),
         (GenerationCheck, "compare_processors"),
     ]
     untimed = [getattr(owner, name) for owner, name in parts_of_comparison]
-    for owner, name in parts_of_comparison:  # those that run inside of `Noted` count once on the first clock
+    for owner, name in parts_of_comparison:  # those that run inside of `Recorder` count once on the first clock
         setattr(owner, name, clock.timed(processors.timed(getattr(owner, name))))
 
-    def noting_again(batch: groups.Batch, logits: Tensor) -> Tensor:
-        places = [place for place, row in enumerate(batch.live) if row in batch.scored]
+    def recording_again(batch: groups.Batch, logits: Tensor) -> Tensor:
+        places = [place for place, row in enumerate(batch.generating) if row in batch.recorded]
         if places:
             again.timed(
                 lambda: (logits[places] / batch.turn.temperature).log_softmax(-1).gather(1, logits[places, :1].long())
             )()
         return choose(batch, logits)
 
-    groups.Batch.choose = noting_again
+    groups.Batch.choose = recording_again
     try:
         config = {"gradient_checkpointing": False, "loss_type": "grpo", "generation": LOOPS[loop]}
         config["generation_kwargs"] = {"suppress_tokens": [step.EOS]}
@@ -107,7 +107,7 @@ def shares(size: str, workload: str, loop: str, steps: int) -> Iterator[str]:
         mean = ((every - 1) * means[0] + means[1]) / every
         yield f"| {size} | {workload} | {loop} | mean from the fifth on | | | | {mean:.2%} |"
     finally:
-        GenerationCheck.__call__, groups.Batch.choose, Noted.__call__ = call, choose, noted
+        GenerationCheck.__call__, groups.Batch.choose, Recorder.__call__ = call, choose, record
         for (owner, name), method in zip(parts_of_comparison, untimed, strict=True):
             setattr(owner, name, method)
 

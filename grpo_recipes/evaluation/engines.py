@@ -20,9 +20,9 @@ from grpo_recipes.checks.tokenizer import load_after_trial
 from grpo_recipes.data.hub import hub_answers
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.agreement import differences, disagreement
-from grpo_recipes.generation.generation_config import PublishedSettings
 from grpo_recipes.generation.groups import Turn, decoding
 from grpo_recipes.generation.models import base_model, is_float32, unfit
+from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.generation.stop_strings import Ends, StopStrings
 from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config, tokenizer_source
 from grpo_rewards.errors import UserError, one_line

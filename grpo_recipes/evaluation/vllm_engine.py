@@ -28,7 +28,7 @@ from grpo_recipes.evaluation.engines import (
 )
 from grpo_recipes.evaluation.merge import merge
 from grpo_recipes.evaluation.settings import Settings
-from grpo_recipes.generation.generation_config import PublishedSettings
+from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.runs.record import VLLM as DISTRIBUTIONS
 from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config
 from grpo_rewards.errors import UserError, one_line

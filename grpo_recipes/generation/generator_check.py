@@ -39,8 +39,8 @@ from grpo_recipes.generation.agreement import (
 )
 from grpo_recipes.generation.hypotheses import PROCESSED_TOKENS, Adapters, Processing, Scorer, hypotheses
 from grpo_recipes.generation.models import is_float32
-from grpo_recipes.generation.processed import ProcessorComparison
 from grpo_recipes.generation.rows import PerToken, Rows
+from grpo_recipes.generation.sampling_settings import ProcessorComparison
 from grpo_recipes.process.faults import NotThePolicy
 from grpo_recipes.process.messages import Announcer
 

@@ -1,11 +1,11 @@
-"""Sampling for groups: each distinct prompt runs once, and a finished row costs nothing more.
+"""Group decoding: each distinct prompt runs once, and a finished row costs nothing more.
 
     with decoding(model, Turn()):
         tokens = model.generate(input_ids=..., attention_mask=..., generation_config=...)
 
 `generate` stays transformers' own: it merges the configuration and builds logits processors, stopping criteria and cache.
-Only its loop is another, handed in through the public argument `custom_generate`. The tokens are those of the stock loop;
-where that is not certain, this one declines before the first forward, and `generate` starts again without it.
+Only its loop is replaced, through the public argument `custom_generate`. The tokens are those of the stock loop. If that is
+not certain, this loop declines before the first forward, and `generate` starts again without it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from grpo_recipes.generation.kv_cache import LAYERS, ROOM, Buffer
 from grpo_recipes.generation.models import rotary_of_the_longest
-from grpo_recipes.generation.processed import ProcessorComparison, each_built
-from grpo_recipes.generation.recorder import Noted
-from grpo_recipes.generation.sampling import drawn
+from grpo_recipes.generation.recorder import Recorder
+from grpo_recipes.generation.sampling_settings import ProcessorComparison, each_built
 
 ROW_WISE = {
     processors.EpsilonLogitsWarper, processors.EtaLogitsWarper, processors.ExponentialDecayLengthPenalty,
@@ -38,66 +37,73 @@ ROW_WISE = {
     processors.TemperatureLogitsWarper, processors.TopHLogitsWarper, processors.TopKLogitsWarper,
     processors.TopPLogitsWarper, processors.TypicalLogitsWarper,
 }  # fmt: skip
-"""Processors whose result for a row depends on that row alone: they are called on the rows that are left."""
+"""Processors whose result for a row depends on that row alone: they run on the rows that are still generating."""
 
 CARRIED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
-"""The model inputs that this loop knows how to carry from token to token."""
+"""Model inputs that this loop can carry from token to token."""
 
 DROPPED = {"assistant_model", "custom_generate", "streamer", "synced_gpus", "tokenizer"}
-"""Arguments of `generate` that transformers hands on to no loop but its own."""
+"""Arguments of `generate` that transformers passes to no loop but its own."""
 
 
 class Declined(Exception):
-    """The reason why a call of `generate` is left to transformers' own loop."""
+    """Reason why a call of `generate` is left to transformers' own loop."""
 
 
 @dataclass
 class Turn:
-    """What a call of `generate` is asked for beyond its arguments, and what it notes."""
+    """Request for one call of `generate` beyond its arguments, and what was recorded of it."""
 
     same_stream: ClassVar[bool] = False
     """True in the exactness mode of the tests: the random numbers of finished rows are drawn too, as in the stock loop."""
     grouped: bool = True
-    """Whether groups are decoded at all; otherwise transformers' own loop runs, and its log-probabilities are noted."""
+    """True to decode groups. False to let transformers' own loop run, and record its log-probabilities."""
     record_every: int = 0
-    """Note the log-probabilities of the tokens of every so many rows, the first among them; 0 for none."""
+    """Interval of the rows whose log-probabilities are recorded, the first row among them, or 0 for none."""
     temperature: float = 1.0
-    """What divides the logits in those log-probabilities. No other processor enters them, as none enters the loss."""
+    """Divisor of the logits in these log-probabilities. No other processor enters them, as none enters the loss."""
     together: bool = False
-    """Run as many forwards as the rank with the longest completion: under ZeRO-3 each of them is a collective."""
+    """True to run as many forwards as the rank with the longest completion: under ZeRO-3 each of them is a collective."""
     comparison: ProcessorComparison | None = None
-    """Comparison of the processors with those of the user's settings; None if nothing is compared."""
+    """Comparison of the processors with those of the user's settings, or None."""
     declined: str = ""
-    """Why transformers' own loop ran; empty where this one did."""
+    """Reason why transformers' own loop ran, or ""."""
     log_probs: Tensor | None = None
-    """The noted log-probabilities, (scored rows, tokens), without meaning after a row's end. None if there are none."""
+    """Recorded log-probabilities (recorded rows, tokens), without meaning after a row's end, or None."""
 
     def recorded_rows(self, size: int) -> list[int]:
-        """Which of `size` rows are scored."""
+        """Return the indices of the rows, out of `size`, whose log-probabilities are recorded."""
         return list(range(0, size, self.record_every)) if self.record_every else []
 
     def decode(self, model: PreTrainedModel, input_ids: Tensor, **given: Any) -> Tensor:
-        """The loop, as `generate` takes it in `custom_generate`. Raises `Declined`."""
-        if reason := why_not(model, **given):
+        """Run the loop, as `generate` calls its `custom_generate`.
+
+        Raises:
+            Declined: the tokens might not be those of the stock loop.
+        """
+        if reason := reason_to_decline(model, **given):
             raise Declined(reason)
         return Batch(self, model, input_ids, **given).run()
 
-    def note(self, model: PreTrainedModel, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Transformers' own `generate`, with its log-probabilities noted."""
+    def record(self, model: PreTrainedModel, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run transformers' own `generate`, and record its log-probabilities."""
         prompts = kwargs.get("input_ids", args[0] if args else None)
         if not (self.record_every or self.comparison is not None) or not isinstance(prompts, Tensor):
             return stock(*args, **kwargs)
-        noted = Noted(self.recorded_rows(len(prompts)), self.temperature, self.comparison)
-        criteria = StoppingCriteriaList([*(kwargs.pop("stopping_criteria", None) or ()), noted])
-        with noted.reading(model):
+        recorder = Recorder(self.recorded_rows(len(prompts)), self.temperature, self.comparison)
+        criteria = StoppingCriteriaList([*(kwargs.pop("stopping_criteria", None) or ()), recorder])
+        with recorder.reading(model):
             output = stock(*args, stopping_criteria=criteria, **kwargs)
-        self.log_probs = noted.log_probs if self.record_every else None
+        self.log_probs = recorder.log_probs if self.record_every else None
         return output
 
 
 @contextmanager
 def decoding(model: PreTrainedModel, turn: Turn | None, stopping: Sequence[StoppingCriteria] = ()) -> Iterator[None]:
-    """While it lasts, `model.generate` does what `turn` asks (with None, as ever) and has the criteria of `stopping` too."""
+    """Let `model.generate` inside this block do what `turn` requests, with the criteria of `stopping` added.
+
+    Without a turn, `generate` is transformers' own, with these criteria.
+    """
     stock, own = model.generate, "generate" in vars(model)
 
     def generate(*args: Any, **kwargs: Any) -> Any:
@@ -115,7 +121,8 @@ def decoding(model: PreTrainedModel, turn: Turn | None, stopping: Sequence[Stopp
                     return stock(*args, custom_generate=turn.decode, **kwargs)
             except Declined as reason:
                 turn.declined = str(reason)
-        return stock(*args, **kwargs) if own else turn.note(model, stock, *args, **kwargs)
+        # A `generate` of the model's own need not run one forward per token, nor accept a criterion.
+        return stock(*args, **kwargs) if own else turn.record(model, stock, *args, **kwargs)
 
     model.generate = generate
     try:
@@ -127,12 +134,11 @@ def decoding(model: PreTrainedModel, turn: Turn | None, stopping: Sequence[Stopp
             del model.generate
 
 
-def why_not(
+def reason_to_decline(
     model: PreTrainedModel, stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, **inputs: Any
 ) -> str:
-    """Why transformers' own loop has to generate, as a phrase; empty if nothing speaks against this one."""
+    """Return why transformers' own loop has to generate, as a phrase, or "" if this loop may."""
     config, mode, mask = generation_config, generation_config.get_generation_mode(), inputs.get("attention_mask")
-    cache: Any = inputs.get("past_key_values")
     if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
         return f"the generation mode is {mode.value}"
     if model.config.is_encoder_decoder:
@@ -149,10 +155,8 @@ def why_not(
         return "prefill_chunk_size asks for prompts in chunks"
     if not inputs.get("use_cache"):
         return "use_cache is false"
-    if type(cache) is not DynamicCache or cache.get_seq_length() or cache.offloading or not cache.layers:
-        return f"the cache is a {type(cache).__name__}, not an empty DynamicCache on the model's device"
-    if odd := {type(layer).__name__ for layer in cache.layers if type(layer) not in LAYERS}:
-        return f"the cache has layers of {', '.join(sorted(odd))}"
+    if reason := _unfit_cache(inputs.get("past_key_values")):
+        return reason
     if stopping_criteria.max_length is None or not any(hasattr(item, "eos_token_id") for item in stopping_criteria):
         return "no maximum length, or no end-of-sequence token, is set"
     if mask is not None and (mask[:, 1:] < mask[:, :-1]).any():
@@ -160,16 +164,39 @@ def why_not(
     return ""
 
 
+def _unfit_cache(cache: Any) -> str:
+    """Return why a cache cannot lose rows in place, as a phrase, or "" if it can."""
+    if type(cache) is not DynamicCache or cache.get_seq_length() or cache.offloading or not cache.layers:
+        return f"the cache is a {type(cache).__name__}, not an empty DynamicCache on the model's device"
+    if odd := {type(layer).__name__ for layer in cache.layers if type(layer) not in LAYERS}:
+        return f"the cache has layers of {', '.join(sorted(odd))}"
+    return ""
+
+
 def decode_step(model: PreTrainedModel, tokens: Tensor, cache: DynamicCache, **inputs: Any) -> Tensor:
-    """Run `tokens` (rows, length) on top of `cache`; the logits of the last of them, (rows, vocabulary), in float32."""
+    """Run `tokens` (rows, length) on top of `cache`. Return the logits of the last of them, (rows, vocabulary), in float32."""
     prepared = model.prepare_inputs_for_generation(
         tokens, next_sequence_length=tokens.shape[1], past_key_values=cache, use_cache=True, **inputs
     )
     return model(**prepared, return_dict=True).logits[:, -1].float()
 
 
+def draw(probabilities: Tensor) -> Tensor:
+    """Draw a token of each row, (rows,), with its probability, (rows, vocabulary)."""
+    if probabilities.device.type != "cpu":  # sums are not deterministic on a GPU
+        return probabilities.multinomial(1)[:, 0]
+    # `multinomial` draws a random number for every token of the vocabulary: on a CPU as much time as a layer. Here one number
+    # per row is looked up in the sums. It is above 0 and at most the last sum, so no token of probability 0 is drawn.
+    sums = probabilities.cumsum(-1, dtype=torch.float64)
+    places = (1 - torch.rand(len(sums), 1, dtype=torch.float64)) * sums[:, -1:]
+    return torch.searchsorted(sums, places)[:, 0]
+
+
 class Batch:
-    """One call of `generate`. Tokens keep all rows, as criteria see them; logits and cache have only those that go on."""
+    """One call of `generate`.
+
+    Token IDs keep all rows, as stopping criteria expect them. Logits and cache have only the rows that are still generating.
+    """
 
     def __init__(
         self,
@@ -187,25 +214,23 @@ class Batch:
         self.size, self.width = input_ids.shape  # of the prompts
         room = stopping_criteria.max_length - self.width
         self.ids = torch.cat([input_ids, generation_config._pad_token_tensor.expand(self.size, room)], 1)
-        self.end = self.width  # columns with tokens in them; to their right is padding
+        self.end = self.width  # number of columns with tokens in them; padding follows
         mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
         self.mask: Any = None if mask is None else torch.cat([mask, mask.new_ones(self.size, room)], 1)
-        self.starts = [0] * self.size if mask is None else (self.width - mask.sum(1)).tolist()  # of padding, by row
-        self.first = 0  # columns that have been cut: the cache knows nothing of them any more
+        self.starts = [0] * self.size if mask is None else (self.width - mask.sum(1)).tolist()  # padding of each row
+        self.first = 0  # number of columns that were cut from the cache
         self.positions = None if positions is None else positions.expand(self.size, -1)
-        self.live = list(range(self.size))  # which row each row of logits and cache is; out of order once one has left
-        self.index = torch.arange(self.size, device=input_ids.device)  # the same, where the rows are
+        # Row of the batch that each row of logits and cache belongs to. Out of order once a row has finished.
+        self.generating = list(range(self.size))
+        self.index = torch.arange(self.size, device=input_ids.device)  # `generating` on the device
         self.unfinished = torch.ones(self.size, dtype=torch.bool, device=input_ids.device)
-        self.row_wise = all(
-            type(processor) in ROW_WISE and not isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
-            for processor in logits_processor
-        )
-        self.scored = {row: place for place, row in enumerate(turn.recorded_rows(self.size))}
-        self.log_probs = torch.zeros(len(self.scored), room, dtype=torch.float32, device=input_ids.device)
+        self.row_wise = all(map(_is_row_wise, logits_processor))
+        self.recorded = {row: place for place, row in enumerate(turn.recorded_rows(self.size))}
+        self.log_probs = torch.zeros(len(self.recorded), room, dtype=torch.float32, device=input_ids.device)
         self.compared = set() if turn.comparison is None else set(turn.comparison.rows)
 
     def run(self) -> Tensor:
-        """Prompts and completions of all rows, (rows, columns), padded on the right after a row's end."""
+        """Return prompts and completions of all rows, (rows, columns), padded on the right after a row's end."""
         logits = self.prefill()
         with self.model._optimize_model_for_decode():
             going = self.append(self.choose(logits))
@@ -213,30 +238,35 @@ class Batch:
                 if going:
                     self.cut_padding()
                     going = self.append(self.choose(self.decode()))
-                else:  # other ranks go on
+                else:  # other ranks go on, and a forward is a collective
                     decode_step(self.model, self.ids[:1, -1:], DynamicCache(config=self.model.config))
-        if self.scored:
+        if self.recorded:
             self.turn.log_probs = self.log_probs[:, : self.end - self.width]
         return self.ids[:, : self.end]
 
     def prefill(self) -> Tensor:
         """Run each distinct prompt once, and give every row a copy of its keys, values and logits."""
         prompts = self.ids[:, : self.width]
-        # Padding is told from a prompt's own tokens by the mask: pad and end may be the same token.
+        # The mask is part of the key: pad and end may be the same token, and then the IDs do not show what is padding.
         keys = prompts if self.mask is None else torch.cat([prompts, self.mask[:, : self.width]], 1)
-        seen: dict[bytes, int] = {}
-        number = [seen.setdefault(key.tobytes(), len(seen)) for key in keys.cpu().numpy()]
-        first = [number.index(distinct) for distinct in range(len(seen))]
+        number: dict[bytes, int] = {}  # of each distinct prompt
+        distinct: list[int] = []  # first row of each prompt
+        copied = []  # number of each row's prompt
+        for row, key in enumerate(keys.cpu().numpy()):
+            if key.tobytes() not in number:
+                number[key.tobytes()] = len(distinct)
+                distinct.append(row)
+            copied.append(number[key.tobytes()])
         logits = decode_step(
             self.model,
-            prompts[first],
+            prompts[distinct],
             self.cache,
-            attention_mask=None if self.mask is None else self.mask[first, : self.width],
-            position_ids=None if self.positions is None else self.positions[first],
+            attention_mask=None if self.mask is None else self.mask[distinct, : self.width],
+            position_ids=None if self.positions is None else self.positions[distinct],
             is_first_iteration=True,
             **self.keep,
         )
-        rows = torch.tensor(number, device=logits.device)
+        rows = torch.tensor(copied, device=logits.device)
         for index, layer in enumerate(self.cache.layers):
             if layer.is_initialized:  # a layer that uses another's keys and values has none
                 room = min(self.ids.shape[1] - self.width, ROOM)
@@ -245,74 +275,76 @@ class Batch:
         return logits[rows]
 
     def choose(self, logits: Tensor) -> Tensor:
-        """The next token of each row that is left, (rows,)."""
-        places = [place for place, row in enumerate(self.live) if row in self.scored]
+        """Return the next token of each row that is still generating, (rows,), and record its log-probability."""
+        places = [place for place, row in enumerate(self.generating) if row in self.recorded]
         # Before the processors, which may write to the logits.
         log_probs = (logits[places] / self.turn.temperature).log_softmax(-1) if places else None
-        compared = [place for place, row in enumerate(self.live) if row in self.compared]
+        compared = [place for place, row in enumerate(self.generating) if row in self.compared]
         before = logits[compared]
         scores = self.process(logits)
         tokens = self.pick(scores)
         if self.turn.comparison is not None and compared:
-            rows = [self.live[place] for place in compared]
+            rows = [self.generating[place] for place in compared]
             self.turn.comparison.compare(rows, self.ids[rows, : self.end], before, scores[compared], tokens[compared])
         if log_probs is not None:
-            rows = [self.scored[self.live[place]] for place in places]
+            rows = [self.recorded[self.generating[place]] for place in places]
             self.log_probs[rows, self.end - self.width] = log_probs.gather(1, tokens[places, None])[:, 0]
         return tokens
 
     def process(self, logits: Tensor) -> Tensor:
-        """The scores that transformers' processors make of the logits, on all rows if one may look beyond its row."""
-        if self.row_wise or len(self.live) == self.size:
+        """Return the scores that transformers' processors make of the logits, (rows, vocabulary)."""
+        if self.row_wise or len(self.generating) == self.size:
             return self.processors(self.ids[self.index, : self.end], logits)
+        # A processor that may look beyond its row gets all rows, as in the stock loop.
         wide = logits.new_zeros(self.size, logits.shape[1]).index_copy(0, self.index, logits)
         return self.processors(self.ids[:, : self.end], wide)[self.index]
 
     def pick(self, scores: Tensor) -> Tensor:
-        """One token of each row, as the stock loop picks it."""
+        """Return one token of each row, (rows,), as the stock loop picks it."""
         if not self.samples:
             return scores.argmax(-1)
         if not self.turn.same_stream:
-            return drawn(scores.softmax(-1))
+            return draw(scores.softmax(-1))
         noise = torch.empty(self.size, scores.shape[1], device=scores.device).exponential_(1)  # as multinomial does
         return (scores.softmax(-1) / noise[self.index]).argmax(-1)
 
     def append(self, tokens: Tensor) -> bool:
-        """Append a token to each row that is left, and let go of those that it finishes; whether any goes on."""
+        """Append a token to each generating row, and remove the rows that it finishes. Return True if any row goes on."""
         self.ids[self.index, self.end] = tokens
         self.end += 1
         self.unfinished &= ~self.criteria(self.ids[:, : self.end], None)
         going = self.unfinished[self.index].tolist()  # waits for the device, as the stock loop does here
         if any(going) and not all(going):
-            self.leave(going)
+            self.remove_finished(going)
         return any(going)
 
-    def leave(self, going: list[bool]) -> None:
-        """Take finished rows out of the batch. The last rows move to their places, so that little is copied."""
+    def remove_finished(self, going: list[bool]) -> None:
+        """Remove finished rows. The last rows move to their places, so that little is copied."""
         count = sum(going)
         holes = [place for place in range(count) if not going[place]]
         movers = [place for place in range(count, len(going)) if going[place]]
         for hole, mover in zip(holes, movers, strict=True):
-            self.live[hole] = self.live[mover]
-        del self.live[count:]
-        self.index = torch.tensor(self.live, device=self.index.device)
+            self.generating[hole] = self.generating[mover]
+        del self.generating[count:]
+        self.index = torch.tensor(self.generating, device=self.index.device)
         for layer in self.buffers:
             layer.keep(holes, movers, count)
 
     def cut_padding(self) -> None:
-        """Cut the columns that are padding in every row that is left."""
-        spare = min(self.starts[row] for row in self.live) - self.first
+        """Cut the columns that are padding in every generating row."""
+        spare = min(self.starts[row] for row in self.generating) - self.first
         if spare > 0:
             self.first += spare
             for layer in self.buffers:
                 layer.cut(spare)
 
     def decode(self) -> Tensor:
-        """Logits after the last token of each row that is left, (rows, vocabulary)."""
+        """Return the logits after the last token of each generating row, (rows, vocabulary)."""
         mask, positions = None, None
-        if any(self.starts[row] > self.first for row in self.live):
+        # A mask of ones changes nothing, and attention without a mask is quicker.
+        if any(self.starts[row] > self.first for row in self.generating):
             mask = self.mask[self.index, self.first : self.end]
-        if self.positions is not None:  # a row's own: they count no padding
+        if self.positions is not None:  # a row's own positions do not count padding
             positions = self.positions[self.index, -1:] + (self.end - self.width)
         return decode_step(
             self.model,
@@ -322,3 +354,10 @@ class Batch:
             position_ids=positions,
             **self.keep,
         )
+
+
+def _is_row_wise(processor: Any) -> bool:
+    """Return True if the processor's result for a row depends on that row alone."""
+    # A tensor of prompt lengths holds one entry for each row of the whole batch.
+    holds_rows = isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
+    return type(processor) in ROW_WISE and not holds_rows

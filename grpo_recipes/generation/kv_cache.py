@@ -1,4 +1,4 @@
-"""Layers of a cache that grow, lose rows and lose padding in place.
+"""Layers of a KV cache that grow, lose rows and lose padding in place.
 
 Transformers' own layers copy all keys and values for each token that is appended.
 """
@@ -12,76 +12,78 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 ROOM = 256
-"""Spare columns of a buffer of keys and values; when they are used up, it is copied to a larger one."""
+"""Number of spare columns of a buffer. When they are used up, keys and values are copied to a larger buffer."""
 
 
 class Buffer:
-    """Keys and values, (rows, heads, columns, size), as windows on tensors with spare columns on the right."""
+    """Keys and values (rows, heads, columns, size) as views of tensors with spare columns on the right."""
 
     keys: Tensor
     values: Tensor
     buffers: list[Tensor]
-    """Keys and values with their spare columns, and with those that are cut."""
+    """Keys and values with their spare columns, and with the columns that were cut."""
     start: int
-    """The first column that counts."""
-    last: int
-    """The column behind the last that counts."""
+    """First column in use."""
+    stop: int
+    """Column behind the last one in use."""
 
-    def take(self, layer: Any, rows: Tensor, room: int) -> None:
-        """Begin with copies of the `rows` of a layer."""
+    def take(self, layer: DynamicLayer, rows: Tensor, room: int) -> None:
+        """Begin with copies of the `rows` of a layer, with `room` spare columns."""
         self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
         self._fill(layer.keys, layer.values, rows, room)
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Append columns, in place where there is room."""
+        """Append columns, in place if there is room."""
         more = keys.shape[2]
-        if self.last + more > self.buffers[0].shape[2]:
+        if self.stop + more > self.buffers[0].shape[2]:
             self._fill(self.keys, self.values, torch.arange(len(keys), device=keys.device), max(ROOM, more))
         for buffer, new in zip(self.buffers, (keys, values), strict=True):
-            buffer[:, :, self.last : self.last + more] = new
-        self.show(self.start, self.last + more)
+            buffer[:, :, self.stop : self.stop + more] = new
+        self.show(self.start, self.stop + more)
 
     def keep(self, holes: list[int], movers: list[int], count: int) -> None:
-        """Keep `count` rows: the first ones, after `movers` have taken the places of `holes`."""
+        """Keep the first `count` rows, after the rows `movers` have taken the places `holes`."""
+        # To select the kept rows would copy all of them. Only those behind `count` must move.
         for buffer in self.buffers:
             for hole, mover in zip(holes, movers, strict=True):
-                buffer[hole, :, self.start : self.last] = buffer[mover, :, self.start : self.last]
+                buffer[hole, :, self.start : self.stop] = buffer[mover, :, self.start : self.stop]
         self.buffers = [buffer[:count] for buffer in self.buffers]
-        self.show(self.start, self.last)
+        self.show(self.start, self.stop)
 
     def cut(self, columns: int) -> None:
-        """Forget the first columns."""
-        self.show(self.start + columns, self.last)
+        """Drop the first columns."""
+        self.show(self.start + columns, self.stop)
 
-    def show(self, start: int, last: int) -> None:
-        """Let `keys` and `values` be the columns from `start` to `last`."""
-        self.start, self.last = start, last
-        self.keys, self.values = (buffer[:, :, start:last] for buffer in self.buffers)
+    def show(self, start: int, stop: int) -> None:
+        """Let `keys` and `values` be the columns from `start` to `stop`."""
+        self.start, self.stop = start, stop
+        self.keys, self.values = (buffer[:, :, start:stop] for buffer in self.buffers)
 
     def _fill(self, keys: Tensor, values: Tensor, rows: Tensor, room: int) -> None:
-        """Copy the `rows` of keys and values to buffers with `room` behind them, without another copy on the way."""
+        """Copy the `rows` of keys and values to new buffers with `room` spare columns."""
         _, heads, columns, _ = keys.shape
         self.buffers = [old.new_empty(len(rows), heads, columns + room, old.shape[3]) for old in (keys, values)]
         for buffer, old in zip(self.buffers, (keys, values), strict=True):
+            # `buffer[...] = old[rows]` would hold a second copy of all keys at the moment that memory is highest.
             torch.index_select(old, 0, rows, out=buffer[:, :, :columns])
         self.show(0, columns)
 
 
 class FullBuffer(Buffer, DynamicLayer):
-    """The buffer of a layer that attends to everything."""
+    """Buffer of a layer that attends to everything."""
 
     def __init__(self, layer: DynamicLayer, rows: Tensor, room: int) -> None:
         DynamicLayer.__init__(self)
         self.take(layer, rows, room)
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append, and return everything."""
+        """Append, and return all keys and values."""
         self.append(keys, values)
         return self.keys, self.values
 
 
 class SlidingBuffer(Buffer, DynamicSlidingWindowLayer):
-    """The buffer of a layer with a window, of which it keeps one column less, as transformers' layer does."""
+    """Buffer of a layer with a window. It keeps one column less than the window, as transformers' layer does."""
 
     def __init__(self, layer: DynamicSlidingWindowLayer, rows: Tensor, room: int) -> None:
         DynamicSlidingWindowLayer.__init__(self, layer.sliding_window)
@@ -92,15 +94,16 @@ class SlidingBuffer(Buffer, DynamicSlidingWindowLayer):
         """Append, and return the columns of the window and the new ones."""
         self.append(keys, values)
         self.cumulative_length += keys.shape[2]
-        seen = self.keys, self.values
-        self.show(max(self.start, self.last - self.sliding_window + 1), self.last)
-        return seen
+        in_window = self.keys, self.values
+        self.show(max(self.start, self.stop - self.sliding_window + 1), self.stop)
+        return in_window
 
     def cut(self, columns: int) -> None:
-        """Forget the first columns of all, of which those before the window are gone already."""
+        """Drop the first columns of the rows."""
+        # Those before the window are gone already: only the count of all columns falls by the full number.
         self.cumulative_length -= columns
-        self.show(max(self.start, self.last - self.cumulative_length), self.last)
+        self.show(max(self.start, self.stop - self.cumulative_length), self.stop)
 
 
 LAYERS = {DynamicLayer: FullBuffer, DynamicSlidingWindowLayer: SlidingBuffer}
-"""The layers of transformers' caches that this loop knows, and the buffers that take their places."""
+"""Buffer for each layer of transformers' caches that the decoding loop supports."""

@@ -1,7 +1,7 @@
 """Completions that end with a string: `generation_kwargs: {stop: ["</answer>"]}`, as vLLM spells it.
 
-`generate` drops the tokenizer where its loop is another, and with it `stop_strings`; so the criterion is handed in. A row
-that ended with a string holds padding behind it: it is cut here after the token that completes the string.
+`generate` drops the tokenizer if its loop is replaced, and `stop_strings` with it. So the criterion is passed to it. A row
+that ended with a string is padded behind it, and is cut here after the token that completes the string.
 """
 
 from __future__ import annotations
@@ -11,59 +11,69 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StopStringCriteria
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
 
 from grpo_recipes.recipe.trl_keys import stop_strings
 from grpo_rewards.errors import UserError
 
 
 class StopStrings:
-    """The strings that end a completion."""
+    """Strings that end a completion, and transformers' criterion for them."""
 
-    def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
+    def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
         self.strings = tuple(strings)
         try:
             self.criterion = StopStringCriteria(tokenizer, list(strings))
-        except ValueError as error:  # it takes every token apart, by way of a text of known letters
+        except ValueError as error:
+            # The criterion finds the text of every token by way of a text of known letters, which some tokenizers change.
             raise UserError(
                 f"`generation_kwargs.stop`: transformers can't read the tokens of {type(tokenizer).__name__} as text "
                 f"({error}): leave `stop` out"
             ) from error
 
     @classmethod
-    def of(cls, generation_kwargs: Mapping[str, Any] | str | None, tokenizer: Any) -> StopStrings | None:
-        """Those that TRL's `generation_kwargs` name, None without any. Raises `UserError`."""
+    def of(
+        cls, generation_kwargs: Mapping[str, Any] | str | None, tokenizer: PreTrainedTokenizerBase
+    ) -> StopStrings | None:
+        """Return the strings that TRL's `generation_kwargs` name, or None if they name none.
+
+        Raises:
+            UserError: the strings are not valid, or transformers cannot read the tokenizer's tokens.
+        """
         strings = stop_strings(generation_kwargs)
         return cls(strings, tokenizer) if strings else None
 
     def end(self, ids: Sequence[int]) -> bool:
-        """Whether the last token of a completion completes one of the strings."""
+        """Return True if the last token of a completion completes one of the strings."""
         return bool(self.criterion(torch.tensor([list(ids)]), None)[0])
 
 
 class Ends(StoppingCriteria):
-    """Ends each row of one call of `generate` with a stop string in its completion, and remembers where."""
+    """Criterion that ends each row of one call of `generate` with a stop string in its completion, and keeps the place."""
 
     def __init__(self, stop: StopStrings) -> None:
         self.stop = stop
         self.width = 0
-        """Columns of the prompts, known from the first call on."""
+        """Number of columns of the prompts, known from the first call on."""
         self.lengths: Tensor | None = None
-        """The tokens of each completion up to its stop string, 0 without one, (rows,)."""
+        """Number of tokens of each completion up to its stop string, or 0 without one, (rows,)."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Which rows end with a string, (rows,)."""
+        """Return a mask (rows,) of the rows that end with a string."""
         if self.lengths is None:
             self.width = input_ids.shape[1] - 1
             self.lengths = input_ids.new_zeros(len(input_ids))
-        completions = input_ids[:, self.width :]  # a string that begins in the prompt is none of the policy's
+        # Without the prompt: the policy did not write a string that begins in it.
+        completions = input_ids[:, self.width :]
         done = self.stop.criterion(completions, scores)
         self.lengths[done & (self.lengths == 0)] = completions.shape[1]
         return done
 
     def cut(self, completions: list[list[int]]) -> list[list[int]]:
-        """Completions as TRL reads them, cut after the token that completes a stop string."""
+        """Return completions as TRL reads them, cut after the token that completes a stop string."""
         if self.lengths is None:
             return completions
-        lengths = self.lengths.tolist()
-        return [ids[:length] if length else ids for ids, length in zip(completions, lengths, strict=True)]
+        cut = []
+        for ids, length in zip(completions, self.lengths.tolist(), strict=True):
+            cut.append(ids[:length] if length else ids)
+        return cut

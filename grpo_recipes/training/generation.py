@@ -12,11 +12,10 @@ from accelerate.logging import get_logger
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
-from grpo_recipes.generation.generation_config import PublishedSettings
 from grpo_recipes.generation.generator_check import GenerationCheck, unfit_layout
 from grpo_recipes.generation.groups import Turn, decoding
 from grpo_recipes.generation.models import base_model, has_dropout, unfit
-from grpo_recipes.generation.processed import ProcessorComparison
+from grpo_recipes.generation.sampling_settings import ProcessorComparison, PublishedSettings
 from grpo_recipes.generation.stop_strings import Ends, StopStrings
 from grpo_recipes.process.messages import Announcer
 from grpo_recipes.training.trl_patches import ContinuousBatching, refuse_cast, send_settings

@@ -28,7 +28,7 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
-from grpo_recipes.generation.generation_config import PublishedSettings
+from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.generation.stop_strings import StopStrings
 from grpo_recipes.training.log_probs import has_packing_attention, packing_attention, stock_attention
 from grpo_rewards.errors import UserError

@@ -21,7 +21,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from grpo_recipes.evaluation import engines
 from grpo_recipes.evaluation.engines import Transformers, complete_continuously
 from grpo_recipes.evaluation.settings import Settings
-from grpo_recipes.generation.generation_config import KEPT, PublishedSettings, neutral
+from grpo_recipes.generation.sampling_settings import KEPT, PublishedSettings, neutral
 from tests.support.architectures import ENDS, adapter, trainer
 from tests.support.exact_generation import exact_generation
 from tests.support.recorded import EOS, model, tokenizer

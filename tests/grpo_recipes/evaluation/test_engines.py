@@ -89,7 +89,7 @@ def test_only_rows_of_the_first_batch_are_checked(monkeypatch: pytest.MonkeyPatc
 def moved_nothing(self: Any, holes: list[int], movers: list[int], count: int) -> None:
     """A cache that drops its last rows, whichever have finished."""
     self.buffers = [buffer[:count] for buffer in self.buffers]
-    self.show(self.start, self.last)
+    self.show(self.start, self.stop)
 
 
 def test_a_fault_leaves_the_evaluation_to_transformers(

@@ -27,7 +27,7 @@ from grpo_recipes.evaluation.evaluate import (
     weights_fingerprint,
 )
 from grpo_recipes.evaluation.settings import Settings
-from grpo_recipes.generation.generation_config import PublishedSettings
+from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.runs import lock
 from grpo_recipes.runs.files import RunError

@@ -29,7 +29,7 @@ from grpo_recipes.generation.agreement import (
     conclude,
 )
 from grpo_recipes.generation.hypotheses import Processing, hypotheses
-from grpo_recipes.generation.processed import ProcessorComparison
+from grpo_recipes.generation.sampling_settings import ProcessorComparison
 from grpo_recipes.process.faults import NotThePolicy
 from tests.support import launching, tiny
 from tests.support.architectures import adapter, trainer

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, LogitsProcessor, PreTrainedModel, TextStreamer, cache_utils
 
 from grpo_recipes.generation import groups, kv_cache
-from grpo_recipes.generation.groups import Turn, decoding
-from grpo_recipes.generation.sampling import drawn
+from grpo_recipes.generation.groups import Turn, decoding, draw
 from tests.support.architectures import ARCHITECTURES, ENDS, SETTINGS, batch, config, tiny
 from tests.support.exact_generation import exact_generation
 from tests.support.grids import only
@@ -184,7 +183,7 @@ def test_a_token_without_probability_is_never_drawn() -> None:
     """Between, before and behind the others; rows are drawn by their own probabilities."""
     rows = torch.tensor([[0.0, 0.2, 0.0, 0.8, 0.0], [0.5, 0.0, 0.0, 0.0, 0.5], [0.0, 0.0, 0.0, 0.0, 1.0]])
     torch.manual_seed(0)
-    tokens = drawn(rows.repeat(20_000, 1)).reshape(-1, 3)
+    tokens = draw(rows.repeat(20_000, 1)).reshape(-1, 3)
     for row, column in zip(rows, tokens.T, strict=True):
         shares = column.bincount(minlength=5) / len(column)
         torch.testing.assert_close(shares, row, atol=0.02, rtol=0)
@@ -195,7 +194,7 @@ def test_a_token_without_probability_is_never_drawn() -> None:
 def test_the_ends_of_what_is_drawn_from(uniform: float, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.tensor([[0.0, 0.1, 0.7, 0.2, 0.0]])
     monkeypatch.setattr(torch, "rand", lambda *size, **how: torch.full(size, uniform, **how))
-    assert drawn(rows).tolist() == [3 if uniform == 0 else 1]
+    assert draw(rows).tolist() == [3 if uniform == 0 else 1]
 
 
 # ---- less work

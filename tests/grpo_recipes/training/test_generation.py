@@ -109,7 +109,7 @@ def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
 def moved_nothing(self: Any, holes: list[int], movers: list[int], count: int) -> None:
     """A cache that drops its last rows, whichever have finished."""
     self.buffers = [buffer[:count] for buffer in self.buffers]
-    self.show(self.start, self.last)
+    self.show(self.start, self.stop)
 
 
 def next_prompt(self: Any, layer: Any, rows: torch.Tensor, room: int, take: Any = kv_cache.Buffer.take) -> None:
@@ -118,7 +118,7 @@ def next_prompt(self: Any, layer: Any, rows: torch.Tensor, room: int, take: Any 
 
 
 def cut_one_more(self: Any, columns: int) -> None:
-    self.show(self.start + columns + 1, self.last)
+    self.show(self.start + columns + 1, self.stop)
 
 
 def one_position_late(step: Any) -> Any:

@@ -9,9 +9,9 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, TopPLogitsWarper
 from transformers.generation import SuppressTokensLogitsProcessor
 
-from grpo_recipes.generation import processed
+from grpo_recipes.generation import sampling_settings
 from grpo_recipes.generation.groups import Turn, decoding
-from grpo_recipes.generation.processed import ProcessorComparison
+from grpo_recipes.generation.sampling_settings import ProcessorComparison
 from tests.support.architectures import SAMPLED, SETTINGS, batch, config, tiny
 from tests.support.grids import only
 
@@ -145,7 +145,7 @@ class Sharp(TopPLogitsWarper):
 
 
 def test_the_stock_loop_leaves_out_rows_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processed, "LOOK_FOR_ENDS", 2)
+    monkeypatch.setattr(sampling_settings, "LOOK_FOR_ENDS", 2)
     sizes: list[int] = []
     stock = ProcessorComparison.compare
     monkeypatch.setattr(

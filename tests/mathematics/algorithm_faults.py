@@ -1,4 +1,4 @@
-"""Faults planted in the recipes of recipes/algorithms, in TRL and in our reward, that the comparison must catch."""
+"""Faults planted in the recipes of recipes/algorithms, in TRL and in our code, which the comparison must find."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMIT = 1e-10
 
 @dataclass(frozen=True)
 class Fault:
-    """A recipe with other keys than its own, unchecked, or with a function's text replaced: (owner, function), old, new."""
+    """A planted fault: a recipe with other keys, unchecked, or a function with one text replaced by another."""
 
     algorithm: str
     name: str
@@ -34,13 +34,13 @@ class Fault:
     rewards: Any = None
 
     def plant(self, recipe: Recipe) -> Recipe:
-        """The recipe with the fault's keys."""
+        """Return the recipe with the fault's keys."""
         changed = replace(recipe, training={**recipe.training, **self.keys})
         return changed if self.rewards is None else replace(changed, rewards=self.rewards(recipe.rewards))
 
     def found(self, checkpoint: Path) -> Held:
-        """How far the faulty recipe is from the paper."""
-        # The second update of a generation meets a ratio that has moved.
+        """Return the differences of the faulty recipe from its paper."""
+        # In the second update of a generation, the ratios differ from 1.
         layout = Layout(1, 1 if self.algorithm == "maxrl" else 2)
         with contextlib.ExitStack() as planted:
             if self.edit is not None:
@@ -89,7 +89,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("gspo", "a mean over tokens", {"loss_type": "dapo"}),
     Fault("gspo", "no root of the ratio", edit=(LOSS, "(log_ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)",
                                                 "(log_ratio * mask).sum(-1)")),
-    Fault("cispo", "the bound left out", {"epsilon_high": None}),
+    Fault("cispo", "no bound", {"epsilon_high": None}),
     Fault("cispo", "a width for a bound", {"epsilon_high": 0.28}),
     Fault("cispo", "the update clipped instead of the weight", {"loss_type": "dapo", "epsilon_high": 4.0}),
     Fault("cispo", "a gradient through the weight", edit=(LOSS, "max=self.epsilon_high).detach()",
@@ -97,10 +97,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault("sapo", "the temperatures exchanged", {"sapo_temperature_pos": 1.05, "sapo_temperature_neg": 1.0}),
     Fault("sapo", "a clip for the gate", {"loss_type": "grpo"}),
     Fault("sapo", "a gate on the whole completion", {"importance_sampling_level": "sequence"}),
-    Fault("sapo", "the slope not normalised", edit=(LOSS, "* 4 / temperatures", "* 4")),
-    Fault("gdpo", "the sum normalised", {"multi_objective_aggregation": "sum_then_normalize"}),
+    Fault("sapo", "the slope not normalized", edit=(LOSS, "* 4 / temperatures", "* 4")),
+    Fault("gdpo", "the sum normalized", {"multi_objective_aggregation": "sum_then_normalize"}),
     Fault("gdpo", "one reward made of both", rewards=_summed),
-    Fault("gdpo", "no normalisation over the batch", edit=(
+    Fault("gdpo", "no normalization over the batch", edit=(
         SCORE, "(rewards - torch.nanmean(rewards)) / (std_rewards + 1e-4)", "rewards")),
     Fault("gdpo", "a mean over tokens", {"loss_type": "dapo"}),
     Fault("maxrl", "not divided by the mean", edit=(MAX_RL, "torch.where(mean == 0, 1.0, mean)", "1.0")),

@@ -1,9 +1,9 @@
-"""A shipped recipe's training, recorded, beside the objective of its paper.
+"""Comparison of a shipped recipe's training with the objective of its paper.
 
-`hold` reads a recipe of recipes/algorithms, scales its sizes down to the tiny policy and lets our trainer train with it.
-From the recorded token ids, weights and rewards it computes the paper's objective (`papers`) for each update, and
-returns how far the loss and the gradient are from it. Neither the oracle nor a switch of TRL's is read: the recipe's
-keys reach the trainer alone, the paper's numbers the paper alone.
+`hold` reads a recipe of recipes/algorithms, scales its sizes down to the tiny policy and trains with our trainer. From the
+recorded token IDs, weights and rewards it computes the paper's objective (`papers`) for each update, and returns the
+differences of the loss and the gradient. It reads neither the oracle nor TRL's options: only the trainer gets the recipe's
+keys, and only the paper has the paper's numbers.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from tests.mathematics.training import _Recording, load, moved
 Tokens = tuple[list[int], list[int]]
 HERE = "tests.mathematics.algorithms"
 
-# The rewards of the recipes read text, and the tiny policy writes digits at random.
+# Rewards in place of those of the recipes, which read text: the tiny policy writes random digits.
 STAND_INS = {"gsm8k_correctness": f"{HERE}.odd_length", "well_formed": f"{HERE}.digit_sum"}
 GENERATION = 16
-"""Completions in a generation: every prompt of the bench, on all ranks together."""
+"""Number of completions of a generation: those of every prompt, on all ranks together."""
 LEARNING_RATES = {"gspo": 2e-3, "cispo": 4.0}
-"""Of plain SGD, where 0.5 would move the ratio of every completion out of the bounds, or none."""
+"""Learning rates of SGD where 0.5 would move the ratio of every completion out of the bounds, or of none."""
 POOLED = ("dapo", "cispo")
-"""The papers whose mean is over the tokens of a whole batch."""
+"""Papers whose mean is over all tokens of a batch."""
 
 
 def odd_length(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """1 for an odd number of tokens, else 0: right or wrong."""
+    """Return 1 for a completion with an odd number of tokens, else 0."""
     return [float(len(ids) % 2) for ids in completion_ids]
 
 
 def digit_sum(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """A binary fraction that varies with the tokens."""
+    """Return a binary fraction that depends on the tokens."""
     return [(sum(ids) % 8) / 8 for ids in completion_ids]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a generation meets the optimiser: rows per micro-batch and rank, accumulation, micro-batches per generation."""
+    """Division of a generation into updates, micro-batches and ranks."""
 
     accumulation: int = 1
     updates: int = 1
@@ -68,12 +68,12 @@ class Layout:
 
     @property
     def steps_per_generation(self) -> int:
-        """Micro-batches that a generation is cut into."""
+        """Number of micro-batches per generation and rank."""
         return self.accumulation * self.updates
 
     @property
     def rows(self) -> int:
-        """Completions in a micro-batch on one rank."""
+        """Number of completions in a micro-batch on one rank."""
         return GENERATION // self.ranks // self.steps_per_generation
 
 
@@ -86,13 +86,13 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def layout_of(name: str, layout: str) -> Layout:
-    """The layout for a recipe; MaxRL is defined for one update a generation alone."""
+    """Return the layout for a recipe. MaxRL is defined only for one update per generation."""
     found = LAYOUTS[layout]
     return replace(found, updates=1) if name == "maxrl" else found
 
 
 class AlgorithmRecorder(_Recording, grpo_recipes.GRPOTrainer):
-    """Our trainer with a memory, and with the micro-batches that TRL dealt before ours took their place."""
+    """Our trainer with a record of its steps and of TRL's micro-batches before ours replaced them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -104,7 +104,7 @@ class AlgorithmRecorder(_Recording, grpo_recipes.GRPOTrainer):
 
 
 def recipe_of(name: str, layout: Layout, **changes: Any) -> Recipe:
-    """The shipped recipe with the sizes of the tiny bench, its stand-in rewards, and `changes`: checked as any other."""
+    """Return the shipped recipe with the sizes of the tiny policy, the stand-in rewards and `changes`, checked as usual."""
     raw = Recipe.load(find_file("recipes", name))
     sizes = {
         "num_generations": NUM_GENERATIONS,
@@ -119,7 +119,7 @@ def recipe_of(name: str, layout: Layout, **changes: Any) -> Recipe:
 
 
 def _scaled(spec: Any) -> Any:
-    """A recipe's reward specs with the stand-ins, and with the lengths of the bench."""
+    """Return a recipe's reward specs with the stand-ins and with the lengths of the tiny policy."""
     if isinstance(spec, list):
         return [_scaled(entry) for entry in spec]
     name = spec["name"]
@@ -130,8 +130,8 @@ def _scaled(spec: Any) -> Any:
     return dict(spec)
 
 
-def paid(name: str, completions: Sequence[Sequence[int]]) -> list[list[float]]:
-    """What the paper's algorithm is given: the rewards of each completion, (N, number of reward functions)."""
+def rewards_of(name: str, completions: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Return the rewards of each completion for the paper's algorithm, (N, number of reward functions)."""
     right = odd_length(completions)
     if name == "maxrl":
         return [[value] for value in right]
@@ -144,13 +144,13 @@ def paid(name: str, completions: Sequence[Sequence[int]]) -> list[list[float]]:
 
 @contextlib.contextmanager
 def float64_rewards() -> Iterator[None]:
-    """Let TRL hold rewards in float64; inside `float64_trl`. It rounds them to float32."""
+    """Let TRL keep rewards in float64 instead of float32. Use it inside `float64_trl`."""
     with edited(TRLGRPOTrainer, "_calculate_rewards", ("torch.float32", "torch.float64"), everywhere=True):
         yield
 
 
 def train(checkpoint: Path, name: str, layout: Layout, updates: int, recipe: Recipe) -> AlgorithmRecorder:
-    """Train for some updates of plain SGD; the reference is a little apart from the initial policy."""
+    """Train with SGD for some updates, with a reference that differs a little from the initial policy."""
     rewards = build_rewards(recipe.rewards, num_generations=NUM_GENERATIONS)
     ours = {
         "logging_steps": 1,
@@ -182,24 +182,26 @@ def _with(**ours: Any) -> Callable[..., AlgorithmRecorder]:
 
 @dataclass
 class Held:
-    """The largest differences met over the updates of a training, relative to 1 or to the loss; to a tensor's largest entry.
-
-    `bounded`: the largest share of terms that the clip, the bound or the gate acted on. `zero`: groups without an
-    advantage. `updates`: how many were compared. `truncated`: completions that were cut off.
-    """
+    """Largest differences over the updates of a training."""
 
     loss: float = 0.0
+    """Relative to the loss, or absolute for losses below 1."""
     gradient: float = 0.0
+    """Relative to the largest entry of a tensor."""
     bounded: float = 0.0
+    """Largest share of terms that the clip, the bound or the gate changed."""
     zero: int = 0
+    """Number of zero-variance groups."""
     truncated: int = 0
+    """Number of truncated completions."""
     updates: int = 0
+    """Number of updates that were compared."""
 
     def widen(self, other: Held) -> None:
-        """Keep the larger difference and add what is counted."""
+        """Keep the larger differences and add the counts."""
         for key in ("loss", "gradient", "bounded"):
             value = getattr(other, key)
-            # A NaN must not hide: it counts as infinitely far.
+            # `max` could drop a NaN, so a NaN counts as infinite.
             setattr(self, key, max(getattr(self, key), value if value == value else float("inf")))
         for key in ("zero", "truncated", "updates"):
             setattr(self, key, getattr(self, key) + getattr(other, key))
@@ -216,13 +218,17 @@ def hold(
     edit: Callable[[Recipe], Recipe] = lambda recipe: recipe,
     **changes: Any,
 ) -> Held:
-    """Train the recipe `name` and hold each update against its paper.
+    """Train the recipe `name`, and return the differences of each update from its paper.
 
     Args:
-        added: what TRL adds to each standard deviation.
-        paper: another paper than the recipe's.
-        edit: changes the recipe after its checks, to plant a fault that they would refuse.
-        changes: keys of the recipe to replace.
+        checkpoint: folder of the tiny policy.
+        name: recipe of recipes/algorithms.
+        layout: division of a generation.
+        updates: number of updates.
+        added: constant that TRL adds to each standard deviation.
+        paper: paper to compare with, by default the recipe's.
+        edit: function that changes the recipe after its checks, to plant a fault that they would refuse.
+        **changes: keys of the recipe to replace.
     """
     recipe = edit(recipe_of(name, layout, **changes))
     trainer = train(checkpoint, name, layout, updates, recipe)
@@ -239,7 +245,7 @@ def compare(
     added: float,
     paper: Paper,
 ) -> Held:
-    """The recorded updates of all ranks against the paper's objective of the same completions."""
+    """Compare the recorded updates of all ranks with the paper's objective of the same completions."""
     reference = trainer.accelerator.unwrap_model(trainer.ref_model).state_dict() if trainer.ref_model else None
     held = Held()
     for index, step in enumerate(trainer.steps):
@@ -269,7 +275,7 @@ def compare(
 
 
 def _rows_of(by_rank: Sequence[Any], index: int, layout: Layout) -> list[Tokens]:
-    """The completions of update `index` on all ranks, as TRL dealt them."""
+    """Return the completions of update `index` on all ranks, as TRL divided them."""
     rows: list[Tokens] = []
     for _, steps, dealt in by_rank:
         if dealt:
@@ -282,7 +288,7 @@ def _rows_of(by_rank: Sequence[Any], index: int, layout: Layout) -> list[Tokens]
 
 
 def _groups(generation: Sequence[Tokens]) -> list[list[Tokens]]:
-    """The completions of each prompt; a generation of the bench holds no prompt twice."""
+    """Return the completions of each prompt. A generation holds no prompt twice."""
     by_prompt: dict[tuple[int, ...], list[Tokens]] = {}
     for prompt, tokens in generation:
         by_prompt.setdefault(tuple(prompt), []).append((prompt, tokens))
@@ -291,9 +297,9 @@ def _groups(generation: Sequence[Tokens]) -> list[list[Tokens]]:
 
 
 def _advantages(name: str, paper: Paper, generation: Sequence[Tokens], added: float) -> Mapping[tuple[int, ...], float]:
-    """The paper's advantage of each completion, by its tokens: equal completions of a prompt earn the same."""
+    """Return the paper's advantage of each completion by its tokens, because equal completions of a prompt have equal rewards."""
     groups = _groups(generation)
-    values = paper.advantages([paid(name, [tokens for _, tokens in group]) for group in groups], added)
+    values = paper.advantages([rewards_of(name, [tokens for _, tokens in group]) for group in groups], added)
     return {
         (*prompt, -1, *tokens): value
         for group, advantages in zip(groups, values, strict=True)
@@ -302,7 +308,7 @@ def _advantages(name: str, paper: Paper, generation: Sequence[Tokens], added: fl
 
 
 def _divisor(name: str, rows: Sequence[Row], generation: Sequence[Tokens], layout: Layout) -> float:
-    """The tokens of an update over the average share of its generation's that TRL divides by; 1 for a single update."""
+    """Return the tokens of an update divided by TRL's divisor, an average share of the generation's, or 1 for one update."""
     if name not in POOLED:
         return 1.0
     counted = [tokens for _, tokens in generation if name != "dapo" or tokens[-1] == EOS]
@@ -311,7 +317,7 @@ def _divisor(name: str, rows: Sequence[Row], generation: Sequence[Tokens], layou
 
 
 def _scored(models: Sequence[torch.nn.Module], prompt: list[int], tokens: list[int]) -> list[Tensor]:
-    """log p of each token under each model, (T,); only the first carries a graph."""
+    """Return log p of each token under each model, (T,). Only the first result has a graph."""
     ids = torch.tensor([[*prompt, *tokens]])
     found = []
     for place, model in enumerate(models):
@@ -322,7 +328,7 @@ def _scored(models: Sequence[torch.nn.Module], prompt: list[int], tokens: list[i
 
 
 def _gradient_difference(policy: torch.nn.Module, loss: Tensor, recorded: Mapping[str, Tensor]) -> float:
-    """The largest difference of a gradient's entry, relative to the largest of its tensor."""
+    """Return the largest difference of a gradient's entries, relative to the largest entry of its tensor."""
     names, parameters = zip(*policy.named_parameters(), strict=True)
     gradients = torch.autograd.grad(loss, parameters)
     gaps = []

@@ -1,6 +1,6 @@
-"""Each recipe of recipes/algorithms is its paper: loss and gradient of every update, and that planted faults show.
+"""Each recipe of recipes/algorithms equals its paper in the loss and gradient of every update, and planted faults are found.
 
-docs/algorithms.md holds the figures; a test that measures one compares it with the page.
+docs/algorithms.md holds the figures. A test that measures a figure compares it with the page.
 """
 
 from __future__ import annotations
@@ -37,19 +37,21 @@ def _float64() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def both_ranks(checkpoint: Path) -> dict[str, Held]:
-    """Every recipe on two processes, launched once."""
+    """Return the differences of every recipe on two processes, launched once."""
     return page.on_two_ranks(checkpoint)
 
 
 def check(held: Held, name: str, layout: str) -> None:
-    """Hold a comparison to the bound, and to the figure that the page prints."""
+    """Assert that a comparison is within the limit and within the figure of the page."""
     worst = max(held.loss, held.gradient)
     assert worst <= LIMIT, held
     assert worst <= float(FIGURES[name][layout]), f"{held}: {MADE}"
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_two_updates_with_accumulation(name: str, checkpoint: Path, record_cell: Callable) -> None:
+def test_a_recipe_equals_its_paper_with_two_updates_and_accumulation(
+    name: str, checkpoint: Path, record_cell: Callable
+) -> None:
     held = hold(checkpoint, name, layout_of(name, "accumulation"), updates=2)
     check(held, name, "accumulation")
     assert held.updates == 2
@@ -59,18 +61,22 @@ def test_two_updates_with_accumulation(name: str, checkpoint: Path, record_cell:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "two ranks"])
 @pytest.mark.parametrize("name", PAPERS)
-def test_on_one_process(name: str, layout: str, checkpoint: Path, record_cell: Callable) -> None:
+def test_a_recipe_equals_its_paper_on_one_process(
+    name: str, layout: str, checkpoint: Path, record_cell: Callable
+) -> None:
     held = hold(checkpoint, name, layout_of(name, layout))
     check(held, name, layout)
-    assert held.truncated, "no completion was cut off, so that filtering them would not show"
+    assert held.truncated, "no completion was truncated, so a missing filter would go unnoticed"
     if layout_of(name, layout).updates > 1:
-        assert held.bounded, "no ratio left the bounds, so that they would not show"
+        assert held.bounded, "no ratio left the bounds, so missing bounds would go unnoticed"
     record_cell("published algorithms", Difference(held.loss, held.gradient))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAPERS)
-def test_on_two_processes(name: str, both_ranks: dict[str, Held], record_cell: Callable) -> None:
+def test_a_recipe_equals_its_paper_on_two_processes(
+    name: str, both_ranks: dict[str, Held], record_cell: Callable
+) -> None:
     check(both_ranks[name], name, "two ranks")
     assert both_ranks[name].updates == 4
     record_cell("published algorithms", Difference(both_ranks[name].loss, both_ranks[name].gradient))
@@ -81,19 +87,19 @@ def test_on_two_processes(name: str, both_ranks: dict[str, Held], record_cell: C
     only([], FAULTS, slow={fault.algorithm: fault for fault in FAULTS}.values()),  # one of each algorithm
     ids=lambda fault: f"{fault.algorithm}: {fault.name}",
 )
-def test_a_planted_fault_shows(fault: Fault, checkpoint: Path) -> None:
+def test_a_planted_fault_is_found(fault: Fault, checkpoint: Path) -> None:
     held = fault.found(checkpoint)
     assert max(held.loss, held.gradient) > float(FIGURES[fault.algorithm]["smallest"]) > 1e3 * LIMIT, MADE
 
 
 @pytest.mark.parametrize("fault", [FAULTS[2]], ids=lambda fault: f"{fault.algorithm}: {fault.name}")
-def test_one_planted_fault_shows(fault: Fault, checkpoint: Path) -> None:
+def test_one_planted_fault_is_found(fault: Fault, checkpoint: Path) -> None:
     assert fault.found(checkpoint).gradient > 0.1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAPERS)
-def test_what_the_added_constant_moves(name: str, checkpoint: Path) -> None:
+def test_the_effect_of_the_added_constant(name: str, checkpoint: Path) -> None:
     printed, measured = FIGURES[name]["without 1e-4"], page.without_the_constant(checkpoint, name)
     assert (printed == "–") == (measured == "–"), MADE
     if printed != "–":
@@ -101,8 +107,8 @@ def test_what_the_added_constant_moves(name: str, checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-def test_dapo_without_dynamic_sampling_divides_by_idle_tokens_too(checkpoint: Path) -> None:
-    """The recipe's gradient is DAPO's over the groups that have one, times their share of the tokens."""
+def test_dapo_without_dynamic_sampling_also_divides_by_tokens_of_zero_variance_groups(checkpoint: Path) -> None:
+    """The recipe's gradient is DAPO's over the groups with variance, times their share of the tokens."""
 
     def informative(update: papers.Update) -> Tensor:
         kept = [row for row in update.rows if row.advantage and not row.is_truncated]
@@ -123,7 +129,7 @@ REWARDS = [1.0, 0.0, 0.0, 1.0]
 
 
 def expected_gradient(advantages: Callable[[Sequence[float]], Sequence[float]], size: int) -> Tensor:
-    """The expectation of the mean of A times the gradient of log p, over all groups of `size` completions of one token."""
+    """Return the expectation of the mean of A grad log p over all groups of `size` completions of one token."""
     logits = LOGITS.clone().requires_grad_()
     log_p = torch.log_softmax(logits, 0)
     total = torch.zeros((), dtype=torch.float64)
@@ -135,14 +141,14 @@ def expected_gradient(advantages: Callable[[Sequence[float]], Sequence[float]], 
 
 
 def gradient_of(function: Callable[[Tensor], Tensor]) -> Tensor:
-    """The gradient of a function of the probability of a right answer."""
+    """Return the gradient of a function of the probability of a correct answer."""
     logits = LOGITS.clone().requires_grad_()
     p = (torch.softmax(logits, 0) * torch.tensor(REWARDS, dtype=torch.float64)).sum()
     return torch.autograd.grad(function(p), logits)[0]
 
 
 def likelihood(order: int) -> Callable[[Tensor], Tensor]:
-    """MaxRL: the sum over k up to `order` of pass@k / k, but for a constant."""
+    """Return MaxRL's likelihood to an order: the sum over k up to `order` of pass@k / k, up to a constant."""
     return lambda p: -sum((1 - p) ** k / k for k in range(1, order + 1))
 
 
@@ -166,7 +172,7 @@ def test_the_expected_gradient_of_maxrl(size: int) -> None:
 # The page
 
 
-def test_the_papers_are_derived_from_nothing_that_they_are_held_against() -> None:
+def test_the_papers_import_nothing_that_they_are_compared_with() -> None:
     tree = ast.parse(inspect.getsource(papers))
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
@@ -174,11 +180,11 @@ def test_the_papers_are_derived_from_nothing_that_they_are_held_against() -> Non
 
 
 def test_the_page_is_up_to_date() -> None:
-    """But for its figures, which the tests above measure."""
+    """The figures are taken from the page. The tests above measure them."""
     assert page.PAGE.read_text(encoding="utf-8") == page.page(FIGURES), MADE
 
 
-def test_every_fault_is_counted_and_every_paper_has_some() -> None:
+def test_every_paper_has_faults_and_the_page_counts_them() -> None:
     assert {name: int(row["faults"]) for name, row in FIGURES.items()} == {
         name: sum(fault.algorithm == name for fault in FAULTS) for name in PAPERS
     }

@@ -1,100 +1,470 @@
-"""What a layout is tried on beside the first micro-batch: a few short rows, with an adapter that already has an effect.
+"""Verification of a layout for a model, before the layout is used.
 
-A new adapter adds nothing yet, and new norms have one weight in every channel. Then the first micro-batch agrees in every
-layout and proves nothing about the steps to come. So a few rows are cut short, every trainable tensor that holds one value
-is given others for the moment, weights of 16 bit are widened where memory allows, and gradients are compared too.
+A wrong attention mask changes log-probabilities without any error. So a layout is used only after three checks:
+
+1. Nothing in the settings, the configuration and the modules of the model rules it out.
+2. The first micro-batch agrees with TRL's own computation on rows with additional padding.
+3. A few short rows agree in log-probabilities and gradients, in training mode, with an adapter that has an effect.
+
+The third check is needed because a new adapter adds nothing, and new norms have one weight in every channel: on them the
+first micro-batch agrees in every layout, and proves nothing about later steps. So every trainable tensor that holds one
+value is perturbed during the check. 16-bit weights are replaced by float32 copies where memory allows, because a difference
+is then a mistake and not rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import psutil
 import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from trl import GRPOConfig
+from trl.models.utils import disable_gradient_checkpointing
 
-from grpo_recipes.generation.models import base_model, half_precision
-from grpo_recipes.generation.rows import Rows
+from grpo_recipes.generation.agreement import REPEATED, disagreement, gradient_disagreement
+from grpo_recipes.generation.models import (
+    base_model,
+    eval_no_grad,
+    half_precision,
+    has_dropout,
+    in_float32,
+    is_float32,
+    rotary_of_the_longest,
+    scaled_by_position,
+)
+from grpo_recipes.generation.rows import PerToken, Rows
+from grpo_recipes.process.messages import Announcer
+from grpo_recipes.process.ranks import on_any_rank
 from grpo_recipes.training.adapters import gathered
+from grpo_recipes.training.packing import ATTENTION, Layout, ModelCall, SpansIgnored, packing_attention, stock_attention
+
+EXTRA_PADDING = 8
+"""Columns of padding that the checks add on either side. The first micro-batch may have no padding of its own."""
 
 SAMPLE_TOKENS = 64
-"""The tokens of a prompt, and of a completion, that are left of each row."""
+"""Number of tokens that the short rows keep of a prompt, and of a completion."""
 
 NOISE_AROUND_ZERO, NOISE_RELATIVE = 0.05, 0.1
-"""Standard deviation of what is added to a trainable tensor of zeros, and to one of another value as a share of it."""
+"""Standard deviation of the perturbation of a tensor of zeros, and its share of the value of a tensor of another value."""
 
 COMPARED_WEIGHTS = 2**26
-"""Gradients are compared of the smallest trainable tensors, of this many weights together: every layer has some."""
+"""Number of weights whose gradients are compared, those of the smallest tensors. Every layer has some of them."""
 
 Gradients = Sequence[Tensor | None]
-"""Of each parameter compared; None where the result does not depend on it."""
+"""Gradient of each compared parameter, None where the result does not depend on the parameter."""
+
+Choice = tuple[Layout, str]
+"""A layout, and the reason for which no more preferred layout was chosen, or ""."""
+
+_ANOTHER_RANK = "on another rank"
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """The short rows of the third check, and the way in which a layout is computed on them."""
+
+    rows: Rows
+    padded: ModelCall
+    """Call of TRL's layout with additional padding."""
+    model: nn.Module
+    """Model that is called."""
+    is_float32: bool
+    parameters: Sequence[nn.Parameter]
+    """Parameters whose gradients are compared."""
+
+
+@dataclass
+class LayoutCheck:
+    """Choice of the layout of a model. All ranks choose the same layout, whatever their rows are.
+
+    Under ZeRO-3 and FSDP a model call is a collective, so the ranks take each decision together.
+    """
+
+    accelerator: Accelerator
+    args: GRPOConfig
+    run: Callable[[ModelCall, nn.Module, bool], PerToken]
+    """Function of a model call, a model and `compute_entropy` to log-probabilities and entropies, each (B, T)."""
+    router_loss: bool
+    padded_because: str
+    announcer: Announcer = field(default_factory=lambda: Announcer(logger.warning))
+
+    def choose(self, model: nn.Module, bare: nn.Module, rows: Rows, wanted: Layout) -> Layout | None:
+        """Return the most preferred exact layout up to `wanted`, or None if no rank has a label to compare.
+
+        Args:
+            model: model that training calls.
+            bare: the model inside accelerate's wrappers.
+            rows: first rows that the model computes.
+            wanted: most preferred layout allowed.
+        """
+        layout, reason = self._allowed(bare, wanted)
+        if layout is not Layout.PADDED:
+            if not self._any_rank(bool(rows.completion_mask.any())):
+                return None
+            with eval_no_grad(bare), disable_gradient_checkpointing(bare, self.args.gradient_checkpointing_kwargs):
+                layout, doubt = self._compare_first_rows(model, bare, rows, layout)
+                if layout is not Layout.PADDED:
+                    layout, later_doubt = self._compare_short_rows(model, bare, rows, layout)
+                    doubt = later_doubt or doubt
+            reason = doubt or reason
+        if layout is not Layout.PACKED:
+            stock_attention(bare)
+        if layout < wanted:
+            self._warn_once(f"micro-batches are {layout.name.lower()}, not {wanted.name.lower()}: {reason}")
+        return layout
+
+    def fits(self, model: nn.Module, rows: Rows) -> Tensor:
+        """Return which rows can be packed, (B,) bool: their masks have no holes, and they are inside the attention window."""
+        mask = rows.completion_mask
+        fits = ~(mask[:, 1:] > mask[:, :-1]).any(1)  # a 1 after a 0 ends a hole
+        if not fits.all():
+            self._warn_once("rows whose completion mask has holes are not packed")
+        window = attention_window(text_config(model))
+        if window is not None:
+            # The spans know no window, so in longer rows a token would attend to keys outside of it.
+            inside = rows.attention_mask.sum(1) <= window
+            if not inside.all():
+                self._warn_once(f"rows of more than {window} tokens, the model's attention window, are not packed")
+            fits = fits & inside
+        return fits
+
+    # ---- Check 1: settings and configuration
+
+    def _allowed(self, bare: nn.Module, wanted: Layout) -> Choice:
+        """Return the most preferred layout up to `wanted` that settings and model allow."""
+        reason = self._padded_because(bare)
+        if reason:
+            return Layout.PADDED, reason
+        if wanted is not Layout.PACKED:
+            return wanted, ""
+        if self.router_loss:
+            reason = "a packed row would count a prompt once in the router loss"
+        elif self.args.torch_compile:
+            reason = "torch.compile would compile each packed shape anew"
+        else:
+            reason = unsupported(bare)
+        return (Layout.TRIMMED, reason) if reason else (Layout.PACKED, "")
+
+    def _padded_because(self, bare: nn.Module) -> str:
+        """Return why rows must keep TRL's width, or "" if nothing requires it."""
+        if self.args.pad_to_multiple_of is not None:
+            return "pad_to_multiple_of asks for the shapes that TRL makes"
+        if self.padded_because:
+            return self.padded_because
+        if self.args.neftune_noise_alpha is not None:
+            return "neftune_noise_alpha adds noise by the width of the rows, padding included"
+        if getattr(getattr(bare, "active_peft_config", None), "velora_config", None) is not None:
+            return "the adapter's gradient is compressed by an average over whole micro-batches (VeLoRA)"
+        return depends_on_width(text_config(bare))
+
+    # ---- Check 2: the first micro-batch
+
+    def _compare_first_rows(self, model: nn.Module, bare: nn.Module, rows: Rows, wanted: Layout) -> Choice:
+        """Return the most preferred layout up to `wanted` that agrees with padded rows on every rank."""
+        padded = _padded_call(rows, bare)
+        # Positions from the attention mask hide a dependence on padding, a table of positions does not: without room for
+        # padding, agreement says nothing about such a model.
+        if self._any_rank(padded.rows is rows and _learns_positions(base_model(bare))):
+            return (
+                Layout.PADDED,
+                "its positions are learned, and the rows leave no room to check whether padding matters",
+            )
+        expected = self.run(padded, model, False)[0][:, : rows.logits_to_keep]
+        got, _ = self.run(ModelCall(Layout.TRIMMED, rows, *rows.trimmed()), model, False)
+        doubt = self._disagreement(got, expected, rows, bare)
+        if self._any_rank(bool(doubt)):
+            return Layout.PADDED, f"the log-probabilities of this model depend on padding ({doubt or _ANOTHER_RANK})"
+        if wanted is not Layout.PACKED:
+            return Layout.TRIMMED, ""
+        packable = self._packable(bare, rows)
+        if not self._any_rank(len(packable) > 0):
+            return Layout.TRIMMED, "no row of the first micro-batch can be packed"
+        packing_attention(bare)
+        doubt = self._doubt_of_packing(model, bare, rows, packable, expected)
+        if self._any_rank(bool(doubt)):
+            return Layout.TRIMMED, doubt or f"packed rows give other log-probabilities ({_ANOTHER_RANK})"
+        return Layout.PACKED, ""
+
+    def _doubt_of_packing(
+        self, model: nn.Module, bare: nn.Module, rows: Rows, packable: Tensor, expected: Tensor
+    ) -> str:
+        """Return how the rows at `packable` differ from `expected`, (B, T), when packed, or "" within the tolerance."""
+        if len(packable):
+            index = _with_a_shared_prompt(rows, packable)
+            some = rows.select(index)
+        else:  # this rank has nothing to compare, but must make the call that the others make
+            index = packable.new_zeros(1)
+            some = rows.select(index).unlabelled()
+        try:
+            got, _ = self.run(ModelCall(Layout.PACKED, some, some, index), model, False)
+        except SpansIgnored as error:  # raised after the model call, so the ranks are still in step
+            return str(error)
+        doubt = self._disagreement(got, expected[index], some, bare)
+        return doubt and f"packed rows give other log-probabilities ({doubt})"
+
+    def _packable(self, bare: nn.Module, rows: Rows) -> Tensor:
+        """Return the indices of the rows that can be packed and have a label."""
+        return (self.fits(bare, rows) & rows.completion_mask.any(1)).nonzero().flatten()
+
+    # ---- Check 3: a few short rows, in training mode, with gradients
+
+    def _compare_short_rows(self, model: nn.Module, bare: nn.Module, rows: Rows, found: Layout) -> Choice:
+        """Return the most preferred layout up to `found` that agrees with padded rows on a few short rows."""
+        sharded, device = is_sharded(bare), self.accelerator.device
+        widen = False
+        if sharded:
+            self._warn_once("under ZeRO-3 and FSDP layouts are compared by their log-probabilities, not by gradients")
+        else:
+            widen = not self._any_rank(not fits_in_float32(bare, device))
+            if not widen:
+                self._warn_once(
+                    "layouts are compared in 16-bit precision: the weights are quantized, or have no room in float32"
+                )
+        usable = rows.completion_mask.any(1).nonzero().flatten()
+        if found is Layout.PACKED:
+            usable = self._packable(bare, rows)
+        few = sample(rows, usable)
+        computes_in_float32 = widen or self._computes_in_float32(bare)
+        with in_float32(bare, self.accelerator) if widen else nullcontext(), perturbed(bare):
+            # A sharded model must be called through the wrappers that gather its weights, and no rank has its full gradient.
+            # Any other is called without wrappers, because DDP's would wait for a backward pass.
+            trial = _Trial(few, _padded_call(few, bare), bare, computes_in_float32, compared(bare))
+            if sharded:
+                trial = replace(trial, model=model, parameters=[])
+            with in_training(bare, device):
+                before = random_state(device)
+                expected, again = self._compute(trial, trial.padded), self._compute(trial, trial.padded)
+                gap = (again[0] - expected[0]).abs().max()
+                if trial.is_float32:
+                    noisy = bool(gap > REPEATED)
+                else:  # two 16-bit results may differ by rounding, unless random numbers were drawn
+                    noisy = bool(gap > 0) and not torch.equal(before, random_state(device))
+                if not self._any_rank(noisy or bool(self._doubt(trial, again, expected))):
+                    return self._best(trial, found, expected)
+            # Results with random numbers cannot be compared, so the comparison is repeated in evaluation mode. Such a model
+            # is never packed: the completions of a packed row would share the random numbers of their prompt.
+            layout, doubt = self._best(trial, min(found, Layout.TRIMMED), self._compute(trial, trial.padded))
+        if not doubt and found is Layout.PACKED:
+            doubt = "in training the model draws random numbers, which a packed prompt would share"
+        return layout, doubt
+
+    def _best(self, trial: _Trial, most: Layout, expected: tuple[Tensor, Gradients]) -> Choice:
+        """Return the most preferred layout up to `most` whose results agree with `expected` on every rank."""
+        for layout in (Layout.TRIMMED, Layout.PACKED):
+            if layout > most:
+                break
+            got = self._compute(trial, ModelCall(layout, trial.rows, *trial.rows.trimmed()))
+            doubt = self._doubt(trial, got, expected)
+            if self._any_rank(bool(doubt)):
+                doubt = f"once it has trained ({doubt or _ANOTHER_RANK})"
+                if layout is Layout.PACKED:
+                    return Layout.TRIMMED, f"packed rows give other results {doubt}"
+                return Layout.PADDED, f"the results of this model depend on padding {doubt}"
+        return most, ""
+
+    def _compute(self, trial: _Trial, call: ModelCall) -> tuple[Tensor, Gradients]:
+        """Return the log-probabilities, (B, T), and gradients of a model call."""
+        with torch.set_grad_enabled(bool(trial.parameters)):
+            log_probs = self.run(call, trial.model, False)[0][:, : trial.rows.logits_to_keep]
+            return log_probs.detach(), gradients(log_probs, trial.parameters)
+
+    def _doubt(self, trial: _Trial, got: tuple[Tensor, Gradients], expected: tuple[Tensor, Gradients]) -> str:
+        """Return how two results differ, or "" within the tolerances."""
+        doubt = _log_prob_disagreement(got[0], expected[0], trial.rows, trial.is_float32, "a few short rows")
+        if doubt:
+            return f"log-probabilities {doubt}"
+        return gradient_disagreement(got[1], expected[1], is_float32=trial.is_float32)
+
+    # ---- What the checks share
+
+    def _disagreement(self, got: Tensor, expected: Tensor, rows: Rows, bare: nn.Module) -> str:
+        return _log_prob_disagreement(got, expected, rows, self._computes_in_float32(bare), "the first micro-batch")
+
+    def _computes_in_float32(self, bare: nn.Module) -> bool:
+        return is_float32(bare) and self.accelerator.mixed_precision == "no"
+
+    def _any_rank(self, flag: bool) -> bool:
+        return on_any_rank(flag, self.accelerator.device)
+
+    def _warn_once(self, sentence: str) -> None:
+        self.announcer.once(sentence, sentence)
+
+
+def _log_prob_disagreement(got: Tensor, expected: Tensor, rows: Rows, is_float32: bool, where: str) -> str:
+    """Return how two results, (B, T), differ where there are labels, or "" within the tolerance."""
+    gap = (got - expected).abs()[rows.completion_mask.bool()].float()
+    if not gap.numel():
+        return ""
+    return disagreement(float(gap.mean()), float(gap.max()), is_float32=is_float32, where=where)
+
+
+# ---- Rows to compare
 
 
 def sample(rows: Rows, index: Tensor) -> Rows:
-    """Two completions of each of the two prompts at `index` with the most tokens, cut to `SAMPLE_TOKENS` on either side.
+    """Return two completions of each of two prompts, cut to `SAMPLE_TOKENS` on either side.
 
-    A completion without a sibling stands in for it. Without an index, one row that has no label.
+    The prompts are those of the rows at `index` that have several completions and most tokens. A single completion is taken
+    twice, so that its prompt is shared too. Without an index, the result is one row without labels.
     """
     left, width = max(rows.prompt_mask.size(1) - SAMPLE_TOKENS, 0), min(rows.logits_to_keep, SAMPLE_TOKENS)
     if not len(index):
         return rows.select(index.new_zeros(1), left, width).unlabelled()
     some = rows.select(index, left, width)
     lengths = some.attention_mask.sum(1).tolist()
-    members: dict[int, list[int]] = {}
-    for row, number in enumerate(some.prompt_numbers()):
-        members.setdefault(number, []).append(row)
-    groups = sorted(members.values(), key=lambda group: (-len(group[:2]), -sum(lengths[row] for row in group)))
-    chosen = [row for group in groups[:2] for row in (group * 2)[: max(2, min(len(group), 2))]]
+
+    def preference(group: list[int]) -> tuple[bool, int]:
+        return len(group) > 1, sum(lengths[row] for row in group)
+
+    groups = sorted(some.groups().values(), key=preference, reverse=True)
+    chosen: list[int] = []
+    for group in groups[:2]:
+        chosen += (group * 2)[:2]
     return some.select(torch.tensor(chosen, device=index.device))
 
 
+def _with_a_shared_prompt(rows: Rows, index: Tensor) -> Tensor:
+    """Return `index`, with the row of the longest completion twice if no two of its rows share a prompt.
+
+    A prompt with one completion is packed as an ordinary row, and a comparison of ordinary rows proves nothing.
+    """
+    some = rows.select(index)
+    if len(some.groups()) < len(index):
+        return index
+    return torch.cat([index, index[some.completion_mask.sum(1).argmax()][None]])
+
+
+def _padded_call(rows: Rows, model: nn.Module) -> ModelCall:
+    """Return the call of TRL's layout with `EXTRA_PADDING` on either side, as far as the model has positions for it."""
+    longest = getattr(text_config(model), "max_position_embeddings", None) or math.inf
+    left = int(max(0, min(EXTRA_PADDING, longest - rows.input_ids.size(1))))
+    right = int(max(0, min(EXTRA_PADDING, longest - rows.input_ids.size(1) - left)))
+    wide = rows.widen(left, right) if left else rows
+    return ModelCall(Layout.PADDED, wide, wide, torch.arange(len(rows.input_ids)))
+
+
+# ---- Inspection of a model
+
+
+def text_config(model: nn.Module) -> Any:
+    """Return the configuration of the language model."""
+    return base_model(model).config.get_text_config()
+
+
+def depends_on_width(config: Any) -> str:
+    """Return why the results of a model depend on the width of the rows, or "" if its configuration does not show it."""
+    if rotary := rotary_of_the_longest(config):
+        return f"a rotary table of type {rotary} depends on the longest row, padding included"
+    if scale := scaled_by_position(config):
+        return f"attention is scaled by a token's place in the row, padding included ({scale})"
+    if getattr(config, "index_topk", None):
+        return "attention keeps the index_topk highest scores, and padding decides between equal ones"
+    return ""
+
+
+def attention_window(config: Any) -> int | None:
+    """Return the sliding window of a model's attention in tokens, or None if no layer has one."""
+    kinds = getattr(config, "layer_types", None)
+    slides = kinds is None or "sliding_attention" in kinds
+    return getattr(config, "sliding_window", None) if slides else None
+
+
+def unsupported(model: nn.Module) -> str:
+    """Return why this model cannot be packed, or "" if its configuration and modules show no reason."""
+    base, config = base_model(model), text_config(model)
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    parameters = inspect.signature(base.base_model.forward).parameters
+    if config is not base.config:
+        return "the model is multimodal"
+    if kinds:
+        return f"the model has layers of {', '.join(sorted(kinds))}"
+    if not base._can_set_attn_implementation():
+        return f"the attention of {type(base).__name__} does not go through transformers' AttentionInterface"
+    if config._attn_implementation not in ("sdpa", ATTENTION):
+        return f"its attention implementation is {config._attn_implementation}, not sdpa"
+    if "position_ids" not in parameters or "kwargs" not in parameters:
+        return f"the forward of {type(base.base_model).__name__} takes no position_ids or no further arguments"
+    if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
+        return "the adapter puts virtual tokens before the prompt"
+    if getattr(getattr(model, "active_peft_config", None), "alora_invocation_tokens", None):
+        return "the adapter acts from its invocation tokens to the end of a row (aLoRA)"
+    if has_dropout(base):
+        return "the model has dropout, and a packed prompt would share one mask among its completions"
+    return ""
+
+
+def _learns_positions(model: PreTrainedModel) -> bool:
+    """Return True if the model has an embedding table other than that of its tokens."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    return any(table is not model.get_input_embeddings() for table in tables)
+
+
 def adapter_state(model: nn.Module) -> tuple[str, ...]:
-    """Which adapters act in a model as it is now: a reference is scored by the policy's model with others, or with none."""
+    """Return the names of the adapters that act in a model now, none if they are switched off."""
     if not isinstance(model, PeftModel):
         return ()
-    layer = next((module for module in model.modules() if isinstance(module, BaseTunerLayer)), None)
-    return () if layer is not None and layer.disable_adapters else tuple(model.active_adapters)
+    # `active_adapters` still lists the adapters inside `disable_adapter()`: only the layers know.
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            return () if module.disable_adapters else tuple(model.active_adapters)
+    return tuple(model.active_adapters)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether each rank holds a part of the weights only (ZeRO-3, FSDP), so that a model call is a collective."""
-    return any(
-        hasattr(parameter, "ds_id") or isinstance(parameter, DTensor) for parameter in model.parameters()
-    ) or any(isinstance(module, FSDPModule) or hasattr(module, "_fsdp_wrapped_module") for module in model.modules())
+    """Return True if each rank holds only a part of the weights (ZeRO-3, FSDP), so that a model call is a collective."""
+    for parameter in model.parameters():
+        if hasattr(parameter, "ds_id") or isinstance(parameter, DTensor):
+            return True
+    # FSDP1 wraps modules, and FSDP2 can be told to ignore parameters.
+    return any(isinstance(module, FSDPModule) or hasattr(module, "_fsdp_wrapped_module") for module in model.modules())
+
+
+# ---- State of a model during the third check
 
 
 @contextmanager
 def perturbed(model: nn.Module) -> Iterator[None]:
-    """Give each trainable tensor that holds one value random ones around it, and that value back afterwards, to the bit."""
-    kept: list[tuple[nn.Parameter, Tensor]] = []
+    """Add noise to each trainable tensor that holds one value, and restore its bits afterwards."""
+    saved: list[tuple[nn.Parameter, Tensor]] = []
     generator = torch.Generator().manual_seed(0)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if any(hasattr(parameter, "ds_id") for parameter in parameters) and not isinstance(model, PeftModel):
-        parameters = []  # to gather each weight of a whole model would cost more than a step
+        parameters = []  # gathering each weight of a full model would take longer than a step
     try:
         for parameter in parameters:
             with gathered([parameter], write=True):
                 values = _local(parameter)
                 if not _holds_one_value(values):
                     continue
-                kept.append((parameter, values.clone()))
+                saved.append((parameter, values.clone()))
                 value = abs(float(values.flatten()[0]))
                 size = NOISE_RELATIVE * value if value else NOISE_AROUND_ZERO
                 values.add_((size * torch.randn(values.shape, generator=generator)).to(values))
         yield
     finally:
-        for parameter, before in kept:
+        # Copied back, and not subtracted: subtraction would leave rounding errors.
+        for parameter, before in saved:
             with gathered([parameter], write=True):
                 _local(parameter).copy_(before)
 
 
 def _local(parameter: nn.Parameter) -> Tensor:
-    """This rank's values of a parameter, outside autograd."""
+    """Return this rank's values of a parameter, outside autograd."""
     return parameter.to_local().data if isinstance(parameter, DTensor) else parameter.data
 
 
@@ -102,12 +472,12 @@ def _holds_one_value(values: Tensor) -> bool:
     if not values.numel() or not values.is_floating_point():
         return False
     first = values.flatten()[:1]
-    # Most tensors show in their first entries that they hold many values.
+    # The first entries of most tensors already differ, and then the others are not read.
     return bool((values.flatten()[:64] == first).all()) and bool((values == first).all())
 
 
 def fits_in_float32(model: nn.Module, device: torch.device) -> bool:
-    """Whether the weights of 16 bit have room beside themselves in float32, with as much again for a few short rows."""
+    """Return True if there is memory for float32 copies of the 16-bit weights, and a quarter more for a few short rows."""
     if getattr(base_model(model), "is_quantized", False):
         return False
     needed = 4 * sum(tensor.numel() for tensor in half_precision(model))
@@ -115,6 +485,7 @@ def fits_in_float32(model: nn.Module, device: torch.device) -> bool:
         return True
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
+        # torch's cache counts as used, although it can be given out again.
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     else:
         free = psutil.virtual_memory().available
@@ -123,8 +494,9 @@ def fits_in_float32(model: nn.Module, device: torch.device) -> bool:
 
 @contextmanager
 def in_training(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """In training mode; random numbers drawn and buffers changed by it are given back afterwards."""
+    """Put the model into training mode, and restore modes, buffers and the random state afterwards."""
     modes = [(module, module.training) for module in model.modules()]
+    # Some models change buffers in training mode, such as the load statistics of a router.
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     model.train()
     try:
@@ -139,12 +511,12 @@ def in_training(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """The state of the generator that a model on `device` draws from."""
+    """Return the state of the generator that a model on `device` draws from."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def compared(model: nn.Module) -> list[nn.Parameter]:
-    """The trainable parameters whose gradients are compared, from the smallest; at least one, if there is one."""
+    """Return the trainable parameters whose gradients are compared, the smallest first, at least one if there is one."""
     trainable = sorted((parameter for parameter in model.parameters() if parameter.requires_grad), key=Tensor.numel)
     found, weights = trainable[:1], 0
     for parameter in trainable[1:]:
@@ -156,9 +528,10 @@ def compared(model: nn.Module) -> list[nn.Parameter]:
 
 
 def gradients(log_probs: Tensor, parameters: Sequence[nn.Parameter]) -> Gradients:
-    """The gradients of a fixed random combination of `log_probs`, (B, T)."""
+    """Return the gradients of a fixed random combination of `log_probs`, (B, T)."""
     if not parameters or not log_probs.requires_grad:
         return [None] * len(parameters)
+    # Random weights, because errors of single tokens could cancel in the gradient of a sum.
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(log_probs.shape, generator=generator).to(log_probs)
     return torch.autograd.grad((log_probs * weights).sum(), parameters, allow_unused=True)

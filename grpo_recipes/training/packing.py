@@ -32,6 +32,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from grpo_recipes.generation.models import base_model
 from grpo_recipes.generation.rows import Rows, unpadded
 
 try:
@@ -152,6 +153,30 @@ class PackedRow:
     """Position in the packed row that predicts each label, (n,)."""
 
 
+@dataclass(frozen=True)
+class ModelCall:
+    """A model call: the layout chosen for it, and its rows."""
+
+    layout: Layout
+    rows: Rows
+    """B rows, (B, P + T)."""
+    trimmed: Rows
+    """Rows of the trimmed layout."""
+    index: Tensor
+    """Indices of the rows that `trimmed` holds, (rows,)."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that run through the model, padding included."""
+        if self.layout is Layout.PACKED:
+            return self.rows.packed_tokens()
+        return (self.rows if self.layout is Layout.PADDED else self.trimmed).input_ids.numel()
+
+
+class SpansIgnored(RuntimeError):
+    """An attention layer did not use `packed_attention`, or added a float mask."""
+
+
 def order(rows: Rows, layout: Layout) -> Tensor:
     """Return an order of the rows, (B,), in which rows that should share a micro-batch are neighbours.
 
@@ -229,11 +254,24 @@ def _joined(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate([np.zeros(0), *parts]).astype(np.int64)).to(device)
 
 
-def register_attention() -> None:
-    """Register `packed_attention` with transformers under the name `ATTENTION`."""
+def packing_attention(model: nn.Module) -> None:
+    """Let the model's attention keep the completions of a packed row apart."""
+    # Registered here and not on import, which must not change what transformers knows.
     AttentionInterface.register(ATTENTION, packed_attention)
     # Without a mask function of its own, a new name gets no mask at all, and padded rows would attend to padding.
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    base_model(model).set_attn_implementation(ATTENTION)
+
+
+def has_packing_attention(model: nn.Module) -> bool:
+    """Return True if the model's attention is that of `packing_attention`."""
+    return base_model(model).config.get_text_config()._attn_implementation == ATTENTION
+
+
+def stock_attention(model: nn.Module) -> None:
+    """Undo `packing_attention`."""
+    if has_packing_attention(model):
+        base_model(model).set_attn_implementation("sdpa")
 
 
 def packed_attention(
@@ -270,7 +308,7 @@ def packed_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if dropout > 0:  # `log_probs.unsupported` finds dropout first, unless the model changes it later
+    if dropout > 0:  # `layout_check.unsupported` finds dropout first, unless the model changes it later
         raise RuntimeError(
             f"{type(module).__name__} has an attention dropout of {dropout:g}, which the completions of a packed row would "
             "share: set `micro_batching: {layout: trimmed}`"

@@ -30,7 +30,7 @@ from trl.generation import vllm_generation
 
 from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.generation.stop_strings import StopStrings
-from grpo_recipes.training.log_probs import has_packing_attention, packing_attention, stock_attention
+from grpo_recipes.training.packing import has_packing_attention, packing_attention, stock_attention
 from grpo_rewards.errors import UserError
 from grpo_rewards.redaction import HIDDEN, is_secret, redacted
 

@@ -294,7 +294,7 @@ def gradient(kind: Kind, row: Row, folder: Path) -> None:
         row.layout, row.note = "refused", _short(error)
         return
     (layout,) = ours._log_probs._layouts.values()
-    row.layout, row.note = layout.name.lower(), "; ".join(sorted(ours._log_probs._announcer.keys))
+    row.layout, row.note = layout.name.lower(), "; ".join(sorted(ours._log_probs._check.announcer.keys))
     # Where TRL's own gradient follows random numbers there is no distance, and a prompt must not be shared.
     row.is_random = gap > GRADIENT_TOLERANCE and largest_gap(again, theirs) > GRADIENT_TOLERANCE
     if not row.is_random:

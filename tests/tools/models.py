@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.training import log_probs
+from grpo_recipes.training import layout_check
 from tests.support.recorded import WORDS, Recording, gradients, largest_gap, make_trainer
 
 FAR = 1e-3
@@ -219,7 +219,7 @@ def _measure(model_type: str, accumulation: int) -> Row:
         (layout,) = trainer._log_probs._layouts.values()
         gap = largest_gap(steps[GRPOTrainer], steps[TRLGRPOTrainer])
         reasons = dict.fromkeys(sentence.rpartition("micro-batches are ")[2].partition(": ")[2] for sentence in said)
-        return Row(model_type, ("plain", "trimmed", "packed")[layout], gap, "; ".join(filter(None, reasons)))
+        return Row(model_type, layout.name.lower(), gap, "; ".join(filter(None, reasons)))
 
 
 def _sentence(error: Exception) -> str:
@@ -241,8 +241,8 @@ class _Sentences(logging.Handler):
 
 @contextmanager
 def _sentences() -> Iterator[list[str]]:
-    """Collect the messages of `log_probs` inside the `with`, without printing them."""
-    handler, logger = _Sentences(), logging.getLogger(log_probs.__name__)
+    """Collect the messages of `layout_check` inside the `with`, without printing them."""
+    handler, logger = _Sentences(), logging.getLogger(layout_check.__name__)
     logger.addHandler(handler)
     propagate, logger.propagate = logger.propagate, False
     try:
@@ -255,7 +255,7 @@ def _sentences() -> Iterator[list[str]]:
 def table(rows: list[Row]) -> str:
     """Return the rows as docs/model-layouts.md."""
     versions = f"transformers {transformers.__version__}, trl {trl.__version__}, torch {torch.__version__}"
-    counts = {layout: sum(row.layout == layout for row in rows) for layout in ("packed", "trimmed", "plain", NONE)}
+    counts = {layout: sum(row.layout == layout for row in rows) for layout in ("packed", "trimmed", "padded", NONE)}
     wrong = sum(row.wrong for row in rows)
     lines = [
         "# Which models are packed",

@@ -1,4 +1,4 @@
-"""What the first micro-batch can't show: layouts tried on short rows, with adapters that have an effect and with gradients."""
+"""Checks beyond the first micro-batch: layouts compared on short rows, with perturbed adapters and with gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from grpo_recipes.generation.agreement import gradient_disagreement
 from grpo_recipes.generation.models import in_float32
-from grpo_recipes.training import layout_check, log_probs
+from grpo_recipes.training import layout_check
 from grpo_recipes.training.packing import Layout
 from tests.grpo_recipes.training.test_packing import flat, layout_of, padded, scored, trainer_on
 from tests.support import tiny
@@ -29,24 +29,24 @@ RAGGED = Recording.random(prompts=3, group=3, seed=3)
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Any:
-    """The sentences logged about the layout."""
-    return lambda: [record.getMessage() for record in caplog.records if record.name == log_probs.__name__]
+def logged(caplog: pytest.LogCaptureFixture) -> Any:
+    """Return a function that lists the messages logged about the layout."""
+    return lambda: [record.getMessage() for record in caplog.records if record.name == layout_check.__name__]
 
 
 def quickly(cases: Iterable[str], *quick: str) -> list[Any]:
-    """The cases as parameters, all but the `quick` ones slow."""
+    """Return the cases as parameters, all but the `quick` ones marked slow."""
     return [pytest.param(case, marks=() if case in quick else pytest.mark.slow) for case in cases]
 
 
 def adapted(config: peft.PeftConfig) -> peft.PeftModel:
-    """A new adapter on a tiny Llama: it adds nothing yet."""
+    """Return a tiny Llama with a new adapter, which adds nothing yet."""
     torch.manual_seed(1)
     return get_peft_model(model(transformers.LlamaConfig), config)
 
 
 def checked(policy: PreTrainedModel, folder: Path, **config: Any) -> Layout:
-    """The layout that a trainer chooses for a policy."""
+    """Return the layout that a trainer chooses for a policy."""
     trainer = trainer_on(policy, folder, **config)
     trainer.model.train()
     scored(trainer, flat(RAGGED))
@@ -58,11 +58,11 @@ def checked(policy: PreTrainedModel, folder: Path, **config: Any) -> Layout:
 
 TARGETS = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
 MIXES_TOKENS: dict[str, tuple[peft.PeftConfig, Layout, str]] = {
-    "Lily": (peft.LilyConfig(r=4, num_B=2, **TARGETS), Layout.PADDED, "depends on padding once it has trained"),
+    "Lily": (peft.LilyConfig(r=4, num_B=2, **TARGETS), Layout.PADDED, "depend on padding once it has trained"),
     "Shadow": (
         peft.ShadowConfig(r=4, shadow_dropout=0.0, task_type="CAUSAL_LM"),
         Layout.TRIMMED,
-        "packed rows give something else once it has trained",
+        "packed rows give other results once it has trained",
     ),
     "aLoRA": (LoraConfig(r=4, alora_invocation_tokens=[7], **TARGETS), Layout.TRIMMED, "invocation tokens"),
     "VeLoRA": (LoraConfig(r=4, velora_config={"num_groups": 4}, **TARGETS), Layout.PADDED, "VeLoRA"),
@@ -71,21 +71,21 @@ MIXES_TOKENS: dict[str, tuple[peft.PeftConfig, Layout, str]] = {
 
 
 @pytest.mark.parametrize("kind", quickly(MIXES_TOKENS, "Lily", "Shadow", "PVeRA"))
-def test_a_new_adapter_that_will_mix_tokens(kind: str, tmp_path: Path, said: Any) -> None:
-    """It adds nothing yet: the log-probabilities of packed rows are those of TRL's rows."""
+def test_a_new_adapter_that_will_mix_tokens_is_noticed(kind: str, tmp_path: Path, logged: Any) -> None:
+    """The adapter adds nothing yet, so packed rows have the log-probabilities of TRL's rows."""
     config, layout, reason = MIXES_TOKENS[kind]
     assert checked(adapted(config), tmp_path) is layout
-    (sentence,) = said()
+    (sentence,) = logged()
     assert reason in sentence
 
 
-def test_an_ordinary_new_adapter_is_packed(tmp_path: Path, said: Any) -> None:
+def test_an_ordinary_new_adapter_is_packed(tmp_path: Path, logged: Any) -> None:
     assert checked(adapted(LoraConfig(r=4, lora_dropout=0.0, **TARGETS)), tmp_path) is Layout.PACKED
-    assert said() == []
+    assert logged() == []
 
 
-def test_a_reference_that_is_scored_first_does_not_settle_the_layout(tmp_path: Path) -> None:
-    """With the adapter switched off this is an ordinary model."""
+def test_the_layout_is_verified_again_for_another_adapter_state(tmp_path: Path) -> None:
+    """With the adapter switched off, the model is an ordinary one and is packed."""
     trainer = trainer_on(adapted(peft.LilyConfig(r=4, num_B=2, **TARGETS)), tmp_path)
     with trainer.model.disable_adapter():
         scored(trainer, flat(RAGGED))
@@ -98,11 +98,11 @@ def test_a_reference_that_is_scored_first_does_not_settle_the_layout(tmp_path: P
     assert layout_of(trainer) is Layout.PADDED
 
 
-# ---- what the check leaves behind
+# ---- state after the check
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_check_leaves_no_trace(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_check_restores_the_model_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     policy = adapted(LoraConfig(r=4, lora_dropout=0.0, **TARGETS)).to(dtype)
     zeros = [parameter for parameter in policy.parameters() if parameter.requires_grad and not parameter.any()]
     zeros[0].data[0, 0] = -0.0
@@ -122,7 +122,7 @@ def test_the_check_leaves_no_trace(dtype: torch.dtype, tmp_path: Path) -> None:
     assert trainer.accelerator.native_amp == (trainer.accelerator.mixed_precision != "no")
 
 
-def test_every_tensor_of_one_value_has_others_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_trainable_tensor_of_one_value_is_perturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout_check, "gathered", partitioned)
     policy = adapted(LoraConfig(r=4, **TARGETS))
     policy.get_base_model().model.norm.weight.requires_grad_(True)
@@ -133,7 +133,7 @@ def test_every_tensor_of_one_value_has_others_meanwhile(monkeypatch: pytest.Monk
     assert all(not parameter.any() for name, parameter in trained.items() if "lora_B" in name)
 
 
-def test_a_sample_is_two_completions_each_of_two_prompts_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_holds_two_short_completions_of_two_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout_check, "SAMPLE_TOKENS", 2)
     rows = padded([[5, 6, 7], [8], [5, 6, 7], [9, 9], [5, 6, 7]], [[10, 11, 3], [12], [14], [15], [16]])
     few = layout_check.sample(rows, torch.arange(5))
@@ -146,7 +146,7 @@ def test_a_sample_is_two_completions_each_of_two_prompts_cut_short(monkeypatch: 
 
 
 class MixesGradients(torch.autograd.Function):
-    """The identity, whose gradient is that of all tokens together."""
+    """The identity, with a gradient that mixes all tokens."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -166,25 +166,30 @@ class WithMixedGradients(nn.Module):
         return self.layer(MixesGradients.apply(hidden))
 
 
-def test_a_gradient_that_mixes_tokens_is_noticed(tmp_path: Path, said: Any) -> None:
-    """Its log-probabilities agree in every layout."""
+def test_a_gradient_that_mixes_tokens_is_noticed(tmp_path: Path, logged: Any) -> None:
+    """The log-probabilities agree in every layout."""
     policy = model(transformers.LlamaConfig)
     policy.model.layers[0].mlp = WithMixedGradients(policy.model.layers[0].mlp)
     assert checked(policy, tmp_path) is Layout.PADDED
-    (sentence,) = said()
+    (sentence,) = logged()
     assert "gradients by" in sentence
     assert "on a few short rows" in sentence
 
 
 @pytest.mark.parametrize(
-    ("got", "expected", "whole_agrees", "half_agrees"),
+    ("got", "expected", "agree_in_float32", "agree_in_16_bits"),
     [
         ([[1.0, 2.0], [0.5]], [[1.0, 2.0], [0.5]], True, True),
-        ([[1.0, 2.0], [0.6]], [[1.0, 2.0], [0.5]], False, True),  # of its own tensor in float32, of all in 16 bit
+        (
+            [[1.0, 2.0], [0.6]],
+            [[1.0, 2.0], [0.5]],
+            False,
+            True,
+        ),  # relative to its tensor in float32, to all tensors in 16 bits
         ([[1.0, 2.01], [0.5]], [[1.0, 2.0], [0.5]], True, True),
         ([[1.0, 2.04], [0.5]], [[1.0, 2.0], [0.5]], False, True),
         ([[1.0, 2.5], [0.5]], [[1.0, 2.0], [0.5]], False, False),  # 0.5 of 2.3
-        ([[1.0, 2.0], [2e-6]], [[1.0, 2.0], [1e-9]], True, True),  # a gradient of zero but for rounding
+        ([[1.0, 2.0], [2e-6]], [[1.0, 2.0], [1e-9]], True, True),  # a gradient that is zero except for rounding
         ([[1.0, 2.0], [2e-3]], [[1.0, 2.0], [1e-9]], False, True),
         ([[0.0], None], [None, [0.0]], True, True),
         ([[0.5], None], [None, [0.0]], False, False),
@@ -192,10 +197,10 @@ def test_a_gradient_that_mixes_tokens_is_noticed(tmp_path: Path, said: Any) -> N
         ([[math.nan]], [[1.0]], False, False),
     ],
 )
-def test_when_two_gradients_agree(got: Any, expected: Any, whole_agrees: bool, half_agrees: bool) -> None:
+def test_which_gradients_agree(got: Any, expected: Any, agree_in_float32: bool, agree_in_16_bits: bool) -> None:
     mine, theirs = ([part and torch.tensor(part) for part in side] for side in (got, expected))
-    assert (gradient_disagreement(mine, theirs, is_float32=True) == "") is whole_agrees
-    assert (gradient_disagreement(mine, theirs, is_float32=False) == "") is half_agrees
+    assert (gradient_disagreement(mine, theirs, is_float32=True) == "") is agree_in_float32
+    assert (gradient_disagreement(mine, theirs, is_float32=False) == "") is agree_in_16_bits
 
 
 # ---- noise in training
@@ -211,7 +216,7 @@ NOISY: dict[str, tuple[str, dict[str, Any], Layout]] = {
 
 
 @pytest.mark.parametrize("case", quickly(NOISY, "a jittered router, small"))
-def test_noise_in_training(case: str, tmp_path: Path) -> None:
+def test_a_model_with_random_numbers_in_training_is_not_packed(case: str, tmp_path: Path) -> None:
     name, config, layout = NOISY[case]
     trainer = trainer_on(model(getattr(transformers, name), **config), tmp_path)
     rows, state = flat(RAGGED), torch.get_rng_state()
@@ -219,9 +224,9 @@ def test_noise_in_training(case: str, tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_noise_by_the_width_of_the_rows(tmp_path: Path, said: Any) -> None:
+def test_neftune_noise_keeps_rows_padded(tmp_path: Path, logged: Any) -> None:
     assert checked(model(), tmp_path, neftune_noise_alpha=5.0) is Layout.PADDED
-    assert "neftune_noise_alpha" in said()[0]
+    assert "neftune_noise_alpha" in logged()[0]
 
 
 # ---- positions and widths
@@ -231,7 +236,7 @@ LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope
 INDEXED = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 2, "attn_implementation": "eager"}
 MISTRAL_4 = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 8}
 CPM_ANT = {"dim_head": 8, "dim_ff": 64, "prompt_length": 4, "prompt_types": 4, "segment_types": 4, "dropout_p": 0.0}
-FOLLOWS_THE_WIDTH: dict[str, tuple[str, dict[str, Any], str]] = {
+DEPENDS_ON_WIDTH: dict[str, tuple[str, dict[str, Any], str]] = {
     "Ministral 3": (
         "Ministral3Config",
         {"head_dim": 8, "rope_parameters": {**MISTRAL_4, "llama_4_scaling_beta": 0.1}, "sliding_window": None},
@@ -258,19 +263,19 @@ FOLLOWS_THE_WIDTH: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", quickly(FOLLOWS_THE_WIDTH, "Ministral 3", "hy_v4"))
-def test_a_model_whose_rows_depend_on_their_width_is_left_plain(case: str, tmp_path: Path, said: Any) -> None:
-    name, config, reason = FOLLOWS_THE_WIDTH[case]
+@pytest.mark.parametrize("case", quickly(DEPENDS_ON_WIDTH, "Ministral 3", "hy_v4"))
+def test_a_model_that_depends_on_the_width_stays_padded(case: str, tmp_path: Path, logged: Any) -> None:
+    name, config, reason = DEPENDS_ON_WIDTH[case]
     assert checked(model(getattr(transformers, name), **config), tmp_path) is Layout.PADDED
-    assert reason in said()[0]
+    assert reason in logged()[0]
 
 
 def test_a_softmax_scaled_by_position_is_known_from_the_configuration() -> None:
-    assert "scalable softmax" in log_probs.follows_the_width(transformers.BeamConfig())
+    assert "scalable softmax" in layout_check.depends_on_width(transformers.BeamConfig())
 
 
-def test_padding_on_the_right_that_matters(tmp_path: Path, said: Any) -> None:
-    """Rows without any: only columns added on the right show it."""
+def test_a_model_that_depends_on_padding_on_the_right_is_noticed(tmp_path: Path, logged: Any) -> None:
+    """The rows have no padding, so only the added columns show the dependence."""
     policy = model(transformers.LlamaConfig)
 
     class CountsTheRow(nn.Module):
@@ -285,10 +290,10 @@ def test_padding_on_the_right_that_matters(tmp_path: Path, said: Any) -> None:
     trainer = trainer_on(policy, tmp_path)
     scored(trainer, padded([[5, 6, 7]] * 2, [[8, 9], [4, 4]]))
     assert layout_of(trainer) is Layout.PADDED
-    assert "depend on padding" in said()[0]
+    assert "depend on padding" in logged()[0]
 
 
-# ---- 16 bit
+# ---- 16-bit precision
 
 
 IN_16_BIT: dict[str, dict[str, Any]] = {
@@ -299,36 +304,38 @@ IN_16_BIT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("architecture", IN_16_BIT)
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
-def test_the_layout_is_that_of_float32(dtype: torch.dtype, architecture: str, tmp_path: Path, said: Any) -> None:
-    """In bfloat16 these models' dependence on padding is as small as its rounding."""
+def test_a_16_bit_model_gets_the_layout_of_float32(
+    dtype: torch.dtype, architecture: str, tmp_path: Path, logged: Any
+) -> None:
+    """In bfloat16, the dependence of these models on padding is as small as rounding."""
     policy = model(getattr(transformers, architecture), **IN_16_BIT[architecture]).to(dtype)
     assert checked(policy, tmp_path) is Layout.PADDED
-    assert "padding" in said()[0]
+    assert "padding" in logged()[0]
 
 
-def test_autocast_is_left_out_of_the_check(tmp_path: Path, said: Any) -> None:
+def test_the_check_runs_without_autocast(tmp_path: Path, logged: Any) -> None:
     policy = model(transformers.HunYuanDenseV1Config, **IN_16_BIT["HunYuanDenseV1Config"])
     assert checked(policy, tmp_path, bf16=True) is Layout.PADDED
-    assert "1e-04 allowed" in said()[0]
+    assert "1e-04 allowed" in logged()[0]
 
 
-def test_autocast_alone_is_no_reason(tmp_path: Path, said: Any) -> None:
-    """bfloat16's rounding is far above what float32 allows."""
+def test_a_model_under_autocast_is_packed(tmp_path: Path, logged: Any) -> None:
+    """The rounding of bfloat16 is far above the float32 tolerance."""
     assert checked(model(), tmp_path, bf16=True) is Layout.PACKED
-    assert said() == []
+    assert logged() == []
 
 
-def test_weights_that_do_not_fit_twice_are_compared_as_they_are(
-    tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch
+def test_weights_without_room_in_float32_are_compared_in_16_bits(
+    tmp_path: Path, logged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout_check.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 0}))
     assert checked(model().bfloat16(), tmp_path) is Layout.PACKED
-    (sentence,) = said()
-    assert "compared in 16 bit" in sentence
+    (sentence,) = logged()
+    assert "compared in 16-bit precision" in sentence
 
 
-def test_what_fits_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copies of 16-bit weights, and a quarter as much for a few short rows."""
+def test_fits_in_float32_counts_copies_and_a_quarter_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is needed for float32 copies of 16-bit weights and a quarter more for the short rows."""
     policy, device = tiny.policy().bfloat16(), torch.device("cpu")
     copies = 4 * sum(parameter.numel() for parameter in policy.parameters())
     for share, fits in ((1.2, False), (1.3, True)):
@@ -340,8 +347,8 @@ def test_what_fits_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not layout_check.fits_in_float32(policy, device)
 
 
-def test_hooks_on_gradients_outlive_the_float32_copies() -> None:
-    """DistributedDataParallel averages gradients by hooks on a parameter's accumulator: without them ranks train apart."""
+def test_gradient_hooks_stay_after_the_float32_copies() -> None:
+    """DistributedDataParallel averages gradients by hooks on a parameter's accumulator. Without them ranks train apart."""
     policy = tiny.policy().to(torch.bfloat16)
     policy.lm_head.requires_grad_(False)
     weight, precision = next(policy.parameters()), torch.get_float32_matmul_precision()

@@ -28,7 +28,7 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.generation.rows import Rows
-from grpo_recipes.training import log_probs, packing
+from grpo_recipes.training import layout_check, packing
 from grpo_recipes.training.packing import Layout, pack
 from tests.support.grids import only
 from tests.support.recorded import Recording, compare, make_trainer, model
@@ -105,7 +105,7 @@ def layout_of(trainer: GRPOTrainer) -> Layout:
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Any:
     """Return a function that lists the messages logged about the layout."""
-    return lambda: [record.getMessage() for record in caplog.records if record.name == log_probs.__name__]
+    return lambda: [record.getMessage() for record in caplog.records if record.name == layout_check.__name__]
 
 
 # ---- the row
@@ -368,8 +368,10 @@ def test_a_dropout_rate_that_is_an_attribute(rate: str, tmp_path: Path, logged: 
 
 
 def test_attention_dropout_in_a_packed_row_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_probs, "unsupported", lambda model: None)
-    monkeypatch.setattr(log_probs.LogProbs, "_try_out", lambda self, model, bare, rows, found: (found, ""))
+    monkeypatch.setattr(layout_check, "unsupported", lambda model: "")
+    monkeypatch.setattr(
+        layout_check.LayoutCheck, "_compare_short_rows", lambda self, model, bare, rows, found: (found, "")
+    )
     trainer = trainer_on(model(transformers.LlamaConfig, attention_dropout=0.5), tmp_path)
     trainer.model.train()
     with pytest.raises(RuntimeError, match="attention dropout of 0.5.*micro_batching: {layout: trimmed}"):
@@ -396,7 +398,7 @@ def test_rows_that_the_full_kl_reads_stay_padded(tmp_path: Path, logged: Any) ->
     [(None, 8), (["sliding_attention", "full_attention"], 8), (["full_attention", "full_attention"], None)],
 )
 def test_a_sliding_window_counts_only_if_a_layer_uses_it(kinds: list[str] | None, window: int | None) -> None:
-    assert log_probs.attention_window(SimpleNamespace(sliding_window=8, layer_types=kinds)) == window
+    assert layout_check.attention_window(SimpleNamespace(sliding_window=8, layer_types=kinds)) == window
 
 
 # ---- models whose configuration shows nothing
@@ -404,7 +406,7 @@ def test_a_sliding_window_counts_only_if_a_layer_uses_it(kinds: list[str] | None
 
 def test_the_first_micro_batch_shows_a_wrong_mask(tmp_path: Path, logged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model with a supported configuration is still not packed if its log-probabilities change."""
-    monkeypatch.setattr(log_probs, "attention_window", lambda config: None)
+    monkeypatch.setattr(layout_check, "attention_window", lambda config: None)
     trainer = trainer_on(model(transformers.MistralConfig, sliding_window=8), tmp_path)
     expected = one_by_one(trainer.model, flat(RAGGED))
     torch.testing.assert_close(scored(trainer, flat(RAGGED)), expected, atol=1e-5, rtol=0)
@@ -418,7 +420,7 @@ def test_the_first_micro_batch_shows_a_wrong_mask(tmp_path: Path, logged: Any, m
 def test_a_layer_that_ignores_the_spans_is_noticed(
     tmp_path: Path, logged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_probs, "unsupported", lambda model: None)
+    monkeypatch.setattr(layout_check, "unsupported", lambda model: "")
     policy = model(transformers.Qwen3NextConfig, **LINEAR).eval()
     expected = one_by_one(policy, flat(RAGGED))
     trainer = trainer_on(policy, tmp_path)
@@ -440,13 +442,16 @@ def test_rows_as_long_as_the_context_can_be_compared(tmp_path: Path, logged: Any
     trainer = trainer_on(model(transformers.GPT2Config, **{**learnt, "max_position_embeddings": longest}), tmp_path)
     scored(trainer, flat(RAGGED))
     assert layout_of(trainer) is Layout.PADDED
-    assert "its positions are learnt" in logged()[0]
+    assert "its positions are learned" in logged()[0]
     rotary = trainer_on(model(max_position_embeddings=longest), tmp_path)
     scored(rotary, flat(RAGGED))
     assert layout_of(rotary) is Layout.PACKED
     bloom = model(transformers.BloomConfig, n_head=4, n_layer=2, attn_implementation="eager")
     del bloom.config.max_position_embeddings  # a configuration without a limit: ALiBi has no longest row
-    assert log_probs._widened(flat(RAGGED), bloom).input_ids.shape[1] == longest + 2 * log_probs.EXTRA_PADDING
+    assert (
+        layout_check._padded_call(flat(RAGGED), bloom).rows.input_ids.shape[1]
+        == longest + 2 * layout_check.EXTRA_PADDING
+    )
 
 
 def test_rows_without_a_label_decide_nothing(tmp_path: Path, logged: Any) -> None:
@@ -537,7 +542,9 @@ def on_two_ranks(trainers: list[GRPOTrainer], rows: list[Rows]) -> list[list[str
         trainer.model.register_forward_pre_hook(lambda *_: meet(rank, "model call") and None)
         trainer._log_probs.layout(trainer.model, rows[rank], len(rows[rank].input_ids))
 
-    collective = mock.patch.object(log_probs, "on_any_rank", lambda flag, _: any(meet(this.rank, "collective", flag)))
+    collective = mock.patch.object(
+        layout_check, "on_any_rank", lambda flag, _: any(meet(this.rank, "collective", flag))
+    )
     with collective, ThreadPoolExecutor(2) as pool:
         list(pool.map(choose, range(2)))
     return done
@@ -576,7 +583,7 @@ def test_no_rank_calls_the_model_if_no_rank_has_a_label(tmp_path: Path) -> None:
 
 
 def test_one_rank_that_disagrees_decides_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_probs, "attention_window", lambda config: None)
+    monkeypatch.setattr(layout_check, "attention_window", lambda config: None)
     trainers = [trainer_on(model(transformers.MistralConfig, sliding_window=6), tmp_path) for _ in range(2)]
     done = on_two_ranks(trainers, [SHORT, LONG])
     assert done[0] == done[1]
@@ -617,7 +624,7 @@ def test_generation_is_the_same_with_the_packing_attention(tmp_path: Path) -> No
     before = policy.generate(
         **inputs, max_new_tokens=8, do_sample=False, output_scores=True, return_dict_in_generate=True
     )
-    log_probs.packing_attention(policy)
+    packing.packing_attention(policy)
     after = policy.generate(
         **inputs, max_new_tokens=8, do_sample=False, output_scores=True, return_dict_in_generate=True
     )
@@ -646,7 +653,7 @@ def test_contract_with_trl() -> None:
 
 def test_contract_with_transformers() -> None:
     """Transformers has the functions and arguments that packing.py and log_probs.py use."""
-    packing.register_attention()
+    packing.packing_attention(model())
     sdpa = inspect.signature(packing.sdpa_attention_forward).parameters
     assert list(sdpa)[:7] == ["module", "query", "key", "value", "attention_mask", "dropout", "scaling"], (
         "transformers changed the attention functions that AttentionInterface holds: adapt packed_attention"

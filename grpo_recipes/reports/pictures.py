@@ -48,14 +48,14 @@ LEARNT = (Metric("Total reward", "weighted sum", (("reward", "in training"), ("e
 TRUSTED = (
     Metric(
         "KL to the reference",
-        "nats a token",
+        "nats per token",
         (("kl", "sampled"), ("kl/full", "over the vocabulary")),
         "How far the policy has moved from the reference policy.",
         lambda run: [Limit(diagnostics.KL_LIMIT, "check:")],
     ),
     Metric(
         "Entropy",
-        "nats a token",
+        "nats per token",
         (("entropy", ""),),
         "How undecided the policy is about the next token; near 0 it explores no more.",
         _entropy_limits,
@@ -95,7 +95,7 @@ TRUSTED = (
     ),
     Metric(
         "Probabilities in sampling and training",
-        "nats a token",
+        "nats per token",
         (("sampling/sampling_logp_difference/mean", "mean"), ("sampling/sampling_logp_difference/max", "largest")),
         "Difference of the log-probabilities by which a token was sampled and trained on.",
     ),

@@ -1,32 +1,35 @@
-"""One page on a run, or on several side by side: `grpo-recipes report RUN [RUN ...]`.
+"""HTML page on one run, or on several side by side: `grpo-recipes report RUN [RUN ...]`.
 
-The page answers first, holds its pictures inline, loads nothing and runs no script, so that it can be mailed, archived and
-read on a phone. The pictures are also written as SVG files, into the same folder. What the page says is in `templates/`.
+The page begins with the answer: is the policy better, did the checks find a problem, and what was run. It holds its
+charts inline, loads nothing and runs no script, so that it can be mailed, archived and read on a phone. The charts are
+also written as SVG files into the same folder. The page's text is in `templates/`.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import pandas as pd
 import yaml
 from markupsafe import Markup, escape
 
-from grpo_recipes.evaluation import accuracy as strict
-from grpo_recipes.evaluation.estimates import Estimate
-from grpo_recipes.reports import cards as examples
-from grpo_recipes.reports import charts
-from grpo_recipes.reports.charts import Chart
-from grpo_recipes.reports.headline import Answer, duration, seconds
+from grpo_recipes.evaluation import accuracy
+from grpo_recipes.evaluation.estimates import Estimate, mcnemar, paired_difference
+from grpo_recipes.reports import cards, charts
+from grpo_recipes.reports.charts import number, percent
+from grpo_recipes.reports.diagnostics import CHECKS, Diagnosis, diagnose, looks_for
 from grpo_recipes.reports.pictures import Group, groups, labelled
 from grpo_recipes.reports.run import Run
-from grpo_recipes.runs.files import write_atomically
+from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATED, EVALUATIONS, read_table, write_atomically
 from grpo_rewards.redaction import redacted, redacted_arguments
 from grpo_rewards.terminal import visible_lines
 
@@ -34,43 +37,45 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_report(runs: Sequence[Run], folder: Path) -> Path:
-    """Write `report.html` and an SVG for each picture of one or more runs into a folder. Returns the page's path."""
+    """Write `report.html` and an SVG file for each chart into a folder, and return the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = groups(runs)
-    text = page(runs, drawn)  # before anything is written: a file that can't be read is found here
-    for chart in (chart for group in drawn for chart in group.charts):
-        write_atomically(folder / f"{chart.name}.svg", chart.standalone())
+    text = page(runs, drawn)  # before anything is written, because it reads all files of the runs
+    for group in drawn:
+        for chart in group.charts:
+            write_atomically(folder / f"{chart.name}.svg", chart.standalone())
     path = folder / "report.html"
     write_atomically(path, text)
     return path
 
 
 def page(runs: Sequence[Run], drawn: Sequence[Group]) -> str:
-    """The page's HTML."""
+    """Return the HTML of the page.
+
+    Args:
+        runs: One or more runs.
+        drawn: Their charts.
+    """
     style = charts.palette() + charts.MARKS + (TEMPLATES / "report.css").read_text(encoding="utf-8")
     described = [_described(run, hue) for hue, run in enumerate(runs)]
+    required = {one["asks"] for run in described for one in run["evaluations"] if one["asks"]}
+    bars = [chart for group in drawn for chart in group.charts if chart.bars]
     return _template().render(
         style=Markup(style),
         title=" and ".join(run.name for run in runs),
         named=len(runs) > 1,
         runs=described,
         groups=[group for group in drawn if group],
-        first=_first(runs, drawn),
+        first=bars[0] if bars and len(runs) == 1 else None,  # the chart beside the answer
         many=any(run.evaluations[label].get("pass_at") for run in runs for label in run.evaluations),
-        asks="; ".join(sorted({one["asks"] for run in described for one in run["evaluations"] if one["asks"]})),
+        asks="; ".join(sorted(required)),
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
 
 
-def _first(runs: Sequence[Run], drawn: Sequence[Group]) -> Chart | None:
-    """The picture beside the answer: accuracy before and after, of one run."""
-    charts = [chart for group in drawn for chart in group.charts if chart.bars]
-    return charts[0] if charts and len(runs) == 1 else None
-
-
 @cache
 def _template() -> jinja2.Template:
-    """The page's template. Everything that is put into it is escaped, and each character that shows nothing made visible."""
+    """Return the page's template. It escapes every value, and makes characters visible that show nothing."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -84,77 +89,271 @@ def _template() -> jinja2.Template:
 
 
 def _coded(text: str) -> Markup:
-    """A sentence of ours with what stands in backquotes set as code; all of it is escaped first."""
+    """Return a sentence with its parts in backquotes set as code. Everything is escaped first."""
     return Markup(re.sub(r"`([^`]{1,200})`", r"<code>\1</code>", str(escape(visible_lines(text)))))
 
 
 def _described(run: Run, hue: int) -> dict[str, Any]:
-    """What the template says of a run."""
-    answer = Answer(run)
-    counts, changes = examples.changes(answer.pairs, examples.tags_of(run))
+    """Return the template's values for a run."""
+    diagnosis, pairs = diagnose(run), paired_completions(run)
+    counts, changes = cards.changes(pairs, cards.tags_of(run))
+    evaluations = labelled(run)
     return {
         "name": run.name,
         "hue": hue % charts.HUES,
-        "verdict": answer.verdict,
-        "checked": answer.checked,
-        "coverage": answer.diagnosis.coverage,
-        "looks_fine": answer.diagnosis.looks_fine,
-        "has_checks": answer.diagnosis.checked > 0,
-        "checks": answer.checks,
-        "facts": answer.facts,
-        "made_with": answer.made_with,
+        "verdict": verdict(run, pairs),
+        "checked": _checked(diagnosis),
+        "coverage": diagnosis.coverage,
+        "looks_fine": diagnosis.looks_fine,
+        "has_checks": diagnosis.checked > 0,
+        "checks": _checks(diagnosis),
+        "facts": _facts(run),
+        "made_with": _made_with(run.record),
         "state": _state(run),
-        "evaluations": [_evaluation(label, evaluation) for label, evaluation in labelled(run)],
-        "paid": [row for label, evaluation in labelled(run) for row in _paid(label, evaluation)],
-        "cards": examples.cards(run),
+        "evaluations": [_evaluation(label, evaluation) for label, evaluation in evaluations],
+        "rewards": [row for label, evaluation in evaluations for row in _reward_rows(label, evaluation)],
+        "cards": cards.cards(run),
         "counts": counts,
         "changes": changes,
         "recipe": yaml.safe_dump(redacted(run.recipe), sort_keys=False, allow_unicode=True) if run.recipe else "",
-        "command": _command(run),
+        "command": _command(run.record),
     }
+
+
+# The answer
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Sentence on whether the policy is better, and a clause on how sure that is."""
+
+    sentence: str
+    sure: str
+    tone: str = "neutral"
+    """`better`, `worse` or `neutral`."""
+
+
+def paired_completions(run: Run) -> pd.DataFrame | None:
+    """Return the first completion of each held-out problem before and after training, or None without both.
+
+    Columns of the evaluation after training end in `_after`.
+    """
+    tables = []
+    for label in (BEFORE, AFTER):
+        path = run.folder / EVALUATIONS / label / "completions.parquet"
+        if not path.is_file():
+            return None
+        tables.append(read_table(path, EVALUATED).query("sample == 0").set_index("problem"))
+    if not all("strict" in table for table in tables):
+        return None
+    both = tables[0].join(tables[1], rsuffix="_after", how="inner")
+    return both[both["prompt"] == both["prompt_after"]]
+
+
+def verdict(run: Run, pairs: pd.DataFrame | None) -> Verdict:
+    """Return the verdict by the accuracy before and after training, or by the closest measurement that there is.
+
+    Args:
+        run: The run.
+        pairs: Result of `paired_completions`.
+    """
+    evaluations = {label: run.evaluations.get(label, {}) for label in (BEFORE, AFTER)}
+    shares = {label: Estimate.from_dict(one["strict"]) for label, one in evaluations.items() if "strict" in one}
+    if AFTER not in shares:
+        return _verdict_by_reward(run)
+    after, problems = shares[AFTER], evaluations[AFTER]["problems"]
+    if BEFORE in shares:
+        return _verdict_by_change(shares[BEFORE], after, evaluations, pairs)
+    return Verdict(
+        f"Accuracy {percent(after.value)} on {problems:,} held-out problems",
+        f"{_interval(after)}; accuracy before training was not measured: run `grpo-recipes evaluate` on the model that the "
+        f"run began with, with `--output {run.folder / EVALUATIONS / BEFORE}`",
+    )
+
+
+def _verdict_by_change(
+    before: Estimate, after: Estimate, evaluations: Mapping[str, Any], pairs: pd.DataFrame | None
+) -> Verdict:
+    problems = evaluations[AFTER]["problems"]
+    change = f"Accuracy {percent(before.value)} → {percent(after.value)} on {problems:,} held-out problems"
+    first, second = (evaluations[label]["settings"] for label in (BEFORE, AFTER))
+    if first.get("strict") != second.get("strict"):
+        return Verdict(change, "Judged by different rewards before and after, so that the two can't be compared")
+    gain = after.value - before.value
+    if first["samples"] > 1 or pairs is None or len(pairs) != problems:
+        sure = f"{_points(gain)} points; before {_interval(before)}, after {_interval(after)}"
+        is_clear = after.low > before.high or after.high < before.low
+    else:
+        was_right, is_right = pairs["strict"].astype(bool), pairs["strict_after"].astype(bool)
+        difference = paired_difference(was_right.astype(float).tolist(), is_right.astype(float).tolist())
+        p = mcnemar(int((was_right & ~is_right).sum()), int((is_right & ~was_right).sum()))
+        ends = f"{_points(difference.low)} to {_points(difference.high)}"
+        sure = f"{_points(difference.value)} points (95 %: {ends}; McNemar's test: p = {p:.1g})"
+        is_clear = difference.low > 0 or difference.high < 0
+    if not is_clear:
+        return Verdict(change, f"{sure}: no clear difference")
+    return Verdict(change, sure, "better" if gain > 0 else "worse")
+
+
+def _verdict_by_reward(run: Run) -> Verdict:
+    """Return the verdict on a run without an evaluation."""
+    reward = run.series("reward")
+    if not len(reward):
+        return Verdict("Nothing was measured", "The log has no reward, and no evaluation is in the run's folder")
+    sure = (
+        "Reward on the training prompts, which the policy was trained for. Accuracy on held-out problems was not measured: "
+        f"run `grpo-recipes evaluate {run.folder}`"
+    )
+    if len(reward) == 1:
+        return Verdict(f"Training reward {number(reward.start)} at step {reward.steps[0]}", sure)
+    ends = f"{number(reward.start)} → {number(reward.end)}"
+    return Verdict(f"Training reward {ends} over {run.log.last_step:,} optimizer steps", sure)
+
+
+def _points(share: float) -> str:
+    points = 100 * share
+    return f"{points:+.0f}" if abs(points) >= 10 or abs(points - round(points)) < 0.05 else f"{points:+.1f}"
+
+
+def _interval(share: Estimate) -> str:
+    return f"95 %: {100 * share.low:.0f} to {percent(share.high)}"
+
+
+# Checks and facts
+
+
+def _checked(diagnosis: Diagnosis) -> str:
+    """Return how many checks had data and how many found a problem, as a sentence without its full stop."""
+    if not diagnosis.checked:
+        return diagnosis.coverage
+    found = len({finding.check for finding in diagnosis.findings})
+    result = f"{found} found something" if found else "none found anything"
+    return f"{diagnosis.checked} of {len(CHECKS)} checks had data, {result}"
+
+
+def _checks(diagnosis: Diagnosis) -> list[dict[str, str]]:
+    """Return every check with its state, what it looks for, and its sentence or reason."""
+    clauses = {check.__name__: looks_for(check) for check in CHECKS}
+    checks = []
+    for state, name, text in diagnosis.rows():
+        clause = clauses.get(name, "")
+        checks.append({"name": name, "state": state, "looks_for": clause[:1].upper() + clause[1:], "text": text})
+    return checks
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    """Return what was run, as names and values."""
+    record = run.record
+    spec = run.recipe.get("dataset")
+    data = []
+    if isinstance(spec, Mapping):
+        data.append(_last_part(spec.get("name") or spec.get("path") or ""))
+    if isinstance(record.get("train_prompts"), int):
+        data.append(f"{record['train_prompts']:,} prompts")
+    steps, planned = f"{run.log.last_step:,}", run.config.get("max_steps")
+    if run.is_running and isinstance(planned, int) and planned > run.log.last_step:
+        steps = f"{steps} of {planned:,}"
+    tokens, processes = run.series("num_tokens"), record.get("world_size")
+    hardware = record.get("hardware") or ""
+    if not hardware and processes is not None:
+        hardware = f"{processes} process{'es' if processes != 1 else ''}"
+    facts = {
+        "Model": _last_part(run.recipe.get("model_name_or_path", "")),
+        "Data": ", ".join(filter(None, data)),
+        "Optimizer steps": steps,
+        "Time in steps": duration(seconds(run)),
+        "Tokens": f"{number(tokens.values[-1])} in prompts and completions" if len(tokens) else "",
+        "Hardware": str(hardware),
+        "Recipe": _last_part(record.get("source", "")),
+    }
+    return [(name, value) for name, value in facts.items() if value]
+
+
+def _made_with(record: Mapping[str, Any]) -> str:
+    """Return when the run was started, and the versions."""
+    versions = record.get("versions") or {}
+    parts = []
+    if "started" in record:
+        parts.append(f"Started {record['started']}".replace("T", " ").replace("Z", " UTC"))
+    for name in ("grpo-recipes", "trl", "transformers", "torch"):
+        if name in versions:
+            parts.append(f"{name} {versions[name]}")
+    return "; ".join(parts)
 
 
 def _state(run: Run) -> str:
-    """That a run is not over, and how far it is; nothing of one that is."""
+    """Return how far an unfinished run is, or an empty text for a finished one."""
     done, planned = run.log.last_step, run.log.max_steps
-    of = f" of {planned:,}" if planned > done else ""
+    progress = f"step {done:,} of {planned:,}" if planned > done else f"step {done:,}"
     if run.is_running:
         took = seconds(run)
-        left = duration(took / done * (planned - done)) if took and done and planned > done else ""
-        return f"This run is still going: step {done:,}{of}{f', about {left} left' if left else ''}."
-    return f"This run was stopped at step {done:,}{of}." if of else ""
+        left = f", about {duration(took / done * (planned - done))} left" if took and done and planned > done else ""
+        return f"This run is still in progress: {progress}{left}."
+    return f"This run was stopped at {progress}." if planned > done else ""
+
+
+def seconds(run: Run) -> float | None:
+    """Return the time of all optimizer steps, from the mean time of a step at each log entry, or None."""
+    times = run.series("step_time")
+    if not len(times):
+        return None
+    spans = [step - before for before, step in zip([0, *times.steps], times.steps, strict=False)]
+    return math.fsum(span * time for span, time in zip(spans, times.values, strict=True) if span > 0)
+
+
+def duration(length: float | None) -> str:
+    """Return a number of seconds as text, in its two largest units."""
+    if length is None or not 0 <= length < 1e10:
+        return ""
+    if length < 60:
+        return f"{length:.0f} s"
+    minutes, rest = divmod(round(length), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def _last_part(path: Any) -> str:
+    """Return a name on the hub unchanged, the last part of a path, or the number of several sources."""
+    if isinstance(path, list):
+        return f"{len(path)} sources mixed"
+    text = str(path)
+    return text if text.count("/") == 1 and not text.startswith(("/", ".", "~")) else Path(text).name
+
+
+# Evaluations and command
 
 
 def _evaluation(label: str, evaluation: Mapping[str, Any]) -> dict[str, Any]:
-    """An evaluation's shares as text, and what its strict accuracy asks for."""
-    names = ("strict", "lenient", "majority")
-    shares = {name: str(Estimate.from_dict(evaluation[name])) for name in names if name in evaluation}
-    passes = ", ".join(f"@{k} {Estimate.from_dict(share)}" for k, share in evaluation.get("pass_at", {}).items())
-    settings = evaluation["settings"]
-    asks = strict.describe(settings["strict"]) if settings.get("strict") else ""
-    return {
+    """Return an evaluation's shares as text, and what its strict accuracy requires."""
+    strict = evaluation["settings"].get("strict")
+    described = {
         "label": label,
         "problems": f"{evaluation['problems']:,}",
-        "samples": settings["samples"],
-        **dict.fromkeys(names, ""),
-        **shares,
-        "passes": passes,
-        "asks": asks,
+        "passes": ", ".join(f"@{k} {Estimate.from_dict(share)}" for k, share in evaluation.get("pass_at", {}).items()),
+        "asks": accuracy.describe(strict) if strict else "",
     }
+    for name in ("strict", "lenient", "majority"):
+        described[name] = _share(evaluation, name)
+    return described
 
 
-def _paid(label: str, evaluation: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What each reward of the recipe pays in an evaluation."""
-    return [
-        {"label": label, "name": name}
-        | {key: str(Estimate.from_dict(entry[key])) if key in entry else "" for key in ("mean", "passed")}
-        for name, entry in evaluation.get("rewards", {}).items()
-    ]
+def _reward_rows(label: str, evaluation: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return mean and pass rate of each reward in an evaluation, as text."""
+    rows = []
+    for name, entry in evaluation.get("rewards", {}).items():
+        rows.append({"label": label, "name": name, "mean": _share(entry, "mean"), "passed": _share(entry, "passed")})
+    return rows
 
 
-def _command(run: Run) -> str:
-    """How the run was launched, without secrets."""
-    arguments = run.record.get("arguments")
+def _share(entry: Mapping[str, Any], name: str) -> str:
+    return str(Estimate.from_dict(entry[name])) if name in entry else ""
+
+
+def _command(record: Mapping[str, Any]) -> str:
+    """Return the command that launched the run, without secrets."""
+    arguments = record.get("arguments")
     if not isinstance(arguments, list) or not arguments:
         return ""
     return f"python -m grpo_recipes.train {shlex.join(redacted_arguments(list(map(str, arguments))))}"

@@ -71,7 +71,7 @@ DISEASES = {
         {"metrics": {"frac_reward_zero_std": ramp(0.6, 0.8)}},
         r"7\d% of the groups .* step 1\b.*; `sampling: informative` generates",
     ),
-    "kl_blow_up": ({"metrics": {"kl": late(0.05, 9.0)}}, r"reaches (8|9)\.\d nats a token, above 1 from step 2\d"),
+    "kl_blow_up": ({"metrics": {"kl": late(0.05, 9.0)}}, r"reaches (8|9)\.\d nats per token, above 1 from step 2\d"),
     "dominant_reward": (
         {"metrics": {"rewards/tag_presence/std": ramp(9.0, 9.0)}},
         r"`tag_presence` carries 99% of the rewards' variance up to step 40",

@@ -17,9 +17,8 @@ import pytest
 
 from grpo_recipes import cli
 from grpo_recipes.reports import cards as examples
-from grpo_recipes.reports.headline import Answer
 from grpo_recipes.reports.pictures import groups
-from grpo_recipes.reports.report import write_report
+from grpo_recipes.reports.report import paired_completions, verdict, write_report
 from grpo_recipes.reports.run import Run
 from tests.support.browser import Browser, chromium
 from tests.support.synthetic import healthy_completions, ramp, write_run
@@ -149,11 +148,11 @@ def test_the_page_answers_first(run_folder: Path) -> None:
     assert "McNemar's test: p = 1)" in first
     assert "no clear difference" in first
     assert "11 of 11 checks had data, 1 found something" in first
-    for fact in ("Model", "tiny", "Optimiser steps", "40", "Time in steps", "1 min 20 s"):
+    for fact in ("Model", "tiny", "Optimizer steps", "40", "Time in steps", "1 min 20 s"):
         assert fact in first
     for group in ("What was learnt", "Can I trust it?", "How it ran"):
         assert page.count(group) == 2, "in the contents, and over the pictures"
-    assert "right in the format that the recipe's rewards ask for" in page
+    assert "right in the format that the recipe's rewards require" in page
 
 
 @pytest.mark.parametrize(
@@ -175,13 +174,15 @@ def test_a_gain_and_a_loss_are_told_apart(tmp_path: Path, before: list, after: l
     for label, right in (("before", before), ("after", after)):
         value = sum(right) / len(right)
         evaluation(folder, label, {"value": value, "low": max(0, value - 0.1), "high": value + 0.1}, right)
-    verdict = Answer(Run.read(folder)).verdict
-    assert verdict.tone == tone
-    assert verdict.sure.startswith(says)
+    run = Run.read(folder)
+    answer = verdict(run, paired_completions(run))
+    assert answer.tone == tone
+    assert answer.sure.startswith(says)
     (folder / "evaluations" / "before" / "completions.parquet").unlink()  # then by the two intervals
-    verdict = Answer(Run.read(folder)).verdict
-    assert verdict.tone == tone
-    assert "McNemar" not in verdict.sure
+    assert paired_completions(run) is None
+    answer = verdict(run, None)
+    assert answer.tone == tone
+    assert "McNemar" not in answer.sure
 
 
 def test_what_was_not_measured_is_not_claimed(tmp_path: Path) -> None:
@@ -192,7 +193,7 @@ def test_what_was_not_measured_is_not_claimed(tmp_path: Path) -> None:
     evaluation(folder, "after", BETTER, [True, True, True, False])
     page = report(folder).text
     assert "Accuracy 80 % on 4 held-out problems" in page
-    assert "what it was before training was not measured" in page
+    assert "accuracy before training was not measured" in page
 
 
 def test_flat_metrics_are_a_line_of_text(tmp_path: Path) -> None:

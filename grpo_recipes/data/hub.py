@@ -1,4 +1,4 @@
-"""Names of models and datasets: a path on this machine, or a repository on the Hugging Face Hub, which may not answer."""
+"""Names of models and datasets: paths on this machine, or repositories on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def hub_answers() -> bool:
 
 
 def hub_commit(name: str, revision: str | None = None) -> str | None:
-    """Return the commit of a model's repository that loading would take: the newest, or the cached one if the hub is silent.
+    """Return the commit that loading a model takes: the newest one, or the cached one if the hub does not answer.
 
     Returns:
         The commit, or None if `name` is a folder, or has no configuration of a model or an adapter.

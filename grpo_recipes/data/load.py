@@ -1,7 +1,7 @@
 """Datasets: the rows to train on and the held-out rows of a recipe's `dataset` key.
 
-`load_prompts` reads the rows (`sources`), makes prompts of them (`prompts`, with an entry of `presets` where one is named)
-and selects the training or the held-out side. Tables are memory-mapped: no table is held as Python objects.
+`load_prompts` reads the rows (`sources`), makes prompts of them (`prompts`, with an entry of `presets` where one is
+named) and selects the training or the held-out side. Tables are memory-mapped: no table is held as Python objects.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def load_prompts(spec: DatasetSpec, *, evaluation: bool = False) -> Prompts:
     """Return the training or the held-out rows of a dataset as prompts.
 
     Returns:
-        A dataset with the column `prompt` (messages or a string), the column `answer` (the final answer alone) if there is
-        a preset, and the columns that neither is made of. For `scored`: the columns `prompt`, `responses`, `rewards` and,
-        if recorded, `logprobs`.
+        A dataset with the column `prompt` (messages or a string), the column `answer` (the final answer alone) if there
+        is a preset, and the columns that neither is made of. For `scored`: the columns `prompt`, `responses`, `rewards`
+        and, if recorded, `logprobs`.
 
     Raises:
         sources.DatasetUnreachable: the hub does not answer, and the local cache has no copy.
@@ -86,14 +86,14 @@ def load_prompts(spec: DatasetSpec, *, evaluation: bool = False) -> Prompts:
 
 
 def check_disjoint(trained: Prompts, held_out: Prompts, spec: DatasetSpec) -> None:
-    """Raise `UserError` if a held-out row poses the problem of a training row. Problems are compared by 64-bit hashes."""
+    """Raise `UserError` if a held-out row poses the problem of a training row, as compared by 64-bit hashes."""
     shared = np.isin(held_out.identities, trained.identities)
     if not shared.any():
         return
     key = "eval_path" if spec.eval_path is not None else "eval_split"
     raise UserError(
         f"`dataset.{key}`: {shared.sum()} of {len(shared)} held-out rows are training rows too (row "
-        f"{int(np.argmax(shared)) + 1} is the first): remove them from one side, or let `dataset.eval_share` divide the rows"
+        f"{int(np.argmax(shared)) + 1} is the first): remove them from one side, or set `dataset.eval_share`"
     )
 
 
@@ -144,9 +144,8 @@ def _check_shared(spec: DatasetSpec, source: SourceSpec, length: int) -> None:
     """
     if shared := rows_in_common(length, (spec.split, source.split), _OTHER_SPLIT):
         raise UserError(
-            f"`dataset.eval_split`: {shared} rows of {source.path} would be both trained and evaluated on: it holds "
-            "one split: name the held-out file in eval_path, give split and eval_split slices that do not overlap, or "
-            "an eval_share"
+            f"`dataset.eval_split`: {shared} rows of {source.path}, which holds one split, would be both trained and "
+            "evaluated on: set eval_path, slices that do not overlap, or eval_share"
         )
 
 
@@ -164,7 +163,8 @@ def _arithmetic(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> Rows:
 def _rows_to_keep(dataset: datasets.Dataset, spec: PassRateSpec) -> np.ndarray:
     """Return the indices (N,) of the rows whose pass rate lies in `spec.keep`, ends included.
 
-    The pass rate of a row is the share of strictly right samples of its prompt. Rows with the same prompt have one rate.
+    The pass rate of a row is the share of strictly right samples of its prompt. Rows with the same prompt have one
+    rate.
 
     Raises:
         UserError: the folder has no finished evaluation with golds, a row is not in it, or no row is left.
@@ -174,16 +174,16 @@ def _rows_to_keep(dataset: datasets.Dataset, spec: PassRateSpec) -> np.ndarray:
     is_missing = np.isnan(found)
     if is_missing.any():
         raise UserError(
-            f"`dataset.pass_rate.evaluation` {spec.evaluation}: {is_missing.sum()} of {len(found)} training prompts are not "
-            f"in it (row {int(np.argmax(is_missing)) + 1} is the first): {_evaluate_command(spec.evaluation)}"
+            f"`dataset.pass_rate.evaluation` {spec.evaluation}: {is_missing.sum()} of {len(found)} training prompts "
+            f"are not in it (row {int(np.argmax(is_missing)) + 1} is the first): {_evaluate_command(spec.evaluation)}"
         )
     low, high = spec.keep
     kept = np.flatnonzero((low <= found) & (found <= high))
     others = f"{(found < low).sum()} were solved less often, {(found > high).sum()} more often"
     if not len(kept):
         raise UserError(
-            f"`dataset.pass_rate.keep`: none of {len(found)} rows is solved {low:g} to {high:g} of the time ({others}): widen "
-            "it, or evaluate with more `--samples`"
+            f"`dataset.pass_rate.keep`: none of {len(found)} rows is solved {low:g} to {high:g} of the time "
+            f"({others}): widen it, or evaluate with more `--samples`"
         )
     if os.environ.get("RANK", "0") == "0":
         logger.info(
@@ -229,14 +229,13 @@ def check_responses(dataset: datasets.Dataset, spec: OfflineSpec, num_generation
     short = sum(len(responses) < num_generations for responses in dataset["responses"])
     if short:
         raise UserError(
-            f"`offline.baseline: group` compares {num_generations} responses to one prompt (`num_generations`), and {short} of "
-            f"{len(dataset)} prompts have fewer: lower `num_generations`, leave those prompts out, or set `offline.baseline: "
-            "batch`"
+            f"`offline.baseline: group` compares {num_generations} responses to one prompt, and {short} of "
+            f"{len(dataset)} prompts have fewer: lower `num_generations`, or set `offline.baseline: batch`"
         )
 
 
 def _scored(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> datasets.Dataset:
-    """Return the rows of `scored`, one per prompt. A split counts prompts, and the responses to one may be on many lines."""
+    """Return the rows of `scored`, one per prompt. A split counts prompts, not the lines with their responses."""
     table = _grouped(file_rows(source, keys), source.path)
     if keys == _OTHER_SPLIT:
         _check_shared(spec, source, len(table))

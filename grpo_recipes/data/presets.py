@@ -1,7 +1,7 @@
 """Presets: how rows of a known form are read, and the word problems of `arithmetic`, which need no network.
 
 `name: gsm8k` is short for the columns and the reader of its entry in `PRESETS`, and for a system prompt
-(`DatasetSpec.SYSTEM_PROMPTS`). A preset reads no file: sources, splits and templates work the same with and without one.
+(`DatasetSpec.SYSTEM_PROMPTS`). A preset reads no file: sources, splits and templates do not depend on it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from grpo_recipes.data.tables import SHOWN
+from grpo_recipes.data.tables import shown
 from grpo_recipes.recipe.specs import DatasetName
 from grpo_rewards.choices import read_choices, read_gold
-from grpo_rewards.errors import UserError, shortened
+from grpo_rewards.errors import UserError
 from grpo_rewards.math.answers import extract_answer
 
 RLAIF_PLACEHOLDER = "空"
@@ -66,9 +66,7 @@ def _gold_of(row: Mapping[str, Any], where: str) -> str:
 
 
 def _not_text(part: str, value: Any, where: str) -> UserError:
-    return UserError(
-        f"`dataset`: {where} has the {part} {shortened(repr(value), SHOWN)}: it must be text that is not empty"
-    )
+    return UserError(f"`dataset`: {where} has the {part} {shown(value)}: it must be text that is not empty")
 
 
 def user_turn(content: str) -> list[Message]:
@@ -83,13 +81,12 @@ def message(turn: Any, where: str) -> Message:
         if role in ("system", "user", "assistant") and isinstance(content, str):
             return {"role": role, "content": content}
     raise UserError(
-        f"`dataset`: {where} has the turn {shortened(repr(turn), SHOWN)}: a turn needs the role system, user or "
-        "assistant, and text as content"
+        f"`dataset`: {where} has the turn {shown(turn)}: it needs a role (system, user or assistant) and text"
     )
 
 
 def final_answer(answer: str) -> str:
-    """Return the text after the last `####` of a GSM8K answer, stripped. An answer without the mark is returned whole."""
+    """Return the text after the last `####` of a GSM8K answer, stripped. Without the mark, return all of it."""
     return answer.rpartition("####")[2].strip()
 
 
@@ -112,8 +109,7 @@ def _choice(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
     question, choices = text_of(row, "question", where), read_choices(row["choices"])
     if choices is None or row["choices"] is None:
         raise UserError(
-            f"`dataset`: {where} has the choices {shortened(repr(row['choices']), SHOWN)}: they must be a list of texts, or "
-            "lists of texts and of labels"
+            f"`dataset`: {where} has the choices {shown(row['choices'])}: give a list of texts, or texts and labels"
         )
     lines = [f"{label}. {text}" for label, text in zip(choices.labels, choices.texts, strict=True)]
     return user_turn("\n".join([question, *lines])), {"answer": read_gold(row["answer"], choices)}
@@ -123,9 +119,7 @@ def _conversation(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, 
     """Read MiniMind's RLAIF form: the turns of a conversation, with the assistant's last turn left to be generated."""
     turns = row["conversations"]
     if not isinstance(turns, list) or not turns:
-        raise UserError(
-            f"`dataset`: {where} has the conversations {shortened(repr(turns), SHOWN)}: they must be a list of messages"
-        )
+        raise UserError(f"`dataset`: {where} has the conversations {shown(turns)}: they must be a list of messages")
     messages = [message(turn, where) for turn in turns]
     reference = messages.pop()["content"].strip() if messages[-1]["role"] == "assistant" else ""
     if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():

@@ -17,9 +17,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from grpo_recipes.data.presets import PRESETS, Preset, Read, Turns, message, text_of, user_turn
 from grpo_recipes.data.sources import Rows
-from grpo_recipes.data.tables import BATCH, SHOWN, fingerprint, listed, stored
+from grpo_recipes.data.tables import BATCH, fingerprint, listed, shown, stored
 from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_rewards.errors import UserError, one_line, shortened
+from grpo_rewards.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,10 +66,10 @@ class Prompts:
     """Rows as prompts.
 
     Attributes:
-        dataset: table with the column `prompt` (messages or a string), the columns that a preset makes (`answer`), and the
-            remaining columns of the rows.
-        identities: 64-bit hash (N,) uint64 of the content that each prompt is made from. Rows that pose the same problem
-            have the same hash, whatever the system prompt, the wording of the template, and the other columns.
+        dataset: table with the column `prompt` (messages or a string), the columns that a preset makes (`answer`), and
+            the remaining columns of the rows.
+        identities: 64-bit hash (N,) uint64 of the content that each prompt is made from. Rows that pose the same
+            problem have the same hash, whatever the system prompt, the wording of the template, and the other columns.
     """
 
     dataset: datasets.Dataset
@@ -117,8 +117,8 @@ def phrased(rows: Rows, spec: DatasetSpec) -> Prompts:
     system = SYSTEM_PROMPTS.get(system_prompt, system_prompt)
     if has_text and system is not None and spec.prompt_format is None:
         raise UserError(
-            "`dataset.system_prompt`: the column `prompt` is text: set `prompt_format: conversational` to send it as the "
-            "user's message, or `text` to put the system prompt before it"
+            "`dataset.system_prompt`: the column `prompt` is text: set `prompt_format: conversational` to make it "
+            "the user's message, or `text` to put the system prompt before it"
         )
     is_text = has_text if spec.prompt_format is None else spec.prompt_format == "text"
     is_unchanged = reading.is_prompt_column and system is None and is_text == has_text
@@ -198,7 +198,7 @@ class _Phrasing:
 
 
 def _prompt_of(turns: Turns, system: str | None, is_text: bool) -> Turns:
-    """Return the turns after the system prompt, unless they bring their own. As text, their contents are joined by newlines."""
+    """Return the turns after the system prompt, unless they bring their own. Text joins their contents by newlines."""
     if isinstance(turns, str):
         if is_text and system is None:
             return turns
@@ -224,8 +224,7 @@ def _reading(rows: Rows, spec: DatasetSpec) -> _Reading:
     columns = _template_columns(spec.prompt_template)
     if missing := sorted(columns - set(rows.table.column_names)):
         raise UserError(
-            f"`dataset.prompt_template` names {missing[0]!r}, and {_has(rows)}: correct the template, or map the "
-            "column with `dataset.columns`"
+            f"`dataset.prompt_template` names {missing[0]!r}, and {_has(rows)}: correct it, or set `columns`"
         )
     parts = {**reading.columns, **{f"template/{name}": name for name in sorted(columns)}}
     # Columns of the template stay in the row, except a column `prompt`, which the new prompt replaces.
@@ -278,9 +277,7 @@ def _given_prompt(parts: Mapping[str, Any], where: str) -> tuple[Turns, dict[str
         turns = [message(turn, where) for turn in prompt]
         if any(turn["content"].strip() for turn in turns):
             return turns, {}
-    raise UserError(
-        f"`dataset`: {where} has the prompt {shortened(repr(prompt), SHOWN)}: it must be text or messages, and not empty"
-    )
+    raise UserError(f"`dataset`: {where} has the prompt {shown(prompt)}: it must be text or messages, and not empty")
 
 
 def _has(rows: Rows) -> str:
@@ -293,8 +290,8 @@ def _check_names(rows: Rows, reading: _Reading) -> None:
     for column in rows.table.column_names:
         if column not in used_up and column in (*RESERVED, "prompt", *reading.made):
             raise UserError(
-                f"`dataset`: {rows.place(0)} has a column {column!r}, a name that the trainer takes for itself: rename it, as "
-                f"in `columns: {{other_{column}: {column}}}`, or leave it out"
+                f"`dataset`: {rows.place(0)} has a column {column!r}, a name that the trainer takes for itself: "
+                f"rename it, as in `columns: {{other_{column}: {column}}}`"
             )
 
 
@@ -350,8 +347,7 @@ def _token_ids(
         return tokenizer(list(prompts))["input_ids"]
     if tokenizer.chat_template is None:
         raise UserError(
-            "`dataset.prompt_format`: conversational prompts need a tokenizer with a chat template, and this one has "
-            "none: use an instruct model, or prompt_format: text"
+            "`dataset.prompt_format`: the tokenizer has no chat template: set it to text, or use an instruct model"
         )
     tokens = tokenizer.apply_chat_template(
         list(prompts), add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
@@ -360,7 +356,7 @@ def _token_ids(
 
 
 def rendered(prompt: Turns, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> str:
-    """Return a prompt as the model receives it: text, or messages through the chat template with the generation prompt."""
+    """Return a prompt as the model receives it: messages go through the chat template with the generation prompt."""
     if isinstance(prompt, str):
         return prompt
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **template_kwargs)
@@ -401,8 +397,8 @@ def limit_prompts(
         return _with_cut_prompts(dataset, is_overlong, limit, tokenizer, given), count
     if count == len(lengths):
         raise UserError(
-            f"`dataset.max_prompt_tokens`: all {len(lengths)} prompts are longer than {limit} tokens "
-            f"(the shortest has {lengths.min()}): raise the limit"
+            f"`dataset.max_prompt_tokens`: all {count} prompts are longer than {limit} tokens (the shortest has "
+            f"{lengths.min()}): raise the limit"
         )
     return dataset.select(np.flatnonzero(~is_overlong)), count
 
@@ -440,10 +436,7 @@ def _cut_left(
         content = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         kept = tokenizer(content, add_special_tokens=False)["input_ids"][excess:]
         if not kept:
-            raise UserError(
-                f"`dataset.max_prompt_tokens`: {limit} leaves no room for the question beside the system prompt and the "
-                "chat template: raise the limit"
-            )
+            raise UserError(f"`dataset.max_prompt_tokens`: {limit} leaves no room for the question: raise the limit")
         # A cut inside a character decodes to U+FFFD, which the model never meets otherwise.
         content = tokenizer.decode(kept).lstrip("\ufffd")
         prompt = content if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": content}]

@@ -1,7 +1,7 @@
 """Tables behind the paths of a recipe, memory-mapped, with the position of each row for error messages.
 
-A path is a file, a glob of files, a folder written by `save_to_disk`, or a dataset on the Hugging Face Hub. Several sources
-form a mixture, with the keys and the meaning of TRL's `DatasetMixtureConfig`.
+A path is a file, a glob of files, a folder written by `save_to_disk`, or a dataset on the Hugging Face Hub. Several
+sources form a mixture, with the keys and the meaning of TRL's `DatasetMixtureConfig`.
 """
 
 from __future__ import annotations
@@ -130,14 +130,9 @@ def _file_rows(paths: Sequence[Path], keys: Keys) -> Rows:
         if path.exists() and not path.is_file():  # reading a pipe or a device may never end
             raise UserError(f"`dataset.{keys.path}`: {path} is no ordinary file: name a {', '.join(SUFFIXES)} file")
         if path.suffix not in SUFFIXES:
-            raise UserError(
-                f"`dataset.{keys.path}`: {path} is not a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file: convert it, or "
-                "name its folder"
-            )
+            raise UserError(f"`dataset.{keys.path}`: {path} is not a {', '.join(SUFFIXES)} file: convert it")
         if path.suffix != paths[0].suffix:
-            raise UserError(
-                f"`dataset.{keys.path}`: {paths[0]} and {path} are of two kinds: read one kind with a pattern"
-            )
+            raise UserError(f"`dataset.{keys.path}`: {paths[0]} and {path} are of two kinds: name files of one kind")
     if paths[0].suffix != ".parquet":
         return Rows(read_text_files(paths, keys.path), partial(text_place, paths, keys.path))
     name = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
@@ -145,8 +140,7 @@ def _file_rows(paths: Sequence[Path], keys: Keys) -> Rows:
         table = datasets.load_dataset("parquet", data_files=[str(path) for path in paths], split="train")
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise UserError(
-            f"`dataset.{keys.path}`: {name} can't be read as Parquet ({_reason(error.__cause__ or error)}): correct the path "
-            "or the file"
+            f"`dataset.{keys.path}`: {name} can't be read as Parquet ({_reason(error.__cause__ or error)}): replace it"
         ) from error
     return Rows(table, partial(_numbered, name))
 
@@ -276,8 +270,8 @@ def _with_columns(rows: Rows, source: SourceSpec) -> Rows:
     for new, old in columns.items():
         if new in others:
             raise UserError(
-                f"`dataset.columns`: `{new}: {old}` meets a column {new!r} that {source.path} has already: give that one a "
-                f"new name too, as in `other_{new}: {new}`"
+                f"`dataset.columns`: `{new}: {old}` meets a column {new!r} of {source.path}: rename it, as "
+                f"`other_{new}: {new}`"
             )
     # `rename_columns` on the whole table can't give one column two names, so each name gets a table of one column.
     parts = [table.select_columns([old]).rename_columns({old: new}) for new, old in columns.items()]
@@ -287,8 +281,8 @@ def _with_columns(rows: Rows, source: SourceSpec) -> Rows:
 def mixed(sources: Sequence[SourceSpec], keys: Keys) -> Rows:
     """Return the rows of several sources, one source after the other, with the column `source`.
 
-    With fractions, source i gives its first round(w_i N) rows. w_i is its fraction over the sum of all fractions, and N is
-    the largest number for which every source has enough rows, as in `trl.scripts.utils.get_dataset`.
+    With fractions, source i gives its first round(w_i N) rows. w_i is its fraction over the sum of all fractions, and N
+    is the largest number for which every source has enough rows, as in `trl.scripts.utils.get_dataset`.
 
     Raises:
         UserError: two sources have a column of the same name with different types.
@@ -312,15 +306,15 @@ def _check_types(parts: Sequence[Rows], sources: Sequence[SourceSpec], keys: Key
     for part, source in zip(parts, sources, strict=True):
         if SOURCE in part.table.column_names:
             raise UserError(
-                f"`dataset.{keys.path}`: {source.path} has a column {SOURCE!r}, which a mixture adds: give it another name in "
-                "its `columns`, as in `origin: source`"
+                f"`dataset.{keys.path}`: {source.path} has a column {SOURCE!r}, which a mixture adds: rename it in its "
+                "`columns`, as in `origin: source`"
             )
         for name, feature in part.table.features.items():
             before, path = known.setdefault(name, (feature, source.path))
             if before != feature and datasets.Value("null") not in (before, feature):
                 raise UserError(
-                    f"`dataset.{keys.path}`: the column {name!r} is {_type_name(before)} in {path} and {_type_name(feature)} "
-                    f"in {source.path}: give both one type, or one of them another name in its `columns`"
+                    f"`dataset.{keys.path}`: the column {name!r} is {_type_name(before)} in {path} and "
+                    f"{_type_name(feature)} in {source.path}: give both one type, or rename one in its `columns`"
                 )
 
 

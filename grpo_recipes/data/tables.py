@@ -1,9 +1,9 @@
 """Memory-mapped tables: the cache on disk, limits on size, and the reader of text files (JSON Lines, JSON, CSV).
 
 `datasets` reads text files too, but it guesses the type of a column from the first 10 megabytes or 10,000 rows. A later
-row of another type is then changed silently, or fails without its line number. Dates become timestamps, and the CSV cells
-`NA` and `None` become nulls. Here all rows decide the type of a column, text stays as it is written, and every error
-names its file and line.
+row of another type is then changed silently, or fails without its line number. Dates become timestamps, and the CSV
+cells `NA` and `None` become nulls. Here all rows decide the type of a column, text stays as it is written, and every
+error names its file and line.
 
 No row stays in memory as a Python object after its batch. A table may therefore be larger than memory, and several
 processes share its pages.
@@ -66,8 +66,7 @@ def check_columns(count: int, where: object) -> None:
     """Raise `UserError` if a table has more than `COLUMNS` columns. `where` is the table or its file."""
     if count > COLUMNS:
         raise UserError(
-            f"`dataset`: {where} has {count:,} columns, and a table of problems may have {COLUMNS:,}: keep those that the "
-            "prompt and the rewards read"
+            f"`dataset`: {where} has {count:,} columns, and at most {COLUMNS:,} are read: select some of them"
         )
 
 
@@ -80,9 +79,13 @@ def check_fields(kinds: Iterable[pa.DataType], where: object) -> None:
         waiting += [kind.field(number).type for number in range(kind.num_fields)]
     if count > FIELDS:
         raise UserError(
-            f"`dataset`: the objects in {where} have more than {FIELDS:,} different keys: write them as text (JSON), or as "
-            "lists of keys and values"
+            f"`dataset`: the objects in {where} have more than {FIELDS:,} different keys: write them as text (JSON)"
         )
+
+
+def shown(value: object) -> str:
+    """Return a value of a row for an error message, shortened to `SHOWN` characters."""
+    return shortened(repr(value), SHOWN)
 
 
 def listed(names: Iterable[str]) -> str:
@@ -108,7 +111,8 @@ def fingerprint(*parts: object) -> str:
 def stored(name: str, batches: Callable[[], Iterator[pa.Table]]) -> datasets.Dataset:
     """Return the cached table `name`, written from `batches` (all of one schema) if it does not exist yet.
 
-    One of several processes writes the table, and the others wait for it. Raises `UserError` if the cache is not writable.
+    One of several processes writes the table, and the others wait for it. Raises `UserError` if the cache is not
+    writable.
     """
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "grpo_recipes"
     path = folder / f"{name}.arrow"
@@ -119,16 +123,13 @@ def stored(name: str, batches: Callable[[], Iterator[pa.Table]]) -> datasets.Dat
                 _write(path, batches)
     except OSError as error:
         raise UserError(
-            f"`dataset`: its table can't be kept in {folder} ({error.strerror or error}): make room there, or set "
-            "HF_DATASETS_CACHE to another folder"
+            f"`dataset`: {folder} is not writable ({error.strerror or error}): make room, or set HF_DATASETS_CACHE"
         ) from error
     try:
         return datasets.Dataset.from_file(str(path))
     except ValueError as error:  # Arrow cuts a column's name at a NUL, so the table and its schema have different names
         path.unlink(missing_ok=True)
-        raise UserError(
-            "`dataset`: a table can't be made of its columns: rename those with control characters in their names"
-        ) from error
+        raise UserError("`dataset`: names of columns have control characters: rename the columns") from error
 
 
 def _write(path: Path, batches: Callable[[], Iterator[pa.Table]]) -> None:
@@ -193,8 +194,8 @@ def text_place(paths: Sequence[Path], key: str, index: int) -> str:
 class _TextTables:
     """Callable that yields the rows of text files as tables with one schema.
 
-    The schema is that of the first batch. If a later batch needs a wider one, the remaining rows are read only for their
-    types, and `Widened` is raised at the end. The next call then yields all rows in the wider schema.
+    The schema is that of the first batch. If a later batch needs a wider one, the remaining rows are read only for
+    their types, and `Widened` is raised at the end. The next call then yields all rows in the wider schema.
     """
 
     def __init__(self, paths: Sequence[Path], key: str) -> None:
@@ -222,7 +223,7 @@ class _TextTables:
 
 
 def _wider(schema: pa.Schema, path: Path, batch: _Batch) -> pa.Schema:
-    """Return `schema` extended by the columns and types of a batch. Raise `UserError` if the types do not go together."""
+    """Return `schema` extended by the columns and types of a batch. Raise `UserError` if types do not fit."""
     types = dict(zip(schema.names, schema.types, strict=True))
     names = dict.fromkeys(name for _, row in batch for name in row)
     check_columns(len(types.keys() | names), path)
@@ -248,7 +249,7 @@ def _common_type(first: pa.DataType, second: pa.DataType, as_text: bool) -> pa.D
 
 
 def _column(path: Path, batch: _Batch, name: str, kind: pa.DataType | None) -> pa.Array:
-    """Return a column of a batch with type `kind`, or with the type of its values. Raise `UserError` for several types."""
+    """Return a column of a batch with type `kind`, or with its own type. Raise `UserError` for several types."""
     values = [row.get(name) for _, row in batch]
     if path.suffix == ".csv":
         return _cells(values, kind)
@@ -259,7 +260,7 @@ def _column(path: Path, batch: _Batch, name: str, kind: pa.DataType | None) -> p
 
 
 def _several_types(path: Path, batch: _Batch, name: str, kind: pa.DataType) -> UserError:
-    """Return the error for a column of several types. It names the first row whose value does not fit those before it."""
+    """Return the error for a column of several types. It names the first row that does not fit those before."""
     for number, row in batch:
         common = None
         with contextlib.suppress(*_NO_COLUMN):
@@ -267,7 +268,7 @@ def _several_types(path: Path, batch: _Batch, name: str, kind: pa.DataType) -> U
         if common is None:
             return UserError(
                 f"`dataset`: {path}, line {number}: the column {name!r} has values of several types, here "
-                f"{shortened(repr(row.get(name)), SHOWN)}: give all one type, or leave it out"
+                f"{shown(row.get(name))}: give all one type, or leave it out"
             )
         kind = common
     return UserError(f"`dataset`: the column {name!r} of {path} has values of several types: give all one type")
@@ -394,8 +395,8 @@ def _csv_rows(path: Path, key: str) -> _NumberedRows:
                     continue
                 if len(cells) != len(names):
                     raise UserError(
-                        f"`dataset`: {path}, line {first} has {len(cells)} cells, and the first line names {len(names)} "
-                        "columns: put cells with commas or line breaks in double quotes"
+                        f"`dataset`: {path}, line {first} has {len(cells)} cells, and the first line names "
+                        f"{len(names)} columns: put cells with commas in double quotes"
                     )
                 yield first, {name: cell or None for name, cell in zip(names, cells, strict=True)}
     except UnicodeDecodeError as error:

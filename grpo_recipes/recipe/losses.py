@@ -1,7 +1,7 @@
 """Table of TRL's loss types. A new loss type of TRL needs one row in `LOSS_TYPES`.
 
-TRL sums the token losses of a micro-batch and divides the sum. The divisor decides how a term that is added to TRL's loss
-must weigh each token. It also decides whether a row can move to another micro-batch without changing the gradient.
+TRL sums the token losses of a micro-batch and divides the sum. The divisor decides how a term that is added to TRL's
+loss must weigh each token. It also decides whether a row can move to another micro-batch without changing the gradient.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class LossType:
     divisor: Callable[[Tensor, int], Tensor | int] | None
     """Divisor of the summed token losses, or None for one rank's share of the tokens of the whole optimizer step.
 
-    The arguments are the mask (B, T) of a micro-batch and `max_completion_length`. The result is a scalar or (B, 1). TRL
-    multiplies it by the number of micro-batches per optimizer step.
+    The arguments are the mask (B, T) of a micro-batch and `max_completion_length`. The result is a scalar or (B, 1).
+    TRL multiplies it by the number of micro-batches per optimizer step.
     """
     counts_other_rows: bool = False
     """True if the weight of a row depends on the lengths of the other rows in its micro-batch."""

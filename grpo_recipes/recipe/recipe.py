@@ -1,7 +1,7 @@
 """Recipes: their keys, reading them from a YAML file and the command line, and TRL's model arguments.
 
-A recipe is a YAML mapping of our keys (`OUR_KEYS`) and of the keys of TRL's `GRPOConfig` and `ModelConfig`. The command line
-overrides it, nested keys included: `--config quickstart --learning_rate 1e-5 --dataset.path train.jsonl`.
+A recipe is a YAML mapping of our keys (`OUR_KEYS`) and of the keys of TRL's `GRPOConfig` and `ModelConfig`. The command
+line overrides it, nested keys included: `--config quickstart --learning_rate 1e-5 --dataset.path train.jsonl`.
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ def parse_recipe(args: Sequence[str], options: Sequence[str] = ()) -> Recipe:
         options: options of the command itself (`--gpu_memory`), which a misspelt argument may mean.
 
     Raises:
-        RecipeError: the file is not readable, a key is unknown, or a value is invalid. The message names the nearest key.
+        RecipeError: the file is not readable, a key is unknown, or a value is invalid. The message names the nearest
+            key.
     """
     if not args:
         raise RecipeError("command line: name a recipe: `--config FILE`, or one that ships, as `--config quickstart`")
@@ -208,9 +209,7 @@ def _build(raw: dict[str, Any], values: Mapping[str, Any], source: str, args: Se
         arguments=args,
     )
     if hidden := next(hidden_places(recipe.as_dict()), None):
-        raise UserError(
-            f"`{hidden}` is the placeholder of a secret, which no file keeps: give it again with `--{hidden}`"
-        )
+        raise UserError(f"`{hidden}` is the placeholder of a secret, which no file keeps: give it with `--{hidden}`")
     config = recipe.config
     trl_keys.check_generation(config)
     if recipe.sampling is not None:
@@ -276,7 +275,7 @@ def find_file(kind: str, name: str) -> Path:
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
-    """Return the keys in a recipe's file. A `run.json` gives the recipe of its newest launch, to be run from the start."""
+    """Return the keys in a recipe's file. A `run.json` gives the recipe of its newest launch, without the resume."""
     if path.name != RECORD:
         return read_yaml(path)
     record = read_record(path.parent)
@@ -317,7 +316,7 @@ class _Parser(TrlParser):
 
 
 def _split_arguments(args: Sequence[str]) -> tuple[Path | None, list[tuple[str, str]], list[str]]:
-    """Return the recipe's path, the overrides of our and of nested keys, and the remaining arguments, which are TRL's."""
+    """Return the recipe's path, the overrides of our and of nested keys, and the arguments for TRL's parser."""
     path, overrides, rest = None, [], []
     pending = list(args)
     while pending:

@@ -28,7 +28,7 @@ AdvantageRule = Literal["max_rl"]
 """Name of a rule for advantages that TRL's options cannot express. `training/advantages.py` computes them."""
 
 GenerationMode = Literal["auto", "off"]
-"""Mode of transformers' `generate`: each prompt of a batch once and without finished rows where that is exact, or TRL's."""
+"""Mode of transformers' `generate`: each prompt once and without finished rows where this is exact, or as in TRL."""
 
 DatasetName = Literal["gsm8k", "math", "multiple_choice", "rlaif", "arithmetic", "scored"]
 SYSTEM_PROMPT_NAMES = ("reasoning", "think", "boxed", "minimind", "none")
@@ -163,8 +163,8 @@ class SourceSpec(Spec):
         data_files: files inside `path`, or of the format that `path` names (`json`, `csv`, `parquet`).
         split: split, or slices of it.
         columns: list of the columns to keep, or mapping from new to old names, which keeps the other columns.
-        fraction: share of this source in the mixture, relative to the other fractions. Every source gives its first rows,
-            as many as the shortest source allows. All sources have a fraction, or none has.
+        fraction: share of this source in the mixture, relative to the other fractions. Every source gives its first
+            rows, as many as the shortest source allows. All sources have a fraction, or none has.
     """
 
     KEY = "dataset.path"
@@ -188,9 +188,7 @@ def _check_columns(columns: list[str] | dict[str, Any] | None) -> None:
     names = [*columns, *columns.values()] if isinstance(columns, dict) else columns or []
     for name in names:
         if not isinstance(name, str) or not name:
-            raise UserError(
-                f"`dataset.columns` has {name!r} where the name of a column belongs: write `question: problem`"
-            )
+            raise UserError(f"`dataset.columns` has {name!r} in place of a column's name: write `question: problem`")
 
 
 @dataclass(frozen=True)
@@ -224,22 +222,24 @@ class DatasetSpec(Spec):
         path: hub id, `save_to_disk` folder, JSONL, JSON, CSV or Parquet file, glob of such files, or list of sources
             (`SourceSpec`). A preset with a home on the hub needs no path.
         config: configuration on the hub.
-        split: split to train on. Slices such as `train[:5%]` work for every kind of path. A file or folder with a single
-            split is read under any name.
+        split: split to train on. Slices such as `train[:5%]` work for every kind of path. A file or folder with a
+            single split is read under any name.
         eval_split: split to evaluate on, if evaluation is on.
         eval_share: share of the rows to evaluate on instead, selected by a hash of the content of each prompt.
         eval_path: path of the held-out rows, if it is not `path`. It may be anything that `path` may be.
-        columns: mapping from new to old names of columns (`{question: problem, answer: solution}`), or list of the columns
-            to keep.
-        system_prompt: name in `prompts.SYSTEM_PROMPTS`, text, or `{file: prompt.txt}`, for prompts that do not bring their
-            own. Default: the preset's, or none without a preset.
+        columns: mapping from new to old names of columns (`{question: problem, answer: solution}`), or list of the
+            columns to keep.
+        system_prompt: name in `prompts.SYSTEM_PROMPTS`, text, or `{file: prompt.txt}`, for prompts that do not bring
+            their own. Default: the preset's, or none without a preset.
         prompt_template: jinja2 template over the row's columns for the user's message.
-        prompt_format: `conversational` (messages, rendered by the model's chat template) or `text` (contents joined with
-            newlines). Default: a column `prompt` keeps its form, and other prompts are conversational.
-        max_prompt_tokens: largest length of a prompt in tokens, as rendered. Default: no limit. See `prompts.limit_prompts`.
-        overlong_prompts: treatment of longer prompts. `drop` removes the prompt, and `cut_left` removes its earlier turns,
-            then the beginning of the question.
-        pass_rate: training rows to keep by the share of right samples in an evaluation (`PassRateSpec`). Default: all rows.
+        prompt_format: `conversational` (messages, rendered by the model's chat template) or `text` (contents joined
+            with newlines). Default: a column `prompt` keeps its form, and other prompts are conversational.
+        max_prompt_tokens: largest length of a prompt in tokens, as rendered. Default: no limit. See
+            `prompts.limit_prompts`.
+        overlong_prompts: treatment of longer prompts. `drop` removes the prompt, and `cut_left` removes its earlier
+            turns, then the beginning of the question.
+        pass_rate: training rows to keep by the share of right samples in an evaluation (`PassRateSpec`). Default: all
+            rows.
         size: number of problems in each split of `arithmetic`. Default: 2,000.
         seed: random seed of the problems of `arithmetic`.
     """
@@ -364,12 +364,12 @@ def _unreadable_prompt(file: str, reason: object) -> UserError:
 
 @dataclass(frozen=True)
 class ReferenceSpec(Spec):
-    """Reference policy of the KL term: a `name`, or an `adapter` in a folder, on the hub, or of the model by its name."""
+    """Reference policy of the KL term: a `name`, or an `adapter`."""
 
     KEY = "reference"
 
     name: Literal["initial", "base"] | None = None
-    """`initial` (the policy before training) or `base` (the model without adapter). Default: `initial`, unless there is an
+    """`initial` (the policy before training) or `base` (the model without adapter). Default: `initial` without an
     `adapter`."""
     adapter: str | None = None
     """Folder of an adapter, hub id, or name of an adapter that the model has."""
@@ -392,19 +392,17 @@ class ReferenceSpec(Spec):
         if not config.sync_ref_model:
             if self.reset_optimizer_on_sync:
                 raise UserError(
-                    "`reference.reset_optimizer_on_sync` has no effect without `sync_ref_model: true`: set it, or remove "
-                    "the key"
+                    "`reference.reset_optimizer_on_sync` has no effect without `sync_ref_model: true`: set it"
                 )
             return
         if not config.beta:
             raise UserError(
-                "`sync_ref_model` refreshes a reference, and `beta: 0` has none: set `beta` above 0, or remove "
-                "`sync_ref_model`"
+                "`sync_ref_model` refreshes a reference, and `beta: 0` has none: set `beta` above 0, or remove it"
             )
         if self.name == "base":
             raise UserError(
-                "`reference: base` is the adapter switched off and can't be refreshed: use `reference: initial`, which starts "
-                "as the base for a new adapter"
+                "`reference: base` is the model without adapter and can't be refreshed: use `reference: initial`, "
+                "which equals the base for a new adapter"
             )
         check_number("ref_model_sync_steps", config.ref_model_sync_steps, COUNT)
         check_number("ref_model_mixup_alpha", config.ref_model_mixup_alpha, SHARE)
@@ -456,10 +454,10 @@ class SamplingSpec(Spec):
     WORDS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"informative": {}}
 
     informative: Literal["biased", "unbiased"] = "biased"
-    """`biased` counts a skipped prompt as a zero-variance group. `unbiased` divides the advantages of the other prompts by
-    their probabilities, so that the expected gradient equals the gradient with all prompts."""
+    """`biased` counts a skipped prompt as a zero-variance group. `unbiased` divides the advantages of the other prompts
+    by their probabilities, so that the expected gradient equals the gradient with all prompts."""
     exploration: float = 0.5
-    """Probability that a prompt is generated after one zero-variance group. After n of them in a row it is the nth power."""
+    """Probability that a prompt is generated after one zero-variance group; its nth power after n groups in a row."""
     floor: float = 0.1
     """Smallest probability, so that every prompt is generated again at some time."""
 
@@ -474,7 +472,7 @@ class SamplingSpec(Spec):
         return self.informative == "unbiased"
 
     def check(self, config: Any, *, router_loss: bool = False) -> None:
-        """Raise `UserError` if the expected gradient would differ from that of `config` (attributes of `GRPOConfig`)."""
+        """Raise `UserError` if the sampling would change the expected gradient of `config` (keys of `GRPOConfig`)."""
         if not self.is_unbiased:
             return
         key = "`sampling: {informative: unbiased}`"
@@ -492,8 +490,8 @@ class SamplingSpec(Spec):
             )
         if config.multi_objective_aggregation == "normalize_then_sum":
             raise UserError(
-                f"{key}: `multi_objective_aggregation: normalize_then_sum` divides by a deviation over all prompts drawn: set "
-                "`sum_then_normalize`"
+                f"{key}: `multi_objective_aggregation: normalize_then_sum` divides by a deviation over all prompts "
+                "drawn: set `sum_then_normalize`"
             )
         if config.top_entropy_quantile < 1:
             raise UserError(f"{key}: `top_entropy_quantile` is a threshold over all prompts drawn: set it to 1")
@@ -524,7 +522,7 @@ def spec_of(hint: Any) -> type[Spec] | None:
 
 
 def typed(key: str, value: Any, hint: Any) -> Any:
-    """Return `value` as the type `hint`, converted if YAML's guess loses nothing. Raise `UserError` that names `key`."""
+    """Return `value` as the type `hint`, converted if this loses nothing. Raise a `UserError` that names `key`."""
     options = _options(hint)
     if value is None and type(None) in options:
         return None

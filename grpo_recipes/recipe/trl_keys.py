@@ -1,7 +1,7 @@
 """Keys of TRL in a recipe: one row per key in `TRL_KEYS`, and the checks that need no other table.
 
-TRL checks most numbers and words only after the model is loaded, or never. Some keys have no effect together with others,
-and TRL does not say so. The functions here raise `UserError` before a model is loaded.
+TRL checks most numbers and words only after the model is loaded, or never. Some keys have no effect together with
+others, and TRL does not say so. The functions here raise `UserError` before a model is loaded.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def ignored_keys(loss_type: str) -> list[str]:
 
 
 def normalized(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of TRL's keys as plain words and numbers. Raise `UserError` for a value that its key can't have."""
+    """Return the values of TRL's keys as words and numbers. Raise `UserError` for a value that its key can't have."""
     plain = {name: value.value if isinstance(value, enum.Enum) else value for name, value in values.items()}
     if "scale_rewards" in plain:  # TRL accepts booleans too
         word = str(plain["scale_rewards"]).lower()
@@ -155,7 +155,7 @@ def normalized(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_numbers(values: Mapping[str, Any]) -> None:
-    """Raise `UserError` for a number that is not finite, or outside the range of its key. None stands for TRL's default."""
+    """Raise `UserError` for a number that is not finite, or is outside the range of its key."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
@@ -189,21 +189,20 @@ def check_objective(given: Mapping[str, Any], config: Any, *, sampled_kl: bool) 
     loss_type = config.loss_type
     for key in ignored_keys(loss_type):
         if given.get(key) is not None:
-            raise UserError(
-                f"`{key}` has no effect with `loss_type: {loss_type}`, which reads {_listed(keys_read_by(loss_type))}: "
-                "remove it"
-            )
+            read = _listed(keys_read_by(loss_type))
+            raise UserError(f"`{key}` has no effect with `loss_type: {loss_type}`, which reads {read}: remove it")
     if loss_type == "cispo" and (config.epsilon_high is None or config.epsilon_high < 1):
         state = "is not set, and TRL takes `epsilon`" if config.epsilon_high is None else f"is {config.epsilon_high}"
         raise UserError(
-            f"`epsilon_high` {state}: `loss_type: cispo` bounds the ratio by that number itself, not by 1 + it, so that "
-            "below 1 it scales down every token: set `epsilon_high` to 1 or more, as 5.0"
+            f"`epsilon_high` {state}: `loss_type: cispo` bounds the ratio by that number itself, not by 1 + it, so "
+            "that below 1 it scales down every token: set `epsilon_high` to 1 or more, as 5.0"
         )
     _check_level(LOSS_TYPES[loss_type], config, sampled_kl=sampled_kl)
     if config.multi_objective_aggregation == "normalize_then_sum" and config.scale_rewards != "group":
         raise UserError(
-            f"`scale_rewards: {config.scale_rewards}` has no effect with `multi_objective_aggregation: normalize_then_sum`, "
-            "which divides each reward by the deviation of its group, and their sum by that of the batch: remove it"
+            f"`scale_rewards: {config.scale_rewards}` has no effect with `multi_objective_aggregation: "
+            "normalize_then_sum`, which divides each reward by the deviation of its group, and their sum by that of "
+            "the batch: remove it"
         )
 
 
@@ -212,9 +211,9 @@ def _check_level(loss: LossType, config: Any, *, sampled_kl: bool) -> None:
     if config.importance_sampling_level not in loss.levels:
         if config.importance_sampling_level == "sequence":
             raise UserError(
-                f"`importance_sampling_level: sequence` gives a completion one ratio, and `loss_type: {config.loss_type}` is "
-                "made of tokens with a ratio each: set `loss_type: grpo` (which is GSPO) or `luspo`, or "
-                "`importance_sampling_level: token`"
+                "`importance_sampling_level: sequence` gives a completion one ratio, and `loss_type: "
+                f"{config.loss_type}` is made of tokens with a ratio each: set `loss_type: grpo` (which is GSPO) or "
+                "`luspo`, or `importance_sampling_level: token`"
             )
         raise UserError(
             f"`loss_type: {config.loss_type}` is made of completions with one ratio each: set "
@@ -224,8 +223,9 @@ def _check_level(loss: LossType, config: Any, *, sampled_kl: bool) -> None:
         return
     if config.beta and sampled_kl and config.use_bias_correction_kl:
         raise UserError(
-            "`importance_sampling_level: sequence` gives a completion one ratio, and `use_bias_correction_kl` (TRL's default) "
-            "would weigh the KL of each token by it, which is the gradient of no KL: set `use_bias_correction_kl: false`"
+            "`importance_sampling_level: sequence` gives a completion one ratio, and `use_bias_correction_kl` (TRL's "
+            "default) would weigh the KL of each token by it, which is the gradient of no KL: set "
+            "`use_bias_correction_kl: false`"
         )
     if config.top_entropy_quantile < 1:
         raise UserError(
@@ -245,13 +245,13 @@ def check_advantages(rule: str | None, config: Any) -> None:
         return
     if config.multi_objective_aggregation != "sum_then_normalize":
         raise UserError(
-            f"`multi_objective_aggregation: {config.multi_objective_aggregation}` has no effect with `advantages: {rule}`, "
-            "which takes the weighted sum of the rewards: remove it"
+            f"`multi_objective_aggregation: {config.multi_objective_aggregation}` has no effect with `advantages: "
+            f"{rule}`, which takes the weighted sum of the rewards: remove it"
         )
     if config.scale_rewards != "none":
         raise UserError(
-            f"`scale_rewards: {config.scale_rewards}` has no effect with `advantages: {rule}`, which divides by no standard "
-            "deviation: set `scale_rewards: none`"
+            f"`scale_rewards: {config.scale_rewards}` has no effect with `advantages: {rule}`, which divides by no "
+            "standard deviation: set `scale_rewards: none`"
         )
 
 
@@ -268,7 +268,7 @@ NOT_IN_CONTINUOUS_BATCHING = {
     "min_new_tokens": 0,
     "repetition_penalty": 1.0,
 }
-"""Generation options that transformers 5.23 drops with a warning in continuous batching, each with its neutral value."""
+"""Generation options that transformers 5.23 drops in continuous batching, each with its neutral value."""
 
 
 def check_generation(config: Any) -> None:

@@ -310,7 +310,7 @@ def test_windows_line_ends_and_a_byte_order_mark_are_read(tmp_path):
         ("absent.jsonl", None, r"`dataset\.path`: .*absent\.jsonl can't be read \(No such file"),
         ("latin.jsonl", "é".encode("latin-1"), r"`dataset\.path`: .*latin\.jsonl is not UTF-8"),
         ("empty.jsonl", b"\n", r"`dataset\.split`: 'train' of .*empty\.jsonl is empty"),
-        ("rows.xls", b"question", r"`dataset\.path`: .*rows\.xls is not a \.jsonl, \.json, \.csv or \.parquet file"),
+        ("rows.xls", b"question", r"`dataset\.path`: .*rows\.xls is not a \.jsonl, \.json, \.csv, \.parquet file"),
         ("no/such/folder", None, r"`dataset\.path`: there is no file or folder .*no/such/folder"),
     ],
 )

@@ -338,8 +338,11 @@ def test_a_large_table_is_sampled_by_hash() -> None:
             r"rows\.jsonl has no column 'probem' \(it has problem, solution, level\)",
         ),
         ({"columns": ["problem", "x"]}, r"rows\.jsonl has no column 'x'"),
-        ({"columns": {"question": 3}}, r"`dataset\.columns` has 3 where the name of a column belongs"),
-        ({"columns": {"level": "problem"}}, r"`level: problem` meets a column 'level' .*`other_level: level`"),
+        ({"columns": {"question": 3}}, r"`dataset\.columns` has 3 in place of a column's name"),
+        (
+            {"columns": {"level": "problem"}},
+            r"`level: problem` meets a column 'level' of .*rows\.jsonl: rename it, as `other_level: level`",
+        ),
         ({"columns": {}}, r"has the columns problem, solution, level, and none is 'prompt' or 'question'"),
         (
             {"columns": {"question": "problem", "completions": "level"}},

@@ -60,7 +60,7 @@ def test_more_are_refused_with_the_reason(
     line = ["plan", str(recipe)] if verb == "plan" else ["init", str(path), "--output", str(tmp_path / "first.yaml")]
     assert cli.main(line) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert f"`dataset`: {path} has 16,001 columns, and a table of problems may have {COLUMNS:,}: keep those" in said
+    assert f"`dataset`: {path} has 16,001 columns, and at most {COLUMNS:,} are read: select some" in said
     assert not (tmp_path / "first.yaml").exists()
 
 

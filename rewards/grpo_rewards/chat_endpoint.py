@@ -1,8 +1,8 @@
-"""A client of OpenAI-compatible chat endpoints: one request, a deadline that holds, and retries. Standard library only.
+"""Client of OpenAI-compatible chat endpoints, from the standard library: requests with a hard deadline and retries.
 
-`http.client` rather than `urllib`, which follows a redirect with the key in its headers, and rather than a package: what
-a judge needs is one POST. A time-out of a socket is one of each read, which a server that sends a byte now and then never
-meets; here a timer shuts the socket when the request's whole time is over.
+`http.client` rather than `urllib`, which sends the headers, and with them the key, to wherever a redirect points.
+The time-out of a socket applies to each read, so that a server which sends a byte now and then never meets it. Here a
+timer shuts the socket at the end of the request's total time.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from grpo_rewards.errors import one_line
-
 MAX_REPLY_BYTES = 4 * 2**20
+FIRST_WAIT = 0.5
+"""Seconds before the second attempt. Each further wait is twice as long, up to LONGEST_WAIT."""
 LONGEST_WAIT = 30.0
 _RETRIED = frozenset({408, 409, 425, 429})
-# What is wrong with one request is wrong with all of them.
-_WRONG_FOR_ALL = frozenset({401, 403, 404, 405})
-# Not the global generator: how often a judge was asked again must not change what is sampled.
+_FAIL_ALIKE = frozenset({401, 403, 404, 405})
+# A generator of its own: retries must not change the state that samples completions.
 _JITTER = random.SystemRandom()
 
 
 class EndpointError(Exception):
-    """A request without a usable reply: one sentence.
+    """Request without a usable reply. The message is one sentence.
 
     Attributes:
-        retry: whether the same request may go through later.
-        wait: how many seconds the endpoint asks to wait before that.
-        for_all: whether any other request would fail likewise.
+        retry: True if the same request may succeed later.
+        wait: Number of seconds that the endpoint asks to wait before that.
+        for_all: True if every other request would fail alike.
     """
 
     def __init__(self, message: str, *, retry: bool = True, wait: float = 0.0, for_all: bool = False) -> None:
@@ -46,7 +45,7 @@ class EndpointError(Exception):
 
 
 class Reply(NamedTuple):
-    """What the endpoint's model wrote, and the tokens that it counted (0 where it says nothing)."""
+    """Text of the endpoint's model, and its token counts (0 if the endpoint gives none)."""
 
     content: str
     prompt_tokens: int = 0
@@ -71,37 +70,36 @@ def checked_base_url(url: Any) -> str:
 
 @dataclass(frozen=True)
 class ChatEndpoint:
-    """Where to ask, and how patiently.
+    """Address of an endpoint, with its key and its limits.
 
     Args:
-        base_url: up to and without `/chat/completions`.
-        api_key: sent as a bearer token; None for an endpoint that takes none. Never shown.
-        timeout: seconds for one request, from connecting to the reply's last byte.
-        attempts: how often one request is made, at least once.
-        first_wait: seconds before the second attempt; doubled for each further one, up to LONGEST_WAIT.
+        base_url: URL without `/chat/completions`.
+        api_key: bearer token, or None for an endpoint without one. It is never shown.
+        timeout: seconds for one request, from connecting to the last byte of the reply.
+        attempts: largest number of attempts for one request.
     """
 
     base_url: str
     api_key: str | None = field(default=None, repr=False)
     timeout: float = 60.0
     attempts: int = 4
-    first_wait: float = 0.5
 
     def ask(self, body: bytes, *, attempts: int | None = None, may_ask: Callable[[], bool] = lambda: True) -> Reply:
-        """Return the reply to one request, asked again after a failure that may pass.
+        """Return the reply to one request, which is repeated after a failure that may pass.
 
         Args:
-            body: the request, as JSON.
-            attempts: instead of the endpoint's.
-            may_ask: called before every attempt; false ends them.
+            body: request as JSON.
+            attempts: replacement for the endpoint's number of attempts.
+            may_ask: callable before every attempt. False ends the attempts.
 
         Raises:
-            EndpointError: the last attempt's.
+            EndpointError: the error of the last attempt.
         """
         failure = EndpointError("not asked")
         for attempt in range(attempts or self.attempts):
             if attempt:
-                wait = self.first_wait * 2 ** (attempt - 1) * _JITTER.uniform(0.5, 1.0)
+                # Jitter spreads the retries of many requests that failed at the same time.
+                wait = FIRST_WAIT * 2 ** (attempt - 1) * _JITTER.uniform(0.5, 1.0)
                 time.sleep(min(max(failure.wait, wait), LONGEST_WAIT))
             if not may_ask():
                 break
@@ -127,7 +125,8 @@ class ChatEndpoint:
             headers["Authorization"] = f"Bearer {self.api_key}"
         try:
             connection.connect()
-            opened.append(connection.sock)  # the connection forgets it while a response without a length is read
+            # The connection drops its reference while it reads a response without a length.
+            opened.append(connection.sock)
             if expired.is_set():
                 raise TimeoutError
             connection.request("POST", f"{parts.path}/chat/completions", body, headers)
@@ -140,7 +139,7 @@ class ChatEndpoint:
         finally:
             timer.cancel()
             connection.close()
-        # A response without a length ends where the timer cut it.
+        # A response without a length looks complete where the timer cut it.
         if expired.is_set():
             raise EndpointError(f"no reply within {self.timeout:g} s")
         if len(content) > MAX_REPLY_BYTES:
@@ -150,43 +149,43 @@ class ChatEndpoint:
         return content
 
     def _refused(self, response: http.client.HTTPResponse, content: bytes) -> EndpointError:
-        excerpt = one_line(content[:2000].decode("utf-8", "replace"))[:200]
+        excerpt = " ".join(content[:2000].decode("utf-8", "replace").split())[:200]
         if self.api_key:
             excerpt = excerpt.replace(self.api_key, "…")
         return EndpointError(
             f"HTTP {response.status} {response.reason}: {excerpt}".rstrip(": "),
             retry=response.status in _RETRIED or response.status >= 500,
             wait=_seconds(response.headers.get("Retry-After")),
-            for_all=response.status in _WRONG_FOR_ALL,
+            for_all=response.status in _FAIL_ALIKE,
         )
 
 
 def _shut(connection: http.client.HTTPConnection, opened: list[socket.socket], expired: threading.Event) -> None:
     expired.set()
     for sock in opened or [connection.sock]:
-        # The plain socket's own, also under TLS: the reader in the other thread then sees the end. One that is not
-        # connected yet has a time-out, and one that is closed already needs nothing.
+        # The method of the plain socket, also under TLS, so that the reading thread sees the end. A socket that is not
+        # connected yet has a time-out of its own, and a closed one raises OSError.
         with contextlib.suppress(OSError):
             if sock is not None:
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def _seconds(header: str | None) -> float:
-    """Read a Retry-After in seconds; a date, which few endpoints send, counts as none."""
+    """Return a Retry-After in seconds, or 0 for a date, which few endpoints send."""
     return float(header) if header and re.fullmatch(r"[0-9]{1,6}(?:\.[0-9]{1,6})?", header.strip()) else 0.0
 
 
 def _read_reply(content: bytes) -> Reply:
     try:
-        read = json.loads(content)
-        text = read["choices"][0]["message"]["content"]
+        reply = json.loads(content)
+        text = reply["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise EndpointError("the reply is no chat completion") from error
     if not isinstance(text, str):
         raise EndpointError("the reply holds no text")
-    usage = read.get("usage") if isinstance(read.get("usage"), Mapping) else {}
-    return Reply(text, _tokens(usage.get("prompt_tokens")), _tokens(usage.get("completion_tokens")))
-
-
-def _tokens(value: Any) -> int:
-    return value if type(value) is int and value >= 0 else 0
+    usage = reply.get("usage")
+    counts = []
+    for key in ("prompt_tokens", "completion_tokens"):
+        count = usage.get(key) if isinstance(usage, Mapping) else 0
+        counts.append(count if type(count) is int and count >= 0 else 0)
+    return Reply(text, *counts)

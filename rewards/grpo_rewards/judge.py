@@ -1,11 +1,11 @@
-"""A judge behind an endpoint: a language model that scores completions over any OpenAI-compatible chat API.
+"""Judge: a language model behind an OpenAI-compatible chat endpoint that scores completions.
 
     reward = JudgeScore("http://127.0.0.1:8000/v1", "Qwen/Qwen3-8B", num_generations=8)
     trainer = GRPOTrainer(model, reward_funcs=[reward, gsm8k_correctness], ...)
 
-A completion can't speak for the judge. It reaches it as a JSON string, in which no quote, line break or chat-template
-token survives, between marks that are a hash of the whole material, so that no text can hold its own; and a score is read
-from the judge's reply alone, which must be nothing but its verdict.
+A completion cannot speak for the judge. It is sent as a JSON string, which contains no quotation mark, line break or
+chat-template token in the raw, between marks that are a hash of all the material, so that no text can contain its own
+mark. The score is read from the judge's reply alone, which must be nothing but a verdict.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from grpo_rewards.chat_endpoint import ChatEndpoint, EndpointError, Reply, checked_base_url
 from grpo_rewards.completions import check_rows, completion_text, group_slices, outside_thinking
 from grpo_rewards.errors import UserError
 from grpo_rewards.files import read_json
-from grpo_rewards.reward import Kind, LogColumn, TaggedReward, checked_number
+from grpo_rewards.reward import Kind, LogColumn, LogMetric, TaggedReward, check_count, checked_number
 from grpo_rewards.schema import find_object
 from grpo_rewards.strict import linear_capture
 
@@ -50,13 +50,9 @@ _AS_LINE = "The last line of your reply is your verdict, in the form that the ta
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-# What chat templates are made of, as <|im_end|>, </s> or [INST].
+# Characters that chat templates build their tokens from: <|im_end|>, </s>, [INST].
 _TEMPLATE_TOKEN = re.compile(r"[<>|]|\[(?=/?[A-Z])")
 _RESERVED = ("model", "messages", "stream", "n")
-
-
-class JudgeError(UserError):
-    """A judge that can't be asked, or that does not answer as it should: one sentence that says what to do."""
 
 
 @dataclass(frozen=True)
@@ -66,33 +62,33 @@ class JudgeScore(TaggedReward):
     | completion | pay |
     |---|---|
     | the judge scores it s, from `lowest` to `highest` | 1 (`pay`) times (s - lowest) / (highest - lowest) |
-    | is blank | 0, unasked |
-    | the judge has no score for it, or for another one of its group | None |
+    | it is blank | 0, without a request |
+    | the judge has no score for it, or for another completion of its group | None |
 
-    A group with a completion that has no score is left out as a whole: a trainer that adds several rewards reads a
-    single None as 0, which would punish a completion for the endpoint's failure. A run goes on without its judge and
-    says so once; until it answers again, each call asks it a single question.
+    A group with an unscored completion is dropped as a group: a trainer that adds several rewards reads a single None
+    as 0, which would punish a completion for a failure of the endpoint. If the endpoint stops answering, the run goes
+    on without it and logs one warning. Until the endpoint answers again, each call sends a single request.
 
     Args:
-        base_url: the endpoint up to and without `/chat/completions`.
-        model: the judge's name there.
-        num_generations: completions per prompt; a recipe fills it in.
-        template: the task, in which `{completion}`, `{prompt}` and the name of any dataset column in braces stand for
-            the row's text.
-        score_pattern: how the last line of a reply states the score, as a pattern for RE2 with one group such as
-            `Score: ([0-9]+)`; None for a reply that is one JSON object with a number `score`.
-        lowest: the score that earns 0.
-        highest: the score that earns `pay`.
-        api_key_env: the environment variable that holds the key; None for an endpoint that takes none.
+        base_url: URL of the endpoint, without `/chat/completions`.
+        model: name of the judge at the endpoint.
+        num_generations: completions per prompt. A recipe fills it in.
+        template: task, in which `{completion}`, `{prompt}` and the name of any dataset column in braces stand for the
+            row's text.
+        score_pattern: RE2 pattern of the last line of a reply, with one group for the score, such as
+            `Score: ([0-9]+)`. None for a reply that is one JSON object with a number `score`.
+        lowest: score that earns 0.
+        highest: score that earns `pay`.
+        api_key_env: name of the environment variable with the key; None for an endpoint without a key.
         timeout: seconds for one request, from connecting to the last byte.
-        attempts: how often one request is made where the endpoint is down, overloaded or rate-limited.
-        concurrency: requests in flight at once, in each process.
-        cache: a folder for replies, by request; equal requests are then made once, over runs and processes.
-        request: further fields of the request, such as `{max_tokens: 500}`; null removes one (`{temperature: null}`).
-        tags: the reasoning and the answer tag; the judge does not see a completion's thinking.
-        prefilled: the reasoning tag, if the prompt already opens it.
-        prefix: put before the logged columns `verdict` and `reply`, where two rewards log them.
-        name: the reward's name in logs.
+        attempts: largest number of attempts for one request, if the endpoint is down, overloaded or rate-limited.
+        concurrency: number of simultaneous requests in each process.
+        cache: folder for replies by request. Equal requests are made once, across runs and processes.
+        request: further fields of the request, such as `{max_tokens: 500}`. Null removes one (`{temperature: null}`).
+        tags: reasoning tag and answer tag. The judge does not see the thinking of a completion.
+        prefilled: reasoning tag, if the prompt already opens it.
+        prefix: prefix of the logged columns `verdict` and `reply`, for two rewards that log them.
+        name: name of the reward in logs.
     """
 
     kind: ClassVar[Kind] = "judge"
@@ -119,10 +115,10 @@ class JudgeScore(TaggedReward):
         object.__setattr__(self, "base_url", checked_base_url(self.base_url))
         for key in ("lowest", "highest", "pay", "timeout"):
             object.__setattr__(self, key, checked_number(getattr(self, key), key))
-        for key in ("attempts", "concurrency", "num_generations"):
-            value = getattr(self, key)
-            if not (key == "num_generations" and value is None) and (type(value) is not int or value < 1):
-                raise ValueError(f"{key} must be a positive whole number, not {value!r}")
+        check_count(self.attempts, "attempts")
+        check_count(self.concurrency, "concurrency")
+        if self.num_generations is not None:
+            check_count(self.num_generations, "num_generations")
         if not isinstance(self.model, str) or not self.model:
             raise ValueError(f"model must be a name, not {self.model!r}")
         if self.lowest >= self.highest:
@@ -132,20 +128,20 @@ class JudgeScore(TaggedReward):
         if not isinstance(self.template, str) or "completion" not in _PLACEHOLDER.findall(self.template):
             raise ValueError("template must be a text that holds {completion}")
         if self.api_key_env is not None and not _VARIABLE.match(str(self.api_key_env)):
-            # Unquoted: what stands here by mistake is the key.
+            # The value is not quoted: somebody may have put the key itself here.
             raise ValueError("api_key_env must be the name of an environment variable, not a key")
         if self.score_pattern is not None:
-            linear_capture(self.score_pattern)
+            linear_capture(self.score_pattern)  # raises for a pattern that RE2 does not support
         object.__setattr__(self, "request", _request_text(self.request))
 
     @property
     def highest_pay(self) -> float:
-        """The most that a completion can earn."""
+        """Largest score of a completion."""
         return max(self.pay, 0.0)
 
     @property
     def columns_read(self) -> tuple[str, ...]:
-        """The dataset columns that the template names."""
+        """Names of the dataset columns in the template."""
         return tuple(name for name in self._placeholders if name not in ("prompt", "completion"))
 
     @property
@@ -158,15 +154,15 @@ class JudgeScore(TaggedReward):
         completions: Sequence[Any] = (),
         *,
         log_extra: LogColumn = None,
-        log_metric: Callable[[str, float], None] | None = None,
+        log_metric: LogMetric = None,
         log_reason: LogColumn = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Score whole groups.
+        """Score complete groups.
 
         Raises:
-            ValueError: `num_generations` is not known, the call does not hold whole groups, a column that the template
-                names is missing, or the key's environment variable is not set.
+            ValueError: `num_generations` is not known, a group is incomplete, a column of the template is missing, or
+                the environment variable of the key is not set.
         """
         if self.num_generations is None:
             raise ValueError(f"reward `{self.name}` needs the kwarg num_generations, the trainer's num_generations")
@@ -175,29 +171,34 @@ class JudgeScore(TaggedReward):
         bodies = self._bodies(prompts, completions, columns)
         session = _Session(self)
         replies = session.ask([body for body in bodies if body is not None])
-        judged = [("blank", 0.0) if body is None else self._verdict(replies[body]) for body in bodies]
-        scores = [score for _, score in judged]
-        lost = [group for group in groups if None in scores[group]]
-        for group in lost:
+        verdicts: list[str] = []
+        row_scores: list[float | None] = []
+        for body in bodies:
+            verdict, score = ("blank", 0.0) if body is None else self._verdict(replies[body])
+            verdicts.append(verdict)
+            row_scores.append(score)
+        scores = list(row_scores)
+        dropped = [group for group in groups if None in row_scores[group]]
+        for group in dropped:
             scores[group] = [None] * self.num_generations
         if log_reason is not None:
-            left_out = (paid is not None and score is None for (_, paid), score in zip(judged, scores, strict=True))
-            log_reason("reason", ["another of its group has no score" if left else "" for left in left_out])
-        self.log_column(log_extra, "verdict", [verdict for verdict, _ in judged])
+            lost = [own is not None and score is None for own, score in zip(row_scores, scores, strict=True)]
+            log_reason("reason", ["another of its group has no score" if is_lost else "" for is_lost in lost])
+        self.log_column(log_extra, "verdict", verdicts)
         self.log_column(log_extra, "reply", [_content(replies.get(body)) if body else "" for body in bodies])
         if log_metric is not None and completions:
-            unreadable = sum(verdict.startswith("unreadable") for verdict, _ in judged)
-            failed = sum(score is None for _, score in judged) - unreadable
-            counts = {**session.counts, "failed": failed, "unreadable": unreadable, "groups_lost": len(lost)}
+            unreadable = sum(verdict.startswith("unreadable") for verdict in verdicts)
+            failed = row_scores.count(None) - unreadable
+            counts = {**session.counts, "failed": failed, "unreadable": unreadable, "groups_lost": len(dropped)}
             for metric, count in counts.items():
                 log_metric(f"rewards/{self.name}/{metric}", float(count))
         return scores
 
     def prepare(self) -> str:
-        """Ask for one score and return a line that says how that went.
+        """Score a sample and return a line with the time that it took.
 
         Raises:
-            JudgeError: the judge can't be asked, or gives no score.
+            UserError: the endpoint cannot be reached, or its reply has no score.
         """
         columns = {name: ["4"] for name in self._placeholders}
         (body,) = self._bodies(["What is 2 + 2?"], ["2 + 2 = 4"], columns)
@@ -206,15 +207,15 @@ class JudgeScore(TaggedReward):
             try:
                 os.makedirs(self.cache, exist_ok=True)
             except OSError as error:
-                raise JudgeError(f"reward `{self.name}`: the cache {self.cache} can't be made ({error})") from error
+                raise UserError(f"reward `{self.name}`: the cache {self.cache} can't be made ({error})") from error
         start = time.monotonic()
         try:
             reply = self.endpoint().ask(body)
         except EndpointError as error:
-            raise JudgeError(f"reward `{self.name}`: {self.base_url} gives no score ({error})") from error
+            raise UserError(f"reward `{self.name}`: {self.base_url} gives no score ({error})") from error
         verdict, score = self._verdict(reply)
         if score is None:
-            raise JudgeError(
+            raise UserError(
                 f"reward `{self.name}`: the reply of {self.model} to a sample is {verdict}: {reply.content[:200]!r}"
             )
         return f"judge {self.model} at {self.base_url}: a sample was scored in {time.monotonic() - start:.1f} s"
@@ -225,38 +226,36 @@ class JudgeScore(TaggedReward):
         if self.api_key_env is not None:
             key = os.environ.get(self.api_key_env, "").strip()
             if not key:
-                raise JudgeError(
+                raise UserError(
                     f"reward `{self.name}`: the environment variable {self.api_key_env} (api_key_env) is not set"
                 )
             if not (key.isascii() and key.isprintable()):
-                raise JudgeError(f"reward `{self.name}`: the key in {self.api_key_env} is no header value")
+                raise UserError(f"reward `{self.name}`: the key in {self.api_key_env} is no header value")
         return ChatEndpoint(self.base_url, key, self.timeout, self.attempts)
 
     def _bodies(
         self, prompts: Sequence[Any] | None, completions: Sequence[Any], columns: Mapping[str, Any]
     ) -> list[bytes | None]:
-        """Return each row's request, None for a blank completion."""
-        sources: dict[str, Sequence[Any]] = {}
+        """Return the request of each row, None for a blank completion."""
+        sources = {**columns, "prompt": prompts, "completion": completions}
         for name in self._placeholders:
-            source = {"prompt": prompts}.get(name, columns.get(name)) if name != "completion" else completions
-            if source is None:
+            if sources.get(name) is None:
                 raise ValueError(
                     f"reward `{self.name}`: its template names {{{name}}}, and the batch has "
                     f"{', '.join(columns) or 'no column'}"
                 )
-            check_rows(self.name, **{"completions": completions, name: source})
-            sources[name] = source
+            check_rows(self.name, **{"completions": completions, name: sources[name]})
         bodies: list[bytes | None] = []
         for row, completion in enumerate(completions):
             text = outside_thinking(completion_text(completion), self.tags[0], self.prefilled is not None)
-            material = {name: text if name == "completion" else source[row] for name, source in sources.items()}
-            bodies.append(self._body(material) if text.strip() else None)
+            material = {name: sources[name][row] for name in self._placeholders}
+            bodies.append(self._body({**material, "completion": text}) if text.strip() else None)
         return bodies
 
     def _body(self, material: Mapping[str, Any]) -> bytes:
         encoded = {name: _encoded(value) for name, value in material.items()}
         mark = f"MATERIAL-{hashlib.sha256(json.dumps(encoded).encode()).hexdigest()[:16]}"
-        # In one pass, so that a placeholder in a completion stays what it is.
+        # All placeholders in one pass: one that a completion contains is not replaced.
         task = _PLACEHOLDER.sub(lambda match: f"\n{mark}\n{encoded[match[1]]}\n{mark}\n", self.template)
         form = _AS_LINE if self.score_pattern else _AS_JSON.format(lowest=self.lowest, highest=self.highest)
         body = {
@@ -271,7 +270,7 @@ class JudgeScore(TaggedReward):
         return json.dumps({key: value for key, value in body.items() if value is not None}, sort_keys=True).encode()
 
     def _verdict(self, reply: Reply | EndpointError) -> tuple[str, float | None]:
-        """Return what the judge says of one completion, and its pay."""
+        """Return the verdict on one completion for the log, and the score that it gives."""
         if isinstance(reply, EndpointError):
             return f"failed: {reply}", None
         try:
@@ -282,17 +281,17 @@ class JudgeScore(TaggedReward):
 
 
 def read_score(reply: str, lowest: float, highest: float, pattern: str | None = None) -> float:
-    """Return the score of a judge's reply, its own thinking aside.
+    """Return the score in a judge's reply, without its thinking.
 
     Args:
-        reply: one JSON object with a number `score`, bare or in a fence, and nothing else; or with a `pattern` anything
-            whose last line the pattern matches as a whole. So a reply that quotes a score does not give it.
-        lowest: the least score.
-        highest: the greatest score.
-        pattern: a pattern for RE2 with one group.
+        reply: one JSON object with a number `score`, bare or in a fence, and nothing else. With a `pattern`, any text
+            whose last line matches the pattern from end to end. A reply that only quotes a score has none.
+        lowest: smallest score.
+        highest: largest score.
+        pattern: RE2 pattern with one group.
 
     Raises:
-        ValueError: there is no such score; the message says why.
+        ValueError: the reply has no score in this range. The message gives the reason.
     """
     text = outside_thinking(reply).strip()
     if pattern is not None:
@@ -311,14 +310,15 @@ def read_score(reply: str, lowest: float, highest: float, pattern: str | None = 
 
 
 def _encoded(value: Any) -> str:
-    """Return a value as JSON on one line, in which no token of a chat template is left."""
+    """Return a value as JSON on one line, without any token of a chat template."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     text = _TEMPLATE_TOKEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
     return text.encode("utf-8", "backslashreplace").decode()  # a lone surrogate becomes its JSON escape
 
 
 def _request_text(request: Any) -> str:
-    fields = json.loads(request) if isinstance(request, str) else request if request is not None else {}
+    """Return the further fields of a request as JSON, which is hashable and picklable, unlike a mapping."""
+    fields = json.loads(request) if isinstance(request, str) else request or {}
     if not isinstance(fields, Mapping):
         raise ValueError(f"request must be a mapping of further request fields, not {request!r}")
     for key in _RESERVED:
@@ -331,47 +331,53 @@ def _content(reply: Reply | EndpointError | None) -> str:
     return reply.content if isinstance(reply, Reply) else ""
 
 
-# --- One call: what is cached, what is asked, and when to give up. ---
+# --- One call of a reward: the cache, the requests, and when to give up ---
+
+_warned: set[tuple[str, str]] = set()
+"""Judges that do not answer, as (URL, model), and caches that cannot be written, as ("cache", folder), in this process."""
+_warned_lock = threading.Lock()
 
 
-class _Health(NamedTuple):
-    """Judges that do not answer, of this process."""
-
-    lock: threading.Lock
-    silent: set[tuple[str, str]]
-
-
-_health = _Health(threading.Lock(), set())
+def _warn_once(key: tuple[str, str], message: str) -> None:
+    with _warned_lock:
+        if key not in _warned:
+            _warned.add(key)
+            logger.warning(message)
 
 
 class _Session:
-    """The requests of one call of a reward."""
+    """Requests of one call of a reward."""
 
     def __init__(self, judge: JudgeScore) -> None:
         self.judge = judge
         self.endpoint = judge.endpoint()
         self.counts = dict.fromkeys(("requests", "cached", "prompt_tokens", "completion_tokens"), 0)
+        self._key = judge.base_url, judge.model
         self._lock = threading.Lock()
-        self._failed_in_a_row = 0
+        self._failures_in_a_row = 0
         self._given_up: EndpointError | None = None
 
     def ask(self, bodies: Sequence[bytes]) -> dict[bytes, Reply | EndpointError]:
-        """Return a reply or its failure for every request, each distinct one made once."""
+        """Return a reply or an error for every request. Equal requests are made once."""
         replies: dict[bytes, Reply | EndpointError] = {}
+        pending = []
         for body in dict.fromkeys(bodies):
-            if (cached := self._from_cache(body)) is not None:
+            cached = self._from_cache(body)
+            if cached is None:
+                pending.append(body)
+            else:
                 replies[body] = cached
         self.counts["cached"] = sum(body in replies for body in bodies)
-        pending = [body for body in dict.fromkeys(bodies) if body not in replies]
-        if pending and self._was_silent():
+        if pending and self._key in _warned:
+            # One probe instead of a batch of requests that would each run into the time-out.
             first, *pending = pending
             replies[first] = self._ask(first, attempts=1)
         if pending:
             with ThreadPoolExecutor(min(self.judge.concurrency, len(pending))) as pool:
-                replies |= zip(pending, pool.map(self._ask, pending), strict=True)
-            failures = [reply for body in pending if isinstance(reply := replies[body], EndpointError)]
-            if len(failures) == len(pending) and failures[0].retry:
-                self._say_silent(failures[0])
+                answers = list(pool.map(self._ask, pending))
+            replies.update(zip(pending, answers, strict=True))
+            if isinstance(answers[0], EndpointError) and answers[0].retry and not _any_reply(answers):
+                self._warn_unreachable(answers[0])
         return replies
 
     def _ask(self, body: bytes, attempts: int | None = None) -> Reply | EndpointError:
@@ -380,9 +386,9 @@ class _Session:
         try:
             reply = self.endpoint.ask(body, attempts=attempts, may_ask=self._may_ask)
         except EndpointError as error:
-            self._note_failure(error, alone=attempts == 1)
+            self._count_failure(error, is_probe=attempts == 1)
             return error
-        self._note_reply(body, reply)
+        self._keep_reply(body, reply)
         return reply
 
     def _may_ask(self) -> bool:
@@ -390,50 +396,34 @@ class _Session:
             self.counts["requests"] += self._given_up is None
         return self._given_up is None
 
-    def _note_failure(self, error: EndpointError, alone: bool) -> None:
-        """Give up where the endpoint is at fault rather than one completion, so that a dead judge does not stop a run."""
+    def _count_failure(self, error: EndpointError, is_probe: bool) -> None:
+        """Give up if the endpoint is at fault rather than one completion, so that a run does not wait for a dead judge."""
         with self._lock:
-            self._failed_in_a_row = self._failed_in_a_row + 1 if error.retry else 0
-            enough = alone or self._failed_in_a_row >= max(3, self.judge.concurrency)
+            self._failures_in_a_row = self._failures_in_a_row + 1 if error.retry else 0
+            enough = is_probe or self._failures_in_a_row >= max(3, self.judge.concurrency)
             if error.for_all or (error.retry and enough):
                 self._given_up = error
-                self._say_silent(error)
+                self._warn_unreachable(error)
 
-    def _note_reply(self, body: bytes, reply: Reply) -> None:
+    def _keep_reply(self, body: bytes, reply: Reply) -> None:
         with self._lock:
-            self._failed_in_a_row = 0
+            self._failures_in_a_row = 0
             self.counts["prompt_tokens"] += reply.prompt_tokens
             self.counts["completion_tokens"] += reply.completion_tokens
-        self._say_answering()
+        with _warned_lock:
+            if self._key in _warned:
+                _warned.remove(self._key)
+                logger.warning("reward `%s`: %s answers again", self.judge.name, self.judge.base_url)
         _, score = self.judge._verdict(reply)
         if score is not None:
             self._to_cache(body, reply)
 
-    @property
-    def _key(self) -> tuple[str, str]:
-        return self.judge.base_url, self.judge.model
-
-    def _was_silent(self) -> bool:
-        return self._key in _health.silent
-
-    def _say_silent(self, error: EndpointError) -> None:
-        with _health.lock:
-            if self._key not in _health.silent:
-                _health.silent.add(self._key)
-                logger.warning(
-                    "reward `%s`: %s does not answer (%s): groups that it does not score are left out until it does; this is "
-                    "said once",
-                    self.judge.name,
-                    self.judge.base_url,
-                    error,
-                )
-
-    def _say_answering(self) -> None:
-        if self._was_silent():
-            with _health.lock:
-                if self._key in _health.silent:
-                    _health.silent.remove(self._key)
-                    logger.warning("reward `%s`: %s answers again", self.judge.name, self.judge.base_url)
+    def _warn_unreachable(self, error: EndpointError) -> None:
+        _warn_once(
+            self._key,
+            f"reward `{self.judge.name}`: {self.judge.base_url} does not answer ({error}): groups without its scores are "
+            "dropped until it does; there is no further warning",
+        )
 
     def _cache_file(self, body: bytes) -> Path | None:
         if self.judge.cache is None:
@@ -446,7 +436,7 @@ class _Session:
         try:
             content = read_json(path)["content"] if path else None
         except (OSError, ValueError, LookupError, TypeError):
-            return None  # not there, or not whole: ask, and write it anew
+            return None  # absent or damaged: the request is made, and the file is written again
         reply = Reply(content) if isinstance(content, str) else None
         return reply if reply and self.judge._verdict(reply)[1] is not None else None
 
@@ -456,16 +446,16 @@ class _Session:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Written aside and renamed: other processes read the same folder.
+            # A temporary file with a name of its own: several processes may write one reply at the same time.
             with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
                 json.dump(reply._asdict(), file)
             os.replace(file.name, path)
         except OSError as error:
-            _say_cache_fails(str(path.parent), str(error))
+            folder = str(path.parent)
+            _warn_once(
+                ("cache", folder), f"the judge's cache {folder} can't be written ({error}): replies are not kept"
+            )
 
 
-def _say_cache_fails(folder: str, error: str) -> None:
-    with _health.lock:
-        if ("cache", folder) not in _health.silent:
-            _health.silent.add(("cache", folder))
-            logger.warning("the judge's cache %s can't be written (%s): replies are not kept", folder, error)
+def _any_reply(answers: Sequence[Reply | EndpointError]) -> bool:
+    return any(isinstance(answer, Reply) for answer in answers)

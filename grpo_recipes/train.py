@@ -2,9 +2,11 @@
 
 accelerate launch --config_file accelerate_configs/ddp.yaml -m grpo_recipes.train --config recipes/x.yaml [--key value ...]
 
-The recipe is checked before any model is loaded. The run's folder (`output_dir`) then holds `run.json` (the recipe as
-resolved, versions, geometry; an entry for each launch), `trainer_state.json` and `_log.jsonl` (the log),
-`completions/*.parquet`, checkpoints, the final model or adapter, and its model card, `README.md`.
+The recipe is checked before any model is loaded. Afterwards the run's folder (`output_dir`) holds `run.json` (resolved
+recipe, versions and geometry of each launch), `trainer_state.json` and `_log.jsonl` (the log), `completions/*.parquet`,
+checkpoints, the final model or adapter, and its model card, `README.md`.
+
+`prepare` checks the recipe and builds everything but the policy, `only_run` holds the run's folder, and `run` trains.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ from grpo_recipes.reports.model_card import write_model_card
 from grpo_recipes.reports.run import OutOfTime, Run
 from grpo_recipes.runs import resume, weights
 from grpo_recipes.runs.checkpoints import read_manifest, steps_done
-from grpo_recipes.runs.files import LIVE, RECORD, RunError
+from grpo_recipes.runs.files import LIVE, RECORD
 from grpo_recipes.runs.identity import Identity, Source, compare, identify, reward_models
 from grpo_recipes.runs.lock import FolderLost, Held, only_launch
 from grpo_recipes.runs.record import add_launch, data_order, describe_launch
@@ -81,15 +83,17 @@ from grpo_rewards.redaction import redacted, scrubbed, secret_values
 from grpo_rewards.registry import leaves
 from grpo_rewards.terminal import lasting_output, say, say_error, visible_messages
 
-# How long the other ranks wait before they print an error: usually all ranks have the same one, and the launcher ends every
-# rank once one has failed, so the first rank must get to print it.
 SILENCE_SECONDS = 30.0
+"""Time that the other ranks wait before they print an error.
 
-# Variables of a shell whose names sound like a password's: the working directory, and the one before.
+All ranks usually have the same error, and the launcher ends every rank once one has failed. The first rank must be able
+to print the error before that."""
+
 FOLDERS = ("PWD", "OLDPWD")
+"""Variables of a shell that hold folders, although their names look like those of passwords."""
 
-# How long a diagnosis may hold up the end of a training, and the launch of the next.
 DIAGNOSIS_SECONDS = 5.0
+"""Time that the diagnosis may delay the end of a training, and so the next launch."""
 
 
 HELP = """usage: accelerate launch --config_file FILE -m grpo_recipes.train --config RECIPE [--key value ...]
@@ -98,29 +102,29 @@ HELP = """usage: accelerate launch --config_file FILE -m grpo_recipes.train --co
 Train a recipe with GRPO. RECIPE is a YAML file, or the name of one that ships:
 {recipes}
 
-Every key of the recipe can be given here too, and wins: `--learning_rate 1e-6`. A key inside another is
+An option overrides the recipe's key of the same name: `--learning_rate 1e-6`. A key inside another key is
 written with dots, an entry of a list by its number: `--dataset.path train.jsonl`, `--rewards.0.weight 2`.
 
 Our keys (docs/ and recipes/ show each in use):
 {ours}
 
 Every other key is one of TRL's GRPOConfig or ModelConfig, with TRL's name and default, except for
-{defaults}. All of them are described
-by `trl grpo --help`, and those of GRPO and of transformers' trainer (max_steps, save_steps, ...) in
+{defaults}. `trl grpo --help` describes
+all of them, and these pages describe those of GRPO and of transformers' trainer (max_steps, save_steps, ...):
   https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig
   https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments
 
 options:
-  -h, --help      this text
-  --version       the version
+  -h, --help      print this text
+  --version       print the version
 
-`grpo-recipes plan RECIPE [--key value ...]` checks all of it without loading a model.
+`grpo-recipes plan RECIPE [--key value ...]` checks the recipe without loading a model.
 Exit codes: 0 trained, 1 failed while training, 2 refused before a model was loaded.
 """
 
 
 def help_text() -> str:
-    """What `--help` prints: our keys, how to override them, and where TRL's are described."""
+    """Return the text of `--help`."""
     names = textwrap.fill(
         ", ".join(shipped_names("recipes")), 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
     )
@@ -131,10 +135,10 @@ def help_text() -> str:
 
 @fewer_library_messages()
 def main(args: Sequence[str] | None = None) -> int:
-    """Train the recipe that `args` (default: the command line) name.
+    """Train the recipe in `args` (default: the command line), and print the reason last if that fails.
 
-    Returns 0, 2 if the recipe can't run as written, 1 if the run failed, or 130 if Ctrl-C stopped it; then the sentence that
-    matters is printed last.
+    Returns:
+        0, 1 if the run failed, 2 if the recipe can't run as written, or 130 if Ctrl-C stopped the run.
     """
     with lasting_output():
         return _main(sys.argv[1:] if args is None else args)
@@ -155,15 +159,15 @@ def _main(arguments: Sequence[str]) -> int:
             with only_run(prepared) as prepared:
                 return run(prepared)
     except UserError as error:
-        return _refuse(scrubbed(str(error), known_secrets(recipe) if recipe is not None else ()))
+        return _print_refusal(scrubbed(str(error), known_secrets(recipe) if recipe is not None else ()))
     except KeyboardInterrupt:
-        return _stopped_at_once(prepared)
+        return _end_interrupted_run(prepared)
     except FolderLost as error:
-        return faults.end_with_error(str(error))  # not a file more in a folder that belongs to another launch
-    except Exception as error:  # whatever it is, the user gets a sentence, and every rank the same one
-        if prepared is None:  # nothing has begun: an error of our own
+        return faults.end_with_error(str(error))  # writes nothing into a folder that belongs to another launch
+    except Exception as error:  # the user gets one line for any error, and every rank prints the same line
+        if prepared is None:  # nothing has begun, so the error is a bug of ours
             raise
-        return _failed(prepared, error)
+        return _report_failure(prepared, error)
     finally:
         if prepared is not None:
             prepared.interruption.restore_handlers()
@@ -171,10 +175,16 @@ def _main(arguments: Sequence[str]) -> int:
 
 @fewer_library_messages()
 def run_recipe(recipe: Recipe) -> int:
-    """Check and train a recipe in this process, alone or as one of those that a launcher started: `main` without its words.
+    """Check and train a recipe like `main`, but raise errors instead of printing them.
 
-    Returns 0, or 130 if Ctrl-C stopped it after a checkpoint. Raises `UserError` for what is refused before a model is loaded,
-    and otherwise what the training raised.
+    Call it in a single process, or in every process that a launcher has started.
+
+    Returns:
+        0, or 130 if Ctrl-C stopped the run after a checkpoint.
+
+    Raises:
+        UserError: the recipe can't run as written. No model was loaded.
+        Exception: any error of the training.
     """
     prepared = prepare(recipe, Machine.here())
     try:
@@ -186,7 +196,7 @@ def run_recipe(recipe: Recipe) -> int:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the checks of a recipe leave for its run: nothing is read or built twice."""
+    """Everything that the checks of a recipe loaded or built, so that `run` does not repeat the work."""
 
     recipe: Recipe
     machine: Machine
@@ -197,45 +207,40 @@ class Prepared:
     identity: Identity
     """Data, weights, rewards and versions, which each checkpoint repeats."""
     point: Resume | None
-    """Where a resumed run may go on, and does once `confirm_checkpoint` has read it; None if the run is a new one."""
+    """Decision from which checkpoint the run resumes, or None if the run is new."""
     interruption: StopOnSignal
     held: Held | None = None
-    """The run's folder, once this launch holds it."""
+    """Folder of the run, once this launch holds it."""
     steps_before: int = 0
-    """The optimiser steps that the checkpoint has behind it: read at once, since the run may rotate the checkpoint away."""
+    """Optimizer step of the checkpoint. It is stored because the run may rotate the checkpoint away."""
 
     @property
     def checkpoint(self) -> Path | None:
-        """What a resumed run goes on from, if anything was saved."""
+        """Checkpoint that the run resumes from, or None if it starts at the beginning."""
         return self.point.newest if self.point is not None else None
 
     @property
     def steps(self) -> int:
-        """The run's length in optimiser steps."""
+        """Length of the run in optimizer steps."""
         return self.checked.geometry.optimizer_steps(self.recipe.config, len(self.checked.train_dataset))
 
     @property
     def is_over(self) -> bool:
-        """Whether the checkpoint is the end of the run."""
+        """True if the checkpoint is the end of the run."""
         return self.checkpoint is not None and self.steps_before >= self.steps
 
     def last_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint in the run's folder."""
+        """Return the newest complete checkpoint in the run's folder."""
         return resume.newest_checkpoint(self.recipe.output_dir, self.machine.num_processes)
 
 
 def prepare(recipe: Recipe, machine: Machine) -> Prepared:
-    """Check and build everything that does not need the policy, before it is loaded.
-
-    Raises `UserError`, of which `sources.DatasetUnreachable` is one.
-    """
+    """Check the recipe, and build everything that does not need the policy. Raises `UserError`."""
     checks.check_output_dir(recipe)
     checks.check_packages(recipe)
     point = checks.resume_point(recipe, machine)
     checkpoint = point.newest if point is not None else None
-    before = earlier_launch(recipe, checkpoint)
-    if checkpoint is not None:
-        check_same_recipe(recipe, before)
+    before = earlier_launch(recipe, checkpoint) if point is not None else {}
     check_weights(recipe)
     checked = checks.check(recipe, machine)
     check_adapter(recipe)
@@ -249,10 +254,10 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
         if recipe.offline is not None:
             limit = recipe.config.max_completion_length
             rollout = RecordedRollout(checked.train_dataset, tokenizer, recipe.offline, limit)
-    if checkpoint is not None:
-        check_same_order(recipe, checked, before)
     identity = identity_of(recipe, checked)
     if checkpoint is not None:
+        if change := resume.layout_change(before, order_of(recipe, checked)):
+            raise _other_run(recipe, change)
         check_same_content(recipe, checkpoint, identity)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         packages.check_build_locks()
@@ -261,23 +266,13 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     training_args.run_name = redacted(training_args.run_name or recipe.output_dir.resolve().name)
     num_prompts = len(checked.train_dataset)
     interruption = StopOnSignal(lambda step: checked.geometry.ends_generation(step, num_prompts))
-    return Prepared(
-        recipe,
-        machine,
-        checked,
-        tokenizer,
-        training_args,
-        rollout,
-        identity,
-        point,
-        interruption,
-    )
+    return Prepared(recipe, machine, checked, tokenizer, training_args, rollout, identity, point, interruption)
 
 
 def leave_token_to_environment(training_args: GRPOConfig) -> GRPOConfig:
-    """Move `hub_token` into this process's HF_TOKEN, where the hub's client looks.
+    """Move `hub_token` into HF_TOKEN of this process, which the hub's client reads.
 
-    TRL makes the repository of `log_completions_hub_repo` without passing a token on.
+    TRL creates the repository of `log_completions_hub_repo` without passing a token on.
     """
     if training_args.hub_token:
         os.environ["HF_TOKEN"], training_args.hub_token = training_args.hub_token, None
@@ -287,7 +282,7 @@ def leave_token_to_environment(training_args: GRPOConfig) -> GRPOConfig:
 
 @contextmanager
 def only_run(prepared: Prepared) -> Iterator[Prepared]:
-    """Hold the run's folder alone; yields what was prepared, its checkpoint confirmed, and the reward models loaded."""
+    """Hold the run's folder, confirm the checkpoint, load the reward models, and yield the updated `prepared`."""
     with prepared.recipe.naming_this_file(), only_launch(prepared.recipe.output_dir) as held:
         prepared = confirm_checkpoint(replace(prepared, held=held))
         load_reward_models(prepared.recipe, prepared.checked)
@@ -296,16 +291,17 @@ def only_run(prepared: Prepared) -> Iterator[Prepared]:
         except (UserError, FolderLost):
             raise
         except Exception as error:
-            # An error of a library that could not write there does not name the reason.
+            # A library that could not write into a lost folder raises an error that does not name the reason.
             if loss := held.loss():
                 raise FolderLost(f"{loss.reason}; this launch failed ({type(error).__name__}): {loss.fix}") from error
             raise
 
 
 def confirm_checkpoint(prepared: Prepared) -> Prepared:
-    """Hold the checkpoint to go on from against its manifest, byte by byte; where it differs, the one before.
+    """Compare the checkpoint with its manifest, byte by byte, and fall back to the one before if it differs. Collective.
 
-    A collective call. Raises `RecipeError` if none is left.
+    Raises:
+        RecipeError: no checkpoint is left, or data or weights have changed since it was saved.
     """
     if prepared.point is None:
         return prepared
@@ -319,9 +315,10 @@ def confirm_checkpoint(prepared: Prepared) -> Prepared:
 
 
 def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:
-    """What TRL's `model` argument gets: the model's name, or, if that is an adapter's, the adapter on its base, trainable.
+    """Return TRL's `model` argument: the name of a model, or a trainable adapter on its base.
 
-    Raises `UserError` if the adapter's base can't be loaded, or if the recipe asks for a new adapter on top.
+    Raises:
+        UserError: the base of the adapter can't be loaded, or the recipe asks for a new adapter on top.
     """
     name, model_args = recipe.model["model_name_or_path"], model_config(recipe)
     config = weights.adapter_config(name, model_args.model_revision)
@@ -337,128 +334,115 @@ def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:
 
 
 def limit_prompts(recipe: Recipe, checked: Checked, tokenizer: PreTrainedTokenizerBase) -> Checked:
-    """Apply `dataset.max_prompt_tokens`, say how many prompts it touched, and check that enough are left."""
+    """Apply `dataset.max_prompt_tokens`, print how many prompts are affected, and check that enough are left."""
     spec, given, eval_dataset = recipe.dataset, checked.train_dataset, checked.eval_dataset
     template_kwargs = recipe.config.chat_template_kwargs
-    train_dataset, touched = prompts.limit_prompts(given, spec, tokenizer, template_kwargs)
-    if touched:
+    train_dataset, affected = prompts.limit_prompts(given, spec, tokenizer, template_kwargs)
+    if affected:
         done = "dropped" if spec.overlong_prompts == "drop" else "cut from the left"
-        _say(f"{touched} of {len(given)} prompts over {spec.max_prompt_tokens} tokens were {done}")
+        _say(f"{affected} of {len(given)} prompts over {spec.max_prompt_tokens} tokens were {done}")
     checked.geometry.check_dataset(len(train_dataset))
     if eval_dataset is not None:
         eval_dataset, _ = prompts.limit_prompts(eval_dataset, spec, tokenizer, template_kwargs)
     return replace(checked, train_dataset=train_dataset, eval_dataset=eval_dataset)
 
 
+@contextmanager
+def _naming_key(recipe: Recipe, key: str, fix: str = "") -> Iterator[None]:
+    """Turn an error inside this block into a `RecipeError` that names the key first and the fix last."""
+    try:
+        yield
+    except ValueError as error:  # `UserError` is one, and rewards of other packages raise their own
+        raise recipe.error(f"`{key}`: {error}{fix}") from error
+
+
 def check_weights(recipe: Recipe) -> None:
-    """Raise `RecipeError` if the policy, the base under it or its reference is a folder whose weights are not whole."""
-    name, reference, base = recipe.model["model_name_or_path"], recipe.reference.adapter, None
-    for key, folder in {"model_name_or_path": name, "reference.adapter": reference}.items():
-        try:
-            config = weights.adapter_config(folder) if folder is not None and Path(folder).is_dir() else None
-        except RunError as error:
-            raise recipe.error(f"`{key}`: {error}") from error
-        if config is not None and folder == name:
-            base = config.base_model_name_or_path
+    """Raise `RecipeError` if the folder of the policy, its base or its reference has missing or damaged weights."""
+    name, base = recipe.model["model_name_or_path"], None
+    if Path(name).is_dir():
+        with _naming_key(recipe, "model_name_or_path"):
+            config = weights.adapter_config(name)
+        base = config.base_model_name_or_path if config is not None else None
     if base is not None and Path(base).is_absolute() and not Path(base).exists():
         raise recipe.error(
-            f"`model_name_or_path` {name} is an adapter, and its base {base} is not there: set "
+            f"`model_name_or_path` {name} is an adapter, and its base {base} is missing: set "
             "`base_model_name_or_path` in its adapter_config.json"
         )
-    folders = {"base_model_name_or_path": base, "model_name_or_path": name, "reference.adapter": reference}
-    for key, folder in folders.items():
-        if folder is not None and Path(folder).is_dir():
-            _check_weights(recipe, key, Path(folder))
+    _check_folder_weights(recipe, "base_model_name_or_path", base)
+    _check_folder_weights(recipe, "model_name_or_path", name)
+    _check_folder_weights(recipe, "reference.adapter", recipe.reference.adapter)
 
 
-def _check_weights(recipe: Recipe, key: str, folder: Path) -> None:
-    try:
-        weights.check_weight_files(folder)
-    except UserError as error:
-        raise recipe.error(f"`{key}`: {error}: copy or save it again, or name another model") from error
+def _check_folder_weights(recipe: Recipe, key: str, folder: str | None) -> None:
+    if folder is not None and Path(folder).is_dir():
+        with _naming_key(recipe, key, ": copy or save it again, or name another model"):
+            weights.check_weight_files(Path(folder))
 
 
 def load_reward_models(recipe: Recipe, checked: Checked) -> None:
-    """Load every reward model, and ask every judge for one score, before the policy is loaded; say how that went.
+    """Load every reward model, and request one score from every judge, before the policy is loaded.
 
-    Raises `RecipeError` if one can't be loaded, or does not answer.
+    Raises:
+        RecipeError: a reward model can't be loaded, or a judge does not answer.
     """
-    for reward in (leaf.declared for leaf in leaves(checked.rewards)):
-        folder = Path(reward.model_source or "")
-        if (folder / "config.json").is_file():
-            _check_weights(recipe, "rewards", folder)
-        try:
+    for leaf in leaves(checked.rewards):
+        reward = leaf.declared
+        if reward.model_source is not None and (Path(reward.model_source) / "config.json").is_file():
+            _check_folder_weights(recipe, "rewards", reward.model_source)
+        with _naming_key(recipe, "rewards"):
             line = reward.prepare()
-        except ValueError as error:
-            raise recipe.error(f"`rewards`: {error}") from error
         if line is not None:
             _say(line)
 
 
 def known_secrets(recipe: Recipe) -> set[str]:
-    """Return the secrets that the recipe holds, and those in the environment, where a reward may have its key from."""
+    """Return the secrets in the recipe, and those in the environment, from which a reward may read its key."""
     environment = {name: value for name, value in os.environ.items() if name not in FOLDERS}
     return secret_values(recipe.as_dict()) | secret_values(environment)
 
 
-def describe_resumption(prepared: Prepared) -> str:
-    """Where a resumed run goes on from, and which checkpoints it leaves out and why."""
-    assert prepared.point is not None, "only a resumed run is described so"
-    aside = "".join(f"{one.reason}, and is set aside as {one.aside.name}: " for one in prepared.point.passed_over)
-    if left := prepared.point.abandoned:
-        aside += f"the last launch did not resume from {resume.names_of(left)}, which an earlier one saved: "
-    if prepared.checkpoint is None:
-        return f"{aside}{prepared.recipe.output_dir} has no checkpoint to go on from: starting at the beginning"
-    return f"{aside}going on from {prepared.checkpoint}"
+def describe_resumption(prepared: Prepared, point: Resume) -> str:
+    """Return one line on the checkpoint that a run resumes from, and on those that it passes over."""
+    line = "".join(f"{one.reason}, and is set aside as {one.aside.name}: " for one in point.passed_over)
+    if point.abandoned:
+        line += f"the last launch did not resume from {resume.names_of(point.abandoned)}, which an earlier one saved: "
+    if point.newest is None:
+        return f"{line}{prepared.recipe.output_dir} has no checkpoint to resume from: starting at the beginning"
+    return f"{line}resuming from {point.newest}"
 
 
 def earlier_launch(recipe: Recipe, checkpoint: Path | None) -> Mapping[str, Any]:
-    """The newest launch in the `run.json` beside a checkpoint, or in the run's folder; {} if another trainer's has none.
+    """Return the launch that a resume continues, after comparing its recipe with that of this launch.
 
-    Raises `RecipeError` if it is damaged, or missing beside a checkpoint of ours.
+    Raises:
+        RecipeError: `run.json` is damaged or missing, or a key has changed that a resume may not change.
     """
-    if not recipe.resumes:
-        return {}
-    try:
+    with _naming_key(recipe, "resume_from_checkpoint"):
         before = resume.earlier_launch(recipe.output_dir, checkpoint)
-    except UserError as error:
-        raise recipe.error(f"`resume_from_checkpoint`: {error}") from error
-    if not before and checkpoint is not None:
+    if checkpoint is None:
+        return before
+    if not before:
         _say(
             f"{checkpoint} is of another trainer, without a manifest and a {RECORD}: only the headers of its files are "
             "checked, and not whether it is of this recipe"
         )
-    return before
-
-
-def check_same_recipe(recipe: Recipe, before: Mapping[str, Any]) -> None:
-    """Say what the run to resume was launched with that is different now.
-
-    Raises `RecipeError` for what a resume may not change.
-    """
-    if not before:
-        return
+        return before
     earlier, now = redacted(resolved(before["recipe"])), redacted(resolved(recipe.as_dict()))
     refused, applied = resume.recipe_changes(earlier, now, before.get("directory", "."), RESUME_MAY_CHANGE)
     if refused:
-        raise _another_run(recipe, ", ".join(refused))
+        raise _other_run(recipe, ", ".join(refused))
     if applied:
         _say(f"changed for the rest of the run: {', '.join(applied)}")
-
-
-def check_same_order(recipe: Recipe, checked: Checked, before: Mapping[str, Any]) -> None:
-    """Raise `RecipeError` if the run to resume was laid out otherwise, so that its place in the data means nothing here."""
-    if change := resume.layout_change(before, order_of(recipe, checked)):
-        raise _another_run(recipe, change)
+    return before
 
 
 def order_of(recipe: Recipe, checked: Checked) -> dict[str, Any]:
-    """What determines which prompts an optimiser step sees."""
+    """Return the entries of `run.json` that determine which prompts an optimizer step reads."""
     return data_order(checked.geometry.as_dict(), checked.train_dataset["prompt"], vars(recipe.config))
 
 
 def identity_of(recipe: Recipe, checked: Checked) -> Identity:
-    """Return the identity of the launch: the rows, the weights that it loads, the code of its rewards, the versions."""
+    """Return the identity of the launch: its rows, the weights that it loads, the code of its rewards, and versions."""
     name, revision = recipe.model["model_name_or_path"], model_config(recipe).model_revision
     sources = {"policy": Source(name, hub_commit(name, revision))}
     if (config := weights.adapter_config(name, revision)) is not None and config.base_model_name_or_path:
@@ -467,24 +451,24 @@ def identity_of(recipe: Recipe, checked: Checked) -> Identity:
     if (reference := recipe.reference.adapter) is not None:
         sources["reference"] = Source(reference, hub_commit(reference))
     sources |= reward_models(checked.rewards, hub_commit)
-    # With recorded responses every column is one of them, or what they were paid.
+    # Recorded responses and their rewards are columns too.
     return identify(checked.train_dataset, checked.rewards, sources, all_columns=recipe.offline is not None)
 
 
 def check_same_content(recipe: Recipe, checkpoint: Path, identity: Identity) -> None:
-    """Say what else changed since a checkpoint was saved. Raises `RecipeError` for other data or weights."""
+    """Print changes since a checkpoint was saved. Raises `RecipeError` for changed data or weights."""
     manifest = read_manifest(checkpoint)
-    if manifest is None:  # of another trainer: `earlier_launch` has said what is not checked
+    if manifest is None:  # another trainer's: `earlier_launch` has printed what is not checked
         return
     found = compare(manifest.identity, identity)
     if (line := found.line(checkpoint)) is not None:
         _say(line)
     if (reason := found.refused_change(checkpoint)) is not None:
-        raise _another_run(recipe, reason)
+        raise _other_run(recipe, reason)
 
 
 def launch_entry(prepared: Prepared) -> dict[str, Any]:
-    """The entry of a launch in `run.json`."""
+    """Return the entry of this launch in `run.json`."""
     recipe, checked = prepared.recipe, prepared.checked
     return describe_launch(
         recipe.as_dict(),
@@ -502,7 +486,7 @@ def launch_entry(prepared: Prepared) -> dict[str, Any]:
 
 
 def hardware(training_args: GRPOConfig) -> str:
-    """What a launch runs on: its accelerators by name, or the cores of this machine."""
+    """Return the number and name of the accelerators of a launch, or the cores of this machine."""
     device, count = training_args.device, training_args.world_size
     if device.type == "cpu":
         return f"CPU ({platform.machine()}, {os.cpu_count()} cores), {count} process{'es' * (count > 1)}"
@@ -510,7 +494,7 @@ def hardware(training_args: GRPOConfig) -> str:
     return f"{count} × {named(device) if named else device.type}"
 
 
-def _another_run(recipe: Recipe, change: str) -> RecipeError:
+def _other_run(recipe: Recipe, change: str) -> RecipeError:
     return recipe.error(
         f"`resume_from_checkpoint`: {change}: launch as before, or start another run from the checkpoint as "
         "its `model_name_or_path`"
@@ -518,16 +502,19 @@ def _another_run(recipe: Recipe, change: str) -> RecipeError:
 
 
 def run(prepared: Prepared) -> int:
-    """Train, and leave the model or adapter, the tokenizer, a model card and the run's files in `output_dir`.
+    """Train, and write model or adapter, tokenizer, model card and the run's files into `output_dir`.
 
-    After SIGTERM or Ctrl-C it leaves a checkpoint instead and says so. Returns 0, or 130 after Ctrl-C.
+    After SIGTERM or Ctrl-C the run is saved as a checkpoint instead.
+
+    Returns:
+        0, or 130 after Ctrl-C.
     """
     recipe, training_args = prepared.recipe, prepared.training_args
-    check_folder(prepared)  # to confirm a checkpoint, and to load reward models, may have taken minutes
+    check_folder(prepared)  # confirming the checkpoint and loading the reward models may have taken minutes
     if prepared.point is not None:
-        if training_args.should_save:  # of each node, where each has a disk of its own
+        if training_args.should_save:  # on each node, if each has a disk of its own
             resume.set_aside(prepared.point.passed_over)
-        _say(describe_resumption(prepared))
+        _say(describe_resumption(prepared, prepared.point))
     faults.remove_fault_file(recipe.output_dir)
     trainer = build_trainer(prepared)
     describe_run(prepared, trainer)
@@ -537,29 +524,29 @@ def run(prepared: Prepared) -> int:
     started = time.monotonic()
     train(prepared, trainer)
     if prepared.interruption.stopped:
-        return _stopped(prepared, trainer)
+        return _end_stopped_run(prepared, trainer)
     if not prepared.is_over and trainer.state.global_step == prepared.steps_before:
-        raise faults.NothingTrained(f"no optimiser step was taken, of {prepared.steps}: the model is as it was")
+        raise faults.NothingTrained(f"no optimiser step was taken, of {prepared.steps}: the model is unchanged")
     trainer.checkpoints.check_folder()
-    # As TRL's own call: ours pushes to the hub later, in `finish`.
+    # An internal call does not push to the hub, which `finish` does after everything is written.
     trainer.save_model(training_args.output_dir, _internal_call=True)
     trainer.checkpoints.check_folder()
     try:
         finish(prepared, trainer, time.monotonic() - started)
     except KeyboardInterrupt:
-        return _interrupted(f"the run is finished, and its model is in {recipe.output_dir}")
+        return _print_interruption(f"the run is finished, and its model is in {recipe.output_dir}")
     return 0
 
 
 def check_folder(prepared: Prepared) -> None:
-    """Raise `FolderLost` on every rank if this launch lost the run's folder before its first step. Collective."""
+    """Raise `FolderLost` on every rank if this launch has lost the run's folder before its first step. Collective."""
     if prepared.held is not None:
         saved = prepared.checkpoint.name if prepared.checkpoint else None
         check_held(prepared.held, "before its first step", saved)
 
 
 def describe_run(prepared: Prepared, trainer: GRPOTrainer) -> None:
-    """Print what will be trained: sizes, rewards, the reference, the geometry, and what may be a mistake."""
+    """Print sizes, rewards, reference, precision and geometry of a run, and notes on possible mistakes."""
     recipe, checked = prepared.recipe, prepared.checked
     _say(f"{recipe.source}: {_size(trainer)}, rewards {describe_rewards(checked.rewards)}")
     _say(f"  reference       {describe_reference(recipe, trainer)}")
@@ -567,15 +554,21 @@ def describe_run(prepared: Prepared, trainer: GRPOTrainer) -> None:
     _say(precision.describe(surviving))
     _say(checked.geometry.describe())
     _say(checked.geometry.describe_epoch(len(checked.train_dataset)))
-    warning = precision.warning(surviving)
-    golds = [checked.golds.describe()] if checked.golds else []
-    golds += checks.sampling_note(recipe, checked.geometry, len(checked.train_dataset))
-    for note in [*cautions(recipe.config), *([warning] if warning else []), *golds]:
+    notes = list(cautions(recipe.config))
+    if warning := precision.warning(surviving):
+        notes.append(warning)
+    if checked.golds:
+        notes.append(checked.golds.describe())
+    notes += checks.sampling_note(recipe, checked.geometry, len(checked.train_dataset))
+    for note in notes:
         _say(f"  note            {note}")
 
 
 def measured_precision(prepared: Prepared, trainer: GRPOTrainer) -> tuple[Precision, float | None]:
-    """The dtypes of a run, and the share of an update that rounding leaves of the weights as loaded; None if not known."""
+    """Return the dtypes of a run, and the share of an update that survives rounding, measured on the loaded weights.
+
+    The share is None if it is not known.
+    """
     recipe = prepared.recipe
     precision = Precision.of(
         recipe.config,
@@ -585,7 +578,7 @@ def measured_precision(prepared: Prepared, trainer: GRPOTrainer) -> tuple[Precis
         is_adapter=isinstance(trainer.model, PeftModel),
         quantised=get_quantization_config(model_config(recipe)) is not None,
     )
-    # Where FSDP loads on one rank, the others hold no values yet.
+    # If FSDP loads the weights on one rank, the other ranks hold no values yet.
     if precision.updated == "float32" or not _is_first_rank():
         return precision, 1.0
     sample = stored_values(draw_sample(trainer.model.parameters()))
@@ -593,9 +586,9 @@ def measured_precision(prepared: Prepared, trainer: GRPOTrainer) -> tuple[Precis
 
 
 def train(prepared: Prepared, trainer: GRPOTrainer) -> None:
-    """Run the training loop from the checkpoint, if there is one; of a finished run it only loads the checkpoint."""
+    """Run the training loop from the checkpoint, if there is one. For a finished run only the checkpoint is loaded."""
     if prepared.is_over:
-        _say(f"already finished: {prepared.checkpoint} is the end of the run, nothing is left to train")
+        _say(f"already finished: {prepared.checkpoint} is the end of the run, and nothing remains to train")
     checkpoint = str(prepared.checkpoint) if prepared.checkpoint else None
     try:
         with loading_only(trainer, prepared.steps) if prepared.is_over else nullcontext():
@@ -606,17 +599,19 @@ def train(prepared: Prepared, trainer: GRPOTrainer) -> None:
 
 
 def build_trainer(prepared: Prepared) -> GRPOTrainer:
-    """The trainer of a run, the policy and its reference loaded."""
+    """Load the policy and its reference, and return the trainer of the run."""
     recipe, checked, training_args = prepared.recipe, prepared.checked, prepared.training_args
     training_args.reward_weights = [reward.weight for reward in checked.rewards]
     model_args = model_config(recipe)
     train_dataset = checked.train_dataset
+    if prepared.rollout:
+        train_dataset = train_dataset.select_columns(["prompt"])
     optimiser = checks.optimiser(recipe, prepared.machine)
     trainer = GRPOTrainer(
         model=load_policy(recipe, training_args),
         reward_funcs=[checked_reward(reward.function) for reward in checked.rewards],
         args=training_args,
-        train_dataset=train_dataset.select_columns(["prompt"]) if prepared.rollout else train_dataset,
+        train_dataset=train_dataset,
         eval_dataset=checked.eval_dataset,
         processing_class=prepared.tokenizer,
         quantization_config=get_quantization_config(model_args),
@@ -633,18 +628,7 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
     )
     trainer.checkpoints.decision, trainer.checkpoints.held = prepared.point, prepared.held
     trainer.checkpoints.identify = lambda: prepared.identity
-    if prepared.checkpoint is not None:
-        trainer.add_callback(ContinueSchedule())
-    trainer.add_callback(prepared.interruption)
-    trainer.add_callback(LiveLog(recipe.output_dir / LIVE))
-    if not training_args.disable_tqdm:  # then transformers draws no bar either
-        # In a notebook another one, which in transformers 5.23 raises when a run ends after its first step.
-        trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)
-        trainer.add_callback(LiveLine([reward.name for reward in checked.rewards], replaced=[efficiency]))
-    if recipe.early_stopping_patience is not None:
-        trainer.add_callback(EarlyStoppingCallback(recipe.early_stopping_patience))
-    if training_args.report_to:
-        trainer.add_callback(RecipeInTrackers(redacted(resolved(recipe.as_dict())), trainer.callback_handler))
+    add_callbacks(prepared, trainer)
 
     def create_model_card(**ignored: Any) -> None:
         if trainer.accelerator.is_main_process:
@@ -654,8 +638,25 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
     return trainer
 
 
-def _failed(prepared: Prepared, error: Exception) -> int:
-    """Say why a run ended, and from where it can go on. Returns 1."""
+def add_callbacks(prepared: Prepared, trainer: GRPOTrainer) -> None:
+    """Add the callbacks of a recipe's run to its trainer."""
+    recipe, training_args = prepared.recipe, prepared.training_args
+    if prepared.checkpoint is not None:
+        trainer.add_callback(ContinueSchedule())
+    trainer.add_callback(prepared.interruption)
+    trainer.add_callback(LiveLog(recipe.output_dir / LIVE))
+    if not training_args.disable_tqdm:
+        # The bar for notebooks in transformers 5.23 raises when a run ends after its first step.
+        trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)
+        trainer.add_callback(LiveLine([reward.name for reward in prepared.checked.rewards], replaced=[efficiency]))
+    if recipe.early_stopping_patience is not None:
+        trainer.add_callback(EarlyStoppingCallback(recipe.early_stopping_patience))
+    if training_args.report_to:
+        trainer.add_callback(RecipeInTrackers(redacted(resolved(recipe.as_dict())), trainer.callback_handler))
+
+
+def _report_failure(prepared: Prepared, error: Exception) -> int:
+    """Print why a run failed and from which checkpoint it can resume, and return exit code 1."""
     began = prepared.interruption.began
     checkpoint = prepared.last_checkpoint() if began else prepared.checkpoint
     folder, secrets = prepared.recipe.output_dir, known_secrets(prepared.recipe)
@@ -664,7 +665,7 @@ def _failed(prepared: Prepared, error: Exception) -> int:
 
 
 def finish(prepared: Prepared, trainer: GRPOTrainer, seconds: float) -> None:
-    """What follows once the model is saved: whatever fails here is a warning, for the run is finished."""
+    """Write logs, model card and summary after the model is saved. A failure is only a warning: the run is finished."""
     recipe = prepared.recipe
     attempt(recipe, "its trainer_state.json was not written", save_state, trainer)
     trainer.create_model_card()
@@ -685,21 +686,21 @@ def save_state(trainer: GRPOTrainer) -> None:
 
 
 def attempt(recipe: Recipe, loss: str, function: Callable[..., Any], *args: Any) -> None:
-    """Call `function`; a failure is one line of warning that says what the run in `output_dir` now lacks."""
+    """Call `function`, and turn an error into a warning that says what the run in `output_dir` now lacks."""
     try:
         function(*args)
-    except Exception as error:  # of a hub, a tracker, a disk or our own: none of them undoes the run
+    except Exception as error:  # an error of the hub, a tracker, a disk or our own: none of them undoes the run
         reason = scrubbed(one_line(f"{type(error).__name__}: {error}"), known_secrets(recipe))
         say_error(f"{recipe.output_dir}: {loss} ({reason})", kind="warning")
 
 
-def _stopped(prepared: Prepared, trainer: GRPOTrainer) -> int:
-    """Say where a run goes on that was asked to stop, and end it."""
-    trainer.accelerator.wait_for_everyone()  # a rank that leaves may take its node, and the others' saves, with it
+def _end_stopped_run(prepared: Prepared, trainer: GRPOTrainer) -> int:
+    """End a run that a signal has stopped, print how to resume it, and return the exit code."""
+    trainer.accelerator.wait_for_everyone()  # the end of one rank may end its node, and interrupt the others' saves
     code = INTERRUPTED if prepared.interruption.requested == signal.SIGINT else 0
     rest = "`--resume_from_checkpoint true` goes on from there"
     if prepared.training_args.save_only_model:
-        rest = "without its optimiser (`save_only_model`), so no run can go on from there"
+        rest = "without its optimiser (`save_only_model`), so no run can resume from there"
     by, state = prepared.interruption.name, trainer.state
     trainer.end()
     if _is_first_rank():
@@ -709,43 +710,42 @@ def _stopped(prepared: Prepared, trainer: GRPOTrainer) -> int:
     return code
 
 
-def _stopped_at_once(prepared: Prepared | None) -> int:
-    """Say what is left of a run that Ctrl-C ended where it was."""
+def _end_interrupted_run(prepared: Prepared | None) -> int:
+    """Print what is saved of a run that Ctrl-C ended at once, and return the exit code."""
     if prepared is None or not prepared.recipe.output_dir.exists():
-        return _interrupted(NOTHING_DONE)
+        return _print_interruption(NOTHING_DONE)
     if (last := prepared.last_checkpoint()) is not None:
-        return _interrupted(f"{last} is saved: `--resume_from_checkpoint true` goes on from there")
-    return _interrupted("nothing is saved yet: `--resume_from_checkpoint true` starts again")
+        return _print_interruption(f"{last} is saved: `--resume_from_checkpoint true` goes on from there")
+    return _print_interruption("nothing is saved yet: `--resume_from_checkpoint true` starts again")
 
 
-def _interrupted(rest: str) -> int:
+def _print_interruption(rest: str) -> int:
     if _is_first_rank():
         print_last_line(f"stopped by Ctrl-C: {rest}", INTERRUPTED)
     return INTERRUPTED
 
 
 def describe_reference(recipe: Recipe, trainer: GRPOTrainer) -> str:
-    """What the reference is, and which references a checkpoint offers that this run begins from."""
+    """Return a clause on the reference, and on the one that the model's checkpoint offers, if there is one."""
     kept = Path(recipe.model["model_name_or_path"]) / REF
     sentence = trainer.reference_sentence
     if trainer.beta and (kept / "adapter_config.json").is_file() and recipe.reference.adapter != str(kept):
-        sentence += f"; {kept} holds that of the run that wrote it: `reference: {{adapter: {kept}}}` keeps it instead"
+        sentence += f"; {kept} holds the reference of an earlier run: `reference: {{adapter: {kept}}}` keeps it instead"
     return sentence
 
 
 def diagnosis(folder: Path) -> str:
-    """What looks wrong in a finished run, or why that can't be told: the run is trained and saved in either case."""
+    """Return the findings on a finished run, or why it was not diagnosed. The run is saved in either case."""
     try:
         return describe(diagnose(Run.read(folder, within=DIAGNOSIS_SECONDS)))
     except OutOfTime:
-        seconds = f"{DIAGNOSIS_SECONDS:.0f} s"
-        return f"diagnosis: left out, as it takes more than {seconds}: `grpo-recipes diagnose {folder}` makes it"
+        return f"diagnosis: skipped after {DIAGNOSIS_SECONDS:.0f} s: `grpo-recipes diagnose {folder}` takes the time it needs"
     except UserError as error:
-        return f"diagnosis: left out, {error}"
+        return f"diagnosis: skipped, {error}"
 
 
 def summary(trainer: GRPOTrainer, seconds: float) -> str:
-    """One paragraph on a finished run: steps, time, first and last logged reward, where the result lies."""
+    """Return one line on a finished run: steps, time, first and last logged reward, and the folder of the model."""
     rewards = [entry["reward"] for entry in trainer.state.log_history if entry.get("reward") is not None]
     change = f", reward {rewards[0]:.3f} -> {rewards[-1]:.3f}" if rewards else ""
     kind = "adapter" if hasattr(trainer.model, "peft_config") else "model"
@@ -766,15 +766,15 @@ def _say(text: str) -> None:
         say(text)
 
 
-def _refuse(sentence: str) -> int:
-    """Print why the recipe can't run, once per launch; a lone failure of another rank is printed after a while."""
+def _print_refusal(sentence: str) -> int:
+    """Print why the recipe can't run, and return exit code 2. Ranks other than the first wait before they print."""
     if not _is_first_rank():
         time.sleep(SILENCE_SECONDS)
     return print_last_line(f"error: {sentence}", 2)
 
 
 def leave(code: int) -> None:
-    """End this process with `code`: of several ranks, without the interpreter's teardown, in which gloo's threads may abort."""
+    """End this process. One of several ranks skips the interpreter's teardown, in which gloo's threads may abort."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         sys.exit(code)
     sys.stdout.flush()

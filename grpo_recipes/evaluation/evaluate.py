@@ -425,7 +425,7 @@ def evaluate_into(
     Raises:
         UserError: The folder holds another evaluation, this process lost the folder, or the dataset is empty or has an
             answer that can't be read as a gold.
-        RunLocked: Another process evaluates into the folder.
+        UserError: Another process evaluates into the folder.
         RunError: A file of the folder is damaged.
     """
     golds = _golds(dataset, settings)

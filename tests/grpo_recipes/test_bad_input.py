@@ -581,7 +581,7 @@ TRAINING: list[Case] = [
     ),
     Case(
         "train --config {recipe} --model_name_or_path sft",
-        ("sft is an adapter, and its base /nowhere/base is not there", "adapter_config.json"),
+        ("sft is an adapter, and its base /nowhere/base is missing", "adapter_config.json"),
         files={
             "sft/adapter_config.json": ADAPTER_CONFIG.replace('"base"', '"/nowhere/base"'),
             "sft/adapter_model.safetensors": SAFETENSORS,

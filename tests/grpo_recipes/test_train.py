@@ -281,7 +281,7 @@ def test_a_run_that_failed_before_its_first_save_is_started_again(
     assert "`--resume_from_checkpoint true` starts again" in capsys.readouterr().err.splitlines()[-1]
     assert train.main(given) == 2  # whatever lies there, it is not overwritten unasked
     assert train.main([*given, "--resume_from_checkpoint=true"]) == 0
-    assert "no checkpoint to go on from: starting at the beginning" in capsys.readouterr().out
+    assert "no checkpoint to resume from: starting at the beginning" in capsys.readouterr().out
     assert not list((tmp_path / "run").glob("fault-*"))
 
 
@@ -326,7 +326,7 @@ def test_a_run_that_cannot_be_diagnosed_is_finished_all_the_same(
 
     monkeypatch.setattr(train, "summary", damaging)
     assert train.main(arguments(tiny_model, gsm8k_file, output, "--max_steps=1", "--save_strategy=no")) == 0
-    assert f"diagnosis: left out, {file}: can't be read as parquet" in capsys.readouterr().out
+    assert f"diagnosis: skipped, {file}: can't be read as parquet" in capsys.readouterr().out
 
 
 ENDINGS = ["write_model_card", "summary", "diagnose", "push_to_hub", "save_state", "end"]

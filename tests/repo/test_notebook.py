@@ -93,7 +93,7 @@ def test_every_cell_runs_and_ctrl_c_in_training_goes_on(kernel: Kernel, tiny_mod
             assert "130" in stopped
             assert not (run / "model.safetensors").exists()
             assert any(run.glob("checkpoint-*")), "it was saved"
-            assert "going on from" in kernel.run(code)
+            assert "resuming from" in kernel.run(code)
             assert (run / "model.safetensors").is_file()
             state = json.loads((run / "trainer_state.json").read_text())
             assert state["global_step"] == 30

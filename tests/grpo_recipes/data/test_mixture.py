@@ -52,7 +52,7 @@ def test_a_killed_mixture_ends_like_one_left_alone(tmp_path: Path, layout: str, 
     assert not (tmp_path / "killed" / "model.safetensors").exists()
     assert newest_checkpoint(tmp_path / "killed", processes) is not None
     said = launching.launch(layout, killed, "--resume_from_checkpoint", "true")
-    assert "going on from" in said
+    assert "resuming from" in said
     launching.assert_same_run(tmp_path / "alone", tmp_path / "killed")
     seen = launching.completions(tmp_path / "killed")
     assert set(seen["source"]) == {"a.jsonl", "b.parquet", "saved"}

@@ -120,7 +120,7 @@ def test_a_diagnosis_that_has_no_time_is_left_out_and_says_so(
         }[reached]()
     monkeypatch.setattr(train, "DIAGNOSIS_SECONDS", -1.0)
     said = train.diagnosis(folder)
-    assert said == f"diagnosis: left out, as it takes more than -1 s: `grpo-recipes diagnose {folder}` makes it"
+    assert said == f"diagnosis: skipped after -1 s: `grpo-recipes diagnose {folder}` takes the time it needs"
 
 
 def test_a_model_card_does_not_read_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ def test_a_run_goes_on_before_a_damaged_checkpoint_and_ends_as_it_did(
     assert train.main(["--config", str(finished), "--resume_from_checkpoint", "true"]) == 0
     said = capsys.readouterr().out
     assert f"{restored / 'checkpoint-3' / name} is damaged" in said
-    assert f"set aside as damaged-checkpoint-3: going on from {restored / 'checkpoint-2'}" in said
+    assert f"set aside as damaged-checkpoint-3: resuming from {restored / 'checkpoint-2'}" in said
     assert (restored / "damaged-checkpoint-3").is_dir()
     actual = launching.parameters(restored)
     assert all(expected[key].equal(actual[key]) for key in expected)

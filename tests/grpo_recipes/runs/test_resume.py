@@ -202,7 +202,7 @@ def test_true_follows_the_last_launch_of_a_recipe_too(tmp_path: Path, capsys: py
     assert train.main([*command, "--resume_from_checkpoint=true", "--max_steps=4"]) == 0
     said = capsys.readouterr().out
     assert (
-        f"did not resume from checkpoint-4 and checkpoint-6, which an earlier one saved: going on from {output}" in said
+        f"did not resume from checkpoint-4 and checkpoint-6, which an earlier one saved: resuming from {output}" in said
     )
     record = json.loads((output / "run.json").read_text())
     assert [Path(launch["resumed_from"] or "none").name for launch in record["launches"]] == [

@@ -39,7 +39,7 @@ def test_a_killed_run_ends_like_one_left_alone(layout: str, tuning: str, tmp_pat
     launching.finish(process)
     assert not (output / "trainer_state.json").exists()
     said = launching.launch(layout, killed, "--resume_from_checkpoint", "true", module=MODULE)
-    assert "going on from" in said
+    assert "resuming from" in said
     launching.assert_same_run(tmp_path / "alone", output)
     for rank in range(processes):
         kept = [torch.load(folder / f"state-rank{rank}.pt") for folder in (tmp_path / "alone", output)]

@@ -2,10 +2,10 @@
 
     python -m grpo_recipes.quickstart [--seed 0] [--output_dir runs/quickstart]
 
-A policy of 0.4 million parameters learns from worked solutions, of which some use the tags that the prompt asks for. It is
-evaluated on held-out problems with `grpo-recipes evaluate`, trained with `recipes/quickstart.yaml` through
-`grpo_recipes.train` as any other model would be, and evaluated again. `evaluation.json` in the output folder holds both
-results; the run's own folder has every completion.
+A policy of 0.4 million parameters first learns from worked solutions, some of which use the tags that the prompt asks
+for. It is evaluated on held-out problems with `grpo-recipes evaluate`, trained with `recipes/quickstart.yaml` through
+`grpo_recipes.train` like any other model, and evaluated again. `evaluation.json` in the output folder holds both
+results, and the run's own folder holds every completion.
 """
 
 import argparse
@@ -45,30 +45,30 @@ from grpo_rewards.terminal import lasting_output, say
 
 HELD_OUT_PROBLEMS = 400
 EVALUATION_BATCH_SIZE = 200
-# Qwen's chat format, without its default system prompt and tools.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+"""Qwen's chat format, without its default system prompt and tools."""
 
-# How demonstrations end: as GRPO will ask, in a sentence, or without stating an answer.
 LAYOUTS = {
     "tags": "<think>{steps}</think>\n<answer>{number}</answer>",
     "sentence": "{steps}\nThe answer is {number}.",
     "steps": "{steps}",
 }
+"""Layouts of demonstrations: the rewarded format, the answer in a sentence, or no stated answer."""
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """How the tiny policy is built and taught. A policy made by equal settings is used again."""
+    """Settings of the tiny policy and of its supervised fine-tuning. Equal settings reuse an existing policy."""
 
     seed: int = 0
     demonstrations: int = 20_000
     shares: tuple[float, float, float] = (0.4, 0.3, 0.3)
-    """Of demonstrations in each of `LAYOUTS`."""
+    """Share of the demonstrations in each of `LAYOUTS`."""
     vocab_size: int = 512
     hidden_size: int = 96
     num_layers: int = 3
@@ -78,12 +78,16 @@ class WarmStart:
 
 @fewer_library_messages()
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the quickstart. Returns 0, what training returned if it could not run, or 130 after Ctrl-C."""
+    """Run the quickstart.
+
+    Returns:
+        0, the exit code of a training that could not run, or 130 after Ctrl-C.
+    """
     with lasting_output():
         try:
             return _main(_parse_arguments(args))
         except KeyboardInterrupt as interrupted:
-            # Training and evaluation answer Ctrl-C themselves, so that it came before or between them.
+            # Training and evaluation handle Ctrl-C themselves, so this one came before or between them.
             say(str(interrupted) or "stopped by Ctrl-C: the same command starts again", to_stderr=True)
             return INTERRUPTED
 
@@ -115,13 +119,13 @@ def _main(options: argparse.Namespace) -> int:
     file = output_dir / "evaluation.json"
     write_atomically(file, json.dumps(result, indent=2) + "\n")
     say(f"\n{table(before, after)}\n{result['seconds']:.0f} s in all; these numbers are in {file}")
-    say("\nThe run on one page, what looks wrong in it, and what a real model would take:")
+    say("\nA report on the run, its diagnosis, and the plan for a real model:")
     say("\n".join(next_commands(run_dir)))
     return 0
 
 
 def next_commands(run_dir: Path) -> list[str]:
-    """Three commands to type next, which work as they are: from the working directory, whether or not `.venv` is active."""
+    """Return three commands to type next. They work from the working directory, whether or not `.venv` is active."""
     here = Path(sys.executable).parent
     command = "grpo-recipes"
     if shutil.which(command) != str(here / command):
@@ -134,9 +138,14 @@ def next_commands(run_dir: Path) -> list[str]:
 
 
 def warm_start(settings: WarmStart, prompts: DatasetSpec, folder: Path) -> None:
-    """Leave a policy taught by `settings` in a folder, unless it holds one already.
+    """Fine-tune a new policy and save it in `folder`, unless the folder holds a policy of equal settings.
 
-    The policy is built under another name, so that an interrupted warm start leaves the folder as it was.
+    The policy is built under another name, so that an interrupted warm start does not change the folder.
+
+    Args:
+        settings: settings of the policy.
+        prompts: dataset whose prompts the demonstrations use.
+        folder: folder for the policy.
     """
     conversations = demonstrations(settings, prompts)
     digest = hashlib.sha256(json.dumps(conversations).encode()).hexdigest()
@@ -158,9 +167,9 @@ def warm_start(settings: WarmStart, prompts: DatasetSpec, folder: Path) -> None:
 
 @contextmanager
 def _replaced_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that takes the place of `folder` if the block succeeds, and is removed if it fails."""
+    """Yield an empty folder that replaces `folder` if the block succeeds, and is removed if the block fails."""
     unfinished = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a launch that was killed
+    shutil.rmtree(unfinished, ignore_errors=True)  # left by a launch that was killed
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
@@ -172,30 +181,32 @@ def _replaced_folder(folder: Path) -> Iterator[Path]:
 
 
 def demonstrations(settings: WarmStart, prompts: DatasetSpec) -> list[dict[str, list[dict[str, str]]]]:
-    """Conversations for supervised fine-tuning, `prompt` and `completion`, on training problems phrased as `prompts` says.
+    """Return conversations for supervised fine-tuning, each with a `prompt` and a `completion`.
 
-    All completions work the problem out; their layouts are drawn from `LAYOUTS`, and only the first will be rewarded.
+    The problems are training problems, phrased as in the dataset `prompts`. Every completion is a correct solution. Its
+    layout is drawn from `LAYOUTS`, of which GRPO rewards only the first.
     """
     spec = replace(prompts, split="train", size=settings.demonstrations, seed=settings.seed)
     problems = arithmetic_problems("train", settings.demonstrations, settings.seed)
     layouts = random.Random(settings.seed).choices(list(LAYOUTS), settings.shares, k=settings.demonstrations)
-    return [
-        {"prompt": prompt, "completion": [{"role": "assistant", "content": _solution(problem["answer"], layout)}]}
-        for prompt, problem, layout in zip(load(spec)["prompt"], problems, layouts, strict=True)
-    ]
+    conversations = []
+    for prompt, problem, layout in zip(load(spec)["prompt"], problems, layouts, strict=True):
+        steps, number = problem["answer"].rpartition("\n")[0], final_answer(problem["answer"])
+        solution = LAYOUTS[layout].format(steps=steps, number=number)
+        conversations.append({"prompt": prompt, "completion": [{"role": "assistant", "content": solution}]})
+    return conversations
 
 
 def build_tokenizer(conversations: Sequence[dict[str, Any]], vocab_size: int) -> Qwen2Tokenizer:
-    """A Qwen2 tokenizer whose merges are learnt from conversations.
+    """Return a Qwen2 tokenizer whose merges are learned from conversations.
 
-    It keeps Qwen2's own pre-tokenizer: transformers 5 rebuilds a `qwen2` tokenizer from its class when it loads one, and
-    would drop any other without a word.
+    It keeps Qwen2's own pre-tokenizer, because transformers 5 rebuilds a `qwen2` tokenizer from its class when it loads
+    one, and would silently drop any other pre-tokenizer.
     """
-    texts = [
-        f"{message['role']}\n{message['content']}"
-        for conversation in conversations[:2_000]
-        for message in conversation["prompt"] + conversation["completion"]
-    ]
+    texts = []
+    for conversation in conversations[:2_000]:
+        for message in conversation["prompt"] + conversation["completion"]:
+            texts.append(f"{message['role']}\n{message['content']}")
     tokenizer = Qwen2Tokenizer().train_new_from_iterator(
         texts, vocab_size=vocab_size, new_special_tokens=["<|im_start|>", "<|im_end|>"], show_progress=False
     )
@@ -205,7 +216,7 @@ def build_tokenizer(conversations: Sequence[dict[str, Any]], vocab_size: int) ->
 
 
 def build_policy(tokenizer: Qwen2Tokenizer, settings: WarmStart) -> Qwen2ForCausalLM:
-    """A Qwen2 model of under a million parameters with random weights."""
+    """Return a Qwen2 model of less than a million parameters with random weights."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,
@@ -215,7 +226,7 @@ def build_policy(tokenizer: Qwen2Tokenizer, settings: WarmStart) -> Qwen2ForCaus
         num_key_value_heads=4,
         max_position_embeddings=256,
         tie_word_embeddings=True,
-        # About 1 / sqrt(hidden_size). The usual 0.02 is meant for wide models; here it costs three times the steps.
+        # About 1 / sqrt(hidden_size). With the usual 0.02, which suits wide models, training takes three times the steps.
         initializer_range=0.12,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -231,7 +242,7 @@ def fine_tune(
     settings: WarmStart,
     folder: Path,
 ) -> None:
-    """Teach a policy in place with TRL's `SFTTrainer`: one pass over conversations, with the loss on completions alone."""
+    """Fine-tune a policy in place with TRL's `SFTTrainer`, for one epoch, with the loss on completions only."""
     config = SFTConfig(
         output_dir=str(folder),
         num_train_epochs=1,
@@ -251,7 +262,7 @@ def fine_tune(
         seed=settings.seed,
     )
     had_bars = not are_progress_bars_disabled()
-    disable_progress_bars()  # tokenising takes four bars and eight seconds
+    disable_progress_bars()  # tokenization would draw four bars in eight seconds
     trainer = SFTTrainer(policy, config, train_dataset=Dataset.from_list(conversations), processing_class=tokenizer)
     if had_bars:
         enable_progress_bars()
@@ -263,7 +274,7 @@ def fine_tune(
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Run `grpo_recipes.train` as its command line would, less its lines on efficiency. Returns its status."""
+    """Run `grpo_recipes.train` like its command line, but without its lines on efficiency. Returns its exit code."""
     from grpo_recipes import train as training
 
     efficiency = logging.getLogger("grpo_recipes.training.trainer")
@@ -276,10 +287,11 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def evaluate(model: Path, output: Path, recipe: Recipe) -> dict[str, float]:
-    """Run `grpo-recipes evaluate` on held-out problems, sampled as the recipe samples in training.
+    """Run `grpo-recipes evaluate` on held-out problems, with the recipe's sampling.
 
-    Returns the strict `accuracy`, the ends of its 95 % interval, `low` and `high`, the number of problems `n`, and the
-    `lenient` accuracy.
+    Returns:
+        The strict `accuracy`, the ends `low` and `high` of its 95 % interval, the number of problems `n`, and the
+        `lenient` accuracy.
     """
     arguments = ["evaluate", str(model), "--recipe", "quickstart", "--limit", str(HELD_OUT_PROBLEMS)]
     arguments += ["--temperature", str(recipe.config.temperature)]
@@ -289,12 +301,17 @@ def evaluate(model: Path, output: Path, recipe: Recipe) -> dict[str, float]:
         raise SystemExit(status)
     result = read_object(output / "evaluation.json", EVALUATION)
     strict = result["strict"]
-    ends = {"low": strict["low"], "high": strict["high"]}
-    return {"accuracy": strict["value"], **ends, "n": result["problems"], "lenient": result["lenient"]["value"]}
+    return {
+        "accuracy": strict["value"],
+        "low": strict["low"],
+        "high": strict["high"],
+        "n": result["problems"],
+        "lenient": result["lenient"]["value"],
+    }
 
 
 def table(before: dict[str, float], after: dict[str, float]) -> str:
-    """Both results side by side, and what their numbers mean."""
+    """Return a table of both results, with an explanation of its columns."""
     lines = [f"{'':12} {'strict':>6}   {'95 % interval':13}   {'lenient':>7}"]
     for name, result in (("before GRPO", before), ("after GRPO", after)):
         interval = f"{result['low']:.3f} - {result['high']:.3f}"
@@ -304,11 +321,6 @@ def table(before: dict[str, float], after: dict[str, float]) -> str:
         "completion each"
     )
     return "\n".join(lines)
-
-
-def _solution(answer: str, layout: str) -> str:
-    steps, number = answer.rpartition("\n")[0], final_answer(answer)
-    return LAYOUTS[layout].format(steps=steps, number=number)
 
 
 @contextmanager
@@ -324,9 +336,11 @@ def _parse_arguments(args: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m grpo_recipes.quickstart", description="Watch GRPO raise a tiny model's accuracy on a CPU."
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the weights, the demonstrations and GRPO (default 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random seed of the weights, the demonstrations and GRPO (default: 0)"
+    )
     default = Path("runs/quickstart")
-    parser.add_argument("--output_dir", type=Path, default=default, help=f"where everything goes (default {default})")
+    parser.add_argument("--output_dir", type=Path, default=default, help=f"folder for all files (default: {default})")
     return parser.parse_args(args)
 
 

@@ -705,7 +705,7 @@ RESULTS: list[Case] = [
         for state, words in (
             ("", ("can't be read as JSON",)),
             (CUT_STATE, ("can't be read as JSON",)),
-            (b"\xff\xfe\x00", ("can't be read as JSON",)),
+            (b"\xff\xfe\x00", ("it is not UTF-8 text",)),
             ("[" * 100_000, ("can't be read as JSON",)),
             ("{}", ("it has no `log_history`",)),
             ("[]", ("it is a list, not an object",)),

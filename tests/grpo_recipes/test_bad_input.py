@@ -454,7 +454,10 @@ TRAINING: list[Case] = [
     ),
     Case(
         RESUME,
-        ("run resumed from checkpoint-1 and saved nothing", "an earlier launch saved checkpoint-2: name the checkpoint"),
+        (
+            "run resumed from checkpoint-1 and saved nothing",
+            "an earlier launch saved checkpoint-2: name the checkpoint",
+        ),
         files={"run/_launch.json": BRANCH_FROM_1},
         run={},
     ),

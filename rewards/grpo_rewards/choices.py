@@ -1,9 +1,14 @@
-r"""Multiple choice: which one choice a completion names, by its letter or by its text, against the gold's.
+r"""A reward for multiple choice: the one choice that a completion names, by its letter or by its text, against the gold's.
 
-An answer is read by a small grammar, not searched for a letter: it is a letter, a choice's text, or both in agreement,
-perhaps after a phrase that introduces it ("the correct option is", "I think it's") and before a reason ("because ...")
-or a claim ("is correct"). Whatever the grammar does not cover names no choice, so that "A cat", "I don't know", "A or B"
-and "not B" earn nothing.
+| the completion | pay |
+|---|---|
+| names the gold's choice and no other: `B`, `(b)`, `B) Paris`, `Paris`, `The answer is B.`, `\boxed{\text{B}}` | 1 (`pay`) |
+| names another choice, several, a letter and a text that disagree, or none | 0 (`pay_wrong`) |
+| the gold or the choices can't be read | None |
+
+An answer is read by a small grammar instead of searched for a letter. It is a letter, a choice's text, or both in agreement.
+A phrase may introduce it ("the correct option is", "I think it's"), and a reason ("because ...") or a claim ("is correct")
+may follow. Anything else names no choice, so that "A cat", "I don't know", "A or B" and "not B" earn nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import re
 import string
 import unicodedata
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
@@ -20,12 +25,13 @@ from typing import Any, ClassVar
 
 from grpo_rewards.completions import needed_column
 from grpo_rewards.math.correctness import AgainstGold, Judgements
-from grpo_rewards.reward import LogMetric
+from grpo_rewards.reward import LogMetric, check_choice
 
-# An answer longer than the longest choice by more than this names none.
 _MAX_EXTRA_CHARS = 1000
-# A completion that claims more often than this is judged by its last claims.
+"""Number of characters by which an answer may be longer than the longest choice. A longer one names no choice."""
+
 _MAX_CLAIMS = 20
+"""Number of claims of a completion that are read, from its end."""
 
 _LABEL = re.compile(r"[A-Za-z0-9]{1,3}")
 _LABELLED = re.compile(r"\s*\(?([A-Za-z])(?:\)|[.:](?=\s))\s*(\S.*)", re.DOTALL)
@@ -44,7 +50,7 @@ _PAIRED = (
     re.compile(r"(?<!\w)(')([^']*)'(?!\w)"),
     re.compile(r"(\${1,2})([^$]*)\1"),
 )
-# What a claim cut out of "**Answer: B**" keeps. Not between letters, where it is a power.
+# The mark that remains of "**Answer: B**" behind the claim. Between letters it is a power and stays.
 _HALF_A_PAIR = re.compile(r"(?<![^\W_])(?:\*\*+|__+)|(?:\*\*+|__+)(?![^\W_])")
 _AROUND_SYMBOL = re.compile(r"\s*([^\w\s])\s*")
 _ARTICLE = re.compile(r"(?:the|an?) (?=\S)")
@@ -53,14 +59,19 @@ _END_OF_WORDS = re.compile(r"(?<=[^\W\d_])[!?]+\Z")
 
 @lru_cache(maxsize=4096)
 def _plain_character(character: str) -> str:
-    """Fold what only looks like ASCII: full-width, circled and bold letters, spaces, dashes, quotes, invisible ones."""
+    """Return the ASCII form of a character that only looks different, such as a full-width letter or a dash.
+
+    Circled and bold letters, spaces and quotes are folded too. Invisible characters vanish.
+    """
     if character in _FOLDED:
         return _FOLDED[character]
     if character.isascii():
         return character
     category = unicodedata.category(character)
-    if category in ("Cf", "Zs"):
-        return " " if category == "Zs" else ""
+    if category == "Cf":
+        return ""
+    if category == "Zs":
+        return " "
     if category == "Nd":
         return str(unicodedata.decimal(character))
     plain = unicodedata.normalize("NFKC", character)
@@ -80,26 +91,43 @@ def _cleaned(text: str) -> str:
 
 
 def _key(cleaned: str) -> str:
-    """Return what two spellings of one text share: no case, leading article, final period or spaces around symbols."""
-    key = _ARTICLE.sub("", cleaned.casefold(), count=1) if _ARTICLE.match(cleaned.casefold()) else cleaned.casefold()
-    key = _END_OF_WORDS.sub("", key.rstrip(" .,;:"))
+    """Return a form that two spellings of one text share: no case, leading article, final period, spaces by symbols."""
+    folded = cleaned.casefold()
+    key = _END_OF_WORDS.sub("", folded[_end_of(_ARTICLE, folded) :].rstrip(" .,;:"))
     if key[:1] + key[-1:] in ("()", "[]", "''") and len(key) > 2 and not re.search(r"[()\[\]',]", key[1:-1]):
         key = key[1:-1]
-    return _AROUND_SYMBOL.sub(r"\1", key).strip() or cleaned.casefold()
+    return _AROUND_SYMBOL.sub(r"\1", key).strip() or folded
+
+
+def _end_of(pattern: re.Pattern[str], text: str) -> int:
+    match = pattern.match(text)
+    return match.end() if match else 0
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices of one question. `texts` is () where only letters are known. Built by `read_choices`."""
+    """Choices of one question, built by `read_choices`.
+
+    Attributes:
+        labels: letters (or numbers) of the choices, as written.
+        texts: texts of the choices; () if only the letters are known.
+        by_label: labels by their case-folded form.
+        by_text: labels by the cleaned text; None for a text that two choices have.
+        by_key: labels by the key of the text; None for a key that two choices have.
+        keys: (key, label) pairs of the unique keys, longest key first.
+        head: pattern of a label at the start of an answer.
+        mention: pattern of a label anywhere in a text.
+        max_chars: number of characters of the longest answer that is read.
+    """
 
     labels: tuple[str, ...]
     texts: tuple[str, ...]
     by_label: Mapping[str, str]
-    by_text: Mapping[str, str | None]  # as written (cleaned) -> label, None if two choices have that text
+    by_text: Mapping[str, str | None]
     by_key: Mapping[str, str | None]
-    keys: tuple[tuple[str, str], ...]  # (key, label), longest key first
+    keys: Sequence[tuple[str, str]]
     head: re.Pattern[str]
-    label: re.Pattern[str]
+    mention: re.Pattern[str]
     max_chars: int
 
 
@@ -113,10 +141,11 @@ def _choices(labels: tuple[str, ...], texts: tuple[str, ...]) -> Choices | None:
     for label, text in zip(labels, texts, strict=False):
         cleaned = _cleaned(text)
         for table, entry in ((by_text, cleaned), (by_key, _key(cleaned))):
-            # A text that reads as a letter ("A" among the letters of a word) is never taken for the text.
+            # A text that looks like a letter ("A" among the letters of a word) is always read as the letter.
             if entry and entry.casefold() not in by_label:
                 table[entry] = None if entry in table else label
-    keys = sorted(((key, label) for key, label in by_key.items() if label), key=lambda item: -len(item[0]))
+    keys = [(key, label) for key, label in by_key.items() if label]
+    keys.sort(key=lambda pair: len(pair[0]), reverse=True)
     either = "|".join(sorted(map(re.escape, labels), key=len, reverse=True))
     head = re.compile(
         rf"""(?P<word>(?:the\ )?(?:option|choice|answer|letter|alternative|statement)\ )?
@@ -124,9 +153,9 @@ def _choices(labels: tuple[str, ...], texts: tuple[str, ...]) -> Choices | None:
         (?P<close>(?:\ ?[)\]}}>.:,;!]|\ -)*) (?: (?=\s|\Z) | (?<=[)\]:.])(?=[^\W\d]) )""",
         re.VERBOSE | re.IGNORECASE,
     )
-    label_in_text = re.compile(rf"(?<![\w'-])([(\[]?)({either})([)\]]?)(?![\w'-])(?=(\ [a-z]+)?)", re.IGNORECASE)
+    mention = re.compile(rf"(?<![\w'-])([(\[]?)({either})([)\]]?)(?![\w'-])(?=(\ [a-z]+)?)", re.IGNORECASE)
     max_chars = max(map(len, texts), default=0) + _MAX_EXTRA_CHARS
-    return Choices(labels, texts, by_label, by_text, by_key, tuple(keys), head, label_in_text, max_chars)
+    return Choices(labels, texts, by_label, by_text, by_key, keys, head, mention, max_chars)
 
 
 _LETTERS_ALONE = tuple(string.ascii_uppercase)
@@ -136,18 +165,19 @@ def read_choices(value: Any) -> Choices | None:
     """Return the choices of a row, or None if they can't be read.
 
     Args:
-        value: a list of texts, whose letters are A, B, C, ... unless the texts bring them ("B) Paris", "A) Rome"); a
-            mapping of letters to texts, in which None stands for no such choice; the mapping `{"text": [...],
-            "label": [...]}` of ARC; or None for letters alone. A letter may be a number.
+        value: list of texts, with the letters A, B, C, ... unless the texts bring their own ("B) Paris", "A) Rome"); or a
+            mapping from letters to texts, in which None stands for no choice; or ARC's mapping `{"text": [...], "label":
+            [...]}`; or None for letters alone. A letter may be a number.
     """
     if value is None:
         return _choices(_LETTERS_ALONE, ())
     pairs = _label_and_text(value)
-    if not pairs or not all(isinstance(label, str) and _LABEL.fullmatch(label) for label, _ in pairs):
-        return None
-    if not all(isinstance(text, (str, Real)) for _, text in pairs):
-        return None
-    return _choices(tuple(label for label, _ in pairs), tuple(str(text) for _, text in pairs))
+    for label, text in pairs:
+        if not isinstance(label, str) or not _LABEL.fullmatch(label) or not isinstance(text, (str, Real)):
+            return None
+    labels = tuple(label for label, _ in pairs)
+    texts = tuple(str(text) for _, text in pairs)
+    return _choices(labels, texts) if pairs else None
 
 
 def _label_and_text(value: Any) -> list[tuple[Any, Any]]:
@@ -160,16 +190,18 @@ def _label_and_text(value: Any) -> list[tuple[Any, Any]]:
         return [(label, text) for label, text in value.items() if text is not None]
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > len(_LETTERS_ALONE):
         return []
-    own = [_LABELLED.fullmatch(text) if isinstance(text, str) else None for text in value]
-    labelled = [(match[1], match[2]) for match in own if match]
-    # All of the first letters, so that names with initials ("I. Newton", "M. Curie") stay names.
+    labelled = []
+    for text in value:
+        if isinstance(text, str) and (match := _LABELLED.fullmatch(text)):
+            labelled.append((match[1], match[2]))
+    # Exactly the first letters, so that names with initials ("I. Newton", "M. Curie") stay names.
     if sorted(label.upper() for label, _ in labelled) == list(_LETTERS_ALONE[: len(value)]):
         return labelled
     return list(zip(_LETTERS_ALONE, value, strict=False))
 
 
 def _listed(value: Any) -> Any:
-    """Return an array of numpy or pyarrow as the list that it stands for."""
+    """Return the list of an array of numpy or pyarrow, and any other value as it is."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -177,10 +209,10 @@ def read_gold(gold: Any, choices: Choices, form: str = "auto") -> str | None:
     """Return the letter of the right choice, or None if the gold can't be read.
 
     Args:
-        gold: the letter, the choice's text, or its position from 0 (a number, or digits that are neither a letter nor
-            a text here).
-        choices: what it chooses from.
-        form: "letter", "text" or "index" where a gold could be read as either; "auto" tries them in that order.
+        gold: letter of the choice, its text, or its position from 0. A position is a number, or digits that are neither a
+            letter nor a text of the question.
+        choices: choices of the question.
+        form: "letter", "text" or "index", for golds that could be read as several; "auto" tries them in that order.
     """
     gold = _listed(gold)
     if isinstance(gold, Real) and not isinstance(gold, bool) and form in ("auto", "index"):
@@ -188,7 +220,7 @@ def read_gold(gold: Any, choices: Choices, form: str = "auto") -> str | None:
     if not isinstance(gold, str) or not gold.strip() or len(gold) > choices.max_chars:
         return None
     cleaned = _cleaned(gold)
-    if form in ("auto", "letter") and (label := _bare_label(cleaned, choices)):
+    if form in ("auto", "letter") and (label := _by_label(cleaned, choices)):
         return label
     if form in ("auto", "text") and (label := _of_text(cleaned, choices)):
         return label
@@ -198,13 +230,11 @@ def read_gold(gold: Any, choices: Choices, form: str = "auto") -> str | None:
 
 
 def _of_text(cleaned: str, choices: Choices) -> str | None:
-    """Return the letter of the one choice with this text, even where the text looks like another's letter."""
-    texts = [_cleaned(text) for text in choices.texts]
-    for same in (cleaned.__eq__, lambda text: _key(text) == _key(cleaned)):
-        labels = [label for label, text in zip(choices.labels, texts, strict=False) if same(text)]
-        if labels:
-            return labels[0] if len(labels) == 1 else None
-    return None
+    """Return the letter of the one choice with this text, even if the text looks like another choice's letter."""
+    texts = list(map(_cleaned, choices.texts))
+    if cleaned not in texts:
+        texts, cleaned = list(map(_key, texts)), _key(cleaned)
+    return choices.labels[texts.index(cleaned)] if texts.count(cleaned) == 1 else None
 
 
 def _at(index: Any, choices: Choices) -> str | None:
@@ -212,7 +242,7 @@ def _at(index: Any, choices: Choices) -> str | None:
     return choices.labels[int(index)] if is_position else None
 
 
-def _bare_label(cleaned: str, choices: Choices) -> str | None:
+def _by_label(cleaned: str, choices: Choices) -> str | None:
     # "A!" is a letter, "!A" its negation.
     return choices.by_label.get(cleaned.casefold().lstrip("()[]{}<>.,:; ").rstrip("()[]{}<>.,:;! "))
 
@@ -221,6 +251,11 @@ def _by_text(cleaned: str, choices: Choices) -> str | None:
     if cleaned in choices.by_text:
         return choices.by_text[cleaned]
     return choices.by_key.get(_key(cleaned))
+
+
+def _exactly(cleaned: str, choices: Choices) -> str | None:
+    """Return the choice that a text names by its letter or its text and nothing else."""
+    return _by_label(cleaned, choices) or _by_text(cleaned, choices)
 
 
 _INTRODUCTION = re.compile(
@@ -255,14 +290,14 @@ _IS_RULED_OUT = re.compile(
 )
 _CONTRAST = re.compile(r"(?:and )?(?:not|rather than|instead of|over|as opposed to) ", re.IGNORECASE)
 _BUT = re.compile(r"not (?P<others>.{1,300}?),? but (?:rather |instead )?(?P<rest>.+)", re.IGNORECASE)
-# In a key, what ends a choice's text: "5!" and "5/2" are not 5.
+# Characters of a key that may follow a choice's text: "5!" and "5/2" are not 5.
 _AFTER_TEXT = ("", " ", ",", ".", ";", ":", "(", ")", "[", "]")
 _KEYWORD = re.compile(
     r"(?:(?:which|that) is |i\.?e\.?,? |namely,? )?(?:(?:the )?(?:option|choice|answer|letter|alternative) )?",
     re.IGNORECASE,
 )
 _SEPARATOR = re.compile(r"(?:,|\bor\b|\bnor\b|\band\b|\s)+", re.IGNORECASE)
-# Beside a letter, these make of it an alternative, a negation, a guess or a question.
+# Words that make a letter beside them an alternative, a negation, a guess or a question.
 _DOUBT = re.compile(
     r"""(?<!\w)(?:or|nor|either|neither|not|cannot|\w{2,8}n't|never|isnt|wrong|incorrect|false|except|unless|if|no|nope|wait|maybe|perhaps
     |probably|possibly|unsure|guess|versus|vs)(?!\w) | \?""",
@@ -279,19 +314,20 @@ _RETRACTION = re.compile(
     | (?:just\ )?kidding\b | never\ ?mind\b | i\ (?:take\ (?:that|it)\ back|was\ wrong)\b )""",
     re.VERBOSE | re.IGNORECASE,
 )
-# After "A" or "I" these leave it a letter; before any other word it is an article or a pronoun.
+# Words before which "A" or "I" is a letter. Before any other word it is an article or a pronoun.
 _AFTER_LETTER = frozenset({"is", "isn", "seems", "must", "was", "are", "or", "and", "nor", "to", "through", "but", "not",
                            "with", "because", "since", "than", "rather", "instead", "over", "vs", "versus"})  # fmt: skip
 
 
 def named_choice(answer: str, choices: Choices) -> str | None:
-    """Return the letter of the one choice that an answer names, or None if it names none, or more than one."""
+    """Return the letter of the one choice that an answer names, or None if it names none or several."""
     if len(answer) > choices.max_chars:
         return None
     first, _, below = answer.strip().partition("\n")
-    label = _parsed(_cleaned(first), choices) if below else None
-    if label and _agrees(_cleaned(below), label, True, choices):
-        return label
+    if below:  # an answer in the first line, and an explanation below
+        label = _parsed(_cleaned(first), choices)
+        if label and _agrees(_cleaned(below), label, True, choices):
+            return label
     cleaned = _cleaned(answer)
     if label := _parsed(cleaned, choices):
         return label
@@ -302,14 +338,9 @@ def named_choice(answer: str, choices: Choices) -> str | None:
     return _parsed(rest, choices)
 
 
-def _end_of(pattern: re.Pattern[str], text: str) -> int:
-    match = pattern.match(text)
-    return match.end() if match else 0
-
-
 def _parsed(text: str, choices: Choices) -> str | None:
     """Parse "B", "Paris", "B) Paris", "Paris (B)", "B, not C", "not C but B", each perhaps with a reason after it."""
-    if label := _bare_label(text, choices) or _by_text(text, choices):
+    if label := _exactly(text, choices):
         return label
     if (but := _BUT.fullmatch(text)) and not _BUT.match(but["rest"]):
         named = _parsed(but["rest"], choices)
@@ -328,8 +359,16 @@ def _parsed(text: str, choices: Choices) -> str | None:
     return None
 
 
+def _leading_key(key: str, label: str, choices: Choices) -> str | None:
+    """Return the key of a choice's text if `key` starts with it as a whole."""
+    for known, owner in choices.keys:
+        if owner == label and key.startswith(known):
+            return known if key[len(known) : len(known) + 1] in _AFTER_TEXT else None
+    return None
+
+
 def _is_word(head: re.Match[str], text: str) -> bool:
-    """Whether "A" or "I" is the word: before another word, without any punctuation."""
+    """Return True if "A" or "I" is the word: before another word, without any punctuation."""
     if head["label"].upper() not in ("A", "I") or head["word"] or head["open"] or head["close"].strip():
         return False
     following = text[head.end() :].split(maxsplit=1)
@@ -337,7 +376,7 @@ def _is_word(head: re.Match[str], text: str) -> bool:
 
 
 def _after_text(text: str, known: str) -> str:
-    """Return what follows in `text` after the words whose key is `known`."""
+    """Return the rest of `text` behind the words whose key is `known`."""
     wanted = len(known.replace(" ", ""))
     text = text[_end_of(_ARTICLE, text.casefold()) :]
     seen = 0
@@ -349,13 +388,13 @@ def _after_text(text: str, known: str) -> str:
 
 
 def _agrees(rest: str, label: str, sure: bool, choices: Choices) -> bool:
-    """Whether what follows a choice leaves it the one that is named.
+    """Return True if the text behind a choice leaves it the one that is named.
 
     Args:
-        rest: the text after its letter or its text.
-        label: the choice.
-        sure: whether any other remark may follow, as after "B." or "B)", as long as it names no other choice.
-        choices: all of them.
+        rest: text behind the choice's letter or text.
+        label: letter of the choice.
+        sure: True to allow any other remark that names no other choice, as behind "B." or "B)".
+        choices: choices of the question.
     """
     while True:
         rest = rest.strip(" .,;:!=-\u2705\u2713\u2714")
@@ -363,7 +402,7 @@ def _agrees(rest: str, label: str, sure: bool, choices: Choices) -> bool:
         inner = inner[_end_of(_KEYWORD, inner) :]
         if not inner:
             return True
-        if named := _bare_label(inner, choices) or _by_text(inner, choices):
+        if named := _exactly(inner, choices):  # "B) Paris": the letter and the text must agree
             return named == label
         if _IS_RULED_OUT.match(rest):
             return False
@@ -375,9 +414,7 @@ def _agrees(rest: str, label: str, sure: bool, choices: Choices) -> bool:
             rest, sure = rest[end:], True
             continue
         opened = rest.lstrip("([")
-        key = _key(opened)
-        own = next((known for known, owner in choices.keys if owner == label and key.startswith(known)), None)
-        if own and key[len(own) : len(own) + 1] in _AFTER_TEXT:
+        if own := _leading_key(_key(opened), label, choices):
             rest, sure = _after_text(opened, own).lstrip(")]"), True
             continue
         if reason := _REASON.search(rest):
@@ -387,17 +424,17 @@ def _agrees(rest: str, label: str, sure: bool, choices: Choices) -> bool:
 
 
 def _names_only_others(text: str, label: str, choices: Choices) -> bool:
-    """Whether a text is a list of other choices' letters and texts, and nothing else."""
-    if (named := _bare_label(text, choices) or _by_text(text, choices)) is not None:
+    """Return True if a text is a list of other choices' letters and texts, and nothing else."""
+    if (named := _exactly(text, choices)) is not None:
         return named != label
-    names = [_bare_label(item, choices) or _by_text(item, choices) for item in _SEPARATOR.split(text) if item]
-    return bool(names) and all(name is not None and name != label for name in names)
+    names = [_exactly(item, choices) for item in _SEPARATOR.split(text) if item]
+    return bool(names) and not {None, label} & set(names)
 
 
 def _mentioned(text: str, choices: Choices) -> set[str]:
-    """Return the choices that a cleaned text mentions at all, by a letter that is no word or by the whole text."""
+    """Return the choices that a cleaned text mentions anywhere, by a letter that is not a word or by the choice's text."""
     found = set()
-    for left, letter, right, following in choices.label.findall(text):
+    for left, letter, right, following in choices.mention.findall(text):
         is_word = letter.upper() in ("A", "I") and following.strip() and following.strip() not in _AFTER_LETTER
         if left or right or not (is_word or letter in ("a", "i")):
             found.add(choices.by_label[letter.casefold()])
@@ -414,7 +451,7 @@ def _mentioned(text: str, choices: Choices) -> set[str]:
     return found
 
 
-# Where a claim starts: "the answer is", "**Answer:**", "### Final answer", "I choose"; or its end: "... is correct".
+# The start of a claim: "the answer is", "**Answer:**", "### Final answer", "I choose"; or its end: "... is correct".
 _CLAIM = re.compile(
     r"""\b(?:answer|solution  # alone, but "the first option is A" only lists it
         |(?:correct|right|best|final|my|chosen|selected|appropriate|suitable|accurate|likely)
@@ -429,7 +466,7 @@ _CLAIM = re.compile(
         | \bis\ the\ answer\b)""",
     re.VERBOSE | re.IGNORECASE,
 )
-# Before "the answer is", in the same clause, these leave it unclaimed: "I doubt that", "One might say that".
+# Words that, in the clause before "the answer is", leave the answer unclaimed: "I doubt that", "One might say that".
 _UNCLAIMED = re.compile(
     r"""(?<!\w)(?:not|\w{2,8}n't|cannot|never|doubt|deny|false|wrong|untrue|nobody|no\ one|might|may|could|if|unless|whether
     |(?:some|many|people|they|others)\ (?:would\ )?(?:say|think|argue|claim|believe))(?!\w)[^.!?;:,\n]*\Z
@@ -444,7 +481,7 @@ _CLAUSE_CHARS = 200
 
 
 def _claimed(text: str, choices: Choices) -> tuple[bool, str | None]:
-    """Return (whether a sentence claims an answer, the one choice that the last such sentence names)."""
+    """Return True if a sentence claims an answer, and the one choice that the last such sentence names."""
     claims = deque(_CLAIM.finditer(text), maxlen=_MAX_CLAIMS)
     end = len(text)
     for claim in reversed(claims):
@@ -464,18 +501,20 @@ def _claimed_before(text: str, claim: re.Match[str], choices: Choices) -> str | 
     start = max(0, claim.start() - _CLAUSE_CHARS)
     before = text[start : claim.start()]
     after = text[claim.start() : claim.end() + _CLAUSE_CHARS].partition("\n")[0]
-    sentence_end = _SENTENCE_END.search(after)
-    after = after[: sentence_end.end()] if sentence_end else after
-    starts = [match.end() for match in _CLAUSE_START.finditer(before)]
-    # "B. Paris is" has no clause that starts after "B.", so the last few starts are tried, the longest clause first.
-    for offset in ([0] if start == 0 else []) + starts[-3:]:
+    if sentence_end := _SENTENCE_END.search(after):
+        after = after[: sentence_end.end()]
+    # "B. Paris is" is one clause in spite of the period, so the last few starts are tried, the longest clause first.
+    starts = [match.end() for match in _CLAUSE_START.finditer(before)][-3:]
+    if start == 0:
+        starts.insert(0, 0)
+    for offset in starts:
         if label := named_choice(before[offset:] + after, choices):
             return label
     return None
 
 
 def _claimed_after(segment: str, choices: Choices) -> tuple[bool, str | None]:
-    """Read the first line of what follows "the answer is", and check that the rest does not take it back."""
+    """Read the first line behind "the answer is", and check that the rest does not take the answer back."""
     segment = segment.lstrip(" \t\r\n*_:=,")
     line, _, below = segment.partition("\n")
     if not line:
@@ -491,11 +530,12 @@ def _claimed_after(segment: str, choices: Choices) -> tuple[bool, str | None]:
 
 
 def _taken_back(following: str, label: str, choices: Choices) -> bool:
-    """Whether the next sentence is another choice's text ("B. London"), or a correction that names another choice."""
+    """Return True if the next sentence is another choice's text ("B. London"), or corrects to another choice."""
     following = following.strip()
-    next_sentence = _cleaned(_SENTENCE_END.split(following.partition("\n")[0], maxsplit=1)[0])
-    # A letter counts where it is alone on its line: "B. New York is ..." may go on to say why not.
-    named = _by_text(next_sentence, choices) or _bare_label(_cleaned(following.partition("\n")[0]), choices)
+    line = following.partition("\n")[0]
+    next_sentence = _cleaned(_SENTENCE_END.split(line, maxsplit=1)[0])
+    # A letter counts only alone on its line: "B. New York is ..." may go on to say why not.
+    named = _by_text(next_sentence, choices) or _by_label(_cleaned(line), choices)
     if named is not None and named != label:
         return True
     if _RETRACTION.match(following):
@@ -505,7 +545,7 @@ def _taken_back(following: str, label: str, choices: Choices) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceCorrectness(AgainstGold):
-    r"""Whether a completion names the right choice of a multiple-choice question, by its letter or by its text.
+    r"""Correctness of the choice that a completion names, by its letter or by its text.
 
     | the completion | pay |
     |---|---|
@@ -513,22 +553,22 @@ class ChoiceCorrectness(AgainstGold):
     | names another choice, several, a letter and a text that disagree, or none | 0 (`pay_wrong`) |
     | the gold or the choices can't be read | None |
 
-    The columns may differ from row to row, as when letters are shuffled.
+    The choices may differ from row to row, as when letters are shuffled.
 
     Args:
-        extract: where the answer stands, as in `answers.extract_answer`, or `whole`: all that is outside the thinking.
-            `auto` is the first of an answer tag, a `####` line that names a choice, a box, a sentence that claims one,
-            and the whole; a line `A: ...` counts as an answer with `a_line` only, since it may well list choice A.
-        pay: for the right choice.
-        pay_wrong: for anything else.
-        tags: the reasoning and the answer tag.
-        prefilled: the reasoning tag, if the prompt already opens it.
-        gold_column: the dataset column with the gold: the letter, the text, or the position from 0.
-        choices_column: the dataset column with the choices, as `read_choices` takes them; without it in the batch, or
-            null, the letters A to Z count alone.
-        gold_form: "letter", "text" or "index" where golds could be read as either; see `read_gold`.
-        prefix: put before the logged columns `extracted`, `gold` and `verdict`, where two rewards log them.
-        name: the reward's name in logs.
+        extract: layout of the answer, as in `answers.extract_answer`, or `whole` for all text outside the thinking. `auto`
+            is the first of an answer tag, a `####` line that names a choice, a box, a sentence that claims a choice, and
+            the whole. A line `A: ...` counts as an answer with `a_line` only, because it may well list choice A.
+        pay: score for the right choice.
+        pay_wrong: score for anything else.
+        tags: names of the reasoning tag and the answer tag.
+        prefilled: name of the reasoning tag if the prompt already opens it.
+        gold_column: name of the dataset column with the gold: the letter, the text, or the position from 0.
+        choices_column: name of the dataset column with the choices, as `read_choices` takes them. If it is null, or not
+            in the batch, the answer is one of the letters A to Z.
+        gold_form: "letter", "text" or "index", for golds that could be read as several; see `read_gold`.
+        prefix: prefix of the logged columns `extracted`, `gold` and `verdict`, for runs in which two rewards log them.
+        name: name of the reward in logs.
     """
 
     gold_forms: ClassVar[str] = (
@@ -542,19 +582,18 @@ class ChoiceCorrectness(AgainstGold):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.gold_form not in ("auto", "letter", "text", "index"):
-            raise ValueError(f"gold_form must be auto, letter, text or index, not {self.gold_form!r}")
+        check_choice(self.gold_form, "gold_form", ("auto", "letter", "text", "index"))
 
     @property
     def columns_read(self) -> tuple[str, ...]:
-        """The dataset columns that the reward needs; the default `choices` may be missing."""
+        """Names of the dataset columns that the reward needs. The default column `choices` may be missing."""
         if self.choices_column is None or self.choices_column == "choices":
             return super().columns_read
         return *super().columns_read, self.choices_column
 
     @property
     def optional_columns(self) -> tuple[str, ...]:
-        """Name of the choices' column, if the reward reads one."""
+        """Name of the column with the choices, if the reward reads one."""
         return () if self.choices_column is None else (self.choices_column,)
 
     def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> Judgements:
@@ -562,40 +601,41 @@ class ChoiceCorrectness(AgainstGold):
         given: Sequence[Any] = [None] * len(texts)
         if self.choices_column is not None and (self.choices_column != "choices" or "choices" in columns):
             given = needed_column(self, "choices_column", columns, texts)
+        letters_alone = all(choices is None for choices in given)
         judged = Judgements()
-        for text, (choices, gold) in zip(texts, self._questions(golds, given), strict=True):
-            if choices is None or gold is None:
+        for text, gold, value in zip(texts, golds, given, strict=True):
+            choices = read_choices(value) if value is not None or letters_alone else None
+            right = read_gold(gold, choices, self.gold_form) if choices is not None else None
+            if choices is None or right is None:
                 judged.add(None, None, "no gold", None)
                 continue
             found, label = self._named(text, choices)
-            verdict = "right" if label == gold else "wrong" if label else "unclear" if found else "missing"
-            judged.add(label, gold, verdict, self._pay(float(label == gold)))
+            if label == right:
+                judged.add(label, right, "right", self.pay)
+                continue
+            verdict = "wrong" if label else "unclear" if found else "missing"
+            judged.add(label, right, verdict, self.pay_wrong)
         return judged
 
-    def _questions(self, golds: Sequence[Any], given: Sequence[Any]) -> Iterator[tuple[Choices | None, str | None]]:
-        letters_alone = self.choices_column is None or all(choices is None for choices in given)
-        for gold, value in zip(golds, given, strict=True):
-            choices = None if value is None and not letters_alone else read_choices(value)
-            yield choices, None if choices is None else read_gold(gold, choices, self.gold_form)
-
     def _named(self, text: str, choices: Choices) -> tuple[bool, str | None]:
-        """Return (whether there is an answer, the choice that it names)."""
+        """Return True if there is an answer, and the choice that it names."""
         outside = self._outside(text)
         if self.extract == "sentence":
             return _claimed(outside, choices)
         layout = "answer_tag" if self.extract == "auto" and f"<{self.tags[1]}>" in outside else self.extract
         if layout != "auto":
-            answer = self._answers([text], layout)[0]
-            return answer is not None, named_choice(answer, choices) if answer else None
-        hashes = self._answers([text], "hashes")[0]
-        if hashes and (label := named_choice(hashes, choices)):
-            return True, label
-        if boxed := self._answers([text], "boxed")[0]:
-            return True, named_choice(boxed, choices)
-        claimed, label = _claimed(outside, choices)
-        if claimed:
-            return True, label
-        return bool(outside.strip()), named_choice(outside.strip(), choices)
+            return self._named_in(layout, text, choices)
+        found, label = self._named_in("hashes", text, choices)
+        if label:
+            return found, label
+        found, label = self._named_in("boxed", text, choices)
+        if not found:
+            found, label = _claimed(outside, choices)
+        return (found, label) if found else self._named_in("whole", text, choices)
+
+    def _named_in(self, layout: str, text: str, choices: Choices) -> tuple[bool, str | None]:
+        answer = self._answers([text], layout)[0]
+        return answer is not None, named_choice(answer, choices) if answer else None
 
 
 choice_correctness = ChoiceCorrectness()

@@ -1,18 +1,18 @@
-r"""Final answers in three steps, each usable alone: extract, normalise, compare.
+r"""Final answers of completions, in three steps that can be used alone: extract, normalise, compare.
 
-`extract_answer` finds the final answer in a completion and `gold_answer` the one in a dataset's gold; `parse_number`
-reads it, whatever its surface form, as an exact rational number, and `answer_number` one in a sentence too; `compare`,
-or a `Judge` for many of them, compares the two. No step evaluates text as code, and only the last, through
-`grpo_rewards.math.symbolic`, could do work without bound.
+`extract_answer` finds the final answer in a completion, and `gold_answer` the one in a dataset's gold. `parse_number` reads
+a number in any surface form as an exact rational, and `answer_number` reads one in a sentence too. `compare`, or a `Judge`
+for many comparisons, compares answer and gold. No step evaluates text as code. Only the comparison of formulas, in
+`grpo_rewards.math.symbolic`, could take unbounded time, and it has a deadline.
 
-What is decided here rather than given (docs/rewards.md has the whole table, each row a test):
+Where several readings are defensible, these rules decide (docs/rewards.md has the whole table, and each row is a test):
 
 - Thinking is everything up to the last `</think>`, and everything after a `<think>` that is never closed. An answer
-  counts outside it only.
+  counts outside the thinking only.
 - Of several answers in one layout the last counts. A tag, or a `\boxed{`, that is never closed is no answer.
-- A number may carry a sign, a currency, a unit or a label (`x = 18`), or be the only one of an English sentence ("She
-  has 18 left."; `grpo_rewards.math.prose` reads it). A second number, an alternative or a hedge ("17 or 18", "18, 19",
-  "about 18") makes it no number. An expression (`17 + 1`) is not worked out.
+- A number may carry a sign, a currency, a unit or a label (`x = 18`), or be the only number of an English sentence ("She
+  has 18 left."; see `grpo_rewards.math.prose`). With a second number, an alternative or a hedge ("17 or 18", "18, 19",
+  "about 18") an answer states no number. An expression (`17 + 1`) is not evaluated.
 - A percent sign is a unit: 18% equals 18, not 0.18.
 - Equality is exact: 1/2 = 0.5, but 33.33 is not 33.333.
 """
@@ -44,8 +44,9 @@ from grpo_rewards.reward import check_choice
 
 Number = int | Fraction
 
-# A number or formula is far shorter. Beyond this length an answer can only equal the gold as a string.
 MAX_ANSWER_CHARS = 1000
+"""Number of characters of the longest answer that is parsed. A longer one can only equal the gold as a string."""
+
 _MAX_EXPONENT = 1000
 
 
@@ -55,11 +56,14 @@ def _last_hashes(text: str) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    answer, depth, start = None, 0, text.find(_BOXED)
-    for brace in _BRACE.finditer(text, start) if start >= 0 else ():
+    start = text.find(_BOXED)
+    if start < 0:
+        return None
+    answer, depth = None, 0
+    for brace in _BRACE.finditer(text, start):
         token = brace.group()
         if depth == 0 and token == _BOXED:
-            answer, depth, start = "", 1, brace.end()
+            answer, depth, start = "", 1, brace.end()  # "" until the box is closed
         elif depth:
             depth += (token in ("{", _BOXED)) - (token == "}")
             if depth == 0:
@@ -76,7 +80,8 @@ def _last_a_line(text: str) -> str | None:
 
 def _last_sentence(text: str) -> str | None:
     lower = text.lower()
-    lower = lower if len(lower) == len(text) else text  # a few characters change their length
+    if len(lower) != len(text):  # a few characters change their length, and positions in `lower` would be wrong
+        lower = text
     position = len(text)
     while (position := lower.rfind("answer", 0, position)) >= 0:
         if claim := _ANSWER_IS.match(text, position):
@@ -111,36 +116,38 @@ def extract_answer(
     r"""Return the final answer that a completion states outside its thinking, as written, or None.
 
     Args:
-        text: the completion.
-        layout: `answer_tag` (`<answer>N</answer>`), `hashes` (`#### N`), `boxed` (`\boxed{N}`), `a_line` (a line
-            `A: N`), `sentence` ("The answer is N."), or `auto`: the first of these, in this order, that the completion
-            uses. A `####` or `A:` line that is no number (a Markdown heading, a dialogue) gives way to the later ones.
-        tags: the reasoning tag and the answer tag.
-        prefilled: whether the prompt already opened the reasoning block, so that the completion starts inside it.
+        text: text of the completion.
+        layout: `answer_tag` (`<answer>N</answer>`), `hashes` (`#### N`), `boxed` (`\boxed{N}`), `a_line` (a line `A: N`),
+            `sentence` ("The answer is N."), or `auto`, the first of these, in this order, that the completion uses. In
+            `auto`, a `####` or `A:` line that is not a number (a heading, a dialogue) gives way to the later layouts.
+        tags: names of the reasoning tag and the answer tag.
+        prefilled: True if the prompt already opens the reasoning block, so that the completion starts inside it.
     """
     return answer_extractor(layout, tags, prefilled)(text)
 
 
 @lru_cache(maxsize=64)
 def answer_extractor(layout: str, tags: tuple[str, str], prefilled: bool = False) -> Callable[[str], str | None]:
-    """Return `extract_answer` for one layout, as a function of the completion alone.
+    """Return a function of a completion's text that does what `extract_answer` does, for many completions.
 
     Raises:
         ValueError: `layout` is not one of LAYOUTS.
     """
     check_choice(layout, "extract", LAYOUTS)
     answer_opening, answer_closing = f"<{tags[1]}>", f"</{tags[1]}>"
+    outside = thinking_remover(tags[0], prefilled)
     use_tag = layout in ("answer_tag", "auto")
     find_otherwise = _first_layout if layout == "auto" else _LAYOUTS.get(layout)
 
-    outside = thinking_remover(tags[0], prefilled)
-
     def extract(text: str) -> str | None:
         text = outside(text)
+        answer = None
         if use_tag and (start := text.rfind(answer_opening)) >= 0:
             end = text.find(answer_closing, start)
-            return text[start + len(answer_opening) : end].strip() or None if end >= 0 else None
-        return find_otherwise(text) or None if find_otherwise else None
+            answer = text[start + len(answer_opening) : end].strip() if end >= 0 else None
+        elif find_otherwise is not None:
+            answer = find_otherwise(text)
+        return answer or None
 
     return extract
 
@@ -158,13 +165,13 @@ def _first_layout(text: str) -> str | None:
 
 
 def gold_answer(gold: object) -> str | None:
-    r"""Return the final answer of a dataset's gold, or None where there is none to score against.
+    r"""Return the final answer of a dataset's gold, or None if it has none.
 
     A gold is a GSM8K solution (`... #### N`), a solution that ends in an `A: N` line or holds a `\boxed{N}`, or a bare
-    answer. Prose of more than five words that marks no final answer has none.
+    answer. Prose of more than five words without such a mark has no final answer.
     """
-    if isinstance(gold, Real) and not isinstance(gold, bool):
-        gold = str(gold) if gold == gold else ""
+    if isinstance(gold, Real) and not isinstance(gold, bool) and gold == gold:  # not NaN
+        gold = str(gold)
     if not isinstance(gold, str):
         return None
     if gold.isdecimal():
@@ -186,7 +193,7 @@ _PLAIN_DECIMAL = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
 _DIGITS = r"\d+(?:\.\d*)?|\.\d+"
 # "¤" stands for every currency sign but "$", which may also delimit mathematics.
 _CURRENCY = r"(?:[A-Z]{0,3}[$¤]|USD|EUR|GBP|INR|JPY|CHF|CAD|AUD|Rs\.?)"
-# `1,234` `1 234` `1_234` `1'234`: groups of three, one kind of separator, and not part of a longer run.
+# `1,234` `1 234` `1_234` `1'234`: groups of three with one kind of separator, not part of a longer run.
 _THOUSANDS = re.compile(r"(?<![\d.,_'])\d{1,3}([,_' ])\d{3}(?:\1\d{3})*(?!\d|\s*/)")
 _QUANTITY = re.compile(
     rf"""(?P<sign>[-+]?)\s*(?:{_CURRENCY}\s*)?(?P<inner_sign>[-+]?)\s*
@@ -202,7 +209,7 @@ _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "*
              ("_", "_"), ("```", "```"), ("`", "`"), ('"', '"'), ("'", "'"), ("\\boxed{", "}"))  # fmt: skip
 _BRACES = (("{", "}"),)
 _BRACKETS = (("(", ")"), ("[", "]"))
-# "x = ", "Total: ", "**Answer:** ", "So the final answer is ": no digit, so that "17 = 18" stays two alternatives.
+# "x = ", "Total: ", "**Answer:** ", "So the final answer is ". No label has a digit: "17 = 18" stays two alternatives.
 _LABEL = re.compile(
     r"""\#{1,6}\ |\*{0,2} (?:
         (?:(?:so|thus|hence|therefore|finally),?\ )? (?:the\ )? (?:(?:final|correct|right|total)\ )?
@@ -212,7 +219,7 @@ _LABEL = re.compile(
     ) \*{0,2}\s*""",
     re.VERBOSE | re.IGNORECASE,
 )
-# A number set off from its unit, as in "**18** apples".
+# A number that is set off from its unit, as in "**18** apples".
 _SET_OFF = re.compile(r"(?:(\*\*|__|\*|`|\")([^*_`\"]+)\1|\\boxed\{([^{}]+)\})(?=\s)")
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 _LATEX = (
@@ -230,10 +237,10 @@ _SUPERSCRIPT_RUN = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
 
 
 def fold_unicode(text: str) -> str:
-    """Return `text` with what only looks different spelled in ASCII, so that the rules need to know one form of each.
+    """Return `text` with characters that only look different in ASCII, so that the rules need one form of each.
 
     Spaces, digits of any script, full-width forms, minus signs, quotes, currencies, superscripts and vulgar fractions
-    are folded; zero-width and other format characters vanish.
+    are folded. Zero-width and other format characters vanish.
     """
     if text.isascii():
         return text
@@ -313,11 +320,13 @@ def parse_number(text: str) -> Number | None:
     value = _parse_digits(text.strip())
     if value is None:
         value = _parse_words(text)
-    return -value if negative and value is not None else value
+    if value is None:
+        return None
+    return -value if negative else value
 
 
 def answer_number(text: str) -> Number | None:
-    """Return the number that an answer states, by itself (`parse_number`) or in a sentence, or None."""
+    """Return the number that an answer states, alone (as by `parse_number`) or in a sentence, or None."""
     number = parse_number(text)
     if number is not None or len(text) > MAX_ANSWER_CHARS:
         return number
@@ -353,17 +362,14 @@ def _parse_digits(text: str) -> Number | None:
 
 
 def _unit_scale(unit: str) -> int | None:
-    """Return what a unit multiplies its number by (1, or the scale of "18 thousand dollars"); None if it is no unit."""
-    if not unit:
-        return 1
+    """Return the factor of a unit: 1, or the scale of "18 thousand dollars". Return None if the text is not a unit."""
     words = _LETTERS.findall(unit)
     if len(words) > 6 or _UNIT.sub("", _UNIT_EXPONENT.sub("", unit)) or unit.rstrip().endswith(("..", "-", "/", "(")):
         return None
     scale = 1
     if words and words[0].lower() in SCALES:
-        scale = SCALES[words[0].lower()]
-        words = words[1:]
-    return None if any(_is_no_unit(word) for word in words) else scale
+        scale = SCALES[words.pop(0).lower()]
+    return None if any(map(_is_no_unit, words)) else scale
 
 
 def _is_no_unit(word: str) -> bool:
@@ -378,12 +384,12 @@ def _is_no_unit(word: str) -> bool:
 
 
 def _parse_words(text: str) -> int | None:
-    """Read "two thousand and five apples". None unless the words are spelled as a number is."""
+    """Return the number of "two thousand and five apples", or None if the words do not spell a number."""
     words = text.lower().replace("-", " ").replace(",", " ").split()
     if not words or (words[0] not in SMALL and words[0] not in ("a", "an")):
         return None
     total, group, limit, taken = 0, 0, 10**15, 0
-    room = 1000  # what may still be added to the group: after "twenty" only 1..9, after "five" only a scale
+    room = 1000  # upper limit of the next summand: after "twenty" only 1..9 may follow, after "five" only a scale
     for taken, word in enumerate(words):
         if word == "and" and (group or total) and taken + 1 < len(words) and words[taken + 1] in SMALL:
             continue
@@ -407,7 +413,12 @@ def _parse_words(text: str) -> int | None:
 
 
 class Gold(NamedTuple):
-    """A gold, read once: its final answer as written, and the number it states if it is one."""
+    """A gold, read once.
+
+    Attributes:
+        text: final answer as written.
+        number: number that the answer states; None for any other answer.
+    """
 
     text: str
     number: Number | None
@@ -420,11 +431,16 @@ def read_gold(gold: object) -> Gold | None:
 
 
 class Judge:
-    """Compares answers with golds, and does each symbolic comparison once.
+    """Comparison of answers with golds, with each symbolic comparison done once.
 
-    Verdicts: `exact` (the same string), `equal` (the same number), `symbolic` (math-verify says so), `wrong`,
-    `missing` (no answer), `timeout` (math-verify ran out of time or memory; not equal), `no gold`. `symbolic_rows`
-    counts the answers that neither strings nor numbers could decide.
+    The verdicts are `exact` (the same string), `equal` (the same number), `symbolic` (equal by math-verify), `wrong`,
+    `missing` (no answer), `timeout` (math-verify ran out of time or memory; counts as not equal) and `no gold`.
+
+    Args:
+        deadline: seconds for one symbolic comparison.
+
+    Attributes:
+        symbolic_rows: number of answers so far that neither strings nor numbers could decide.
     """
 
     def __init__(self, deadline: float = 2.0) -> None:
@@ -433,7 +449,7 @@ class Judge:
         self._symbolic: dict[tuple[str, str], str] = {}
 
     def verdict(self, gold: Gold | None, answer: str | None) -> str:
-        """Compare by string, then by exact arithmetic, then, only if neither side is a number, with math-verify."""
+        """Return the verdict by string, then by exact arithmetic, then, if neither side is a number, by math-verify."""
         if gold is None:
             return "no gold"
         if answer is None:
@@ -457,15 +473,17 @@ class Judge:
         if _comparable(gold) == _comparable(answer):
             return "equal"
         if _comparable(gold).replace(" ", "").isalpha() and len(gold) > 2:
-            return "wrong"  # words: as formulas they would be products of letters, and "dear" would equal "read"
+            return "wrong"  # as formulas, words would be products of letters, and "dear" would equal "read"
         if len(_ALTERNATIVE.findall(answer)) > len(_ALTERNATIVE.findall(gold)):
             return "wrong"
         equal = equivalent(gold, answer, self.deadline)
-        return "timeout" if equal is None else "symbolic" if equal else "wrong"
+        if equal is None:
+            return "timeout"
+        return "symbolic" if equal else "wrong"
 
 
 def compare(gold: object, answer: str | None, deadline: float = 2.0) -> str:
-    """Return the verdict of `Judge` on one extracted answer and one gold as it stands in a dataset."""
+    """Return the verdict of a `Judge` on one extracted answer and one gold as written in a dataset."""
     return Judge(deadline).verdict(read_gold(gold), answer)
 
 

@@ -1,21 +1,24 @@
 r"""The one quantity that an English sentence states: "She has 18 apples left." states 18, as far as grammar can tell.
 
-A sentence states a number if it holds no other one and nothing that puts it in doubt: no hedge, negation, alternative,
-comparison, condition or question, and no arithmetic. Of several numbers one is stated only if it alone is set off, as in
-"After 3 days she has **18** apples." Paying for a wrong answer does more harm than missing a right one, so that whatever
-this module does not understand states nothing.
+A sentence states a number if it holds no other number and nothing that puts the number in doubt: no hedge, negation,
+alternative, comparison, condition or question, and no arithmetic. Of several numbers a sentence states one only if that
+number alone is set off, as in "After 3 days she has **18** apples." Paying for a wrong answer does more harm than missing a
+right one, so a sentence that this module does not understand states nothing.
+
+The word lists are in lower case. Verbs, nouns and units are open-ended and not listed. The words that make a number
+doubtful are mostly grammar and can be counted.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 
 def word_set(text: str) -> frozenset[str]:
-    """Return the words of a text, which white space separates."""
+    """Return the words of a text, split at white space."""
     return frozenset(text.split())
 
 
@@ -26,12 +29,12 @@ _NUMERALS = """
 SMALL = {word: i if i < 20 else 10 * (i - 18) for i, word in enumerate(_NUMERALS.split())}
 SCALES = {"k": 10**3, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 CJK_NUMERALS = frozenset("〇一二三四五六七八九十百千万萬億亿兆")
-# Letters that are units; any other letter by itself is a variable, or a constant such as pi.
+# Letters that are units. Any other single letter is a variable, or a constant such as pi.
 UNIT_LETTERS = frozenset("mghslLKCFAVWJN")
 
-# Directly after a number these make it a bound, a guess or a part of a larger number: "18 max", "18 odd", "18 squared".
+# Words that, directly after a number, make it a bound, a guess or part of a larger number: "18 max", "18 squared".
 TAIL_WORDS = word_set("ish odd something some tops below plus minus point squared cubed pi")
-# Words that, like the doubtful ones, make of "18 ..." something else than a quantity, but mean no harm in a sentence.
+# Words that are no unit after "18" but put nothing in doubt elsewhere in a sentence.
 NO_UNITS = TAIL_WORDS | word_set("and to over is are was isn both")
 
 _DOUBTS = word_set("""
@@ -64,21 +67,22 @@ _VAGUE_NUMBER = re.compile(
 
 
 def is_numeral(word: str) -> bool:
-    """Whether a word is part of a spelled-out cardinal number."""
+    """Return True if a word is part of a spelled-out cardinal number."""
     return word in SMALL or (word in SCALES and word != "k")
 
 
 def is_vague_number(word: str) -> bool:
-    """Whether a word is a number without being read as one: a fraction, a multiple, an ordinal, "dozens"."""
+    """Return True if a word is a number that is not read as one: a fraction, a multiple, an ordinal, "dozens"."""
     return _VAGUE_NUMBER.fullmatch(word) is not None
 
 
 def is_doubt(word: str) -> bool:
-    """Whether a word makes the number of its sentence a guess, a bound, a denial, an alternative or a condition."""
+    """Return True if a word makes the number of its sentence a guess, a bound, a denial, an alternative or a condition."""
     return word in _DOUBTS or word.startswith(_DOUBTFUL_STEMS) or _CONTRACTED_NOT.fullmatch(word) is not None
 
 
 _MAX_NUMBERS = 8
+"""Number of quantities of the longest sentence that is read."""
 
 _OPEN, _CLOSE = "\x02", "\x03"
 _SET_OFF = (
@@ -94,7 +98,7 @@ _WORDS = re.compile(r"[^\W\d_]+(?:['./-][^\W\d_]+)*")
 _INNER = re.compile(r"[./-]")
 _FACTORIAL = re.compile(r"^[^$¤]*\d!")
 
-# What no single word shows: retractions, inversions, guesses and bounds.
+# Doubts that no single word shows: retractions, inversions, guesses and bounds.
 _DOUBTFUL_PHRASE = re.compile(
     r"""
       \bwait\b\s*[,.!:-] | (?:^|[,.!:-]\s*)wait\b
@@ -108,12 +112,12 @@ _DOUBTFUL_PHRASE = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-# Between a number and the word that governs it: "about a total of 18", "over the next 18 days".
+# Words that may stand between a number and its governor: "about a total of 18", "over the next 18 days".
 _FILLERS = word_set("""
     a an the this that her his its their our your my just only exactly precisely another additional extra full whole
     entire total grand combined net average of sum amount usd eur gbp us rs ¤
 """)
-# Governing a number, these bound it, approximate it, work with it or make a label of it: "over 18", "times 18", "step 18".
+# Words that, governing a number, bound it, approximate it, calculate with it or label it: "over 18", "times 18", "step 18".
 _GOVERNORS = word_set("""
     about around over under above below beneath beyond past near within toward towards against until till before per
     like much quite some any from out times between max min less more fewer greater larger smaller bigger higher lower
@@ -121,14 +125,14 @@ _GOVERNORS = word_set("""
     step part question problem option choice case section chapter equation eq figure fig table example method line note
     item exercise
 """)
-# "18 of March" and "March 18" are dates.
+# Words that make a number a date: "18 of March", "March 18".
 _MONTHS = word_set("""
     january february march april may june july august september october november december jan feb mar apr jun jul aug
     sep sept oct nov dec
 """)
-# "the X of 18" is something made of 18, for any X but these.
+# Words X for which "the X of 18" is 18. For any other X it is something else, made of 18.
 _TOTALS = word_set("total sum amount")
-# "X of 18" likewise, whatever stands before.
+# Words X for which "X of 18" is something else, with or without "the".
 _MADE_OF = word_set("""
     root square cube multiple multiples factor factors divisor divisors digit digits opposite inverse reciprocal power
     fraction part parts percentage percent portion share all rest short shy ahead front one each every many few
@@ -141,9 +145,9 @@ _ONE_AS_PRONOUN = (
     word_set("the this that each which any every another some"),
     word_set("of who that which can must should would needs another"),
 )
-# Between two numbers, these alone make a list or a range of them.
+# Words that, alone between two numbers, make a list or a range of them.
 _JOINERS = word_set("and to through till until a an the then also another by times")
-# What one of these leads on to, in the same clause, is no answer but its circumstance: "**18** apples after eating 3".
+# Words before a number that is not the answer but its circumstance, in one clause: "**18** apples after eating 3".
 _CIRCUMSTANCES = word_set("in after for from of at on per every with during across among over when while because since")
 _NEW_CLAUSE = word_set("and so then but leaving now")
 
@@ -153,11 +157,11 @@ class _Token:
     """A word, or a number in digits.
 
     Attributes:
-        text: as written; of a number, without what surrounds it.
-        lower: the same in lower case.
-        numeric: whether it is a number, or a word of a spelled-out one.
-        span: which emphasised span it stands in, counted from 1; 0 for none.
-        pause: whether punctuation follows.
+        text: text as written; for a number, without what surrounds it.
+        lower: `text` in lower case.
+        numeric: True for a number, and for a word of a spelled-out number.
+        span: number of the emphasised span around the token, counted from 1; 0 for none.
+        pause: True if punctuation follows.
     """
 
     text: str
@@ -169,7 +173,13 @@ class _Token:
 
 @dataclass(frozen=True, slots=True)
 class _Quantity:
-    """The tokens `start` to `end` (exclusive), a number if `text` is not None, else something like "half"."""
+    """A run of tokens that is a number, or a word like "half".
+
+    Attributes:
+        start: index of the first token.
+        end: index behind the last token.
+        text: number as written; None for a word like "half".
+    """
 
     start: int
     end: int
@@ -177,10 +187,10 @@ class _Quantity:
 
 
 def stated_quantity(text: str) -> str | None:
-    """Return the number, as written, that a sentence states, or None if it states none, several, or a doubtful one.
+    """Return the number that a sentence states, as written, or None if it states none, several, or a doubtful one.
 
     Args:
-        text: with Unicode folded and LaTeX's text commands removed, of bounded length.
+        text: sentence of bounded length, with Unicode folded and LaTeX's text commands removed.
     """
     if not any(map(str.isalpha, text)) or _DOUBTFUL_PHRASE.search(text) or not CJK_NUMERALS.isdisjoint(text):
         return None
@@ -197,7 +207,7 @@ def stated_quantity(text: str) -> str | None:
 
 
 def _tokens(text: str) -> list[_Token] | None:
-    """Split a sentence, or return None if it holds what belongs to no sentence, such as an operator."""
+    """Return the tokens of a sentence, or None if it holds something that is not prose, such as an operator."""
     if _OPEN in text or _CLOSE in text:
         return None
     for pattern in _SET_OFF:
@@ -214,14 +224,13 @@ def _tokens(text: str) -> list[_Token] | None:
         if new is None:
             return None
         if not new and tokens and chunk[-1] in _PUNCTUATION:
-            last = tokens[-1]
-            tokens[-1] = _Token(last.text, last.lower, last.numeric, last.span, True)
+            tokens[-1] = replace(tokens[-1], pause=True)
         tokens += new
     return tokens
 
 
 def _read_chunk(chunk: str, span: int) -> list[_Token] | None:
-    """Read what stands between two spaces: a number, words, punctuation; None if it is anything else."""
+    """Return the tokens between two spaces (a number, words, punctuation), or None for anything else."""
     pause = chunk.rstrip("\"'`*_)]}$").endswith(tuple(_PUNCTUATION))
     if any(map(str.isdigit, chunk)):
         if _FACTORIAL.match(chunk):
@@ -244,7 +253,7 @@ def _read_chunk(chunk: str, span: int) -> list[_Token] | None:
 
 
 def _quantities(tokens: Sequence[_Token]) -> list[_Quantity]:
-    """Find every number: neighbouring tokens such as `18 thousand` or `two hundred and five` are one."""
+    """Return every number. Neighbouring tokens such as `18 thousand` or `two hundred and five` are one number."""
     quantities: list[_Quantity] = []
     position = 0
     while position < len(tokens):
@@ -268,13 +277,8 @@ def _end_of_number(tokens: Sequence[_Token], start: int) -> int:
         end += 1
         if tokens[end - 1].pause or end == len(tokens) or tokens[end].span != tokens[start].span:
             break
-        spelled = tokens[end - 1].lower
-        if (
-            is_numeral(spelled)
-            and tokens[end].lower == "and"
-            and end + 1 < len(tokens)
-            and tokens[end + 1].lower in SMALL
-        ):
+        following = [token.lower for token in tokens[end : end + 2]]
+        if is_numeral(tokens[end - 1].lower) and following[0] == "and" and following[-1] in SMALL:
             end += 1
     return end
 
@@ -289,7 +293,7 @@ def _is_vague(tokens: Sequence[_Token], position: int, quantities: Sequence[_Qua
 
 
 def _set_off(tokens: Sequence[_Token], quantities: Sequence[_Quantity]) -> _Quantity | None:
-    """Return the only quantity that opens an emphasised span, if the others are no rivals of it."""
+    """Return the only quantity that opens an emphasised span, or None if another number may be the answer."""
     emphasised = [quantity for quantity in quantities if tokens[quantity.start].span]
     if len(emphasised) != 1:
         return None
@@ -297,10 +301,11 @@ def _set_off(tokens: Sequence[_Token], quantities: Sequence[_Quantity]) -> _Quan
     if answer.start and tokens[answer.start - 1].span == tokens[answer.start].span:
         return None
     for left, right in pairwise(quantities):
-        if all(token.lower in _JOINERS for token in tokens[left.end : right.start]):
+        if {token.lower for token in tokens[left.end : right.start]} <= _JOINERS:
             return None
-    if any(other.start > answer.start and not _is_circumstance(tokens, answer, other) for other in quantities):
-        return None
+    for other in quantities:
+        if other.start > answer.start and not _is_circumstance(tokens, answer, other):
+            return None
     return None if any(token.lower == "=" for token in tokens) else answer
 
 
@@ -311,12 +316,12 @@ def _is_circumstance(tokens: Sequence[_Token], answer: _Quantity, other: _Quanti
 
 
 def _in_doubt(tokens: Sequence[_Token], stated: _Quantity) -> bool:
-    """Whether any word outside the number puts it in doubt."""
+    """Return True if any word outside the number puts it in doubt."""
     for position, token in enumerate(tokens):
         if stated.start <= position < stated.end:
             continue
         if token.text == "Max" or (token.text == "May" and position):
-            continue  # a name, the month
+            continue  # a name, and the month
         if is_doubt(token.lower) or token.lower == "minus":
             return True
         if token.lower == "=" and any(rest.lower not in _FILLERS for rest in tokens[position + 1 : stated.start]):
@@ -325,17 +330,12 @@ def _in_doubt(tokens: Sequence[_Token], stated: _Quantity) -> bool:
 
 
 def _governed(tokens: Sequence[_Token], stated: _Quantity) -> bool:
-    """Whether what stands next to the number makes it something else than the answer."""
+    """Return True if the words next to the number make it something other than the answer."""
     before = tokens[stated.start - 1] if stated.start else None
     after = tokens[stated.end] if stated.end < len(tokens) else None
     governor, previous = _governor(tokens, stated)
-    if (
-        governor in _GOVERNORS
-        or (governor == "to" and previous in _BOUND_TO)
-        or (governor == "by" and previous in _BOUND_BY)
-    ):
-        return True
-    if _made_of(tokens, stated):
+    bound = {"to": _BOUND_TO, "by": _BOUND_BY}.get(governor, ())
+    if governor in _GOVERNORS or previous in bound or _made_of(tokens, stated):
         return True
     if before is not None and (_is_month(before) or before.lower == "-" or _is_variable(before)):
         return True
@@ -351,7 +351,7 @@ def _governed(tokens: Sequence[_Token], stated: _Quantity) -> bool:
 
 
 def _governor(tokens: Sequence[_Token], quantity: _Quantity) -> tuple[str, str]:
-    """Return the word that governs a number, past articles and totals, and the word before it; "" for none."""
+    """Return the word that governs a number, past articles and totals, and the word before that; "" for no word."""
     position = quantity.start - 1
     while position >= 0 and tokens[position].lower in _FILLERS and not tokens[position].pause:
         position -= 1
@@ -360,16 +360,11 @@ def _governor(tokens: Sequence[_Token], quantity: _Quantity) -> tuple[str, str]:
     return tokens[position].lower, tokens[position - 1].lower if position else ""
 
 
-def _before_articles(tokens: Sequence[_Token], quantity: _Quantity) -> int:
+def _made_of(tokens: Sequence[_Token], quantity: _Quantity) -> bool:
+    """Return True if the number only measures something else: "the price of 18 books", "a multiple of 18"."""
     position = quantity.start - 1
     while position > 0 and tokens[position].lower in _FILLERS and tokens[position].lower != "of":
         position -= 1
-    return position
-
-
-def _made_of(tokens: Sequence[_Token], quantity: _Quantity) -> bool:
-    """Whether the number only measures something else: "the price of 18 books", "a multiple of 18"."""
-    position = _before_articles(tokens, quantity)
     if position < 1 or tokens[position].lower != "of":
         return False
     whole = tokens[position - 1].lower

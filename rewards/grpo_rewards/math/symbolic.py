@@ -1,13 +1,13 @@
-"""math-verify behind a hard deadline and a memory cap, from any thread of any process.
+"""math-verify with a hard deadline and a memory limit, callable from any thread of any process.
 
-math-verify bounds its time with SIGALRM, which works in the main thread only and clears the caller's own timer. Here a
+math-verify limits its time with SIGALRM, which works in the main thread only and clears the caller's own timer. Here a
 server process (`python -m grpo_rewards.math.symbolic`) imports math-verify once and forks a child to compare. A child past
-its deadline is killed, and the next one starts from the same warm state. Nothing is inherited from the trainer: the
-server is a fresh interpreter that speaks JSON lines over its pipes. Every process has a server of its own, started on
-first use, restarted when it dies, and ended with its process.
+its deadline is killed, and the next child starts from the same warm state. The server inherits nothing from the trainer: it
+is a fresh interpreter that reads and writes JSON lines over pipes. Every process has its own server, started on first use,
+restarted when it dies, and ended with its process.
 
-A verdict must never reach another comparison than its own: requests and replies are numbered, and whatever interrupts a
-caller between the two (Ctrl-C, an alarm of its own) ends the server with the reply still in its pipe.
+A verdict must never reach a different comparison. Requests and replies are numbered, and anything that interrupts a caller
+between the two (Ctrl-C, an alarm of its own) ends the server together with the reply that is still in its pipe.
 
 POSIX only: the server needs `fork`.
 """
@@ -27,30 +27,35 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any
 
-# What a child may allocate on top of the imported libraries, and the server's time to import those.
 MEMORY_BYTES = 160 * 2**20
-COMPARISONS_PER_CHILD = 500  # its caches count towards that
+"""Number of bytes that a child may allocate on top of the imported libraries. Its caches count."""
+
+COMPARISONS_PER_CHILD = 500
+"""Number of comparisons after which a child is replaced, because its caches grow towards the memory limit."""
+
 STARTUP_SECONDS = 120.0
+"""Seconds that the server has to import math-verify."""
+
 _GRACE_SECONDS = 1.0
 _NO_START = "the symbolic comparison server did not start: `python -m grpo_rewards.math.symbolic` shows why."
 
 
 def equivalent(gold: str, answer: str, deadline: float = 2.0) -> bool | None:
-    """Return whether math-verify holds two answers equal, or None if it ran out of time or memory.
+    """Return True if two answers are equal by math-verify, or None if it ran out of time or memory.
 
     Args:
-        gold: the gold answer, LaTeX or plain, without math delimiters.
-        answer: the answer to check against it. math-verify is not symmetric.
-        deadline: seconds for the comparison. A start of the server (about a second) counts, but takes at most half.
+        gold: gold answer, LaTeX or plain text, without math delimiters.
+        answer: answer to compare with the gold. math-verify is not symmetric.
+        deadline: seconds for the comparison. Starting the server (about a second) counts, but for at most half of them.
 
     Raises:
-        RuntimeError: the server can't be started, as where math-verify is not installed.
+        RuntimeError: the server can't be started, for example because math-verify is not installed.
     """
     return _server().compare(gold, answer, deadline)
 
 
 def shut_down() -> None:
-    """End this process's server, if it runs. The next comparison starts another one."""
+    """End this process's server if it runs. The next comparison starts another."""
     _server().close()
 
 
@@ -58,24 +63,24 @@ _servers: dict[int, Server] = {}
 
 
 def _server() -> Server:
-    """Return this process's server: one inherited through a fork belongs to the parent, and its pipe is not shared."""
+    """Return this process's server. A server inherited through a fork is the parent's, and its pipe must not be shared."""
     pid = os.getpid()
-    for other in [key for key in _servers if key != pid]:
-        inherited = _servers.pop(other, None)
-        if inherited is not None:
+    for other in list(_servers):
+        # With a default: another thread may have removed the entry meanwhile.
+        if other != pid and (inherited := _servers.pop(other, None)) is not None:
             inherited.abandon()
     return _servers.setdefault(pid, Server())
 
 
 class _ServerDied(Exception):
-    """The server ended, or what it wrote is no reply."""
+    """The server ended, or wrote something that is not a reply."""
 
 
 class Server:
-    """The client's end of one server process. Threads take turns.
+    """Client of one server process. Threads take turns.
 
     Args:
-        command: what to start, which must answer as `serve` does; None for `python -m grpo_rewards.math.symbolic`.
+        command: command of the server, which must answer as `serve` does; None for this module.
     """
 
     def __init__(self, command: Sequence[str] | None = None) -> None:
@@ -87,11 +92,11 @@ class Server:
 
     @property
     def pid(self) -> int | None:
-        """The server's process id, None before its first use."""
+        """Process ID of the server, or None before its first use."""
         return None if self._process is None else self._process.pid
 
     def compare(self, gold: str, answer: str, deadline: float) -> bool | None:
-        """Ask for one comparison. A server that died since the last one is replaced; if the new one dies too, once more.
+        """Return the verdict of one comparison; see `equivalent`. A server that died is replaced.
 
         Raises:
             RuntimeError: the server can't be started.
@@ -104,15 +109,15 @@ class Server:
                 raise
 
     def _compared(self, gold: str, answer: str, deadline: float) -> bool | None:
-        """The verdict; None at the deadline, or where two servers died of this comparison."""
-        # A server that died since the last comparison did not die of this one.
+        """Return the verdict, or None at the deadline, or if two servers died of this comparison."""
+        # A server that died since the last comparison did not die of this one, and is not counted.
         attempts = 2 if self._process is None else 3
-        for is_last in [False] * (attempts - 1) + [True]:
+        for attempt in range(1, attempts + 1):
             start = time.monotonic()
             try:
                 process = self._started()
             except _ServerDied as error:
-                if is_last:
+                if attempt == attempts:
                     raise RuntimeError(_NO_START) from error
                 self._stop()
                 continue
@@ -127,7 +132,7 @@ class Server:
         return None
 
     def _answered(self, process: subprocess.Popen[bytes], request: dict[str, Any]) -> bool | None:
-        """Send a request and wait for the reply with its number. Raises `_ServerDied`, or TimeoutError."""
+        """Send a request and return the reply with its number. Raises `_ServerDied`, or TimeoutError."""
         self._asked += 1
         end = time.monotonic() + request["seconds"] + _GRACE_SECONDS
         try:
@@ -140,7 +145,7 @@ class Server:
             raise _ServerDied from error
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """The running server, started if it is not. Raises `_ServerDied` if it ended instead of coming up."""
+        """Return the running server, started if necessary. Raises `_ServerDied` if it ends while starting."""
         if self._process is None:
             atexit.register(self.close)
             # A session of its own: Ctrl-C is for the trainer, which then closes the pipe.
@@ -172,13 +177,13 @@ class Server:
             process.wait()
 
     def close(self) -> None:
-        """End the server and reap it; nothing in a fork of the process that started it."""
+        """End the server and reap it. In a fork of the process that started it, do nothing."""
         if os.getpid() == self._owner:
             with self._lock:
                 self._stop(patience=1.0)
 
     def abandon(self) -> None:
-        """Let go of a server that belongs to the parent process, without ending it."""
+        """Forget a server that belongs to the parent process, without ending it."""
         process, self._process = self._process, None
         if process is not None:
             _close_pipes(process)
@@ -214,7 +219,7 @@ def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
 
 
 def limit_memory(additional_bytes: int) -> None:
-    """Let this process allocate `additional_bytes` on top of its address space of now; no limit without /proc (macOS)."""
+    """Let this process allocate `additional_bytes` more than it has. Without /proc (macOS) there is no limit."""
     import resource
 
     if os.path.exists("/proc/self/statm"):
@@ -224,7 +229,7 @@ def limit_memory(additional_bytes: int) -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Let this process compute for `seconds` from now, rounded up; then SIGXCPU ends it."""
+    """End this process by SIGXCPU after `seconds` more of CPU time, rounded up."""
     import resource
 
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -232,8 +237,8 @@ def limit_cpu(seconds: float) -> None:
 
 
 def readable(descriptor: int, seconds: float) -> bool:
-    """Return True if a pipe can be read, or has ended, within `seconds`."""
-    # poll, since select refuses descriptors over 1023.
+    """Return True if a pipe has data, or has ended, within `seconds`."""
+    # Not `select`, which fails for descriptors over 1023.
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(max(seconds, 0) * 1000))
@@ -245,9 +250,9 @@ _WARM_UP = (("x+1", "1+x"), (r"\sqrt{8}", r"2\sqrt{2}"), ("(1,2)", "(1,3)"), (r"
 def serve() -> None:
     """Answer comparisons on stdin until it closes: one JSON line in, one JSON line out, `[number, true|false|null]`.
 
-    The line that says it is ready has the number 0.
+    The first line, which has the number 0, says that the server is ready.
     """
-    for warm in _WARM_UP:  # what math-verify builds on first use is built once, before any fork
+    for warm in _WARM_UP:  # math-verify builds its tables on first use: build them once, before any fork
         verify(*warm)
     _reply(1, [0, True])
     child = None
@@ -260,8 +265,11 @@ def serve() -> None:
 
 
 def _compare_in_child(request: bytes, child: Child | None) -> tuple[bool | None, Child | None]:
-    """Return a verdict and the child that still serves; a child that failed after some use gets a fresh successor."""
-    end = time.monotonic() + 0.95 * json.loads(request)["seconds"]  # the rest is for the way back
+    """Return a verdict and the child to use next, or None. A child that fails after some use is replaced once.
+
+    Its failure may be due to earlier comparisons: their caches fill its memory.
+    """
+    end = time.monotonic() + 0.95 * json.loads(request)["seconds"]  # the rest is for the reply
     if child is not None and child.compared >= COMPARISONS_PER_CHILD:
         child.kill()
         child = None
@@ -277,20 +285,20 @@ def _compare_in_child(request: bytes, child: Child | None) -> tuple[bool | None,
 
 
 def verify(gold: str, answer: str) -> bool:
-    r"""Compare with math-verify, each side as the content of a `\boxed{}`, without any time limit."""
+    r"""Return True if two answers are equal by math-verify, each as the content of a `\boxed{}`, without a time limit."""
     from math_verify import LatexExtractionConfig, parse
     from math_verify import verify as math_verify
 
     boxed = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
-    sides = (
-        parse(f"\\boxed{{{side}}}", extraction_config=boxed, extraction_mode="first_match", parsing_timeout=None)
-        for side in (gold, answer)
-    )
+    sides = []
+    for side in (gold, answer):
+        text = f"\\boxed{{{side}}}"
+        sides.append(parse(text, extraction_config=boxed, extraction_mode="first_match", parsing_timeout=None))
     return bool(math_verify(*sides, float_rounding=15, timeout_seconds=None))
 
 
 class Child:
-    """The server's end of one forked child."""
+    """A forked child, as the server sees it."""
 
     def __init__(self) -> None:
         requests, self._requests = os.pipe()
@@ -305,7 +313,7 @@ class Child:
         os.close(verdicts)
 
     def compare(self, request: bytes, end: float) -> bool | None:
-        """Return the verdict, or None if there is none by `end` (monotonic seconds), as when the child died."""
+        """Return the verdict, or None if there is none by `end` (monotonic seconds) or the child died."""
         self.compared += 1
         with contextlib.suppress(BrokenPipeError):
             os.write(self._requests, request)
@@ -321,13 +329,13 @@ class Child:
 
 
 def _run_child(requests: int, verdicts: int) -> None:
-    """Answer requests until they end. Out of memory, exit without a verdict."""
+    """Answer requests until the pipe closes. Exit without a verdict when out of memory."""
     try:
         _detach()
         limit_memory(MEMORY_BYTES)
         with open(requests, "rb") as lines:
             for request in map(json.loads, lines):
-                # Should the server be killed during a comparison, nothing else ends its child.
+                # If the server is killed during a comparison, nothing else ends its child.
                 limit_cpu(request["seconds"])
                 _reply(verdicts, _verify_whatever(request["gold"], request["answer"]))
     finally:
@@ -339,7 +347,7 @@ def _verify_whatever(gold: str, answer: str) -> bool:
         return verify(gold, answer)
     except MemoryError:
         raise
-    except Exception:  # whatever a parser raises on model text, the answers were not shown equal
+    except Exception:  # the parser may raise anything on a model's text; then the answers were not shown to be equal
         return False
 
 

@@ -1,4 +1,7 @@
-"""The text of a completion, in either of TRL's two shapes, and the rows of a batch that form a group."""
+"""Helpers of all rewards: the text of a completion in either of TRL's two shapes, checks of columns, and groups.
+
+No reward is defined here, so there is no pay table.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ def completion_text(completion: Any) -> str:
     """Return the text that a reward scores: the completion itself, or its last assistant message.
 
     Args:
-        completion: a string, or a list of messages `{"role", "content"}`. A message without a role counts as the
-            assistant's. Content may be a string, None (a pure tool call), or a list of parts, whose text is joined.
+        completion: string, or list of messages `{"role", "content"}`. A message without a role counts as the assistant's.
+            Content may be a string, None (a pure tool call), or a list of parts, whose texts are joined.
 
     Returns:
-        The text; "" where there is none. Never raises, so that a malformed row scores as an empty completion.
+        The text, or "" if there is none. A malformed row scores as an empty completion instead of raising.
     """
     if isinstance(completion, str):
         return completion
@@ -23,24 +26,25 @@ def completion_text(completion: Any) -> str:
     for message in reversed(completion):
         if isinstance(message, dict) and message.get("role", "assistant") == "assistant":
             content = message.get("content")
-            return content if isinstance(content, str) else _joined_text(content)
+            if isinstance(content, str):
+                return content
+            parts = content if isinstance(content, (list, tuple)) else ()
+            texts = [part.get("text") for part in parts if isinstance(part, dict)]
+            return "".join(text for text in texts if isinstance(text, str))
     return ""
 
 
-def _joined_text(content: Any) -> str:
-    if not isinstance(content, (list, tuple)):
-        return ""
-    texts = (part.get("text") for part in content if isinstance(part, dict))
-    return "".join(text for text in texts if isinstance(text, str))
-
-
 def check_rows(reward: str, **columns: Any) -> None:
-    """Check that each column of a reward call is a list, all of one length.
+    """Raise unless each column of a reward call is a list, and all have one length.
 
-    A bare string would be taken for a list of its characters, and a short column would drop rows without a word.
+    A bare string would pass as a list of its characters, and a short column would silently drop rows.
+
+    Args:
+        reward: name of the reward, for the message.
+        **columns: columns by name.
 
     Raises:
-        ValueError: one is not; it names the reward and the column.
+        ValueError: a column is not a list, or the lengths differ; the message names the reward and the column.
     """
     for name, values in columns.items():
         if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
@@ -53,11 +57,15 @@ def check_rows(reward: str, **columns: Any) -> None:
 
 
 def listed_scores(reward: str, scores: Any, completions: int) -> list[Any]:
-    """Return what a reward returned as a list with one entry per completion; the entries are not looked at.
+    """Return the scores that a reward returned as a list. The entries are not checked.
+
+    Args:
+        reward: name of the reward, for the message.
+        scores: value that the reward returned.
+        completions: number of completions.
 
     Raises:
-        ValueError: it is nothing, a single value, a mapping or a set, or has another number of entries; the message
-            names the reward.
+        ValueError: `scores` is None, a single value, a mapping or a set, or has another number of entries.
     """
     one_each = "it must return one for each, None where it has none"
     try:
@@ -75,10 +83,16 @@ def listed_scores(reward: str, scores: Any, completions: int) -> list[Any]:
 
 
 def needed_column(reward: Any, key: str, columns: Mapping[str, Any], completions: Sequence[Any]) -> Sequence[Any]:
-    """Return the batch's column that the field `key` of a reward names.
+    """Return the column of a batch that a field of a reward names.
+
+    Args:
+        reward: reward with a `name`.
+        key: name of the field that holds the column's name.
+        columns: columns of the batch by name.
+        completions: completions of the batch.
 
     Raises:
-        ValueError: the batch lacks it, or it is not a list with one entry per completion.
+        ValueError: the batch lacks the column, or the column is not a list with one entry per completion.
     """
     column = getattr(reward, key)
     if columns.get(column) is None:
@@ -91,18 +105,18 @@ def needed_column(reward: Any, key: str, columns: Mapping[str, Any], completions
 
 
 def outside_thinking(text: str, tag: str = "think", prefilled: bool = False) -> str:
-    """Return what stands behind the last `</think>`, and before a `<think>` that is never closed.
+    """Return the text behind the last `</think>`, up to a `<think>` that is never closed.
 
     Args:
-        text: the completion.
-        tag: the reasoning tag.
-        prefilled: whether the prompt already opened the block, so that the completion starts inside it.
+        text: text of the completion.
+        tag: name of the reasoning tag.
+        prefilled: True if the prompt already opens the block, so that the completion starts inside it.
     """
     return thinking_remover(tag, prefilled)(text)
 
 
 def thinking_remover(tag: str, prefilled: bool) -> Callable[[str], str]:
-    """Return `outside_thinking` for one tag, for calls on many texts: building the tags costs more than finding them."""
+    """Return `outside_thinking` for one tag, for many texts. Building the tags costs more than finding them."""
     opening, closing = f"<{tag}>", f"</{tag}>"
 
     def outside(text: str) -> str:
@@ -118,17 +132,17 @@ def thinking_remover(tag: str, prefilled: bool) -> Callable[[str], str]:
 
 
 def group_slices(rows: int, num_generations: int) -> list[slice]:
-    """Return one slice per group of a reward call, from the batch layout alone.
+    """Return one slice per group of a reward call, from the layout of the batch alone.
 
-    TRL's sampler hands a reward the `num_generations` completions of one prompt next to each other, so that the layout
-    tells two draws of one prompt apart where the prompts themselves do not.
+    TRL's sampler puts the `num_generations` completions of one prompt next to each other. The layout, unlike the prompts,
+    also separates two draws of the same prompt.
 
     Args:
-        rows: completions in the call.
-        num_generations: completions per prompt (G), at least 1.
+        rows: number of completions in the call.
+        num_generations: number of completions per prompt (G), at least 1.
 
     Raises:
-        ValueError: the rows are not a whole number of groups, as when a group is split over ranks.
+        ValueError: the rows are not a whole number of groups, for example because a group is split over ranks.
     """
     if rows % num_generations:
         raise ValueError(
@@ -140,11 +154,15 @@ def group_slices(rows: int, num_generations: int) -> list[slice]:
 
 
 def prompt_groups(reward: str, prompts: Sequence[Any], num_generations: int | None) -> list[slice]:
-    """Return `group_slices` of a reward that compares the completions of a prompt, checked against the prompts.
+    """Return `group_slices` for a reward that compares the completions of a prompt, checked against the prompts.
+
+    Args:
+        reward: name of the reward, for the message.
+        prompts: prompts of the call, one per completion.
+        num_generations: number of completions per prompt; None if unknown.
 
     Raises:
-        ValueError: `num_generations` is not known, the rows are not whole groups, or one holds different prompts; the message
-            names the reward.
+        ValueError: `num_generations` is unknown, the rows are not whole groups, or a group holds different prompts.
     """
     if num_generations is None:
         raise ValueError(f"reward `{reward}` needs num_generations, the trainer's completions per prompt")

@@ -1,8 +1,15 @@
 """Format rewards for completions such as `<think>...</think><answer>...</answer>`, each in one linear pass.
 
-Three of them are the rules of "GRPO from scratch" and MiniMind, kept to the letter because recipes reproduce them.
-They overlook swapped, nested and repeated tags, which `well_formed` does not. No regular expression is used: `.*?`
-between tags is quadratic in repeated tags.
+| reward | pay |
+|---|---|
+| `tag_structure` | 0.5 for MiniMind's strict structure, else 0 |
+| `tag_count` | 0.25 for each of the four tags that occurs exactly once |
+| `tag_presence` | 0.2 for each of the four tags that occurs |
+| `well_formed` | 1 for one reasoning block, then one answer block, and nothing else; otherwise 0 |
+
+The first three are the rules of MiniMind and "GRPO from scratch", kept exactly because recipes reproduce them. They overlook
+swapped, nested and repeated tags, which `well_formed` does not. Regular expressions are avoided, because `.*?` between tags
+takes quadratic time on repeated tags.
 """
 
 from __future__ import annotations
@@ -18,7 +25,8 @@ from grpo_rewards.reward import BaseReward, Kind, LogColumn, checked_number, che
 @dataclass(frozen=True)
 class _TagReward(BaseReward):
     kind: ClassVar[Kind] = "format"
-    payments: ClassVar[int] = 1  # how often a completion can earn `pay`
+    payments: ClassVar[int] = 1
+    """Number of times that a completion can earn `pay`."""
 
     tags: tuple[str, str] = ("think", "answer")
     pay: float = 1.0
@@ -31,7 +39,7 @@ class _TagReward(BaseReward):
 
     @property
     def highest_pay(self) -> float:
-        """The most that a completion can earn."""
+        """Pay of a completion without a fault, or 0 if that is negative."""
         return max(0.0, self.pay * self.payments)
 
     def with_unit_pay(self) -> BaseReward | None:
@@ -45,7 +53,7 @@ class _TagReward(BaseReward):
     def __call__(
         self, prompts: Any = None, completions: Sequence[Any] = (), *, log_reason: LogColumn = None, **columns: Any
     ) -> list[float | None]:
-        """Score each completion by its format alone. Takes either of TRL's shapes and ignores every other column."""
+        """Score each completion by its format, in either of TRL's shapes. Every other column is ignored."""
         check_rows(self.name, completions=completions)
         # A template that opens the block in the prompt ends with "<think>\n" (DeepSeek-R1, Qwen).
         opening = f"<{self.prefilled}>\n" if self.prefilled else ""
@@ -59,13 +67,13 @@ class _TagReward(BaseReward):
         return f"<{think}>", f"</{think}>", f"<{answer}>", f"</{answer}>"
 
     def _faults(self, text: str) -> Sequence[str]:
-        """Say what is wrong with a completion, once for each payment that it does not get."""
+        """Return the faults of a completion, one for each payment that it does not get."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class TagStructure(_TagReward):
-    r"""MiniMind's strict structure.
+    r"""Strict structure of MiniMind.
 
     | completion | pay |
     |---|---|
@@ -90,7 +98,7 @@ class TagStructure(_TagReward):
             return (f"does not end with {end}",)
         for gap in ("\n", "\n\n"):
             middle = f"\n{end_think}{gap}{answer}\n"
-            # The first occurrence leaves most room for the answer, so no other one needs a look.
+            # The first occurrence leaves the most room for the answer, so no other one needs to be tried.
             position = text.find(middle, len(start))
             if position >= 0 and position + len(middle) <= body_end:
                 return ()
@@ -99,7 +107,7 @@ class TagStructure(_TagReward):
 
 @dataclass(frozen=True)
 class TagCount(_TagReward):
-    """MiniMind's tag count.
+    """Tag count of MiniMind.
 
     | each of the four tags | pay |
     |---|---|
@@ -121,7 +129,7 @@ class TagCount(_TagReward):
 
 @dataclass(frozen=True)
 class TagPresence(_TagReward):
-    """The tag presence of "GRPO from scratch".
+    """Tag presence of "GRPO from scratch".
 
     | each of the four tags | pay |
     |---|---|
@@ -142,7 +150,7 @@ class TagPresence(_TagReward):
 
 @dataclass(frozen=True)
 class WellFormed(_TagReward):
-    """One reasoning block, then one answer block, and nothing else.
+    """Form of one reasoning block, then one answer block, and nothing else.
 
     | completion | pay |
     |---|---|

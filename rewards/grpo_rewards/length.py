@@ -1,4 +1,14 @@
-"""Shaping rewards that compare the completions of one group. TRL's own shaping rewards serve by dotted path."""
+"""A length reward that compares the completions of one group. TRL's own length rewards work by their dotted paths.
+
+With L = 0.5 - (length - shortest) / (longest - shortest) over the group:
+
+| completion | pay |
+|---|---|
+| correct | L, from 0.5 for the shortest of its group to -0.5 for the longest |
+| wrong | min(0, L): a short wrong answer earns nothing |
+| all of its group equally long | 0 |
+| correctness is unknown (None) | None |
+"""
 
 from __future__ import annotations
 
@@ -13,7 +23,7 @@ from grpo_rewards.reward import BaseReward, Kind, LogColumn
 
 @dataclass(frozen=True)
 class GroupLength(BaseReward):
-    """The length reward of Kimi k1.5, within the group of one prompt.
+    """Length reward of Kimi k1.5, within the group of one prompt.
 
     With L = 0.5 - (length - shortest) / (longest - shortest) over the group:
 
@@ -22,15 +32,15 @@ class GroupLength(BaseReward):
     | correct | L, from 0.5 for the shortest of its group to -0.5 for the longest |
     | wrong | min(0, L): a short wrong answer earns nothing |
     | all of its group equally long | 0 |
-    | correctness can't be told (None) | None |
+    | correctness is unknown (None) | None |
 
-    Source: Kimi k1.5 (arXiv 2501.12599), section 2.3.3. The length is in tokens where the trainer hands over
-    `completion_ids`, else in characters. open-r1's version spans the whole batch instead of the group.
+    Source: Kimi k1.5 (arXiv 2501.12599), section 2.3.3. The length is in tokens if the trainer passes `completion_ids`,
+    otherwise in characters. open-r1's version compares all completions of the batch instead of the group.
 
     Args:
-        num_generations: completions per prompt; a recipe fills it in.
-        correctness: the reward that tells right (it pays more than 0) from wrong: a reward, or a spec of one.
-        name: the reward's name in logs.
+        num_generations: number of completions per prompt; a recipe fills it in.
+        correctness: reward, or the spec of one, that pays more than 0 for a correct completion.
+        name: name of the reward in logs.
     """
 
     needs_whole_groups: ClassVar[bool] = True
@@ -51,12 +61,12 @@ class GroupLength(BaseReward):
 
     @property
     def highest_pay(self) -> float:
-        """Pay of the shortest right completion of its group."""
+        """Pay of the shortest completion of its group, if correct."""
         return 0.5
 
     @property
     def asks(self) -> tuple[Any, ...]:
-        """Reward that tells right from wrong."""
+        """Reward that decides whether a completion is correct."""
         return (self.correctness,)
 
     def __call__(
@@ -73,7 +83,7 @@ class GroupLength(BaseReward):
         """Score whole groups.
 
         Raises:
-            ValueError: `num_generations` is not known, or the call does not hold whole groups.
+            ValueError: `num_generations` is unknown, or the call does not hold whole groups.
         """
         check_rows(self.name, prompts=prompts, completions=completions)
         groups = prompt_groups(self.name, prompts, self.num_generations)
@@ -83,30 +93,22 @@ class GroupLength(BaseReward):
         rewards: list[float | None] = []
         reasons: list[str] = []
         for group in groups:
-            rewards += _group_rewards(lengths[group], correct[group])
-            reasons += _reasons(lengths[group], correct[group])
+            shortest, longest = min(lengths[group]), max(lengths[group])
+            for length, score in zip(lengths[group], correct[group], strict=True):
+                reward, judged = _reward(score, length, shortest, longest)
+                rewards.append(reward)
+                reasons.append(f"{judged}, length {length} in a group of {shortest} to {longest}")
         if log_reason is not None:
             log_reason("reason", reasons)
         return rewards
 
 
-def _group_rewards(lengths: Sequence[int], correct: Sequence[float | None]) -> list[float | None]:
-    shortest, longest = min(lengths), max(lengths)
-    span = longest - shortest
-    rewards: list[float | None] = []
-    for length, score in zip(lengths, correct, strict=True):
-        if score is None:
-            rewards.append(None)
-            continue
-        saving = 0.5 - (length - shortest) / span if span else 0.0
-        rewards.append(saving if score > 0 else min(0.0, saving))
-    return rewards
-
-
-def _reasons(lengths: Sequence[int], correct: Sequence[float | None]) -> list[str]:
-    among = f"in a group of {min(lengths)} to {max(lengths)}"
-    judged = ("not scored" if score is None else "right" if score > 0 else "wrong" for score in correct)
-    return [f"{said}, length {length} {among}" for said, length in zip(judged, lengths, strict=True)]
+def _reward(score: float | None, length: int, shortest: int, longest: int) -> tuple[float | None, str]:
+    """Return the pay of a completion, and the word for its correctness."""
+    if score is None:
+        return None, "not scored"
+    saving = 0.5 - (length - shortest) / (longest - shortest) if longest > shortest else 0.0
+    return (saving, "right") if score > 0 else (min(0.0, saving), "wrong")
 
 
 group_length = GroupLength()

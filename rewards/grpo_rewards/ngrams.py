@@ -1,17 +1,24 @@
-"""A penalty on text that repeats itself: the share of n-grams that stood there before."""
+"""A penalty on text that repeats itself: the share of n-grams that occurred before in the completion.
+
+| the completion | pay |
+|---|---|
+| repeats no n-gram | 0 (`pay`) |
+| repeats a share s of its n-grams | `pay + s * (pay_repeated - pay)`, from `pay` towards -1 (`pay_repeated`) |
+| has no n-gram: fewer than `ngram` words | 0 |
+"""
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from grpo_rewards.completions import check_rows, completion_text
-from grpo_rewards.reward import BaseReward, Kind, LogColumn, checked_number
+from grpo_rewards.reward import BaseReward, Kind, LogColumn, LogMetric, check_choice, checked_number
 
-# Scripts written without spaces, and emoji: each character is a word.
+# Scripts written without spaces, and emoji. Each of these characters is a word.
 _ALONE = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2600-\u27bf\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
     "\U0001f000-\U0001faff\U00020000-\U0003ffff"
@@ -23,7 +30,7 @@ _WORD = re.compile(rf"[{_ALONE}]|(?:(?![{_ALONE}])[^\W_])+|{_MARKS}")
 _INVISIBLE = re.compile(
     "[\u00ad\u034f\u115f\u1160\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2069\u2800\ufeff\ufe00-\ufe0f\U000e0000-\U000e0fff]"
 )
-# No word is longer; a longer run is cut up, so that a loop without spaces ("hahaha...") repeats too.
+# A longer word is cut into pieces, so that a loop without spaces ("hahaha...") counts as a repetition too.
 _MAX_WORD_CHARS = 24
 _MAX_MARK_CHARS = 7
 _PIECE_CHARS = 4
@@ -33,26 +40,34 @@ _MAX_NGRAM = 100
 def words(text: str) -> list[str]:
     """Return the words that n-grams are made of, in order.
 
-    Case, width, invisible characters and the punctuation around words do not count. A character of Chinese, Japanese or Thai,
-    and an emoji, is a word; so is a mark that stands alone ("- - -"). Runs of more than 24 characters, and of 8 marks,
-    count as words of 4.
+    Case, width, invisible characters and the punctuation around words do not count. A character of Chinese, Japanese or
+    Thai, an emoji, and a mark that stands alone ("- - -") are words. A run of more than 24 characters, or of 8 marks, is cut
+    into words of 4.
     """
-    # Full-width and mathematical letters are the plain ones; a letter and its accent are one character.
+    # NFKC makes full-width and mathematical letters ordinary ones, and a letter with its accent one character.
     text = text.casefold() if text.isascii() else unicodedata.normalize("NFKC", text).casefold()
     found = _ASCII_WORD.findall(text) if text.isascii() else _WORD.findall(_INVISIBLE.sub("", text))
     if max(map(len, found), default=0) <= _MAX_MARK_CHARS:
         return found
-    return [piece for word in found for piece in _pieces(word)]
-
-
-def _pieces(word: str) -> Sequence[str]:
-    if len(word) <= _MAX_MARK_CHARS or (len(word) <= _MAX_WORD_CHARS and word[0].isalnum()):
-        return (word,)
-    return [word[start : start + _PIECE_CHARS] for start in range(0, len(word), _PIECE_CHARS)]
+    pieces = []
+    for word in found:
+        if len(word) <= _MAX_MARK_CHARS or (len(word) <= _MAX_WORD_CHARS and word[0].isalnum()):
+            pieces.append(word)
+        else:
+            pieces += [word[start : start + _PIECE_CHARS] for start in range(0, len(word), _PIECE_CHARS)]
+    return pieces
 
 
 def repeated_share(units: Sequence[Any], ngram: int) -> float | None:
-    """Return the share of n-grams that occurred before, in [0, 1), or None if there are fewer than `ngram` units."""
+    """Return the share of n-grams that occurred before, in [0, 1).
+
+    Args:
+        units: words or token ids.
+        ngram: number of units in an n-gram.
+
+    Returns:
+        The share, or None if there are fewer than `ngram` units.
+    """
     total = len(units) - ngram + 1
     if total < 1:
         return None
@@ -62,7 +77,7 @@ def repeated_share(units: Sequence[Any], ngram: int) -> float | None:
 
 @dataclass(frozen=True)
 class Repetition(BaseReward):
-    """A penalty that grows with the share of n-grams that the completion has said before.
+    """Penalty that grows with the share of n-grams that occurred before in the completion.
 
     | the completion | pay |
     |---|---|
@@ -70,15 +85,16 @@ class Repetition(BaseReward):
     | repeats a share s of its n-grams | `pay + s * (pay_repeated - pay)`, from `pay` towards -1 (`pay_repeated`) |
     | has no n-gram: fewer than `ngram` words | 0 |
 
-    The penalty of TRL's `get_repetition_penalty_reward` (and open-r1's) on words that evasion does not change: case,
-    punctuation, invisible characters and missing spaces. With `unit: tokens` it is TRL's own. The thinking counts.
+    This is the penalty of TRL's `get_repetition_penalty_reward` (and open-r1's), on words that evasion does not change:
+    other case or punctuation, invisible characters and missing spaces do not hide a loop. With `unit: tokens` it is TRL's
+    own. The thinking counts.
 
     Args:
-        ngram: words in an n-gram, 1 to 100.
-        pay: without any repetition; `pay: 1, pay_repeated: 0` pays for variety instead of fining its absence.
-        pay_repeated: what a completion of nothing but repetition approaches; less than `pay`.
-        unit: "words", or "tokens", for which the trainer hands over `completion_ids`.
-        name: the reward's name in logs.
+        ngram: number of words in an n-gram, 1 to 100.
+        pay: score without any repetition. `pay: 1, pay_repeated: 0` pays for variety instead of penalising its absence.
+        pay_repeated: score that a completion of nothing but repetition approaches; less than `pay`.
+        unit: "words", or "tokens", which needs the trainer's `completion_ids`.
+        name: name of the reward in logs.
     """
 
     kind: ClassVar[Kind] = "other"
@@ -96,12 +112,11 @@ class Repetition(BaseReward):
             object.__setattr__(self, key, checked_number(getattr(self, key), key))
         if self.pay_repeated >= self.pay:
             raise ValueError(f"pay_repeated must be less than pay, {self.pay:g}, not {self.pay_repeated:g}")
-        if self.unit not in ("words", "tokens"):
-            raise ValueError(f"unit must be words or tokens, not {self.unit!r}")
+        check_choice(self.unit, "unit", ("words", "tokens"))
 
     @property
     def highest_pay(self) -> float:
-        """The most that a completion can earn."""
+        """Larger of `pay` and 0, the pay of a completion that is too short for an n-gram."""
         return max(self.pay, 0.0)
 
     def __call__(
@@ -110,23 +125,23 @@ class Repetition(BaseReward):
         completions: Sequence[Any] = (),
         *,
         completion_ids: Sequence[Sequence[int]] | None = None,
-        log_metric: Callable[[str, float], None] | None = None,
+        log_metric: LogMetric = None,
         log_reason: LogColumn = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Score each completion by itself. Takes either of TRL's shapes and ignores every other column.
+        """Score each completion by itself, in either of TRL's shapes. Every other column is ignored.
 
         Raises:
-            ValueError: tokens are asked for, and the call has no `completion_ids`, or not one row per completion.
+            ValueError: the unit is tokens, and the call does not have `completion_ids` with one row per completion.
         """
         check_rows(self.name, completions=completions)
         if self.unit == "words":
-            units: list[Sequence[Any]] = [words(completion_text(completion)) for completion in completions]
+            units: Sequence[Sequence[Any]] = [words(completion_text(completion)) for completion in completions]
         elif completion_ids is None:
             raise ValueError(f"reward `{self.name}` needs the trainer's completion_ids: set its kwarg unit to words")
         else:
             check_rows(self.name, completions=completions, completion_ids=completion_ids)
-            units = list(completion_ids)
+            units = completion_ids
         shares = [repeated_share(row, self.ngram) for row in units]
         if log_reason is not None:
             log_reason("reason", [self._reason(share) for share in shares])

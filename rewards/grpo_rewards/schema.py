@@ -99,8 +99,7 @@ class JsonSchema(TaggedReward):
             text = _schema_text(self.schema)
             if text is None:
                 raise ValueError(f"schema must be a mapping or a string of JSON, not {self.schema!r}")
-            if isinstance(problem := _compiled(text), str):
-                raise ValueError(problem)
+            _compile(text)
             # As a string, the reward stays hashable and can't change behind a caller's back.
             object.__setattr__(self, "schema", text)
 
@@ -292,7 +291,7 @@ def _compiled(text: str) -> CompiledSchema | str:
         return str(error)
 
 
-class _SchemaError(Exception):
+class _SchemaError(UserError):
     """A schema that can't be used; one sentence says why."""
 
 

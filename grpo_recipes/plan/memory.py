@@ -1,9 +1,9 @@
-"""Memory of one GPU in a GRPO run, by part, from the model's configuration: no weights are loaded.
+"""Memory of one GPU in a GRPO run, by part, estimated from the model's configuration without loading weights.
 
-Model states follow DeepSpeed's own estimators (`estimate_zero2_model_states_mem_needs`,
-`estimate_zero3_model_states_mem_needs`) where DeepSpeed splits the model, and accelerate's (`estimate_training_usage`: 16
-bytes a float32 parameter) where nothing does; both know only full fine-tuning, so frozen parameters are counted apart.
-What they leave out, generation above all, is estimated here and is rougher.
+Under DeepSpeed the model states follow its own estimators (`estimate_zero2_model_states_mem_needs`,
+`estimate_zero3_model_states_mem_needs`). On one process they follow accelerate's (`estimate_training_usage`: 16 bytes per
+float32 parameter). Both cover only full fine-tuning, so frozen parameters are counted separately. The parts that neither
+covers, above all generation, are estimated here and are less exact.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trl import get_peft_config
+from trl import ModelConfig, get_peft_config
 
 from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.data.hub import hub_answers, is_missing
@@ -29,28 +29,30 @@ from grpo_rewards.terminal import Cell, Labelled, Part, Table
 
 GIB = 2**30
 
-# Adam under mixed precision: a float32 copy of the parameter, and its two moments.
+# Bytes per parameter of Adam under mixed precision: a float32 copy of the parameter, and its two moments.
 MASTER_AND_MOMENTS = 12
-# Two float32 moments, and the 16 bits that a bfloat16 weight drops.
+# Bytes per parameter of `adamw_bf16`: two float32 moments, and the 16 bits that a bfloat16 weight drops.
 ADAMW_BF16_STATE = 10
-# What other optimisers keep: numbers of the weight's own dtype, or bytes. Any that is not named here is taken for Adam.
+# State of other optimizers, as numbers in the weight's own dtype or as bytes. An optimizer that is not listed counts as
+# Adam.
 ADAM_MOMENTS = 2
 MOMENTS = {"sgd": 0, "adafactor": 0, "adagrad": 1, "rmsprop": 1, "lion_32bit": 1, "paged_lion_32bit": 1}
 STATE_BYTES = {
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), 2),
     **dict.fromkeys(("adamw_torch_4bit", "lion_8bit", "paged_lion_8bit", "rmsprop_bnb_8bit"), 1),
 }
-# A weight in bitsandbytes' 8 and 4 bits, with the float32 scale that 64 weights of 4 bits share; nested, that is of 8 bits.
+# Bytes per weight in bitsandbytes' 8 and 4 bits. In 4 bits, 64 weights share a float32 scale. Nested quantization stores
+# the scale in 8 bits.
 QUANTISED_BYTES = {8: 1.0, 4: 0.5 + 4 / 64}
 NESTED_4BIT_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-# A gradient in 16 bits, and what DeepSpeed reserves beside it to reach the 18 bytes a parameter of its estimators.
+# A 16-bit gradient, and what DeepSpeed reserves beside it: together 18 bytes per parameter in its estimators.
 ZERO2_GRADIENT, ZERO3_GRADIENT = 6, 4
-# A gathered layer: its parameters and its gradients, 16 bits each.
+# Bytes per parameter of a gathered layer: the parameter and its gradient, 16 bits each.
 GATHERED = 4
-# Host memory on top of the states themselves, DeepSpeed's `additional_buffer_factor`.
+# Host memory as a multiple of the states, DeepSpeed's `additional_buffer_factor`.
 HOST_BUFFERS = 1.5
 
-# CUDA context and communication buffers, and the share that fragmentation makes useless: neither is in any estimator.
+# CUDA context with communication buffers, and the share lost to fragmentation. No estimator includes them.
 CONTEXT_BYTES = 1.5 * GIB
 FRAGMENTATION = 0.05
 
@@ -59,16 +61,16 @@ SHARDING = {"NO": "none", "MULTI_GPU": "none", "MULTI_CPU": "none", "FSDP": "fsd
 
 
 class MemoryUnknown(UserError):
-    """Memory can't be estimated; the message says what is missing."""
+    """Error for memory that can't be estimated. Its message names what is missing."""
 
 
 class NoTargetModules(UserError):
-    """An adapter would adapt nothing of its model; the message names modules that it could."""
+    """Error for an adapter that matches no module. Its message names modules that could be adapted."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How accelerate lays a model out: over how many GPUs, and what is split over them (`none`, `zero2`, `zero3`, `fsdp2`)."""
+    """Layout of a model: the number of GPUs, and what is split over them (`none`, `zero2`, `zero3` or `fsdp2`)."""
 
     num_processes: int = 1
     num_machines: int = 1
@@ -78,12 +80,12 @@ class Sharding:
 
     @property
     def is_deepspeed(self) -> bool:
-        """Whether DeepSpeed splits the states."""
+        """True if DeepSpeed splits the states."""
         return self.sharding.startswith("zero")
 
     @classmethod
     def described(cls, accelerate_config: Path) -> Sharding:
-        """The layout that an accelerate configuration file describes. Raises `MemoryUnknown` for one not covered here."""
+        """Return the layout of an accelerate configuration. Raise `MemoryUnknown` if it is not covered here."""
         raw = load_yaml(accelerate_config.read_text(encoding="utf-8"))
         kind, machines = raw.get("distributed_type", "NO"), raw.get("num_machines", 1)
         deepspeed = raw.get("deepspeed_config") or {}
@@ -105,7 +107,19 @@ class Sharding:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a causal language model that memory depends on. Counts are elements, not bytes."""
+    """Sizes of a causal language model that determine its memory, as numbers of elements.
+
+    Attributes:
+        parameters: All parameters.
+        trained: Trained parameters.
+        largest_layer: Parameters of the largest module.
+        layers: Number of layers.
+        hidden: Hidden size.
+        intermediate: Size of the feed-forward layer.
+        key_value: Elements of the keys, or of the values, of one token in one layer.
+        quantisable: Parameters quantized by loading in 4 or 8 bits: those of linear layers without the head.
+        initializer_range: Standard deviation of freshly drawn weights, 0.02 unless the configuration sets it.
+    """
 
     parameters: int
     trained: int
@@ -114,25 +128,22 @@ class ModelShape:
     hidden: int
     intermediate: int
     key_value: int
-    """Elements of keys, or of values, of one token in one layer."""
     quantisable: int = 0
-    """Those that loading in 4 or 8 bits quantises: of linear layers, the head apart."""
     initializer_range: float = 0.02
-    """The standard deviation of weights as they are drawn, the configuration's; 0.02 where it says none."""
 
     @classmethod
     def from_config(cls, config: Any, peft_config: Any = None) -> ModelShape:
-        """Count on a model without storage (`meta` device), with its adapter if it gets one."""
+        """Return the sizes of a model built without storage (`meta` device), with an adapter unless `peft_config` is None."""
         import torch
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-            largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
-            linear = [
-                m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not model.get_output_embeddings()
-            ]
-            quantisable = sum(module.weight.numel() for module in linear)
+            largest = quantisable = 0
+            for module in model.modules():
+                largest = max(largest, sum(p.numel() for p in module.parameters(recurse=False)))
+                if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
+                    quantisable += module.weight.numel()
             if peft_config is not None:
                 model = _with_adapter(model, peft_config)
         text = config.get_text_config()
@@ -152,7 +163,7 @@ class ModelShape:
 
 
 def _with_adapter(model: Any, peft_config: Any) -> Any:
-    """`model` with a new adapter. Raises `NoTargetModules`."""
+    """Return `model` with a new adapter. Raise `NoTargetModules` if the adapter matches none of its modules."""
     from peft import get_peft_model
     from peft.utils.error import NoMatchingPeftModuleError
     from torch import nn
@@ -162,7 +173,7 @@ def _with_adapter(model: Any, peft_config: Any) -> Any:
         return get_peft_model(model, peft_config)
     except NoMatchingPeftModuleError as error:
         wanted = peft_config.target_modules
-        # TRL makes text of a list of one, and peft reads text as a pattern.
+        # TRL turns a list of one name into a string, and peft reads a string as a pattern.
         if isinstance(wanted, str) and wanted in linear:
             raise NoTargetModules(
                 f"a single name is a pattern for the whole path: write `.*{wanted}`, or name two modules"
@@ -173,31 +184,47 @@ def _with_adapter(model: Any, peft_config: Any) -> Any:
         ) from error
 
 
-# Weights on their way to a vLLM server (`vllm.distributed.weight_transfer.packed_tensor`, 0.30).
+# Weights in transfer to a vLLM server (`vllm.distributed.weight_transfer.packed_tensor`, 0.30).
 PACK_BYTES = 1 << 30
 PACKS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Everything that one GPU's memory depends on. Sizes in bytes are per element; `gpu_memory` is in bytes, or unknown."""
+    """Quantities that determine the memory of one GPU.
+
+    Attributes:
+        shape: Sizes of the model.
+        layout: Layout of the model over the GPUs.
+        rows: Completions in one micro-batch on one GPU.
+        generated_rows: Completions that one GPU generates at once.
+        tokens: Tokens of the longest prompt and completion together.
+        dtype_bytes: Bytes per weight as loaded.
+        mixed_precision: True if matrix products are computed in 16 bits.
+        gradient_checkpointing: True if activations are recomputed in the backward pass.
+        full_reference: True if a second, frozen model is held for the KL term. An adapter's reference is its own base.
+        gather_for_generation: `ds3_gather_for_generation`.
+        vllm: `colocate`, `server`, or None for generation by transformers.
+        vllm_share: Share of the GPU's memory for vLLM, in (0, 1].
+        vllm_split: Number of GPUs that share one copy of vLLM's weights.
+        vllm_sleeps: True if vLLM frees its memory during training.
+        reward_parameters: Parameters of the reward models.
+        gpu_memory: Bytes of the GPU, or None if not given.
+        optim: Name of the optimizer.
+        quantised_bytes: Bytes per weight of a frozen base loaded in 4 or 8 bits, or None if the base is not quantized.
+    """
 
     shape: ModelShape
     layout: Sharding
     rows: int
-    """Completions in one micro-batch on one GPU."""
     generated_rows: int
-    """Completions that one GPU generates at once."""
     tokens: int
-    """Longest prompt and completion together."""
     dtype_bytes: int
     mixed_precision: bool
     gradient_checkpointing: bool
     full_reference: bool
-    """Whether a second, frozen model is held for the KL term: not for an adapter, whose reference is the base model."""
     gather_for_generation: bool
     vllm: str | None
-    """`colocate`, `server`, or None for generation by transformers."""
     vllm_share: float
     vllm_split: int
     vllm_sleeps: bool
@@ -205,10 +232,9 @@ class MemoryPlan:
     gpu_memory: float | None
     optim: str = "adamw_torch"
     quantised_bytes: float | None = None
-    """Of a weight of the frozen base that is loaded in 4 or 8 bits; None where none is."""
 
     def parts(self) -> dict[str, float]:
-        """Bytes on one GPU, by part; `activations` and those of generation, the last four, are not held at the same time."""
+        """Return the bytes on one GPU by part. `activations` and the last four, of generation, are not held together."""
         return {
             **(self._deepspeed_states() if self.layout.is_deepspeed else self._torch_states()),
             "reference": self._weights() if self.full_reference else 0,
@@ -218,31 +244,31 @@ class MemoryPlan:
         }
 
     def peak(self) -> float:
-        """The most bytes that are held at once: everything, with the larger of training's and generation's own."""
+        """Return the most bytes held at once: the permanent parts, and the larger of training's and generation's own."""
         training, generation = self._activations(), sum(self._generation().values())
         throughout = sum(self.parts().values()) - training - generation
         both = self.vllm == "colocate" and not self.vllm_sleeps
         return throughout + (training + generation if both else max(training, generation))
 
     def host(self) -> float:
-        """Bytes of host memory on each machine that offloading needs."""
+        """Return the bytes of host memory that offloading needs on each machine."""
         if not (self.layout.offload_parameters or self.layout.offload_optimizer):
             return 0
         per_parameter = 18 if self.layout.offload_parameters else 16
         return self.shape.parameters * per_parameter / self.layout.num_machines * HOST_BUFFERS
 
     def usable(self) -> float | None:
-        """Bytes of a GPU that tensors can have."""
+        """Return the bytes of a GPU that are left for tensors, or None if its size is not given."""
         return None if self.gpu_memory is None else self.gpu_memory * (1 - FRAGMENTATION) - CONTEXT_BYTES
 
     def fits(self) -> bool | None:
-        """Whether the peak fits on the GPU, and vLLM's share holds its copy of the weights; None if its size is not given."""
+        """Return True if the peak fits on the GPU and vLLM's share holds its weights, or None if the size is not given."""
         if (usable := self.usable()) is None:
             return None
         return self.peak() <= usable and self.vllm_weights() < self.vllm_budget()
 
     def _deepspeed_states(self) -> dict[str, float]:
-        """States under ZeRO: for a model whose every parameter is trained, the sum is DeepSpeed's estimate."""
+        """Return the states under ZeRO. In full fine-tuning their sum is DeepSpeed's estimate."""
         splits_parameters = self.layout.sharding == "zero3"
         gathered = GATHERED * self.shape.largest_layer if splits_parameters else 0
         trained = 0 if self.layout.offload_optimizer else self.shape.trained / self.layout.num_processes
@@ -254,11 +280,11 @@ class MemoryPlan:
         }
 
     def _torch_states(self) -> dict[str, float]:
-        """States on one process, under DistributedDataParallel and under FSDP2."""
+        """Return the states on one process, under DistributedDataParallel and under FSDP2."""
         splits = self.layout.sharding == "fsdp2"
         ranks = self.layout.num_processes if splits else 1
         trained, frozen = self.shape.trained / ranks, (self.shape.parameters - self.shape.trained) / ranks
-        # FSDP2 under mixed precision keeps trained parameters in float32; PEFT keeps its adapters so.
+        # FSDP2 under mixed precision keeps trained parameters in float32, and PEFT keeps adapters in float32.
         in_float32 = (splits and self.mixed_precision) or frozen > 0
         size = 4 if in_float32 else self.dtype_bytes
         base = self.dtype_bytes * frozen
@@ -266,7 +292,7 @@ class MemoryPlan:
             size = 2  # TRL casts adapters on a quantised base to bfloat16
             base -= (self.dtype_bytes - self.quantised_bytes) * self.shape.quantisable / ranks
         gathered = GATHERED * self.shape.largest_layer if splits else 0
-        # DistributedDataParallel reduces gradients in buckets of its own.
+        # DistributedDataParallel copies gradients into buckets.
         copies = 2 if not splits and self.layout.num_processes > 1 else 1
         return {
             "parameters": base + size * trained + gathered,
@@ -275,30 +301,30 @@ class MemoryPlan:
         }
 
     def _state_bytes(self, size: int) -> float:
-        """Bytes of the optimiser's state for a trained weight of `size` bytes, where DeepSpeed has no part in it."""
+        """Return the bytes of the optimizer's state for a trained weight of `size` bytes, without DeepSpeed."""
         if self.optim == ADAMW_BF16:
             return ADAMW_BF16_STATE if size == 2 else 4 * ADAM_MOMENTS
         return STATE_BYTES.get(self.optim, MOMENTS.get(self.optim, ADAM_MOMENTS) * size)
 
     def _compute_bytes(self) -> int:
-        """Bytes of a number in the precision of the computation."""
+        """Return the bytes of a number in the precision of the computation."""
         return 2 if self.mixed_precision else self.dtype_bytes
 
     def _weights(self) -> float:
-        """Bytes of the weights alone, which is all of the reference: split where parameters are, whole under ZeRO-2."""
+        """Return the bytes of the weights alone, which are all that a reference model needs."""
         if self.layout.offload_parameters:
             return 0
         size = self._compute_bytes() if self.layout.is_deepspeed else self.dtype_bytes
-        # TRL's `prepare_deepspeed` gives a reference under ZeRO-2 to every GPU whole, as the policy is.
+        # Under ZeRO-2 every GPU holds all weights, also of a reference (TRL's `prepare_deepspeed`).
         ranks = self.layout.num_processes if self.layout.sharding in ("zero3", "fsdp2") else 1
         return size * self.shape.parameters / ranks
 
     def _activations(self) -> float:
-        """Bytes kept for the backward pass of one micro-batch.
+        """Return the bytes kept for the backward pass of one micro-batch.
 
-        A layer keeps, in the compute precision, its inputs to each matrix product (6 hidden, 2 key-value, 4 intermediate)
-        and two float32 norms; attention is fused, and TRL's head never holds the logits. With gradient checkpointing only
-        each layer's input stays, and one layer at a time is computed again, with its gradients.
+        A layer keeps the inputs of its matrix products (6 hidden, 2 key-value, 4 intermediate) in the compute precision and
+        two float32 norms. Attention is fused, and TRL's head never holds the logits. With gradient checkpointing only the
+        input of each layer is kept, and one layer at a time is recomputed with its gradients.
         """
         size = self._compute_bytes()
         shape, tokens = self.shape, self.rows * self.tokens
@@ -308,10 +334,10 @@ class MemoryPlan:
         return shape.layers * layer
 
     def _generation(self) -> dict[str, float]:
-        """Bytes that generation takes: gathered weights, and the keys and values, or vLLM's share, which holds its own.
+        """Return the bytes that generation takes, by part. vLLM's share includes its keys and values.
 
-        Under ZeRO-3, transformers generates on gathered weights if `ds3_gather_for_generation`, and an adapter is merged
-        on gathered weights before they go to vLLM (`VLLMGeneration._iter_named_params`): the whole model on every GPU.
+        Under ZeRO-3 two cases gather the whole model on every GPU: generation by transformers with
+        `ds3_gather_for_generation`, and the merge of an adapter for vLLM (`VLLMGeneration._iter_named_params`).
         """
         is_adapter = self.shape.trained < self.shape.parameters
         gathers = self.gather_for_generation if self.vllm is None else is_adapter
@@ -326,10 +352,10 @@ class MemoryPlan:
         }
 
     def _packs(self) -> float:
-        """Bytes on rank 0 while weights go to a vLLM server: two packs in flight, and what one is made of.
+        """Return the bytes on rank 0 while weights go to a vLLM server: two packs in flight, and the sources of a third.
 
-        A pack is full once it is over `PACK_BYTES` (vLLM's `pack_tensors`). It is made of views where this rank holds the
-        weights whole, of copies where they are gathered from a split model or an adapter is merged into them.
+        A pack is sent once it exceeds `PACK_BYTES` (vLLM's `pack_tensors`). Its sources are views if this rank holds all
+        weights, and copies if the weights are gathered from a split model or merged with an adapter.
         """
         size = self._compute_bytes() if self.layout.is_deepspeed else self.dtype_bytes
         model = size * self.shape.parameters
@@ -339,19 +365,20 @@ class MemoryPlan:
         return min(PACKS_IN_FLIGHT * pack, model) + copies
 
     def vllm_budget(self) -> float:
-        """Bytes that vLLM may take on this GPU; infinite where it takes none or the GPU's size is not given."""
+        """Return the bytes that vLLM may take on this GPU, infinite if it takes none or the GPU's size is not given."""
         return self.vllm_share * self.gpu_memory if self.vllm == "colocate" and self.gpu_memory else math.inf
 
     def vllm_weights(self) -> float:
-        """Bytes of vLLM's own copy of the weights on this GPU."""
+        """Return the bytes of vLLM's own copy of the weights on this GPU."""
         return 2 * self.shape.parameters / self.vllm_split if self.vllm == "colocate" else 0
 
 
 def load_shape(model: str, peft_config: Any = None) -> ModelShape:
-    """The sizes of a model from its configuration: a file, a folder, the hub's cache, or the hub.
+    """Return the sizes of a model from its configuration: a file, a folder, the hub's cache, or the hub.
 
-    Raises `MemoryUnknown` where there is no configuration to be had, or transformers can build no model from it,
-    `SizeError` for a size that no model has, and `RunError` for a damaged file.
+    Raises:
+        MemoryUnknown: There is no configuration, or transformers can't build a model from it.
+        UserError: The file is damaged, a size is impossible, or the adapter matches no module.
     """
     from transformers import AutoConfig
 
@@ -365,13 +392,13 @@ def load_shape(model: str, peft_config: Any = None) -> ModelShape:
     try:
         here_only = path.exists() or not hub_answers()
         check_model_sizes(model, local_only=here_only)
-        # Unless it is told not to, transformers asks on the terminal whether to run the code that a folder brings.
+        # Without `trust_remote_code`, transformers asks on the terminal whether to run the code of a folder.
         config = AutoConfig.from_pretrained(model, local_files_only=here_only, trust_remote_code=False)
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of peft's own use of transformers
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # about peft's own use of transformers
             return ModelShape.from_config(config, peft_config)
     except UserError:
         raise
-    except Exception as error:  # transformers raises whatever the values of a stranger's file lead to
+    except Exception as error:  # transformers raises any class for the values of a stranger's file
         reason = f"no configuration could be loaded (--model_config FILE gives one): {one_line(error)}"
         raise MemoryUnknown(f"{model}: {reason}") from error
 
@@ -404,14 +431,27 @@ def memory_plan(
     shape: ModelShape,
     layout: Sharding,
     *,
-    prompt_tokens: int | None = None,
-    steps_per_generation: int = 1,
+    prompt_tokens: int | None,
+    steps_per_generation: int,
     reward_parameters: int = 0,
     gpu_memory: float | None = None,
     optim: str = "adamw_torch",
     quantised_bytes: float | None = None,
 ) -> MemoryPlan:
-    """The memory side of a recipe: `config` holds the keys of `GRPOConfig`, `dtype` is the recipe's (TRL's default: float32)."""
+    """Return the estimate of a run.
+
+    Args:
+        config: Object with the attributes of `GRPOConfig`.
+        dtype: Dtype of the weights as loaded, where None is float32, as in TRL.
+        shape: Sizes of the policy with its adapter.
+        layout: Layout of the model over the GPUs.
+        prompt_tokens: Longest prompt, or None to assume `ASSUMED_PROMPT_TOKENS`.
+        steps_per_generation: Micro-batches into which a generation batch is split.
+        reward_parameters: Parameters of the reward models.
+        gpu_memory: Bytes of one GPU, or None if not given.
+        optim: Name of the optimizer.
+        quantised_bytes: Bytes per weight of a quantized base, or None if the base is not quantized.
+    """
     is_adapter = shape.trained < shape.parameters
     return MemoryPlan(
         shape=shape,
@@ -435,17 +475,17 @@ def memory_plan(
     )
 
 
-def quantised_bytes(arguments: Any) -> float | None:
-    """Bytes of a quantised weight as `arguments` (of `ModelConfig`) load it; None if they quantise nothing."""
+def quantised_bytes(arguments: ModelConfig) -> float | None:
+    """Return the bytes of a quantized weight, or None if `arguments` quantize nothing."""
     if arguments.load_in_4bit:
         return NESTED_4BIT_BYTES if arguments.use_bnb_nested_quant else QUANTISED_BYTES[4]
     return QUANTISED_BYTES[8] if arguments.load_in_8bit else None
 
 
 def best_precision(plan: MemoryPlan) -> str:
-    """Which way of keeping small updates fits: float32 weights, else the bits that bfloat16 drops, else DeepSpeed's masters.
+    """Return the first precision that keeps small updates and fits, for full fine-tuning without DeepSpeed.
 
-    Of a run whose every weight is trained, without DeepSpeed. Where the GPU's size is not given, the peak of each.
+    If the GPU's size is not given, return all of them with their peaks.
     """
     ways = [
         ("dtype: float32", replace(plan, dtype_bytes=4, optim="adamw_torch")),
@@ -455,24 +495,30 @@ def best_precision(plan: MemoryPlan) -> str:
             replace(plan, dtype_bytes=2, layout=replace(plan.layout, sharding="zero2", offload_optimizer=True)),
         ),
     ]
-    peaks = [f"{text} ({gib(way.peak())})" for text, way in ways]
+    texts = []
+    for change, way in ways:
+        text = f"{change} ({gib(way.peak())})"
+        if way.fits():
+            return text
+        texts.append(text)
     if plan.gpu_memory is None:
-        return ", else ".join(peaks)
-    fitting = [text for text, (_, way) in zip(peaks, ways, strict=True) if way.fits()]
-    return fitting[0] if fitting else "none of these fits this GPU: an adapter (`use_peft: true`) is kept in float32"
+        return ", else ".join(texts)
+    return "none of these fits this GPU: an adapter (`use_peft: true`) is kept in float32"
 
 
 def changes_that_fit(plan: MemoryPlan, accumulation: int) -> list[str]:
-    """The single changes that make a recipe fit, each with the peak that it leads to.
+    """Return the single changes that make a recipe fit, each with its peak.
 
-    `accumulation` is the recipe's `gradient_accumulation_steps`: smaller micro-batches keep the optimiser step's size.
+    Args:
+        plan: Estimate of the recipe.
+        accumulation: The recipe's `gradient_accumulation_steps`, which grows so that the optimizer step keeps its size.
     """
     fitting = [f"{text}: {gib(changed.peak())}" for text, changed in _changes(plan, accumulation) if changed.fits()]
     return fitting or ["no single change of the recipe or of the layout is enough: combine some, or take larger GPUs"]
 
 
 def _changes(plan: MemoryPlan, accumulation: int) -> list[tuple[str, MemoryPlan]]:
-    """Changes to try, the least intrusive first."""
+    """Return the changes to try, the least intrusive first."""
     changes = []
     if not plan.gradient_checkpointing:
         changes.append(("gradient_checkpointing: true", replace(plan, gradient_checkpointing=True)))
@@ -501,17 +547,18 @@ def _changes(plan: MemoryPlan, accumulation: int) -> list[tuple[str, MemoryPlan]
 
 
 def _more_machines(plan: MemoryPlan) -> tuple[str, MemoryPlan]:
-    """The fewest machines of the same kind on which the run fits, if up to 16 times as many do; else twice as many."""
+    """Return the fewest machines on which the run fits, up to 16 times as many, or twice as many if none of them do."""
     machines, processes = plan.layout.num_machines, plan.layout.num_processes
-    layouts = [
-        replace(plan.layout, num_machines=machines * more, num_processes=processes * more) for more in range(2, 17)
-    ]
-    layout = next((layout for layout in layouts if replace(plan, layout=layout).fits()), layouts[0])
-    return f"num_machines: {layout.num_machines}, num_processes: {layout.num_processes}", replace(plan, layout=layout)
+    changes = []
+    for factor in range(2, 17):
+        layout = replace(plan.layout, num_machines=machines * factor, num_processes=processes * factor)
+        text = f"num_machines: {layout.num_machines}, num_processes: {layout.num_processes}"
+        changes.append((text, replace(plan, layout=layout)))
+    return next((change for change in changes if change[1].fits()), changes[0])
 
 
 def parse_size(text: str) -> float:
-    """Bytes in `80GB` or `80`. A GPU's `GB` are GiB. Raises `ValueError` for what is no positive size."""
+    """Return the bytes of a GPU's memory as it is written, `80GB` or `80`, in GiB. Raise `ValueError` if it is no size."""
     size = float(text.upper().removesuffix("B").removesuffix("I").removesuffix("G")) * GIB
     if not 0 < size < math.inf:
         raise ValueError(text)
@@ -519,12 +566,12 @@ def parse_size(text: str) -> float:
 
 
 def gib(size: float) -> str:
-    """Bytes as text in GiB."""
+    """Return a number of bytes as text in GiB."""
     return f"{size / GIB:.1f} GiB"
 
 
 def describe(plan: MemoryPlan, accumulation: int) -> list[Part]:
-    """Memory of one GPU by part, whether it fits, and what to change if not, for the terminal."""
+    """Return the estimate for the terminal: memory by part, whether it fits, and what to change if it does not."""
     sizes = {name: size for name, size in plan.parts().items() if size} | {"peak": plan.peak()}
     if plan.host():
         sizes["host memory, each machine"] = plan.host()
@@ -547,7 +594,7 @@ def describe(plan: MemoryPlan, accumulation: int) -> list[Part]:
 
 
 def as_dict(plan: MemoryPlan) -> dict[str, Any]:
-    """The estimate for `--json`, sizes in bytes."""
+    """Return the estimate for `--json`, sizes in bytes."""
     return {
         **{name.replace("'s", "").replace(" ", "_").lower(): round(size) for name, size in plan.parts().items()},
         "peak": round(plan.peak()),

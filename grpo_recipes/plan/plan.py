@@ -1,4 +1,4 @@
-"""What a recipe would do on a machine: its batch geometry, its epoch and its memory, without loading a weight."""
+"""Plan of a recipe on a machine: batch geometry, epoch, prompts, precision and memory, without loading weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from grpo_recipes.checks import packages
-from grpo_recipes.checks.checks import Machine, check, dry_config, optimiser, precision_of, sampling_note
+from grpo_recipes.checks.checks import Checked, Machine, check, dry_config, optimiser, precision_of, sampling_note
 from grpo_recipes.checks.geometry import Geometry, geometry_of
 from grpo_recipes.checks.precision import Precision, initial_weights
 from grpo_recipes.checks.rewards import describe_rewards
@@ -33,12 +33,24 @@ from grpo_rewards.redaction import redacted
 from grpo_rewards.registry import BuiltReward, UnbuiltReward, leaves, spec_parts
 from grpo_rewards.terminal import WIDTH, Cell, Labelled, Part
 
-_TEXT = len("  optimiser step  ")  # where the text of a line begins
+_TEXT = len("  optimiser step  ")  # width of a label, after which the text of a line begins
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe on a machine. Where the dataset or the model's configuration can't be reached, a sentence says so instead."""
+    """Plan of a recipe on a machine.
+
+    Attributes:
+        recipe: Recipe as resolved.
+        geometry: Batch geometry.
+        rewards: Rewards with their weights.
+        prompts: Number of training prompts, or the reason why it is unknown.
+        memory: Estimate of the memory, or the reason why it is unknown.
+        precision: Dtypes and optimizer.
+        surviving: Share of an update that survives rounding, in [0, 1], or None if it is not known.
+        notes: Sentences on probable mistakes and on what was assumed.
+        shown: First prompt and the lengths of all, or None if the dataset can't be reached.
+    """
 
     recipe: Recipe
     geometry: Geometry
@@ -47,13 +59,11 @@ class Plan:
     memory: memory.MemoryPlan | str
     precision: Precision
     surviving: float | None
-    """The share of an update that rounding leaves, of 1; None where it is not known."""
     notes: Sequence[str]
-    shown: PromptReport | None = None
-    """The prompts, where the dataset can be reached."""
+    shown: PromptReport | None
 
     def describe(self) -> list[Part]:
-        """The plan for the terminal."""
+        """Return the plan for the terminal."""
         config = self.recipe.config
         if isinstance(self.prompts, int):
             epoch = self.geometry.describe_epoch(self.prompts, config.max_completion_length)
@@ -81,7 +91,7 @@ class Plan:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan for `--json`: what is unknown is null, with its reason in `unknown`. Sizes are in bytes."""
+        """Return the plan for `--json`, sizes in bytes. Unknown values are null, and `unknown` lists the reasons."""
         return {
             "recipe": self.recipe.source,
             "geometry": {**self.geometry.as_dict(), "cells": self.geometry.cells()},
@@ -115,60 +125,90 @@ def plan(
     build: bool = False,
     options: Sequence[str] = (),
 ) -> Plan:
-    """Plan the recipe that `arguments` (as of the training command) name. Raises `RecipeError` if it can't run as written.
+    """Plan a recipe.
 
-    Rewards of other packages are imported; only if `build`, classes and factories among them are called, as in training.
-    An unknown argument may be meant for one of `options`, the command's own.
+    Args:
+        arguments: Arguments of the training command, which name the recipe.
+        accelerate_config: Name or path of an accelerate configuration, or None for this machine.
+        num_processes: Number of processes, or None for that of the machine.
+        gpu_memory: Memory of one GPU, such as `80GB`.
+        model_config_file: Path of the model's config.json if the hub can't be reached.
+        build: True to call classes and factories among the rewards of other packages, as training does. Otherwise they
+            are only imported.
+        options: Options of the command itself, for which an unknown argument may be a misspelling.
+
+    Raises:
+        RecipeError: The recipe can't run as written.
     """
     if num_processes is not None and num_processes < 1:
         raise RecipeError(f"--num_processes is {num_processes}: set it to at least 1")
     usable = _gpu_bytes(gpu_memory)
     recipe = parse_recipe(arguments, options)
+    machine, layout = _machine(accelerate_config, num_processes)
+    geometry = geometry_of(recipe, machine.num_processes)
+    dry_config(recipe, machine)
+    rewards = recipe.build_rewards(call_factories=build)
+    notes = [*_notes(recipe), *_unbuilt(rewards)]
+    prompts: int | str
+    try:
+        checked = check(recipe, machine, call_factories=build)
+        prompts = len(checked.train_dataset)
+        shown = _checked_prompts(recipe, checked, notes)
+    except DatasetUnreachable as error:
+        prompts, shown = str(error), None
+    if isinstance(layout, str):
+        estimate: memory.MemoryPlan | str = layout
+    else:
+        estimate = _memory(recipe, machine, geometry, layout, usable, model_config_file, notes)
+    precision = precision_of(recipe, machine)
+    spread = memory.ModelShape.initializer_range
+    if isinstance(estimate, memory.MemoryPlan):
+        spread = estimate.shape.initializer_range
+    surviving = precision.surviving(initial_weights(spread))
+    notes += _precision_notes(precision, surviving, estimate)
+    return Plan(recipe, geometry, rewards, prompts, estimate, precision, surviving, notes, shown)
+
+
+def _machine(accelerate_config: str | None, num_processes: int | None) -> tuple[Machine, memory.Sharding | str]:
+    """Return the machine, and its layout or the reason why its memory is unknown."""
     machine = Machine.here()
-    layout = memory.Sharding(machine.num_processes)
-    unsupported = None
+    layout: memory.Sharding | str = memory.Sharding(machine.num_processes)
     if accelerate_config is not None:
         path = find_file("accelerate_configs", accelerate_config)
         machine = Machine.described(path)
         try:
             layout = memory.Sharding.described(path)
         except memory.MemoryUnknown as error:
-            unsupported = str(error)
+            layout = str(error)
     if num_processes is not None:
         machine = replace(machine, num_processes=num_processes)
-        layout = replace(layout, num_processes=num_processes)
-    geometry = geometry_of(recipe, machine.num_processes)
-    dry_config(recipe, machine)
-    rewards = recipe.build_rewards(call_factories=build)
-    notes = [*_notes(recipe), *_unbuilt(rewards)]
-    prompts: int | str
-    shown = None
-    try:
-        checked = check(recipe, machine, call_factories=build)
-        prompts = len(checked.train_dataset)
-        shown = prompt_report(recipe, checked.train_dataset)
-        longest = shown.lengths.longest_trained(recipe.dataset) if shown.lengths else None
-        if longest is not None:
-            with recipe.naming_this_file():
-                packages.check_vllm_lengths(recipe.config, longest)
-        notes += [checked.golds.describe()] if checked.golds else []
-        notes += sampling_note(recipe, geometry, len(checked.train_dataset))
-    except DatasetUnreachable as error:
-        prompts = str(error)
-    need = unsupported or _memory(recipe, machine, geometry, layout, usable, model_config_file, notes)
-    precision = precision_of(recipe, machine)
-    spread = (
-        need.shape.initializer_range if isinstance(need, memory.MemoryPlan) else memory.ModelShape.initializer_range
-    )
-    surviving = precision.surviving(initial_weights(spread))
-    notes += _precision_notes(precision, surviving, need)
-    return Plan(recipe, geometry, rewards, prompts, need, precision, surviving, notes, shown)
+        if isinstance(layout, memory.Sharding):
+            layout = replace(layout, num_processes=num_processes)
+    return machine, layout
+
+
+def _checked_prompts(recipe: Recipe, checked: Checked, notes: list[str]) -> PromptReport:
+    """Return the report on the prompts. Add what is to be known of golds and sampling to `notes`."""
+    shown = prompt_report(recipe, checked.train_dataset)
+    longest = shown.lengths.longest_trained(recipe.dataset) if shown.lengths else None
+    if longest is not None:
+        with recipe.naming_this_file():
+            packages.check_vllm_lengths(recipe.config, longest)
+    if checked.golds:
+        notes.append(checked.golds.describe())
+    notes += sampling_note(recipe, checked.geometry, len(checked.train_dataset))
+    return shown
 
 
 def resolved_yaml(arguments: Sequence[str], options: Sequence[str] = ()) -> str:
-    """The recipe that `arguments` name as YAML, with TRL's default for every key that it leaves out and that has an effect.
+    """Return a recipe as YAML, with TRL's default for every key that is missing and has an effect.
 
-    Raises `RecipeError` if a key or its value is wrong.
+    Args:
+        arguments: Arguments of the training command, which name the recipe.
+        options: Options of the command itself, for which an unknown argument may be a misspelling.
+
+    Raises:
+        RecipeError: A key or its value is wrong.
     """
     recipe = parse_recipe(arguments, options)
     ignored = ignored_keys(recipe.config.loss_type)
@@ -177,7 +217,7 @@ def resolved_yaml(arguments: Sequence[str], options: Sequence[str] = ()) -> str:
 
 
 def shipped_recipes() -> str:
-    """The recipes that ship, each with the first sentence of its head."""
+    """Return the names of the shipped recipes, each with the first sentence of its head."""
     lines = ["The recipes that ship; `grpo-recipes plan NAME` says what one does."]
     for name in shipped_names("recipes"):
         head = find_file("recipes", name).read_text(encoding="utf-8").partition("\n#\n")[0]
@@ -188,7 +228,7 @@ def shipped_recipes() -> str:
 
 
 def _labelled(texts: Sequence[str]) -> list[Part]:
-    """Lines of `  label  text`, as the parts of a plan give them, the label in its column."""
+    """Return lines of `  label  text` as labels with texts."""
     lines = [line for text in texts for line in text.split("\n")]
     return [Labelled(line[:_TEXT].strip(), line[_TEXT:]) for line in lines]
 
@@ -202,7 +242,7 @@ def _memory(
     model_config_file: str | None,
     notes: list[str],
 ) -> memory.MemoryPlan | str:
-    """The memory side, or why it is unknown; what is left out of it is added to `notes`."""
+    """Return the estimate of the memory, or the reason why it is unknown. Add what it leaves out to `notes`."""
     arguments = model_config(recipe)
     quantised = memory.quantised_bytes(arguments)
     if quantised is not None and layout.sharding != "none":
@@ -229,19 +269,20 @@ def _memory(
     )
 
 
-def _precision_notes(precision: Precision, surviving: float | None, need: memory.MemoryPlan | str) -> list[str]:
-    """What the precision loses, and what would lose nothing and fit."""
+def _precision_notes(precision: Precision, surviving: float | None, estimate: memory.MemoryPlan | str) -> list[str]:
+    """Return notes on the updates that the precision loses, and on a precision that loses none and fits."""
     warning = precision.warning(surviving)
     notes = [warning] if warning else []
-    if isinstance(need, memory.MemoryPlan) and need.shape.trained == need.shape.parameters:
-        best = memory.best_precision(need)
+    if isinstance(estimate, memory.MemoryPlan) and estimate.shape.trained == estimate.shape.parameters:
+        best = memory.best_precision(estimate)
         has_better = precision.optim == ADAMW_BF16 and precision.stored == "bfloat16" and ADAMW_BF16 not in best
-        notes += [f"recommended, of what keeps every update: {best}"] if warning or has_better else []
+        if warning or has_better:
+            notes.append(f"recommended, of what keeps every update: {best}")
     return notes
 
 
 def _notes(recipe: Recipe) -> list[str]:
-    """What training would refuse or say on a machine like this one; another machine may have other packages."""
+    """Return notes on unusual values, packages that this machine lacks, and the assumed length of prompts."""
     notes = [*cautions(recipe.config), *packages.missing(recipe.config)]
     if recipe.dataset.max_prompt_tokens is None:
         notes.append(
@@ -251,7 +292,7 @@ def _notes(recipe: Recipe) -> list[str]:
 
 
 def _unbuilt(rewards: Sequence[BuiltReward]) -> list[str]:
-    """Which rewards were not built, and so not checked as training checks them."""
+    """Return a note on the rewards that were only imported, and so not checked as training checks them."""
     names = [f"`{leaf.name}`" for leaf in leaves(rewards) if isinstance(leaf.unbound, UnbuiltReward)]
     if not names:
         return []
@@ -259,7 +300,7 @@ def _unbuilt(rewards: Sequence[BuiltReward]) -> list[str]:
 
 
 def _reward_parameters(recipe: Recipe, notes: list[str]) -> int:
-    """Parameters of the recipe's reward models, which every process holds whole."""
+    """Return the parameters of the recipe's reward models, all of which every process holds."""
     total = 0
     for model in _reward_models(recipe.rewards):
         try:
@@ -270,7 +311,7 @@ def _reward_parameters(recipe: Recipe, notes: list[str]) -> int:
 
 
 def _reward_models(specs: Sequence[Any]) -> Iterator[str]:
-    """The models that reward specs name, inside sums and gates too."""
+    """Yield the models that reward specs name, including those inside sums and gates."""
     for spec in specs:
         if isinstance(spec, Mapping):
             if isinstance(model := (spec.get("kwargs") or {}).get("model"), str):

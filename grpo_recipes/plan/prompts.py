@@ -1,4 +1,4 @@
-"""What `plan` shows of the prompts: one as the model will see it, and how long they are."""
+"""Prompts in a plan: the first one as the model will see it, and the lengths of all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,17 @@ _INDENT = "  | "
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of prompts in tokens; of many rows a hash sample is measured (`prompts.hash_sample`)."""
+    """Lengths of prompts in tokens.
+
+    Attributes:
+        measured: Number of prompts that were measured: all, or a hash sample of a large dataset (`prompts.hash_sample`).
+        rows: Number of rows of the dataset.
+        shortest: Length of the shortest prompt.
+        median: Median length.
+        percentile_95: Length that 95 % of the prompts do not exceed.
+        longest: Length of the longest prompt.
+        over_limit: Number of measured prompts longer than `max_prompt_tokens`, or None without a limit.
+    """
 
     measured: int
     rows: int
@@ -30,23 +40,25 @@ class Lengths:
     percentile_95: int
     longest: int
     over_limit: int | None
-    """How many of the measured ones are longer than `max_prompt_tokens`; None without a limit."""
 
     @classmethod
     def of(cls, lengths: np.ndarray, rows: int, limit: int | None) -> Lengths:
-        """The summary of measured `lengths`, (N,), of `rows` rows."""
+        """Return the summary of measured `lengths`, (N,), from a dataset of `rows` rows."""
         low, middle, high, top = np.quantile(lengths, [0, 0.5, 0.95, 1], method="higher").tolist()
         over = None if limit is None else int((lengths > limit).sum())
         return cls(len(lengths), rows, low, middle, high, top, over)
 
     def longest_trained(self, spec: DatasetSpec) -> int | None:
-        """The longest prompt, none over `max_prompt_tokens`; None where some are dropped, and only training measures the rest."""
+        """Return the length of the longest prompt after the limit, or None if prompts are dropped.
+
+        Of a sample, the longest prompt that remains is not known.
+        """
         if not self.over_limit:
             return self.longest
         return spec.max_prompt_tokens if spec.overlong_prompts == "cut_left" else None
 
     def describe(self, spec: DatasetSpec) -> str:
-        """The summary as one sentence."""
+        """Return the summary as one sentence."""
         sampled = "" if self.measured == self.rows else f", of a hash sample of {self.measured:,} of {self.rows:,}"
         sentence = f"{self.shortest} to {self.longest} tokens, median {self.median}, 95 % at most {self.percentile_95}{sampled}"
         if self.over_limit is None:
@@ -57,7 +69,14 @@ class Lengths:
 
 @dataclass(frozen=True)
 class PromptReport:
-    """The first prompt, rendered where a tokenizer is at hand, and the lengths of all; else why there is none."""
+    """First prompt and lengths of all.
+
+    Attributes:
+        text: First prompt, rendered if there is a tokenizer, else its messages.
+        tokens: Number of tokens of the first prompt, or None without a tokenizer.
+        lengths: Lengths of all prompts, or None without a tokenizer.
+        unknown: Reason why there is no tokenizer, or None.
+    """
 
     text: str
     tokens: int | None
@@ -65,7 +84,7 @@ class PromptReport:
     unknown: str | None
 
     def describe(self, spec: DatasetSpec) -> tuple[list[str], list[str]]:
-        """Lines to wrap, and the prompt's own lines, which are to stay as they are."""
+        """Return the labelled lines, which may be wrapped, and the lines of the prompt, which must not be."""
         if self.lengths is None:
             head = [
                 f"  prompt lengths  unknown: {self.unknown}",
@@ -79,13 +98,13 @@ class PromptReport:
         return head, [_INDENT + line for line in self.text.split("\n")]
 
     def as_dict(self) -> dict[str, Any]:
-        """What `plan --json` prints."""
+        """Return the entry for `plan --json`."""
         lengths = asdict(self.lengths) if self.lengths else None
         return {"text": self.text, "tokens": self.tokens, "lengths": lengths, "unknown": self.unknown}
 
 
 def prompt_report(recipe: Recipe, dataset: datasets.Dataset) -> PromptReport:
-    """Look at the prompts of a dataset. Raises `RecipeError` for a tokenizer or chat template that can't be used."""
+    """Return the report on a dataset. Raise `RecipeError` if the tokenizer or its chat template can't be used."""
     first, template_kwargs = dataset[0]["prompt"], recipe.config.chat_template_kwargs or {}
     name = tokenizer_source(recipe.model["model_name_or_path"])
     try:
@@ -95,9 +114,8 @@ def prompt_report(recipe: Recipe, dataset: datasets.Dataset) -> PromptReport:
     check_chat_template(recipe, tokenizer, first)
     with recipe.naming_this_file():
         sample = hash_sample(len(dataset))
-        lengths = token_lengths(
-            dataset.select(sample) if len(sample) < len(dataset) else dataset, tokenizer, template_kwargs
-        )
+        measured = dataset.select(sample) if len(sample) < len(dataset) else dataset
+        lengths = token_lengths(measured, tokenizer, template_kwargs)
         tokens = int(token_lengths(dataset.select([0]), tokenizer, template_kwargs)[0])
     summary = Lengths.of(lengths, len(dataset), recipe.dataset.max_prompt_tokens)
     return PromptReport(rendered(first, tokenizer, template_kwargs), tokens, summary, None)

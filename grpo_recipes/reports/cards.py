@@ -1,4 +1,4 @@
-"""Completions that a report shows: which of a run, and each as a card with its text divided by its tags."""
+"""Completions that a report shows: which ones of a run, and each as a card with its text divided at its tags."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from grpo_recipes.reports.charts import number
 from grpo_recipes.reports.run import Run, last_message
 
 EXAMPLES = 4
-HEAD, TAIL = 500, 300  # characters of a text that is shown in part: its answer stands at its end
+HEAD, TAIL = 500, 300
+"""Characters that are shown of a long text. The answer is usually at the end."""
 
 _TAG = re.compile(r"</?([A-Za-z][\w-]{0,30})>")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a text: a `tag`, what stands in the `reasoning` or the `answer` tag, or plain."""
+    """Part of a text. The kind is `tag`, `reasoning` or `answer` (inside these tags), or empty."""
 
     text: str
     kind: str = ""
@@ -29,7 +30,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Card:
-    """A completion, why it is shown, and what was said of it."""
+    """Completion, with the reason why it is shown, and its scores."""
 
     title: str
     why: str
@@ -47,7 +48,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Changed:
-    """A held-out problem whose verdict changed."""
+    """Held-out problem whose verdict changed from before to after training. The kind is `gained` or `lost`."""
 
     kind: str
     prompt: str
@@ -57,53 +58,63 @@ class Changed:
 
 
 def cards(run: Run) -> list[Card]:
-    """The first, middle and last completion of a run, the best and worst of its end, and the most surprising."""
+    """Return cards of a run's first, middle and last completion, the best and the worst, and the most surprising."""
     chosen = _chosen(run.rows)
     if not chosen:
         return []
-    table = run.texts(run.rows.loc[[place for *_, place in chosen]])
+    table = run.texts(run.rows.loc[[index for _, _, index in chosen]])
     tags = tags_of(run)
-    return [
-        _card(run, title, why, row, tags) for (title, why, _), (_, row) in zip(chosen, table.iterrows(), strict=True)
-    ]
+    made = []
+    for (title, why, _), (_, row) in zip(chosen, table.iterrows(), strict=True):
+        made.append(_card(run, title, why, row, tags))
+    return made
 
 
 def _chosen(rows: pd.DataFrame) -> list[tuple[str, str, int]]:
-    """Title, reason and index of the rows to show, no text twice."""
+    """Return title, reason and index of the rows to show, without repeating a text."""
     scored = rows.dropna(subset="total").drop_duplicates(["prompt", "completion"])
     if not len(scored):
         return []
     steps = sorted(scored["step"].unique())
-    late = scored[scored["step"] >= steps[-max(1, len(steps) // 4)]]
+    late = scored[scored["step"] >= steps[-max(1, len(steps) // 4)]].sort_values("total", kind="stable")
+    best_first = late.sort_values("total", ascending=False, kind="stable")
     groups = scored.groupby(["step", "prompt"])["total"]
     advantage = (scored["total"] - groups.transform("mean")) / (groups.transform("std").fillna(0.0) + 1e-4)
-    surprise = scored.assign(surprise=advantage).sort_values("surprise", ascending=False, kind="stable")
+    surprising = scored.loc[advantage.sort_values(ascending=False, kind="stable").index]
     wanted = [
-        ("First", "the median reward of the first logged step", _by_median(scored[scored["step"] == steps[0]])),
-        ("Middle", "the median reward halfway", _by_median(scored[scored["step"] == steps[len(steps) // 2]])),
-        ("Last", "the median reward of the last logged step", _by_median(scored[scored["step"] == steps[-1]])),
-        ("Best", "the highest reward of the last quarter", late.sort_values("total", ascending=False, kind="stable")),
-        ("Worst", "the lowest reward of the last quarter", late.sort_values("total", kind="stable")),
-        ("Most surprising", "the highest advantage over its group", surprise),
+        ("First", "the median reward of the first logged step", _by_median(scored, steps[0])),
+        ("Middle", "the median reward halfway", _by_median(scored, steps[len(steps) // 2])),
+        ("Last", "the median reward of the last logged step", _by_median(scored, steps[-1])),
+        ("Best", "the highest reward of the last quarter", best_first),
+        ("Worst", "the lowest reward of the last quarter", late),
+        ("Most surprising", "the highest advantage over its group", surprising),
     ]
     chosen: list[tuple[str, str, int]] = []
+    taken: set[int] = set()
     for title, why, candidates in wanted:
-        taken = {place for *_, place in chosen}
-        place = next((int(place) for place in candidates.index if place not in taken), None)
-        if place is not None:
-            chosen.append((title, why, place))
+        index = next((int(index) for index in candidates.index if index not in taken), None)
+        if index is not None:
+            taken.add(index)
+            chosen.append((title, why, index))
     return chosen
 
 
-def _by_median(rows: pd.DataFrame) -> pd.DataFrame:
+def _by_median(scored: pd.DataFrame, step: int) -> pd.DataFrame:
+    """Return the rows of a step, those closest to the median reward first."""
+    rows = scored[scored["step"] == step]
     distance = (rows["total"] - rows["total"].median()).abs()
-    return rows.assign(distance=distance).sort_values("distance", kind="stable")
+    return rows.loc[distance.sort_values(kind="stable").index]
 
 
 def _card(run: Run, title: str, why: str, row: pd.Series, tags: Sequence[str]) -> Card:
-    paid = [(reward, row[reward.name]) for reward in run.rewards if reward.name in row.index]
-    judged = [pay > 0 for reward, pay in paid if reward.kind == "correctness" and not pd.isna(pay)]
-    completion = str(row["completion"])
+    verdicts, pays = [], []
+    for reward in run.rewards:
+        if reward.name in row.index:
+            score = row[reward.name]
+            pays.append((reward.name, "–" if pd.isna(score) else number(float(score))))
+            if reward.kind == "correctness" and not pd.isna(score):
+                verdicts.append(score > 0)
+    completion, advantage = str(row["completion"]), row.get("advantage")
     return Card(
         title,
         why,
@@ -113,38 +124,34 @@ def _card(run: Run, title: str, why: str, row: pd.Series, tags: Sequence[str]) -
         len(completion),
         _text(row, "gold"),
         _text(row, "verdict"),
-        all(judged) if judged else None,
-        [(reward.name, "–" if pd.isna(pay) else number(float(pay))) for reward, pay in paid],
+        all(verdicts) if verdicts else None,
+        pays,
         number(float(row["total"])),
-        _number(row, "advantage"),
+        f"{advantage:+.2f}" if isinstance(advantage, float) and not pd.isna(advantage) else "",
     )
 
 
 def changes(pairs: pd.DataFrame | None, tags: Sequence[str]) -> tuple[str, list[Changed]]:
-    """How many verdicts changed from before to after, as a sentence, and some of them: gained, then lost."""
+    """Return how many verdicts changed from before to after training, as a sentence, and some examples.
+
+    Args:
+        pairs: Completions before and after (`*_after`), or None.
+        tags: Reasoning and answer tag.
+    """
     if pairs is None:
         return "", []
-    changed = {
-        "gained": pairs[~pairs["strict"] & pairs["strict_after"]],
-        "lost": pairs[pairs["strict"] & ~pairs["strict_after"]],
-    }
-    counts = f"{len(changed['gained'])} of {len(pairs)} problems gained, {len(changed['lost'])} lost"
-    examples = [
-        Changed(
-            kind,
-            shortened(_question(row["prompt"])),
-            str(row["gold"]),
-            pieces(shortened(row["completion"]), tags),
-            pieces(shortened(row["completion_after"]), tags),
-        )
-        for kind, chosen in changed.items()
-        for _, row in chosen.head(EXAMPLES).iterrows()
-    ]
-    return counts, examples
+    gained = pairs[~pairs["strict"] & pairs["strict_after"]]
+    lost = pairs[pairs["strict"] & ~pairs["strict_after"]]
+    examples = []
+    for kind, rows in (("gained", gained), ("lost", lost)):
+        for _, row in rows.head(EXAMPLES).iterrows():
+            before, after = (pieces(shortened(row[name]), tags) for name in ("completion", "completion_after"))
+            examples.append(Changed(kind, shortened(_question(row["prompt"])), str(row["gold"]), before, after))
+    return f"{len(gained)} of {len(pairs)} problems gained, {len(lost)} lost", examples
 
 
 def tags_of(run: Run) -> tuple[str, str]:
-    """The names of the reasoning and the answer tag: those that the recipe's first reward with tags has, else the usual ones."""
+    """Return the reasoning and the answer tag of the recipe's first reward that names them, or the default ones."""
     for spec in run.recipe.get("rewards") or []:
         kwargs = spec.get("kwargs") if isinstance(spec, Mapping) else None
         tags = kwargs.get("tags") if isinstance(kwargs, Mapping) else None
@@ -154,7 +161,7 @@ def tags_of(run: Run) -> tuple[str, str]:
 
 
 def pieces(text: str, tags: Sequence[str]) -> list[Piece]:
-    """A text cut at its tags: joined, the pieces are the text."""
+    """Return a text divided at its tags. The pieces joined are the text."""
     names = dict(zip(tags, ("reasoning", "answer"), strict=False))
     made: list[Piece] = []
     inside, at = "", 0
@@ -172,27 +179,22 @@ def pieces(text: str, tags: Sequence[str]) -> list[Piece]:
 
 
 def shortened(text: str) -> str:
-    """A long text's beginning and end."""
+    """Return the beginning and the end of a long text."""
     if len(text) <= HEAD + TAIL:
         return text
     return f"{text[:HEAD]}\n… {len(text) - HEAD - TAIL:,} characters …\n{text[-TAIL:]}"
 
 
 def _question(prompt: str) -> str:
-    """The last message of a prompt as `completions.parquet` of an evaluation holds it: JSON messages, or text."""
+    """Return the last message of a prompt in an evaluation's `completions.parquet`: messages as JSON, or text."""
     try:
         messages = json.loads(prompt)
     except (ValueError, RecursionError):
         return prompt
-    is_listed = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
-    return last_message(messages) if is_listed else prompt
+    is_conversation = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+    return last_message(messages) if is_conversation else prompt
 
 
 def _text(row: pd.Series, column: str) -> str:
-    value = row.get(column)
-    return value if isinstance(value, str) else ""
-
-
-def _number(row: pd.Series, column: str) -> str:
     value: Any = row.get(column)
-    return f"{value:+.2f}" if isinstance(value, float) and not pd.isna(value) else ""
+    return value if isinstance(value, str) else ""

@@ -1,7 +1,7 @@
-"""The model card of a run, `README.md` in its folder: what it began from, what it was trained on and for, and how well it does.
+"""Model card of a run, `README.md` in its folder: base model, data, rewards, recipe, versions and accuracy.
 
 TRL's own card names no rewards and no recipe, and links a local base model as `None`. Everything here is read from the
-run's files. Names on the hub are linked; of a path of this machine, which means nothing to a reader, only the last part is shown.
+run's files. Names on the hub are linked. Of a local path, only the last part is shown.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from grpo_rewards.redaction import redacted, redacted_arguments
 
 HUB = "https://huggingface.co"
 TRL = "https://github.com/huggingface/trl"
+OMITTED = ("output_dir", "resume_from_checkpoint")
+"""Keys of the recipe that do not matter to what was trained."""
 
-# Where the run lies, and what it resumed from, says nothing about what was trained.
-LEFT_OUT = ("output_dir", "resume_from_checkpoint")
-
-# A path from the root or from a home directory, wherever it stands in a value; no part of a URL, a tag or a fraction.
+# A path from the root or from a home directory, anywhere in a value, but not a part of a URL, a tag or a fraction.
 _PATH = re.compile(r"(?<![\w./:~<-])~?/[^\s,;'\"\]}]+")
 
 
@@ -44,70 +43,67 @@ def write_model_card(folder: Path) -> None:
         pipeline_tag="text-generation",
         tags=["grpo", "grpo-recipes", "trl"],
     )
-    sections = [_opening(folder, record), _accuracy(folder), _rewards(record), _recipe(record), _versions(record)]
-    body = "\n\n".join(section for section in sections if section)
-    card = ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{body}\n")
-    write_atomically(folder / "README.md", str(card))
-
-
-def _opening(folder: Path, record: Mapping[str, Any]) -> str:
-    base, data = _base_model(record), _dataset(record)
     given = str(record["recipe"]["model_name_or_path"])
-    through = f" (from the adapter `{_name(given)}`)" if given != base else ""
-    problems = f"{record['train_prompts']:,} prompts of {_linked(data, record, 'datasets/')}"
-    return (
+    adapter = f" (from the adapter `{_name(given)}`)" if given != base else ""
+    opening = (
         f"# {folder.resolve().name}\n\n"
-        f"{_linked(base, record)}{through}, trained with GRPO on {problems} by grpo-recipes "
-        f"{record['versions']['grpo-recipes']} with [TRL]({TRL})."
+        f"{_linked(base, record)}{adapter}, trained with GRPO on {record['train_prompts']:,} prompts of "
+        f"{_linked(data, record, 'datasets/')} by grpo-recipes {record['versions']['grpo-recipes']} with [TRL]({TRL})."
     )
+    rewards = [f"`{reward['name']}` | {reward['weight']:g}" for reward in record["rewards"]]
+    versions = [f"{name} | {version}" for name, version in record["versions"].items()]
+    sections = [
+        opening,
+        _accuracy(folder),
+        _table("Rewards", "reward | weight", rewards),
+        _recipe(record),
+        _table("Versions", "|", versions),
+    ]
+    body = "\n\n".join(section for section in sections if section)
+    write_atomically(folder / "README.md", str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{body}\n")))
+
+
+def _table(title: str, head: str, rows: list[str]) -> str:
+    """Return a section with a table, whose rows have their cells separated by `|`."""
+    lines = [f"| {head} |", f"|{'---|' * (head.count('|') + 1)}", *(f"| {row} |" for row in rows)]
+    return f"## {title}\n\n" + "\n".join(lines)
 
 
 def _accuracy(folder: Path) -> str:
-    """The evaluations in the run's folder, held-out accuracy during training among them; nothing if there are none."""
+    """Return a section on the run's evaluations, those during training included, or an empty text."""
     run = Run.read_evaluations(folder)
-    rows = [
-        f"| `evaluate`, {label} | {result['problems']} | {_estimate(result['strict'])} | {_estimate(result['lenient'])} |"
-        for label, result in run.evaluations.items()
-        if "strict" in result
-    ]
-    trained = run.held_out_accuracy()
-    rows += [f"| in training, step {step} | | {_estimate(vars(estimate))} | |" for step, estimate in trained]
-    if not rows:
-        return ""
-    head = "| held-out accuracy | problems | strict (95 % interval) | lenient (95 % interval) |\n|---|---|---|---|\n"
-    return "## Accuracy\n\n" + head + "\n".join(rows)
+    rows = []
+    for label, result in run.evaluations.items():
+        if "strict" in result:
+            shares = f"{_estimate(result['strict'])} | {_estimate(result['lenient'])}"
+            rows.append(f"`evaluate`, {label} | {result['problems']} | {shares}")
+    for step, estimate in run.held_out_accuracy():
+        rows.append(f"in training, step {step} | | {_estimate(vars(estimate))} | ")
+    head = "held-out accuracy | problems | strict (95 % interval) | lenient (95 % interval)"
+    return _table("Accuracy", head, rows) if rows else ""
 
 
 def _estimate(result: Mapping[str, Any]) -> str:
     return f"{result['value']:.3f} ({result['low']:.3f} to {result['high']:.3f})"
 
 
-def _rewards(record: Mapping[str, Any]) -> str:
-    rows = [f"| `{reward['name']}` | {reward['weight']:g} |" for reward in record["rewards"]]
-    return "## Rewards\n\n| reward | weight |\n|---|---|\n" + "\n".join(rows)
-
-
 def _recipe(record: Mapping[str, Any]) -> str:
-    recipe = {key: value for key, value in redacted(record["recipe"]).items() if key not in LEFT_OUT}
+    """Return a section with the launch command and the resolved recipe."""
+    recipe = {key: value for key, value in redacted(record["recipe"]).items() if key not in OMITTED}
     text = yaml.safe_dump(_without_paths(recipe, record), sort_keys=False, allow_unicode=True)
     processes = record["world_size"]
     launcher = "python" if processes == 1 else f"accelerate launch --num_processes {processes}"
     command = shlex.join(_without_paths(redacted_arguments(record.get("arguments") or []), record))
-    again = len(record.get("launches", [])[1:])
-    resumed = f"\n\nResumed {again} time{'s' if again > 1 else ''}; this is the last launch." if again else ""
+    resumes = len(record.get("launches") or [record]) - 1
+    resumed = f"\n\nResumed {resumes} time{'s' if resumes > 1 else ''}; this is the last launch." if resumes else ""
     return (
         f"## Recipe\n\n```bash\n{launcher} -m grpo_recipes.train {command}\n```{resumed}\n\n"
-        f"As resolved from the file and the command line; every other key has TRL's default:\n\n```yaml\n{text}```"
+        f"Resolved from the file and the command line. Every other key has TRL's default:\n\n```yaml\n{text}```"
     )
 
 
-def _versions(record: Mapping[str, Any]) -> str:
-    rows = [f"| {name} | {version} |" for name, version in record["versions"].items()]
-    return "## Versions\n\n| | |\n|---|---|\n" + "\n".join(rows)
-
-
 def _base_model(record: Mapping[str, Any]) -> str:
-    """The model that was trained, or the base of the adapter that was: as the recipe or the adapter names it."""
+    """Return the name of the trained model, or of the trained adapter's base."""
     given = str(record["recipe"]["model_name_or_path"])
     adapter = Path(record["directory"], given) / "adapter_config.json"
     if not adapter.is_file():
@@ -116,7 +112,7 @@ def _base_model(record: Mapping[str, Any]) -> str:
 
 
 def _dataset(record: Mapping[str, Any]) -> str:
-    """Where the rows came from: a path, the first of a mixture with how many more, or the home or name of a preset."""
+    """Return the source of the rows: a path, the first path of a mixture, or the hub name or name of a preset."""
     spec = record["recipe"]["dataset"]
     path, preset = spec.get("path"), PRESETS.get(spec.get("name"))
     if isinstance(path, list):
@@ -129,7 +125,7 @@ def _linked(name: str, record: Mapping[str, Any], kind: str = "") -> str:
 
 
 def _is_hub_id(name: str, record: Mapping[str, Any]) -> bool:
-    """Whether a model or dataset is on the hub: neither a file or folder of this machine, nor made by a reader of ours."""
+    """Return True if a model or dataset is on the hub: neither a local file or folder, nor made by one of our presets."""
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -142,7 +138,7 @@ def _name(path: str) -> str:
 
 
 def _without_paths(value: Any, record: Mapping[str, Any]) -> Any:
-    """`value` with each path of this machine cut to its last part."""
+    """Return `value` with every local path cut to its last part."""
     if isinstance(value, Mapping):
         return {key: _without_paths(entry, record) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

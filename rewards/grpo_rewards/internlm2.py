@@ -1,8 +1,8 @@
 """InternLM2 reward models, loaded as transformers' own `LlamaForSequenceClassification`.
 
-An InternLM2 reward model is a Llama in all but its names: the query, key and value rows are interleaved by key-value
-group in one matrix, and a one-output head sits on the last hidden state. The code published with it does not run under
-transformers 5, or worse runs and returns wrong scores, so nothing here executes code from a checkpoint.
+An InternLM2 reward model is a Llama model with other names: the rows of queries, keys and values are interleaved by
+key-value group in one matrix, and a head with one output reads the last hidden state. The code published with it fails
+under transformers 5, or runs and returns wrong scores. Nothing here executes code from a checkpoint.
 
     from grpo_rewards.internlm2 import load
     model, tokenizer = load("internlm/internlm2-1_8b-reward", dtype="bfloat16", device="cuda")
@@ -52,33 +52,33 @@ _SAME_KEYS = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
-_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors")
-_PICKLED_FILES = ("pytorch_model*.bin",)
-
-
-class CheckpointError(UserError):
-    """A checkpoint that cannot be loaded as a reward model; the message names the file or tensor and the way out."""
+_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors"]
+_PICKLED_FILES = ["pytorch_model*.bin"]
 
 
 def is_internlm2_reward(config: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint's `config.json`, read as a mapping, declares an InternLM2 reward model."""
+    """Return True if a checkpoint's `config.json`, read as a mapping, declares an InternLM2 reward model."""
     return ARCHITECTURE in (config.get("architectures") or ())
 
 
 def llama_config(config: Mapping[str, Any]) -> LlamaConfig:
-    """Map an InternLM2 reward model's `config.json` to the configuration of the same network in Llama's terms.
+    """Return the configuration of the same network as a Llama model.
 
-    Raises `CheckpointError` where the mapping is not an InternLM2 reward model's, lacks a key, or asks for a rotary
-    scaling other than none, `linear` and `dynamic`.
+    Args:
+        config: contents of an InternLM2 reward model's `config.json`.
+
+    Raises:
+        UserError: the mapping is not an InternLM2 reward model's, lacks a key, or has a rotary scaling other than none,
+            `linear` and `dynamic`.
     """
     if not is_internlm2_reward(config):
-        raise CheckpointError(
+        raise UserError(
             f"config.json declares {config.get('architectures') or 'no architecture'}, not {ARCHITECTURE}: "
             "this is not an InternLM2 reward checkpoint"
         )
     missing = [key for key in _SAME_KEYS if key not in config]
     if missing:
-        raise CheckpointError(f"config.json lacks {', '.join(missing)}: complete it from the model's page")
+        raise UserError(f"config.json lacks {', '.join(missing)}: complete it from the model's page")
     try:
         return LlamaConfig(
             **{key: config[key] for key in _SAME_KEYS},
@@ -97,9 +97,8 @@ def llama_config(config: Mapping[str, Any]) -> LlamaConfig:
             dtype=config.get("torch_dtype") or config.get("dtype"),
         )
     except (StrictDataclassError, AttributeError, TypeError, ValueError) as error:
-        said = one_line(error)
-        raise CheckpointError(
-            f"config.json has a value that no such model can have ({said}): download it again"
+        raise UserError(
+            f"config.json has a value that no such model can have ({one_line(error)}): download it again"
         ) from error
 
 
@@ -107,73 +106,68 @@ def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     scaling = dict(config.get("rope_scaling") or {})
     kind = scaling.pop("type", scaling.pop("rope_type", "default"))
     if kind not in ("default", "linear", "dynamic"):
-        raise CheckpointError(f"config.json: rope_scaling type {kind!r} is unknown to InternLM2 (linear, dynamic)")
+        raise UserError(f"config.json: rope_scaling type {kind!r} is unknown to InternLM2 (linear, dynamic)")
     return {"rope_type": kind, "rope_theta": config.get("rope_theta", 10000), **scaling}
 
 
 def checkpoint_folder(
     model: str | os.PathLike[str], revision: str | None = None, *, allow_pickle: bool = False
 ) -> Path:
-    """The local folder of a checkpoint: `model` itself if it is one, else a hub snapshot, downloaded if not cached.
+    """Return the local folder of a checkpoint: `model` itself, or a hub snapshot, downloaded if it is not cached.
 
-    Only configuration, tokenizer and weight files are fetched, never code. Raises `CheckpointError` where `model` is
-    neither a folder nor a repository that the hub or its local cache can give.
+    Only configuration, tokenizer and weight files are downloaded, never code.
+
+    Raises:
+        UserError: `model` is no folder, and neither the hub nor its local cache has it.
     """
     if Path(model).is_dir():
         return Path(model)
-    patterns = [*_FILES, *(_PICKLED_FILES if allow_pickle else ())]
+    patterns = _FILES + _PICKLED_FILES if allow_pickle else _FILES
     try:
-        return Path(
-            snapshot_download(os.fspath(model), revision=revision, allow_patterns=patterns, ignore_patterns="*/*")
-        )
+        return Path(snapshot_download(str(model), revision=revision, allow_patterns=patterns, ignore_patterns="*/*"))
     except (HFValidationError, OSError) as error:
-        raise CheckpointError(
-            f"{os.fspath(model)!r} is neither a folder nor a model that the hub or its local cache can give "
+        raise UserError(
+            f"{str(model)!r} is neither a folder nor a model that the hub or its local cache can give "
             f"({type(error).__name__}): check the name and the revision, or download it first"
         ) from error
 
 
-def check_files(folder: Path) -> None:
-    """Raise `CheckpointError` if a file that loading reads beside the weights is damaged, or made to do harm."""
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return `config.json` of a checkpoint folder, after a check of every file that loading reads beside the weights.
+
+    Raises:
+        UserError: `config.json` is absent, or a file is damaged or unsafe to read.
+    """
     try:
         check_model_files(folder)
-    except UnreadableFile as error:
-        raise CheckpointError(f"{error}: download it again") from error
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read `config.json` of a checkpoint folder; raises `CheckpointError` where it is absent or no JSON object."""
-    path = folder / "config.json"
-    try:
-        config = read_json(path)
+        return read_json(folder / "config.json")
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} has no config.json: this is not a model checkpoint") from error
+        raise UserError(f"{folder} has no config.json: this is not a model checkpoint") from error
     except UnreadableFile as error:
-        raise CheckpointError(f"{error}: download it again") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is not a JSON object: download it again")
-    return config
+        raise UserError(f"{error}: download it again") from error
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Build the fast tokenizer of an InternLM2 checkpoint from `tokenizer.json`, else from `tokenizer.model`.
+    """Return the fast tokenizer of an InternLM2 checkpoint, from `tokenizer.json` or else from `tokenizer.model`.
 
-    The latter needs sentencepiece and protobuf; a folder that `convert` wrote needs neither. Raises `CheckpointError`
-    where both files are absent or, naming the extra, a package is.
+    The latter needs sentencepiece and protobuf. A folder that `convert` wrote needs neither.
+
+    Raises:
+        UserError: both files or one of the packages are absent.
     """
     if not (folder / "tokenizer.json").is_file():
         if not (folder / "tokenizer.model").is_file():
-            raise CheckpointError(
+            raise UserError(
                 f"{folder} has neither tokenizer.json nor tokenizer.model: copy the model's tokenizer files into it"
             )
         _require_sentencepiece(folder)
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    except Exception as error:  # the tokenizers library raises no other kind
-        raise CheckpointError(
-            f"{folder} has a tokenizer that can't be read ({' '.join(str(error).split())}): download its files again"
+    except Exception as error:  # the tokenizers library raises this class
+        raise UserError(
+            f"{folder} has a tokenizer that can't be read ({one_line(error)}): download its files again"
         ) from error
-    # It names the remote code; saved along, it would make other loaders ask for that code.
+    # The entry names remote code. Saved with the tokenizer, it would make other loaders ask for that code.
     tokenizer.init_kwargs.pop("auto_map", None)
     return tokenizer
 
@@ -183,7 +177,7 @@ def _require_sentencepiece(folder: Path) -> None:
         for package in ("sentencepiece", "google.protobuf"):
             importlib.import_module(package)
     except ImportError as error:
-        raise CheckpointError(
+        raise UserError(
             f"{folder / 'tokenizer.model'} needs {error.name}: pip install 'grpo-rewards[models]', "
             "or convert the checkpoint once where it is installed (grpo-rewards convert-internlm2)"
         ) from error
@@ -197,14 +191,25 @@ def load(
     device: str | torch.device = "cpu",
     allow_pickle: bool = False,
 ) -> tuple[LlamaForSequenceClassification, PreTrainedTokenizerFast]:
-    """Load an InternLM2 reward checkpoint (hub id or folder in the hub's layout) with its tokenizer.
+    """Load an InternLM2 reward checkpoint with its tokenizer.
 
-    Every name and shape is checked before the first weight is read; each tensor then goes from its file to `device` by
-    itself, so the peak is one model and one tensor. `dtype` is a torch name or `auto`, the checkpoint's own. The model
-    comes in evaluation mode without gradients. Raises `CheckpointError`, naming the tensor or the file.
+    Every name and shape is checked before the first weight is read. Each tensor then goes from its file to `device`, so
+    that the peak memory is one model and one tensor.
+
+    Args:
+        model: hub id, or folder in the hub's layout.
+        revision: branch, tag or commit on the hub.
+        dtype: torch name, or `auto` for the checkpoint's dtype.
+        device: device of the model.
+        allow_pickle: True to read `pytorch_model*.bin` too, with torch's weights-only unpickler.
+
+    Returns:
+        The model, in evaluation mode and without gradients, and its tokenizer.
+
+    Raises:
+        UserError: a file or a tensor is missing or damaged. The message names it.
     """
     folder = checkpoint_folder(model, revision, allow_pickle=allow_pickle)
-    check_files(folder)
     config = llama_config(read_config(folder))
     files = _weight_files(folder, allow_pickle)
     tokenizer = load_tokenizer(folder)
@@ -212,18 +217,16 @@ def load(
         config.dtype = getattr(torch, dtype)
     with torch.device("meta"):
         network = LlamaForSequenceClassification(config)
-    # Built on "meta", a non-persistent buffer such as inv_freq has no values, and no checkpoint holds them.
+    # A non-persistent buffer such as inv_freq has no values on "meta", and no checkpoint stores them.
     network.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
     _fill(network, files, config.dtype, device)
     return network.eval().requires_grad_(False), tokenizer
 
 
 def _weight_files(folder: Path, allow_pickle: bool) -> list[Path]:
-    """The shards of a checkpoint, all present; safetensors wherever there are any."""
-    kinds = [("model.safetensors", "model.safetensors.index.json")]
-    if allow_pickle:
-        kinds.append(("pytorch_model.bin", "pytorch_model.bin.index.json"))
-    for single, index in kinds:
+    """Return the existing shards of a checkpoint, in safetensors if there are any."""
+    for single in ("model.safetensors", "pytorch_model.bin") if allow_pickle else ("model.safetensors",):
+        index = f"{single}.index.json"
         if (folder / index).is_file():
             names = _listed_shards(folder / index)
         elif (folder / single).is_file():
@@ -232,14 +235,14 @@ def _weight_files(folder: Path, allow_pickle: bool) -> list[Path]:
             continue
         absent = sorted(name for name in names if not (folder / name).is_file())
         if absent:
-            raise CheckpointError(f"{folder} lacks the shard {', '.join(absent)} that {index} lists: download it again")
+            raise UserError(f"{folder} lacks the shard {', '.join(absent)} that {index} lists: download it again")
         return [folder / name for name in sorted(names)]
     if any(folder.glob("pytorch_model*.bin")):
-        raise CheckpointError(
+        raise UserError(
             f"{folder} has pickled weights only, which can carry code: if you trust their source, convert them once "
             "with grpo-rewards convert-internlm2 SRC DST --allow_pickle"
         )
-    raise CheckpointError(f"{folder} has no model.safetensors (nor its index): download the weights")
+    raise UserError(f"{folder} has no model.safetensors (nor its index): download the weights")
 
 
 def _listed_shards(index: Path) -> set[str]:
@@ -247,29 +250,33 @@ def _listed_shards(index: Path) -> set[str]:
         names = set(read_json(index)["weight_map"].values())
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         reason = error.problem if isinstance(error, UnreadableFile) else type(error).__name__
-        raise CheckpointError(f"{index} is not an index of shards ({reason}): download it again") from error
+        raise UserError(f"{index} is not an index of shards ({reason}): download it again") from error
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise CheckpointError(f"{index} is not an index of shards (a shard is a file beside it): download it again")
+        raise UserError(f"{index} is not an index of shards (a shard is a file beside it): download it again")
     return names
 
 
 def _fill(network: nn.Module, files: list[Path], dtype: torch.dtype | None, device: str | torch.device) -> None:
-    """Give every parameter of a network on "meta" its values, from shards in InternLM2's names."""
+    """Load the values of every parameter of a network on "meta" from shards with InternLM2's names."""
     sources = _sources(network)
-    where = {name: (file, shape) for file in files for name, shape in _shapes(file)}
-    _check_names_and_shapes(network, sources, {name: shape for name, (_, shape) in where.items()})
+    file_of: dict[str, Path] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        for name, shape in _shapes(file):
+            file_of[name], shapes[name] = file, shape
+    _check_names_and_shapes(network, sources, shapes)
     for source, targets in sources.items():
-        tensor = _read(where[source][0], source)
+        tensor = _read(file_of[source], source)
         parts = split_wqkv(tensor, network.config) if len(targets) > 1 else (tensor,)
         for target, part in zip(targets, parts, strict=True):
             owner, _, leaf = target.rpartition(".")
-            # A copy even where dtype and device stay: otherwise the parameter would live in the file's mapping.
+            # A copy even if dtype and device stay the same: a view would keep the mapping of the file open.
             value = part.to(device=device, dtype=dtype or part.dtype, copy=True)
             setattr(network.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
 
 
 def _sources(network: nn.Module) -> dict[str, list[str]]:
-    """InternLM2's tensor names -> the Llama parameters each one holds (three for `wqkv`, in the order q, k, v)."""
+    """Map InternLM2's tensor names to the Llama parameters in each (for `wqkv` three, in the order q, k, v)."""
     sources: dict[str, list[str]] = {}
     for target, _ in network.named_parameters():
         source = target
@@ -280,7 +287,7 @@ def _sources(network: nn.Module) -> dict[str, list[str]]:
 
 
 def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The name and shape of each tensor in a shard, from its header."""
+    """Yield the name and shape of each tensor in a shard, from its header."""
     if file.suffix != ".safetensors":
         yield from ((name, tuple(tensor.shape)) for name, tensor in _unpickle(file).items())
         return
@@ -289,14 +296,14 @@ def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
             for name in shard.keys():  # noqa: SIM118 (a shard is no mapping)
                 yield name, tuple(shard.get_slice(name).get_shape())
     except SafetensorError as error:
-        raise CheckpointError(f"{file} is not a readable safetensors file ({error}): download it again") from error
+        raise UserError(f"{file} is not a readable safetensors file ({error}): download it again") from error
 
 
 def _read(file: Path, name: str) -> torch.Tensor:
     if file.suffix != ".safetensors":
         return _unpickle(file)[name]
-    # One mapping per tensor: pages that were read count as resident until the mapping goes, and with one mapping per
-    # shard a single-file checkpoint would be in memory twice.
+    # One mapping per tensor: pages that were read stay resident until the mapping is closed, so that with one mapping
+    # per shard a single-file checkpoint would be in memory twice.
     with safe_open(file, framework="pt") as shard:
         return shard.get_tensor(name)
 
@@ -305,7 +312,7 @@ def _unpickle(file: Path) -> dict[str, torch.Tensor]:
     try:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
-        raise CheckpointError(
+        raise UserError(
             f"{file} is not a plain file of tensors ({type(error).__name__}): it was not read any further"
         ) from error
 
@@ -313,17 +320,16 @@ def _unpickle(file: Path) -> dict[str, torch.Tensor]:
 def _check_names_and_shapes(
     network: nn.Module, sources: Mapping[str, list[str]], found: Mapping[str, tuple[int, ...]]
 ) -> None:
-    missing = sorted(sources.keys() - found.keys())
-    unexpected = sorted(found.keys() - sources.keys())
-    for names, problem in ((missing, "lacks"), (unexpected, "has the unexpected")):
+    for names, problem in ((sources.keys() - found, "lacks"), (found.keys() - sources, "has the unexpected")):
         if names:
-            some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise CheckpointError(f"The checkpoint {problem} {some}: its weights do not belong to its config.json")
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            some = ", ".join(sorted(names)[:3]) + more
+            raise UserError(f"The checkpoint {problem} {some}: its weights do not belong to its config.json")
     for source, targets in sources.items():
         shapes = [tuple(network.get_parameter(target).shape) for target in targets]
         expected = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         if found[source] != expected:
-            raise CheckpointError(
+            raise UserError(
                 f"The tensor {source} has shape {found[source]}, but config.json makes it {expected}: "
                 "its weights do not belong to its config.json"
             )
@@ -332,8 +338,13 @@ def _check_names_and_shapes(
 def split_wqkv(wqkv: torch.Tensor, config: LlamaConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split InternLM2's `attention.wqkv` (weight or bias) into Llama's q, k and v.
 
-    Its rows are laid out as (kv heads, queries per kv head + 2, head_dim): each kv group holds its query heads, then
-    its key, then its value. Rows out: heads x head_dim for q, kv heads x head_dim for k and v.
+    Args:
+        wqkv: rows in the layout (kv heads, queries per kv head + 2, head_dim). Each kv group consists of its query
+            heads, its key and its value.
+        config: configuration with the number of heads.
+
+    Returns:
+        q with heads * head_dim rows, k and v with kv heads * head_dim rows each.
     """
     kv_heads = config.num_key_value_heads
     queries = config.num_attention_heads // kv_heads
@@ -344,13 +355,20 @@ def split_wqkv(wqkv: torch.Tensor, config: LlamaConfig) -> tuple[torch.Tensor, t
 def convert(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, allow_pickle: bool = False) -> Path:
     """Write an InternLM2 reward checkpoint as a native folder that transformers, TRL and vLLM load without remote code.
 
-    `src` is a hub id or a folder, `dst` a folder that does not exist yet; it appears only once it is complete. Weights
-    keep their dtype. `allow_pickle` also accepts `pytorch_model*.bin`, read with torch's weights-only unpickler.
-    Raises `CheckpointError` as `load` does, and where `dst` exists.
+    Args:
+        src: hub id, or folder in the hub's layout.
+        dst: folder that does not exist yet. It appears only when it is complete. Weights keep their dtype.
+        allow_pickle: True to read `pytorch_model*.bin` too, with torch's weights-only unpickler.
+
+    Returns:
+        The path of the written folder.
+
+    Raises:
+        UserError: `dst` exists, or the checkpoint cannot be loaded (see `load`).
     """
     target = Path(dst)
     if target.exists():
-        raise CheckpointError(f"{target} exists already: give convert-internlm2 a folder that does not exist yet")
+        raise UserError(f"{target} exists already: give convert-internlm2 a folder that does not exist yet")
     model, tokenizer = load(src, allow_pickle=allow_pickle)
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))

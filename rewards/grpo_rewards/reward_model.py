@@ -1,8 +1,8 @@
-"""Scalar reward models as a reward: any one-label sequence classifier, InternLM2's natively, scored by group.
+"""Scalar reward models as a reward: any one-label sequence classifier, and InternLM2's models without remote code.
 
-A group's conversations differ only in their last message, and by default each completion is scored twice, whole and by
-its answer alone. So the longest common prefix of a group's token ids goes through the model once; its keys and values
-are then repeated for batches of the rest, cut by length. Equal sequences are scored once.
+The conversations of a group differ only in their last message, and by default each completion is scored twice: the full
+text, and its answer alone. So the longest common prefix of a group's token ids goes through the model once. Its keys
+and values are repeated for batches of the remaining tokens, cut by length. Equal sequences are scored once.
 
     reward = RewardModelScore("internlm/internlm2-1_8b-reward", dtype="bfloat16")
     trainer = GRPOTrainer(model, reward_funcs=reward, ...)
@@ -20,10 +20,9 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -42,8 +41,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_rewards import internlm2
 from grpo_rewards.completions import check_rows, completion_text
-from grpo_rewards.internlm2 import CheckpointError
-from grpo_rewards.reward import BaseReward, Kind, check_choice, checked_number
+from grpo_rewards.errors import UserError, one_line
+from grpo_rewards.reward import BaseReward, Kind, LogMetric, check_choice, check_count, checked_number
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +52,8 @@ TokenIds = tuple[int, ...]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _CUTS = ("prompt", "completion")
-# What starting one more forward pass costs, in tokens of forward work: on a CPU next to nothing, on an accelerator the
-# launch of a few hundred kernels.
+# Cost of one more forward pass, in tokens of forward work: next to nothing on a CPU, and the launch of a few hundred
+# kernels on an accelerator.
 _FORWARD_COST = {"cpu": 8}
 _FORWARD_COST_ELSEWHERE = 512
 
@@ -68,32 +67,33 @@ class RewardModelScore(BaseReward):
     | no answer tag, or `answer_weight` 0 | the score, clamped to [-`clamp`, `clamp`] |
     | `<answer>content</answer>` (the first one) | 0.4 * its clamped score + 0.6 * that of `content` alone |
     | empty, or the tag without content | the empty turn is scored like any other |
-    | a score that is not finite (half-precision overflow) | None; logged as `reward_model/unscored_rows` |
+    | a score that is not finite (16-bit overflow) | None; logged as `reward_model/unscored_rows` |
 
-    The rule, with its defaults, is `calculate_rewards` of the MiniMind GRPO notebook. A prompt is a list of messages,
-    taken as it is, or a string, taken as one user turn. Each process scores its own rows on its own copy of the model,
-    which is loaded at the first call or by `load`; equal settings share one copy. Groups may be incomplete.
+    The rule and its defaults are those of `calculate_rewards` in the MiniMind GRPO notebook. A prompt is a list of
+    messages, used as it is, or a string, used as one user turn. Each process scores its own rows on its own copy of the
+    model. The copy is loaded at the first call or by `load`, and rewards with equal settings share it. Groups may be
+    incomplete.
 
     Args:
         model: hub id or folder of a one-label sequence classifier, or of an InternLM2 reward model in its own layout.
         revision: branch, tag or commit on the hub.
         dtype: `auto` (the checkpoint's), `float32`, `bfloat16` or `float16`.
-        device: null is the trainer's device, else the accelerator, else the CPU.
-        clamp: bound on each score before the two are blended; null for none.
+        device: torch device; null for the trainer's device, else the accelerator, else the CPU.
+        clamp: bound on each of the two scores before they are blended; null for none.
         answer_tag: name of the tag whose content is scored by itself; null for none.
         answer_weight: share of that second score, in [0, 1]; 0 for none.
-        max_length: longest conversation in tokens; null is the model's own limit.
-        cut: what a longer one loses, counted in `reward_model/cut_conversations`: its oldest tokens behind the leading
-            BOS (`prompt`), or the end of the completion, its closing tokens kept (`completion`).
-        max_batch_tokens: most tokens of one forward pass, padding and shared prefix included; a single conversation
-            always goes through.
-        prefix_sharing: compute a group's common prefix once. The scores are the same up to rounding.
-        parse_special_tokens: read special-token strings in a message as special tokens, as the model's own code does.
-            By default they are plain text, so that a completion can neither end its turn nor forge one.
-        name: the name it logs under.
+        max_length: longest conversation in tokens; null for the model's own limit.
+        cut: part that a longer conversation loses, counted in `reward_model/cut_conversations`: its oldest tokens
+            behind the leading BOS (`prompt`), or the end of the completion before its closing tokens (`completion`).
+        max_batch_tokens: largest number of tokens in one forward pass, with padding and shared prefix. A single
+            conversation may be longer.
+        prefix_sharing: compute the common prefix of a group once. The scores are the same up to rounding.
+        parse_special_tokens: read special-token strings in a message as special tokens, like the model's own code. By
+            default they are ordinary text, so that a completion can neither end its turn nor forge another.
+        name: name of the reward in logs.
 
     Raises:
-        ValueError: an argument out of range, or a row without a prompt. `CheckpointError`, a ValueError, at loading.
+        ValueError: an argument is out of range, a row has no prompt, or the model cannot be loaded.
     """
 
     kind: ClassVar[Kind] = "judge"
@@ -127,12 +127,12 @@ class RewardModelScore(BaseReward):
         if not 0 <= self.answer_weight <= 1:
             raise ValueError(f"answer_weight must lie in [0, 1], not {self.answer_weight!r}")
         if self.max_length is not None:
-            _check_count("max_length", self.max_length, 2)
-        _check_count("max_batch_tokens", self.max_batch_tokens, 1)
+            check_count(self.max_length, "max_length", 2)
+        check_count(self.max_batch_tokens, "max_batch_tokens")
 
     @property
     def highest_pay(self) -> float | None:
-        """The bound on the score; None without `clamp`."""
+        """Bound on the score; None without `clamp`."""
         return self.clamp
 
     @property
@@ -146,11 +146,11 @@ class RewardModelScore(BaseReward):
         return self.revision
 
     def prepare(self) -> str:
-        """Load the model and return a line about it. Raises `CheckpointError`, a ValueError, if it cannot be loaded."""
+        """Load the model and return a line about it. Raise `UserError`, a ValueError, if it cannot be loaded."""
         return self.load().summary()
 
     def load(self) -> LoadedRewardModel:
-        """Load the model in this process, once. Called early, it lets a bad checkpoint stop a run at its start."""
+        """Return the model, which is loaded once per process. An early call stops a run with a bad checkpoint."""
         return _load(self.model, self.revision, self.dtype, str(self.device or _default_device()))
 
     def __call__(
@@ -158,40 +158,37 @@ class RewardModelScore(BaseReward):
         prompts: Any = None,
         completions: Sequence[Any] = (),
         *,
-        log_metric: Callable[[str, float], None] | None = None,
+        log_metric: LogMetric = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Score every completion; None where a score is not finite."""
+        """Return the score of every completion, None for one that is not finite."""
         check_rows(self.name, prompts=prompts, completions=completions)
-        histories = [self._messages(prompt) for prompt in prompts]
-        texts = [completion_text(completion) for completion in completions]
-        answers = [self._answer(text) for text in texts]
-        replies = [*zip(histories, texts, strict=True), *zip(histories, answers, strict=True)]
-        scores, cut = self._scores([_with_reply(history, text) for history, text in replies if text is not None])
-        whole, rest = scores[: len(texts)], iter(scores[len(texts) :])
-        rows = [
-            self._blend(score, None if answer is None else next(rest))
-            for score, answer in zip(whole, answers, strict=True)
-        ]
+        full: list[Conversation] = []
+        answers: list[Conversation | None] = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            history, text = self._messages(prompt), completion_text(completion)
+            answer = _tag_content(text, self.answer_tag) if self.answer_tag and self.answer_weight else None
+            full.append(_with_reply(history, text))
+            answers.append(None if answer is None else _with_reply(history, answer))
+        scores, cut = self._scores([*full, *(answer for answer in answers if answer is not None)])
+        answer_scores = iter(scores[len(full) :])
+        rows = []
+        for score, has_answer in zip(scores[: len(full)], answers, strict=True):
+            rows.append(self._blended(score, next(answer_scores)) if has_answer else self._clamped(score))
         if log_metric is not None:
             log_metric(f"{self.name}/unscored_rows", float(rows.count(None)))
             log_metric(f"{self.name}/cut_conversations", float(cut))
         return rows
 
     def scores(self, conversations: Sequence[Conversation]) -> list[float]:
-        """The model's own score of each conversation, neither clamped nor blended; not finite where it overflowed.
+        """Return the model's own score of each conversation: not clamped, not blended, not finite after an overflow.
 
-        Conversations with equal messages before the last form a group.
+        Conversations with equal messages before the last one form a group.
         """
         return self._scores(conversations)[0]
 
-    def rank(self, conversations: Sequence[Conversation]) -> list[int]:
-        """The indices of the conversations by descending score, those without a finite one last."""
-        scores = [score if math.isfinite(score) else -math.inf for score in self.scores(conversations)]
-        return sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
-
     def token_ids(self, conversations: Sequence[Conversation]) -> list[list[int]]:
-        """The token ids that the model is shown for each conversation, before any cut to `max_length`."""
+        """Return the token ids of each conversation, before any cut to `max_length`."""
         return self.load().encode(conversations, self.parse_special_tokens)
 
     def _messages(self, prompt: str | Conversation | None) -> Conversation:
@@ -199,33 +196,33 @@ class RewardModelScore(BaseReward):
             raise ValueError(f"{self.name} scores an answer to its prompt: every row needs a `prompt`")
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
-    def _answer(self, text: str) -> str | None:
-        return _tag_content(text, self.answer_tag) if self.answer_tag and self.answer_weight else None
-
-    def _blend(self, score: float, answer: float | None) -> float | None:
-        if not all(math.isfinite(part) for part in (score, answer) if part is not None):
+    def _clamped(self, score: float) -> float | None:
+        if not math.isfinite(score):
             return None
-        if answer is None:
-            return self._clamped(score)
-        return (1 - self.answer_weight) * self._clamped(score) + self.answer_weight * self._clamped(answer)
-
-    def _clamped(self, score: float) -> float:
         return score if self.clamp is None else max(min(score, self.clamp), -self.clamp)
 
+    def _blended(self, score: float, answer_score: float) -> float | None:
+        full, answer = self._clamped(score), self._clamped(answer_score)
+        if full is None or answer is None:
+            return None
+        return (1 - self.answer_weight) * full + self.answer_weight * answer
+
     def _scores(self, conversations: Sequence[Conversation]) -> tuple[list[float], int]:
-        """Raw scores, and how many conversations were cut."""
+        """Return the scores of the model, and the number of conversations that were cut."""
         loaded = self.load()
-        whole = self.token_ids(conversations)
         limit = self.max_length or loaded.max_length
-        kept = [
-            tuple(ids) if len(ids) <= limit else self._cut(conversation, ids, limit)
-            for conversation, ids in zip(conversations, whole, strict=True)
-        ]
+        sequences: list[TokenIds] = []
         groups: dict[str, list[TokenIds]] = {}
-        for conversation, ids in zip(conversations, kept, strict=True):
-            groups.setdefault(json.dumps(conversation[:-1], sort_keys=True, default=str), []).append(ids)
+        cut = 0
+        for conversation, ids in zip(conversations, self.token_ids(conversations), strict=True):
+            sequence = tuple(ids)
+            if len(ids) > limit:
+                sequence = self._cut(conversation, ids, limit)
+                cut += 1
+            sequences.append(sequence)
+            groups.setdefault(json.dumps(conversation[:-1], sort_keys=True, default=str), []).append(sequence)
         scores = loaded.score(list(groups.values()), self.max_batch_tokens, self.prefix_sharing)
-        return [scores[ids] for ids in kept], sum(len(ids) > limit for ids in whole)
+        return [scores[ids] for ids in sequences], cut
 
     def _cut(self, conversation: Conversation, ids: list[int], limit: int) -> TokenIds:
         if self.cut == "prompt":
@@ -242,54 +239,56 @@ def _check_device(device: str | None) -> None:
         raise ValueError(f"device must be null or a torch device such as cuda:0 or cpu, not {device!r}") from error
 
 
-def _check_count(key: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{key} must be a whole number of at least {least}, not {value!r}")
-
-
 def _with_reply(history: Conversation, reply: str) -> Conversation:
     return [*history, {"role": "assistant", "content": reply}]
 
 
 def _tag_content(text: str, tag: str) -> str | None:
-    """The stripped content of the first `<tag>`, or None where it is absent or not closed."""
+    """Return the stripped content of the first `<tag>`, or None if the tag is absent or not closed."""
     content, closing, _ = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")
     return content.strip() if closing else None
 
 
 def cut_middle(ids: Sequence[int], head: int, length: int) -> TokenIds:
-    """The first `head` and the last `length - head` of `ids`; needs head < length <= len(ids)."""
+    """Return the first `head` and the last `length - head` ids, for head < length <= len(ids)."""
     return (*ids[:head], *ids[len(ids) - (length - head) :])
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    pairs = zip(first, second)  # noqa: B905 (their lengths differ)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    length = 0
+    for one, other in zip(first, second):  # noqa: B905 (their lengths differ)
+        if one != other:
+            break
+        length += 1
+    return length
 
 
 def shared_prefix_length(sequences: Sequence[TokenIds]) -> int:
-    """The length of the longest common prefix of token ids that leaves every sequence at least one token of its own.
+    """Return the length of the longest common prefix that leaves every sequence at least one token of its own.
 
-    It is taken over ids, not over the rendered text: a tokenizer may merge the template's last characters with the
-    completion's first ones.
+    The prefix consists of ids, not of rendered text, because a tokenizer may merge the last characters of the template
+    with the first ones of the completion.
     """
-    # The least and the greatest in lexicographic order differ no later than any other two.
+    # In lexicographic order the first and the last sequence differ no later than any other two.
     common = _common_prefix(min(sequences), max(sequences))
     return min(common, min(map(len, sequences)) - 1)
 
 
 class LengthBuckets(NamedTuple):
-    """Batches of sequences by length, as `slices` of the lengths in descending order, and their `cost` in tokens."""
+    """Batches as `slices` of the lengths in descending order, and their `cost` in tokens."""
 
     cost: float
     slices: list[slice]
 
 
 def length_buckets(lengths: Sequence[int], prefix: int, max_tokens: int, forward_cost: int) -> LengthBuckets:
-    """Cut `lengths`, in descending order, into the cheapest batches: each costs rows * its longest + `forward_cost`.
+    """Split sequences into the cheapest batches, exactly, by dynamic programming over the last batch.
 
-    A batch of more than one row holds at most `max_tokens` tokens, the `prefix` tokens of cached keys and values before
-    each row included. Solved exactly by dynamic programming over the last batch.
+    Args:
+        lengths: lengths in descending order.
+        prefix: tokens of cached keys and values before each row.
+        max_tokens: largest number of tokens in a batch of more than one row, with the prefix of each row.
+        forward_cost: cost of one batch in tokens, beside rows * its longest sequence.
     """
     best, cuts = [0.0], [0]
     for end in range(1, len(lengths) + 1):
@@ -311,16 +310,16 @@ def length_buckets(lengths: Sequence[int], prefix: int, max_tokens: int, forward
 
 
 @functools.cache
-def _say_once(message: str) -> None:
+def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
 class LoadedRewardModel:
-    """A reward model in memory, in evaluation mode and without gradients: conversations to token ids to scores."""
+    """Reward model in memory, in evaluation mode and without gradients, with its tokenizer."""
 
     def __init__(self, name: str, network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         if tokenizer.chat_template is None:
-            raise CheckpointError(f"{name}: its tokenizer has no chat template, so it can't be shown a conversation")
+            raise UserError(f"{name}: its tokenizer has no chat template, so it can't be shown a conversation")
         self.name = name
         self.network = network.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -336,9 +335,9 @@ class LoadedRewardModel:
         self._forward_cost = _FORWARD_COST.get(network.device.type, _FORWARD_COST_ELSEWHERE)
 
     def summary(self) -> str:
-        """One line for the start of a run: what was loaded, how large it is, and where it lies."""
-        sizes = [(p.numel(), p.numel() * p.element_size()) for p in self.network.parameters()]
-        count, size = (sum(column) for column in zip(*sizes, strict=True))
+        """Return one line for the start of a run: the model, its size and its device."""
+        count = sum(p.numel() for p in self.network.parameters())
+        size = sum(p.numel() * p.element_size() for p in self.network.parameters())
         dtype = str(self.network.dtype).removeprefix("torch.")
         return (
             f"reward model {self.name}: {count / 1e9:.2f} B parameters in {dtype}, "
@@ -346,24 +345,21 @@ class LoadedRewardModel:
         )
 
     def leading_tokens(self, ids: Sequence[int]) -> int:
-        """How many leading tokens a cut keeps: 1 for a BOS, else 0."""
+        """Return the number of leading tokens that a cut keeps: 1 for a BOS, else 0."""
         return int(bool(ids) and ids[0] == self.tokenizer.bos_token_id)
 
     def encode(self, conversations: Sequence[Conversation], parse_special_tokens: bool = False) -> list[list[int]]:
-        """The token ids of each conversation under the model's chat template.
+        """Return the token ids of each conversation under the model's chat template.
 
         Unless `parse_special_tokens`, special-token strings in a message become ordinary tokens.
         """
-        if parse_special_tokens:
-            encoded = self._encode([self._render(conversation) for conversation in conversations])
-        else:
-            forging = [self._forges(conversation) for conversation in conversations]
-            plain = [self._render(c) for c, forges in zip(conversations, forging, strict=True) if not forges]
-            rest = iter(self._encode(plain))
-            encoded = [
-                self._encode_as_text(conversation) if forges else next(rest)
-                for conversation, forges in zip(conversations, forging, strict=True)
-            ]
+        if not conversations:
+            return []
+        texts = [self._render(conversation) for conversation in conversations]
+        encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        for row, conversation in enumerate(conversations):
+            if not parse_special_tokens and self._forges(conversation):
+                encoded[row] = self._encode_as_text(conversation)
         end = getattr(self.network.config, "reward_token_id", None)
         return [ids if end is None or ids[-1:] == [end] else [*ids, end] for ids in encoded]
 
@@ -371,23 +367,21 @@ class LoadedRewardModel:
         text = self.tokenizer.apply_chat_template(
             [{**message, "content": _content(message)} for message in conversation], tokenize=False
         )
-        # Tokenizers refuse lone surrogates.
+        # Tokenizers raise for lone surrogates.
         return text.encode("utf-8", errors="replace").decode("utf-8")
-
-    def _encode(self, texts: list[str]) -> list[list[int]]:
-        return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
 
     def _forges(self, conversation: Conversation) -> bool:
         return any(self._special.search(_content(message)) for message in conversation)
 
     def _encode_as_text(self, conversation: Conversation) -> list[int]:
-        """Encode a conversation whose messages contain special-token strings, as text.
+        """Return the token ids of a conversation whose messages contain special-token strings, read as text.
 
-        Each is hidden behind a mark while the template is rendered, so that what is then still a special token is the
-        template's own. Special tokens cut a text into pieces that are encoded independently; these get their text back.
+        A mark replaces each such string while the template is rendered. The special tokens of the rendered text are
+        then the template's own. They split the text into pieces, which a tokenizer encodes independently. In each piece
+        the strings are put back.
         """
         contents = [_content(message) for message in conversation]
-        # Longer than any run of its character, so that no message can contain it.
+        # The mark is longer than any run of its character, so that no message can contain it.
         mark = "\ue000" * (1 + max(map(len, re.findall("\ue000+", "\n".join(contents))), default=0))
         names = list(self._special_ids)
         hidden = [self._special.sub(lambda match: f"{mark}{names.index(match[0])}{mark}", text) for text in contents]
@@ -402,34 +396,34 @@ class LoadedRewardModel:
         return ids
 
     def _without_special(self, text: str) -> list[int]:
-        """Encode text to ordinary tokens.
+        """Return the ids of a text as ordinary tokens.
 
-        Merges alone can build a special token even where none is looked for (InternLM2's `<s>`): its first character is
-        then encoded by itself.
+        The merges of a tokenizer can build a special token even if none is searched for, such as InternLM2's `<s>`.
+        The first character of that string is then encoded by itself.
         """
         ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         built = {self._special_ids[name]: name for name in self._special.findall(text) if len(name) > 1}
-        parts = (
-            self._without_special(built[i][0]) + self._without_special(built[i][1:]) if i in built else [i] for i in ids
-        )
-        return [i for part in parts for i in part]
+        ordinary: list[int] = []
+        for i in ids:
+            if i in built:
+                ordinary += self._without_special(built[i][0]) + self._without_special(built[i][1:])
+            else:
+                ordinary.append(i)
+        return ordinary
 
     @torch.inference_mode()
     def score(
         self, groups: Sequence[Sequence[TokenIds]], max_batch_tokens: int, prefix_sharing: bool
     ) -> dict[TokenIds, float]:
-        """Score token-id sequences, each distinct one once.
+        """Return the score of each distinct sequence of token ids, NaN or infinite after an overflow.
 
         Args:
             groups: sequences that probably share a prefix, such as those of one prompt.
-            max_batch_tokens: as in `RewardModelScore`.
-            prefix_sharing: compute the common prefix of a group once, where the model and the lengths allow it.
-
-        Returns:
-            The score of every sequence; NaN or infinite where the network overflowed.
+            max_batch_tokens: see `RewardModelScore`.
+            prefix_sharing: compute the common prefix of a group once, if the model and the lengths allow it.
         """
         if self._head is None:
-            _say_once(f"{self.name}: conversations are scored one by one, since {self._obstacle}.")
+            _warn_once(f"{self.name}: conversations are scored one by one, because {self._obstacle}.")
             return {ids: self._classify(ids) for group in groups for ids in group}
         scores: dict[TokenIds, float] = {}
         loose: list[TokenIds] = []
@@ -445,7 +439,7 @@ class LoadedRewardModel:
         return scores | self._score_batches(list(dict.fromkeys(loose)), 0, None, max_batch_tokens)
 
     def _worthwhile_prefix(self, sequences: list[TokenIds], max_batch_tokens: int) -> int:
-        """The length of the prefix to share, or 0 where the model can't share it or it would not save work."""
+        """Return the length of the prefix to share, or 0 if the model can't share it or sharing saves no work."""
         lengths = sorted(map(len, sequences), reverse=True)
         prefix = shared_prefix_length(sequences)
         rest = [length - prefix for length in lengths]
@@ -454,7 +448,7 @@ class LoadedRewardModel:
             return 0
         if lengths[0] > self._shares_up_to:
             reach = f" beyond {self._shares_up_to} tokens" if self._shares_up_to else ""
-            _say_once(f"{self.name}: the common prefix of a group is not shared{reach}, since {self._obstacle}.")
+            _warn_once(f"{self.name}: the common prefix of a group is not shared{reach}, because {self._obstacle}.")
             return 0
         return prefix
 
@@ -476,9 +470,9 @@ class LoadedRewardModel:
         return scores
 
     def _last_hidden(self, rows: list[TokenIds], cache: DynamicCache | None, prefix: int = 0) -> torch.Tensor:
-        """The hidden state (rows, hidden size) of each row's last attended token, behind `prefix` tokens in `cache`.
+        """Return the hidden state (rows, hidden size) of each row's last attended token.
 
-        The rows' own keys and values are added to `cache`.
+        `cache` holds the keys and values of the `prefix` tokens before the rows. Those of the rows are added to it.
         """
         lengths = torch.tensor([len(row) for row in rows])
         width = int(lengths.max())
@@ -494,7 +488,7 @@ class LoadedRewardModel:
         return hidden[torch.arange(len(rows), device=hidden.device), lengths.to(hidden.device) - 1]
 
     def _apply_head(self, hidden: torch.Tensor) -> list[float]:
-        # In single precision: rounded to bfloat16, scores around 3 are 1/64 apart, which a group's z-score magnifies.
+        # In float32: bfloat16 rounds scores around 3 to multiples of 1/64, and the z-score of a group magnifies that.
         assert self._head is not None
         bias = None if self._head.bias is None else self._head.bias.float()
         return nn.functional.linear(hidden.float(), self._head.weight.float(), bias)[:, 0].tolist()
@@ -505,12 +499,12 @@ class LoadedRewardModel:
 
 
 def _content(message: Message) -> str:
-    """A message's text; parts are joined, and None is empty."""
+    """Return the text of a message. Parts are joined, and None is empty."""
     return completion_text([{"content": message.get("content")}])
 
 
 def _sharing_limit(network: PreTrainedModel) -> tuple[int, str]:
-    """The longest sequence for which a shared prefix gives the same scores, and what stands in the way beyond it."""
+    """Return the longest sequence for which a shared prefix gives the same scores, and the obstacle beyond it."""
     if "past_key_values" not in inspect.signature(network.base_model.forward).parameters:
         return 0, "the model keeps no key-value cache"
     layers = {type(layer) for layer in DynamicCache(config=network.config).layers}
@@ -527,7 +521,7 @@ def _sharing_limit(network: PreTrainedModel) -> tuple[int, str]:
 
 
 def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """The rotary settings: one, or one for each kind of layer."""
+    """Return the rotary settings: one mapping, or one for each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     if "rope_type" in parameters:
         return [parameters]
@@ -535,11 +529,11 @@ def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 def _default_device() -> torch.device:
-    """The device that accelerate has given this process, else the accelerator, else the CPU."""
+    """Return the device that accelerate gave this process, else the accelerator, else the CPU."""
     if "accelerate" in sys.modules:
         from accelerate import PartialState
 
-        # Reading the shared state does not start one, as calling the class would.
+        # A look at the shared state, because a call of the class would create the state.
         if PartialState._shared_state:
             return PartialState().device
     return torch.accelerator.current_accelerator() or torch.device("cpu")
@@ -548,9 +542,9 @@ def _default_device() -> torch.device:
 @functools.cache
 def _load(model: str, revision: str | None, dtype: str, device: str) -> LoadedRewardModel:
     folder = internlm2.checkpoint_folder(model, revision)
-    internlm2.check_files(folder)
+    config = internlm2.read_config(folder)
     with _outside_zero3():
-        if internlm2.is_internlm2_reward(internlm2.read_config(folder)):
+        if internlm2.is_internlm2_reward(config):
             network, tokenizer = internlm2.load(folder, dtype=dtype, device=device)
         else:
             network, tokenizer = _load_classifier(model, folder, dtype)
@@ -559,47 +553,44 @@ def _load(model: str, revision: str | None, dtype: str, device: str) -> LoadedRe
 
 @contextmanager
 def _outside_zero3() -> Iterator[None]:
-    """Load whole: while transformers knows of a ZeRO-3 policy, it partitions every model that it builds."""
+    """Load a complete copy. While transformers knows of a ZeRO-3 policy, it partitions every model that it builds."""
     from transformers.integrations import deepspeed
 
-    held = deepspeed._hf_deepspeed_config_weak_ref
+    config = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed._hf_deepspeed_config_weak_ref = None
     try:
         yield
     finally:
-        deepspeed._hf_deepspeed_config_weak_ref = held
+        deepspeed._hf_deepspeed_config_weak_ref = config
 
 
 def _load_classifier(name: str, folder: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A native one-label sequence classifier with its tokenizer; a head that the checkpoint lacks is an error."""
+    """Load a native one-label sequence classifier and its tokenizer. Raise UserError if the checkpoint has no head."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except ValueError as error:
-        raise CheckpointError(
+        raise UserError(
             f"{name} needs code from its own repository, which is never run here: use a reward model that transformers "
             "has natively, or an InternLM2 one"
         ) from error
     if config.num_labels != 1:
-        raise CheckpointError(f"{name} has {config.num_labels} labels, not 1: it is not a scalar reward model")
+        raise UserError(f"{name} has {config.num_labels} labels, not 1: it is not a scalar reward model")
     if not any(folder.glob("*.safetensors")):
-        raise CheckpointError(f"{name} has no safetensors weights: choose a revision that has, or save it as such")
-    with _one_sentence(f"{name}: its tokenizer can't be loaded; copy the model's tokenizer files into it"):
+        raise UserError(f"{name} has no safetensors weights: choose a revision that has, or save it as such")
+    # A reader of a damaged file may raise any error. The tokenizers library raises `Exception` itself.
+    try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    with _one_sentence(f"{name} can't be loaded as a sequence classifier"):
+    except Exception as error:
+        raise UserError(
+            f"{name}: its tokenizer can't be loaded; copy the model's tokenizer files into it ({one_line(error)})"
+        ) from error
+    try:
         network, report = AutoModelForSequenceClassification.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
+    except Exception as error:
+        raise UserError(f"{name} can't be loaded as a sequence classifier ({one_line(error)})") from error
     absent = sorted(report["missing_keys"])
     if absent:
-        raise CheckpointError(f"{name} lacks {', '.join(absent[:3])}: it is not a trained reward model")
+        raise UserError(f"{name} lacks {', '.join(absent[:3])}: it is not a trained reward model")
     return network, tokenizer
-
-
-@contextmanager
-def _one_sentence(problem: str) -> Iterator[None]:
-    try:
-        yield
-    except (
-        Exception
-    ) as error:  # of a damaged file, whatever its reader meets; the tokenizers library raises this very class
-        raise CheckpointError(f"{problem} ({' '.join(str(error).split())})") from error

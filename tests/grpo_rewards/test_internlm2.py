@@ -1,4 +1,4 @@
-"""InternLM2 reward checkpoints: recorded scores, a second forward pass, conversion, and every way to be broken."""
+"""InternLM2 reward checkpoints: recorded scores, an independent forward pass, conversion, and damaged files."""
 
 import json
 import math
@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForSequenceClassification
 
 from grpo_rewards import cli, internlm2
-from grpo_rewards.internlm2 import CheckpointError, convert, llama_config, load
+from grpo_rewards.errors import UserError
+from grpo_rewards.internlm2 import convert, llama_config, load
 from tests.support.tiny import save_internlm2, save_reward_model
 
 CONVERSATIONS = [
@@ -39,13 +40,13 @@ SHAPES = [
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory):
-    """Checkpoints with one query, several and all queries per key-value head."""
+    """Return checkpoints with several, one and all query heads per key-value head."""
     return [save_internlm2(tmp_path_factory.mktemp("made"), **shape) for shape in SHAPES]
 
 
 @pytest.fixture
 def tiny(tmp_path):
-    """A fresh one-layer checkpoint that a test may break."""
+    """Return a new one-layer checkpoint that a test may damage."""
     return save_internlm2(tmp_path / "internlm2", seed=5, heads=4, kv_heads=2, hidden=16, layers=1)
 
 
@@ -54,7 +55,7 @@ def conversation_ids(tokenizer, conversations):
 
 
 def internlm2_score(folder, ids):
-    """One score from the architecture's description alone, in double precision, from the checkpoint's own tensors."""
+    """Return one score in float64, computed from the architecture's description and the checkpoint's tensors alone."""
     config = json.loads((folder / "config.json").read_text())
     weights = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
     heads, kv_heads, eps = config["num_attention_heads"], config["num_key_value_heads"], config["rms_norm_eps"]
@@ -89,7 +90,7 @@ def internlm2_score(folder, ids):
 
 
 @pytest.mark.slow
-def test_scores_and_ids_are_those_of_the_original_code(recorded_internlm2):
+def test_scores_and_ids_equal_those_of_the_original_code(recorded_internlm2):
     for record in recorded_internlm2["checkpoints"]:
         model, tokenizer = load(record["folder"])
         ids = conversation_ids(tokenizer, recorded_internlm2["conversations"])
@@ -99,7 +100,7 @@ def test_scores_and_ids_are_those_of_the_original_code(recorded_internlm2):
         assert scores == pytest.approx(record["get_score"], abs=2e-5)
 
 
-def test_a_second_forward_pass_agrees(made):
+def test_an_independent_forward_pass_gives_the_same_scores(made):
     for folder in made:
         model, tokenizer = load(folder)
         for ids in conversation_ids(tokenizer, CONVERSATIONS):
@@ -108,27 +109,27 @@ def test_a_second_forward_pass_agrees(made):
             assert score == pytest.approx(internlm2_score(folder, ids), abs=1e-5)
 
 
-def test_the_published_layout_is_covered_tensor_by_tensor(internlm2_dir):
+def test_every_tensor_of_the_published_layout_is_mapped(internlm2_dir):
     config = json.loads((internlm2_dir / "config_1_8b.json").read_text())
     index = json.loads((internlm2_dir / "model.safetensors.index_1_8b.json").read_text())
     with torch.device("meta"):
         network = LlamaForSequenceClassification(llama_config(config))
     assert internlm2._sources(network).keys() == index["weight_map"].keys()
     assert len(network.state_dict()) == 219
-    # fp16: two bytes a parameter.
+    # Two bytes per parameter in float16.
     assert 2 * sum(p.numel() for p in network.parameters()) == index["metadata"]["total_size"]
     assert network.config.dtype == torch.float16
 
 
-def test_rotary_scaling_is_mapped_and_an_unknown_one_refused(tiny):
+def test_rotary_scaling_is_mapped_or_refused(tiny):
     config = json.loads((tiny / "config.json").read_text())
     mapped = llama_config({**config, "rope_scaling": {"type": "dynamic", "factor": 2.0}}).rope_parameters
     assert (mapped["rope_type"], mapped["factor"], mapped["rope_theta"]) == ("dynamic", 2.0, 1000000)
-    with pytest.raises(CheckpointError, match="'yarn'"):
+    with pytest.raises(UserError, match="'yarn'"):
         llama_config({**config, "rope_scaling": {"type": "yarn", "factor": 2.0}})
 
 
-def test_every_dtype_keeps_the_rotary_frequencies_in_single_precision(tiny):
+def test_every_dtype_keeps_the_rotary_frequencies_in_float32(tiny):
     reference = load(tiny)[0].model.rotary_emb.inv_freq
     expected = 1e6 ** -(torch.arange(0, 4, 2) / 4)
     assert torch.allclose(reference, expected)
@@ -153,17 +154,17 @@ def shard(folder, index_name="model.safetensors.index.json"):
 
 
 def test_shards_give_the_same_model(tiny):
-    whole = load(tiny)[0].state_dict()
+    single = load(tiny)[0].state_dict()
     shard(tiny)
     parts = load(tiny)[0].state_dict()
-    assert whole.keys() == parts.keys()
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert single.keys() == parts.keys()
+    assert all(torch.equal(single[name], parts[name]) for name in single)
     (tiny / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="model-00002-of-00002"):
+    with pytest.raises(UserError, match="model-00002-of-00002"):
         load(tiny)
     for text in ("{", "{}", "[]"):
         (tiny / "model.safetensors.index.json").write_text(text)
-        with pytest.raises(CheckpointError, match="not an index of shards"):
+        with pytest.raises(UserError, match="not an index of shards"):
             load(tiny)
 
 
@@ -182,21 +183,21 @@ def test_a_wrong_tensor_is_named(tiny, change, message):
     weights = load_file(tiny / "model.safetensors")
     change(weights)
     save_file(weights, tiny / "model.safetensors")
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(UserError, match=message):
         load(tiny)
 
 
 def test_broken_files_are_named(tiny, tmp_path):
     (tiny / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a readable"):
+    with pytest.raises(UserError, match=r"model\.safetensors is not a readable"):
         load(tiny)
     (tiny / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+    with pytest.raises(UserError, match=r"no model\.safetensors"):
         load(tiny)
     (tiny / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config\.json: can't be read as JSON"):
+    with pytest.raises(UserError, match=r"config\.json: can't be read as JSON"):
         load(tiny)
-    with pytest.raises(CheckpointError, match="neither a folder nor a model"):
+    with pytest.raises(UserError, match="neither a folder nor a model"):
         load(tmp_path / "absent")
 
 
@@ -204,19 +205,19 @@ def test_a_language_model_is_refused(tiny):
     config = json.loads((tiny / "config.json").read_text())
     config["architectures"] = ["InternLM2ForCausalLM"]
     (tiny / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="not InternLM2ForRewardModel"):
+    with pytest.raises(UserError, match="not InternLM2ForRewardModel"):
         load(tiny)
     native = save_reward_model(tiny.parent / "native")
-    with pytest.raises(CheckpointError, match="not an InternLM2 reward checkpoint"):
+    with pytest.raises(UserError, match="not an InternLM2 reward checkpoint"):
         convert(native, tiny.parent / "out")
 
 
-def test_tokenizer_files_and_packages_are_asked_for_by_name(tiny, monkeypatch):
+def test_missing_tokenizer_files_and_packages_are_named(tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(CheckpointError, match=re.escape("pip install 'grpo-rewards[models]'")):
+    with pytest.raises(UserError, match=re.escape("pip install 'grpo-rewards[models]'")):
         load(tiny)
     (tiny / "tokenizer.model").unlink()
-    with pytest.raises(CheckpointError, match=r"neither tokenizer\.json nor tokenizer\.model"):
+    with pytest.raises(UserError, match=r"neither tokenizer\.json nor tokenizer\.model"):
         load(tiny)
 
 
@@ -224,7 +225,7 @@ def test_pickled_weights_need_the_flag(tiny, tmp_path):
     expected = load(tiny)[0].state_dict()
     torch.save(load_file(tiny / "model.safetensors"), tiny / "pytorch_model.bin")
     (tiny / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="--allow_pickle"):
+    with pytest.raises(UserError, match="--allow_pickle"):
         convert(tiny, tmp_path / "native")
     assert not (tmp_path / "native").exists()
     native = convert(tiny, tmp_path / "native", allow_pickle=True)
@@ -237,10 +238,10 @@ class Malicious:
         return (print, ("code ran",))
 
 
-def test_a_pickle_that_carries_code_is_not_run(tiny, tmp_path, capsys):
+def test_code_inside_a_pickle_is_not_run(tiny, tmp_path, capsys):
     torch.save({"v_head.weight": Malicious()}, tiny / "pytorch_model.bin")
     (tiny / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
+    with pytest.raises(UserError, match=r"pytorch_model\.bin"):
         convert(tiny, tmp_path / "native", allow_pickle=True)
     assert "code ran" not in capsys.readouterr().out
 
@@ -270,11 +271,11 @@ def test_a_converted_folder_needs_transformers_only(source, request, tmp_path, m
     with torch.no_grad():
         scores = model(**batch).logits[:, 0].tolist()
     assert scores == pytest.approx(expected_scores, abs=2e-5)
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(UserError, match="exists already"):
         convert(folder, native)
 
 
-def test_the_command_converts_or_says_one_sentence(tiny, tmp_path, capsys):
+def test_the_command_converts_or_prints_one_sentence(tiny, tmp_path, capsys):
     assert cli.main(["convert-internlm2", str(tiny), str(tmp_path / "native")]) == 0
     assert torch.equal(
         AutoModelForSequenceClassification.from_pretrained(tmp_path / "native").score.weight, load(tiny)[0].score.weight
@@ -282,9 +283,9 @@ def test_the_command_converts_or_says_one_sentence(tiny, tmp_path, capsys):
     capsys.readouterr()
     for source, target in ((tiny, "native"), (tmp_path / "native", "again")):
         assert cli.main(["convert-internlm2", str(source), str(tmp_path / target)]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("error: ")
-        assert said.count("\n") == 1
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert error.count("\n") == 1
 
 
 def test_a_converted_tokenizer_keeps_every_id(tiny, tmp_path):
@@ -308,7 +309,7 @@ def test_a_hub_id_loads_from_the_cache_with_the_network_off(tiny, tmp_path, monk
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     model, _ = load("internlm/internlm2-1_8b-reward")
     assert torch.equal(model.score.weight, load(tiny)[0].score.weight)
-    with pytest.raises(CheckpointError, match="internlm2-7b-reward"):
+    with pytest.raises(UserError, match="internlm2-7b-reward"):
         load("internlm/internlm2-7b-reward")
 
 
@@ -321,7 +322,7 @@ def mib(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) / 1024
 
 internlm2.load_tokenizer(Path(sys.argv[1]))
-Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+Path("/proc/self/clear_refs").write_text("5")  # reset the peak
 before = mib("VmRSS")
 model, _ = internlm2.load(sys.argv[1])
 size = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
@@ -331,13 +332,13 @@ print((mib("VmHWM") - before) / size)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_loading_never_holds_two_copies(tmp_path):
+def test_loading_never_keeps_two_copies(tmp_path):
     save_internlm2(tmp_path, seed=0, heads=8, kv_heads=4, hidden=256, layers=24, vocabulary=92544)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     probe = subprocess.run(
         [sys.executable, "-c", MEMORY_PROBE, str(tmp_path)], capture_output=True, text=True, check=True, env=environment
     )
-    # One model and its largest tensor, which here is the embedding: 0.6 of it. Two copies would be 2.
+    # One model and its largest tensor, the embedding, which is 0.6 of this model. Two copies would give 2.
     assert float(probe.stdout) < 1.8
 
 

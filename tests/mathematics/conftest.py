@@ -18,20 +18,20 @@ SummaryLines = Callable[[str], None]
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the tiny policy and its tokenizer."""
+    """Return a folder with the tiny policy and its tokenizer."""
     return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture
 def in_float64() -> Iterator[None]:
-    """TRL and the model run in float64 throughout."""
+    """Run TRL and the model in float64."""
     with float64_trl():
         yield
 
 
 @pytest.fixture(scope="session")
 def scenario(checkpoint: Path) -> ScenarioFactory:
-    """Scenarios by geometry, temperature and dtype, each prepared once."""
+    """Return a function that gives the scenario of a geometry, temperature and dtype, each prepared once."""
     prepared: dict[tuple[Geometry, float, torch.dtype], Scenario] = {}
 
     def get(geometry: Geometry, temperature: float = 1.0, dtype: torch.dtype = torch.float64) -> Scenario:
@@ -45,7 +45,7 @@ def scenario(checkpoint: Path) -> ScenarioFactory:
 
 @pytest.fixture
 def record_cell(record_property: Callable[[str, object], None]) -> Callable[[str, Difference], None]:
-    """Count a compared cell under a title; the counts and the worst differences are printed after the run."""
+    """Count a compared cell under a title. Counts and worst differences are printed after the run."""
     return lambda title, difference: record_property("cell", {"title": title, **asdict(difference)})
 
 

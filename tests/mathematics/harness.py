@@ -1,8 +1,8 @@
-"""TRL's real trainer on a tiny policy, driven micro-batch by micro-batch, beside the oracle's view of the same rows.
+"""Comparison of TRL's trainer on a tiny policy with the oracle, micro-batch by micro-batch.
 
-A `Scenario` lets TRL generate and score one generation batch, and remembers the micro-batches that its trainer would
-see and the policy at each optimiser step. `compare` then asks TRL for the loss and the gradient of each step under one
-`Objective`, and the oracle for the same, from the token ids alone.
+A `Scenario` lets TRL generate and score one generation batch, and stores the micro-batches of its trainer and the policy at
+each optimizer step. `compare` then computes the loss and the gradient of each step under one `Objective` with TRL, and with
+the oracle from the token IDs alone.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ MAX_COMPLETION_LENGTH = 8
 
 @contextlib.contextmanager
 def edited(owner: Any, name: str, *edits: tuple[str, str], everywhere: bool = False) -> Iterator[None]:
-    """Replace a function of a class or module by a copy whose source has been edited, for the length of a `with`.
+    """Replace a function of a class or module by a copy with edited source inside the block.
 
-    Each edit is (old text, new text); the old text must occur, and exactly once unless `everywhere`.
+    Each edit is (old text, new text). The old text must occur, and exactly once unless `everywhere` is True.
     """
     original = inspect.getattr_static(owner, name)
     source = _source(getattr(owner, name))
@@ -88,7 +88,7 @@ def _edits_to_float64(function: Any) -> list[tuple[str, str]]:
 
 @contextlib.contextmanager
 def float64_model() -> Iterator[None]:
-    """Let a Llama whose weights are float64 stay in it: transformers casts norms and rotary angles to float32."""
+    """Keep a Llama with float64 weights in float64, although transformers casts norms and rotary angles to float32."""
     with contextlib.ExitStack() as stack:
         for owner in (modeling_llama.LlamaRMSNorm, modeling_llama.LlamaRotaryEmbedding):
             stack.enter_context(edited(owner, "forward", *_edits_to_float64(owner.forward), everywhere=True))
@@ -97,7 +97,7 @@ def float64_model() -> Iterator[None]:
 
 @contextlib.contextmanager
 def float64_trl() -> Iterator[None]:
-    """Run TRL in float64 throughout: its fused log-probability and its entropy mask accumulate in float32 otherwise."""
+    """Run TRL in float64. Its fused log-probabilities and its entropy mask otherwise accumulate in float32."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(float64_model())
         kernel = chunked_logprob.ChunkedLogProbFunction
@@ -119,7 +119,7 @@ def float64_trl() -> Iterator[None]:
 
 @contextlib.contextmanager
 def float64_divergence() -> Iterator[None]:
-    """Run TRL's chunked divergence in float64; inside `float64_trl`, which does the same for what it imports."""
+    """Run TRL's chunked divergence in float64. Use it inside `float64_trl`, which edits the functions that it imports."""
     kernel = chunked_divergence.ChunkedDivergenceFunction
     with contextlib.ExitStack() as stack:
         for owner, name in (
@@ -149,7 +149,7 @@ def build_policy(folder: Path, config_class: type[PreTrainedConfig] = LlamaConfi
 
 
 def tiny_checkpoint(folder: Path) -> Path:
-    """A folder with the tiny policy and its tokenizer, and in `experts` the same of a mixture of experts."""
+    """Save the tiny policy and its tokenizer, and in `experts` a mixture of experts, and return the folder."""
     build_policy(folder)
     build_policy(
         folder / "experts",
@@ -164,12 +164,12 @@ def tiny_checkpoint(folder: Path) -> Path:
 
 
 def load_policy(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The tiny policy in the given dtype."""
+    """Return the tiny policy in the given dtype."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
 def moved(model: torch.nn.Module, seed: int, size: float = 0.05) -> dict[str, Tensor]:
-    """A state dict with Gaussian noise added: it stands in for an optimiser step or a reference."""
+    """Return a state dict with Gaussian noise added, in place of an optimizer step or a reference."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: value + size * torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.dtype)
@@ -178,12 +178,12 @@ def moved(model: torch.nn.Module, seed: int, size: float = 0.05) -> dict[str, Te
 
 
 def length_reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """A binary fraction that varies with the tokens, so that float32 holds it exactly."""
+    """Return a binary fraction that depends on the tokens, which float32 represents exactly."""
     return [(sum(ids) % 8) / 8 for ids in completion_ids]
 
 
 def parity_reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float | None]:
-    """1 for an odd number of tokens, nothing to say where the first token is the last one."""
+    """Return 1 for an odd number of tokens, 0 for an even one, and None if the first token is the last one."""
     return [None if len(ids) == 1 else float(len(ids) % 2) for ids in completion_ids]
 
 
@@ -198,7 +198,7 @@ def make_trainer(
     trainer: type = GRPOTrainer,
     **config: Any,
 ) -> GRPOTrainer:
-    """TRL's trainer on the tiny policy, on CPU, as a user would construct it."""
+    """Return TRL's trainer on the tiny policy, on CPU, constructed as a user would."""
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 8,
         "num_generations": NUM_GENERATIONS,
@@ -221,14 +221,14 @@ def make_trainer(
 
 @dataclass
 class Step:
-    """One optimiser step: the policy's weights and the micro-batches of the accumulation window."""
+    """An optimizer step: the policy's weights and the micro-batches of the accumulation window."""
 
     policy: dict[str, Tensor]
     inputs: list[dict[str, Tensor]]
 
 
 class Scenario:
-    """The optimiser steps that one generation batch serves, prepared by TRL's own generation and scoring.
+    """The optimizer steps of one generation batch, prepared by TRL's own generation and scoring.
 
     The policy moves between steps by a fixed amount of noise, large enough for ratios on both sides of the clip.
     """
@@ -279,7 +279,7 @@ class Scenario:
         return steps
 
     def trainer(self, objective: Objective, **config: Any) -> GRPOTrainer:
-        """TRL's trainer as a recipe with this objective would build it, ready for `compute_loss`."""
+        """Return TRL's trainer as a recipe with this objective would build it, ready for `compute_loss`."""
         keys = {key: value for key, value in asdict(objective).items() if key != "max_completion_length"}
         trainer = make_trainer(self.checkpoint, self.dtype, **{**self.config, **keys, **config})
         if trainer.ref_model is not None:
@@ -291,13 +291,13 @@ class Scenario:
     # the oracle's side
 
     def model(self, state: dict[str, Tensor]) -> LlamaForCausalLM:
-        """A float64 model, never touched by TRL, with the given weights."""
+        """Return a float64 model with the given weights that TRL has not modified."""
         model = LlamaForCausalLM(LlamaConfig.from_pretrained(self.checkpoint)).double()
         model.load_state_dict({name: value.double() for name, value in state.items()})
         return model
 
     def rows(self, step: int) -> tuple[LlamaForCausalLM, list[list[Completion]]]:
-        """The policy of a step and the completions of each micro-batch, rebuilt from token ids, rewards and weights.
+        """Return the policy of a step and the completions of each micro-batch, from token IDs, rewards and weights.
 
         They do not depend on the objective, so they are computed once and their graph is kept.
         """
@@ -323,28 +323,28 @@ class Scenario:
         return oracle.token_statistics(self.model(state), prompt, tokens, self.temperature)[0].detach()
 
     def _generated(self) -> list[tuple[list[int], list[int]]]:
-        """The (prompt, completion) tokens of the generation batch, the completions of a prompt next to each other."""
+        """Return the (prompt, completion) tokens of the generation batch, completions of a prompt next to each other."""
         batches = [inputs for step in self.steps for inputs in step.inputs][: self.geometry.steps_per_generation]
         return sorted(pair for inputs in batches for pair in token_lists(inputs))
 
     def rewards(self) -> list[list[float | None]]:
-        """The rewards of each row of `pairs`, (N, number of rewards)."""
+        """Return the rewards of each generated row, (N, number of rewards)."""
         completions = [tokens for _, tokens in self.pairs]
         return [list(row) for row in zip(*(reward(completion_ids=completions) for reward in REWARDS), strict=True)]
 
     def _advantages(self) -> dict[tuple[int, ...], float]:
-        """The oracle's advantage of each row of the generation batch, by its tokens."""
+        """Return the oracle's advantage of each row of the generation batch, by its tokens."""
         values = oracle.advantages(self.rewards(), WEIGHTS, NUM_GENERATIONS)
         return {(*prompt, -1, *tokens): value for (prompt, tokens), value in zip(self.pairs, values, strict=True)}
 
     @property
     def generation_tokens(self) -> int:
-        """The number of completion tokens in the generation batch."""
+        """Number of completion tokens in the generation batch."""
         return sum(len(tokens) for _, tokens in self.pairs)
 
 
 def token_lists(inputs: dict[str, Tensor]) -> list[tuple[list[int], list[int]]]:
-    """(prompt, completion) of each row without padding; the completion ends with its first EOS."""
+    """Return (prompt, completion) of each row without padding. The completion ends with its first EOS."""
     result = []
     for prompt, completion in zip(inputs["prompt_ids"].tolist(), inputs["completion_ids"].tolist(), strict=True):
         tokens = oracle.until_end(completion, (EOS,))
@@ -354,22 +354,25 @@ def token_lists(inputs: dict[str, Tensor]) -> list[tuple[list[int], list[int]]]:
 
 @dataclass
 class Difference:
-    """The largest differences met: of a loss or a metric (relative where it exceeds 1), of a gradient (relative to its
-    tensor's largest entry)."""
+    """Largest differences found.
+
+    Those of a loss or a metric are relative where its value exceeds 1. Those of a gradient are relative to the largest entry of
+    its tensor.
+    """
 
     loss: float = 0.0
     gradient: float = 0.0
     metric: float = 0.0
 
     def widen(self, other: Difference) -> None:
-        """Keep the larger of each."""
+        """Keep the larger difference of each kind."""
         for name, value in asdict(other).items():
-            # A NaN must not hide: it counts as infinitely far.
+            # `max` could drop a NaN, so a NaN counts as infinite.
             setattr(self, name, max(getattr(self, name), value if value == value else float("inf")))
 
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    """max|difference| / max|gradient| of one parameter tensor; 0 where both are zero."""
+    """Return max|difference| / max|gradient| of one parameter tensor, or 0 if both are zero."""
     scale = ours.abs().max().item()
     gap = (ours - theirs.double()).abs().max().item()
     return gap / scale if scale > 0 else gap
@@ -383,9 +386,9 @@ def compare(
     inputs: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
     **config: Any,
 ) -> Difference:
-    """TRL against the oracle on the steps of the scenario: loss of each micro-batch, gradient of each step, metrics.
+    """Compare TRL with the oracle on the steps of a scenario: loss of each micro-batch, gradient of each step, metrics.
 
-    `rows` and `inputs` change what the two sides are given in the same way; `config` holds further `GRPOConfig` keys.
+    `rows` changes the oracle's rows and `inputs` TRL's inputs in the same way. `config` holds further `GRPOConfig` keys.
     """
     trainer = scenario.trainer(objective, **config)
     result = Difference()
@@ -405,7 +408,7 @@ def compare(
 
 
 def trl_losses(trainer: GRPOTrainer, micro_batches: Sequence[dict[str, Tensor]]) -> list[float]:
-    """TRL's loss of each micro-batch of one optimiser step, its gradient accumulated in the trainer's model."""
+    """Return TRL's loss of each micro-batch of one optimizer step, and accumulate its gradient in the trainer's model."""
     trainer.model.zero_grad()
     trainer._metrics["train"].clear()
     losses = []
@@ -419,7 +422,7 @@ def trl_losses(trainer: GRPOTrainer, micro_batches: Sequence[dict[str, Tensor]])
 def difference(
     policy: torch.nn.Module, expected: Sequence[Tensor], theirs: torch.nn.Module, losses: Sequence[float]
 ) -> Difference:
-    """The oracle's losses and their summed gradient against TRL's losses and what it left in `.grad`."""
+    """Compare the oracle's losses and their summed gradient with TRL's losses and the gradient in `.grad`."""
     result = Difference()
     for ours, loss in zip(expected, losses, strict=True):
         result.widen(Difference(loss=abs(ours.item() - loss) / max(1.0, abs(loss))))

@@ -1,4 +1,4 @@
-"""The same completions, split differently over micro-batches and processes, trained on with SGD."""
+"""SGD on the same completions, divided differently over micro-batches and processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.mathematics.oracle import LOSS_TYPES
 ROWS = 8
 STEPS = 3
 
-# What TRL is asked to train with, by a name for the table. Sequence-level ratios are LUSPO's and GSPO's setting.
+# Settings of TRL by their name in the table. Sequence-level ratios are the setting of LUSPO and GSPO.
 INVARIANCE_CELLS: dict[str, dict[str, Any]] = {
     **{loss_type: {"loss_type": loss_type, "beta": 0.04} for loss_type in LOSS_TYPES},
     "grpo + entropy bonus": {"loss_type": "grpo", "beta": 0.04, "entropy_coef": 0.05},
@@ -25,14 +25,14 @@ INVARIANCE_CELLS: dict[str, dict[str, Any]] = {
 
 
 def completion(prompt: list[int], member: int) -> list[int]:
-    """A recorded completion: its tokens and length (1 to 8) depend on the prompt and on its place in the group."""
+    """Return a completion whose tokens and length (1 to 8) depend on the prompt and the place in the group."""
     seed = sum((i + 1) * token for i, token in enumerate(prompt)) + 7 * member
     length = 1 + (seed * 5 + member) % 8
     return [2 + (seed * (i + 3) + i * i) % 10 for i in range(length - 1)] + [EOS]
 
 
 def recorded(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
-    """A rollout function that returns the recorded completions, whatever rank asks for them."""
+    """Return the recorded completions of the prompts, the same on every rank, as TRL's rollout function does."""
     prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
     first = trainer.accelerator.process_index * len(prompts)
     members = [(first + i) % NUM_GENERATIONS for i in range(len(prompts))]
@@ -43,12 +43,12 @@ def recorded(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
 def final_weights(
     checkpoint: Path, config: dict[str, Any], rows_per_micro_batch: int, accumulation: int
 ) -> dict[str, list[float]]:
-    """The policy's weights after `STEPS` optimiser steps of SGD on the recorded completions, flattened by name."""
+    """Return the policy's weights after `STEPS` optimizer steps of SGD on the recorded completions, flattened, by name."""
     config = dict(config)
     experts = config.pop("experts", False)
     trainer = make_trainer(
         checkpoint / "experts" if experts else checkpoint,
-        # torch's grouped matrix product, which the experts need, has no float64.
+        # The experts need torch's grouped matrix product, which has no float64.
         torch.float32 if experts else torch.float64,
         **{
             "per_device_train_batch_size": rows_per_micro_batch,
@@ -72,5 +72,5 @@ def final_weights(
 
 
 def largest_gap(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> float:
-    """The largest difference between two sets of weights."""
+    """Return the largest difference between two sets of weights."""
     return max(abs(a - b) for name in ours for a, b in zip(ours[name], theirs[name], strict=True))

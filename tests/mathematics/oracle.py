@@ -1,10 +1,10 @@
-"""An independent copy of the mathematics of GRPO training, to hold TRL's against.
+"""Independent copy of the mathematics of GRPO training, which the tests compare TRL with.
 
-Written from the papers, one completion at a time and without padding, so that a mistake in a mask, a broadcast or a
-normaliser of the batched code can't be repeated here. Nothing is imported from TRL. Everything runs in the dtype of the
-model it is given; the tests use float64.
+It is written from the papers, one completion at a time and without padding, so it cannot repeat a mistake in a mask, a
+broadcast or a normalizer of the batched code. Nothing is imported from TRL. Everything runs in the dtype of the given model.
+The tests use float64.
 
-Sources, by the tag used below; equations are numbered where the paper numbers them:
+Sources, by the tags used below, with the papers' equation numbers:
     GRPO    DeepSeekMath, arXiv 2402.03300: objective (3), KL estimate (4), group advantage (section 4.1.2)
     k1-k3   J. Schulman, "Approximating KL divergence", 2020
     DSv3.2  DeepSeek-V3.2, arXiv 2512.02556: unbiased KL estimate, off-policy sequence mask
@@ -39,7 +39,7 @@ TOKEN_MEAN_LOSS_TYPES = ("dapo", "cispo", "vespo")
 
 @dataclass(frozen=True)
 class Objective:
-    """What a recipe says about the loss; the names are those of TRL's `GRPOConfig`."""
+    """Settings of the loss, with the names of TRL's `GRPOConfig`."""
 
     loss_type: str = "dapo"
     importance_sampling_level: str = "token"
@@ -62,13 +62,13 @@ class Objective:
 
     @property
     def upper(self) -> float:
-        """The upper clip width: `epsilon_high`, or `epsilon` where it is not given."""
+        """Upper clip width: `epsilon_high`, or `epsilon` if it is not given."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How one generation batch meets the optimiser: micro-batches per step, per generation, passes, processes."""
+    """Division of a generation batch: micro-batches per optimizer step and per generation, iterations, processes."""
 
     accumulation: int = 1
     steps_per_generation: int = 1
@@ -77,57 +77,59 @@ class Geometry:
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether some micro-batch meets a policy that has moved since generation.
+        """True if the policy moves while a generation batch is in use.
 
-        A generation batch serves `steps_per_generation * iterations` micro-batches in a row. The policy moves after
-        every `accumulation` micro-batches; no batch is caught by a move exactly if whole batches fit between moves.
+        A generation batch serves `steps_per_generation * iterations` micro-batches in a row. The policy moves after every
+        `accumulation` micro-batches. No move falls inside a batch exactly if complete batches fit between moves.
         """
         return self.accumulation % (self.steps_per_generation * self.iterations) != 0
 
 
 @dataclass
 class Completion:
-    """One sampled completion of T tokens and what the models say about each token, without any padding.
-
-    `log_probs` and `entropies` are (T,) and carry the graph; `old`, `reference` and `sampler` are (T,) constants.
-    `sampler_weight` is (T,), or (1,) for the whole completion. `full_kl`, (T,) with graph, replaces the estimate from
-    the sampled tokens in the loss.
-    `counted` says which tokens enter the loss: none of a masked truncated completion, none written by a tool.
-    """
+    """One sampled completion of T tokens, without padding."""
 
     prompt: list[int]
     tokens: list[int]
     advantage: float
     log_probs: Tensor
+    """Log-probability of each token under the policy, (T,), with a graph."""
     entropies: Tensor
+    """Entropy of the distribution of each token, (T,), with a graph."""
     old: Tensor | None = None
+    """Log-probabilities under the old policy, (T,), or None if the policy has not moved since generation."""
     reference: Tensor | None = None
+    """Log-probabilities under the reference policy, (T,)."""
     sampler: Tensor | None = None
+    """Log-probabilities that the sampling engine reported, (T,)."""
     sampler_weight: Tensor | None = None
+    """Weight that corrects for the sampling engine, (T,), or (1,) for the completion."""
     full_kl: Tensor | None = None
+    """KL over the full vocabulary, (T,), with a graph, in place of the estimate from the sampled tokens."""
     counted: list[bool] = field(default_factory=list)
+    """True for each token in the loss: none of a masked truncated completion, none written by a tool."""
 
     def __post_init__(self) -> None:
         self.counted = self.counted or [True] * len(self.tokens)
 
     @property
     def mask(self) -> Tensor:
-        """`counted` as a (T,) tensor of zeros and ones."""
+        """`counted` as a tensor of zeros and ones, (T,)."""
         return torch.tensor(self.counted, dtype=self.log_probs.dtype)
 
     @property
     def length(self) -> int:
-        """The number of tokens that enter the loss."""
+        """Number of tokens in the loss."""
         return sum(self.counted)
 
     @property
     def log_ratio(self) -> Tensor:
-        """log(policy / old policy) of each token, (T,); on-policy it is zero in value and not in gradient."""
+        """Return log(policy / old policy) of each token, (T,). On-policy its value is 0 and its gradient is not."""
         return self.log_probs - (self.log_probs.detach() if self.old is None else self.old)
 
 
 def until_end(tokens: Sequence[int], eos: Sequence[int]) -> list[int]:
-    """The tokens up to and including the first end-of-sequence token (all of them where there is none)."""
+    """Return the tokens up to and including the first end-of-sequence token, or all tokens if there is none."""
     kept = []
     for token in tokens:
         kept.append(int(token))
@@ -139,9 +141,9 @@ def until_end(tokens: Sequence[int], eos: Sequence[int]) -> list[int]:
 def token_statistics(
     model: torch.nn.Module, prompt: Sequence[int], tokens: Sequence[int], temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each completion token and entropy of the distribution it was drawn from, both (T,).
+    """Return the log-probability of each completion token and the entropy of its distribution, both (T,).
 
-    The distribution is softmax(logits / temperature), the one that was sampled from (GRPO: pi(o_t | q, o_<t)).
+    The distribution is softmax(logits / temperature), from which the token was sampled (GRPO: pi(o_t | q, o_<t)).
     """
     ids = torch.tensor([[*prompt, *tokens]])
     logits = model(input_ids=ids).logits[0] / temperature
@@ -155,10 +157,12 @@ def token_statistics(
 
 
 def load_balancing_loss(router_logits: Sequence[Tensor], top_k: int) -> Tensor:
-    """Switch, generalised to `top_k` experts: E * sum over experts of (share of choices) * (mean probability).
+    """Return E * sum over experts of (share of choices) * (mean probability) (Switch, generalized to `top_k` experts).
 
-    `router_logits`: one (tokens, E) tensor per layer, of the tokens that are not padding, prompt tokens included. The
-    shares and the means are taken over all layers' tokens together.
+    Args:
+        router_logits: one (tokens, E) tensor per layer, for prompt and completion tokens without padding. Shares and means
+            are taken over the tokens of all layers together.
+        top_k: number of experts chosen per token.
     """
     logits = torch.cat(list(router_logits))
     probabilities = torch.softmax(logits, dim=-1)
@@ -169,23 +173,23 @@ def load_balancing_loss(router_logits: Sequence[Tensor], top_k: int) -> Tensor:
 
 
 def kl_k1(log_prob: Tensor, reference: Tensor) -> Tensor:
-    """k1 = log(p / q) at a token sampled from p: unbiased for KL(p || q), of either sign."""
+    """Return k1 = log(p / q) at a token sampled from p: unbiased for KL(p || q), of either sign."""
     return log_prob - reference
 
 
 def kl_k2(log_prob: Tensor, reference: Tensor) -> Tensor:
-    """k2 = (log(p / q))^2 / 2: biased, never negative."""
+    """Return k2 = (log(p / q))^2 / 2: biased, never negative."""
     return (log_prob - reference) ** 2 / 2
 
 
 def kl_k3(log_prob: Tensor, reference: Tensor) -> Tensor:
-    """k3 = q / p - log(q / p) - 1 at a token sampled from p (GRPO equation 4): unbiased, never negative."""
+    """Return k3 = q / p - log(q / p) - 1 at a token sampled from p (GRPO, equation 4): unbiased, never negative."""
     ratio = torch.exp(reference - log_prob)
     return ratio - torch.log(ratio) - 1
 
 
 def full_kl(policy_logits: Tensor, reference_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """KL(policy || reference) = sum over v of p(v) log(p(v) / q(v)) at each position; (..., V) logits to (...)."""
+    """Return KL(policy || reference) = sum over v of p(v) log(p(v) / q(v)), (...), of logits (..., V)."""
     p = torch.log_softmax(policy_logits / temperature, dim=-1)
     q = torch.log_softmax(reference_logits / temperature, dim=-1)
     return (p.exp() * (p - q)).sum(-1)
@@ -198,14 +202,14 @@ def completion_kl(
     tokens: Sequence[int],
     temperature: float,
 ) -> Tensor:
-    """KL(policy || reference) at each completion token, (T,), from the whole logits of both models."""
+    """Return KL(policy || reference) at each completion token, (T,), from the logits of both models."""
     ids = torch.tensor([[*prompt, *tokens]])
     ours, theirs = (model(input_ids=ids).logits[0, len(prompt) - 1 : -1] for model in (policy, reference))
     return full_kl(ours, theirs.detach(), temperature)
 
 
 def importance_ratio(row: Completion, level: str) -> Tensor:
-    """policy / old policy, (T,): per token (GRPO), or the geometric mean of the completion's (GSPO's s_i)."""
+    """Return policy / old policy, (T,): per token (GRPO), or the geometric mean over the completion (GSPO's s_i)."""
     if level == "token":
         return torch.exp(row.log_ratio)
     mean = (row.log_ratio * row.mask).sum() / max(row.length, 1)
@@ -213,26 +217,26 @@ def importance_ratio(row: Completion, level: str) -> Tensor:
 
 
 def clipped_loss(ratio: Tensor, advantage: float, objective: Objective) -> Tensor:
-    """-min(min(ratio, delta) A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A) (GRPO 3; DAPO 8; delta: INTEL2)."""
+    """Return -min(min(ratio, delta) A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A) (GRPO 3; DAPO 8; delta: INTEL2)."""
     bounded = ratio if objective.delta is None else torch.minimum(ratio, torch.full_like(ratio, objective.delta))
     inside = ratio.clamp(1 - objective.epsilon, 1 + objective.upper)
     return -torch.minimum(bounded * advantage, inside * advantage)
 
 
 def cispo_loss(ratio: Tensor, advantage: float, log_probs: Tensor, objective: Objective) -> Tensor:
-    """-sg(min(ratio, epsilon_high)) A log p (CISPO 4 and 5). `epsilon_high` is the bound itself, not 1 + it."""
+    """Return -sg(min(ratio, epsilon_high)) A log p (CISPO 4 and 5). `epsilon_high` is the bound itself, not 1 + it."""
     weight = torch.minimum(ratio, torch.full_like(ratio, objective.upper)).detach()
     return -weight * advantage * log_probs
 
 
 def sapo_loss(ratio: Tensor, advantage: float, objective: Objective) -> Tensor:
-    """-(4 / tau) sigmoid(tau (ratio - 1)) A; tau depends on the advantage's sign (SAPO's f)."""
+    """Return -(4 / tau) sigmoid(tau (ratio - 1)) A, where tau depends on the sign of A (SAPO's f)."""
     tau = objective.sapo_temperature_pos if advantage > 0 else objective.sapo_temperature_neg
     return -(4 / tau) / (1 + torch.exp(-tau * (ratio - 1))) * advantage
 
 
 def vespo_weight(row: Completion, objective: Objective) -> float:
-    """phi(w) = w^k exp(lambda (1 - w)) of the completion's ratio w = prod(policy / sampler), a constant (VESPO)."""
+    """Return phi(w) = w^k exp(lambda (1 - w)) of the completion's ratio w = prod(policy / sampler), a constant (VESPO)."""
     log_w = (row.log_ratio.detach().clamp(-20, 20) * row.mask).sum().item()
     if row.sampler_weight is not None:
         log_w += sum(min(max(math.log(w), math.log(1e-8)), 20.0) if w > 0 else math.log(1e-8)
@@ -245,7 +249,7 @@ def vespo_weight(row: Completion, objective: Objective) -> float:
 
 
 def policy_loss(row: Completion, objective: Objective) -> Tensor:
-    """The policy term of each token, (T,), before masks and the KL term."""
+    """Return the policy term of each token, (T,), before masks and the KL term."""
     ratio = importance_ratio(row, objective.importance_sampling_level)
     if objective.loss_type in CLIPPED_LOSS_TYPES:
         return clipped_loss(ratio, row.advantage, objective)
@@ -257,7 +261,7 @@ def policy_loss(row: Completion, objective: Objective) -> Tensor:
 
 
 def kl_term(row: Completion, objective: Objective) -> Tensor:
-    """k3 of each token, (T,), times the importance ratio where it is bias-corrected (DSv3.2)."""
+    """Return k3 of each token, (T,), times the importance ratio if it is bias-corrected (DSv3.2)."""
     assert row.reference is not None
     kl = kl_k3(row.log_probs, row.reference)
     if objective.use_bias_correction_kl:
@@ -266,7 +270,7 @@ def kl_term(row: Completion, objective: Objective) -> Tensor:
 
 
 def is_kept_off_policy(row: Completion, threshold: float) -> bool:
-    """Drop a completion with A < 0 whose mean log(sampling policy / policy) exceeds the threshold (DSv3.2)."""
+    """Return False for a completion with A < 0 and mean log(sampling policy / policy) above the threshold (DSv3.2)."""
     if row.advantage >= 0:
         return True
     sampling = row.sampler if row.sampler is not None else row.old
@@ -276,7 +280,7 @@ def is_kept_off_policy(row: Completion, threshold: float) -> bool:
 
 
 def entropy_threshold(rows: Sequence[Completion], quantile: float) -> float:
-    """The entropy that the top `quantile` share of counted tokens reaches, linearly interpolated (80/20)."""
+    """Return the entropy that the top `quantile` share of counted tokens reaches, linearly interpolated (80/20)."""
     values = sorted(
         float(entropy)
         for row in rows
@@ -290,9 +294,9 @@ def entropy_threshold(rows: Sequence[Completion], quantile: float) -> float:
 
 
 def token_losses(row: Completion, objective: Objective, threshold: float | None = None) -> Tensor:
-    """The loss of each token, (T,): policy term, masked and reweighted, plus beta times the KL term.
+    """Return the loss of each token, (T,): the masked and reweighted policy term, plus beta times the KL term.
 
-    The off-policy mask, the entropy mask and the sampler's weight act on the policy term alone.
+    The off-policy mask, the entropy mask and the sampler's weight act only on the policy term.
     """
     loss = policy_loss(row, objective)
     if objective.off_policy_mask_threshold is not None:
@@ -309,10 +313,10 @@ def token_losses(row: Completion, objective: Objective, threshold: float | None 
 def sampler_weight(
     old: Tensor, sampler: Tensor, mode: str, low: float | None, high: float | None, counted: Sequence[bool]
 ) -> Tensor:
-    """old policy / sampling engine, (T,) per token or (1,) per completion (TIS).
+    """Return old policy / sampling engine, (T,) per token or (1,) per completion (TIS).
 
-    Outside [low, high] a weight is truncated to the bound or, in the mask modes, set to zero. A NaN of the sampler says
-    that it has no log-probability there: no correction for that token.
+    A weight outside [low, high] is truncated to the bound or, in the mask modes, set to 0. A token without a log-probability
+    of the sampler, which is NaN, gets no correction.
     """
     difference = torch.nan_to_num((old - sampler) * torch.tensor(counted, dtype=old.dtype), nan=0.0)
     if mode.startswith("sequence"):
@@ -332,17 +336,17 @@ def micro_batch_loss(
     generation_tokens: int,
     beside: Sequence[Completion] = (),
 ) -> Tensor:
-    """One rank's share of the loss of one micro-batch: the sum over micro-batches, averaged over ranks, is the step's.
+    """Return one rank's share of the loss of one micro-batch. Summed over micro-batches and averaged over ranks: the step's.
 
     - grpo, sapo: mean over completions of the mean over tokens (GRPO 3)
     - luspo: mean over completions of the sum over tokens
     - dr_grpo: sum over tokens / (completions * max_completion_length)
     - bnpo: mean over the tokens of this micro-batch on this rank
-    - dapo, cispo, vespo: sum over tokens / the tokens of an optimiser step on all ranks (DAPO 8), counted over the
-      generation batch (`generation_tokens`, all ranks) and scaled to a step's share of it; DDP averages over ranks, so
-      each rank's sum counts `ranks` times.
+    - dapo, cispo, vespo: sum over tokens / the tokens of an optimizer step on all ranks (DAPO 8), counted over the
+      generation batch (`generation_tokens`, all ranks) and scaled to a step's share of it. DDP averages over ranks, so each
+      rank's sum counts `ranks` times.
 
-    `beside`: the rows that the other ranks hold at the same time, for the entropy threshold.
+    The entropy threshold also needs `beside`, the rows that the other ranks hold at the same time.
     """
     threshold = None
     if objective.top_entropy_quantile < 1.0:
@@ -366,7 +370,7 @@ def micro_batch_loss(
 
 
 def entropy_bonus(rows: Sequence[Completion], threshold: float | None) -> Tensor:
-    """Mean entropy over the micro-batch's tokens that the policy term acts on."""
+    """Return the mean entropy over the tokens of a micro-batch that the policy term acts on."""
     kept = [
         entropy
         for row in rows
@@ -379,10 +383,10 @@ def entropy_bonus(rows: Sequence[Completion], threshold: float | None) -> Tensor
 def loss_metrics(
     rows: Sequence[Completion], objective: Objective, by_rank: Sequence[Sequence[Completion]] | None = None
 ) -> dict[str, float]:
-    """What one micro-batch adds to the log, over the rows of all ranks.
+    """Return the metrics that one micro-batch logs, over the rows of all ranks.
 
-    `kl` and `entropy` are means over tokens. A clip ratio is the share of tokens (of completions at sequence level)
-    whose gradient the clip removes: below 1 - epsilon with A < 0, above 1 + epsilon_high with A > 0.
+    `kl` and `entropy` are means over tokens. A clip ratio is the share of tokens (of completions at sequence level) whose
+    gradient the clip removes: below 1 - epsilon with A < 0, above 1 + epsilon_high with A > 0.
     """
     metrics = {"entropy": _token_mean(rows, [row.entropies for row in rows])}
     if all(row.full_kl is not None for row in rows):
@@ -437,7 +441,7 @@ def _mean(values: Sequence[Reward]) -> float:
 
 
 def _std(values: Sequence[Reward]) -> float:
-    """The sample standard deviation (n - 1); not a number for fewer than two values."""
+    """Return the sample standard deviation (n - 1), or NaN for fewer than two values."""
     known = _known(values)
     if len(known) < 2:
         return math.nan
@@ -455,7 +459,7 @@ def _z_scores(values: Sequence[Reward], spread: float) -> list[Reward]:
 
 
 def weighted_rewards(rewards: Sequence[Sequence[Reward]], weights: Sequence[float]) -> list[Reward]:
-    """The weighted sum of each completion's rewards; an unknown reward adds nothing, none known gives None."""
+    """Return the weighted sum of each completion's rewards. An unknown reward adds nothing. Without any the sum is None."""
     totals: list[Reward] = []
     for row in rewards:
         known = [(w, r) for w, r in zip(weights, row, strict=True) if _known([r])]
@@ -470,12 +474,18 @@ def advantages(
     scale_rewards: str = "group",
     aggregation: str = "sum_then_normalize",
 ) -> list[float]:
-    """The advantage of each completion: A = (r - mean of its group) / (std + 1e-4) (GRPO, section 4.1.2).
+    """Return the advantage of each completion: A = (r - mean of its group) / (std + 1e-4) (GRPO, section 4.1.2).
 
-    `rewards`: (N, number of rewards), the completions of a prompt next to each other. `scale_rewards`: the standard
-    deviation is the group's, the batch's, or not used ("none", DrGRPO). `normalize_then_sum` (GDPO) scores each reward
-    within its group, sums with the weights, and scores again over the batch. A completion without any reward is
-    left out of every mean and gets 0.
+    The standard deviation is that of the group or of the batch, or is not used ("none", DrGRPO), by `scale_rewards`.
+    `normalize_then_sum` (GDPO) takes the z-score of each reward within its group, the weighted sum, and the z-score of the
+    sum over the batch. A completion without any reward is excluded from every mean and gets 0.
+
+    Args:
+        rewards: (N, number of rewards), completions of a prompt next to each other, None where unknown.
+        weights: weight of each reward.
+        num_generations: completions per prompt.
+        scale_rewards: TRL's key.
+        aggregation: TRL's `multi_objective_aggregation`.
     """
     totals = _totals(rewards, weights, num_generations, aggregation)
     if aggregation == "normalize_then_sum":
@@ -491,14 +501,14 @@ def advantages(
 def _totals(
     rewards: Sequence[Sequence[Reward]], weights: Sequence[float], num_generations: int, aggregation: str
 ) -> list[Reward]:
-    """The weighted sum of the rewards, or (GDPO) of their z-scores within the group, of each completion."""
+    """Return the weighted sum of the rewards of each completion, or (GDPO) of their z-scores within the group."""
     if aggregation == "sum_then_normalize":
         return weighted_rewards(rewards, weights)
     columns = []
     for column in zip(*rewards, strict=True):
         columns.append([z for group in _groups(column, num_generations) for z in _z_scores(group, _std(group))])
     totals = weighted_rewards(list(zip(*columns, strict=True)), weights)
-    # A reward known for one completion of a group only has no z-score; such a completion is scorable all the same.
+    # A reward that is known for one completion of a group has no z-score. The completion still counts as scored.
     return [(total or 0.0) if _known(row) else None for total, row in zip(totals, rewards, strict=True)]
 
 
@@ -509,7 +519,7 @@ def reward_metrics(
     scale_rewards: str = "group",
     aggregation: str = "sum_then_normalize",
 ) -> dict[str, float]:
-    """`reward`, `reward_std` (over the whole batch) and `frac_reward_zero_std`: completions whose spread is zero."""
+    """Return `reward`, `reward_std` (over the batch) and `frac_reward_zero_std`, the share of completions with zero spread."""
     totals = weighted_rewards(rewards, weights)
     if aggregation == "normalize_then_sum":
         spreads = [_std(_totals(rewards, weights, num_generations, aggregation))]
@@ -525,5 +535,5 @@ def reward_metrics(
 
 
 def column_metrics(values: Sequence[Reward]) -> dict[str, float]:
-    """The mean and sample standard deviation that are logged of one reward, over the completions it scored."""
+    """Return the logged mean and sample standard deviation of one reward, over the completions that it scored."""
     return {"mean": _mean(values), "std": _std(values)}

@@ -1,4 +1,4 @@
-"""TRL's scoring path, from rewards to advantages and logged reward statistics, against the oracle."""
+"""TRL's advantages and logged reward statistics, compared with the oracle."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ UNEVEN_TABLES: list[list[tuple[Reward, Reward]]] = [
 
 
 class Scorer:
-    """TRL's trainer with two rewards that pay what a table says, on completions that don't matter."""
+    """TRL's trainer with two rewards that return the values of a table, whatever the completions are."""
 
     def __init__(self, checkpoint: Path, scale: str, aggregation: str, weights: list[float]) -> None:
         self.table: list[tuple[Reward, Reward]] = []
@@ -62,7 +62,7 @@ class Scorer:
         return {"prompt_ids": [[2, 3]] * len(prompts), "completion_ids": ids, "logprobs": None}
 
     def score(self, table: list[tuple[Reward, Reward]]) -> tuple[list[float], dict[str, float]]:
-        """TRL's advantages and logged reward statistics of the table's rows."""
+        """Return TRL's advantages and logged reward statistics for the rows of a table."""
         self.table = table
         self.trainer._metrics["train"].clear()
         rows = [{"prompt": prompt} for prompt in PROMPTS[:2] for _ in range(NUM_GENERATIONS)]
@@ -74,7 +74,7 @@ class Scorer:
 def check(
     scorer: Scorer, table: list[tuple[Reward, Reward]], weights: list[float], scale: str, aggregation: str
 ) -> None:
-    """Advantages within 1e-9 and statistics within 1e-6 of the oracle's."""
+    """Assert that advantages are within 1e-9 and statistics within 1e-6 of the oracle's."""
     advantages, metrics = scorer.score(table)
     arguments = (table, weights, NUM_GENERATIONS, scale, aggregation)
     assert advantages == pytest.approx(oracle.advantages(*arguments), abs=1e-9, rel=1e-9)

@@ -1,4 +1,4 @@
-"""docs/mathematics.md: its worked example recomputed, and every test it names found."""
+"""docs/mathematics.md: its worked example is recomputed, and every test that it names exists."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WEIGHTS = [1.0, 0.5]
 
 
 def row_of(first: str, *cells: str) -> list[str]:
-    """The cells of the one table row that starts with these."""
+    """Return the cells of the table row that starts with these cells."""
     rows = [
         [cell.strip() for cell in line.strip("|\n ").split("|")] for line in PAGE.splitlines() if line.startswith("|")
     ]

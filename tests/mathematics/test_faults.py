@@ -1,7 +1,7 @@
-"""Would these tests notice? One-line faults planted in TRL, each with the test that must fail on it.
+"""One-line faults planted in TRL, each with the test that must fail on it.
 
-`FAULTS` is the table: what is broken, where, how, and the test that catches it. A fault is planted by editing the source
-of the function in this process; an edit whose text no longer occurs in TRL fails loudly.
+`FAULTS` is a table of the fault, its function, the edit and the test. A fault is planted by editing the source of the
+function in this process. An edit whose text no longer occurs in TRL raises.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PLAIN, SPLIT, MOVING = Geometry(1, 1, 1), Geometry(2, 4, 1), Geometry(1, 1, 3)
 
 
 def float64_cells(scenario: Any, geometry: Geometry, **objective: Any) -> None:
-    """One of the cells that `test_float64_cells` and `test_every_float64_cell` go through."""
+    """Compare one of the cells of `test_float64_cells` and `test_every_float64_cell`."""
     cell = Objective(**objective)
     assert (geometry, cell) in set(cells(cell.loss_type, 1)), "not a cell of the grid"
     check(compare(scenario(geometry, cell.temperature), cell), torch.float64, cell)
@@ -49,7 +49,7 @@ def float64_cells(scenario: Any, geometry: Geometry, **objective: Any) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """A planted fault: the function, the text replaced and its replacement, and the test that fails on it."""
+    """A planted fault: the function, the replaced text and its replacement, and the test that must fail."""
 
     name: str
     where: tuple[Any, str]
@@ -61,19 +61,19 @@ class Fault:
 
 
 def cell(geometry: Geometry, **objective: Any) -> tuple[Callable[..., None], dict[str, Any]]:
-    """The test of one cell, and its arguments."""
+    """Return the test of one cell and its arguments."""
     return float64_cells, {"geometry": geometry, **objective}
 
 
 def option(loss_type: str, **given: Any) -> tuple[Callable[..., None], dict[str, Any]]:
-    """The test of one option, and its arguments."""
+    """Return the test of one option and its arguments."""
     return options.test_options, {"loss_type": loss_type, "options": given}
 
 
 def rewards(
     scale: str = "group", aggregation: str = "sum_then_normalize"
 ) -> tuple[Callable[..., None], dict[str, Any]]:
-    """The test of chosen rewards, and its arguments."""
+    """Return the test of chosen rewards and its arguments."""
     return advantages.test_chosen_rewards, {"scale": scale, "aggregation": aggregation, "weights": [1.0, 0.5]}
 
 
@@ -129,7 +129,7 @@ FAULTS = [
           *cell(MOVING, loss_type="vespo")),
     Fault("VESPO constants by the wrong sign", GAMMA, "advantages >= 0", "advantages < 0",
           *cell(MOVING, loss_type="vespo")),
-    # normalisers
+    # normalizers
     Fault("token mean for sequence mean", LOSS, GRPO_MEAN, "(per_token_loss * mask).sum() / mask.sum().clamp(min=1.0)",
           *cell(PLAIN, loss_type="grpo")),
     Fault("mean over the padded width", LOSS, GRPO_MEAN, "(per_token_loss * mask).mean(-1).mean()",
@@ -234,7 +234,7 @@ FAULTS = [
 
 @pytest.fixture(scope="module")
 def sound(checkpoint: Path) -> Callable[..., Scenario]:
-    """Scenarios prepared without a fault, for faults of the loss alone."""
+    """Return scenarios prepared without a fault, for faults of the loss."""
 
     @lru_cache
     def get(geometry: Geometry, temperature: float = 1.0) -> Scenario:
@@ -244,7 +244,7 @@ def sound(checkpoint: Path) -> Callable[..., Scenario]:
 
 
 def run_test(fault: Fault, checkpoint: Path, scenario: Callable[..., Scenario]) -> None:
-    """Call the fault's test with the fixtures it asks for."""
+    """Call the fault's test with the fixtures that it requests."""
     fixtures = {"checkpoint": checkpoint, "scenario": scenario, "record_cell": lambda *_: None}
     wanted = inspect.signature(fault.test).parameters
     fault.test(**{name: value for name, value in fixtures.items() if name in wanted}, **fault.arguments)
@@ -258,7 +258,7 @@ def test_fault_is_caught(fault: Fault, checkpoint: Path, sound: Callable[..., Sc
         else:
             scenario = lru_cache(lambda geometry, t=1.0: Scenario(checkpoint, geometry, torch.float64, temperature=t))
         if scenario is sound:
-            # Prepared before the fault is planted: what it breaks must show in the loss.
+            # Prepared before the fault is planted, so that the fault can only show in the loss.
             for geometry in GEOMETRIES:
                 sound(geometry, fault.arguments.get("temperature", 1.0))
         planted.enter_context(edited(*fault.where, (fault.old, fault.new), everywhere=fault.everywhere))
@@ -273,5 +273,5 @@ def test_the_tests_pass_without_a_fault(checkpoint: Path, sound: Callable[..., S
             run_test(fault, checkpoint, sound)
 
 
-def test_at_least_thirty_faults_with_names_of_their_own() -> None:
+def test_there_are_at_least_thirty_faults_with_unique_names() -> None:
     assert len({*DISTRIBUTED_FAULTS, *(fault.name for fault in FAULTS)}) == len(DISTRIBUTED_FAULTS) + len(FAULTS) >= 30

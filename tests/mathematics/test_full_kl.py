@@ -1,4 +1,4 @@
-"""KL(policy || reference) over the whole vocabulary: the term alone, in every loss type, for adapters, in bounded memory."""
+"""KL(policy || reference) over the full vocabulary: the term, every loss type, adapters, and memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FULL = partial(GRPOTrainer, kl_estimator="full")
 
 @pytest.fixture
 def kernel_in_float64(in_float64: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """TRL's divergence kernel accumulates in float32; here it runs in float64, on tiles smaller than the problem."""
+    """Run TRL's divergence kernel in float64 instead of float32, on tiles smaller than the problem."""
     monkeypatch.setattr(chunked_divergence, "TOKEN_CHUNK_SIZE", 5)
     monkeypatch.setattr(chunked_divergence, "VOCAB_CHUNK_SIZE", 7)
     with float64_divergence():
@@ -50,7 +50,7 @@ def kernel_in_float64(in_float64: None, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_term_equals_autograd_on_whole_logits(
+def test_the_term_equals_autograd_on_full_logits(
     temperature: float, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunked_divergence, "TOKEN_CHUNK_SIZE", 3)
@@ -82,7 +82,7 @@ def test_the_term_equals_autograd_on_whole_logits(
         assert (mine - theirs).abs().max() <= 1e-6 * max(1.0, theirs.abs().max().item())
 
 
-def test_nothing_counted_is_a_zero_with_a_graph() -> None:
+def test_no_counted_token_gives_a_zero_with_a_graph() -> None:
     hidden, weight = torch.randn(1, 3, 4, requires_grad=True), torch.randn(6, 4)
     kl = token_kl(Projection(hidden, weight, None), Projection(hidden.detach(), weight, None), torch.zeros(1, 3), 1.0)
     kl.sum().backward()
@@ -93,7 +93,7 @@ def test_nothing_counted_is_a_zero_with_a_graph() -> None:
 def with_full_kl(
     scenario: Scenario, step: int, temperature: float = 1.0
 ) -> Callable[[list[Completion]], list[Completion]]:
-    """Adds to each row the KL of whole logits, with its graph."""
+    """Return a function that adds to each row the KL of full logits, with its graph."""
     policy = scenario.rows(step)[0]
     reference = scenario.model(scenario.reference)
 
@@ -136,7 +136,7 @@ def test_tool_tokens_have_no_kl(scenario: ScenarioFactory) -> None:
     check(compare(case, objective, [2], rows=rows, inputs=inputs, trainer=FULL), torch.float64, objective)
 
 
-def test_float32_untouched_kernel(scenario: ScenarioFactory, record_cell: Callable[..., None]) -> None:
+def test_the_unedited_kernel_in_float32(scenario: ScenarioFactory, record_cell: Callable[..., None]) -> None:
     case = scenario(Geometry(1, 1, 3), 1.0, torch.float32)
     objective = Objective("grpo", beta=0.3)
     found = compare(case, objective, [2], rows=with_full_kl(case, 2), trainer=FULL)
@@ -144,8 +144,8 @@ def test_float32_untouched_kernel(scenario: ScenarioFactory, record_cell: Callab
     record_cell("full-vocabulary KL in float32", found)
 
 
-def test_the_sampled_term_is_off(scenario: ScenarioFactory) -> None:
-    """TRL's bias correction multiplies its sampled term; with that term off it changes nothing."""
+def test_the_sampled_term_is_not_in_the_loss(scenario: ScenarioFactory) -> None:
+    """TRL's bias correction multiplies its sampled term, so without that term it changes nothing."""
     case = scenario(Geometry(1, 1, 3), 1.0, torch.float32)
     losses = [
         trl_losses(
@@ -158,8 +158,8 @@ def test_the_sampled_term_is_off(scenario: ScenarioFactory) -> None:
 
 
 @pytest.mark.parametrize("modules_to_save", [None, ["lm_head"]])
-def test_adapters(modules_to_save: list[str] | None, checkpoint: Path) -> None:
-    """The reference is the model without the adapter, or the adapter's own first state; both against whole logits."""
+def test_the_kl_of_adapters_equals_that_of_full_logits(modules_to_save: list[str] | None, checkpoint: Path) -> None:
+    """The reference is the model without the adapter, or the adapter's initial state."""
     trainer = make_trainer(
         checkpoint,
         torch.float32,
@@ -185,7 +185,7 @@ def test_adapters(modules_to_save: list[str] | None, checkpoint: Path) -> None:
     trainer._full_kl, beta = None, trainer.beta
     trainer.beta = 5e-324
     plain = trainer.compute_loss(trainer.model, inputs)
-    kl = whole_logit_kl(trainer, inputs)
+    kl = full_logit_kl(trainer, inputs)
     mask = inputs["completion_mask"]
     expected = plain + beta * ((kl * mask).sum(1) / mask.sum(1)).mean()
     expected.backward()
@@ -197,8 +197,8 @@ def test_adapters(modules_to_save: list[str] | None, checkpoint: Path) -> None:
         assert (gradients[name] - parameter.grad).abs().max() <= 1e-5 * scale, name
 
 
-def whole_logit_kl(trainer: GRPOTrainer, inputs: dict[str, Tensor]) -> Tensor:
-    """KL(policy || reference) at each completion token, (B, T), from whole logits of the model and of its base."""
+def full_logit_kl(trainer: GRPOTrainer, inputs: dict[str, Tensor]) -> Tensor:
+    """Return KL(policy || reference) at each completion token, (B, T), from full logits of the model and its base."""
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     length = inputs["completion_ids"].shape[1]
@@ -226,7 +226,7 @@ def test_the_kl_is_zero_before_the_first_step(checkpoint: Path) -> None:
 
 
 def test_an_adapter_given_to_the_trainer_is_its_own_reference(checkpoint: Path) -> None:
-    """TRL copies it to an adapter named "ref"; the base model is some way off."""
+    """TRL copies the adapter to one named "ref". The base model differs from both."""
 
     def trained_adapter(model: torch.nn.Module, **kwargs: Any) -> GRPOTrainer:
         config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
@@ -239,7 +239,7 @@ def test_an_adapter_given_to_the_trainer_is_its_own_reference(checkpoint: Path) 
     inputs = trainer._prepare_inputs([{"prompt": p} for p in ("1 2", "3 4 5") for _ in range(4)])
     trl_losses(trainer, [inputs])
     assert trainer._metrics["train"]["kl/full"] == pytest.approx([0.0], abs=1e-6)
-    assert whole_logit_kl(trainer, inputs).abs().max() > 1e-2
+    assert full_logit_kl(trainer, inputs).abs().max() > 1e-2
     for name, parameter in trainer.model.named_parameters():
         if ".default." in name:
             parameter.data *= 1.5
@@ -268,7 +268,7 @@ def test_evaluation_is_not_divided_by_accumulation(loss_type: str, scenario: Sce
 def test_the_term_of_two_ranks_averages_to_that_of_one(
     loss_type: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DDP averages gradients over ranks. (`bnpo` divides by the tokens of each rank's own micro-batch.)"""
+    """DDP averages gradients over ranks. `bnpo` is excluded, which divides by the tokens of each rank's micro-batch."""
     trainer = make_trainer(checkpoint, torch.float32, trainer=FULL, beta=0.3, loss_type=loss_type)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 2
@@ -285,7 +285,7 @@ def test_the_term_of_two_ranks_averages_to_that_of_one(
 
 
 def test_the_logged_kl_is_over_the_tokens_of_all_ranks() -> None:
-    """Two ranks, a thread each, in a stand-in for accelerate's sum over ranks."""
+    """Two threads are the two ranks, with a replacement for accelerate's sum over ranks."""
     kls, masks = torch.rand(2, 2, 5), torch.tensor([[[1] * 5] * 2, [[1, 0, 0, 0, 0], [0] * 5]])
     kls = kls * masks
     barrier, parts = Barrier(2, timeout=20), [torch.empty(0)] * 2
@@ -311,7 +311,7 @@ def test_the_logged_kl_is_over_the_tokens_of_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_a_row_without_a_counted_token_weighs_nothing(loss_type: str) -> None:
+def test_a_row_without_a_counted_token_has_no_weight(loss_type: str) -> None:
     mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
     for some in (mask, mask[1:]):
         weights = LOSS_TABLE[loss_type].token_weights(some, 2, 3, torch.tensor(5.0))
@@ -330,7 +330,7 @@ def test_a_row_without_a_counted_token_weighs_nothing(loss_type: str) -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_a_model_that_changes_its_logits_behind_the_head_is_refused(change: dict[str, float], checkpoint: Path) -> None:
+def test_a_model_that_transforms_its_logits_is_refused(change: dict[str, float], checkpoint: Path) -> None:
     policy = load_policy(checkpoint, torch.float32)
     for key, value in change.items():
         setattr(policy.config, key, value)
@@ -341,7 +341,7 @@ def test_a_model_that_changes_its_logits_behind_the_head_is_refused(change: dict
     FullKL(policy, 1.0)
 
 
-def test_what_is_refused(checkpoint: Path) -> None:
+def test_unsupported_trainers_are_refused(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="set `beta` above 0"):
         make_trainer(checkpoint, torch.float32, trainer=FULL, beta=0.0)
     with pytest.raises(ValueError, match="choose sampled or full"):
@@ -349,19 +349,19 @@ def test_what_is_refused(checkpoint: Path) -> None:
 
 
 def peak_mebibytes(tokens: int, vocabulary: int, kl: Callable[[Projection, Projection, Tensor], Tensor]) -> float:
-    """How far the process's resident memory rises above its level during a forward and a backward."""
+    """Return by how much the resident memory of the process rises during a forward and a backward, in MiB."""
     hidden, reference_hidden = torch.randn(2, 1, tokens, 16)
     weight, reference_weight = torch.randn(2, vocabulary, 16)
     policy = Projection(hidden.requires_grad_(), weight.requires_grad_(), None)
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")
     kl(policy, Projection(reference_hidden, reference_weight, None), torch.ones(1, tokens)).sum().backward()
     return (status("VmHWM") - before) / 1024
 
 
 def status(key: str) -> int:
-    """A field of /proc/self/status, in KiB."""
+    """Return a field of /proc/self/status, in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(key + ":"))
 
@@ -381,7 +381,7 @@ def test_memory_does_not_grow_with_length_times_vocabulary(
         return oracle.full_kl(policy.hidden @ policy.weight.T, reference.hidden @ reference.weight.T)
 
     sizes = ((256, 8192), (2048, 8192), (2048, 32768))
-    peak_mebibytes(*sizes[0], chunked)  # what the first call alone allocates
+    peak_mebibytes(*sizes[0], chunked)  # the first call makes allocations of its own
     small, long, wide = (peak_mebibytes(*size, chunked) for size in sizes)
     with_logits = peak_mebibytes(*sizes[-1], whole)
     summary(

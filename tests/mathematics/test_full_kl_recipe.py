@@ -1,4 +1,4 @@
-"""`kl: {estimator: full}` in a recipe: what it may say, and the recipe of full-vocabulary KL training on a tiny policy."""
+"""`kl_estimator: full` in a recipe: its values, and the recipe of full-vocabulary KL training on a tiny policy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 @pytest.fixture(scope="session")
 def chat_model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny policy with room for a GSM8K prompt, and a chat template."""
+    """Return the tiny policy with room for a GSM8K prompt and with a chat template."""
     folder = tmp_path_factory.mktemp("chat")
     build_policy(folder, max_position_embeddings=512)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -32,7 +32,7 @@ def chat_model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="session")
 def gsm8k_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eighty rows in GSM8K's schema, so that 5 % of them are the four prompts of a step."""
+    """Return a file of eighty rows in GSM8K's schema, of which 5 % are the four prompts of a step."""
     path = tmp_path_factory.mktemp("rows") / "train.jsonl"
     rows = ({"question": f"{n} 1 2 3 ?", "answer": f"#### {n}"} for n in range(80))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -106,11 +106,11 @@ def test_the_file_and_the_command_line_name_the_estimator(recipe_with) -> None:
         ({"kl_estimater": "full"}, r"mine.yaml: unknown key `kl_estimater`: did you mean `kl_estimator`"),
     ],
 )
-def test_what_is_refused(changes: dict[str, object], sentence: str, recipe_with) -> None:
+def test_unsupported_recipes_are_refused(changes: dict[str, object], sentence: str, recipe_with) -> None:
     with pytest.raises(RecipeError, match=sentence):
         parse_recipe(recipe_with(**changes))
 
 
-def test_the_estimator_survives_a_round_trip() -> None:
+def test_the_estimator_is_kept_in_a_round_trip() -> None:
     recipe = parse_recipe(["--config", NAME])
     assert recipe.as_dict()["kl_estimator"] == "full"

@@ -1,10 +1,10 @@
-"""Whether splitting a batch over micro-batches or processes changes what is learnt, and by how much where it does.
+"""Effect on the weights of dividing a batch over micro-batches or processes.
 
-The same eight completions a step, three steps of SGD, in float64: 8 at once, 2 micro-batches of 4, 2 processes with 4.
-An accumulated gradient equals the large batch's for every loss that is a sum over completions or over tokens with one
-normaliser for the whole step. It differs where a statistic is taken over a micro-batch: `bnpo` divides by the tokens of
-the micro-batch at hand, the entropy bonus is a mean over them, the entropy quantile is a quantile of theirs, and the
-router loss multiplies two means over them.
+Three steps of SGD in float64 with the same eight completions per step: 8 at once, 2 micro-batches of 4, 2 processes with 4.
+An accumulated gradient equals that of the large batch for every loss that is a sum over completions or tokens with one
+normalizer per step. It differs where the loss has a statistic of a micro-batch: `bnpo` divides by its tokens, the entropy
+bonus is a mean over its tokens, the entropy quantile is a quantile over its tokens, and the router loss multiplies two means
+over its tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VISIBLE = 1e-4
 
 @pytest.fixture(scope="module")
 def large_batch(checkpoint: Path) -> dict[str, dict[str, list[float]]]:
-    """The weights learnt from eight completions at once, filled by the tests that need them."""
+    """Return a cache for the weights after training on eight completions at once, by name."""
     return {}
 
 
@@ -33,7 +33,7 @@ def weights_of(name: str, checkpoint: Path, rows: int, accumulation: int) -> dic
 
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("name", INVARIANCE_CELLS)
-def test_accumulation(
+def test_accumulation_against_a_large_batch(
     name: str, checkpoint: Path, large_batch: dict[str, dict[str, list[float]]], summary: SummaryLines
 ) -> None:
     large_batch[name] = weights_of(name, checkpoint, 8, 1)

@@ -1,8 +1,9 @@
-"""TRL's loss, its gradient in every parameter and its metrics, against the oracle, cell by cell.
+"""TRL's loss, its gradient in every parameter and its metrics, compared with the oracle, cell by cell.
 
-A cell is one choice of loss type, importance level, geometry, KL term, two-sided clip, upper clip and temperature. Each
-is compared at every optimiser step that its generation batch serves, the later ones off-policy. The quick tests take
-one of the 24 combinations of the last four for each of the first three, the slow ones two, the nightly ones all: 1920 cells.
+A cell is one choice of loss type, importance level, geometry, KL term, two-sided clip, upper clip and temperature. It is
+compared at every optimizer step of its generation batch, of which the later ones are off-policy. For each choice of the first
+three, the quick tests take one of the 24 combinations of the last four, the slow ones two, and the nightly ones all: 1920
+cells.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TEMPERATURES = (1.0, 0.8)
 COMBINATIONS = tuple(product(KL_TERMS, DELTAS, UPPER_CLIPS, TEMPERATURES))
 
 QUICK = 24
-"""The quick part compares one cell of so many, in float64."""
+"""Number of cells of which the quick tests compare one, in float64."""
 
 LIMIT = {torch.float32: 1e-5, torch.float64: 1e-10}
 LOSS_LIMIT = 1e-6
@@ -34,7 +35,7 @@ METRIC_LIMIT = {torch.float32: 1e-5, torch.float64: 1e-6}
 
 
 def cells(loss_type: str, every: int) -> Iterator[tuple[Geometry, Objective]]:
-    """The cells of a loss type; every n-th combination, starting one later in each block so that all occur."""
+    """Yield every n-th cell of a loss type, starting one later in each block so that all choices occur."""
     for block, (level, geometry) in enumerate(product(LEVELS, GEOMETRIES)):
         for kl, delta, upper, temperature in COMBINATIONS[(block * 5 + LOSS_TYPES.index(loss_type)) % every :: every]:
             yield (
@@ -52,7 +53,7 @@ def cells(loss_type: str, every: int) -> Iterator[tuple[Geometry, Objective]]:
 
 
 def check(difference: Difference, dtype: torch.dtype, cell: object) -> None:
-    """A cell holds if loss, gradient and metrics are within the limits."""
+    """Assert that loss, gradient and metrics of a cell are within the limits."""
     assert difference.loss <= LOSS_LIMIT, (cell, difference)
     assert difference.gradient <= LIMIT[dtype], (cell, difference)
     assert difference.metric <= METRIC_LIMIT[dtype], (cell, difference)
@@ -75,7 +76,7 @@ def test_float64_cells(loss_type: str, every: int, scenario: ScenarioFactory, re
 
 
 @pytest.mark.parametrize(
-    # The formulas are held in float64 above; two divisors show what rounding does to them.
+    # The formulas are compared in float64 above. Two divisors suffice to show the effect of rounding.
     "loss_type",
     [pytest.param(name, marks=() if name in ("grpo", "dapo") else pytest.mark.slow) for name in LOSS_TYPES],
 )

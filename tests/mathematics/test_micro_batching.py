@@ -1,4 +1,4 @@
-"""Regrouped and packed micro-batches against the oracle: loss and gradient of every optimiser step, cell by cell."""
+"""Regrouped and packed micro-batches compared with the oracle: loss and gradient of every optimizer step, cell by cell."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.mathematics.oracle import LOSS_TYPES, Completion, Objective
 from tests.mathematics.test_loss_against_trl import LIMIT, LOSS_LIMIT, cells
 from tests.support.grids import covering
 
-# How our trainer is asked to lay out the rows, and whether the rows of the first prompt have an advantage.
+# Value of `micro_batching`, and True if the rows of the first prompt have zero advantage.
 CASES = {
     "packed": ("auto", False),
     "packed, half of the groups at zero advantage": ("auto", True),
@@ -29,13 +29,13 @@ CASES = {
 
 
 def without_advantage(inputs: dict[str, Tensor], prompt: Tensor) -> dict[str, Tensor]:
-    """The micro-batch with the advantages of one prompt's rows set to 0."""
+    """Return the micro-batch with the advantages of one prompt's rows set to 0."""
     same = (inputs["prompt_ids"] == prompt).all(1)
     return {**inputs, "advantages": inputs["advantages"].masked_fill(same, 0.0)}
 
 
 def deal(trainer: GRPOTrainer, scenario: Scenario, buffer: list[dict[str, Tensor]]) -> list[dict[str, Any]]:
-    """The buffer as seam 1 leaves it."""
+    """Return the buffer as our `_prepare_inputs` regroups it."""
     first = microbatch.as_rows(buffer[0])
     layout = trainer._log_probs.layout(trainer.model, first, len(first.input_ids))
     assert layout is microbatch.asked_layout(trainer.micro_batching)
@@ -44,7 +44,7 @@ def deal(trainer: GRPOTrainer, scenario: Scenario, buffer: list[dict[str, Tensor
 
 
 def compare(scenario: Scenario, objective: Objective, micro_batching: Any, zero: bool) -> Difference:
-    """Our trainer against the oracle on every optimiser step of the scenario."""
+    """Compare our trainer with the oracle on every optimizer step of the scenario."""
     keys = {key: value for key, value in asdict(objective).items() if key != "max_completion_length"}
     config = {**scenario.config, **keys}
     trainer = make_trainer(scenario.checkpoint, scenario.dtype, trainer=GRPOTrainer, **config)
@@ -75,7 +75,7 @@ def compare(scenario: Scenario, objective: Objective, micro_batching: Any, zero:
 
 
 def with_advantage(row: Completion, without: list[int] | None) -> Completion:
-    """The oracle's row, its advantage 0 if it answers the prompt `without`."""
+    """Return the oracle's row, with advantage 0 if it answers the prompt `without`."""
     return replace(row, advantage=0.0) if row.prompt == without else row
 
 

@@ -1,4 +1,4 @@
-"""TRL's optional terms against the oracle: masks, reweighting, entropy bonus, router loss, log-probabilities."""
+"""TRL's optional terms compared with the oracle: masks, reweighting, entropy bonus, router loss, log-probabilities."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize(
     ("loss_type", "options"),
-    # From the back, where the last losses meet the options that are theirs alone.
+    # In reverse order, which pairs the last losses with their own options.
     covering(LOSS_TYPES[::-1], OPTIONS[::-1], rest=pytest.mark.nightly),
     ids=lambda value: " ".join(value) if isinstance(value, dict) else value,
 )
@@ -105,7 +105,7 @@ MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 class Engine:
-    """A stand-in for vLLM: the completions of a scenario with log-probabilities a little off, one of them unknown."""
+    """Replacement for vLLM: completions of a scenario with slightly different log-probabilities, one of them unknown."""
 
     def __init__(self, checkpoint: Path, scenario: Scenario, mode: str, low: float | None, high: float | None) -> None:
         self.pairs = scenario.pairs
@@ -125,7 +125,7 @@ class Engine:
         self.trainer.ref_model.load_state_dict(scenario.reference)
 
     def log_probs(self, tokens: list[int]) -> list[float | None]:
-        """What the engine reports: a number that depends on the token and its place, or nothing."""
+        """Return the engine's log-probabilities, which depend on the token and its place, or None."""
         return [None if t == 2 else -1.5 - 0.3 * ((3 * token + t) % 5) for t, token in enumerate(tokens)]
 
     def rollout(self, prompts: list[str], _: Any) -> dict[str, Any]:
@@ -137,12 +137,12 @@ class Engine:
         }
 
     def inputs(self) -> dict[str, Tensor]:
-        """TRL's scored generation batch."""
+        """Return TRL's scored generation batch."""
         return self.trainer._generate_and_score_completions([{"prompt": "1 2"}] * len(self.pairs))
 
 
 def with_sampler(engine: Engine, rows: list[Completion], mode: str, low: float | None, high: float | None) -> None:
-    """Add to each row what the oracle makes of the engine's log-probabilities."""
+    """Add to each row the engine's log-probabilities and the oracle's weights for them."""
     for row in rows:
         reported = [math.nan if value is None else value for value in engine.log_probs(row.tokens)]
         row.old = row.log_probs.detach()
@@ -189,7 +189,7 @@ def test_loss_with_sampler_weights(
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_router_loss(loss_type: str, checkpoint: Path) -> None:
-    """What the router loss adds to TRL's loss and gradient, in float32: the experts' matrix product has no float64."""
+    """The router loss is compared in float32, because the matrix product of the experts has no float64."""
     accumulation, coefficient = 2, 0.5
     trainer = make_trainer(checkpoint / "experts", torch.float32, loss_type=loss_type)
     assert trainer.router_aux_loss_coef == coefficient
@@ -213,7 +213,7 @@ def test_router_loss(loss_type: str, checkpoint: Path) -> None:
 
 
 def router_loss(model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """The load-balancing loss from the router logits of each row alone, without padding."""
+    """Return the load-balancing loss from the router logits of each row alone, without padding."""
     logits = [
         model(input_ids=torch.tensor([[*prompt, *tokens]]), output_router_logits=True).router_logits
         for prompt, tokens in token_lists(inputs)
@@ -262,7 +262,7 @@ def test_completions_end_with_their_first_eos(checkpoint: Path) -> None:
     assert completions == expected
 
 
-def test_the_tokenizer_survives_a_round_trip(checkpoint: Path) -> None:
+def test_the_tokenizer_is_kept_in_a_round_trip(checkpoint: Path) -> None:
     trainer = make_trainer(checkpoint, torch.float32)
     assert trainer.processing_class("1 2 3")["input_ids"] == [3, 4, 5]
     assert load_policy(checkpoint, torch.float32).config.vocab_size == len(trainer.processing_class)

@@ -1,7 +1,7 @@
-"""What the estimators estimate, by summing over every completion that a small policy can produce.
+"""Expectations of the estimators, by summing over every completion that a small policy can produce.
 
-The policy is a table of logits, one row per prefix, over five tokens of which the last ends a completion; the reference
-is another table. No sampling: expectations are sums over all completions, weighted by their probability.
+The policy is a table of logits, one row per prefix, over five tokens of which the last ends a completion. The reference is
+another table. Expectations are sums over all completions, weighted by their probability, without sampling.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXACT = 1e-10
 
 
 class Table:
-    """A policy over completions of at most `length` tokens: logits of shape (number of prefixes, 5)."""
+    """Policy over completions of at most `length` tokens: logits of shape (number of prefixes, 5)."""
 
     def __init__(self, length: int, seed: int) -> None:
         self.length = length
@@ -35,36 +35,36 @@ class Table:
         self.logits = logits.requires_grad_()
 
     def distribution(self, prefix: tuple[int, ...]) -> Tensor:
-        """Log-probabilities of the next token, (5,)."""
+        """Return the log-probabilities of the next token, (5,)."""
         return torch.log_softmax(self.logits[self.rows[prefix]], dim=-1)
 
     def completions(self) -> Iterator[tuple[int, ...]]:
-        """Every completion: it ends with END or at the length limit."""
+        """Yield every completion, which ends with END or at the length limit."""
         for length in range(1, self.length + 1):
             for head in itertools.product(range(END), repeat=length - 1):
                 last = range(VOCABULARY) if length == self.length else (END,)
                 yield from ((*head, token) for token in last)
 
     def log_probs(self, completion: tuple[int, ...]) -> Tensor:
-        """Log-probability of each token of a completion, (T,)."""
+        """Return the log-probability of each token of a completion, (T,)."""
         return torch.stack([self.distribution(completion[:t])[token] for t, token in enumerate(completion)])
 
     def probability(self, completion: tuple[int, ...]) -> Tensor:
-        """The probability of a completion."""
+        """Return the probability of a completion."""
         return self.log_probs(completion).sum().exp()
 
     def gradient(self, value: Tensor) -> Tensor:
-        """The gradient of a scalar in the logits."""
+        """Return the gradient of a scalar with respect to the logits."""
         return torch.autograd.grad(value, self.logits)[0]
 
 
 def kl_of_sequences(p: Table, q: Table) -> Tensor:
-    """KL(p || q) between the two distributions over completions, from its definition."""
+    """Return KL(p || q) between the two distributions over completions, from its definition."""
     return sum(p.probability(c) * (p.log_probs(c).sum() - q.log_probs(c).sum()) for c in p.completions())
 
 
 def as_row(p: Table, q: Table, completion: tuple[int, ...], advantage: float = 0.0) -> Completion:
-    """An on-policy completion as the oracle's loss sees it."""
+    """Return an on-policy completion in the form of the oracle's loss."""
     log_probs = p.log_probs(completion)
     row = Completion([], list(completion), advantage, log_probs, torch.zeros_like(log_probs))
     row.reference = q.log_probs(completion).detach()
@@ -72,7 +72,7 @@ def as_row(p: Table, q: Table, completion: tuple[int, ...], advantage: float = 0
 
 
 def expected_gradient(p: Table, q: Table, objective: Objective) -> Tensor:
-    """E over on-policy completions of the gradient of the summed KL term: what averaging many samples tends to."""
+    """Return the expectation over on-policy completions of the gradient of the summed KL term."""
     return p.gradient(
         sum(p.probability(c).detach() * oracle.kl_term(as_row(p, q, c), objective).sum() for c in p.completions())
     )
@@ -125,7 +125,7 @@ def test_one_token_gradients(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_two_token_gradient(seed: int, summary: SummaryLines) -> None:
-    """The corrected estimator ignores that an early token changes which KL terms come later."""
+    """The corrected estimator ignores that an early token changes the later KL terms."""
     p, q = Table(2, seed), Table(2, seed + 100)
     per_token = sum(
         math.exp(sum(p.log_probs(prefix).tolist()) if prefix else 0.0)
@@ -165,7 +165,7 @@ def test_the_on_policy_gradient_is_the_score_function_gradient(seed: int, level:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_group_mean_scales_the_gradient_by_one_minus_one_over_the_group(seed: int) -> None:
-    """A completion is part of its own baseline: with groups of 2, half the policy gradient is left."""
+    """A completion is part of its own baseline, so with groups of 2 half the policy gradient is left."""
     p, q = Table(2, seed), Table(2, seed + 100)
     rewards = {c: math.cos(sum((t + 1) * token for t, token in enumerate(c))) for c in p.completions()}
     objective = Objective("dr_grpo", beta=0.0, max_completion_length=1)

@@ -1,7 +1,7 @@
-"""The formulas of the five source documents: which TRL setting each equals, and where each is wrong, in numbers.
+"""Formulas of the five source documents: the TRL settings that they equal, and their mistakes.
 
-Each formula is written out here as its document computes it: batched, with padding and masks where it has them. Those
-that hold are compared with TRL's trainer on the same rows, the others are shown to compute something else.
+Each formula is written here as its document computes it: batched, with its padding and masks. The correct ones are compared
+with TRL's trainer on the same rows. The others are shown to compute something else.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EXACT = 1e-10
 
 
 def log_probs(model: torch.nn.Module, inputs: dict[str, Tensor], masked: bool = True) -> Tensor:
-    """The documents' per-token log-probabilities, (B, T): padded logits, unscaled, shifted by one, gathered."""
+    """Return the documents' per-token log-probabilities, (B, T): padded logits, unscaled, shifted by one, gathered."""
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     with float64_model():
@@ -57,7 +57,7 @@ def k3(reference: Tensor, policy: Tensor) -> Tensor:
 
 
 def clipped_surrogate_loss(new: Tensor, inputs: dict[str, Tensor], epsilon: float, beta: float) -> Tensor:
-    """GRPO from scratch, `grpo_loss`."""
+    """Return `grpo_loss` of "GRPO from scratch"."""
     ratio = torch.exp(new - inputs["old_per_token_logps"])
     advantage = inputs["advantages"].unsqueeze(1)
     surrogate = torch.min(ratio * advantage, torch.clamp(ratio, 1 - epsilon, 1 + epsilon) * advantage)
@@ -65,7 +65,7 @@ def clipped_surrogate_loss(new: Tensor, inputs: dict[str, Tensor], epsilon: floa
 
 
 def on_policy_loss(new: Tensor, inputs: dict[str, Tensor], beta: float) -> Tensor:
-    """MiniMind and open-r1: p / sg(p) for the ratio, so no clip."""
+    """Return the loss of MiniMind and open-r1, with the ratio p / sg(p) and no clip."""
     per_token = torch.exp(new - new.detach()) * inputs["advantages"].unsqueeze(1)
     return sequence_mean(-(per_token - beta * k3(inputs["ref_per_token_logps"], new)), inputs)
 
@@ -73,7 +73,7 @@ def on_policy_loss(new: Tensor, inputs: dict[str, Tensor], beta: float) -> Tenso
 def assert_equals_trl(
     scenario: Scenario, step: int, loss: Tensor, policy: Any, objective: Objective, **config: Any
 ) -> None:
-    """The document's loss and gradient against TRL's on the same rows."""
+    """Assert that the document's loss and gradient equal TRL's on the same rows."""
     trainer = scenario.trainer(objective, **config)
     trainer.model.load_state_dict(scenario.steps[step].policy)
     losses = trl_losses(trainer, scenario.steps[step].inputs)
@@ -119,7 +119,7 @@ def test_grpo_from_scratch_undivided_accumulation_is_the_large_batch_times_the_n
 
 
 def test_grpo_from_scratch_adam_hides_a_constant_factor_and_makes_the_number_of_updates_decisive() -> None:
-    """Undivided gradients are no larger steps under AdamW. What 500 passes with accumulation 6 lack is updates: 83."""
+    """Undivided gradients make no larger steps under AdamW. 500 passes with accumulation 6 make only 83 updates."""
     moved = {}
     for factor in (1.0, 6.0):
         weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
@@ -138,7 +138,7 @@ def open_r1() -> Recipe:
 
 
 def objective_of(recipe: Recipe) -> Objective:
-    """The recipe's loss as the oracle's `Objective`."""
+    """Return the recipe's loss as the oracle's `Objective`."""
     values = vars(recipe.config)
     return Objective(**{field.name: values[field.name] for field in fields(Objective)})
 
@@ -158,7 +158,7 @@ def test_open_r1_recipe_reproduces_the_loss_of_trl_0_15(open_r1: Recipe, scenari
 
 @pytest.mark.usefixtures("in_float64")
 def test_open_r1_recipe_needs_each_of_its_settings(open_r1: Recipe, scenario: ScenarioFactory) -> None:
-    """TRL's defaults of today give another loss or gradient where the recipe differs from them."""
+    """TRL's present defaults give another loss or gradient where the recipe differs from them."""
     case = scenario(ON_POLICY)
     policy = case.model(case.steps[0].policy)
     (inputs,) = case.steps[0].inputs
@@ -171,7 +171,7 @@ def test_open_r1_recipe_needs_each_of_its_settings(open_r1: Recipe, scenario: Sc
 
 @pytest.mark.usefixtures("in_float64")
 def test_open_r1_recipe_does_not_reweight_what_vllm_sampled(open_r1: Recipe, checkpoint: Path) -> None:
-    """With vLLM, TRL corrects for the engine's log-probabilities unless told otherwise; 0.15 knew no such thing."""
+    """With vLLM, TRL corrects for the engine's log-probabilities by default. TRL 0.15 had no such correction."""
     values = vars(open_r1.config)
     assert (values["use_vllm"], values["vllm_mode"]) == (True, "server")
     key = "vllm_importance_sampling_correction"
@@ -190,7 +190,9 @@ def test_open_r1_recipe_does_not_reweight_what_vllm_sampled(open_r1: Recipe, che
 
 
 @pytest.mark.usefixtures("in_float64")
-def test_open_r1_recipe_weighs_two_rewards_into_group_advantages(open_r1: Recipe, scenario: ScenarioFactory) -> None:
+def test_open_r1_recipe_sums_two_weighted_rewards_into_group_advantages(
+    open_r1: Recipe, scenario: ScenarioFactory
+) -> None:
     built = open_r1.build_rewards()
     assert [(reward.name, reward.weight) for reward in built] == [("math_correctness", 1.0), ("tag_structure", 0.5)]
     rewards = torch.tensor([[n / 8, (3 * n % 4) / 4] for n in range(8)])
@@ -200,8 +202,8 @@ def test_open_r1_recipe_weighs_two_rewards_into_group_advantages(open_r1: Recipe
     assert ours == pytest.approx(document.flatten().tolist(), abs=1e-9)
 
 
-def double_normalised(rewards: Tensor) -> Tensor:
-    """MiniMind: group z-score clamped to ±10, then a z-score over the batch."""
+def double_normalized(rewards: Tensor) -> Tensor:
+    """Return MiniMind's advantage: the z-score in the group clamped to ±10, then a z-score over the batch."""
     grouped = rewards.view(-1, NUM_GENERATIONS)
     scores = ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)).flatten()
     scores = scores.clamp(-10, 10)
@@ -212,12 +214,12 @@ def double_normalised(rewards: Tensor) -> Tensor:
 def test_minimind_advantage_is_normalize_then_sum_of_one_reward() -> None:
     rewards = torch.tensor([0.1, 0.75, 2.0, -1.5, 0.3, 0.3, 0.9, 0.2])
     ours = oracle.advantages([[r] for r in rewards.tolist()], [1.0], NUM_GENERATIONS, aggregation="normalize_then_sum")
-    gap = (double_normalised(rewards) - torch.tensor(ours)).abs().max().item()
+    gap = (double_normalized(rewards) - torch.tensor(ours)).abs().max().item()
     assert 0 < gap < 2e-4, "equal up to the second epsilon, 1e-8 there and 1e-4 in TRL"
 
 
 def test_minimind_clamp_never_acts() -> None:
-    """A z-score with the sample deviation can't exceed (G - 1) / sqrt(G): 2.47 for groups of 8, so ±10 is idle."""
+    """A z-score with the sample deviation is at most (G - 1) / sqrt(G), 2.47 for groups of 8, so ±10 is never reached."""
     one_apart = [[1.0]] + [[0.0]] * 7
     assert max(oracle.advantages(one_apart, [1.0], 8)) == pytest.approx(7 / math.sqrt(8), abs=1e-2)
 
@@ -226,7 +228,7 @@ def test_minimind_clamp_never_acts() -> None:
 def test_minimind_loss_is_grpo_but_for_temperature_and_padding(
     scenario: ScenarioFactory, summary: SummaryLines
 ) -> None:
-    """It samples at temperature 0.8 and scores at 1, and lets tokens attend to the left padding."""
+    """MiniMind samples at temperature 0.8, scores at 1, and lets tokens attend to the left padding."""
     case = scenario(ON_POLICY)
     policy = case.model(case.steps[0].policy)
     (inputs,) = case.steps[0].inputs
@@ -248,7 +250,7 @@ def test_minimind_loss_is_grpo_but_for_temperature_and_padding(
 def triples_loss(
     policy_logits: Tensor, reference_logits: Tensor, rewards: Tensor, beta: float, **reduction: Any
 ) -> Tensor:
-    """Scored triples, `grpo_loss`; the misspelt reduction is the default."""
+    """Return `grpo_loss` of the scored triples. The misspelled reduction is the default."""
     log_policy = torch.log(functional.softmax(policy_logits, dim=-1))
     reference = functional.softmax(reference_logits, dim=-1)
     kl = functional.kl_div(log_policy, reference, **(reduction or {"reduce": "batchmean"}), log_target=False)
@@ -334,7 +336,7 @@ def test_full_vocabulary_kl_generation_leaves_no_graph(checkpoint: Path) -> None
 
 
 def test_full_vocabulary_kl_sixteen_completions_meet_four_answers() -> None:
-    """`zip` stops at the shorter list: 4 of 16 completions are scored, all of the first prompt, 3 with another's answer."""
+    """`zip` stops at the shorter list: 4 of 16 completions are scored, all of the first prompt, 3 with a wrong answer."""
     prompts, generations = ["a", "b", "c", "d"], 4
     completions = [f"completion of {prompt}" for prompt in prompts for _ in range(generations)]
     answers = [f"answer to {prompt}" for prompt in prompts]

@@ -1,4 +1,4 @@
-"""TRL's own training loop against the oracle: losses and gradients of each step, on one process."""
+"""TRL's own training loop compared with the oracle: losses and gradients of each step, on one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from tests.mathematics.training import compare_training
     "loss_type",
     [pytest.param(name, marks=() if name in ("grpo", "dapo") else pytest.mark.slow) for name in LOSS_TYPES],
 )
-def test_training_on_one_process(loss_type: str, every: int, checkpoint: Path, record_cell: Callable) -> None:
+def test_a_training_on_one_process_equals_the_oracle(
+    loss_type: str, every: int, checkpoint: Path, record_cell: Callable
+) -> None:
     for index, geometry in list(enumerate(GEOMETRIES))[LOSS_TYPES.index(loss_type) % every :: every]:
         objective = Objective(loss_type, ("token", "sequence")[index % 2], beta=0.04)
         found = compare_training(checkpoint, objective, geometry, 8 // geometry.steps_per_generation, steps=3)

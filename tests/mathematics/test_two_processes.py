@@ -1,4 +1,4 @@
-"""What needs two processes: TRL's training loop against the oracle, faults across ranks, and ranks in place of a large batch."""
+"""Tests on two processes: TRL's training loop against the oracle, faults across ranks, and ranks as a large batch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.support.grids import only
 
 pytestmark = pytest.mark.slow
 
-# TRL takes the entropy quantile over all ranks, so only the processes' normalisers remain.
+# TRL takes the entropy quantile over all ranks, so only the normalizers of the processes remain.
 NOT_INVARIANT_OVER_RANKS = ("bnpo", "grpo + entropy bonus", "grpo + router loss")
 
 
 def measured(checkpoint: Path, folder: Path, every: int) -> dict[str, Any]:
-    """The figures of `two_processes.py`, each loss type on one layout of so many."""
+    """Return the results of `two_processes.py`, with each loss type on every n-th layout."""
     output = folder / "figures.json"
     launching.launch_module("ddp_cpu", "tests.mathematics.two_processes", str(checkpoint), str(output), str(every))
     return json.loads(output.read_text())
@@ -34,12 +34,12 @@ def measured(checkpoint: Path, folder: Path, every: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two_processes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The figures of one launch for all tests."""
+    """Return the results of one launch for all tests."""
     return measured(checkpoint, tmp_path_factory.mktemp("two"), every=3)
 
 
 @pytest.mark.parametrize("every", only([], [1, 3], slow=[3]))
-def test_training_on_two_processes(
+def test_a_training_on_two_processes_equals_the_oracle(
     every: int, two_processes: dict[str, Any], checkpoint: Path, tmp_path: Path, record_cell: Callable
 ) -> None:
     found = two_processes if every == 3 else measured(checkpoint, tmp_path, every)
@@ -56,7 +56,9 @@ def test_fault_across_processes_is_caught(name: str, two_processes: dict[str, An
 
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("name", INVARIANCE_CELLS)
-def test_processes(name: str, checkpoint: Path, two_processes: dict[str, Any], summary: SummaryLines) -> None:
+def test_two_processes_equal_a_large_batch_or_differ_as_documented(
+    name: str, checkpoint: Path, two_processes: dict[str, Any], summary: SummaryLines
+) -> None:
     gap = largest_gap(weights_of(name, checkpoint, 8, 1), two_processes["weights"][name])
     summary(f"invariance, 8 x 1 against 2 processes x 4, {name}: weights differ by {gap:.1e}")
     assert gap > VISIBLE if name in NOT_INVARIANT_OVER_RANKS else gap <= EXACT

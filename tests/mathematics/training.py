@@ -1,7 +1,7 @@
-"""TRL's own training loop, recorded: what each rank was given, what it computed, and the oracle's word on it.
+"""Comparison of TRL's own training loop with the oracle, on one process or several.
 
-`Recorder` is TRL's trainer with a memory. `compare_training` runs `train()` on one process or several, and holds the
-loss of each micro-batch on each rank and the gradient of each optimiser step against the oracle.
+`Recorder` is TRL's trainer with a record of its inputs and results. `compare_training` runs `train()` and compares the loss
+of each micro-batch on each rank and the gradient of each optimizer step with the oracle.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Tokens = tuple[list[int], list[int]]
 
 @dataclass
 class Step:
-    """One optimiser step of one rank: weights before it, rows and loss of each micro-batch, gradient after DDP."""
+    """An optimizer step of one rank: weights before it, rows and loss of each micro-batch, gradient after DDP."""
 
     policy: dict[str, Tensor]
     micro_batches: list[list[Tokens]] = field(default_factory=list)
@@ -57,7 +57,7 @@ class _GradientCallback(TrainerCallback):
 
 
 class _Recording:
-    """Remembers each generation batch and each optimiser step of this rank, in front of a trainer class."""
+    """Mixin for a trainer class that records each generation batch and each optimizer step of this rank."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -75,7 +75,7 @@ class _Recording:
         return output
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """TRL's loss, with its inputs and value remembered."""
+        """Compute TRL's loss, and record its inputs and value."""
         if not self._open:
             self.steps.append(Step(self._weights(), generation=len(self.generations) - 1))
             self._open = True
@@ -85,18 +85,18 @@ class _Recording:
         return loss
 
     def close_step(self) -> None:
-        """Remember the gradient that the optimiser is about to use."""
+        """Record the gradient that the optimizer is about to use."""
         model = self.accelerator.unwrap_model(self.model)
         self.steps[-1].gradient = {name: p.grad.clone() for name, p in model.named_parameters()}
         self._open = False
 
 
 class Recorder(_Recording, GRPOTrainer):
-    """TRL's trainer with a memory."""
+    """TRL's trainer with a record of its steps."""
 
 
 class FullKLRecorder(_Recording, grpo_recipes.GRPOTrainer):
-    """Ours, with the KL over the whole vocabulary and a memory."""
+    """Our trainer with the KL over the full vocabulary and a record of its steps."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, kl_estimator="full", **kwargs)
@@ -111,7 +111,7 @@ def train(
     dtype: torch.dtype = torch.float64,
     **config: Any,
 ) -> Recorder:
-    """Train with plain SGD for some optimiser steps; the reference is a little apart from the initial policy."""
+    """Train with SGD for some optimizer steps, with a reference that differs a little from the initial policy."""
     keys = {key: value for key, value in asdict(objective).items() if key != "max_completion_length"}
     trainer = make_trainer(
         checkpoint,
@@ -148,7 +148,7 @@ def compare_training(
     dtype: torch.dtype = torch.float64,
     full_kl: bool = False,
 ) -> Difference:
-    """The largest differences between a training run on all ranks and the oracle's account of it."""
+    """Return the largest differences between a training run on all ranks and the oracle."""
     recorder = FullKLRecorder if full_kl else Recorder
     trainer = train(checkpoint, objective, geometry, rows_per_micro_batch, steps, dtype, trainer=recorder)
     reference = None if trainer.ref_model is None else trainer.accelerator.unwrap_model(trainer.ref_model).state_dict()
@@ -168,20 +168,20 @@ def compare_training(
 
 
 class _WithGradient:
-    """Recorded gradients behind the face of a model."""
+    """Recorded gradients with the interface of a model."""
 
     def __init__(self, gradient: dict[str, Tensor]) -> None:
         self._gradient = gradient
 
     def get_parameter(self, name: str) -> Tensor:
-        """A tensor whose `.grad` is the recorded gradient."""
+        """Return a tensor whose `.grad` is the recorded gradient."""
         holder = torch.zeros_like(self._gradient[name])
         holder.grad = self._gradient[name]
         return holder
 
 
 class _View:
-    """The oracle's view of one optimiser step."""
+    """The oracle's computation of one optimizer step."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class _View:
         self.advantages = {(*p, -1, *t): value for (p, t), value in zip(generated, values, strict=True)}
 
     def losses(self, micro_batches: Sequence[Sequence[Sequence[Tokens]]]) -> list[list[Tensor]]:
-        """The loss of each rank's micro-batches; `micro_batches` are rank by rank, as is the result."""
+        """Return the loss of each rank's micro-batches. `micro_batches` and the result are lists by rank."""
         with float64_model():
             ranks = [[[self._completion(*row) for row in batch] for batch in rank] for rank in micro_batches]
         return [[self._loss(ranks, rank, index) for index in range(len(ranks[rank]))] for rank in range(len(ranks))]
@@ -227,7 +227,7 @@ class _View:
 
 
 def load(checkpoint: Path, state: dict[str, Tensor]) -> LlamaForCausalLM:
-    """A float64 model, never touched by TRL, with the given weights."""
+    """Return a float64 model with the given weights that TRL has not modified."""
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(checkpoint)).double()
     model.load_state_dict({name: value.double() for name, value in state.items()})
     return model

@@ -1,4 +1,4 @@
-"""The comparisons that need two processes; started by `accelerate launch`, it writes their figures to a JSON file.
+"""Comparisons that need two processes. Started by `accelerate launch`, the script writes their results to a JSON file.
 
 accelerate launch --config_file accelerate_configs/ddp_cpu.yaml -m tests.mathematics.two_processes CHECKPOINT OUT EVERY
 """
@@ -33,7 +33,7 @@ LAYOUTS = (
 
 
 def comparisons(checkpoint: Path, every: int) -> dict[str, dict[str, float]]:
-    """Every loss type on every n-th layout against the oracle, and an entropy quantile taken over both ranks."""
+    """Compare every loss type on every n-th layout, and an entropy quantile over both ranks, with the oracle."""
     figures = {}
     for place, loss_type in enumerate(LOSS_TYPES):
         for index, (geometry, rows) in list(enumerate(LAYOUTS))[place % every :: every]:
@@ -51,7 +51,7 @@ def comparisons(checkpoint: Path, every: int) -> dict[str, dict[str, float]]:
     return figures
 
 
-# Faults that one process can't show: where, the text replaced, its replacement, and the loss type that shows it.
+# Faults that need two processes: function, replaced text, replacement, and the loss type that shows the fault.
 DISTRIBUTED_FAULTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "ranks forgotten in the normaliser": (
         "_compute_loss",
@@ -81,7 +81,7 @@ DISTRIBUTED_FAULTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 
 
 def planted_faults(checkpoint: Path) -> dict[str, dict[str, float]]:
-    """How far the oracle is from TRL with each fault planted."""
+    """Return the difference between the oracle and TRL with each fault planted."""
     figures = {}
     for name, (function, old, new, objective) in DISTRIBUTED_FAULTS.items():
         with edited(GRPOTrainer, function, (old, new)):
@@ -90,7 +90,7 @@ def planted_faults(checkpoint: Path) -> dict[str, dict[str, float]]:
 
 
 def main(checkpoint: Path, output: Path, every: int) -> None:
-    """Run everything on both ranks; rank 0 writes."""
+    """Run all comparisons on both ranks, and write the results from rank 0."""
     torch.set_num_threads(1)
     gc.freeze()
     with float64_trl():

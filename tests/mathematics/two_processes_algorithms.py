@@ -1,4 +1,4 @@
-"""The recipes of recipes/algorithms on two processes; started by `accelerate launch`, it writes its figures to a JSON file.
+"""Recipes of recipes/algorithms on two processes. Started by `accelerate launch`, it writes its results to a JSON file.
 
 accelerate launch --config_file accelerate_configs/ddp_cpu.yaml -m tests.mathematics.two_processes_algorithms CHECKPOINT OUT
 """
@@ -19,7 +19,7 @@ from tests.mathematics.papers import PAPERS
 
 
 def main(checkpoint: Path, output: Path) -> None:
-    """Train each recipe on both ranks; rank 0 writes."""
+    """Train each recipe on both ranks, and write the results from rank 0."""
     torch.set_num_threads(1)
     with float64_trl(), float64_rewards():
         figures = {name: vars(hold(checkpoint, name, layout_of(name, "two ranks"))) for name in PAPERS}

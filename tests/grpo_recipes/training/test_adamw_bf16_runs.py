@@ -1,4 +1,4 @@
-"""Runs with `optim: adamw_bf16`: killed and resumed on one process and two; and what DeepSpeed keeps instead."""
+"""Runs with `optim: adamw_bf16`, killed and resumed on one process and two, and runs under DeepSpeed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def dtypes(output: Path) -> dict[str, list[str]]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("layout", "tuning"), [("cpu", "full"), ("cpu", "lora"), ("ddp_cpu", "full")])
-def test_a_killed_run_ends_like_one_left_alone(layout: str, tuning: str, tmp_path: Path) -> None:
-    """Parameters, completions, moments and the kept bits, all to the bit."""
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(layout: str, tuning: str, tmp_path: Path) -> None:
+    """Parameters, completions, moments and low bits are equal to the bit."""
     policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 16)
     processes = 1 if layout == "cpu" else 2
     changes = {**CURED, **(LORA if tuning == "lora" else {}), "per_device_train_batch_size": 16 // processes}
@@ -54,7 +54,7 @@ def test_a_killed_run_ends_like_one_left_alone(layout: str, tuning: str, tmp_pat
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_bf16"])
 def test_deepspeed_keeps_float32_weights_of_its_own(stage: int, optim: str, tmp_path: Path, extensions: str) -> None:
-    """Which is why `adamw_bf16` is refused there: the weights are bfloat16, and what a step updates is not."""
+    """The weights are bfloat16, and a step updates float32 copies, so `adamw_bf16` is refused under DeepSpeed."""
     pytest.importorskip("deepspeed")
     policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 16)
     zero3 = yaml.safe_load((launching.ROOT / "accelerate_configs" / "zero3_cpu.yaml").read_text())

@@ -1,4 +1,4 @@
-"""Rules for advantages: their values, what they refuse, and that a training takes and logs them."""
+"""Rules for advantages: their values, the rewards that they refuse, and their use and log in a training."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from tests.support import trainers
 NAN = float("nan")
 
 
-def test_max_rl_by_hand() -> None:
+def test_max_rl_computed_by_hand() -> None:
     rewards = torch.tensor([[1.0, 0, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0], [NAN, 1, 0, NAN], [NAN, NAN, NAN, NAN]])
     expected = [[1, -1, -1, 1], [3, -1, -1, -1], [0, 0, 0, 0], [0, 1, -1, 0], [0, 0, 0, 0]]
     assert max_rl(rewards).tolist() == expected
 
 
 @given(st.lists(st.integers(0, 50), min_size=2, max_size=12))
-def test_max_rl_is_the_quotient_of_exact_fractions(rewards: list[int]) -> None:
+def test_max_rl_equals_exact_fractions(rewards: list[int]) -> None:
     mean = Fraction(sum(rewards), len(rewards))
     expected = [float((reward - mean) / mean) if mean else 0.0 for reward in rewards]
     assert max_rl(torch.tensor([rewards], dtype=torch.float64))[0].tolist() == pytest.approx(expected)
 
 
-def test_a_negative_total_is_named() -> None:
+def test_a_negative_total_reward_raises() -> None:
     with pytest.raises(ValueError, match=r"`advantages: max_rl`.*total reward is -0.5"):
         max_rl(torch.tensor([[NAN, -0.5, 1.0]]))
 
@@ -51,7 +51,7 @@ def by_tokens(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [float(sum(ids) % 3) for ids in completion_ids]
 
 
-def test_a_training_takes_and_logs_the_advantages_of_the_rule(make_trainer: Any) -> None:
+def test_a_training_uses_and_logs_the_advantages_of_the_rule(make_trainer: Any) -> None:
     trainer = make_trainer(by_tokens, advantages="max_rl", scale_rewards="none")
     seen: list[torch.Tensor] = []
     generate = trainer._generate_with_advantages
@@ -72,7 +72,7 @@ def test_a_training_takes_and_logs_the_advantages_of_the_rule(make_trainer: Any)
     torch.testing.assert_close(seen[-1], expected)
 
 
-def test_a_script_is_refused_as_a_recipe_is(make_trainer: Any) -> None:
+def test_a_script_gets_the_same_error_as_a_recipe(make_trainer: Any) -> None:
     with pytest.raises(UserError, match="set `scale_rewards: none`"):
         make_trainer(by_tokens, advantages="max_rl")
     with pytest.raises(UserError, match="advantages"):

@@ -419,7 +419,7 @@ def test_off_is_the_padded_layout_without_skipping(raw: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "says"),
+    ("raw", "message"),
     [
         ("on", "must be auto, off, or a mapping"),
         ({"layuot": "packed"}, "unknown key `micro_batching.layuot`: did you mean `layout`"),
@@ -431,8 +431,8 @@ def test_off_is_the_padded_layout_without_skipping(raw: Any) -> None:
         (True, "must be auto, off, or a mapping"),
     ],
 )
-def test_wrong_values_raise_a_message(raw: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_wrong_values_raise_a_message(raw: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         MicroBatching.parse(raw)
 
 

@@ -1,4 +1,4 @@
-"""Training on recorded responses: what is refused, and that what trains is what was recorded."""
+"""Training on recorded responses: refused data and settings, and training on exactly the recorded rows."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,7 @@ def scored(path: Path) -> dict:
     return load(DatasetSpec.parse({"name": "scored", "path": str(path)})).to_dict()
 
 
-# The file
+# Reading the file
 
 
 def test_triples_and_lists_are_grouped_by_prompt(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_log_probabilities_are_read(tmp_path: Path) -> None:
     assert scored(write(tmp_path / "rows.jsonl", rows))["logprobs"] == [[[-0.5, 0.0], [-1.0], [-2.0, -3.0]]]
 
 
-def test_slices_count_prompts(tmp_path: Path) -> None:
+def test_a_slice_of_the_file_counts_prompts(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", grouped())
     spec = DatasetSpec.parse({"name": "scored", "path": str(path), "split": "train[:2]", "eval_split": "train[2:5]"})
     assert load(spec)["prompt"][:] == ["What is 0 + 1?", "What is 1 + 1?"]
@@ -88,7 +88,7 @@ def test_slices_count_prompts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "says"),
+    ("row", "message"),
     [
         ({"prompt": "a", "response": "1"}, "reward"),
         ({"prompt": "a", "response": 1, "reward": 1}, "response"),
@@ -104,9 +104,9 @@ def test_slices_count_prompts(tmp_path: Path) -> None:
         ({"prompt": "a", "responses": ["1", "2"], "rewards": [1, 1], "logprobs": [[-1]]}, "logprobs"),
     ],
 )
-def test_a_bad_row_is_named(tmp_path: Path, row: dict, says: str) -> None:
+def test_a_bad_row_is_named(tmp_path: Path, row: dict, message: str) -> None:
     path = write(tmp_path / "rows.jsonl", [*grouped(2), row])
-    with pytest.raises(UserError, match=f"line 3.*{says}"):
+    with pytest.raises(UserError, match=f"line 3.*{message}"):
         scored(path)
 
 
@@ -129,16 +129,16 @@ def test_log_probabilities_for_some_responses_are_refused(tmp_path: Path) -> Non
         ({"size": 3}, "size"),
     ],
 )
-def test_keys_that_scored_does_not_use(raw: dict, key: str) -> None:
+def test_keys_that_the_dataset_scored_does_not_use_are_refused(raw: dict, key: str) -> None:
     with pytest.raises(UserError, match=f"dataset.{key}"):
         DatasetSpec.parse({"name": "scored", "path": "rows.jsonl", **raw})
 
 
-# The recipe
+# Checks of the recipe
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("more", "message"),
     [
         (["--offline.baseline=groups"], "can't be `groups`: did you mean `group`"),
         (["--offline.baseline=x"], "choose group or batch"),
@@ -156,15 +156,15 @@ def test_keys_that_scored_does_not_use(raw: dict, key: str) -> None:
         (["--per_device_train_batch_size=16"], "has 8 prompts and one generation needs 64"),
     ],
 )
-def test_what_recorded_responses_can_not_do(tmp_path: Path, more: list[str], says: str) -> None:
+def test_settings_that_need_generation_are_refused(tmp_path: Path, more: list[str], message: str) -> None:
     path = write(tmp_path / "rows.jsonl", grouped())
-    with pytest.raises(RecipeError, match=says):
+    with pytest.raises(RecipeError, match=message):
         check(
             parse_recipe([*arguments(tmp_path, path, tmp_path / "run", "--gradient_accumulation_steps=4"), *more]), HERE
         )
 
 
-def test_the_dataset_needs_the_key(tmp_path: Path) -> None:
+def test_the_dataset_scored_needs_the_key_offline(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"model_name_or_path: x\nrewards: [well_formed]\ndataset: {{name: scored, path: {tmp_path}/a.jsonl}}\n"
@@ -213,7 +213,7 @@ def test_each_response_of_a_group_comes_once_with_its_reward(tmp_path: Path, tok
         assert tokenizer.batch_decode(given["prompt_ids"]) == ["What is 2 + 1?"] * 4 + ["What is 0 + 1?"] * 4
 
 
-def test_draws_go_on_from_a_saved_generator_state(tmp_path: Path, tokenizer) -> None:
+def test_draws_continue_from_a_saved_generator_state(tmp_path: Path, tokenizer) -> None:
     recorded = rollout(tmp_path, tokenizer, grouped(prompts=1, responses=9))
     trainer = SimpleNamespace(processing_class=tokenizer)
     draws = []
@@ -238,7 +238,7 @@ def test_lengths_are_checked_before_training(tmp_path: Path, tokenizer) -> None:
         rollout(tmp_path, tokenizer, [{"prompt": "a", "response": " 2", "reward": 1.0, "logprobs": [-1.0]}])
 
 
-def test_a_generated_completion_has_no_recorded_reward() -> None:
+def test_recorded_reward_raises_for_a_generated_completion() -> None:
     with pytest.raises(TypeError, match="recorded_reward"):
         recorded_reward(completions=["a"])
 
@@ -250,7 +250,7 @@ def completions(output: Path) -> pd.DataFrame:
     return pd.concat(pd.read_parquet(path) for path in sorted((output / "completions").glob("*.parquet")))
 
 
-def test_a_group_baseline_trains_on_what_was_recorded(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_group_baseline_trains_on_the_recorded_rows(tiny_model: Path, tmp_path: Path) -> None:
     data, output = write(tmp_path / "rows.jsonl", grouped()), tmp_path / "run"
     more = ["--offline=group", "--num_generations=4", "--gradient_accumulation_steps=2", "--max_steps=2"]
     assert train.main(arguments(tiny_model, data, output, *more)) == 0
@@ -260,14 +260,14 @@ def test_a_group_baseline_trains_on_what_was_recorded(tiny_model: Path, tmp_path
         n = int(prompt.split()[2])
         assert set(group["completion"]) == {f" {n + k}" for k in range(4)}
         assert list(group["recorded_reward"]) == [float(text == f" {n + 1}") for text in group["completion"]]
-        # (1 - 1/4) / std and (0 - 1/4) / std, the unbiased std of one 1 and three 0 being 1/2.
+        # (1 - 1/4) / std and (0 - 1/4) / std, where the unbiased std of one 1 and three 0 is 1/2.
         expected = [1.5 if reward else -0.5 for reward in group["recorded_reward"]]
         assert list(group["advantage"]) == pytest.approx(expected, abs=1e-3)
     record = json.loads((output / "run.json").read_text())
     assert record["recipe"]["offline"] == {"baseline": "group"}
 
 
-def test_a_batch_baseline_trains_on_one_response_a_prompt(tiny_model: Path, tmp_path: Path, capsys) -> None:
+def test_a_batch_baseline_trains_on_one_response_per_prompt(tiny_model: Path, tmp_path: Path, capsys) -> None:
     rewards = [5.0, 0.0, 1.0, 2.0, 0.5, 3.0, 4.0, 0.5]
     rows = [{"prompt": f"q {n}?", "response": f" {n}", "reward": reward} for n, reward in enumerate(rewards)]
     data, output = write(tmp_path / "rows.jsonl", rows), tmp_path / "run"
@@ -277,7 +277,7 @@ def test_a_batch_baseline_trains_on_one_response_a_prompt(tiny_model: Path, tmp_
     assert "4 prompts × 1 completions = 4 completions on 1 process" in said
     assert "one: the whole generation" in said
     seen = completions(output)
-    assert sorted(seen["prompt"]) == [f"q {n}?" for n in range(8)]  # one epoch, each prompt once
+    assert sorted(seen["prompt"]) == [f"q {n}?" for n in range(8)]  # each prompt once in one epoch
     for _, batch in seen.groupby("step"):
         reward = torch.tensor([rewards[int(prompt.split()[1][:-1])] for prompt in batch["prompt"]])
         assert list(batch["recorded_reward"]) == reward.tolist()
@@ -286,7 +286,7 @@ def test_a_batch_baseline_trains_on_one_response_a_prompt(tiny_model: Path, tmp_
 
 
 def test_recorded_log_probabilities_become_the_denominator(tiny_model: Path, tmp_path: Path) -> None:
-    """With a recorded policy that gave every token half the present policy's probability, the ratio is 2, and clipped."""
+    """The recorded policy gave each token half the present policy's probability, so the ratio is 2 and is clipped."""
     tokenizer, model = AutoTokenizer.from_pretrained(tiny_model), AutoModelForCausalLM.from_pretrained(tiny_model)
     rows = []
     for row in grouped(prompts=2):
@@ -305,7 +305,7 @@ def test_recorded_log_probabilities_become_the_denominator(tiny_model: Path, tmp
     output = tmp_path / "run"
     assert train.main(arguments(tiny_model, data, output, *more)) == 0
     logged = json.loads((output / "trainer_state.json").read_text())["log_history"][0]
-    # Advantages are 1.5, -0.5, -0.5, -0.5: the loss is -(1.2 * 1.5 - 3 * 2 * 0.5) / 4, and one row in four is clipped above.
+    # With advantages 1.5, -0.5, -0.5, -0.5 the loss is -(1.2 * 1.5 - 3 * 2 * 0.5) / 4, and one row in four is clipped above.
     assert logged["loss"] == pytest.approx(-(1.2 * 1.5 - 3 * 2 * 0.5) / 4, abs=2e-3)
     assert logged["clip_ratio/high_mean"] == pytest.approx(0.25, abs=0.05)
 
@@ -318,8 +318,8 @@ def log_probs_of(model, prompt: list[int], ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("baseline", ["group", "batch"])
 @pytest.mark.parametrize("recorded", [False, True], ids=["on-policy", "recorded log-probabilities"])
-def test_the_gradient_is_the_oracles(baseline: str, recorded: bool, tiny_model: Path, tmp_path: Path) -> None:
-    """Loss and gradient from the file's own prompts, responses and rewards, by the independent copy of the mathematics."""
+def test_loss_and_gradient_equal_the_oracle(baseline: str, recorded: bool, tiny_model: Path, tmp_path: Path) -> None:
+    """The oracle computes loss and gradient from the prompts, responses and rewards of the file."""
     from trl import GRPOConfig
 
     from grpo_recipes import GRPOTrainer
@@ -397,8 +397,10 @@ SOLVERS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verifica
 
 
 @pytest.mark.slow
-def test_right_solutions_become_likelier_than_wrong_ones_on_held_out_problems(gsm8k_dir: Path, tmp_path: Path) -> None:
-    """Recorded groups of four real solutions with their labels; the margin is that of mean log-probabilities a token."""
+def test_correct_solutions_become_likelier_than_wrong_ones_on_held_out_problems(
+    gsm8k_dir: Path, tmp_path: Path
+) -> None:
+    """The data are groups of four real solutions with labels. The margin is a difference of mean token log-probabilities."""
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 
     rows = []

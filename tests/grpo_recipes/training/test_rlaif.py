@@ -36,7 +36,7 @@ def write(path, *conversations):
     return path
 
 
-# The file
+# Reading the file
 
 
 def test_prompts_are_the_turns_before_the_one_to_generate():
@@ -103,11 +103,11 @@ def test_cutting_a_long_prompt_drops_its_oldest_turns_first(tmp_path):
     assert cut(40)[0][1]["content"] == "c" * 12
 
 
-# The advantage
+# The two-stage advantage
 
 
 def two_stage_advantage(rewards, group):
-    """The source's: z-score in the group, clamped to +-10, then z-score over the batch, with its two epsilons."""
+    """Return MiniMind's advantage: z-score in the group, clamped to +-10, then z-score over the batch, with two epsilons."""
     rewards = torch.as_tensor(rewards, dtype=torch.float64)
     grouped = rewards.view(-1, group)
     mean, std = grouped.mean(1).repeat_interleave(group), grouped.std(1).repeat_interleave(group)
@@ -116,7 +116,7 @@ def two_stage_advantage(rewards, group):
 
 
 def one_step(folder, **settings):
-    """TRL's own configuration for one step: 2 prompts, 8 completions of 4 tokens each."""
+    """Return TRL's configuration for one step with 2 prompts and 8 completions of 4 tokens each."""
     return GRPOConfig(
         output_dir=str(folder),
         use_cpu=True,
@@ -146,21 +146,21 @@ def test_the_two_stage_advantage_is_normalize_then_sum(tmp_path):
     assert trainer._logs["advantages"] == pytest.approx((expected * known_factor).tolist(), abs=1e-5)
 
 
-def test_the_clamp_at_ten_can_not_bind_up_to_101_completions():
-    # The largest z-score of a group is that of one reward apart from G - 1 equal ones: (G - 1) / sqrt(G).
+def test_the_clamp_at_ten_has_no_effect_up_to_101_completions():
+    # The largest z-score in a group is that of one reward beside G - 1 equal ones: (G - 1) / sqrt(G).
     for group, binds in ((2, False), (101, False), (102, True)):
         rewards = torch.zeros(group, dtype=torch.float64)
-        rewards[0] = 1e6  # the first epsilon is then negligible
+        rewards[0] = 1e6  # makes the first epsilon negligible
         z = ((rewards - rewards.mean()) / rewards.std()).max()
         assert z == pytest.approx((group - 1) / group**0.5)
         assert bool(z > 10) is binds
 
 
-# The recipe
+# Runs of the recipe
 
 
 def save_policy(folder, mixture_of_experts=False):
-    """A tiny policy over single bytes."""
+    """Save a tiny policy over single bytes."""
     torch.manual_seed(0)
     shape = {
         "vocab_size": 258,
@@ -185,14 +185,14 @@ def save_policy(folder, mixture_of_experts=False):
 
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory):
-    """A tiny InternLM2 reward checkpoint, converted."""
+    """Return the folder of a tiny converted InternLM2 reward model."""
     folder = tmp_path_factory.mktemp("internlm2")
     save_internlm2(folder / "hub", seed=0, heads=4, kv_heads=2, hidden=32, layers=2)
     return convert(folder / "hub", folder / "native")
 
 
 def arguments(tmp_path, reward_model, *more, mixture_of_experts=False):
-    """The recipe with only models, data, device and sizes of the run overridden."""
+    """Return the arguments that override only models, data, device and sizes of the recipe."""
     policy = save_policy(tmp_path / "policy", mixture_of_experts)
     return [
         "--config=rlaif-minimind-internlm2",
@@ -210,7 +210,7 @@ def arguments(tmp_path, reward_model, *more, mixture_of_experts=False):
 
 
 def logged(tmp_path):
-    """The steps that a run logged, checked to be five and finite."""
+    """Return the steps that a run logged, and assert that they are five and finite."""
     history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
     steps = [entry for entry in history if "loss" in entry]
     assert len(steps) == 5
@@ -222,7 +222,7 @@ def launch(config, args, **environment):
     return launching.launch_module(str(config), "grpo_recipes.train", *args, **environment)
 
 
-def test_the_recipe_checks_out(monkeypatch):
+def test_the_recipe_passes_the_checks(monkeypatch):
     args = ["--config=rlaif-minimind-internlm2", f"--dataset.path={RLAIF_FILE}"]
     checked = check(parse_recipe(args), Machine(1, bf16=True))
     assert [reward.name for reward in checked.rewards] == ["minimind"]
@@ -250,7 +250,7 @@ def test_the_recipe_keeps_a_routers_loss(converted, tmp_path):
     assert all(entry["aux_loss"] > 0 for entry in logged(tmp_path))
 
 
-def test_trls_own_path_scores_a_converted_folder_alike(converted, tmp_path):
+def test_trl_scores_a_converted_reward_model_the_same(converted, tmp_path):
     rewards = [str(converted), RewardModelScore(converted, clamp=None, answer_tag=None)]
     policy = save_policy(tmp_path / "policy")
     trainer = GRPOTrainer(str(policy), rewards, args=one_step(tmp_path / "run"), train_dataset=load(spec()))
@@ -298,7 +298,7 @@ def test_the_recipe_trains_under_zero3(converted, tmp_path):
     pytest.importorskip("deepspeed")
     config = tmp_path / "zero3_cpu.yaml"
     config.write_text(ZERO3_CPU)
-    # DeepSpeed compiles an extension; a lock that another, killed run left in the default folder would be waited on for ever.
+    # DeepSpeed compiles an extension. In the default folder it would wait for a lock that another, killed run has left.
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     launch(config, arguments(tmp_path, converted), TORCH_EXTENSIONS_DIR=extensions)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["world_size"] == 2

@@ -1,4 +1,4 @@
-"""Two ranks, of which one has nothing to learn from: the parameters of one process, and nothing hangs."""
+"""Two ranks, one with zero advantages only, train to the parameters of one process and do not hang."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tests.support.train_recorded import uneven
 
 
 def trained(kind: str, ranks: int, output: Path, *options: str, config: str = "cpu") -> dict[str, torch.Tensor]:
-    """The weights that a run leaves behind."""
+    """Train, and return the final weights."""
     launching.launch_module(config, "tests.support.train_recorded", kind, str(ranks), str(output), *options)
     return load_file(next(output.glob("*model.safetensors")))
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """Stock TRL in one process."""
+    """Return the weights of stock TRL in one process."""
     return trained("trl", 1, tmp_path_factory.mktemp("alone"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("config", ["ddp_cpu", "zero3_cpu"])
-def test_uneven_ranks_train_as_one_process_does(config: str, alone: dict, tmp_path: Path) -> None:
+def test_uneven_ranks_train_to_the_weights_of_one_process(config: str, alone: dict, tmp_path: Path) -> None:
     ours = trained("ours", 2, tmp_path, config=config)
     start = model().state_dict()
     assert max(float((alone[name] - start[name]).abs().max()) for name in alone) > 1e-3, "something is learnt"

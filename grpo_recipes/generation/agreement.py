@@ -108,6 +108,7 @@ def disagreement(mean: float, largest: float, *, is_float32: bool, where: str) -
     """Return by how much log-probabilities differ on the tokens of `where`, as a phrase, or "" within the tolerance."""
     value = largest if is_float32 else mean
     limit = LOG_PROBS.of(is_float32)
+    # A comparison with NaN is False, so a difference that is not a number counts as a disagreement.
     return "" if value <= limit else f"by {value:.1e} on {where}, {limit:.0e} allowed"
 
 
@@ -154,6 +155,7 @@ def gradient_disagreement(got: Sequence[Tensor | None], expected: Sequence[Tenso
     """
     pairs = []
     for one, other in zip(got, expected, strict=True):
+        # A parameter that is not used has the gradient None, or zeros if another layout multiplies it by zero.
         like = one if one is not None else other
         if like is not None:
             zeros = torch.zeros_like(like)
@@ -181,6 +183,7 @@ def _largest_relative_entry(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
 
 def _relative_norm(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     """Return the norm of the difference over all tensors, relative to the norm of the second gradient."""
+    # Over all tensors: 16-bit rounding can move the gradient of a single small tensor by its own size.
     difference = math.sqrt(sum(float((got - expected).square().sum()) for got, expected in pairs))
     size = math.sqrt(sum(float(expected.square().sum()) for _, expected in pairs))
     return difference / max(size, 1e-30)
@@ -219,7 +222,7 @@ class Evidence:
     @property
     def mean(self) -> float:
         """Mean of |d|."""
-        return self.total / max(self.tokens, 1.0)
+        return self.total / max(self.tokens, 1.0)  # a rank may have no comparable token
 
     def differs(self, is_float32: bool) -> bool:
         """Return True if the difference exceeds the tolerance of its precision."""
@@ -275,9 +278,11 @@ def conclude(evidence: Evidence, *, is_float32: bool, baseline: float | None) ->
             return Conclusion(unclear=unclear)  # 16-bit rounding, which another computation may happen to repeat
         # If another computation of the same weights explains as much as other weights, the weights are the policy's.
         return Conclusion(differs and not computations, computations or names, unclear, share)
+    # By size and not by fit: an engine's rounding errors are not those of autocast, token by token.
     bfloat16 = evidence.fits.get(BFLOAT16)
     if bfloat16 is not None and evidence.total <= BFLOAT16_FACTOR * bfloat16.total:
         return Conclusion(False, (BFLOAT16,), unclear)
+    # Nothing explains the difference. Weights of an earlier step are known by the jump from the baseline.
     limit = WITHOUT_BASELINE
     if baseline is not None:
         limit = max(LOG_PROBS.of(is_float32), BEYOND_BASELINE.of(is_float32) * baseline)

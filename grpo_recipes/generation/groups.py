@@ -23,7 +23,7 @@ from transformers.generation import logits_process as processors
 from transformers.generation.configuration_utils import GenerationMode
 
 from grpo_recipes.generation.kv_cache import LAYERS, ROOM, Buffer
-from grpo_recipes.generation.models import rotary_of_the_longest
+from grpo_recipes.generation.models import method_replaced, rotary_of_the_longest
 from grpo_recipes.generation.recorder import Recorder
 from grpo_recipes.generation.sampling_settings import ProcessorComparison, each_built
 
@@ -124,14 +124,8 @@ def decoding(model: PreTrainedModel, turn: Turn | None, stopping: Sequence[Stopp
         # A `generate` of the model's own need not run one forward per token, nor accept a criterion.
         return stock(*args, **kwargs) if own else turn.record(model, stock, *args, **kwargs)
 
-    model.generate = generate
-    try:
+    with method_replaced(model, "generate", generate):
         yield
-    finally:
-        if own:
-            model.generate = stock
-        else:
-            del model.generate
 
 
 def reason_to_decline(

@@ -56,6 +56,7 @@ class Processing:
         given = args.generation_kwargs or {}
         names = cls.__dataclass_fields__
         values = {name: given.get(name, getattr(args, name)) for name in names}
+        # None stands for the default of vLLM and of TRL, which changes nothing.
         values["top_k"] = max(values["top_k"] or 0, 0)  # vLLM writes -1 for no limit
         settings = cls(**{name: value for name, value in values.items() if value is not None})
         unknown = sorted(set(given) - set(names) - HARMLESS - {"temperature"})
@@ -125,6 +126,7 @@ class Scorer:
     def __call__(self, model: nn.Module, rows: Rows, size: int) -> Tensor:
         """Return log-probabilities (B, T) in forwards of at most `size` rows. Values where there is no token mean nothing."""
         if self.processing is not None or not self.padded:
+            # Rows without padding have widths of their own, and processed scores hold a vocabulary for each token.
             size = 1
         chunks = torch.arange(len(rows.input_ids), device=rows.input_ids.device).split(size)
         kwargs = self.trainer.args.gradient_checkpointing_kwargs
@@ -142,11 +144,13 @@ class Scorer:
             values = self._score_processed(model, rows, self.processing)
         else:
             values = self.trl_log_probs(model, rows, False)[0]
+        # Trimmed rows are narrower than the batch that they go back into.
         return nn.functional.pad(values, (0, width - values.shape[1]))
 
     def _score_processed(self, model: nn.Module, row: Rows, processing: Processing) -> Tensor:
         """Return log-probabilities (1, T) of one row after processing."""
         keep = row.logits_to_keep
+        # One logit more than tokens: the last prompt token predicts the first of the completion.
         with self.trainer.accelerator.autocast():
             output = model(
                 input_ids=row.input_ids, attention_mask=row.attention_mask, logits_to_keep=keep + 1, use_cache=False
@@ -167,7 +171,7 @@ class Adapters:
     def keep(self, step: int) -> None:
         """Copy the trained tensors to host memory, once for each step."""
         if self.trained and step not in self.kept:
-            self.kept = dict([*self.kept.items()][-1:])
+            self.kept = dict([*self.kept.items()][-1:])  # the newest one becomes the earlier one
             self.kept[step] = [parameter.detach().to("cpu", copy=True) for parameter in self.trained]
 
     @property
@@ -178,6 +182,7 @@ class Adapters:
     @contextmanager
     def earlier(self) -> Iterator[None]:
         """Set the adapter inside this block to its values at the step before the newest."""
+        # Training must go on from the same bits, so the values now are copied, not computed back.
         now = [parameter.detach().clone() for parameter in self.trained]
         before = self.kept[min(self.kept)]
         try:
@@ -211,10 +216,12 @@ def hypotheses(trainer: GRPOTrainer, adapters: Adapters, scorer: Scorer, with_bf
         scorer: the computation of the policy's own log-probabilities.
         with_bfloat16: True to add the policy in bfloat16, if it is float32.
     """
+    # The contexts change nothing before they are entered.
     model, policy = trainer.model, scorer.policy
     found: dict[str, Hypothesis] = {}
     if isinstance(policy, PeftModel):
         found[OFF] = Hypothesis(policy.disable_adapter(), model, scorer)
+        # Other adapters have no scale: to apply one twice has no meaning that all of them share.
         if any(isinstance(module, LoraLayer) for module in policy.modules()):
             found[TWICE] = Hypothesis(rescale_adapter_scale(policy, 2), model, scorer)
         if adapters.has_earlier:

@@ -94,6 +94,7 @@ class SlidingBuffer(Buffer, DynamicSlidingWindowLayer):
         """Append, and return the columns of the window and the new ones."""
         self.append(keys, values)
         self.cumulative_length += keys.shape[2]
+        # Before the window moves: the first of several new tokens still sees the columns that leave with the last one.
         in_window = self.keys, self.values
         self.show(max(self.start, self.stop - self.sliding_window + 1), self.stop)
         return in_window

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -26,6 +26,7 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 def is_float32(model: nn.Module) -> bool:
     """Return True if a model's weights are float32 or float64."""
+    # The first parameter is one of the base: an adapter may be float32 on a 16-bit base.
     return next(model.parameters()).dtype in (torch.float32, torch.float64)
 
 
@@ -76,6 +77,7 @@ def has_dropout(model: nn.Module) -> bool:
     """
     for module in model.modules():
         for name, value in vars(module).items():
+            # By name: families spell the rate in many ways, and one that is missed makes two forwards differ without error.
             if isinstance(value, float) and value > 0 and "drop" in f"{type(module).__name__}.{name}".lower():
                 return True
     return False
@@ -93,6 +95,20 @@ def unfit(policy: nn.Module) -> str:
     if policy.training and has_dropout(base_model(policy)):
         return "the model has dropout, and completions of a prompt would share its mask"
     return ""
+
+
+@contextmanager
+def method_replaced(model: nn.Module, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of one model object, and not of its class, inside this block."""
+    stock, own = getattr(model, name), name in vars(model)
+    setattr(model, name, replacement)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(model, name, stock)
+        else:
+            delattr(model, name)  # a bound method left on the object would be pickled and copied with it
 
 
 @contextmanager
@@ -126,7 +142,7 @@ def in_float32(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
         accelerator.native_amp = False
         if autocast is not None:
             vars(model)["forward"] = vars(model)["_original_forward"]
-        torch.set_float32_matmul_precision("highest")
+        torch.set_float32_matmul_precision("highest")  # TF32 would round the factors of every product
         with torch.autocast(accelerator.device.type, enabled=False):
             yield
     finally:

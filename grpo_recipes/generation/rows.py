@@ -50,6 +50,7 @@ class Rows:
 
     def widen(self, left: int, right: int) -> Rows:
         """Return the rows with columns of padding added on both sides."""
+        # Any ID of the rows will do as padding: the pad token is not known here, and the ID must exist in the vocabulary.
         ids = pad(self.input_ids, (left, right), value=int(self.input_ids[0, -1]))
         return Rows(ids, pad(self.attention_mask, (left, right)), self.logits_to_keep + right)
 
@@ -119,5 +120,6 @@ def unpadded(ids: Tensor, mask: Tensor) -> list[np.ndarray]:
 
 def _padded(rows: Sequence[Sequence[int]], side: str) -> tuple[Tensor, Tensor]:
     """Return the token IDs, padded with 0 on one side, and their mask, each (B, columns)."""
+    # 0 is an ID of every vocabulary, and the mask hides it.
     ids = [torch.tensor(list(row), dtype=torch.long) for row in rows]
     return pad_rows(ids, 0, side), pad_rows([torch.ones_like(row) for row in ids], 0, side)

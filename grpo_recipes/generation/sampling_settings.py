@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import LogitsProcessorList
 
-from grpo_recipes.generation.models import base_model
+from grpo_recipes.generation.models import base_model, method_replaced
 from grpo_rewards.errors import one_line, shortened
 
 KEPT = frozenset({
@@ -252,20 +252,14 @@ class ProcessorComparison:
 @contextmanager
 def each_built(model: PreTrainedModel, change: Change) -> Iterator[None]:
     """Let `generate` of `model` inside this block use what `change` makes of the processors that it has built."""
-    stock, own = model._get_logits_processor, "_get_logits_processor" in vars(model)
+    stock = model._get_logits_processor
 
     def build(generation_config: GenerationConfig, **inputs: Any) -> LogitsProcessorList:
         found = stock(generation_config=generation_config, **inputs)
         return change(model, found, generation_config, inputs)
 
-    model._get_logits_processor = build
-    try:
+    with method_replaced(model, "_get_logits_processor", build):
         yield
-    finally:
-        if own:
-            model._get_logits_processor = stock
-        else:
-            del model._get_logits_processor
 
 
 def _distribution(scores: Tensor, samples: bool) -> Tensor:

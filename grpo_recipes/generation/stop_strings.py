@@ -66,6 +66,7 @@ class Ends(StoppingCriteria):
         # Without the prompt: the policy did not write a string that begins in it.
         completions = input_ids[:, self.width :]
         done = self.stop.criterion(completions, scores)
+        # The first end counts: the stock loop runs finished rows on.
         self.lengths[done & (self.lengths == 0)] = completions.shape[1]
         return done
 

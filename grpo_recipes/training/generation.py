@@ -70,6 +70,7 @@ class Generation:
         """
         trainer = self.trainer
         if trainer.use_vllm:
+            # An engine has no dropout, and its processors act before its log-probabilities.
             completions, log_probs = turn()
             return completions, log_probs, self.check.of_vllm(prompts, completions, log_probs)
         # Looked up once: accelerate reads DeepSpeed's metadata from disk each time.
@@ -78,6 +79,7 @@ class Generation:
             published = self.published.aside(policy, trainer.generation_config)
             with published, self.continuous_batching.around(policy, prompts, trainer.max_completion_length):
                 completions, _ = turn()
+            # TRL discards the log-probabilities of `generate_batch`: the check announces that nothing is compared.
             return completions, None, self.check(prompts, completions, None)
         # No other computation repeats a dropout mask, so these completions have nothing to be compared with.
         drops = trainer.model.training and has_dropout(base_model(policy))
@@ -101,6 +103,7 @@ class Generation:
         """
         reason = self.stock_because or unfit(policy)
         grouped = self.mode == "auto" and not reason
+        # The first batch of groups is recorded whole, also without the check: it decides whether groups are decoded.
         every = 1 if grouped and not self.is_verified else self.check.record_every(len(prompts))
         request = Turn(
             grouped=grouped,
@@ -113,6 +116,7 @@ class Generation:
         published = self.published.aside(policy, self.trainer.generation_config)
         with published, decoding(base_model(policy), request, ends):
             completions, _ = turn()
+        # TRL reads a completion up to its first end token, and would keep the padding behind a stop string.
         for end in ends:
             completions = end.cut(completions)
         recorded = None
@@ -127,6 +131,7 @@ class Generation:
                 self.stock_because = (
                     f"group decoding picks tokens under other log-probabilities than the policy's ({difference})"
                 )
+                # Nothing has been trained on these tokens yet, so they can be thrown away.
                 return self._generate(turn, policy, prompts, drops, comparison)
             self.is_verified = True
         return completions, recorded

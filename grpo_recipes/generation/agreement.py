@@ -4,9 +4,9 @@ Three callers use it. A layout of micro-batches is compared with TRL's own (`tra
 group decoding is compared with a forward of the model (`evaluation/engines.py`). Every generator is compared with the
 policy during training (`generator_check.py`), where the difference must also be explained:
 
-With d the differences generator - policy of some tokens, and e the differences hypothesis - policy on the same tokens, the
-hypothesis explains the share 1 - sum((d - e)^2) / sum(d^2). The share is 1 if the hypothesis generated the tokens, and
-below 0 if the policy did, whatever noise the dtypes add.
+With d the differences generator - policy of some tokens, and e the differences hypothesis - policy on the same tokens,
+the hypothesis explains the share 1 - sum((d - e)^2) / sum(d^2). The share is 1 if the hypothesis generated the tokens,
+and below 0 if the policy did, whatever noise the dtypes add.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class ByPrecision:
 LOG_PROBS = ByPrecision(float32=1e-4, half=5e-2)
 """Largest difference of a log-probability in float32, and mean difference in 16 bits.
 
-In 16 bits the largest difference is no measure: over thousands of tokens, two correct kernels differ by more than this on
-some. Evidence: float32 rounding reaches 1e-5 and weights of another model 0.1 to 6 (docs/vllm.md). In bfloat16 two correct
-layouts differ by more than 1e-4 and less than 0.1 on any token (`test_packed_attention.py`). 1,100 healthy steps stay below
-both limits, and every planted fault exceeds them (`test_generator_check.py`).
+In 16 bits the largest difference is no measure: over thousands of tokens, two correct kernels differ by more than this
+on some. Evidence: float32 rounding reaches 1e-5 and weights of another model 0.1 to 6 (docs/vllm.md). In bfloat16 two
+correct layouts differ by more than 1e-4 and less than 0.1 on any token (`test_packed_attention.py`). 1,100 healthy
+steps stay below both limits, and every planted fault exceeds them (`test_generator_check.py`).
 """
 GRADIENTS = ByPrecision(float32=1e-2, half=0.2)
-"""Difference of a gradient, relative to its tensor's largest entry in float32, and to the norm over all tensors in 16 bits.
+"""Difference of a gradient: relative to its tensor's largest entry in float32, to the norm of all tensors in 16 bits.
 
 Evidence: a wrong attention mask gives 0.1 to 5 (`test_layout_check.py`, `tests/tools/models.py` on all architectures).
 """
@@ -66,7 +66,7 @@ Evidence: a new adapter under autocast, of which the loss loses a part (`test_ge
 TIE = 0.01
 """Largest distance between the shares of two hypotheses that are named together.
 
-Evidence: after one update, a new adapter one step ago equals no adapter (the planted faults of `test_generator_check.py`).
+Evidence: after one update, a new adapter one step ago equals no adapter (planted faults of `test_generator_check.py`).
 """
 EXCLUDED = 4.0
 """Factor, in squared differences, by which the policy must be closer than a hypothesis to exclude the hypothesis.
@@ -84,9 +84,9 @@ Evidence: engines that are one update late exceed it, 1,100 healthy steps do not
 WITHOUT_BASELINE = 0.5
 """Mean difference above which the run is stopped while there is no baseline yet. Evidence: see `BEYOND_BASELINE`."""
 BFLOAT16_FACTOR = 3.0
-"""Multiple of the difference that bfloat16 makes to the policy, up to which an engine's own dtype explains a difference.
+"""Multiple of the difference that bfloat16 makes to the policy, up to which an engine's dtype explains a difference.
 
-Evidence: healthy bfloat16 engines under a float32 policy, of two precisions of their own kernels (`test_generator_check.py`).
+Evidence: healthy bfloat16 engines under a float32 policy (`test_generator_check.py`).
 """
 
 # ---- Hypotheses: what else may have generated the tokens
@@ -99,9 +99,9 @@ OTHER_WEIGHTS = {
     EARLIER: "the model with its adapter as it was a step ago",
     REFERENCE: "the reference model",
 }
-"""Hypotheses of other weights than the policy's, with their names in messages. The policy did not generate if one holds."""
+"""Hypotheses of other weights, with their names in messages. If one of them holds, the policy did not generate."""
 OTHER_COMPUTATIONS = (UNPROCESSED, UNPADDED, NO_AUTOCAST)
-"""Hypotheses of another computation with the policy's weights. The policy did generate if one of them holds."""
+"""Hypotheses of another computation with the policy's weights. If one of them holds, the policy did generate."""
 
 
 def disagreement(mean: float, largest: float, *, is_float32: bool, where: str) -> str:
@@ -293,7 +293,7 @@ def _not_excluded(evidence: Evidence) -> tuple[str, ...]:
     """Return the hypotheses of other weights that the tokens do not exclude."""
     found = []
     for name, fit in evidence.fits.items():
-        # A generator that agrees to the bit excludes only what moves log-probabilities at all: 1e-12 is float32 rounding.
+        # 1e-12: a generator that agrees to the bit excludes only hypotheses that move log-probabilities at all.
         is_excluded = fit.residual > EXCLUDED * max(evidence.square, 1e-12)
         if name in OTHER_WEIGHTS and not is_excluded:
             found.append(name)
@@ -301,7 +301,7 @@ def _not_excluded(evidence: Evidence) -> tuple[str, ...]:
 
 
 def _best_fits(evidence: Evidence) -> tuple[tuple[str, ...], float]:
-    """Return the hypotheses that explain most, and the largest share. bfloat16 is judged by its size, not by its fit."""
+    """Return the hypotheses that explain most, and their share. bfloat16 is judged by its size, not by its fit."""
     shares = {name: evidence.share(name) for name in evidence.fits if name != BFLOAT16}
     best = max(shares.values(), default=-math.inf)
     return tuple(name for name, share in shares.items() if share > best - TIE), best

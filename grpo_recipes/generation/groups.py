@@ -3,9 +3,9 @@
     with decoding(model, Turn()):
         tokens = model.generate(input_ids=..., attention_mask=..., generation_config=...)
 
-`generate` stays transformers' own: it merges the configuration and builds logits processors, stopping criteria and cache.
-Only its loop is replaced, through the public argument `custom_generate`. The tokens are those of the stock loop. If that is
-not certain, this loop declines before the first forward, and `generate` starts again without it.
+`generate` stays transformers' own: it merges the configuration and builds logits processors, stopping criteria and
+cache. Only its loop is replaced, through the public argument `custom_generate`. The tokens are those of the stock loop.
+If that is not certain, this loop declines before the first forward, and `generate` starts again without it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Turn:
     """Request for one call of `generate` beyond its arguments, and what was recorded of it."""
 
     same_stream: ClassVar[bool] = False
-    """True in the exactness mode of the tests: the random numbers of finished rows are drawn too, as in the stock loop."""
+    """True in the exactness mode of the tests: random numbers are drawn for finished rows too, as in the stock loop."""
     grouped: bool = True
     """True to decode groups. False to let transformers' own loop run, and record its log-probabilities."""
     record_every: int = 0
@@ -63,7 +63,7 @@ class Turn:
     temperature: float = 1.0
     """Divisor of the logits in these log-probabilities. No other processor enters them, as none enters the loss."""
     together: bool = False
-    """True to run as many forwards as the rank with the longest completion: under ZeRO-3 each of them is a collective."""
+    """True to run as many forwards as the rank with the longest completion: under ZeRO-3 each is a collective."""
     comparison: ProcessorComparison | None = None
     """Comparison of the processors with those of the user's settings, or None."""
     declined: str = ""
@@ -168,7 +168,7 @@ def _unfit_cache(cache: Any) -> str:
 
 
 def decode_step(model: PreTrainedModel, tokens: Tensor, cache: DynamicCache, **inputs: Any) -> Tensor:
-    """Run `tokens` (rows, length) on top of `cache`. Return the logits of the last of them, (rows, vocabulary), in float32."""
+    """Run `tokens` (rows, length) on top of `cache`. Return the last logits (rows, vocabulary) in float32."""
     prepared = model.prepare_inputs_for_generation(
         tokens, next_sequence_length=tokens.shape[1], past_key_values=cache, use_cache=True, **inputs
     )
@@ -179,8 +179,9 @@ def draw(probabilities: Tensor) -> Tensor:
     """Draw a token of each row, (rows,), with its probability, (rows, vocabulary)."""
     if probabilities.device.type != "cpu":  # sums are not deterministic on a GPU
         return probabilities.multinomial(1)[:, 0]
-    # `multinomial` draws a random number for every token of the vocabulary: on a CPU as much time as a layer. Here one number
-    # per row is looked up in the sums. It is above 0 and at most the last sum, so no token of probability 0 is drawn.
+    # `multinomial` draws a random number for every token of the vocabulary: on a CPU as much time as a layer. Here one
+    # number per row is looked up in the sums. It is above 0 and at most the last sum, so no token of probability 0 is
+    # drawn.
     sums = probabilities.cumsum(-1, dtype=torch.float64)
     places = (1 - torch.rand(len(sums), 1, dtype=torch.float64)) * sums[:, -1:]
     return torch.searchsorted(sums, places)[:, 0]
@@ -189,7 +190,7 @@ def draw(probabilities: Tensor) -> Tensor:
 class Batch:
     """One call of `generate`.
 
-    Token IDs keep all rows, as stopping criteria expect them. Logits and cache have only the rows that are still generating.
+    Token IDs keep all rows, as stopping criteria expect them. Logits and cache have only generating rows.
     """
 
     def __init__(
@@ -303,7 +304,7 @@ class Batch:
         return (scores.softmax(-1) / noise[self.index]).argmax(-1)
 
     def append(self, tokens: Tensor) -> bool:
-        """Append a token to each generating row, and remove the rows that it finishes. Return True if any row goes on."""
+        """Append a token to each generating row, and remove finished rows. Return True if any row goes on."""
         self.ids[self.index, self.end] = tokens
         self.end += 1
         self.unfinished &= ~self.criteria(self.ids[:, : self.end], None)

@@ -1,8 +1,8 @@
 """Hypotheses about what generated in place of the policy, and log-probabilities of the same tokens under each of them.
 
-No hypothesis copies weights on the device. An adapter is switched off, or its scale doubled, for the length of a forward.
-The adapter of an earlier step is kept in host memory. Earlier weights of a full model would take the memory of a second
-model, and are not kept.
+No hypothesis copies weights on the device. An adapter is switched off, or its scale doubled, for the length of a
+forward. The adapter of an earlier step is kept in host memory. Earlier weights of a full model would take the memory of
+a second model, and are not kept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from grpo_recipes.generation.models import eval_no_grad, in_float32, is_float32
 from grpo_recipes.generation.rows import PerToken, Rows
 
 PROCESSED_TOKENS = 256
-"""Number of tokens of a completion that processed scores are computed for: each takes the logits of the whole vocabulary."""
+"""Number of tokens of a completion that are scored after processing: each takes the logits of the whole vocabulary."""
 
 HARMLESS = {"detokenize", "include_stop_str_in_output", "max_tokens", "min_tokens_to_keep", "n", "seed", "stop"}
 """Keys of `generation_kwargs` that do not change the scores of tokens, apart from those of `Processing`."""
@@ -43,7 +43,7 @@ HARMLESS = {"detokenize", "include_stop_str_in_output", "max_tokens", "min_token
 
 @dataclass(frozen=True)
 class Processing:
-    """Settings by which vLLM changes logits beyond temperature. TRL requests log-probabilities of the changed logits."""
+    """Settings by which vLLM changes logits beyond temperature. Its log-probabilities are of the changed logits."""
 
     repetition_penalty: float = 1.0
     min_p: float = 0.0
@@ -109,7 +109,7 @@ class Processing:
 
 @dataclass
 class Scorer:
-    """Computation of a completion's log-probabilities as a generator gives them, in equally many forwards on every rank."""
+    """Computation of log-probabilities as a generator gives them, in equally many forwards on every rank."""
 
     trainer: GRPOTrainer
     policy: nn.Module
@@ -124,7 +124,7 @@ class Scorer:
     """True if the policy runs under autocast, as in the loss."""
 
     def __call__(self, model: nn.Module, rows: Rows, size: int) -> Tensor:
-        """Return log-probabilities (B, T) in forwards of at most `size` rows. Values where there is no token mean nothing."""
+        """Return log-probabilities (B, T) in forwards of at most `size` rows. Those of padding mean nothing."""
         if self.processing is not None or not self.padded:
             # Rows without padding have widths of their own, and processed scores hold a vocabulary for each token.
             size = 1
@@ -160,7 +160,7 @@ class Scorer:
 
 
 class Adapters:
-    """Copies in host memory of an adapter's trained tensors at the last two steps at which completions were generated."""
+    """Copies in host memory of an adapter's trained tensors at the last two steps that generated completions."""
 
     def __init__(self, policy: nn.Module, sharded: bool) -> None:
         # Shards would have to be gathered at every step, which costs more than the check may.
@@ -232,8 +232,8 @@ def hypotheses(trainer: GRPOTrainer, adapters: Adapters, scorer: Scorer, with_bf
         context = torch.autocast(trainer.accelerator.device.type, torch.bfloat16)
         found[BFLOAT16] = Hypothesis(context, model, replace(scorer, autocast=True))
     if is_float32(policy) and trainer.accelerator.mixed_precision != "no" and scorer.autocast:
-        # The loss adds an adapter's output to the base's under autocast. bfloat16 rounds away most of what a new adapter
-        # adds, and `generate`, which runs without autocast, does not.
+        # The loss adds an adapter's output to the base's under autocast. bfloat16 rounds away most of what a new
+        # adapter adds, and `generate`, which runs without autocast, does not.
         found[NO_AUTOCAST] = Hypothesis(nullcontext(), model, replace(scorer, autocast=False))
     if scorer.processing is not None:
         found[UNPROCESSED] = Hypothesis(nullcontext(), model, replace(scorer, processing=None))

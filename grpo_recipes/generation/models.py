@@ -77,7 +77,8 @@ def has_dropout(model: nn.Module) -> bool:
     """
     for module in model.modules():
         for name, value in vars(module).items():
-            # By name: families spell the rate in many ways, and one that is missed makes two forwards differ without error.
+            # By name: families spell the rate in many ways, and one that is missed makes two forwards differ without
+            # error.
             if isinstance(value, float) and value > 0 and "drop" in f"{type(module).__name__}.{name}".lower():
                 return True
     return False
@@ -130,8 +131,8 @@ def in_float32(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
     """Run `model` inside this block with float32 copies of its 16-bit weights and without autocast.
 
     The copies are other parameters. If the data of the model's own parameters were swapped, torch would reset their
-    gradient accumulators, as it does where a dtype changes. The hooks by which DistributedDataParallel averages gradients
-    would go with them, and the ranks would train apart without an error.
+    gradient accumulators, as it does where a dtype changes. The hooks by which DistributedDataParallel averages
+    gradients would go with them, and the ranks would train apart without an error.
     """
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     native, precision = accelerator.native_amp, torch.get_float32_matmul_precision()
@@ -155,7 +156,7 @@ def in_float32(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
 
 
 def _replace_by_float32(model: nn.Module, replaced: list[tuple[dict[str, Any], str, Tensor]]) -> None:
-    """Replace 16-bit parameters and buffers by float32 copies, and append (module's dictionary, name, tensor) to `replaced`."""
+    """Replace 16-bit tensors by float32 copies, and append (module's dictionary, name, tensor) to `replaced`."""
     copies: dict[Tensor, Tensor] = {}
     for module in model.modules():
         stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)

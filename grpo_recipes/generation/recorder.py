@@ -1,7 +1,7 @@
 """Recorder of the log-probabilities under which transformers' own loop picks its tokens.
 
-`generate` returns them with `output_logits` only, for every row and the whole vocabulary. The recorder reads the logits of a
-few rows as they pass, and keeps one number per token.
+`generate` returns them with `output_logits` only, for every row and the whole vocabulary. The recorder reads the logits
+of a few rows as they pass, and keeps one number per token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grpo_recipes.generation.sampling_settings import ProcessorComparison, each_
 
 
 class Recorder(StoppingCriteria):
-    """Recorder of one call of `generate`. It is a stopping criterion, which is called once per token, and stops nothing.
+    """Recorder of one call of `generate`: a stopping criterion, which is called once per token, and stops nothing.
 
     Log-probabilities are those of the logits over `temperature`, before any processor, as in the loss.
 

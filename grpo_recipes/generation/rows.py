@@ -50,7 +50,8 @@ class Rows:
 
     def widen(self, left: int, right: int) -> Rows:
         """Return the rows with columns of padding added on both sides."""
-        # Any ID of the rows will do as padding: the pad token is not known here, and the ID must exist in the vocabulary.
+        # Any ID of the rows will do as padding: the pad token is not known here, and the ID must exist in the
+        # vocabulary.
         ids = pad(self.input_ids, (left, right), value=int(self.input_ids[0, -1]))
         return Rows(ids, pad(self.attention_mask, (left, right)), self.logits_to_keep + right)
 
@@ -71,7 +72,8 @@ class Rows:
     def prompt_numbers(self) -> list[int]:
         """Return, for each row, the index of the first row with the same prompt.
 
-        Prompts are compared by their tokens, because after TRL's shuffle the position of a row says nothing about its group.
+        Prompts are compared by their tokens, because after TRL's shuffle the position of a row says nothing about its
+        group.
         """
         first: dict[bytes, int] = {}
         return [first.setdefault(prompt.tobytes(), row) for row, prompt in enumerate(self.prompts())]
@@ -93,10 +95,11 @@ class Rows:
         return max(sum(prefixes.values()) + sum(labels), 1)
 
     def trimmed(self) -> tuple[Rows, Tensor]:
-        """Return the rows that hold labels without common padding, and their indices, at least one row one column wide."""
+        """Return the rows with labels without common padding, and their indices; at least one row of one column."""
         index = self.completion_mask.any(1).nonzero().flatten()
         if not len(index):
-            # All ranks must call the model equally often (a collective under ZeRO-3 and FSDP): run one row without labels.
+            # All ranks must call the model equally often (a collective under ZeRO-3 and FSDP): run one row without
+            # labels.
             index = index.new_zeros(1)
             return self.select(index, self.input_ids.size(1) - self.logits_to_keep - 1, 1), index
         left, width = extent(self.prompt_mask[index], self.completion_mask[index])

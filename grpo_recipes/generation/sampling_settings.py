@@ -1,12 +1,12 @@
 """Settings that decide which distribution tokens are drawn from: a model's published ones, and the user's own.
 
-transformers fills every field that a caller of `generate` leaves at None from `model.generation_config`, and adopts custom
-entries of it. A published `sequence_bias` or `min_new_tokens` would steer the sampling, while the loss takes the policy
-without it. So `PublishedSettings` puts these settings aside.
+transformers fills every field that a caller of `generate` leaves at None from `model.generation_config`, and adopts
+custom entries of it. A published `sequence_bias` or `min_new_tokens` would steer the sampling, while the loss takes the
+policy without it. So `PublishedSettings` puts these settings aside.
 
-A model's class may still bring logits processors of its own, and the log-probabilities of the logits do not show them. So
-`ProcessorComparison` passes the logits of a few rows through the processors that the user's settings alone give. The model
-runs no more often for it, and no dtype adds noise to the comparison.
+A model's class may still bring logits processors of its own, and the log-probabilities of the logits do not show them.
+So `ProcessorComparison` passes the logits of a few rows through the processors that the user's settings alone give. The
+model runs no more often for it, and no dtype adds noise to the comparison.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ LONGEST_VALUE, LONGEST_PHRASE = 60, 80
 """Number of characters that a message shows of a published value, and of a setting or a processor."""
 
 LOOK_FOR_ENDS = 32
-"""Interval in tokens at which transformers' own loop, which runs finished rows on, is searched for them. Each search waits
-for the device."""
+"""Interval in tokens at which finished rows are looked for in transformers' own loop. Each look waits for the
+device."""
 
 Change = Callable[[PreTrainedModel, LogitsProcessorList, GenerationConfig, dict[str, Any]], LogitsProcessorList]
 """Function that may replace the processors of a call, from the model, the processors, the complete configuration, and
@@ -69,7 +69,8 @@ class PublishedSettings:
             policy: the model without accelerate's wrappers, with or without an adapter.
             requested: the settings that `generate` or `generate_batch` is called with.
         """
-        # PEFT's `generate` assigns a configuration of the adapter's wrapper, if somebody has set one, to the base model.
+        # PEFT's `generate` assigns a configuration of the adapter's wrapper, if somebody has set one, to the base
+        # model.
         base = base_model(policy)
         owners = [base] if base is policy or "generation_config" not in vars(policy) else [base, policy]
         published = [(owner, getattr(owner, "generation_config", None)) for owner in owners]
@@ -222,9 +223,9 @@ class ProcessorComparison:
     def measured(self, completions: Sequence[Sequence[int]]) -> Tensor:
         """Return (2, tokens of all compared rows).
 
-        The first line holds the total variation distance of the two distributions of each token (0 to 1): the probability
-        that lies elsewhere. The second holds by how much the token's log-probability differs from the loss's because of
-        the settings.
+        The first line holds the total variation distance of the two distributions of each token (0 to 1): the
+        probability that lies elsewhere. The second holds by how much the token's log-probability differs from the
+        loss's because of the settings.
         """
         columns: list[Tensor] = []
         for row, found in self._columns.items():

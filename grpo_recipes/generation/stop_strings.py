@@ -1,7 +1,7 @@
 """Completions that end with a string: `generation_kwargs: {stop: ["</answer>"]}`, as vLLM spells it.
 
-`generate` drops the tokenizer if its loop is replaced, and `stop_strings` with it. So the criterion is passed to it. A row
-that ended with a string is padded behind it, and is cut here after the token that completes the string.
+`generate` drops the tokenizer if its loop is replaced, and `stop_strings` with it. So the criterion is passed to it. A
+row that ended with a string is padded behind it, and is cut here after the token that completes the string.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class StopStrings:
         try:
             self.criterion = StopStringCriteria(tokenizer, list(strings))
         except ValueError as error:
-            # The criterion finds the text of every token by way of a text of known letters, which some tokenizers change.
+            # The criterion finds the text of every token by way of a text of known letters, which some tokenizers
+            # change.
             raise UserError(
                 f"`generation_kwargs.stop`: transformers can't read the tokens of {type(tokenizer).__name__} as text "
                 f"({error}): leave `stop` out"
@@ -49,7 +50,7 @@ class StopStrings:
 
 
 class Ends(StoppingCriteria):
-    """Criterion that ends each row of one call of `generate` with a stop string in its completion, and keeps the place."""
+    """Criterion that ends the rows of one call of `generate` at a stop string, and keeps the place of each end."""
 
     def __init__(self, stop: StopStrings) -> None:
         self.stop = stop

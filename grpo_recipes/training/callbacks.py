@@ -1,4 +1,4 @@
-"""Callbacks of the trainer that belong to no other part of the training, and the identity that its checkpoints record."""
+"""Callbacks of the trainer that no other module owns, and the identity that its checkpoints record."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from grpo_recipes.runs.weights import ADAPTER_CONFIG
 from grpo_rewards.registry import BuiltReward
 
 ECHO_SECONDS = 2.0
-"""Time after Ctrl-C within which a second one is a copy: the launcher passes on what the terminal sent to all processes."""
+"""Time after Ctrl-C within which a second one is a copy: the launcher passes on what all processes got already."""
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,8 @@ class CompactCompletions(TrainerCallback):
         if self.trainer.args.log_completions_hub_repo:
             return "`log_completions_hub_repo` has pushed the files already, and would push their rows again"
         if self.trainer.checkpoints.pushes and self.trainer.args.hub_strategy != HubStrategy.END:
-            return "`push_to_hub` has pushed the files already, and would push their rows again (unless `hub_strategy: end`)"
+            sentence = "`push_to_hub` has pushed the files already, and would push their rows again"
+            return f"{sentence} (unless `hub_strategy: end`)"
         return ""
 
 

@@ -99,7 +99,7 @@ class Generation:
     ) -> tuple[Completions, Mapping[int, Tensor] | None]:
         """Return completions of transformers' `generate`, and recorded log-probabilities of some rows, by row.
 
-        If the first batch of groups differs from the policy, transformers' own loop generates it again and from then on.
+        If the first batch of groups differs from the policy, transformers' own loop generates it again.
         """
         reason = self.stock_because or unfit(policy)
         grouped = self.mode == "auto" and not reason

@@ -73,8 +73,8 @@ class GRPOTrainer(TRLGRPOTrainer):
             tokens stay the same, or "off". It does not concern vLLM and continuous batching.
         sampling: "informative" or a mapping, to skip prompts whose last groups had zero variance. See docs/sampling.md.
         advantages: "max_rl" or None, the rule that computes the advantages in place of TRL. See docs/algorithms.md.
-        generation_check: True to compare completions with the policy, and stop a run whose policy did not generate them.
-            See docs/generation-check.md.
+        generation_check: True to compare completions with the policy, and stop a run whose policy did not generate
+            them. See docs/generation-check.md.
         optimizer_cls_and_kwargs: class and arguments of the optimizer, an argument of transformers' trainer that TRL's
             does not pass on.
     """
@@ -108,7 +108,8 @@ class GRPOTrainer(TRLGRPOTrainer):
             check_generation(args)
             check_advantages(advantages, args)
             hide_secrets(args)
-        # TRL's own reference would be a second model in memory, also where an adapter that is switched off serves as one.
+        # TRL's own reference would be a second model in memory, also where an adapter that is switched off serves as
+        # one.
         with without_trl_reference(args), sampling_by_seed(args), neutral_engine():
             super().__init__(with_its_base(model, args), reward_funcs, args, *rest, **kwargs)
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
@@ -226,8 +227,8 @@ class GRPOTrainer(TRLGRPOTrainer):
     @contextmanager
     def _kl_logged_only(self) -> Iterator[None]:
         """Let TRL compute and log its sampled KL inside this block without adding it to the loss."""
-        # TRL does both or neither, by `beta != 0`. The product of the smallest float64 above 0 and a float32 tensor is 0.
-        # To subtract beta * KL from TRL's loss afterwards would leave rounding errors in the gradient.
+        # TRL does both or neither, by `beta != 0`. The product of the smallest float64 above 0 and a float32 tensor is
+        # 0. To subtract beta * KL from TRL's loss afterwards would leave rounding errors in the gradient.
         beta, self.beta = self.beta, math.ulp(0.0)
         try:
             yield
@@ -283,7 +284,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         return output
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return TRL's gathered rewards (completions of all ranks, functions), and keep them for the rule for advantages."""
+        """Return TRL's rewards (completions of all ranks, functions), and keep them for the rule for advantages."""
         self._gathered_rewards = super()._calculate_rewards(*args, **kwargs)
         return self._gathered_rewards
 
@@ -314,7 +315,7 @@ class GRPOTrainer(TRLGRPOTrainer):
     # ---- Seam 6: the order of the prompts
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
-        """Return TRL's order of prompts, also after a resume past the first epoch. With `sampling` some are marked as skipped."""
+        """Return TRL's order of prompts, also after a resume past the first epoch. `sampling` marks some as skipped."""
         recorded = offline.with_baseline(super()._get_train_sampler(dataset), self.rollout_func)
         sampler = EpochSampler.like(recorded) if self._prompts is None else self._prompts.sampler_like(recorded)
         # A second training has another sampler, and the epoch is set on one of them only.
@@ -335,7 +336,8 @@ class GRPOTrainer(TRLGRPOTrainer):
             if self.accelerator.is_main_process:
                 logger.info("step %d: %s", self.state.global_step, self._efficiency)
             self._efficiency = None
-        # A run that is resumed at its end logs without new completions: TRL would overwrite its last table by an empty one.
+        # A run that is resumed at its end logs without new completions: TRL would overwrite its last table by an empty
+        # one.
         log_completions, self.log_completions = (
             self.log_completions,
             self.log_completions and bool(self._logs["prompt"]),

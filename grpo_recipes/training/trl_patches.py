@@ -1,7 +1,7 @@
 """Replacements inside TRL and transformers at run time. Overrides of the trainer's methods are in `trainer.py`.
 
-In this order: weights, seed and settings of vLLM; continuous batching; counts of completions that end with a stop string;
-files of an evaluation's completions; training arguments that hide their secrets.
+In this order: weights, seed and settings of vLLM; continuous batching; counts of completions that end with a stop
+string; files of an evaluation's completions; training arguments that hide their secrets.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ NOT_SENT_BY_TRL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_token
 """Sampling settings of vLLM that TRL leaves to the engine, with their neutral values."""
 
 CPU_BATCH_TOKENS = 512
-"""Number of tokens of a forward of continuous batching on a CPU, unless more rows are decoded at once. Longer prompts go
-through the model in parts."""
+"""Number of tokens of a forward of continuous batching on a CPU, unless more rows are decoded at once. Longer prompts
+go through the model in parts."""
 
 
 # ---- vLLM
@@ -49,8 +49,8 @@ through the model in parts."""
 def sampling_by_seed(args: GRPOConfig | None) -> Iterator[None]:
     """Build a trainer inside this block to let `args.seed` decide what a colocated vLLM samples.
 
-    The engine draws from this process's random state, which it seeds when it is built. TRL passes it the rank as seed, so
-    every run would sample with the same noise.
+    The engine draws from this process's random state, which it seeds when it is built. TRL passes it the rank as seed,
+    so every run would sample with the same noise.
     """
     yield
     if args is not None and args.use_vllm and args.vllm_mode == "colocate":
@@ -111,8 +111,8 @@ def _check_server_limit(trainer: GRPOTrainer, published: int | None) -> None:
     if server["model_config"].get("generation_config") != "vllm":
         raise UserError(
             f"the vLLM server cuts every completion at {published} tokens, the `max_new_tokens` of the model's "
-            f"generation_config.json, and `max_completion_length` is {trainer.max_completion_length}: start the server with "
-            "`--generation-config vllm`"
+            f"generation_config.json, and `max_completion_length` is {trainer.max_completion_length}: start the server "
+            "with `--generation-config vllm`"
         )
 
 
@@ -120,8 +120,9 @@ def send_policy(trainer: GRPOTrainer) -> None:
     """Send vLLM copies of the merged weights of the active adapter, and no tensor that vLLM has no name for.
 
     TRL 1.16 merges the adapter, yields views of the parameters one by one, and unmerges after the last one
-    (`VLLMGeneration._iter_named_params`). A server's weights are packed 1 GiB at a time, so the last pack, of a small model
-    the only one, is read after that: the server would generate with the base (docs/upstream/trl-lora-server-weights.md).
+    (`VLLMGeneration._iter_named_params`). A server's weights are packed 1 GiB at a time, so the last pack, of a small
+    model the only one, is read after that: the server would generate with the base
+    (docs/upstream/trl-lora-server-weights.md).
 
     A second call changes nothing. Without vLLM, or without an adapter, there is nothing to do.
     """
@@ -141,8 +142,8 @@ def send_policy(trainer: GRPOTrainer) -> None:
 
 def _name_in_model(sent: str, adapter: str) -> str | None:
     """Return the name of a tensor in the model without adapters, or None for a tensor that is part of an adapter."""
-    # TRL skips names with the tuner's prefix (`lora_`) and strips `modules_to_save.default.`. Left are other adapters' copies
-    # of `modules_to_save`, those of a policy under another name, and trainable tokens.
+    # TRL skips names with the tuner's prefix (`lora_`) and strips `modules_to_save.default.`. Left are other adapters'
+    # copies of `modules_to_save`, those of a policy under another name, and trainable tokens.
     if "trainable_tokens_" in sent:
         return None
     name = sent.replace(f"modules_to_save.{adapter}.", "").replace(".token_adapter", "")
@@ -161,13 +162,13 @@ def refuse_cast(model: torch.nn.Module, args: GRPOConfig) -> None:
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     if cast is not None and trained - {cast} and args.deepspeed_plugin is None:
         raise UserError(
-            f"`use_transformers_continuous_batching` casts the trained weights to {cast} in place, and most updates would be "
-            "lost: set it to false, or `bf16` and `fp16` to false"
+            f"`use_transformers_continuous_batching` casts the trained weights to {cast} in place, and most updates "
+            "would be lost: set it to false, or `bf16` and `fp16` to false"
         )
 
 
 class ContinuousBatching:
-    """Context of TRL's call of `generate_batch`, which knows neither the attention of packed rows nor a CPU's memory."""
+    """Context of TRL's call of `generate_batch`, which supports neither packed attention nor a CPU's memory limits."""
 
     def __init__(self, config: ContinuousBatchingConfig) -> None:
         self.config = config
@@ -179,8 +180,8 @@ class ContinuousBatching:
     @contextmanager
     def around(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Iterator[None]:
         """Give the model stock attention inside this block and, on a CPU, the cache the size that it needs."""
-        # Left alone, transformers takes a share of all free memory. It also reserves a mask of 8,192 tokens by the whole
-        # cache: gigabytes, for which it refuses a cache that is large enough.
+        # Left alone, transformers takes a share of all free memory. It also reserves a mask of 8,192 tokens by the
+        # whole cache: gigabytes, for which it refuses a cache that is large enough.
         packs = has_packing_attention(model)
         stock_attention(model)
         if not self.is_cache_sized and model.device.type == "cpu":
@@ -245,14 +246,14 @@ def separate_eval_completions(trainer: GRPOTrainer, dataset: Any, prefix: str) -
     """Log completions inside this block to a table of their own, written to `<prefix>_completions_<step>.parquet`.
 
     TRL 1.16 logs training and evaluation through one table (`GRPOTrainer._logs`) and writes both to
-    `completions_<step>.parquet`, so an evaluation overwrites the training completions of its step. TRL's table also holds one
-    generation batch, and this one every row of the evaluation. Afterwards the training completions of the step, on disk and
-    still to be logged, are as they were.
+    `completions_<step>.parquet`, so an evaluation overwrites the training completions of its step. TRL's table also
+    holds one generation batch, and this one every row of the evaluation. Afterwards the training completions of the
+    step, on disk and still to be logged, are as they were.
 
     Args:
         trainer: the trainer.
-        dataset: the dataset of the evaluation, or None for the trainer's own. With a dict of datasets nothing is done: TRL
-            evaluates each of them by itself, with its own prefix, and so enters this block again.
+        dataset: the dataset of the evaluation, or None for the trainer's own. With a dict of datasets nothing is done:
+            TRL evaluates each of them by itself, with its own prefix, and so enters this block again.
         prefix: the prefix of the evaluation's metrics.
     """
     if isinstance(trainer.eval_dataset if dataset is None else dataset, dict):
@@ -290,8 +291,8 @@ def hide_secrets(args: TrainingArguments) -> None:
     transformers pickles its arguments into `training_args.bin` with each save, and passes them to every tracker as
     configuration. Attributes keep their true values, which training needs: the URL of a vLLM server, the hub's token.
     """
-    # A copy would lose the attributes that a script sets on its own object later, so the object changes its class. A file
-    # pickled from it names the class that it had before, and can be loaded without this package.
+    # A copy would lose the attributes that a script sets on its own object later, so the object changes its class. A
+    # file pickled from it names the class that it had before, and can be loaded without this package.
     original: Any = type(args)
     if not issubclass(original, _HidesSecrets):
         args.__class__ = _hiding(original)
@@ -320,8 +321,8 @@ def _hiding(original: Any) -> Any:
 def without_secrets(value: Any) -> Any:
     """Return `value` with a placeholder for each secret in it, or `value` itself if it holds none.
 
-    Types stay: unlike `redacted`, this keeps tuples and enumerations, and looks into DeepSpeed's configuration, which may
-    name trackers.
+    Types stay: unlike `redacted`, this keeps tuples and enumerations, and looks into DeepSpeed's configuration, which
+    may name trackers.
     """
     if isinstance(value, (HfDeepSpeedConfig, DeepSpeedPlugin)):
         inside = without_secrets(vars(value))

@@ -1,4 +1,4 @@
-"""Group decoding that draws the random numbers of finished rows too, so that its tokens are those of transformers' loop.
+"""Group decoding that draws the random numbers of finished rows too: its tokens are those of transformers' loop.
 
 Users do not get this mode: the random numbers of finished rows cost time and change no distribution.
 """

@@ -570,14 +570,7 @@ def measured_precision(prepared: Prepared, trainer: GRPOTrainer) -> tuple[Precis
     The share is None if it is not known.
     """
     recipe = prepared.recipe
-    precision = Precision.of(
-        recipe.config,
-        recipe.model.get("dtype"),
-        checks.optimiser(recipe, prepared.machine),
-        backend=checks.backend_of(recipe, prepared.machine),
-        is_adapter=isinstance(trainer.model, PeftModel),
-        quantised=get_quantization_config(model_config(recipe)) is not None,
-    )
+    precision = checks.precision_of(recipe, prepared.machine, is_adapter=isinstance(trainer.model, PeftModel))
     # If FSDP loads the weights on one rank, the other ranks hold no values yet.
     if precision.updated == "float32" or not _is_first_rank():
         return precision, 1.0

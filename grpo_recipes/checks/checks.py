@@ -19,7 +19,7 @@ from trl import GRPOConfig
 from grpo_recipes.checks import model_sizes, packages
 from grpo_recipes.checks import rewards as reward_checks
 from grpo_recipes.checks.geometry import Geometry, geometry_of
-from grpo_recipes.checks.precision import Precision, uses_bf16
+from grpo_recipes.checks.precision import Precision, quantises, uses_bf16
 from grpo_recipes.checks.rewards import GoldCheck
 from grpo_recipes.data import load as data
 from grpo_recipes.data.hub import is_missing
@@ -219,30 +219,23 @@ def optimiser(recipe: Recipe, machine: Machine) -> str:
 
     TRL casts an adapter on a quantized base to bfloat16, in which TRL's default optimizer would lose most of an update.
     """
-    if "optim" not in recipe.training and _quantises(recipe) and backend_of(recipe, machine) != "deepspeed":
+    if "optim" not in recipe.training and quantises(recipe) and backend_of(recipe, machine) != "deepspeed":
         return ADAMW_BF16
     return str(getattr(recipe.config.optim, "value", recipe.config.optim))
 
 
-def _quantises(recipe: Recipe) -> bool:
-    """Return True if the recipe loads the base in 4 or 8 bits."""
-    return bool(recipe.model.get("load_in_4bit") or recipe.model.get("load_in_8bit"))
+def precision_of(recipe: Recipe, machine: Machine, *, is_adapter: bool | None = None) -> Precision:
+    """Return the precision of the run.
 
-
-def precision_of(recipe: Recipe, machine: Machine) -> Precision:
-    """Return the precision of the run, from the recipe and the files on this machine.
-
-    A policy on the hub is not known to be an adapter.
+    Args:
+        recipe: Recipe of the run.
+        machine: Machine of the run.
+        is_adapter: True if an adapter is trained. If None, the recipe and the files on this machine decide, so that an
+            adapter on the hub is not recognized.
     """
-    model = recipe.model
-    return Precision.of(
-        recipe.config,
-        model.get("dtype"),
-        optimiser(recipe, machine),
-        backend=backend_of(recipe, machine),
-        is_adapter=bool(model.get("use_peft")) or _holds_adapter(Path(model["model_name_or_path"])),
-        quantised=_quantises(recipe),
-    )
+    if is_adapter is None:
+        is_adapter = bool(recipe.model.get("use_peft")) or _holds_adapter(Path(recipe.model["model_name_or_path"]))
+    return Precision.of(recipe, optimiser(recipe, machine), backend_of(recipe, machine), is_adapter=is_adapter)
 
 
 def check_precision(recipe: Recipe, machine: Machine) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from grpo_recipes.recipe.recipe import Recipe
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16
 
 SIGNIFICANT_BITS: Mapping[str, int] = {"float32": 24, "bfloat16": 8, "float16": 11}
@@ -51,50 +52,27 @@ class Precision:
     quantised: bool = False
 
     @classmethod
-    def of(
-        cls,
-        config: Any,
-        dtype: str | None,
-        optim: str,
-        *,
-        backend: str = "torch",
-        is_adapter: bool = False,
-        quantised: bool = False,
-    ) -> Precision:
-        """Return the precision of a run.
-
-        Args:
-            config: Object with the attributes of `GRPOConfig`.
-            dtype: `dtype` of the recipe, where None is float32, as in TRL.
-            optim: Name of the optimizer.
-            backend: `torch`, `deepspeed` or `fsdp`.
-            is_adapter: True if an adapter is trained.
-            quantised: True if the base is loaded in 4 or 8 bits.
-        """
+    def of(cls, recipe: Recipe, optim: str, backend: str, *, is_adapter: bool) -> Precision:
+        """Return the precision of a recipe's run, trained by `optim` under the `backend` torch, deepspeed or fsdp."""
+        config, dtype, is_deepspeed = recipe.config, recipe.model.get("dtype"), backend == "deepspeed"
         mixed = None
         if uses_bf16(config):
             mixed = "bfloat16"
         elif config.fp16:
             mixed = "float16"
-        stored = {None: "float32", "auto": "bfloat16"}.get(dtype, str(dtype))  # models of today are saved in bfloat16
-        if backend == "deepspeed":
+        is_quantised = is_adapter and quantises(recipe)
+        if is_deepspeed:
             stored = mixed or "float32"  # DeepSpeed casts the model
-        elif is_adapter and quantised:
-            stored = "bfloat16"  # TRL casts an adapter on a quantised base
-        elif is_adapter:
-            stored = "float32"  # PEFT's `autocast_adapter_dtype`
-        elif backend == "fsdp" and mixed is not None:
-            stored = "float32"  # accelerate's `fsdp2_prepare_model`
-        return cls(
-            stored,
-            mixed or stored,
-            optim,
-            config.learning_rate,
-            config.adam_beta1,
-            config.optim_args,
-            deepspeed=backend == "deepspeed",
-            quantised=is_adapter and quantised,
-        )
+        elif is_quantised:
+            stored = "bfloat16"  # TRL casts an adapter on a quantized base
+        elif is_adapter or (backend == "fsdp" and mixed is not None):
+            stored = "float32"  # PEFT's `autocast_adapter_dtype`, accelerate's `fsdp2_prepare_model`
+        elif dtype == "auto":
+            stored = "bfloat16"  # in which models of today are saved
+        else:
+            stored = dtype or "float32"
+        computed, rate = mixed or stored, config.learning_rate
+        return cls(stored, computed, optim, rate, config.adam_beta1, config.optim_args, is_deepspeed, is_quantised)
 
     @property
     def updated(self) -> str:
@@ -169,6 +147,11 @@ class Precision:
         return (
             f"{share:.0%} of an update survives the rounding of the weights to {self.stored}: {fix} (docs/precision.md)"
         )
+
+
+def quantises(recipe: Recipe) -> bool:
+    """Return True if the recipe loads the base in 4 or 8 bits."""
+    return bool(recipe.model.get("load_in_4bit") or recipe.model.get("load_in_8bit"))
 
 
 def uses_bf16(config: Any) -> bool:

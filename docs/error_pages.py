@@ -1,4 +1,4 @@
-"""The page of every sentence that refuses something, from the code that raises it; docs/build_site.py writes it."""
+"""Page of all error messages that refuse something, read from the code that raises them (docs/build_site.py)."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (ROOT / "grpo_recipes", ROOT / "rewards" / "grpo_rewards")
-BASES = frozenset({"UserError", "ValueError"})  # of a reward's arguments a ValueError becomes a refusal of the recipe
+BASES = frozenset({"UserError", "ValueError"})  # a ValueError about a reward's arguments refuses the recipe
 GAP = "…"
-"""Where a sentence names a value of the user's."""
+"""Placeholder for each value that a message names."""
 
 HEAD = """# What an error says
 
-Every sentence with which a command, a training or a reward refuses something, by the part that says it, with `…` for what it
-names of yours. Each says what to change. Search for a few words of yours; the mark beside a sentence links to it.
+Every error message with which a command, a training run or a reward refuses something, grouped by the module that raises it.
+`…` stands for your own values. Each message names what to change. Search for a few words of your message. The mark beside a
+message links to it.
 
-Made from the code that raises them.
+This page is generated from the code that raises the errors.
 """
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A sentence that refuses something: its text with `GAP` for each value, and where it is raised."""
+    """Error message with `GAP` for each value, and the place in the repository that raises it."""
 
     sentence: str
     file: str
-    """From the repository's root."""
+    """Path from the root of the repository."""
     line: int
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """What a printed sentence of this kind matches as a whole or in part."""
+        """Pattern that matches a printed message of this kind."""
         return re.compile(".*?".join(map(re.escape, self.sentence.split(GAP))), re.DOTALL)
 
 
 @cache
 def refusals() -> list[Refusal]:
-    """Every refusal of both packages, by file and line; one that a sentence of another place repeats is left out."""
+    """Return every refusal of both packages by file and line, equal messages only once."""
     modules = parsed_modules()
     reader = reader_of(modules)
     found: dict[str, Refusal] = {}
@@ -54,7 +55,7 @@ def refusals() -> list[Refusal]:
 
 @cache
 def parsed_modules() -> dict[str, ast.Module]:
-    """Every module of both packages by its path from the repository's root."""
+    """Return every module of both packages, by its path from the root of the repository."""
     return {
         str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8"))
         for package in PACKAGES
@@ -63,12 +64,12 @@ def parsed_modules() -> dict[str, ast.Module]:
 
 
 def reader_of(modules: Mapping[str, ast.Module]) -> Reader:
-    """A reader that knows the errors and functions of these modules."""
+    """Return a reader that knows the errors and functions of these modules."""
     return Reader(_error_classes(modules.values()), _functions(modules.values()))
 
 
 def anchors(found: Iterable[Refusal]) -> dict[str, Refusal]:
-    """An anchor for each refusal, from its first words; a number follows where two begin alike."""
+    """Return the refusals by anchor. An anchor consists of the first words, and a number if two messages begin alike."""
     named: dict[str, Refusal] = {}
     for one in found:
         words = re.findall(r"[a-z0-9_]+", one.sentence.lower().replace("'", ""))
@@ -81,7 +82,7 @@ def anchors(found: Iterable[Refusal]) -> dict[str, Refusal]:
 
 
 def page(source_url: str) -> str:
-    """The page as Markdown; `source_url` is where a file of the repository is shown."""
+    """Return the page as Markdown, with links to the files of the repository under `source_url`."""
     sections: dict[str, list[str]] = defaultdict(list)
     for anchor, one in anchors(refusals()).items():
         where = f"{source_url}/{one.file}#L{one.line}"
@@ -93,26 +94,25 @@ def page(source_url: str) -> str:
 
 
 def _title(file: str) -> str:
-    """The part of the program that a module stands for, as a heading."""
+    """Return the heading for the messages of a module."""
     parts = Path(file).with_suffix("").parts
     name = parts[-1].replace("_", " ")
     if parts[0] == "rewards":
         return f"Rewards: {name}"
-    wing = {"recipe": "Recipe", "training": "Training", "runs": "Runs", "results": "Results", "decoding": "Generation"}
-    return f"{wing.get(parts[1], 'Commands')}: {name}"
+    return f"{'Commands' if len(parts) == 2 else parts[1].capitalize()}: {name}"
 
 
 def _marked_up(sentence: str) -> str:
-    """A sentence as Markdown that shows it as it is: what stands between backquotes stays code."""
-    pieces = re.split(r"(`[^`]*`)", sentence)
-    return "".join(
-        piece if piece.startswith("`") and len(piece) > 1 else re.sub(r"([\\*_\[\]<>`#|])", r"\\\1", piece)
-        for piece in pieces
-    )
+    """Return a message as Markdown that shows it unchanged, with code between backquotes."""
+    pieces = []
+    for piece in re.split(r"(`[^`]*`)", sentence):
+        is_code = piece.startswith("`") and len(piece) > 1
+        pieces.append(piece if is_code else re.sub(r"([\\*_\[\]<>`#|])", r"\\\1", piece))
+    return "".join(pieces)
 
 
 def _error_classes(trees: Iterable[ast.Module]) -> set[str]:
-    """The names of `UserError` and of every class below it."""
+    """Return the names of the `BASES` and of every class below them."""
     bases = {
         node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
         for tree in trees
@@ -136,15 +136,15 @@ def _functions(trees: Iterable[ast.Module]) -> dict[str, list[ast.FunctionDef]]:
 
 @dataclass
 class Reader:
-    """Reads the sentences out of `raise` statements, through the variables and functions that make them."""
+    """Reader of the messages in calls of error classes, through the variables and functions that build the messages."""
 
     errors: set[str]
     functions: Mapping[str, list[ast.FunctionDef]]
     unread: list[str] = field(default_factory=list)
-    """The expressions in which no text was found."""
+    """Expressions in which no text was found."""
 
     def sentences(self, tree: ast.Module) -> Iterator[tuple[int, str]]:
-        """Line and text of each sentence in a module."""
+        """Yield the line and the text of each message in a module."""
         for scope, call in _calls(tree):
             name = ast.unparse(call.func).rpartition(".")[2]
             if not call.args or not (name in self.errors or name == "error"):
@@ -157,7 +157,7 @@ class Reader:
                     yield call.lineno, " ".join(text.split())
 
     def _texts(self, expression: ast.expr, scope: ast.AST, depth: int) -> list[str]:
-        """The texts that an expression may be."""
+        """Return the texts that an expression may evaluate to."""
         if depth > 6:
             return []
         match expression:
@@ -188,7 +188,7 @@ class Reader:
 
 
 def _calls(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.Call]]:
-    """Each call of a module, with the function that it stands in."""
+    """Yield each call of a module, with the function around it."""
     scopes: list[ast.AST] = [tree]
 
     def walk(node: ast.AST) -> Iterator[tuple[ast.AST, ast.Call]]:
@@ -206,7 +206,7 @@ def _calls(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.Call]]:
 
 
 def _assigned(name: str, scope: ast.AST) -> Iterator[ast.expr]:
-    """What a function assigns to a name, or loops over under that name."""
+    """Yield the expressions that a function assigns to a name, appends to it, or loops over with it."""
     for node in ast.walk(scope):
         match node:
             case ast.Assign(targets=[ast.Name(id=found)], value=value) if found == name:

@@ -1,14 +1,15 @@
-r"""A reward for multiple choice: the one choice that a completion names, by its letter or by its text, against the gold's.
+r"""A reward for multiple choice: the one choice that a completion names, by its letter or its text, against the gold's.
 
 | the completion | pay |
 |---|---|
-| names the gold's choice and no other: `B`, `(b)`, `B) Paris`, `Paris`, `The answer is B.`, `\boxed{\text{B}}` | 1 (`pay`) |
+| names the gold's choice and no other: `B`, `(b)`, `B) Paris`, `Paris`, `The answer is B.` | 1 (`pay`) |
 | names another choice, several, a letter and a text that disagree, or none | 0 (`pay_wrong`) |
 | the gold or the choices can't be read | None |
 
-An answer is read by a small grammar instead of searched for a letter. It is a letter, a choice's text, or both in agreement.
-A phrase may introduce it ("the correct option is", "I think it's"), and a reason ("because ...") or a claim ("is correct")
-may follow. Anything else names no choice, so that "A cat", "I don't know", "A or B" and "not B" earn nothing.
+An answer is read by a small grammar instead of searched for a letter. It is a letter, a choice's text, or both in
+agreement. A phrase may introduce it ("the correct option is", "I think it's"), and a reason ("because ...") or a claim
+("is correct") may follow. Anything else names no choice, so that "A cat", "I don't know", "A or B" and "not B" earn
+nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any, ClassVar
 
 from grpo_rewards.completions import needed_column
 from grpo_rewards.math.correctness import AgainstGold, Judgements
+from grpo_rewards.math.prose import word_set
 from grpo_rewards.reward import LogMetric, check_choice
 
 _MAX_EXTRA_CHARS = 1000
@@ -165,9 +167,9 @@ def read_choices(value: Any) -> Choices | None:
     """Return the choices of a row, or None if they can't be read.
 
     Args:
-        value: list of texts, with the letters A, B, C, ... unless the texts bring their own ("B) Paris", "A) Rome"); or a
-            mapping from letters to texts, in which None stands for no choice; or ARC's mapping `{"text": [...], "label":
-            [...]}`; or None for letters alone. A letter may be a number.
+        value: list of texts, with the letters A, B, C, ... unless the texts bring their own ("B) Paris", "A) Rome"); or
+            a mapping from letters to texts, in which None stands for no choice; or ARC's mapping
+            `{"text": [...], "label": [...]}`; or None for letters alone. A letter may be a number.
     """
     if value is None:
         return _choices(_LETTERS_ALONE, ())
@@ -209,8 +211,8 @@ def read_gold(gold: Any, choices: Choices, form: str = "auto") -> str | None:
     """Return the letter of the right choice, or None if the gold can't be read.
 
     Args:
-        gold: letter of the choice, its text, or its position from 0. A position is a number, or digits that are neither a
-            letter nor a text of the question.
+        gold: letter of the choice, its text, or its position from 0. A position is a number, or digits that are neither
+            a letter nor a text of the question.
         choices: choices of the question.
         form: "letter", "text" or "index", for golds that could be read as several; "auto" tries them in that order.
     """
@@ -263,7 +265,8 @@ _INTRODUCTION = re.compile(
     (?: (?:choose|pick|select|let's\ go\ with)\ )?
     (?: (?:i|we)(?:'m|'re|\ am|\ are)\ (?:confident|sure|certain)\ (?:that\ )? )?
     (?: (?:i|we)(?:\ would|\ will|\ can|'d|'ll)?[ ]
-        (?:think|believe|choose|chose|pick|picked|select|selected|conclude|say|go\ with|am\ going\ with|answer) \ (?:that\ )?
+        (?:think|believe|choose|chose|pick|picked|select|selected|conclude|say|go\ with|am\ going\ with|answer)
+        \ (?:that\ )?
       | my\ (?:final\ )?(?:answer|choice)\ (?:is|:)\ )?
     (?: (?:it|this|that)(?:\ is|'s|\ must\ be|\ has\ to\ be|\ should\ be)\ )?
     (?: (?:the\ )? (?:(?:correct|right|best|final|most\ likely|most\ appropriate|only\ correct)\ )*
@@ -276,8 +279,8 @@ _INTRODUCTION = re.compile(
 _ASKS_FOR_LETTER = re.compile(r"answer|option|choice|letter|alternative", re.IGNORECASE)
 _REASON = re.compile(r"(?<!\w)(?:because|since|due to|given that|as it is|which is why)(?!\w)", re.IGNORECASE)
 _IS_RIGHT = re.compile(
-    r"""(?:is|was|seems|seems\ to\ be|must\ be|would\ be|has\ to\ be)\ (?:clearly|definitely|indeed|therefore|thus)?\ ?(?:the\ )?
-    (?:most\ |most\ likely\ )?
+    r"""(?:is|was|seems|seems\ to\ be|must\ be|would\ be|has\ to\ be)\ (?:clearly|definitely|indeed|therefore|thus)?
+    \ ?(?:the\ )?(?:most\ |most\ likely\ )?
     (?: (?:correct|right|best|true|appropriate|proper|final)\b (?:\ (?:answer|option|choice|one|letter)\b)?
       | (?:answer|choice)\b )""",
     re.VERBOSE | re.IGNORECASE,
@@ -299,14 +302,14 @@ _KEYWORD = re.compile(
 _SEPARATOR = re.compile(r"(?:,|\bor\b|\bnor\b|\band\b|\s)+", re.IGNORECASE)
 # Words that make a letter beside them an alternative, a negation, a guess or a question.
 _DOUBT = re.compile(
-    r"""(?<!\w)(?:or|nor|either|neither|not|cannot|\w{2,8}n't|never|isnt|wrong|incorrect|false|except|unless|if|no|nope|wait|maybe|perhaps
-    |probably|possibly|unsure|guess|versus|vs)(?!\w) | \?""",
+    r"""(?<!\w)(?:or|nor|either|neither|not|cannot|\w{2,8}n't|never|isnt|wrong|incorrect|false|except|unless|if
+    |no|nope|wait|maybe|perhaps|probably|possibly|unsure|guess|versus|vs)(?!\w) | \?""",
     re.VERBOSE | re.IGNORECASE,
 )
 _CORRECTION = re.compile(
     r"""\W*(?:or|and|no|nope|wait|actually|maybe|perhaps|alternatively|also|hmm|sorry|correction|but|however|oops|rather
-    |edit|update|then\ again|hold\ on|hang\ on|on\ (?:second|further)\ thoughts?|on\ reflection|(?:just\ )?kidding|never\ ?mind
-    |i\ mean|i\ meant|i\ also|make\ that|scratch\ that)(?!\w)""",
+    |edit|update|then\ again|hold\ on|hang\ on|on\ (?:second|further)\ thoughts?|on\ reflection|(?:just\ )?kidding
+    |never\ ?mind|i\ mean|i\ meant|i\ also|make\ that|scratch\ that)(?!\w)""",
     re.VERBOSE | re.IGNORECASE,
 )
 _RETRACTION = re.compile(
@@ -315,8 +318,9 @@ _RETRACTION = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 # Words before which "A" or "I" is a letter. Before any other word it is an article or a pronoun.
-_AFTER_LETTER = frozenset({"is", "isn", "seems", "must", "was", "are", "or", "and", "nor", "to", "through", "but", "not",
-                           "with", "because", "since", "than", "rather", "instead", "over", "vs", "versus"})  # fmt: skip
+_AFTER_LETTER = word_set("""
+    is isn seems must was are or and nor to through but not with because since than rather instead over vs versus
+""")
 
 
 def named_choice(answer: str, choices: Choices) -> str | None:
@@ -432,7 +436,7 @@ def _names_only_others(text: str, label: str, choices: Choices) -> bool:
 
 
 def _mentioned(text: str, choices: Choices) -> set[str]:
-    """Return the choices that a cleaned text mentions anywhere, by a letter that is not a word or by the choice's text."""
+    """Return the choices that a cleaned text mentions anywhere, by a letter that is not a word or by their text."""
     found = set()
     for left, letter, right, following in choices.mention.findall(text):
         is_word = letter.upper() in ("A", "I") and following.strip() and following.strip() not in _AFTER_LETTER
@@ -458,7 +462,8 @@ _CLAIM = re.compile(
          \ (?:option|choice|letter|alternative|statement)
         )\b[*_"']{0,3}
         (?:\ (?:to|for)\ (?:the|this|that)\ (?:question|problem)|\ here|,\ then,|\ I\ (?:choose|chose))?[ \t]{0,3}
-        (?: (?:is|'s|was|would\ be|must\ be|should\ be|has\ to\ be)\b [*_]{0,3}\s{0,3}[:=\uff1a]? | [:=\uff1a] | (?=\n) )
+        (?: (?:is|'s|was|would\ be|must\ be|should\ be|has\ to\ be)\b [*_]{0,3}\s{0,3}[:=\uff1a]?
+          | [:=\uff1a] | (?=\n) )
       | \u7b54\u6848 (?:\u662f|\u4e3a|\u70ba)? [:\uff1a]?  # Chinese: "the answer is"
       | \bans\ ?[:=] | \blet's\ go\ with\b
       | \bI(?:\ will|\ would|'ll|'d)?\ (?:choose|pick|select|go\ with)\b
@@ -468,11 +473,12 @@ _CLAIM = re.compile(
 )
 # Words that, in the clause before "the answer is", leave the answer unclaimed: "I doubt that", "One might say that".
 _UNCLAIMED = re.compile(
-    r"""(?<!\w)(?:not|\w{2,8}n't|cannot|never|doubt|deny|false|wrong|untrue|nobody|no\ one|might|may|could|if|unless|whether
-    |(?:some|many|people|they|others)\ (?:would\ )?(?:say|think|argue|claim|believe))(?!\w)[^.!?;:,\n]*\Z
+    r"""(?<!\w)(?:not|\w{2,8}n't|cannot|never|doubt|deny|false|wrong|untrue|nobody|no\ one|might|may|could|if|unless
+    |whether|(?:some|many|people|they|others)\ (?:would\ )?(?:say|think|argue|claim|believe))(?!\w)[^.!?;:,\n]*\Z
     # Somebody else's answer, or one of several: directly before "answer".
     | (?<!\w)(?:incorrect|worst|least\ likely|previous|earlier|example|sample|another|an?\ (?:possible|plausible|common)
-      |one\ (?:possible|plausible)|(?:his|her|their|(?:student|user|author|teacher|assistant)['\u2019]s)(?:\ \w+)?)\ \Z""",
+      |one\ (?:possible|plausible)
+      |(?:his|her|their|(?:student|user|author|teacher|assistant)['\u2019]s)(?:\ \w+)?)\ \Z""",
     re.VERBOSE | re.IGNORECASE,
 )
 _CLAUSE_START = re.compile(r"[.!?,](?=\s)|[;:\n]")
@@ -549,16 +555,17 @@ class ChoiceCorrectness(AgainstGold):
 
     | the completion | pay |
     |---|---|
-    | names the gold's choice and no other: `B`, `(b)`, `B) Paris`, `Paris`, `The answer is B.`, `\boxed{\text{B}}` | 1 (`pay`) |
+    | names the gold's choice and no other: `B`, `(b)`, `B) Paris`, `Paris`, `The answer is B.` | 1 (`pay`) |
     | names another choice, several, a letter and a text that disagree, or none | 0 (`pay_wrong`) |
     | the gold or the choices can't be read | None |
 
     The choices may differ from row to row, as when letters are shuffled.
 
     Args:
-        extract: layout of the answer, as in `answers.extract_answer`, or `whole` for all text outside the thinking. `auto`
-            is the first of an answer tag, a `####` line that names a choice, a box, a sentence that claims a choice, and
-            the whole. A line `A: ...` counts as an answer with `a_line` only, because it may well list choice A.
+        extract: layout of the answer, as in `answers.extract_answer`, or `whole` for all text outside the thinking.
+            `auto` is the first of an answer tag, a `####` line that names a choice, a box, a sentence that claims a
+            choice, and the whole. A line `A: ...` counts as an answer with `a_line` only, because it may well list
+            choice A.
         pay: score for the right choice.
         pay_wrong: score for anything else.
         tags: names of the reasoning tag and the answer tag.

@@ -13,8 +13,8 @@ def completion_text(completion: Any) -> str:
     """Return the text that a reward scores: the completion itself, or its last assistant message.
 
     Args:
-        completion: string, or list of messages `{"role", "content"}`. A message without a role counts as the assistant's.
-            Content may be a string, None (a pure tool call), or a list of parts, whose texts are joined.
+        completion: string, or list of messages `{"role", "content"}`. A message without a role counts as the
+            assistant's. Content may be a string, None (a pure tool call), or a list of parts, whose texts are joined.
 
     Returns:
         The text, or "" if there is none. A malformed row scores as an empty completion instead of raising.
@@ -134,8 +134,8 @@ def thinking_remover(tag: str, prefilled: bool) -> Callable[[str], str]:
 def group_slices(rows: int, num_generations: int) -> list[slice]:
     """Return one slice per group of a reward call, from the layout of the batch alone.
 
-    TRL's sampler puts the `num_generations` completions of one prompt next to each other. The layout, unlike the prompts,
-    also separates two draws of the same prompt.
+    TRL's sampler puts the `num_generations` completions of one prompt next to each other. The layout, unlike the
+    prompts, also separates two draws of the same prompt.
 
     Args:
         rows: number of completions in the call.

@@ -1,9 +1,9 @@
 """Bounded reading of files that may come from a stranger, and atomic writing.
 
-Opening a pipe waits for a writer, a device never ends, and a sparse file of terabytes takes no disk. So a file is opened
-without waiting, its descriptor is checked instead of its name, and no byte beyond the bound is read. Nested brackets cost
-the JSON parser its stack, and empty ones many times their size in memory, so brackets are counted before anything is
-parsed.
+Opening a pipe waits for a writer, a device never ends, and a sparse file of terabytes takes no disk. So a file is
+opened without waiting, its descriptor is checked instead of its name, and no byte beyond the bound is read. Nested
+brackets cost the JSON parser its stack, and empty ones many times their size in memory, so brackets are counted before
+anything is parsed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any, BinaryIO
 from grpo_rewards.errors import UserError
 
 JSON_BYTES = 1 << 25
-"""Size of the largest JSON file that is read. run.json takes 20 kB a launch, a list of ten million small numbers 30 MB."""
+"""Size of the largest JSON file that is read. run.json takes 20 kB a launch, ten million small numbers 30 MB."""
 
 LARGE_BYTES = 1 << 26
-"""Size of the largest tokenizer file, and of the largest safetensors header, that is read. The worst take 1.5 GB as objects."""
+"""Size of the largest tokenizer file and safetensors header that is read. The worst take 1.5 GB as objects."""
 
 LINE_BYTES = 1 << 28
 """Length of the longest line of a file of rows that is read. A file of zeros is one line."""
@@ -67,7 +67,7 @@ class UnreadableFile(UserError):
         self.problem = sentence.removeprefix(f"{path}: ")
 
     def __reduce__(self) -> tuple[type[UnreadableFile], tuple[str, Path]]:
-        """Return both arguments, so that a rank can send the error to others. By default only the message is pickled."""
+        """Return both arguments, so that a rank can send the error to others. The default pickles the message only."""
         return type(self), (str(self), self.path)
 
 
@@ -80,7 +80,8 @@ def open_ordinary(path: Path, most: int | None = None) -> BinaryIO:
 
     Raises:
         FileNotFoundError: there is no such file.
-        UnreadableFile: the path is a folder, a pipe, a device or a socket, the file is too large, or it can't be opened.
+        UnreadableFile: the path is a folder, a pipe, a device or a socket, the file is too large, or it can't be
+            opened.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
@@ -119,7 +120,8 @@ def read_bytes(path: Path, most: int = JSON_BYTES, *, is_json: bool = False) -> 
     Args:
         path: path of the file.
         most: largest size in bytes.
-        is_json: True to stop at the first zero byte, which no JSON has. A sparse file then costs one chunk, not its size.
+        is_json: True to stop at the first zero byte, which no JSON has. A sparse file then costs one chunk, not its
+            size.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -7,9 +7,9 @@
 | `tag_presence` | 0.2 for each of the four tags that occurs |
 | `well_formed` | 1 for one reasoning block, then one answer block, and nothing else; otherwise 0 |
 
-The first three are the rules of MiniMind and "GRPO from scratch", kept exactly because recipes reproduce them. They overlook
-swapped, nested and repeated tags, which `well_formed` does not. Regular expressions are avoided, because `.*?` between tags
-takes quadratic time on repeated tags.
+The first three are the rules of MiniMind and "GRPO from scratch", kept exactly because recipes reproduce them. They
+overlook swapped, nested and repeated tags, which `well_formed` does not. Regular expressions are avoided, because `.*?`
+between tags takes quadratic time on repeated tags.
 """
 
 from __future__ import annotations

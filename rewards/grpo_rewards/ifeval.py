@@ -8,8 +8,8 @@
 | its row has no instruction, or one that can't be checked | None |
 
 Source: Zhou et al., "Instruction-Following Evaluation for Large Language Models" (arXiv 2311.07911), with the checks of
-lm-evaluation-harness (`tasks/ifeval`). Each kind gives the strict verdict of that reference, in linear time. The docstring
-of a kind names any difference. `tests/grpo_rewards/test_instructions.py` compares the two.
+lm-evaluation-harness (`tasks/ifeval`). Each kind gives the strict verdict of that reference, in linear time. The
+docstring of a kind names any difference. `tests/grpo_rewards/test_instructions.py` compares the two.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from grpo_rewards.reward import BaseReward, Kind, LogColumn, LogMetric, TaggedRe
 from grpo_rewards.strict import parse_json
 
 Check = Callable[..., bool]
-"""Function of a text, and of one keyword argument per key in the row's `kwargs`, that returns True if the text follows."""
+"""Function that returns True if a text follows an instruction, whose arguments it takes by keyword."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,9 @@ class Instructions(TaggedReward):
     | is blank, or follows none | 0 |
     | its row has no instruction, or one that can't be checked | None |
 
-    `share` is IFEval's strict accuracy per instruction, `strict` its accuracy per prompt. The completion is checked outside
-    its thinking. The columns are those of IFEval's data: `instruction_id_list`, a list of names, and `kwargs`, a mapping
-    of arguments for each name, in which null stands for an argument that the kind does not have.
+    `share` is IFEval's strict accuracy per instruction, `strict` its accuracy per prompt. The completion is checked
+    outside its thinking. The columns are those of IFEval's data: `instruction_id_list`, a list of names, and `kwargs`,
+    a mapping of arguments for each name, in which null stands for an argument that the kind does not have.
 
     The kind `language:response_language` is missing, because it needs a model of languages. For the same reason
     `change_case:english_capital` and `change_case:english_lowercase` check the case but not that the text is English,
@@ -256,15 +256,15 @@ def _letter_frequency(text: str, letter: str, let_frequency: int, let_relation: 
 
 @_kind("length_constraints:number_sentences", num_sentences=_count, relation=_relation)
 def _number_sentences(text: str, num_sentences: int, relation: str) -> bool:
-    """Return True if there are that many sentences by `count_sentences`. The reference uses NLTK's trained tokenizer."""
+    """Return True if there are that many sentences by `count_sentences`. The reference uses NLTK's tokenizer."""
     return _holds(count_sentences(text), relation, num_sentences)
 
 
 _OPENING = "\"'“‘([{*_"
 _CLOSING = "\"'”’)]}*_"
 _ABBREVIATIONS = """
-    mr mrs ms dr prof rev gen col sgt capt lt gov sen rep st mt jr sr inc ltd co corp vs etc e.g i.e eg ie cf al fig no vol
-    ed approx dept est a.m p.m u.s u.k u.n jan feb mar apr jun jul aug sep sept oct nov dec
+    mr mrs ms dr prof rev gen col sgt capt lt gov sen rep st mt jr sr inc ltd co corp vs etc e.g i.e eg ie cf al fig no
+    vol ed approx dept est a.m p.m u.s u.k u.n jan feb mar apr jun jul aug sep sept oct nov dec
 """
 _ABBREVIATED = frozenset(_ABBREVIATIONS.split())
 
@@ -317,7 +317,10 @@ def _number_words(text: str, num_words: int, relation: str) -> bool:
     first_word=_phrase,
 )
 def _nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    r"""Return True if there are that many paragraphs, separated by `\n\n`, and the n-th starts with the word, in any case."""
+    r"""Return True if there are that many paragraphs, separated by `\n\n`, and the n-th starts with the word.
+
+    Case does not count.
+    """
     paragraphs = [paragraph.strip() for paragraph in text.split("\n\n")]
     count = len(list(filter(None, paragraphs)))
     # As in the reference, the n-th is counted with blank ones, the total without.
@@ -374,7 +377,10 @@ def _constrained_response(text: str) -> bool:
 
 @_kind("detectable_format:number_highlighted_sections", num_highlights=_count)
 def _number_highlighted_sections(text: str, num_highlights: int) -> bool:
-    """Return True if there are at least that many `*highlights*` within a line, blank ones aside; `**bold**` counts too."""
+    """Return True if there are at least that many `*highlights*` that are not blank, each within a line.
+
+    `**bold**` counts too.
+    """
     found = re.findall(r"\*[^\n*]*\*", text) + re.findall(r"\*\*[^\n*]*\*\*", text)
     return sum(bool(part.strip("*").strip()) for part in found) >= num_highlights
 

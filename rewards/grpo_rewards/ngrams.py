@@ -28,7 +28,8 @@ _ASCII_WORD = re.compile(rf"[a-z0-9]+|{_MARKS}", re.ASCII)
 _WORD = re.compile(rf"[{_ALONE}]|(?:(?![{_ALONE}])[^\W_])+|{_MARKS}")
 # Soft hyphen, zero-width characters, joiners, direction marks, fillers, variation selectors and tags.
 _INVISIBLE = re.compile(
-    "[\u00ad\u034f\u115f\u1160\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2069\u2800\ufeff\ufe00-\ufe0f\U000e0000-\U000e0fff]"
+    "[\u00ad\u034f\u115f\u1160\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2069\u2800\ufeff\ufe00-\ufe0f"
+    "\U000e0000-\U000e0fff]"
 )
 # A longer word is cut into pieces, so that a loop without spaces ("hahaha...") counts as a repetition too.
 _MAX_WORD_CHARS = 24
@@ -41,8 +42,8 @@ def words(text: str) -> list[str]:
     """Return the words that n-grams are made of, in order.
 
     Case, width, invisible characters and the punctuation around words do not count. A character of Chinese, Japanese or
-    Thai, an emoji, and a mark that stands alone ("- - -") are words. A run of more than 24 characters, or of 8 marks, is cut
-    into words of 4.
+    Thai, an emoji, and a mark that stands alone ("- - -") are words. A run of more than 24 characters, or of 8 marks,
+    is cut into words of 4.
     """
     # NFKC makes full-width and mathematical letters ordinary ones, and a letter with its accent one character.
     text = text.casefold() if text.isascii() else unicodedata.normalize("NFKC", text).casefold()
@@ -86,8 +87,8 @@ class Repetition(BaseReward):
     | has no n-gram: fewer than `ngram` words | 0 |
 
     This is the penalty of TRL's `get_repetition_penalty_reward` (and open-r1's), on words that evasion does not change:
-    other case or punctuation, invisible characters and missing spaces do not hide a loop. With `unit: tokens` it is TRL's
-    own. The thinking counts.
+    other case or punctuation, invisible characters and missing spaces do not hide a loop. With `unit: tokens` it is
+    TRL's own. The thinking counts.
 
     Args:
         ngram: number of words in an n-gram, 1 to 100.

@@ -1,4 +1,4 @@
-"""A reward for one JSON object that fits a JSON Schema: found in a fence or a tag, read strictly, validated within bounds.
+"""A reward for one JSON object that fits a JSON Schema: found in a fence or tag, read strictly, validated in bounds.
 
 | the completion holds | pay |
 |---|---|
@@ -7,15 +7,15 @@
 | no object, several of them, or something that is not JSON | 0 |
 | the schema of its row is missing or can't be used | None |
 
-jsonschema validates (the extra `grpo-rewards[json]`), but neither it nor jsonschema-rs bounds time or regular expressions.
-Anything in it that could run for ever is replaced or rejected: patterns run on RE2 (the extra `grpo-rewards[patterns]`),
-`uniqueItems` is linear, `multipleOf` is exact, references lead only into the schema itself, and a validation ends after
-MAX_STEPS steps.
+jsonschema validates (the extra `grpo-rewards[json]`), but neither it nor jsonschema-rs bounds time or regular
+expressions. Anything in it that could run for ever is replaced or rejected: patterns run on RE2 (the extra
+`grpo-rewards[patterns]`), `uniqueItems` is linear, `multipleOf` is exact, references lead only into the schema itself,
+and a validation ends after MAX_STEPS steps.
 
 The alternative is the bare library in a forked child with limits of time and memory. It was measured and rejected.
-jsonschema-rs in a child costs 84 microseconds per single call and 4.3 per completion in batches of 64; Python's jsonschema
-in a child costs 24 and 11. This module costs 42 microseconds per completion, including finding the object in the text. And
-a limit on wall-clock time makes the verdict depend on the machine, which a reward must not.
+jsonschema-rs in a child costs 84 microseconds per single call and 4.3 per completion in batches of 64; Python's
+jsonschema in a child costs 24 and 11. This module costs 42 microseconds per completion, including finding the object in
+the text. And a limit on wall-clock time makes the verdict depend on the machine, which a reward must not.
 
 The file is not called json_schema.py because `grpo_rewards.json_schema` is the reward itself, which a submodule of that
 name would hide.
@@ -40,7 +40,10 @@ from grpo_rewards.reward import BaseReward, Kind, LogColumn, LogMetric, TaggedRe
 from grpo_rewards.strict import PatternError, linear_search, parse_json
 
 MAX_STEPS = 200_000
-"""Number of steps of a validation, about a second. A keyword on a value is one step, and one more per entry of either."""
+"""Number of steps of the longest validation, about a second.
+
+A keyword applied to a value is one step, and one more for each entry of either.
+"""
 
 MAX_SCHEMA_DEPTH = 64
 """Number of arrays and objects of a schema that may be open at once."""
@@ -64,9 +67,10 @@ class JsonSchema(TaggedReward):
         schema: JSON Schema (draft 4, 6, 7, 2019-09 or 2020-12), as a mapping or as JSON; None to read it from a column.
         schema_column: name of the dataset column with one schema per row. JSON strings are safest, because Arrow fills
             the missing keys of mappings with nulls.
-        extract: place of the object outside the thinking. `answer_tag` is the only `<answer>` block, perhaps with a fence
-            in it. `fence` is the only Markdown fence that is marked `json`, or unmarked and starts with `{`. `whole` is
-            nothing else. `auto` is the first of these that the completion uses; text that starts with `{` is `whole`.
+        extract: place of the object outside the thinking. `answer_tag` is the only `<answer>` block, perhaps with a
+            fence in it. `fence` is the only Markdown fence that is marked `json`, or unmarked and starts with `{`.
+            `whole` is nothing else. `auto` is the first of these that the completion uses; text that starts with `{` is
+            `whole`.
         pay: score for an object that fits.
         pay_partial: score for an object that has all required keys and does not fit; less than `pay`.
         tags: names of the reasoning tag and the answer tag.
@@ -505,7 +509,7 @@ _LINEAR: Mapping[str, _Keyword] = {
 
 
 def _canonical(value: Any) -> str:
-    """Return a string that two JSON values share exactly if they are equal to JSON Schema: 1 and 1.0, not 1 and true."""
+    """Return a string that two JSON values share if JSON Schema holds them equal: 1 and 1.0, but not 1 and true."""
     return json.dumps(_normal(value), sort_keys=True)
 
 

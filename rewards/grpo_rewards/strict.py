@@ -1,7 +1,7 @@
 """Strict, bounded readers for text from models and strangers: JSON, YAML and regular expressions.
 
-Python's `re` backtracks, so a pattern from a dataset runs on google-re2 instead (the extra `grpo-rewards[patterns]`), in
-time linear in the text.
+Python's `re` backtracks, so a pattern from a dataset runs on google-re2 instead (the extra `grpo-rewards[patterns]`),
+in time linear in the text.
 """
 
 from __future__ import annotations

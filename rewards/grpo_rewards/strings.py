@@ -3,7 +3,7 @@ r"""A reward for answers that are strings, compared with one gold or several.
 | the completion's answer | pay |
 |---|---|
 | is a gold by `match` | 1 (`pay`) |
-| with `match: f1`, shares words with a gold | `pay_wrong + F1 * (pay - pay_wrong)`, for the gold with the largest F1 |
+| with `match: f1`, shares words with a gold | `pay_wrong + F1 * (pay - pay_wrong)`, for the nearest gold |
 | is something else, or is missing | 0 (`pay_wrong`) |
 | the row has no gold that can be read | None |
 """
@@ -29,7 +29,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def squad_normalised(text: str) -> str:
-    """Return `text` in lower case, without ASCII punctuation, articles and runs of white space, as SQuAD's script does."""
+    """Return `text` as SQuAD's script normalises it: no case, ASCII punctuation, articles and runs of white space."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -87,7 +87,7 @@ class StringMatch(AgainstGold):
     | the completion's answer | pay |
     |---|---|
     | is a gold by `match` (below) | 1 (`pay`) |
-    | with `match: f1`, shares words with a gold | `pay_wrong + F1 * (pay - pay_wrong)`, for the gold with the largest F1 |
+    | with `match: f1`, shares words with a gold | `pay_wrong + F1 * (pay - pay_wrong)`, for the nearest gold |
     | is something else, or is missing | 0 (`pay_wrong`) |
     | the row has no gold that can be read | None |
 
@@ -95,20 +95,21 @@ class StringMatch(AgainstGold):
     |---|---|
     | `exact` | they are the same, character for character, except for surrounding white space |
     | `casefold` | they are the same except for case, runs of white space and the encoding of accents |
-    | `squad` (default) | they are the same after SQuAD's normalisation: without case, ASCII punctuation, `a`, `an` and `the` |
+    | `squad` (default) | they are the same without case, ASCII punctuation, `a`, `an` and `the`, as in SQuAD's script |
     | `f1` | as `squad`; pays in part for words in common, each as often as both have it |
     | `pattern` | the regular expression (RE2's syntax) matches the whole answer |
 
     Args:
         match: comparison, as above. `pattern` needs google-re2: `pip install 'grpo-rewards[patterns]'`.
-        pattern: with `match: pattern`, one pattern for every row. Without it each gold is a pattern, and a gold that RE2
-            does not support makes its row None.
+        pattern: with `match: pattern`, one pattern for every row. Without it each gold is a pattern, and a gold that
+            RE2 does not support makes its row None.
         extract: layout of the answer, as in `answers.extract_answer`, or `whole` for all text outside the thinking.
         pay: score for the gold.
         pay_wrong: score for anything else.
         tags: names of the reasoning tag and the answer tag.
         prefilled: name of the reasoning tag if the prompt already opens it.
-        gold_column: name of the dataset column with the gold: a string, a list of strings, or SQuAD's `{"text": [...]}`.
+        gold_column: name of the dataset column with the gold: a string, a list of strings, or SQuAD's
+            `{"text": [...]}`.
         prefix: prefix of the logged columns `extracted`, `gold` and `verdict`, for runs in which two rewards log them.
         name: name of the reward in logs.
     """

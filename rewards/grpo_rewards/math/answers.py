@@ -1,18 +1,18 @@
 r"""Final answers of completions, in three steps that can be used alone: extract, normalise, compare.
 
-`extract_answer` finds the final answer in a completion, and `gold_answer` the one in a dataset's gold. `parse_number` reads
-a number in any surface form as an exact rational, and `answer_number` reads one in a sentence too. `compare`, or a `Judge`
-for many comparisons, compares answer and gold. No step evaluates text as code. Only the comparison of formulas, in
-`grpo_rewards.math.symbolic`, could take unbounded time, and it has a deadline.
+`extract_answer` finds the final answer in a completion, and `gold_answer` the one in a dataset's gold. `parse_number`
+reads a number in any surface form as an exact rational, and `answer_number` reads one in a sentence too. `compare`, or
+a `Judge` for many comparisons, compares answer and gold. No step evaluates text as code. Only the comparison of
+formulas, in `grpo_rewards.math.symbolic`, could take unbounded time, and it has a deadline.
 
 Where several readings are defensible, these rules decide (docs/rewards.md has the whole table, and each row is a test):
 
 - Thinking is everything up to the last `</think>`, and everything after a `<think>` that is never closed. An answer
   counts outside the thinking only.
 - Of several answers in one layout the last counts. A tag, or a `\boxed{`, that is never closed is no answer.
-- A number may carry a sign, a currency, a unit or a label (`x = 18`), or be the only number of an English sentence ("She
-  has 18 left."; see `grpo_rewards.math.prose`). With a second number, an alternative or a hedge ("17 or 18", "18, 19",
-  "about 18") an answer states no number. An expression (`17 + 1`) is not evaluated.
+- A number may carry a sign, a currency, a unit or a label (`x = 18`), or be the only number of an English sentence
+  ("She has 18 left."; see `grpo_rewards.math.prose`). With a second number, an alternative or a hedge ("17 or 18", "18,
+  19", "about 18") an answer states no number. An expression (`17 + 1`) is not evaluated.
 - A percent sign is a unit: 18% equals 18, not 0.18.
 - Equality is exact: 1/2 = 0.5, but 33.33 is not 33.333.
 """
@@ -117,9 +117,10 @@ def extract_answer(
 
     Args:
         text: text of the completion.
-        layout: `answer_tag` (`<answer>N</answer>`), `hashes` (`#### N`), `boxed` (`\boxed{N}`), `a_line` (a line `A: N`),
-            `sentence` ("The answer is N."), or `auto`, the first of these, in this order, that the completion uses. In
-            `auto`, a `####` or `A:` line that is not a number (a heading, a dialogue) gives way to the later layouts.
+        layout: `answer_tag` (`<answer>N</answer>`), `hashes` (`#### N`), `boxed` (`\boxed{N}`), `a_line` (a line
+            `A: N`), `sentence` ("The answer is N."), or `auto`, the first of these, in this order, that the completion
+            uses. In `auto`, a `####` or `A:` line that is not a number (a heading, a dialogue) gives way to the later
+            layouts.
         tags: names of the reasoning tag and the answer tag.
         prefilled: True if the prompt already opens the reasoning block, so that the completion starts inside it.
     """

@@ -1,7 +1,7 @@
 """Correctness rewards: base classes that compare a completion's answer with a gold, and the rewards for mathematics.
 
-`gsm8k_correctness` pays 2 for the gold's string, 1.5 for an equal number and 0 otherwise; `math_correctness` pays 1 for an
-equal number or formula. The tables in the docstrings of `GSM8KCorrectness` and `MathCorrectness` are exact.
+`gsm8k_correctness` pays 2 for the gold's string, 1.5 for an equal number and 0 otherwise; `math_correctness` pays 1 for
+an equal number or formula. The tables in the docstrings of `GSM8KCorrectness` and `MathCorrectness` are exact.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class GSM8KCorrectness(GoldReward):
 
     payments: ClassVar[tuple[str, ...]] = ("pay_exact", "pay_equal", "pay_wrong")
     gold_forms: ClassVar[str] = (
-        "a gold is a number, a formula or a few words, or a solution that marks its final answer by `####`, `\\boxed{}` or a "
-        "line `A:`"
+        "a gold is a number, a formula or a few words, or a solution that marks its final answer by `####`, "
+        "`\\boxed{}` or a line `A:`"
     )
 
     pay_exact: float = 2.0
@@ -209,7 +209,7 @@ class GSM8KCorrectness(GoldReward):
         return f"where `extract: {self.extract}` looks"
 
     def unparsed_note(self, completions: Sequence[Any]) -> str | None:
-        """Return a sentence if no completion states an answer in this layout, with the layout that finds most; else None."""
+        """Return a sentence with the layout that finds most answers if this layout finds none; else None."""
         texts = list(map(completion_text, completions))
         if any(self._answers(texts, self.extract)):
             return None

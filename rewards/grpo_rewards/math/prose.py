@@ -2,8 +2,8 @@ r"""The one quantity that an English sentence states: "She has 18 apples left." 
 
 A sentence states a number if it holds no other number and nothing that puts the number in doubt: no hedge, negation,
 alternative, comparison, condition or question, and no arithmetic. Of several numbers a sentence states one only if that
-number alone is set off, as in "After 3 days she has **18** apples." Paying for a wrong answer does more harm than missing a
-right one, so a sentence that this module does not understand states nothing.
+number alone is set off, as in "After 3 days she has **18** apples." Paying for a wrong answer does more harm than
+missing a right one, so a sentence that this module does not understand states nothing.
 
 The word lists are in lower case. Verbs, nouns and units are open-ended and not listed. The words that make a number
 doubtful are mostly grammar and can be counted.
@@ -61,8 +61,9 @@ _DOUBTFUL_STEMS = tuple(
 )
 _CONTRACTED_NOT = re.compile(r"\w+n't|(?:is|are|was|were|do|does|did|has|have|had|ca|wo|could|should|would|must)nt")
 _VAGUE_NUMBER = re.compile(
-    r"half|halved?|halves|quarter|thirds?|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie|hundred|thousand"
-    r"|million)ths?|first|dozens?|twice|thrice|doubled?|tripled?|quadrupled?|(?:hundred|thousand|million|billion)s"
+    r"half|halved?|halves|quarter|thirds?|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie|hundred"
+    r"|thousand|million)ths?|first|dozens?|twice|thrice|doubled?|tripled?|quadrupled?|(?:hundred|thousand"
+    r"|million|billion)s"
 )
 
 
@@ -77,7 +78,7 @@ def is_vague_number(word: str) -> bool:
 
 
 def is_doubt(word: str) -> bool:
-    """Return True if a word makes the number of its sentence a guess, a bound, a denial, an alternative or a condition."""
+    """Return True if a word makes its sentence's number a guess, a bound, a denial, an alternative or a condition."""
     return word in _DOUBTS or word.startswith(_DOUBTFUL_STEMS) or _CONTRACTED_NOT.fullmatch(word) is not None
 
 
@@ -103,7 +104,8 @@ _DOUBTFUL_PHRASE = re.compile(
     r"""
       \bwait\b\s*[,.!:-] | (?:^|[,.!:-]\s*)wait\b
     | \bshould\s+(?:be|have)\b | \bwould\s+have\s+(?:been|had)\b
-    | \band\s+(?:more|up|above|over|beyond|under|below|change|counting|rising|growing|then\s+some|a\s+(?:bit|few|little))\b
+    | \band\s+(?:more|up|above|over|beyond|under|below|change|counting|rising|growing)\b
+    | \band\s+(?:then\s+some|a\s+(?:bit|few|little))\b
     | \bup\s+to\b(?<!\badd\sup\sto)(?<!\badds\sup\sto)(?<!\badding\sup\sto)(?<!\badded\sup\sto)(?<!\bcomes\sup\sto)
     | \bclose\s+(?:to|on|by)\b | \bfar\s+(?:off|from)\b | \bused\s+to\b | \bis\s+(?:too|close|off|near)\b
     | \bat\s+the\s+(?:latest|earliest)\b | \b(?:upper|lower)\s+(?:bound|limit)\b | \bless\s+(?:the|those|what|any|tax)\b
@@ -117,7 +119,7 @@ _FILLERS = word_set("""
     a an the this that her his its their our your my just only exactly precisely another additional extra full whole
     entire total grand combined net average of sum amount usd eur gbp us rs ¤
 """)
-# Words that, governing a number, bound it, approximate it, calculate with it or label it: "over 18", "times 18", "step 18".
+# Words that, governing a number, bound, approximate, calculate with or label it: "over 18", "times 18", "step 18".
 _GOVERNORS = word_set("""
     about around over under above below beneath beyond past near within toward towards against until till before per
     like much quite some any from out times between max min less more fewer greater larger smaller bigger higher lower

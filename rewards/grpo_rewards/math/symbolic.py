@@ -1,13 +1,13 @@
 """math-verify with a hard deadline and a memory limit, callable from any thread of any process.
 
 math-verify limits its time with SIGALRM, which works in the main thread only and clears the caller's own timer. Here a
-server process (`python -m grpo_rewards.math.symbolic`) imports math-verify once and forks a child to compare. A child past
-its deadline is killed, and the next child starts from the same warm state. The server inherits nothing from the trainer: it
-is a fresh interpreter that reads and writes JSON lines over pipes. Every process has its own server, started on first use,
-restarted when it dies, and ended with its process.
+server process (`python -m grpo_rewards.math.symbolic`) imports math-verify once and forks a child to compare. A child
+past its deadline is killed, and the next child starts from the same warm state. The server inherits nothing from the
+trainer: it is a fresh interpreter that reads and writes JSON lines over pipes. Every process has its own server,
+started on first use, restarted when it dies, and ended with its process.
 
-A verdict must never reach a different comparison. Requests and replies are numbered, and anything that interrupts a caller
-between the two (Ctrl-C, an alarm of its own) ends the server together with the reply that is still in its pipe.
+A verdict must never reach a different comparison. Requests and replies are numbered, and anything that interrupts a
+caller between the two (Ctrl-C, an alarm of its own) ends the server together with the reply that is still in its pipe.
 
 POSIX only: the server needs `fork`.
 """
@@ -63,7 +63,7 @@ _servers: dict[int, Server] = {}
 
 
 def _server() -> Server:
-    """Return this process's server. A server inherited through a fork is the parent's, and its pipe must not be shared."""
+    """Return this process's server. One inherited through a fork is the parent's, and its pipe must not be shared."""
     pid = os.getpid()
     for other in list(_servers):
         # With a default: another thread may have removed the entry meanwhile.
@@ -285,7 +285,7 @@ def _compare_in_child(request: bytes, child: Child | None) -> tuple[bool | None,
 
 
 def verify(gold: str, answer: str) -> bool:
-    r"""Return True if two answers are equal by math-verify, each as the content of a `\boxed{}`, without a time limit."""
+    r"""Return True if two answers are equal by math-verify, each as the content of a `\boxed{}`, in any time."""
     from math_verify import LatexExtractionConfig, parse
     from math_verify import verify as math_verify
 

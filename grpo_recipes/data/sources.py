@@ -95,7 +95,7 @@ def local_splits(source: SourceSpec, keys: Keys) -> dict[str, Rows] | None:
 
 
 def has_one_split(path: str) -> bool:
-    """Return True if a path is read as a whole whatever split is named: files, or one saved `Dataset`."""
+    """Return True if a path is read under any split name: files, or one saved `Dataset`."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return not (folder / "dataset_dict.json").is_file()

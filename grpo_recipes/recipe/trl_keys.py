@@ -142,16 +142,16 @@ def ignored_keys(loss_type: str) -> list[str]:
 
 def normalized(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of TRL's keys as words and numbers. Raise `UserError` for a value that its key can't have."""
-    plain = {name: value.value if isinstance(value, enum.Enum) else value for name, value in values.items()}
-    if "scale_rewards" in plain:  # TRL accepts booleans too
-        word = str(plain["scale_rewards"]).lower()
-        plain["scale_rewards"] = {"true": "group", "false": "none"}.get(word, word)
-    for name, value in plain.items():
+    result = {name: value.value if isinstance(value, enum.Enum) else value for name, value in values.items()}
+    if "scale_rewards" in result:  # TRL accepts booleans too
+        word = str(result["scale_rewards"]).lower()
+        result["scale_rewards"] = {"true": "group", "false": "none"}.get(word, word)
+    for name, value in result.items():
         choices = TRL_KEYS[name].choices if name in TRL_KEYS else ()
         if choices and value not in choices:
             raise not_a_choice(name, value, choices)
-    check_numbers(plain)
-    return plain
+    check_numbers(result)
+    return result
 
 
 def check_numbers(values: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A recipe for each task beside final answers, on data made here: thirty steps of a tiny policy, whose reward rises."""
+"""Tasks other than final answers: the reward of a tiny policy rises in thirty steps."""
 
 import json
 import random
@@ -34,7 +34,7 @@ RECIPE: dict[str, Any] = {
 
 
 def trained(folder: Path, words: list[str], rows: list[dict[str, Any]], rewards: list[Any], tokens: int) -> list[float]:
-    """The mean reward of each step of a recipe, on a policy whose vocabulary is `words`."""
+    """Train a policy with the vocabulary `words`, and return the mean reward of each step."""
     vocabulary = ["<pad>", "<eos>", *words]
     policy = folder / "policy"
     tiny.policy(vocab_size=len(vocabulary), initializer_range=0.02).save_pretrained(policy)
@@ -58,11 +58,11 @@ def trained(folder: Path, words: list[str], rows: list[dict[str, Any]], rewards:
 
 
 def rises(steps: list[float], by: float) -> bool:
-    """Whether the mean of the last five steps is above that of the first five by so much."""
+    """Return True if the mean of the last five steps exceeds that of the first five by more than `by`."""
     return sum(steps[-5:]) / 5 - sum(steps[:5]) / 5 > by
 
 
-def test_multiple_choice(tmp_path: Path) -> None:
+def test_multiple_choice_is_learnt(tmp_path: Path) -> None:
     rng = random.Random(0)
     cities = ["Rome", "Paris", "Oslo", "Bern"]
     rows = []
@@ -74,29 +74,29 @@ def test_multiple_choice(tmp_path: Path) -> None:
     assert rises(trained(tmp_path, words, rows, ["choice_correctness"], 2), by=0.1)
 
 
-def test_json(tmp_path: Path) -> None:
+def test_json_objects_are_learnt(tmp_path: Path) -> None:
     schema = {
         "type": "object",
         "required": ["age", "name"],
         "properties": {"age": {"type": "integer"}, "name": {"type": "string"}},
     }
-    # Whole objects as single tokens. The question holds a word of the vocabulary: a prompt of padding alone teaches nothing.
+    # Each object is a single token. The question has a word of the vocabulary, because padding alone teaches nothing.
     words = ['{"age": 7, "name": "x"}', '{"age": "7", "name": "x"}', '{"age": 7}', "{}", "Sure:", "no", "yes"]
     rows = [{"question": f"{n} Sure:", "schema": json.dumps(schema)} for n in range(64)]
     assert rises(trained(tmp_path, words, rows, ["json_schema"], 1), by=0.2)
 
 
 def polite(request: dict[str, Any], handler: Any) -> tuple[int, Any]:
-    """A judge that counts the words of thanks in the response, up to 10."""
-    ((_, said),) = re.findall(r"The response:\n(MATERIAL-\w+)\n(.*)\n\1", request["messages"][1]["content"])
-    score = min(10, 5 * json.loads(said).count("thanks"))
+    """Answer as a judge whose score is five points per word of thanks, at most 10."""
+    ((_, response),) = re.findall(r"The response:\n(MATERIAL-\w+)\n(.*)\n\1", request["messages"][1]["content"])
+    score = min(10, 5 * json.loads(response).count("thanks"))
     return 200, completion(json.dumps({"reason": "counted", "score": score}))
 
 
-def test_a_judge(tmp_path: Path) -> None:
+def test_a_judges_score_is_learnt(tmp_path: Path) -> None:
     words = ["thanks", "hello", "no", "why", "so", "well"]
     rows = [{"question": f"{n} hello"} for n in range(64)]
     with serving(polite) as server:
         judge = {"name": "judge", "kwargs": {"base_url": server.url, "model": "stub", "cache": str(tmp_path / "cache")}}
         assert rises(trained(tmp_path, words, rows, [judge], 2), by=0.2)
-    assert len(server.requests) < 30 * 128  # equal requests are made once
+    assert len(server.requests) < 30 * 128  # equal requests are sent once

@@ -1,4 +1,4 @@
-"""The examples of docs/data.md: the files it shows, as they stand there, planned on a tiny model."""
+"""The examples of docs/data.md are planned with a tiny model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIRST = {
 
 
 @pytest.mark.parametrize("recipe", FIRST)
-def test_an_example_is_planned_as_it_stands(
+def test_every_example_can_be_planned(
     recipe: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert {name for name in FILES if name.endswith(".yaml")} == set(FIRST)
@@ -32,18 +32,18 @@ def test_an_example_is_planned_as_it_stands(
     monkeypatch.chdir(tmp_path)
     here = ["--model_name_or_path", str(tiny_model), "--use_cpu", "true", "--bf16", "false"]
     assert main(["plan", recipe, *here]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     rows = recipe_prompts(parse_recipe(["--config", recipe, *here])).dataset
     prompt, columns = FIRST[recipe]
     assert columns.items() <= rows[0].items()
     shown = rows[0]["prompt"][-1]["content"]
     assert prompt in (None, shown)
-    assert all(f"  | {line}" in said or f"|>user\n{line}" in said for line in shown.split("\n")[1:])
-    assert "exactly as the model sees it" in said
-    assert "can't be scored" not in said
+    assert all(f"  | {line}" in output or f"|>user\n{line}" in output for line in shown.split("\n")[1:])
+    assert "exactly as the model sees it" in output
+    assert "can't be scored" not in output
 
 
-def test_every_preset_stands_in_the_table() -> None:
+def test_every_preset_is_in_the_table() -> None:
     table = PAGE.partition("## Presets")[2]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == {"name", *PRESETS, "scored"}
     for preset in PRESETS.values():

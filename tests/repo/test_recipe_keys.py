@@ -1,4 +1,4 @@
-"""docs/recipes.md: it says what the code reads."""
+"""docs/recipes.md agrees with the code."""
 
 import dataclasses
 import re
@@ -38,7 +38,7 @@ def test_every_spec_of_a_recipe_has_a_table() -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_every_key_says_what_it_means(spec: type) -> None:
+def test_every_key_has_a_description(spec: type) -> None:
     meanings = documentation.attribute_docs(spec)
     for field in dataclasses.fields(spec):
         assert len(meanings[field.name].split()) > 2, field.name
@@ -52,7 +52,7 @@ def rows() -> dict[str, list[str]]:
     return {row[0].strip("`"): row[1:] for row in cells}
 
 
-def test_the_defaults_are_those_of_a_recipe_that_says_nothing(tmp_path: Path) -> None:
+def test_printed_defaults_equal_those_of_a_minimal_recipe(tmp_path: Path) -> None:
     """Every printed default of TRL's keys, read as YAML, is the value in a minimal recipe."""
     file = tmp_path / "r.yaml"
     file.write_text("model_name_or_path: m\ndataset: arithmetic\nrewards: gsm8k_correctness\n")
@@ -73,5 +73,5 @@ def test_the_defaults_are_those_of_a_recipe_that_says_nothing(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("config", [GRPOConfig, ModelConfig])
-def test_every_key_that_trl_adds_is_there(config: type) -> None:
+def test_the_page_has_every_key_that_trl_adds(config: type) -> None:
     assert {name for name in config.__annotations__ if not name.startswith("_")} <= set(rows())

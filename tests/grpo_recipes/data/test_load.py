@@ -1,4 +1,4 @@
-"""What a recipe's `dataset` key may say, the rows it yields, and the sentence each mistake gets."""
+"""The key `dataset`: valid values, the rows that result, and the messages for mistakes."""
 
 import json
 import re
@@ -43,11 +43,11 @@ def questions(dataset):
 # Specs
 
 
-def test_a_plain_string_is_the_name():
+def test_a_string_is_the_name_of_a_preset():
     assert DatasetSpec.parse("gsm8k") == DatasetSpec(name="gsm8k")
 
 
-def test_a_mapping_gives_every_key():
+def test_a_mapping_sets_every_key():
     raw = {"name": "arithmetic", "split": "train[:5%]", "size": 40, "seed": 3, "system_prompt": "think"}
     assert DatasetSpec.parse(raw) == DatasetSpec(
         "arithmetic", split="train[:5%]", size=40, seed=3, system_prompt="think"
@@ -78,22 +78,22 @@ def test_a_mapping_gives_every_key():
         (["gsm8k"], r"`dataset` must be a name or a mapping"),
     ],
 )
-def test_a_bad_spec_names_the_key_and_the_fix(raw, message):
+def test_an_invalid_spec_is_refused_with_the_key_and_the_fix(raw, message):
     with pytest.raises(UserError, match=message):
         DatasetSpec.parse(raw)
 
 
-# Prompts, worked out by hand from the source documents
+# Prompts, derived by hand from the source documents
 
 
-def test_the_prompt_of_grpo_from_scratch_as_text(tmp_path):
+def test_the_text_prompt_equals_that_of_grpo_from_scratch(tmp_path):
     path = write_jsonl(tmp_path / "one.jsonl", [{"question": " How many? ", "answer": "So 1+1=2\n#### 2"}])
     row = load(DatasetSpec("gsm8k", path=path, system_prompt="reasoning", prompt_format="text"))[0]
     system = "Respond in the following format:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>"
     assert row == {"prompt": f"{system}\nHow many?", "answer": "2"}
 
 
-def test_the_prompt_of_full_vocabulary_kl_as_messages(jsonl):
+def test_the_messages_equal_those_of_full_vocabulary_kl(jsonl):
     row = load(DatasetSpec("gsm8k", path=jsonl, system_prompt="think", split="train[3:4]"))[0]
     system = (
         "Solve the math problem step-by-step, providing reasoning in <think> tags and the final answer in <answer> "
@@ -105,7 +105,7 @@ def test_the_prompt_of_full_vocabulary_kl_as_messages(jsonl):
     }
 
 
-def test_the_system_prompt_of_minimind(jsonl):
+def test_the_system_prompt_equals_that_of_minimind(jsonl):
     prompt = load(DatasetSpec("gsm8k", path=jsonl, system_prompt="minimind"))[0]["prompt"]
     assert prompt[0] == {"role": "system", "content": "你是 MiniMind，是一个有用的人工智能助手。"}
 
@@ -114,7 +114,7 @@ def test_the_system_prompt_of_minimind(jsonl):
     ("prompt_format", "prompt"),
     [("text", "What is 0 + 0?"), ("conversational", [{"role": "user", "content": "What is 0 + 0?"}])],
 )
-def test_style_none_sends_the_question_alone(jsonl, prompt_format, prompt):
+def test_system_prompt_none_sends_the_question_alone(jsonl, prompt_format, prompt):
     spec = DatasetSpec("gsm8k", path=jsonl, system_prompt="none", prompt_format=prompt_format)
     assert load(spec)[0]["prompt"] == prompt
 
@@ -129,7 +129,7 @@ def test_the_final_answer_follows_the_last_mark(answer, final):
 # Sources
 
 
-def test_gsm8k_itself(gsm8k_dir):
+def test_gsm8k_has_its_published_rows(gsm8k_dir):
     dataset = load(DatasetSpec("gsm8k", path=str(gsm8k_dir / "train.jsonl")))
     assert dataset.num_rows == 7473
     assert dataset.column_names == ["prompt", "answer"]
@@ -143,12 +143,12 @@ def test_a_jsonl_file_is_sliced_under_any_name(jsonl, split):
     assert questions(dataset) == [row["question"] for row in ROWS[:5]]
 
 
-def test_slices_add_up(jsonl):
+def test_slices_are_concatenated(jsonl):
     dataset = load(DatasetSpec("gsm8k", path=jsonl, split="train[:2]+train[-1:]"))
     assert questions(dataset) == [ROWS[0]["question"], ROWS[1]["question"], ROWS[19]["question"]]
 
 
-def test_a_folder_of_splits(tmp_path):
+def test_a_folder_with_splits_is_read_by_split(tmp_path):
     saved = datasets.DatasetDict(
         train=datasets.Dataset.from_list(ROWS[:15]), test=datasets.Dataset.from_list(ROWS[15:])
     )
@@ -158,7 +158,7 @@ def test_a_folder_of_splits(tmp_path):
     assert questions(load(spec, evaluation=True)) == [row["question"] for row in ROWS[15:]]
 
 
-def test_a_folder_with_one_table_answers_to_any_split(tmp_path):
+def test_a_folder_with_one_table_is_read_under_any_split(tmp_path):
     datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
     assert load(DatasetSpec("gsm8k", path=str(tmp_path / "saved"))).num_rows == 20
 
@@ -175,20 +175,20 @@ def test_a_folder_with_one_table_answers_to_any_split(tmp_path):
     ],
 )
 def test_a_hub_id_is_read_with_its_configuration_and_split(monkeypatch, silent_hub, keys, expected):
-    asked = []
+    calls = []
 
     def load_dataset(path, config, *, split):
-        asked.append((path, config, split))
+        calls.append((path, config, split))
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert load(DatasetSpec("gsm8k", **keys)).num_rows == 20
-    assert asked == [expected]
+    assert calls == [expected]
 
 
-def test_an_unreachable_hub_is_said_at_once(silent_hub, tmp_path, monkeypatch):
+def test_an_unreachable_hub_is_reported_without_retries(silent_hub, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    downloads = []  # each would be retried for half a minute
+    downloads = []  # each download would be retried for half a minute
     monkeypatch.setattr(huggingface_hub.HfApi, "hf_hub_download", lambda *args, **kwargs: downloads.append(kwargs))
     offline_before = datasets.config.HF_HUB_OFFLINE
     with pytest.raises(DatasetUnreachable, match=r"`dataset\.path`: 'openai/gsm8k' .*can't be reached.*local \.jsonl"):
@@ -197,11 +197,11 @@ def test_an_unreachable_hub_is_said_at_once(silent_hub, tmp_path, monkeypatch):
     assert offline_before == datasets.config.HF_HUB_OFFLINE
 
 
-# Columns of one's own
+# Other columns
 
 
 @pytest.mark.parametrize("as_table", [False, True])
-def test_other_columns_come_along(tmp_path, as_table):
+def test_other_columns_stay_in_the_row(tmp_path, as_table):
     rows = [{**row, "level": n, "source": {"book": "b", "page": n}} for n, row in enumerate(ROWS)]
     if as_table:
         datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "rows"))
@@ -213,7 +213,7 @@ def test_other_columns_come_along(tmp_path, as_table):
     assert dataset["answer"][:] == ["10", "12", "14"]
 
 
-def test_a_row_without_a_column_of_the_others_has_none_there(tmp_path):
+def test_a_missing_value_of_a_column_is_none(tmp_path):
     rows = [ROWS[0], {**ROWS[1], "level": 3}]
     dataset = load(DatasetSpec("gsm8k", path=write_jsonl(tmp_path / "rows.jsonl", rows)))
     assert dataset["level"][:] == [None, 3]
@@ -227,13 +227,13 @@ def test_a_row_without_a_column_of_the_others_has_none_there(tmp_path):
         ("completions", (1, 2), r"rows\.jsonl, line 1 has a column 'completions', a name that the trainer takes"),
     ],
 )
-def test_a_column_that_can_not_be_handed_on_is_refused(tmp_path, column, values, message):
+def test_an_unusable_column_is_refused(tmp_path, column, values, message):
     rows = [{**row, column: value} for row, value in zip(ROWS, values, strict=False)]
     with pytest.raises(UserError, match=message):
         load(DatasetSpec("gsm8k", path=write_jsonl(tmp_path / "rows.jsonl", rows)))
 
 
-def test_the_answer_of_a_conversation_is_its_last_turn(tmp_path):
+def test_a_column_answer_beside_conversations_is_refused(tmp_path):
     turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
     path = write_jsonl(tmp_path / "rows.jsonl", [{"conversations": turns, "answer": "3"}])
     with pytest.raises(UserError, match="has a column 'answer', a name that the trainer takes"):
@@ -243,12 +243,12 @@ def test_the_answer_of_a_conversation_is_its_last_turn(tmp_path):
 # Held-out rows
 
 
-def test_the_held_out_file_of_a_jsonl(jsonl, tmp_path):
+def test_eval_path_names_the_held_out_file(jsonl, tmp_path):
     held_out = write_jsonl(tmp_path / "held_out.jsonl", ROWS[:3])
     assert load(DatasetSpec("gsm8k", path=jsonl, eval_path=held_out), evaluation=True).num_rows == 3
 
 
-def test_disjoint_slices_of_one_file_may_be_held_out(jsonl):
+def test_a_disjoint_slice_of_the_training_file_can_be_held_out(jsonl):
     spec = DatasetSpec("gsm8k", path=jsonl, split="train[:90%]", eval_split="train[90%:]")
     assert load(spec, evaluation=True).num_rows == 2
 
@@ -284,14 +284,14 @@ def test_evaluation_needs_held_out_rows(jsonl):
         ('{"question": "q", "answer": "so\\n#### "}', r"rows\.jsonl, line 3 has the answer"),
     ],
 )
-def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, line, message):
+def test_an_invalid_line_is_reported_with_file_and_number(tmp_path, line, message):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ROWS[0]) + "\n\n" + line + "\n", encoding="utf-8")
     with pytest.raises(UserError, match=message):
         load(DatasetSpec("gsm8k", path=str(path)))
 
 
-def test_a_line_separator_inside_a_string_does_not_shift_the_numbers(tmp_path):
+def test_a_line_separator_inside_a_string_does_not_shift_line_numbers(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"question": "a\u2028b", "answer": "1"}, ensure_ascii=False) + "\nx\n", encoding="utf-8")
     with pytest.raises(UserError, match="line 2 is not JSON"):
@@ -314,7 +314,7 @@ def test_windows_line_ends_and_a_byte_order_mark_are_read(tmp_path):
         ("no/such/folder", None, r"`dataset\.path`: there is no file or folder .*no/such/folder"),
     ],
 )
-def test_a_bad_file_is_named(tmp_path, name, content, message):
+def test_an_invalid_file_is_reported_with_its_name(tmp_path, name, content, message):
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
@@ -322,18 +322,18 @@ def test_a_bad_file_is_named(tmp_path, name, content, message):
         load(DatasetSpec("gsm8k", path=str(path)))
 
 
-def test_the_key_of_a_bad_held_out_file_is_its_own(jsonl, tmp_path):
+def test_an_invalid_held_out_file_is_reported_under_eval_path(jsonl, tmp_path):
     spec = DatasetSpec("gsm8k", path=jsonl, eval_path=str(tmp_path / "absent.jsonl"))
     with pytest.raises(UserError, match=r"`dataset\.eval_path`: .*absent\.jsonl"):
         load(spec, evaluation=True)
 
 
-def test_a_folder_of_something_else_is_named(tmp_path):
+def test_a_folder_not_written_by_save_to_disk_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"`dataset\.path`: the folder .* was not written by save_to_disk"):
         load(DatasetSpec("gsm8k", path=str(tmp_path)))
 
 
-def test_a_missing_column_of_a_folder_is_named(tmp_path):
+def test_a_missing_column_of_a_folder_is_reported(tmp_path):
     datasets.Dataset.from_list([{"problem": "q", "answer": "1"}]).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(UserError, match=r"saved, row 1 has the columns problem, answer, and none is 'question'"):
         load(DatasetSpec("gsm8k", path=str(tmp_path / "saved")))
@@ -343,7 +343,7 @@ def test_a_missing_column_of_a_folder_is_named(tmp_path):
     ("split", "message"),
     [("train[5:5]", "is empty"), ("train[:5", "can't be read"), ("train[:5%](rounded)", "can't be read")],
 )
-def test_a_bad_slice_is_named(jsonl, split, message):
+def test_an_invalid_slice_is_refused(jsonl, split, message):
     with pytest.raises(UserError, match=r"`dataset\.split`: .*" + message):
         load(DatasetSpec("gsm8k", path=jsonl, split=split))
 
@@ -364,14 +364,14 @@ def test_no_question_is_both_trained_and_tested_on(train, test):
     assert not trained & tested
 
 
-def test_a_seed_gives_the_same_problems_and_a_larger_size_more_of_them():
+def test_a_larger_size_extends_the_problems_of_a_seed():
     assert arithmetic_problems("train", 50, seed=1) == arithmetic_problems("train", 80, seed=1)[:50]
     assert arithmetic_problems("train", 50, seed=1) != arithmetic_problems("train", 50, seed=2)
 
 
 @given(st.integers(0, 1_000))
 @settings(max_examples=10, deadline=None)
-def test_worked_steps_are_right_and_use_the_numbers_of_the_question(seed):
+def test_worked_steps_are_correct_and_use_the_numbers_of_the_question(seed):
     for problem in arithmetic_problems("test", 50, seed):
         *steps, last = problem["answer"].split("\n")
         carried = []
@@ -380,20 +380,20 @@ def test_worked_steps_are_right_and_use_the_numbers_of_the_question(seed):
             assert eval(left, {"__builtins__": {}}) == int(result) >= 0  # our own text, three tokens of arithmetic
             carried.append(int(result))
         assert last == f"#### {carried[-1]}"
-        asked = sorted(map(int, re.findall(r"\d+", problem["question"])))
+        numbers = sorted(map(int, re.findall(r"\d+", problem["question"])))
         used = [int(n) for step in steps for n in re.findall(r"\d+", step.split("=")[0])]
         for result in carried[:-1]:
             used.remove(result)
-        assert sorted(used) == asked
+        assert sorted(used) == numbers
 
 
 @pytest.mark.slow
-def test_the_largest_size_can_be_made_for_both_splits():
+def test_both_splits_have_enough_problems_for_the_largest_size():
     for split in ("train", "test"):
         assert len(arithmetic_problems(split, MAX_ARITHMETIC_SIZE)) == MAX_ARITHMETIC_SIZE
 
 
-def test_arithmetic_by_name():
+def test_the_preset_arithmetic_gives_the_generated_problems():
     spec = DatasetSpec(
         "arithmetic", size=30, seed=4, split="train[10:20]", eval_split="test[:50%]", system_prompt="none"
     )
@@ -408,7 +408,7 @@ def test_arithmetic_by_name():
         ({"size": MAX_ARITHMETIC_SIZE + 1}, r"`dataset\.size` is .*at most"),
     ],
 )
-def test_arithmetic_that_does_not_exist(keys, message):
+def test_unknown_splits_and_sizes_of_arithmetic_are_refused(keys, message):
     with pytest.raises(UserError, match=message):
         load(DatasetSpec("arithmetic", **keys))
 
@@ -418,7 +418,7 @@ def test_arithmetic_that_does_not_exist(keys, message):
 
 @pytest.fixture(scope="module")
 def word_tokenizer():
-    """One token a word, after a [BOS]; a chat template that adds [SYS], [USR] and [GEN]."""
+    """Return a tokenizer with one token per word after [BOS], and a chat template with [SYS], [USR] and [GEN]."""
     words = ["[UNK]", "[BOS]", "[SYS]", "[USR]", "[GEN]", *(f"w{n}" for n in range(20))]
     backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -443,7 +443,7 @@ def as_dataset(prompts):
     return datasets.Dataset.from_dict({"prompt": prompts, "answer": [str(n) for n in range(len(prompts))]})
 
 
-def test_no_limit_leaves_the_dataset_alone(word_tokenizer):
+def test_without_a_limit_the_dataset_is_unchanged(word_tokenizer):
     dataset = as_dataset([words(9)])
     assert limit_prompts(dataset, DatasetSpec("gsm8k"), word_tokenizer) == (dataset, 0)
 
@@ -467,14 +467,14 @@ def test_longer_messages_are_cut_from_the_left_of_the_question(word_tokenizer):
 def test_longer_text_keeps_its_last_tokens(word_tokenizer):
     spec = DatasetSpec("gsm8k", prompt_format="text", max_prompt_tokens=4, overlong_prompts="cut_left")
     kept, cut = limit_prompts(as_dataset([words(3), words(10)]), spec, word_tokenizer)
-    assert (kept["prompt"][:], cut) == ([words(3), "w7 w8 w9"], 1)  # and [BOS]
+    assert (kept["prompt"][:], cut) == ([words(3), "w7 w8 w9"], 1)  # [BOS] is the fourth token
 
 
 @pytest.mark.parametrize(
     ("policy", "message"),
     [("drop", r"all 2 prompts are longer than 4 tokens \(the shortest has 8\)"), ("cut_left", "leaves no room")],
 )
-def test_a_limit_that_leaves_nothing_is_said(word_tokenizer, policy, message):
+def test_a_limit_that_leaves_no_prompt_is_refused(word_tokenizer, policy, message):
     spec = DatasetSpec("gsm8k", max_prompt_tokens=4, overlong_prompts=policy)
     with pytest.raises(UserError, match=r"`dataset\.max_prompt_tokens`: .*" + message):
         limit_prompts(as_dataset([conversation(3), conversation(4)]), spec, word_tokenizer)

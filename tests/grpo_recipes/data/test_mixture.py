@@ -1,4 +1,4 @@
-"""A mixture of three sources trains, is killed, and resumes in the order of the run left alone."""
+"""A run on a mixture of three sources is killed and resumed, and gives the result of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from tests.support import launching
 
 
 def mixture(folder: Path) -> dict[str, Any]:
-    """JSONL, Parquet and a saved folder with the fractions 0.5, 1 and 0.25: 4, 8 and 2 rows of 8, 8 and 4."""
+    """Return a mixture of JSONL, Parquet and a saved folder with the fractions 0.5, 1 and 0.25.
+
+    It has 4 of 8, 8 of 8, and 2 of 4 rows.
+    """
     rows = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(20)]
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:8]))
     datasets.Dataset.from_list(rows[8:16]).to_parquet(folder / "b.parquet")
@@ -27,14 +30,14 @@ def mixture(folder: Path) -> dict[str, Any]:
 
 
 def by_source(completions: list[str], source: list[str], log_extra: Any, **columns: Any) -> list[float]:
-    """How many different characters a completion has; the source of each row is logged."""
+    """Return the number of different characters of each completion, and log the source of each row."""
     log_extra("source", [Path(path).name for path in source])
     return launching.variety(completions)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "processes"), [("cpu", 1), ("ddp_cpu", 2)])
-def test_a_killed_mixture_ends_like_one_left_alone(tmp_path: Path, layout: str, processes: int) -> None:
+def test_a_killed_run_on_a_mixture_resumes_to_the_same_result(tmp_path: Path, layout: str, processes: int) -> None:
     dataset = mixture(tmp_path)
     assert len(load(DatasetSpec.parse(dataset))) == 14
     policy, size = launching.build_policy(tmp_path / "policy"), 16 // processes
@@ -51,8 +54,8 @@ def test_a_killed_mixture_ends_like_one_left_alone(tmp_path: Path, layout: str, 
     launching.finish(process)
     assert not (tmp_path / "killed" / "model.safetensors").exists()
     assert newest_checkpoint(tmp_path / "killed", processes) is not None
-    said = launching.launch(layout, killed, "--resume_from_checkpoint", "true")
-    assert "resuming from" in said
+    output = launching.launch(layout, killed, "--resume_from_checkpoint", "true")
+    assert "resuming from" in output
     launching.assert_same_run(tmp_path / "alone", tmp_path / "killed")
     seen = launching.completions(tmp_path / "killed")
     assert set(seen["source"]) == {"a.jsonl", "b.parquet", "saved"}

@@ -1,4 +1,4 @@
-"""A table of one's own as a dataset: formats, columns, prompts, mixtures, held-out shares, and what each mistake is told."""
+"""User tables as datasets: formats, columns, prompts, mixtures, held-out shares, and messages for mistakes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = [{"problem": f"What is {n} + {n}?", "solution": f"So \\boxed{{{2 * n}}}",
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]] = ROWS) -> str:
-    """The rows in the format of the path's ending, by other libraries than those that read them."""
+    """Write the rows in the format of the path's suffix, with other libraries than the readers under test."""
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     elif path.suffix == ".json":
@@ -55,15 +55,15 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".csv", ".parquet"])
-def test_a_pattern_reads_its_files_in_their_order(tmp_path: Path, ending: str) -> None:
+def test_a_glob_reads_its_files_sorted_by_name(tmp_path: Path, ending: str) -> None:
     for part in (2, 0, 1):
         write(tmp_path / f"part-{part}{ending}", ROWS[10 * part : 10 * part + 10])
     assert load(spec(str(tmp_path / f"part-*{ending}"))).to_list() == EXPECTED
     assert load(spec(str(tmp_path / f"part-*{ending}"), split="train[5:12]")).to_list() == EXPECTED[5:12]
 
 
-def test_text_stays_as_it_is_written(tmp_path: Path) -> None:
-    """What `datasets` makes a timestamp, a null, a number or a failure of."""
+def test_text_is_not_converted(tmp_path: Path) -> None:
+    """`datasets` would turn these texts into timestamps, nulls and numbers, or fail."""
     dates = [{"question": f"When, {n}?", "answer": f"2024-01-{n:02d}"} for n in range(1, 5)]
     assert load(DatasetSpec.parse({"path": write(tmp_path / "dates.jsonl", dates)}))["answer"][:] == [
         row["answer"] for row in dates
@@ -80,8 +80,8 @@ def test_text_stays_as_it_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".csv"])
-def test_a_column_has_the_type_of_all_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
-    """Types are those of the whole file, not of the first rows."""
+def test_the_type_of_a_column_depends_on_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+    """The first batches have narrower types than the whole file."""
     monkeypatch.setattr(tables, "BATCH", 4)
     rows = [{"question": f"{n}?", "share": n if n < 9 else n / 2, "late": None if n < 9 else "x"} for n in range(10)]
     table = load(DatasetSpec.parse({"path": write(tmp_path / f"rows{ending}", rows)}))
@@ -92,14 +92,14 @@ def test_a_column_has_the_type_of_all_its_rows(tmp_path: Path, monkeypatch: pyte
     assert table["code"][:] == [row["code"] for row in codes]
 
 
-def test_a_table_is_written_once_and_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_written_once_and_memory_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
     monkeypatch.setattr(
         tables, "_write", lambda path, batches, write=tables._write: written.append(write(path, batches))
     )
     path = write(tmp_path / "rows.jsonl")
     first = load(spec(path))
-    assert len(written) == 2  # the file, and its prompts
+    assert len(written) == 2  # the file and its prompts
     assert load(spec(path)).to_list() == first.to_list()
     assert len(written) == 2
     assert {Path(file["filename"]).suffix for file in first.cache_files} == {".arrow"}
@@ -112,7 +112,7 @@ def test_a_table_is_written_once_and_mapped(tmp_path: Path, monkeypatch: pytest.
 # Columns and prompts
 
 
-def test_numbers_are_answers_and_every_other_column_comes_along(tmp_path: Path) -> None:
+def test_answers_may_be_numbers_and_other_columns_stay_in_the_row(tmp_path: Path) -> None:
     rows = [{"question": f"{n}?", "answer": n, "tests": [{"input": str(n)}], "meta": {"page": n}} for n in range(3)]
     path = write(tmp_path / "rows.jsonl", rows)
     assert load(DatasetSpec.parse({"path": path}))["answer"][:] == [0, 1, 2]
@@ -127,7 +127,7 @@ def test_a_task_without_golds_needs_no_answer(tmp_path: Path) -> None:
     assert load(DatasetSpec.parse({"path": path})).to_list() == [{"prompt": user("Write a poem.")}]
 
 
-def test_a_column_may_get_two_names_and_a_list_takes_columns(tmp_path: Path) -> None:
+def test_columns_renames_by_a_mapping_and_selects_by_a_list(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.csv")
     both = {"question": "problem", "answer": "solution", "solution": "solution"}
     assert load(spec(path, columns=both))[1] == {**EXPECTED[1], "solution": ROWS[1]["solution"]}
@@ -136,12 +136,12 @@ def test_a_column_may_get_two_names_and_a_list_takes_columns(tmp_path: Path) -> 
     assert named.column_names == ["prompt", "answer"]
 
 
-def test_a_prompt_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_column_prompt_is_the_prompt(tmp_path: Path) -> None:
     texts = write(tmp_path / "texts.jsonl", [{"prompt": " 1 + 1 = ", "answer": 2}])
     assert load(DatasetSpec.parse({"path": texts})).to_list() == [{"prompt": " 1 + 1 = ", "answer": 2}]
-    asked = {"path": texts, "system_prompt": "Be brief.", "prompt_format": "conversational"}
+    given = {"path": texts, "system_prompt": "Be brief.", "prompt_format": "conversational"}
     system = {"role": "system", "content": "Be brief."}
-    assert load(DatasetSpec.parse(asked))[0]["prompt"] == [system, *user(" 1 + 1 = ")]
+    assert load(DatasetSpec.parse(given))[0]["prompt"] == [system, *user(" 1 + 1 = ")]
     with pytest.raises(UserError, match=r"`dataset\.system_prompt`: the column `prompt` is text: set `prompt_format:"):
         load(DatasetSpec.parse({"path": texts, "system_prompt": "Be brief."}))
     turns = [*user("hi"), {"role": "assistant", "content": "yes?"}, *user("1 + 1?")]
@@ -151,7 +151,7 @@ def test_a_prompt_is_taken_as_it_is(tmp_path: Path) -> None:
     assert load(DatasetSpec.parse({"path": messages, "prompt_format": "text"}))[0]["prompt"] == "hi\nyes?\n1 + 1?"
 
 
-def test_a_system_prompt_by_name_as_text_and_from_a_file(tmp_path: Path) -> None:
+def test_a_system_prompt_is_a_name_a_text_or_a_file(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl")
     (tmp_path / "prompt.txt").write_text("Answer in\nFrench.\n", encoding="utf-8")
     for given, text in (
@@ -165,7 +165,7 @@ def test_a_system_prompt_by_name_as_text_and_from_a_file(tmp_path: Path) -> None
     assert load(spec(path, system_prompt="none"))[0]["prompt"] == user(ROWS[0]["problem"])
 
 
-def test_a_template_shows_any_column(tmp_path: Path) -> None:
+def test_a_template_can_use_any_column(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl")
     template = "{{ problem }}{% if level > 2 %} (hard){% endif %}"
     table = load(DatasetSpec.parse({"path": path, "prompt_template": template, "system_prompt": "Be brief."}))
@@ -180,8 +180,8 @@ def test_a_template_shows_any_column(tmp_path: Path) -> None:
     assert load(DatasetSpec.parse(preset)).to_list() == [{"prompt": user("1 + 1? Think."), "answer": "2"}]
 
 
-def test_maths_with_boxed_golds(tmp_path: Path) -> None:
-    """MATH has problem and solution; MATH-500 has the answer beside them."""
+def test_boxed_golds_are_extracted(tmp_path: Path) -> None:
+    """MATH has a problem and a solution, and MATH-500 has a column for the answer too."""
     system = {"role": "system", "content": prompts.SYSTEM_PROMPTS["boxed"]}
     row = {"problem": " 1/2 + 1/3? ", "solution": "It is $\\boxed{\\frac{5}{6}}$.", "level": "Level 1"}
     expected = {"prompt": [system, *user("1/2 + 1/3?")], "answer": "\\frac{5}{6}", "solution": row["solution"]}
@@ -190,7 +190,7 @@ def test_maths_with_boxed_golds(tmp_path: Path) -> None:
         assert load(DatasetSpec.parse({"name": "math", "path": path})).to_list() == [{**expected, "level": "Level 1"}]
 
 
-def test_multiple_choice_of_mmlu_and_of_arc(tmp_path: Path) -> None:
+def test_multiple_choice_reads_the_forms_of_mmlu_and_arc(tmp_path: Path) -> None:
     mmlu = {"question": "The capital of Italy?", "choices": ["Paris", "Rome"], "answer": 1, "subject": "geography"}
     arc = {
         "question": mmlu["question"],
@@ -219,8 +219,8 @@ def three_sources(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("with_fractions", [True, False])
-def test_a_mixture_holds_the_rows_of_trl(tmp_path: Path, with_fractions: bool) -> None:
-    """TRL reads the same three tables by `load_dataset`, which takes each format under its own name."""
+def test_a_mixture_has_the_same_rows_as_in_trl(tmp_path: Path, with_fractions: bool) -> None:
+    """TRL reads the same three tables with `load_dataset`, which has a name for each format."""
     sources = three_sources(tmp_path)
     if not with_fractions:
         for source in sources:
@@ -242,8 +242,8 @@ def test_a_mixture_holds_the_rows_of_trl(tmp_path: Path, with_fractions: bool) -
     assert counts == ([15, 30, 8] if with_fractions else [20, 30, 10])
 
 
-def test_a_mixture_in_trls_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`path` names a format and `data_files` the files, columns are a list, one source has columns of its own."""
+def test_a_mixture_accepts_the_keys_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`path` is a format, `data_files` are the files, `columns` is a list, and one source has its own columns."""
     monkeypatch.setattr("grpo_recipes.data.hub.hub_answers", lambda: False)
     first = write(tmp_path / "a.jsonl", [{"question": "a", "answer": "1", "junk": 1}])
     second = write(tmp_path / "b.csv", [{"problem": "b", "answer": "x2"}])
@@ -257,7 +257,7 @@ def test_a_mixture_in_trls_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_a_mixture_is_written_into_the_run_and_read_again(tmp_path: Path) -> None:
+def test_a_mixture_survives_a_round_trip_through_json(tmp_path: Path) -> None:
     made = DatasetSpec.parse({"path": three_sources(tmp_path), "eval_share": 0.2})
     written = json.loads(json.dumps(made.as_dict()))
     assert DatasetSpec.parse(written) == made
@@ -273,36 +273,36 @@ def sides(made: DatasetSpec) -> tuple[set[str], set[str]]:
     return train, held_out
 
 
-def test_no_row_ever_changes_sides(tmp_path: Path) -> None:
+def test_a_row_stays_training_or_held_out_when_the_table_changes(tmp_path: Path) -> None:
     rows = [{"question": f"What is {n} + {n}?", "id": n} for n in range(400)]
     path = write(tmp_path / "rows.jsonl", rows)
     train, held_out = sides(DatasetSpec.parse({"path": path, "eval_share": 0.25}))
     assert not train & held_out
     assert len(train) + len(held_out) == 400
-    assert 60 <= len(held_out) <= 140  # 100, give or take 4.6 standard deviations
-    # Other rows, another order, other columns, another file format and another prompt: the same side.
+    assert 60 <= len(held_out) <= 140  # 100 ± 4.6 standard deviations
+    # Rows keep their side with other rows, another order, other columns, another file format and another prompt.
     changed = [{"text": row["question"], "id": -row["id"]} for row in reversed(rows[:200])]
     changed += [{"text": f"And {n}?", "id": 0} for n in range(50)] + [{"text": rows[0]["question"], "id": 7}]
     more = {"columns": {"question": "text"}, "system_prompt": "think", "eval_share": 0.25}
     train_2, held_out_2 = sides(DatasetSpec.parse({"path": write(tmp_path / "other.csv", changed), **more}))
     assert not train & held_out_2
     assert not held_out & train_2
-    # A larger share holds out more rows and none fewer.
+    # A larger share keeps all rows of a smaller one.
     _, half = sides(DatasetSpec.parse({"path": path, "eval_share": 0.5}))
     assert held_out < half
 
 
-def test_the_wording_of_a_template_moves_no_row(tmp_path: Path) -> None:
+def test_the_wording_of_a_template_does_not_change_identities(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl")
-    asked = [
+    identities = [
         load_prompts(DatasetSpec.parse({"path": path, "prompt_template": template})).identities
         for template in ("{{ problem }}", "Solve: {{ problem }}", "{{ problem }} {{ level }}")
     ]
-    assert (asked[0] == asked[1]).all()
-    assert (asked[0] != asked[2]).all()
+    assert (identities[0] == identities[1]).all()
+    assert (identities[0] != identities[2]).all()
 
 
-def test_a_held_out_row_that_is_trained_on_is_refused(tmp_path: Path) -> None:
+def test_a_held_out_row_that_is_also_a_training_row_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl")
     other = [{"problem": f"{n}?", "solution": "1", "level": 1} for n in range(5)]
     held_out = write(tmp_path / "held_out.jsonl", [*other, {**ROWS[3], "level": 99}, ROWS[4]])
@@ -322,7 +322,7 @@ def test_a_large_table_is_sampled_by_hash() -> None:
     assert len(np.unique(sample)) == len(sample) == prompts.SAMPLE
     assert (sample == prompts.hash_sample(1_000_000)).all()
     assert (sample == np.sort(sample)).all()
-    # No part of the table is passed over: a tenth of the rows holds a tenth of the sample, up to 5 standard deviations.
+    # Each tenth of the rows has a tenth of the sample, up to 5 standard deviations.
     counts = np.bincount(sample // 100_000, minlength=10)
     assert abs(counts - 2_000).max() < 5 * 2_000**0.5
 
@@ -390,7 +390,7 @@ def test_a_large_table_is_sampled_by_hash() -> None:
         ({"path": "{folder}/broken.parquet"}, r"broken\.parquet can't be read as Parquet"),
     ],
 )
-def test_a_mistake_is_named_with_its_fix(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+def test_a_mistake_is_reported_with_its_fix(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
     write(tmp_path / "rows.jsonl")
     write(tmp_path / "rows.csv")
     write(tmp_path / "clash.jsonl", [{**row, "level": "hard"} for row in ROWS])
@@ -413,7 +413,7 @@ def _load(path: Any, **keys: Any) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["", None, [], [{"role": "user"}], [{"role": "user", "content": " "}]])
-def test_an_empty_prompt_is_named_with_its_row(tmp_path: Path, prompt: Any) -> None:
+def test_an_empty_prompt_is_reported_with_its_row(tmp_path: Path, prompt: Any) -> None:
     right = "a?" if isinstance(prompt, str) or prompt is None else user("a?")
     path = write(tmp_path / "rows.jsonl", [{"prompt": right}, {"prompt": prompt}])
     with pytest.raises(UserError, match=r"rows\.jsonl, line 2 has the (prompt|turn) "):

@@ -1,4 +1,4 @@
-"""`dataset.pass_rate`: rows kept by an evaluation that `grpo-recipes evaluate` would have written."""
+"""`dataset.pass_rate`: rows are kept by the results of an evaluation as `grpo-recipes evaluate` writes it."""
 
 import json
 import re
@@ -28,19 +28,19 @@ def recipe(folder: Path, **dataset: Any) -> Recipe:
 
 @pytest.fixture
 def evaluated(tmp_path: Path) -> Path:
-    """Ten rows, of which row n is solved n % 5 times out of 4, evaluated as the recipe that is then filtered says."""
+    """Evaluate ten rows, where row n is solved in n % 5 of 4 samples, with the prompts of the filtered recipe."""
     launching.write_rows(tmp_path / "rows.jsonl", 10)
     filtered = recipe(tmp_path, pass_rate={"evaluation": str(tmp_path / "evaluation"), "keep": [0, 1]})
     spec = held_out_spec(filtered.as_dict()["dataset"], Request(model="m", split="train"))
     dataset = load(spec)
-    asked: Counter[str] = Counter()
+    samples: Counter[str] = Counter()
 
     def complete(prompts: list[Any], settings: Settings) -> list[str]:
         texts = []
         for prompt in prompts:
             number = int(prompt[-1]["content"].rpartition(" + ")[2].strip("?"))
-            right = asked[str(number)] < number % 5
-            asked[str(number)] += 1
+            right = samples[str(number)] < number % 5
+            samples[str(number)] += 1
             texts.append(f"<reasoning>\n.\n</reasoning>\n<answer>\n{2 * number if right else -1}\n</answer>")
         return texts
 
@@ -54,15 +54,15 @@ def kept(folder: Path, low: float, high: float) -> list[int]:
     return [int(answer) // 2 for answer in recipe_prompts(spec).dataset["answer"]]
 
 
-def test_rows_are_kept_by_their_rate(evaluated: Path) -> None:
+def test_rows_are_kept_by_their_pass_rate(evaluated: Path) -> None:
     assert kept(evaluated, 0.1, 0.9) == [1, 2, 3, 6, 7, 8]
     assert kept(evaluated, 0.5, 0.75) == [2, 3, 7, 8], "both ends are kept"
     assert kept(evaluated, 0, 0) == [0, 5]
     assert kept(evaluated, 0, 1) == list(range(10))
 
 
-def test_held_out_rows_and_run_json(evaluated: Path) -> None:
-    """Held-out rows stay; what run.json holds of the key is read again."""
+def test_held_out_rows_are_not_filtered(evaluated: Path) -> None:
+    """The key also survives a round trip through run.json."""
     rate = {"evaluation": str(evaluated / "evaluation"), "keep": [0.1, 0.9]}
     filtered = recipe(evaluated, pass_rate=rate, eval_path=str(evaluated / "rows.jsonl"), eval_split="train[:3]")
     assert len(recipe_prompts(filtered, evaluation=True).dataset) == 3
@@ -72,7 +72,7 @@ def test_held_out_rows_and_run_json(evaluated: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"evaluation": "nowhere"}, "has no finished evaluation: run `grpo-recipes evaluate"),
         ({"keep": [0.9, 0.1]}, r"give the smallest and the largest share, as in \[0.1, 0.9\]"),
@@ -85,25 +85,25 @@ def test_held_out_rows_and_run_json(evaluated: Path) -> None:
         ({"kept": [0.6, 0.7]}, "unknown key `dataset.pass_rate.kept`"),
     ],
 )
-def test_what_is_wrong_is_said_by_key(evaluated: Path, change: dict[str, Any], says: str) -> None:
+def test_an_invalid_pass_rate_is_reported_with_its_key(evaluated: Path, change: dict[str, Any], message: str) -> None:
     rate = {"evaluation": str(evaluated / "evaluation"), "keep": [0.1, 0.9], **change}
-    with pytest.raises(RecipeError, match=says) as error:
+    with pytest.raises(RecipeError, match=message) as error:
         recipe_prompts(recipe(evaluated, pass_rate=rate))
     assert str(error.value).startswith(str(evaluated / "mine.yaml"))
 
 
-def test_rows_that_were_not_evaluated_are_an_error(evaluated: Path) -> None:
+def test_rows_that_were_not_evaluated_are_refused(evaluated: Path) -> None:
     launching.write_rows(evaluated / "rows.jsonl", 12)
     with pytest.raises(RecipeError, match=r"2 of 12 training prompts are not in it \(row 11 is the first\)"):
         kept(evaluated, 0, 1)
     launching.write_rows(evaluated / "rows.jsonl", 10)
     rate = {"evaluation": str(evaluated / "evaluation"), "keep": [0, 1]}
-    asked_otherwise = recipe(evaluated, pass_rate=rate, system_prompt="boxed")
+    other_prompts = recipe(evaluated, pass_rate=rate, system_prompt="boxed")
     with pytest.raises(RecipeError, match="10 of 10 training prompts"):
-        recipe_prompts(asked_otherwise)
+        recipe_prompts(other_prompts)
 
 
-def test_a_plain_folder_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_folder_alone_is_refused_because_keep_is_missing(tmp_path: Path) -> None:
     launching.write_rows(tmp_path / "rows.jsonl", 2)
     with pytest.raises(RecipeError, match="`dataset.pass_rate.keep` is missing"):
         recipe(tmp_path, pass_rate="evaluation")

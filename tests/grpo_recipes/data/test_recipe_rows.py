@@ -1,4 +1,4 @@
-"""The rows of every shipped recipe, by digest: a change of the readers may not change what a recipe trains on."""
+"""Digests of the rows of every shipped recipe: a change of the readers must not change the training rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
 def stand_in(name: str, folder: Path) -> list[str]:
-    """Rows for a dataset that is not made here, always the same ones."""
+    """Return arguments that replace a dataset from elsewhere by fixed rows."""
     if name == "arithmetic":
         return []
     if name == "rlaif":
@@ -36,13 +36,13 @@ def stand_in(name: str, folder: Path) -> list[str]:
 
 
 def digest(dataset: Dataset) -> str:
-    """The SHA-256 of the rows in their order, every column of each."""
+    """Return the SHA-256 of all columns of the rows, in their order."""
     lines = (json.dumps(row, sort_keys=True) + "\n" for row in dataset)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def digests(path: Path, folder: Path) -> dict[str, str]:
-    """What a recipe trains on, and what it holds out."""
+    """Return the digests of the training rows and, if the recipe has them, of the held-out rows."""
     spec = yaml.safe_load(path.read_text(encoding="utf-8"))["dataset"]
     recipe = parse_recipe(["--config", str(path), *stand_in(spec["name"], folder)])
     held_out = {"held out": digest(recipe_prompts(recipe, evaluation=True).dataset)} if "eval_split" in spec else {}
@@ -50,5 +50,5 @@ def digests(path: Path, folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_the_rows_are_those_of_before(recipe: Path, tmp_path: Path) -> None:
+def test_the_rows_equal_the_recorded_digests(recipe: Path, tmp_path: Path) -> None:
     assert digests(recipe, tmp_path) == json.loads(DIGESTS.read_text())[recipe.stem]

@@ -1,4 +1,4 @@
-"""Tables with very many columns or keys: refused before the work that grows faster than they do."""
+"""Tables with very many columns or keys are refused, because the work grows faster than their width."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ def names(count: int) -> list[str]:
     return [f"column {number}" for number in range(count)]
 
 
-def test_as_many_columns_as_allowed_are_read(tmp_path: Path) -> None:
+def test_the_largest_number_of_columns_is_read(tmp_path: Path) -> None:
     dataset = load(write_csv(tmp_path / "rows.csv", names(COLUMNS - 1)))
     assert len(dataset.column_names) == COLUMNS
     assert dataset[2]["column 1998"] == 1
 
 
 @pytest.mark.parametrize("verb", ["plan", "init"])
-def test_more_are_refused_with_the_reason(
+def test_more_columns_are_refused(
     tmp_path: Path, verb: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_csv(tmp_path / "rows.csv", names(16_000))
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
-        f"model_name_or_path: {tiny_model}\nuse_cpu: true\nbf16: false\ndataset: {{path: {path}}}\nrewards: [tag_count]\n"
-        f"num_generations: 4\noutput_dir: {tmp_path / 'run'}\n"
+        f"model_name_or_path: {tiny_model}\nuse_cpu: true\nbf16: false\ndataset: {{path: {path}}}\nrewards: "
+        f"[tag_count]\nnum_generations: 4\noutput_dir: {tmp_path / 'run'}\n"
     )
     line = ["plan", str(recipe)] if verb == "plan" else ["init", str(path), "--output", str(tmp_path / "first.yaml")]
     assert cli.main(line) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert f"`dataset`: {path} has 16,001 columns, and at most {COLUMNS:,} are read: select some" in said
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert f"`dataset`: {path} has 16,001 columns, and at most {COLUMNS:,} are read: select some" in last_line
     assert not (tmp_path / "first.yaml").exists()
 
 
-def test_the_keys_of_all_rows_count(tmp_path: Path) -> None:
+def test_the_limits_count_the_keys_of_all_rows(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{f"key {row}": 1} for row in range(COLUMNS + 1)])
     with pytest.raises(UserError, match=rf"rows\.jsonl has {COLUMNS + 2:,} columns"):
         load(path)
@@ -74,7 +74,7 @@ def test_the_keys_of_all_rows_count(tmp_path: Path) -> None:
         load(write_jsonl(path, [{"meta": {f"key {row} {key}": 1 for key in range(FIELDS // 50)}} for row in range(51)]))
 
 
-def test_a_table_of_columns_is_refused_unless_few_are_taken(tmp_path: Path) -> None:
+def test_a_wide_parquet_file_is_read_if_few_columns_are_selected(tmp_path: Path) -> None:
     columns = {"question": ["a", "b"], **{name: [1, 2] for name in names(COLUMNS)}}
     parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
     with pytest.raises(UserError, match=r"rows\.parquet has 2,001 columns"):
@@ -83,19 +83,19 @@ def test_a_table_of_columns_is_refused_unless_few_are_taken(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("others", [["again"] * 1_000, ["long" * 1_000_000] * 2])
-def test_a_sentence_names_some_of_many_columns(tmp_path: Path, others: list[str]) -> None:
+def test_a_message_names_only_some_of_many_columns(tmp_path: Path, others: list[str]) -> None:
     with pytest.raises(UserError, match="line 1 must name every column once") as refused:
         load(write_csv(tmp_path / "rows.csv", others))
     assert len(str(refused.value)) < 600 + len(str(tmp_path))
 
 
-def test_a_sentence_shows_the_beginning_of_a_long_value(tmp_path: Path) -> None:
+def test_a_message_shows_only_the_beginning_of_a_long_value(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"question": ["word"] * 10_000}])
     with pytest.raises(UserError, match=r"has the question \['word', .*\.\.\.: it must be text") as refused:
         load(path)
     assert len(str(refused.value)) < 400 + len(str(tmp_path))
 
 
-def test_listed_names_say_how_many_are_left_out() -> None:
+def test_listed_names_end_with_the_number_of_the_others() -> None:
     assert listed(["a", "b"]) == "a, b"
     assert listed(names(30)) == ", ".join(names(20)) + " and 10 more"

@@ -1,4 +1,4 @@
-"""Every shipped layout, as accelerate itself reads it."""
+"""Every shipped accelerate configuration, read by accelerate."""
 
 import socket
 from argparse import Namespace
@@ -18,7 +18,8 @@ from grpo_recipes.recipe.recipe import find_file
 FOLDER = find_file("accelerate_configs", "cpu").parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
-# Where a layout differs from the one that TRL ships, as its head says; keys that TRL sets to their defaults don't count.
+# Keys in which a configuration differs from TRL's, as its head states. Keys that TRL sets to their defaults do not
+# count.
 DIFFERENCES = {
     ("zero2", "zero2"): {"deepspeed_config.gradient_accumulation_steps"},
     ("zero2_offload", "zero2"): {
@@ -51,7 +52,7 @@ DEFAULTS = {"debug": False, "downcast_bf16": "no", "tpu_env": [], "tpu_use_clust
 
 
 def environment(name: str) -> dict[str, str]:
-    """What `accelerate launch --config_file ...` would set for each rank."""
+    """Return the environment that `accelerate launch --config_file ...` sets for each rank."""
     with socket.socket() as free:  # accelerate refuses a port that something else on this machine listens on
         free.bind(("", 0))
         port = free.getsockname()[1]
@@ -60,7 +61,7 @@ def environment(name: str) -> dict[str, str]:
 
 
 def arguments(name: str, *more: str) -> Namespace:
-    """A launch's arguments, completed from the file as `accelerate launch` does (`launch_command`)."""
+    """Return the arguments of a launch, completed from the file as `accelerate launch` does (`launch_command`)."""
     parsed = launch_command_parser().parse_args(["--config_file", str(FOLDER / f"{name}.yaml"), *more, "train.py"])
     parsed, defaults, _ = _validate_launch_command(parsed)
     parsed.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
@@ -75,7 +76,7 @@ def flat(config: dict, prefix: str = "") -> dict:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_accelerate_loads_it(name: str) -> None:
+def test_accelerate_loads_every_configuration(name: str) -> None:
     path = FOLDER / f"{name}.yaml"
     config = load_config_from_file(str(path))  # raises for a key that it does not know
     machine = Machine.described(path)
@@ -96,7 +97,7 @@ def test_accelerate_loads_it(name: str) -> None:
         ("zero3_cpu", 3, "none", "none"),
     ],
 )
-def test_deepspeed_gets_the_stage_and_the_recipes_accumulation(
+def test_deepspeed_receives_the_stage_and_the_accumulation_of_the_recipe(
     name: str, stage: int, offload: str, offload_param: str
 ) -> None:
     with patch_environment(**environment(name)):
@@ -106,19 +107,19 @@ def test_deepspeed_gets_the_stage_and_the_recipes_accumulation(
     assert config["gradient_accumulation_steps"] == "auto"
     assert config["zero_optimization"]["offload_optimizer"]["device"] == offload
     assert config["zero_optimization"]["offload_param"]["device"] == offload_param
-    # Split while loading, and a plain model in every checkpoint: only ZeRO-3 needs either.
+    # Only ZeRO-3 needs to shard while loading, and to gather an ordinary model for every checkpoint.
     assert plugin.zero3_init_flag == (stage == 3)
     assert config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] == (stage == 3)
 
 
-def test_fsdp2_is_version_2_and_splits_parameters() -> None:
+def test_fsdp2_is_version_2_and_shards_parameters() -> None:
     with patch_environment(**environment("fsdp2")):
         plugin = FullyShardedDataParallelPlugin()
     assert plugin.fsdp_version == 2
     assert plugin.reshard_after_forward is True
 
 
-def test_two_nodes_of_eight_meet_at_one_address() -> None:
+def test_two_nodes_of_eight_use_one_address() -> None:
     parsed = arguments("zero3_multinode", "--machine_rank", "1", "--main_process_ip", "10.1.1.1")
     prepare_deepspeed_cmd_env(parsed)
     assert [str(value) for value in (parsed.nproc_per_node, parsed.nnodes, parsed.node_rank)] == ["8", "2", "1"]
@@ -127,7 +128,7 @@ def test_two_nodes_of_eight_meet_at_one_address() -> None:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), DIFFERENCES)
-def test_it_differs_from_trls_where_its_head_says(ours: str, theirs: str) -> None:
+def test_a_configuration_differs_from_trls_only_as_its_head_states(ours: str, theirs: str) -> None:
     shipped = Path(trl.__file__).parent / "accelerate_configs" / f"{theirs}.yaml"
     one, other = (flat(yaml.safe_load(path.read_text())) for path in (FOLDER / f"{ours}.yaml", shipped))
     keys = {key for key in {**one, **other} if one.get(key, DEFAULTS.get(key)) != other.get(key, DEFAULTS.get(key))}

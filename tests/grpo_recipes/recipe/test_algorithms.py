@@ -1,4 +1,4 @@
-"""recipes/algorithms: each recipe loads, plans and trains on the bench, which is one for all; and what is refused."""
+"""recipes/algorithms: each recipe loads, plans and trains on the common bench, and ineffective keys are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FOLDER = ROOT / "recipes" / "algorithms"
 RECIPES = sorted(FOLDER.glob("*.yaml"))
 ONE = Machine(num_processes=1, bf16=False)
 
-# What an algorithm decides; everything else is the bench.
+# Keys that an algorithm decides. All other keys belong to the bench.
 ALGORITHM = (
     *OBJECTIVE_KEYS,
     *("loss_type", "scale_rewards", "multi_objective_aggregation", "importance_sampling_level"),
@@ -40,7 +40,7 @@ def refused(name: str, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_it_is_found_by_its_name_and_passes_every_check(file: Path) -> None:
+def test_a_recipe_is_found_by_its_name_and_passes_every_check(file: Path) -> None:
     assert find_file("recipes", file.stem) == file
     recipe = parse_recipe(["--config", file.stem])
     checked = check(recipe, ONE)
@@ -48,7 +48,7 @@ def test_it_is_found_by_its_name_and_passes_every_check(file: Path) -> None:
     assert recipe.training["output_dir"] == f"runs/{file.stem}"
 
 
-def test_they_differ_in_the_algorithm_alone() -> None:
+def test_the_recipes_differ_only_in_keys_of_the_algorithm() -> None:
     benches = [
         {key: value for key, value in yaml.safe_load(file.read_text(encoding="utf-8")).items() if key not in ALGORITHM}
         for file in RECIPES
@@ -58,7 +58,7 @@ def test_they_differ_in_the_algorithm_alone() -> None:
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_its_head_names_every_key_of_the_algorithm(file: Path) -> None:
+def test_the_head_names_every_key_of_the_algorithm(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     head = text.partition("\n\n")[0]
     written = yaml.safe_load(text)
@@ -69,7 +69,7 @@ def test_its_head_names_every_key_of_the_algorithm(file: Path) -> None:
         assert part in head
 
 
-def test_a_plan_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_algorithm_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "gspo", "--accelerate_config", "cpu"]) == 0
     assert "rewards         gsm8k_correctness × 1, well_formed × 1" in capsys.readouterr().out
 
@@ -101,7 +101,7 @@ def test_a_key_that_a_loss_ignores_is_refused_and_one_that_it_reads_is_not(loss_
             assert f"`{key}` has no effect with `loss_type: {loss_type}`" in refused("quickstart", **changes)
 
 
-def test_the_keys_that_a_loss_reads_are_those_that_stand_in_its_branch_of_trl() -> None:
+def test_the_keys_that_a_loss_reads_appear_in_its_branch_of_trl() -> None:
     source = inspect.getsource(GRPOTrainer._compute_loss)
     cispo, rest = source.split('if self.loss_type == "cispo":')[1].split('elif self.loss_type in ["grpo", "bnpo"')
     clipped, rest = rest.split('elif self.loss_type == "sapo":')
@@ -113,7 +113,7 @@ def test_the_keys_that_a_loss_reads_are_those_that_stand_in_its_branch_of_trl() 
         assert found == set(keys_read_by(loss_type)), loss_type
 
 
-def test_a_recipe_with_every_default_shows_none_that_its_loss_ignores(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resolved_recipe_omits_keys_that_its_loss_ignores(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "sapo", "--resolved"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert {key for key in OBJECTIVE_KEYS if key in shown} == {"sapo_temperature_neg", "sapo_temperature_pos"}
@@ -126,15 +126,15 @@ def test_maxrl_refuses_options_of_trl_that_it_does_not_read() -> None:
     assert "which takes the weighted sum of the rewards: remove it" in refused("maxrl", **both)
 
 
-def test_maxrl_takes_several_rewards_and_groups_that_the_layout_splits() -> None:
+def test_maxrl_supports_several_rewards_and_split_groups() -> None:
     recipe = Recipe.load("maxrl", rewards=["gsm8k_correctness", "well_formed"], per_device_train_batch_size=12)
     assert check(recipe, Machine(2, bf16=False)).geometry.splits_groups
 
 
-def test_an_overlong_punishment_that_can_never_act_is_refused() -> None:
-    says = refused("dapo", max_completion_length=38)
-    assert "overlong punishes completions of more than 38 tokens" in says
-    assert "set its `max_completion_len` to 38" in says
+def test_an_overlong_punishment_without_effect_is_refused() -> None:
+    message = refused("dapo", max_completion_length=38)
+    assert "overlong punishes completions of more than 38 tokens" in message
+    assert "set its `max_completion_len` to 38" in message
     assert check(Recipe.load("dapo", max_completion_length=39), ONE)
 
 
@@ -151,7 +151,7 @@ def test_the_commands_of_the_page(tiny_model: Path, tmp_path: Path, monkeypatch:
     assert (tmp_path / "runs" / "dapo" / "model.safetensors").is_file()
 
 
-def test_the_table_of_recipes_names_each() -> None:
+def test_the_table_of_recipes_names_every_algorithm() -> None:
     table = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
     for file in RECIPES:
         assert f"[{file.stem}](algorithms/{file.name})" in table

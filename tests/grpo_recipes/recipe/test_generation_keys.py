@@ -1,4 +1,4 @@
-"""What a recipe may ask of generation: refused in one sentence, before a model is loaded."""
+"""Generation keys of a recipe: stop strings, and options that continuous batching would drop, are checked early."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECIPE = "model_name_or_path: m\ndataset: {name: arithmetic}\nrewards: gsm8k_cor
 
 
 @pytest.mark.parametrize(
-    ("asked", "strings"),
+    ("given", "strings"),
     [
         (None, ()),
         ({}, ()),
@@ -30,8 +30,8 @@ RECIPE = "model_name_or_path: m\ndataset: {name: arithmetic}\nrewards: gsm8k_cor
         ('{"stop": ["</a>"]}', ("</a>",)),
     ],
 )
-def test_what_ends_a_completion(asked: Any, strings: tuple[str, ...]) -> None:
-    assert stop_strings(asked) == strings
+def test_stop_strings_are_read_from_generation_kwargs(given: Any, strings: tuple[str, ...]) -> None:
+    assert stop_strings(given) == strings
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -43,17 +43,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_stop_string(case: str, tmp_path: Path) -> None:
-    asked, said = REFUSED[case]
-    with pytest.raises(UserError, match=said):
-        stop_strings(asked)
-    with pytest.raises(UserError, match=said):  # the model is not looked for
+def test_invalid_stop_strings_are_refused(case: str, tmp_path: Path) -> None:
+    given, message = REFUSED[case]
+    with pytest.raises(UserError, match=message):
+        stop_strings(given)
+    with pytest.raises(UserError, match=message):  # before the model is looked for
         GRPOTrainer(
-            "/no/such/model", print, GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, generation_kwargs=asked)
+            "/no/such/model", print, GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, generation_kwargs=given)
         )
     file = tmp_path / "r.yaml"
-    file.write_text(f"{RECIPE}generation_kwargs: {asked}\n")
-    with pytest.raises(RecipeError, match=f"{file}: {said}"):
+    file.write_text(f"{RECIPE}generation_kwargs: {given}\n")
+    with pytest.raises(RecipeError, match=f"{file}: {message}"):
         parse_recipe(["--config", str(file)])
 
 
@@ -77,7 +77,7 @@ def test_stop_strings_on_the_command_line(tmp_path: Path) -> None:
         ({"generation_kwargs": {"stop": ["5"]}}, "stop"),
     ],
 )
-def test_options_that_continuous_batching_would_leave_out(changes: dict[str, Any], lost: str) -> None:
+def test_options_that_continuous_batching_drops_are_refused(changes: dict[str, Any], lost: str) -> None:
     known: dict[str, Any] = {"repetition_penalty": 1.0, "generation_kwargs": None, **changes}
     check_generation(SimpleNamespace(use_transformers_continuous_batching=False, **known))
     config = SimpleNamespace(use_transformers_continuous_batching=True, **known)
@@ -87,8 +87,7 @@ def test_options_that_continuous_batching_would_leave_out(changes: dict[str, Any
         check_generation(config)
 
 
-def test_contract_with_transformers() -> None:
-    """The processors that continuous batching drops."""
+def test_transformers_still_drops_the_same_processors() -> None:
     dropped = {
         name
         for name, processor in vars(logits_process).items()

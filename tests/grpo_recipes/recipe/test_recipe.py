@@ -1,4 +1,4 @@
-"""What a recipe may say, and the sentence that each mistake gets."""
+"""Recipes: reading and resolving them, and the messages for mistakes."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def parsed(path: str, *arguments: str) -> Recipe:
     return parse_recipe(["--config", path, *arguments])
 
 
-def test_a_number_that_yaml_reads_as_text_is_a_number(write) -> None:
+def test_text_and_floats_become_the_type_of_the_key(write) -> None:
     path = write()
     Path(path).write_text(Path(path).read_text() + "learning_rate: 5e-6\nmax_steps: 3.0\nrun_name: 7\n")
     training = parsed(path).training
@@ -48,7 +48,7 @@ def test_a_number_that_yaml_reads_as_text_is_a_number(write) -> None:
     assert isinstance(training["max_steps"], int)
 
 
-def test_yaml_no_means_no(write) -> None:
+def test_yaml_false_becomes_the_word_no(write) -> None:
     path = write()
     Path(path).write_text(Path(path).read_text() + "eval_strategy: no\nscale_rewards: false\n")
     recipe = parsed(path)
@@ -110,7 +110,7 @@ def test_generation(write, written: object, arguments: list[str], expected: str)
     assert recipe.as_dict()["generation"] == expected
 
 
-def test_a_recipe_becomes_trls_own_configuration(write, tmp_path: Path) -> None:
+def test_a_recipe_becomes_trls_configuration(write, tmp_path: Path) -> None:
     recipe = parsed(
         write(learning_rate="1e-5", lora_r=4, use_peft=True, dtype="bfloat16", lora_target_modules="all-linear")
     )
@@ -122,12 +122,12 @@ def test_a_recipe_becomes_trls_own_configuration(write, tmp_path: Path) -> None:
     assert args.output_dir == str(tmp_path / "run")
 
 
-def test_dropout_is_off_unless_asked_for(write) -> None:
+def test_dropout_is_disabled_by_default(write) -> None:
     assert grpo_config(parsed(write())).disable_dropout is True
     assert grpo_config(parsed(write(disable_dropout=False))).disable_dropout is False
 
 
-def test_what_was_resolved_can_be_run_again(write, tmp_path: Path) -> None:
+def test_a_resolved_recipe_can_be_loaded_again(write, tmp_path: Path) -> None:
     first = parsed(write(learning_rate="1e-5"), "--dataset.size", "32", "--loss_type", "grpo")
     again = tmp_path / "again.yaml"
     again.write_text(yaml.safe_dump(first.as_dict()))
@@ -135,7 +135,7 @@ def test_what_was_resolved_can_be_run_again(write, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"micro_batching": "on"}, r"mine.yaml: `micro_batching` must be auto, off, or a mapping"),
         ({"generation": "atuo"}, r"mine.yaml: `generation` can't be `atuo`: did you mean `auto`\?"),
@@ -155,14 +155,14 @@ def test_what_was_resolved_can_be_run_again(write, tmp_path: Path) -> None:
         ({"dataset": "gsm9k"}, "mine.yaml: .*gsm9k.*gsm8k"),
     ],
 )
-def test_a_mistake_in_the_file_gets_one_sentence(write, changes: dict, says: str) -> None:
-    with pytest.raises(RecipeError, match=says) as error:
+def test_a_mistake_in_the_file_gives_one_line(write, changes: dict, message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as error:
         parsed(write(**changes))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--lerning_rate", "1e-5"], "command line: unknown argument `--lerning_rate`: did you mean `learning_rate`"),
         (["--learning", "1e-5"], "unknown argument `--learning`"),
@@ -171,13 +171,13 @@ def test_a_mistake_in_the_file_gets_one_sentence(write, changes: dict, says: str
         (["--loss_type", "gpro"], "did you mean `grpo`"),
     ],
 )
-def test_a_mistake_on_the_command_line_gets_one_sentence(write, arguments: list[str], says: str) -> None:
-    with pytest.raises(RecipeError, match=says):
+def test_a_mistake_on_the_command_line_is_reported(write, arguments: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
         parsed(write(), *arguments)
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"rewards": ["gsm8k_corectness"]}, "mine.yaml: .*gsm8k_corectness.*gsm8k_correctness"),
         ({"rewards": [{"name": "tag_count", "kwargs": {"tag": ["a"]}}]}, "mine.yaml: .*`tag_count`.*`tag`"),
@@ -197,15 +197,17 @@ def test_a_mistake_on_the_command_line_gets_one_sentence(write, arguments: list[
         ({"use_cpu": False, "bf16": True}, "`bf16` needs a GPU.*`bf16: false`.*`use_cpu: true`"),
     ],
 )
-def test_what_cannot_run_is_said_before_a_model_is_loaded(write, tmp_path: Path, changes: dict, says: str) -> None:
+def test_a_recipe_that_cannot_run_is_refused_before_a_model_is_loaded(
+    write, tmp_path: Path, changes: dict, message: str
+) -> None:
     recipe = parsed(write(**changes))
-    with pytest.raises(RecipeError, match=says) as error:
+    with pytest.raises(RecipeError, match=message) as error:
         check(recipe, CPU)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_malformed_line_is_named_by_file_and_number(write, tmp_path: Path) -> None:
+def test_a_malformed_line_is_reported_with_file_and_number(write, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n{"question": \n')
     with pytest.raises(RecipeError, match=r"mine.yaml: .*rows.jsonl.*2"):
@@ -218,23 +220,23 @@ def test_an_earlier_run_is_not_overwritten(write, tmp_path: Path) -> None:
     check_output_dir(recipe)
     before = tmp_path / "run" / "evaluations" / "before"
     before.mkdir(parents=True)
-    (before / "evaluation.json").write_text("{}")  # of the policy that the run will start from
+    (before / "evaluation.json").write_text("{}")  # an evaluation of the policy before the run
     check_output_dir(recipe)
     (tmp_path / "run" / "run.json").write_text("{}")
     with pytest.raises(RecipeError, match="already holds files.*resume_from_checkpoint"):
         check_output_dir(recipe)
-    check(recipe, CPU)  # as `plan` does: a run that is there can be planned
+    check(recipe, CPU)  # `plan` accepts an existing run
 
 
-def test_what_a_run_resumes_from(write, tmp_path: Path) -> None:
-    """Of another trainer's checkpoints, without manifests; for ours see `runs/test_damaged_checkpoints.py`."""
+def test_a_run_resumes_from_a_complete_checkpoint_of_its_layout(write, tmp_path: Path) -> None:
+    """The checkpoints are another trainer's, without manifests. `runs/test_damaged_checkpoints.py` has ours."""
     recipe = parsed(write(resume_from_checkpoint=True))
-    assert resume_point(recipe, CPU).newest is None  # stopped before anything was saved
+    assert resume_point(recipe, CPU).newest is None  # stopped before the first checkpoint
     state = {"rng_state_0.pth": True, "rng_state_1.pth": True, "trainer_state.json": False}
     checkpoint = tmp_path / "run" / "checkpoint-2"
     checkpoint.mkdir(parents=True)
     point = resume_point(recipe, CPU)
-    assert point.newest is None  # cut off while the first was saved
+    assert point.newest is None  # cut off while the first checkpoint was saved
     assert [one.reason for one in point.rejected] == ["checkpoint-2 was cut off while it was being saved"]
     for name, is_tensor in state.items():
         if is_tensor:
@@ -260,22 +262,22 @@ def test_a_reward_that_needs_whole_groups_refuses_a_layout_that_splits_them(writ
         check(recipe, Machine(num_processes=2, bf16=False))
 
 
-def test_trls_own_refusals_name_the_file(write) -> None:
+def test_errors_of_trl_name_the_file(write) -> None:
     with pytest.raises(RecipeError, match="mine.yaml: .*fp16 and bf16"):
         grpo_config(parsed(write(fp16=True, bf16=True)))
 
 
-def test_a_file_that_is_no_recipe(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_recipe_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
-    for text, says in [("a: [1", "not YAML"), ("- a\n", "mapping"), ("!!python/object:os.system {}", "not YAML")]:
+    for text, message in [("a: [1", "not YAML"), ("- a\n", "mapping"), ("!!python/object:os.system {}", "not YAML")]:
         path.write_text(text)
-        with pytest.raises(RecipeError, match=says):
+        with pytest.raises(RecipeError, match=message):
             parsed(str(path))
     with pytest.raises(RecipeError, match="no such file"):
         parsed("no-such-recipe")
 
 
-def test_a_bare_name_finds_the_shipped_file() -> None:
+def test_a_name_finds_the_shipped_file() -> None:
     assert find_file("recipes", "gsm8k-qwen2.5-1.5b-24gb") == shipped("recipes", "gsm8k-qwen2.5-1.5b-24gb.yaml")
     assert find_file("accelerate_configs", "ddp_cpu").name == "ddp_cpu.yaml"
 
@@ -286,7 +288,7 @@ def shipped_recipes() -> list[str]:
     return sorted(path.stem for path in folder.parent.glob("*.yaml"))
 
 
-# The layout that each recipe is written for, as its head says.
+# Number of processes of each recipe, as its head states.
 LAYOUT = {"gsm8k-qwen2.5-1.5b-8xa100": 7}
 
 
@@ -296,11 +298,11 @@ def test_every_shipped_recipe_parses_divides_and_builds_its_rewards(name: str) -
     geometry = geometry_of(recipe, LAYOUT.get(name, 1))
     assert not geometry.splits_groups
     assert recipe.build_rewards()
-    beside = "/run" if name == "quickstart" else ""  # its folder holds the policy too
+    beside = "/run" if name == "quickstart" else ""  # its folder contains the policy too
     assert recipe.training["output_dir"] == f"runs/{name}{beside}"
 
 
-def test_the_24gb_recipe_is_the_sources_run() -> None:
+def test_the_24gb_recipe_has_the_settings_of_its_source() -> None:
     recipe = parse_recipe(["--config", "gsm8k-qwen2.5-1.5b-24gb"])
     geometry = geometry_of(recipe, 1)
     assert (geometry.prompts_per_generation, geometry.num_generations, geometry.completions_per_optimizer_step) == (

@@ -1,4 +1,4 @@
-"""Every recipe trains two steps on tiny stand-ins: model, data and the devices' layout replaced, nothing else."""
+"""Every recipe trains two steps, with only its model, its data and its devices replaced by tiny ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def triples(folder: Path) -> Path:
 
 
 def stand_ins(recipe: Path, model: Path, gsm8k: Path, folder: Path) -> list[str]:
-    """The command line that replaces what a CPU and an empty cache don't have."""
+    """Return the arguments that replace everything that a CPU and an empty cache do not have."""
     raw = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     data = {
         "gsm8k": f"--dataset.path={gsm8k}",
@@ -43,7 +43,7 @@ def stand_ins(recipe: Path, model: Path, gsm8k: Path, folder: Path) -> list[str]
 
 
 def adapter(model: Path, folder: Path) -> Path:
-    """A LoRA adapter of the tiny policy, with its tokenizer, as a first stage leaves it."""
+    """Save a LoRA adapter of the tiny policy with its tokenizer, as a first stage does, and return its folder."""
     policy = AutoModelForCausalLM.from_pretrained(model)
     get_peft_model(policy, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")).save_pretrained(folder)
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
@@ -51,7 +51,7 @@ def adapter(model: Path, folder: Path) -> Path:
 
 
 def reward_model_stand_in(recipe: Path, folder: Path) -> list[str]:
-    """A tiny reward model in place of each that a recipe names by hub id."""
+    """Return the argument that replaces a reward model from the hub by a tiny one."""
     rewards = yaml.safe_load(recipe.read_text(encoding="utf-8"))["rewards"]
     flat = json.dumps(rewards)
     if "reward_model" not in flat:
@@ -81,15 +81,14 @@ def test_two_steps(recipe: Path, tiny_model: Path, gsm8k_file: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_it_stands_in_the_table_with_its_command(recipe: Path) -> None:
+def test_the_table_of_recipes_has_a_row_with_the_command(recipe: Path) -> None:
     table = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
     (row,) = [line for line in table.splitlines() if line.startswith(f"| [{recipe.stem}]({recipe.name})")]
     assert len([cell for cell in row.split("|")[1:-1] if cell.strip()]) == 6
     assert "--config" in row or "make quickstart" in row
 
 
-def test_the_seeds_table_names_what_exists() -> None:
-    """Every recipe, module and test that docs/seeds.md names is there."""
+def test_every_path_in_the_seeds_table_exists() -> None:
     text = (ROOT / "docs" / "seeds.md").read_text(encoding="utf-8")
     paths = set(re.findall(r"`((?:tests|grpo_recipes|rewards|recipes|docs)/[\w./-]+\.\w+)`", text))
     assert len(paths) > 20

@@ -29,18 +29,18 @@ def test_every_row_names_a_key_of_trl_and_allows_its_default(key: str) -> None:
         (trl_keys.Range(1, or_=-1), (1, 9, -1), (0, -2, math.inf), "of at least 1, or -1"),
     ],
 )
-def test_a_range_holds_what_its_words_say(allowed, inside, outside, words: str) -> None:
+def test_a_range_contains_the_numbers_of_its_description(allowed, inside, outside, words: str) -> None:
     assert all(value in allowed for value in inside)
     assert not any(value in allowed for value in outside)
     assert str(allowed) == words
 
 
-def test_a_number_without_a_range_is_finite() -> None:
+def test_a_number_without_a_range_must_be_finite() -> None:
     trl_keys.check_numbers({"entropy_target": -3.0, "warmup_steps": None, "bf16": True})
     with pytest.raises(UserError, match="`entropy_target` is nan: set a finite number"):
         trl_keys.check_numbers({"entropy_target": math.nan})
 
 
 @pytest.mark.parametrize(("rate", "is_warned_of"), [(1e-6, False), (1e-2, False), (0.0101, True)])
-def test_a_high_learning_rate_is_warned_of(rate: float, is_warned_of: bool) -> None:
+def test_a_high_learning_rate_gives_a_warning(rate: float, is_warned_of: bool) -> None:
     assert bool(trl_keys.cautions(SimpleNamespace(learning_rate=rate))) is is_warned_of

@@ -16,7 +16,7 @@ from tests.support import launching
 
 
 def falls_with_every_step(completions: list, trainer_state: Any, **columns: Any) -> list[float]:
-    """The best evaluation is the first; inside a group rewards differ, so that there is a gradient."""
+    """Return rewards whose first evaluation is the best. They differ inside a group, so that there is a gradient."""
     return [-float(trainer_state.global_step) + 0.01 * len(set(completion)) for completion in completions]
 
 
@@ -51,14 +51,14 @@ def test_a_recipe_is_read_trained_and_evaluated(recipe: Path, tmp_path: Path) ->
     assert found == json.loads((tmp_path / "e" / "evaluation.json").read_text())
 
 
-def test_what_is_wrong_is_raised(recipe: Path) -> None:
+def test_a_wrong_recipe_raises(recipe: Path) -> None:
     with pytest.raises(RecipeError, match="did you mean `learning_rate`"):
         grpo_recipes.Recipe.load(recipe, lerning_rate=1e-5)
     with pytest.raises(RecipeError, match="could be|num_generations"):
         grpo_recipes.run_recipe(grpo_recipes.Recipe.load(recipe, num_generations=7))
 
 
-def test_training_stops_where_nothing_gets_better_and_ends_with_the_best(recipe: Path, tmp_path: Path) -> None:
+def test_training_stops_early_and_ends_with_the_best_checkpoint(recipe: Path, tmp_path: Path) -> None:
     assert grpo_recipes.run_recipe(grpo_recipes.Recipe.load(recipe, max_steps=6, learning_rate=0.01, **EVALUATING)) == 0
     run = tmp_path / "run"
     state = json.loads((run / "trainer_state.json").read_text())
@@ -98,7 +98,7 @@ def test_several_held_out_sets_in_one_call(recipe: Path, tmp_path: Path, capsys:
     assert said.index("easy.jsonl:") < said.index("3 problems") < said.index("hard.jsonl:") < said.index("4 problems")
 
 
-def test_held_out_sets_lie_beside_the_evaluation_of_the_run() -> None:
+def test_held_out_sets_are_saved_beside_the_evaluation_of_the_run() -> None:
     paths = ["data/easy.csv", "data/hard.csv"]
     requests = evaluate.Request(model=".", samples=2).on_each(paths)
     folders = [Path("evaluations") / f"after-{name}-2-samples" for name in ("easy", "hard")]
@@ -109,7 +109,7 @@ def test_held_out_sets_lie_beside_the_evaluation_of_the_run() -> None:
     ]
 
 
-def test_the_package_names_what_a_script_needs() -> None:
+def test_the_package_exports_what_a_script_needs() -> None:
     for name in grpo_recipes.__all__:
         assert getattr(grpo_recipes, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'Recipes'"):

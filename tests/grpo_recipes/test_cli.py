@@ -1,4 +1,4 @@
-"""The command lines as typed: help, `grpo-recipes plan`, and what is said to a word that is not known."""
+"""The command lines: help, `grpo-recipes plan`, unknown words, and closed or full outputs."""
 
 import os
 import subprocess
@@ -63,7 +63,7 @@ def test_plan_without_the_hub_leaves_the_epoch_unknown(capsys: pytest.CaptureFix
         (["plan", "quickstart", "--accelerate_config", "no-such-file"], "no-such-file"),
     ],
 )
-def test_plan_refuses_with_one_sentence_and_exit_code_2(
+def test_plan_refuses_with_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
     assert main(arguments) == 2
@@ -127,7 +127,7 @@ def test_help_opens_and_is_short(
         assert words in said.out
 
 
-def test_the_sentences_of_a_plan_are_wrapped(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch) -> None:
+def test_the_lines_of_a_plan_are_wrapped(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)  # without the quickstart's policy, whose memory is unknown then, in a long sentence
     assert main(["plan", "quickstart"]) == 0
     said = capsys.readouterr().out
@@ -160,7 +160,7 @@ def test_the_nearest_name(word: str, known: list[str], nearest: str | None) -> N
     assert did_you_mean(word, known, "otherwise") == expected
 
 
-def test_a_name_that_ends_like_an_option_is_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_resembles_an_option_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "xxjson"]) == 2
     assert "xxjson: there is no such file" in capsys.readouterr().err
 
@@ -170,7 +170,7 @@ def test_a_name_that_ends_like_an_option_is_a_name(capsys: pytest.CaptureFixture
 
 @pytest.fixture
 def closed_pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]:
-    """Standard output as a pipe whose reader has gone, as under `| head`."""
+    """Yield standard output as a pipe whose reader has ended, as under `| head`."""
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w", encoding="utf-8") as stream:
@@ -187,7 +187,7 @@ def closed_pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]:
         ("train --help", 0),
     ],
 )  # fmt: skip
-def test_a_reader_that_has_read_enough_is_no_error(
+def test_a_reader_that_closes_the_pipe_is_no_error(
     closed_pipe: TextIO, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str, code: int
 ) -> None:
     run, rows = write_run(tmp_path / "run"), launching.write_rows(tmp_path / "rows.jsonl", 8)
@@ -229,7 +229,7 @@ def test_a_command_whose_output_is_lost_has_failed(
 def test_a_log_on_a_full_disk_does_not_stop_a_training(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, both: bool
 ) -> None:
-    """transformers prints each entry of the log itself where there is no bar."""
+    """Without a progress bar, transformers prints each log entry itself."""
     policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
     changes = {"max_steps": 1, "disable_tqdm": True, "report_to": "none"}
     config = launching.write_recipe(tmp_path / "mine.yaml", policy, rows, tmp_path / "run", **changes)

@@ -1,4 +1,4 @@
-"""The quickstart's parts; `make quickstart` itself is the end-to-end test."""
+"""Parts of the quickstart. `make quickstart` is the end-to-end test."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def tokenizer(conversations):
     return build_tokenizer(conversations, SMALL.vocab_size)
 
 
-def test_every_demonstration_is_right_and_the_shares_are_as_asked(conversations):
+def test_every_demonstration_is_right_and_the_shares_are_as_set(conversations):
     golds = load(DatasetSpec("arithmetic", system_prompt="think", size=SMALL.demonstrations))["answer"]
     completions = [conversation["completion"][0]["content"] for conversation in conversations]
     tagged = well_formed(completions=completions)
@@ -132,8 +132,8 @@ def test_an_interrupted_warm_start_is_made_again(monkeypatch, tmp_path):
     assert not (tmp_path / "policy" / "checkpoint-1").exists()
 
 
-def test_ctrl_c_in_the_warm_start_is_one_sentence(monkeypatch, tmp_path, capsys):
-    """The signal arrives while TRL trains: no traceback, and nothing that the next start finds."""
+def test_ctrl_c_in_the_warm_start_prints_one_line(monkeypatch, tmp_path, capsys):
+    """A signal while TRL trains prints no traceback and leaves no file for the next start."""
 
     class Interrupts(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -148,7 +148,7 @@ def test_ctrl_c_in_the_warm_start_is_one_sentence(monkeypatch, tmp_path, capsys)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_between_the_phases_is_one_sentence(monkeypatch, tmp_path, capsys):
+def test_ctrl_c_between_the_phases_prints_one_line(monkeypatch, tmp_path, capsys):
     def interrupt(*args):
         raise KeyboardInterrupt
 
@@ -163,7 +163,7 @@ AFTER = {"accuracy": 0.875, "low": 0.84, "high": 0.91, "n": 400, "lenient": 0.88
 
 @pytest.fixture
 def staged(monkeypatch):
-    """The quickstart with its three slow phases replaced; returns what training was asked for, and a status to set."""
+    """Replace the three slow phases. Returns the arguments of training, and a list with its exit code, to set."""
     results = iter([BEFORE, AFTER])
     asked, status = [], [0]
     monkeypatch.setattr(quickstart, "warm_start", lambda settings, prompts, folder: folder.mkdir(parents=True))
@@ -194,7 +194,7 @@ def test_training_that_could_not_run_is_not_reported_as_a_result(staged, tmp_pat
     assert not (tmp_path / "evaluation.json").exists()
 
 
-def test_what_fails_after_the_training_does_not_cost_the_second_evaluation(staged, monkeypatch, tmp_path, tiny_model):
+def test_a_failure_after_the_training_does_not_prevent_the_second_evaluation(staged, monkeypatch, tmp_path, tiny_model):
     def fails(*args):
         raise OSError("no room for the card")
 

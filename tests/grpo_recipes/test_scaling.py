@@ -1,4 +1,4 @@
-"""The same run on other layouts: ZeRO-3 on two processes, and generation by a server."""
+"""One run on several layouts: ZeRO-3 on two processes, and generation by a server."""
 
 import json
 import shutil
@@ -27,14 +27,14 @@ LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear", "lea
 
 
 def history(output: Path) -> list[dict[str, float]]:
-    """The logged entries of each step."""
+    """Return the log entries of each step."""
     entries = json.loads((output / "trainer_state.json").read_text())["log_history"]
     return [entry for entry in entries if "reward" in entry]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, extensions: str) -> Any:
-    """Runs of 5 steps on arithmetic word problems, one per kind and layout, each made once."""
+    """Make runs of 5 steps on arithmetic word problems, one per kind and layout, each only once."""
     folder = tmp_path_factory.mktemp("layouts")
     dataset = {"name": "arithmetic", "split": "train[:40]", "prompt_format": "text"}
 
@@ -74,7 +74,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, extensions: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_zero3_trains_what_data_parallel_trains(runs: Any, kind: str) -> None:
-    """Loss, gradient norm and every parameter, five steps long."""
+    """Loss, gradient norm and every parameter agree over five steps."""
     zero3, ddp = runs("zero3_cpu", kind), runs("ddp_cpu", kind)
     for output in (zero3, ddp):
         assert json.loads((output / "run.json").read_text())["world_size"] == 2
@@ -107,7 +107,7 @@ def test_each_rank_holds_its_share_of_the_parameters(runs: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_sharded_checkpoint_is_a_plain_model_too(runs: Any) -> None:
+def test_a_sharded_checkpoint_loads_as_an_ordinary_model_too(runs: Any) -> None:
     """Three ways out of ZeRO-3 agree: the 16-bit (here float32) file, DeepSpeed's conversion of the shards, transformers."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -146,7 +146,7 @@ def test_a_zero3_run_resumes_before_checkpoints_that_are_cut_off_or_damaged(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp_cpu", "zero3_cpu"])
-def test_a_server_gets_each_prompt_once_and_each_rank_its_own_slice(
+def test_a_server_receives_each_prompt_once_and_each_rank_its_own_slice(
     tmp_path: Path, extensions: str, layout: str
 ) -> None:
     policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)

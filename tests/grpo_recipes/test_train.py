@@ -1,4 +1,4 @@
-"""Runs through the entry point that users launch, on a tiny policy."""
+"""Runs of a tiny policy through the entry point that users launch."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ SMALL = [
 
 
 def arguments(tiny_model: Path, gsm8k_file: Path, output: Path, *more: str) -> list[str]:
-    """The 24 GB recipe with only model, data, device and sizes of the run overridden."""
+    """Return the arguments of the 24 GB recipe with overrides of model, data, device and sizes only."""
     return [
         "--config",
         "gsm8k-qwen2.5-1.5b-24gb",
@@ -53,7 +53,7 @@ def arguments(tiny_model: Path, gsm8k_file: Path, output: Path, *more: str) -> l
 
 
 def launch(config: str, args: list[str]) -> subprocess.CompletedProcess[str]:
-    """`accelerate launch`, each process an interpreter of its own."""
+    """Run `accelerate launch`, with an interpreter per process."""
     command = [
         "accelerate.commands.launch",
         "--config_file",
@@ -70,7 +70,7 @@ def generates(model: torch.nn.Module, folder: Path) -> bool:
     return model.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
 
 
-def test_a_run_leaves_everything_that_is_promised(tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys) -> None:
+def test_a_run_leaves_all_documented_files(tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys) -> None:
     output = tmp_path / "run"
     assert train.main(arguments(tiny_model, gsm8k_file, output, "--max_steps=3")) == 0
 
@@ -151,7 +151,7 @@ def test_a_tokenizer_that_cant_be_searched_for_stop_strings(
 
 
 class RateOfEachStep(TrainerCallback):
-    """The rate that each optimiser step is taken with, read from the optimiser itself just before it."""
+    """Records the learning rate of each optimizer step, read from the optimizer just before the step."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -162,10 +162,10 @@ class RateOfEachStep(TrainerCallback):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_a_longer_run_goes_on_with_the_rates_of_one_planned_so(
+def test_a_lengthened_run_has_the_learning_rates_of_one_planned_for_that_length(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
-    """The checkpoint holds the rate 0 that the shorter schedule ends with."""
+    """The checkpoint holds the rate 0, with which the shorter schedule ends."""
     seen: list[RateOfEachStep] = []
 
     class Watched(GRPOTrainer):
@@ -186,7 +186,7 @@ def test_a_longer_run_goes_on_with_the_rates_of_one_planned_so(
     assert rest[0] > rest[1] > 0
 
 
-def test_another_recipe_is_not_resumed_and_what_may_change_is(
+def test_another_recipe_is_not_resumed_except_for_keys_that_may_change(
     tiny_model: Path,
     gsm8k_file: Path,
     tmp_path: Path,
@@ -250,7 +250,7 @@ LENGTHS = [["--max_steps=2"], ["--max_steps=-1", "--num_train_epochs=1"]]
 def test_resuming_a_run_that_is_over_changes_nothing(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: Any, length: list[str]
 ) -> None:
-    """As after a kill between the last checkpoint and the final model, within an epoch and at its end."""
+    """Like after a kill between the last checkpoint and the final model, within an epoch and at its end."""
     output = tmp_path / "run"
     learning = ["--rewards", "[tests.support.probe_rewards.distinct_characters]", "--learning_rate=1e-3"]
     more = [*learning, *length, "--dataset.split=train[:8]"]
@@ -286,7 +286,7 @@ def test_a_run_that_failed_before_its_first_save_is_started_again(
 
 
 def test_other_prompts_are_not_resumed(tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: Any) -> None:
-    """Neither of another slice, nor of a file that was changed in its place."""
+    """Neither prompts of another slice, nor those of a changed file."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(gsm8k_file.read_text())
     given = arguments(tiny_model, rows, tmp_path / "run", "--max_steps=2")
@@ -298,7 +298,7 @@ def test_other_prompts_are_not_resumed(tiny_model: Path, gsm8k_file: Path, tmp_p
     assert "train_prompts_sha256 was" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_refused_recipe_leaves_nothing_and_says_one_sentence(
+def test_a_refused_recipe_leaves_nothing_and_prints_one_line(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys
 ) -> None:
     output = tmp_path / "run"
@@ -310,7 +310,7 @@ def test_a_refused_recipe_leaves_nothing_and_says_one_sentence(
     assert not output.exists()
 
 
-def test_a_run_that_cannot_be_diagnosed_is_finished_all_the_same(
+def test_a_run_that_can_not_be_diagnosed_is_finished(
     tiny_model: Path,
     gsm8k_file: Path,
     tmp_path: Path,
@@ -333,7 +333,7 @@ ENDINGS = ["write_model_card", "summary", "diagnose", "push_to_hub", "save_state
 
 
 @pytest.mark.parametrize("broken", only(["push_to_hub", "save_state"], ENDINGS))
-def test_nothing_after_the_save_fails_a_run(
+def test_failures_after_the_save_are_warnings(
     tiny_model: Path,
     gsm8k_file: Path,
     tmp_path: Path,
@@ -361,7 +361,7 @@ def test_nothing_after_the_save_fails_a_run(
     assert generates(AutoModelForCausalLM.from_pretrained(tmp_path / "run"), tmp_path / "run")
 
 
-def test_a_run_is_quiet_off_a_terminal_and_read_while_it_goes_on(
+def test_a_run_without_a_terminal_prints_little_and_can_be_read_under_way(
     tiny_model: Path,
     gsm8k_file: Path,
     tmp_path: Path,
@@ -394,7 +394,7 @@ def test_a_run_is_quiet_off_a_terminal_and_read_while_it_goes_on(
     assert Run.read(folder).log == logged == finished.log
 
 
-def test_a_run_of_no_step_is_no_success(
+def test_a_run_without_a_step_has_failed(
     tiny_model: Path,
     gsm8k_file: Path,
     tmp_path: Path,
@@ -407,7 +407,7 @@ def test_a_run_of_no_step_is_no_success(
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
-def test_ctrl_c_saves_and_a_resume_ends_like_a_run_left_alone(
+def test_ctrl_c_saves_and_a_resume_ends_like_an_uninterrupted_run(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def given(output: Path, reward: str) -> list[str]:
@@ -448,7 +448,7 @@ def test_a_second_ctrl_c_stops_at_once(
 
 
 @pytest.mark.parametrize("place", ["load_tokenizer", "load_policy"])
-def test_ctrl_c_before_training_is_one_sentence(
+def test_ctrl_c_before_training_prints_one_line(
     tiny_model: Path,
     gsm8k_file: Path,
     tmp_path: Path,
@@ -466,7 +466,7 @@ def test_ctrl_c_before_training_is_one_sentence(
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_libraries_load_is_one_sentence() -> None:
+def test_ctrl_c_while_libraries_load_prints_one_line() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "grpo_recipes.train", "--config", "quickstart"], stderr=subprocess.PIPE, text=True
     )
@@ -478,7 +478,7 @@ def test_ctrl_c_while_libraries_load_is_one_sentence() -> None:
     assert "Traceback" not in said
 
 
-def test_set_up_that_fails_is_not_recommended_again(
+def test_a_resume_is_not_recommended_after_a_failed_set_up(
     tiny_model: Path,
     gsm8k_file: Path,
     tmp_path: Path,
@@ -497,10 +497,10 @@ def test_set_up_that_fails_is_not_recommended_again(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_cant_be_loaded_is_not_recommended_again(
+def test_a_resume_is_not_recommended_if_the_checkpoint_can_not_be_loaded(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whole, but not what it is called."""
+    """The file is complete, but not a state of the optimizer."""
     output = tmp_path / "run"
     given = arguments(tiny_model, gsm8k_file, output, "--max_steps=2")
     assert train.main(given) == 0
@@ -527,13 +527,13 @@ def test_prompts_over_the_limit_are_dropped_with_a_count(
     assert json.loads((output / "run.json").read_text())["train_prompts"] == kept
 
 
-def test_a_model_that_is_not_there(gsm8k_file: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_model_is_refused(gsm8k_file: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     assert train.main(arguments(tmp_path / "no-model", gsm8k_file, tmp_path / "run")) == 2
     assert "`model_name_or_path`" in capsys.readouterr().err
 
 
 def test_the_trainer_is_a_drop_in(tiny_model: Path, tmp_path: Path) -> None:
-    """A TRL script gives the same numbers with our import, given the same random numbers."""
+    """A TRL script gives the same numbers with our import, if the random numbers are equal."""
     from datasets import Dataset
 
     def short(completions: list[str], **columns: object) -> list[float]:
@@ -603,7 +603,7 @@ def test_two_processes(tiny_model: Path, gsm8k_file: Path, tmp_path: Path, lora:
 
 
 @pytest.mark.slow
-def test_two_processes_say_a_mistake_once(tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
+def test_two_processes_print_a_mistake_once(tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
     done = launch("ddp_cpu", arguments(tiny_model, gsm8k_file, tmp_path / "run", "--lerning_rate=1"))
     assert done.returncode != 0
     assert done.stderr.count("unknown argument `--lerning_rate=1`") == 1
@@ -620,7 +620,7 @@ def test_as_many_rows_as_gsm8k_has_through_the_24gb_recipe(tiny_model: Path, tmp
 
 
 @pytest.mark.slow
-def test_trls_own_command_takes_our_rewards(tiny_model: Path, tmp_path: Path) -> None:
+def test_trls_own_command_accepts_our_rewards(tiny_model: Path, tmp_path: Path) -> None:
     rows = tmp_path / "data" / "train.jsonl"
     rows.parent.mkdir()
     rows.write_text("".join(json.dumps({"prompt": f"{n} + 1 = ", "answer": str(n + 1)}) + "\n" for n in range(16)))

@@ -1,11 +1,11 @@
-"""Kill runs at the file boundaries of a save, resume them, and hold the result against the run that was left alone.
+"""Kill runs at the file boundaries of a save, resume them, and compare the result with the uninterrupted run.
 
-`strace` enumerates what a save does with files (create, rename, flush, remove), in every library and thread, and later kills
-the process as it enters one of these calls: the files before it are written, it and the later ones are not. A Python patch
-would not see what safetensors and torch write.
+`strace` enumerates the calls of a save that create, rename, flush or remove a file, in every library and thread. It later
+kills the process as it enters one of these calls: the files before that call are written, and the later ones are not. A
+patch in Python would not see what safetensors and torch write.
 
-The ranks are forked from a server that has imported everything, with the environment that `accelerate launch` gives them: a
-launch takes a second or two, not twenty.
+The ranks are forked from a server that has imported everything, with the environment that `accelerate launch` sets. A
+launch then takes one or two seconds instead of twenty.
 """
 
 import ctypes
@@ -44,21 +44,21 @@ CALL = re.compile(r"(\d+) +(\w+)\((.*)")
 
 @dataclass(frozen=True)
 class Boundary:
-    """The `nth` call in a process that concerns a path; `{step}` and `{before}` in it are of the save and the one before."""
+    """The `nth` call of a process that concerns a path. `{step}` in the path is the step of the save, `{before}` the last."""
 
     call: str
     path: str
     name: str
-    """The file, as the table shows it."""
+    """Name of the file in the table."""
     nth: int
 
     @property
     def kind(self) -> tuple[str, str]:
-        """What is done, to which kind of file."""
+        """The call, and the kind of file."""
         return self.call, re.sub(r"\d+", "N", self.name)
 
     def at(self, output: Path, step: int) -> str:
-        """The path at the save of a step."""
+        """Return the path at the save of a step."""
         return str(output / self.path.format(step=step, before=step - 1))
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class Kill:
 
 
 def why_not() -> str | None:
-    """Why no process can be killed at a file boundary here, or None."""
+    """Return why no process can be killed at a file boundary on this machine, or None."""
     if sys.platform != "linux" or not shutil.which("strace"):
         return "strace is not installed"
     traced = subprocess.run(["strace", "-qq", "-e", "trace=none", "true"], capture_output=True, text=True)
@@ -87,14 +87,14 @@ def why_not() -> str | None:
 
 
 def environments(layout: str, folder: Path) -> list[dict[str, str]]:
-    """The environment of each rank of a layout, by rank."""
+    """Return the environment of each rank of a layout."""
     folder.mkdir()
     launching.launch(layout, folder, module="tests.support.leave_environment")
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(PROCESSES[layout])]
 
 
 def run_rank(environment: Mapping[str, str], arguments: Sequence[str], log: Path, go: Any) -> None:
-    """One rank of a run, in a process of its own that waits until it may begin."""
+    """Run one rank in a process of its own, which waits until it may begin."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -110,7 +110,7 @@ class Launch:
     """The ranks of one launch under strace."""
 
     def __init__(self, ranks: Sequence[Mapping[str, str]], arguments: Sequence[str], folder: Path, *options: str):
-        """`folder` gets the logs; `options` are strace's."""
+        """Start the ranks with options of strace, and write their logs into `folder`."""
         folder.mkdir(exist_ok=True)
         self.log, self.trace = folder / "log.txt", folder / "trace.txt"
         for path in (self.log, self.trace):
@@ -135,7 +135,7 @@ class Launch:
         self.go.set()
 
     def was_killed(self) -> bool:
-        """Wait until every rank has ended, or one was killed: then kill the others. False if the run ended by itself."""
+        """Return True if a rank was killed, after killing the others, and False if every rank has ended by itself."""
         while any(process.is_alive() for process in self.ranks):
             if any(process.exitcode == -9 for process in self.ranks):
                 break
@@ -156,7 +156,7 @@ class Launch:
 
 
 class Series:
-    """A run left alone, and the same run killed again and again, in `folder`."""
+    """An uninterrupted run and the same run with kills, both in one folder."""
 
     def __init__(self, layout: str, kind: str, ranks: Sequence[Mapping[str, str]], folder: Path):
         folder.mkdir()
@@ -182,14 +182,14 @@ class Series:
         )
 
     def boundaries(self) -> list[Boundary]:
-        """Run it without a kill, and enumerate the calls of one save."""
+        """Run without a kill, and enumerate the calls of one save."""
         options = ["-e", f"trace={','.join(WRITING)}"]
         launch = Launch(self.ranks, ["--config", str(self.alone)], self.folder / "traced", *options)
         assert not launch.was_killed()
         return enumerated(launch.trace.read_text().splitlines(), self.folder / "alone", ENUMERATED)
 
     def kill_at(self, boundary: Boundary) -> Kill | None:
-        """Go on with the run and kill it there, at its next save. None if it ended first."""
+        """Resume the run and kill it at a boundary of its next save. Returns None if the run ended first."""
         last = newest_checkpoint(self.output, len(self.ranks))
         step = max((step_of(last) if last else 0) + 1, 2 if "{before}" in boundary.path else 1)
         if step > STEPS:
@@ -209,7 +209,7 @@ class Series:
         return Kill(f"{self.layout}, {self.kind}", step, boundary, then + aside)
 
     def finish(self) -> None:
-        """Let the run end, and compare it with the one that was left alone."""
+        """Run to the end, and compare the result with the uninterrupted run."""
         resume = ["--config", str(self.killed), "--resume_from_checkpoint", "true"]
         launch = Launch(self.ranks, resume, self.folder / "last", "-e", "trace=none")
         assert not launch.was_killed()
@@ -217,7 +217,13 @@ class Series:
 
 
 def enumerated(lines: Iterable[str], output: Path, step: int) -> list[Boundary]:
-    """The calls that create, rename or flush a file of the checkpoint of `step`, or remove one of that before it, in order."""
+    """Return in order the calls that create, rename or flush a file of a checkpoint, or remove one of the previous one.
+
+    Args:
+        lines: output of strace.
+        output: folder of the run.
+        step: step of the checkpoint.
+    """
     found: dict[Boundary, None] = {}
     counts: dict[tuple[str, str, str], int] = defaultdict(int)
     for line in lines:
@@ -243,14 +249,14 @@ def enumerated(lines: Iterable[str], output: Path, step: int) -> list[Boundary]:
 
 
 def _templated(path: str, output: Path, word: str, step: int) -> str | None:
-    """A path inside the checkpoint of a step with `{word}` in place of the step, None if it is elsewhere."""
+    """Return a path inside the checkpoint of a step with `{word}` in place of the step, or None for any other path."""
     if not re.match(rf"{re.escape(str(output))}/checkpoint-{step}\b", path):
         return None
     return re.sub(rf"(checkpoint-|global_step){step}\b", rf"\1{{{word}}}", str(Path(path).relative_to(output)))
 
 
 def spread(boundaries: Sequence[Boundary], count: int, rng: random.Random) -> list[Boundary]:
-    """`count` boundaries: one of every kind before a second of any."""
+    """Return `count` boundaries, with one of every kind before a second of any kind."""
     kinds: dict[tuple[str, str], list[Boundary]] = defaultdict(list)
     for boundary in rng.sample(boundaries, len(boundaries)):
         kinds[boundary.kind].append(boundary)
@@ -260,7 +266,11 @@ def spread(boundaries: Sequence[Boundary], count: int, rng: random.Random) -> li
 
 
 def kill_everywhere(layout: str, kills: int, rng: random.Random, folder: Path) -> tuple[list[Kill], dict[str, int]]:
-    """`kills` kills of a layout, half of them with full fine-tuning and half with LoRA; how many boundaries each has."""
+    """Kill runs of a layout, half of them with full fine-tuning and half with LoRA.
+
+    Returns:
+        The kills, and the number of boundaries of each run.
+    """
     folder.mkdir(exist_ok=True)
     ranks = environments(layout, folder / "environments")
     lines: list[Kill] = []

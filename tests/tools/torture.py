@@ -1,10 +1,9 @@
-"""Kill runs while they save, at each kind of file, and at random moments; resume them, and hold the result against the run
-that was left alone.
+"""Kill runs at each kind of file of a save and at random moments, resume them, and compare them with an uninterrupted run.
 
     python -m tests.tools.torture --kills 60 --random-kills 20 --seed 0 --record benchmarks/results/torture.md
 
-Prints a line per kill. Ends with an error if any prompt, completion, log entry or parameter differs from the uninterrupted
-run, or a run can't go on. The kills at files (`boundaries.py`) need strace, and are left out with the reason without it.
+One line is printed per kill. The command fails if a prompt, completion, log entry or parameter differs from the
+uninterrupted run, or if a run can't resume. The kills at files (`boundaries.py`) need strace, and are skipped without it.
 """
 
 import argparse
@@ -30,11 +29,17 @@ from tests.tools.boundaries import PROCESSES, STEPS
 
 
 def torture(layout: str, kills: int, rng: random.Random, rows: Path, folder: Path, **more: Any) -> list[str]:
-    """Kill a run on `layout` `kills` times, resume it each time, and compare it with one that was left alone.
+    """Kill a run several times, resume it each time, compare it with an uninterrupted run, and return a line per kill.
 
-    `more` are further keys of its recipe.
+    With eight prompts, four per generation batch, an epoch has 2 steps and the run ends within the eighth epoch.
 
-    Eight prompts, four a generation: an epoch is 2 steps and the run ends within the eighth. Returns a line per kill.
+    Args:
+        layout: accelerate configuration, a key of `PROCESSES`.
+        kills: number of kills.
+        rng: source of the moments of the kills.
+        rows: file of the training rows.
+        folder: folder for both runs.
+        more: further keys of the recipe.
     """
     policy = launching.build_policy(folder / "policy")
     batch = 16 // PROCESSES[layout]
@@ -62,7 +67,7 @@ def torture(layout: str, kills: int, rng: random.Random, rows: Path, folder: Pat
 
 
 def resume(layout: str, recipe: Path, output: Path) -> launching.Started:
-    """Go on from the last complete checkpoint, or start again if there is none yet."""
+    """Start the run from its newest complete checkpoint, or from the beginning if there is none yet."""
     if newest_checkpoint(output, PROCESSES[layout]):
         return launching.start(layout, recipe, "--resume_from_checkpoint", "true")
     shutil.rmtree(output, ignore_errors=True)
@@ -72,7 +77,7 @@ def resume(layout: str, recipe: Path, output: Path) -> launching.Started:
 def random_moment(
     output: Path, layout: str, earliest: int, rng: random.Random
 ) -> tuple[str, Callable[[], bool], float]:
-    """What to wait for and how many seconds more: while a step is trained on, or while a checkpoint is being written."""
+    """Return a random moment during a step or a save: its name, its condition, and the seconds to wait after that."""
     last = newest_checkpoint(output, PROCESSES[layout])
     done = int(last.name.partition("-")[2]) if last else 0
     first = min(max(done + 1, earliest), STEPS)
@@ -86,12 +91,12 @@ def random_moment(
 
 
 def written_since(path: Path, started: float) -> bool:
-    """Whether a file has been written in this attempt."""
+    """Return True if a file has been written since a time."""
     return path.exists() and path.stat().st_mtime > started
 
 
 def kill_at(moment: tuple[str, Callable[[], bool], float], process: launching.Started) -> str | None:
-    """SIGKILL the whole run at a moment. Returns what was done, or None if the run ended first."""
+    """Send SIGKILL to all processes of a run at a moment. Returns a line on the kill, or None if the run ended first."""
     what, condition, delay = moment
     reached = launching.wait_for(condition, process)
     time.sleep(delay)
@@ -105,10 +110,10 @@ def kill_at(moment: tuple[str, Callable[[], bool], float], process: launching.St
 
 
 def main() -> int:
-    """Spread the kills over one process, two, and two under ZeRO-3."""
+    """Spread the kills over one process, two processes, and two processes under ZeRO-3."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=60, help="at the file boundaries of saves")
-    parser.add_argument("--random-kills", type=int, default=20, help="at random moments")
+    parser.add_argument("--kills", type=int, default=60, help="number of kills at the file boundaries of saves")
+    parser.add_argument("--random-kills", type=int, default=20, help="number of kills at random moments")
     parser.add_argument("--layouts", nargs="+", choices=PROCESSES, default=list(PROCESSES))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", type=Path, help="write the result to this file")
@@ -126,9 +131,8 @@ def main() -> int:
                 rng = random.Random(f"{options.seed} {layout}")
                 return boundaries.kill_everywhere(layout, share, rng, Path(temporary) / f"{layout}-files")
 
-            with ThreadPoolExecutor(
-                len(options.layouts)
-            ) as pool:  # when a process is killed does not depend on the time
+            # The layouts may run at once: the moments of these kills do not depend on the time.
+            with ThreadPoolExecutor(len(options.layouts)) as pool:
                 for lines, found in pool.map(at_files_of, options.layouts):
                     at_files += lines
                     counts.update(found)
@@ -157,7 +161,7 @@ def main() -> int:
 def report(
     verdict: str, reason: str | None, counts: dict[str, int], at_files: list[boundaries.Kill], at_random: list[str]
 ) -> str:
-    """The result in Markdown."""
+    """Return the result in Markdown."""
     machine = f"{platform.machine()}, {torch.get_num_threads()} thread(s) a process"
     stated = ", ".join(f"{name} {version}" for name, version in versions().items())
     text = ["# `make torture`", "", f"{verdict}.", "", f"{machine}; {stated}.", ""]

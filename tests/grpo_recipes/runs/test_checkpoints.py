@@ -1,5 +1,6 @@
-"""What a manifest that can't be read, or that another file differs from, is called."""
+"""Manifests: what they list, how ranks share the work, and how damage is named. Checkpoints of other trainers."""
 
+import json
 import os
 import platform
 import threading
@@ -7,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 import xxhash
 
 from grpo_recipes.runs import checkpoints
@@ -14,24 +16,29 @@ from grpo_recipes.runs.checkpoints import (
     CHECKSUM,
     MANIFEST,
     Manifest,
+    Rejected,
+    checkpoint_damage,
     content_damage,
+    is_complete,
     read_manifest,
+    share,
     size_damage,
     write_manifest,
 )
 from grpo_recipes.runs.files import RunError
+from grpo_recipes.runs.resume import decide, newest_checkpoint, set_aside
 
 WHOLE = Manifest(step=3, num_processes=2, model_only=False, files={"a": {"bytes": 4, CHECKSUM: "0" * 16}})
 
 
-def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_manifest(tmp_path) is None
     (tmp_path / MANIFEST).write_text(WHOLE.text())
     assert read_manifest(tmp_path) == WHOLE
 
 
 def test_a_manifest_stays_readable(tmp_path: Path) -> None:
-    """Checkpoints outlive versions: the very text that 0.1.0 writes, whose checksum is over the same without it."""
+    """Checkpoints outlive versions: the text is exactly that of 0.1.0, with a checksum over the rest of the text."""
     text = """\
 {
  "step": 3,
@@ -51,7 +58,9 @@ def test_a_manifest_stays_readable(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
-def test_a_manifest_stands_once_everything_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manifest_is_written_after_everything_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a").write_text("of rank 0")
     flushed: list[tuple[str, bool]] = []
 
@@ -65,7 +74,7 @@ def test_a_manifest_stands_once_everything_is_on_the_disk(tmp_path: Path, monkey
 
 @pytest.mark.parametrize("each_node", [False, True])
 def test_ranks_share_the_work_on_each_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each_node: bool) -> None:
-    """Four ranks on two machines; with a disk each, the second rank of a machine writes nothing."""
+    """Four ranks are on two machines. If each machine has a disk, its second rank writes nothing."""
     here, barrier, given = threading.local(), threading.Barrier(4, timeout=10), [None] * 4
 
     def gather(value: object) -> list[object]:
@@ -123,7 +132,7 @@ def test_ranks_share_the_work_on_each_disk(tmp_path: Path, monkeypatch: pytest.M
         (None, "is damaged"),  # a folder of that name
     ],
 )
-def test_a_manifest_that_can_not_be_read_is_named(content: bytes | None, says: str, tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_named(content: bytes | None, says: str, tmp_path: Path) -> None:
     if content is None:
         (tmp_path / MANIFEST).mkdir()
     else:
@@ -151,3 +160,109 @@ def test_a_file_of_another_size_is_named(size: int | None, expected: int, says: 
         (tmp_path / "a").write_bytes(b"x" * size)
     manifest = Manifest(3, 2, False, {"a": {"bytes": expected, CHECKSUM: "0" * 16}})
     assert size_damage(tmp_path, manifest) == (None if says is None else f"{tmp_path / 'a'} {says}")
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3, 8])
+def test_every_file_has_one_reader_on_each_disk(readers: int) -> None:
+    """On two disks, each rank sees its own. On a shared disk, a rank may not yet see every file."""
+    sizes = {f"shard-{number}": 1000 - number for number in range(20)}
+    for disks in (["shared"] * readers, [f"node {rank % 2}" for rank in range(readers)]):
+        listings = [(disk, sizes) for disk in disks]
+        shares = [share(listings, rank) for rank in range(readers)]
+        loads = [sum(map(sizes.get, names)) for names in shares]
+        for disk in set(disks):
+            mine = [load for where, load in zip(disks, loads, strict=True) if where == disk]
+            assert max(mine) - min(mine) <= 1000, "the size of a file"
+            read = [name for where, names in zip(disks, shares, strict=True) if where == disk for name in names]
+            assert sorted(read) == sorted(sizes)
+    late = [
+        ("shared", {name: size for name, size in sizes.items() if rank == 0 or name[-1] == str(rank)})
+        for rank in range(readers)
+    ]
+    shares = [share(late, rank) for rank in range(readers)]
+    assert sorted(name for names in shares for name in names) == sorted(sizes)
+    assert all(name in late[rank][1] for rank, names in enumerate(shares) for name in names)
+
+
+def test_a_manifest_lists_every_file_and_notices_a_change_to_itself(tmp_path: Path) -> None:
+    (tmp_path / "global_step3").mkdir()
+    for name in ("model.safetensors", "global_step3/zero_pp_rank_0.pt", ".metadata"):
+        (tmp_path / name).write_bytes(name.encode())
+    write_manifest(tmp_path, Manifest(3, 2, False, {}), each_node=False, writes=True)
+    manifest = read_manifest(tmp_path)
+    assert manifest is not None
+    assert (manifest.step, manifest.num_processes, manifest.model_only) == (3, 2, False)
+    assert set(manifest.files) == {"model.safetensors", "global_step3/zero_pp_rank_0.pt", ".metadata"}
+    text = (tmp_path / MANIFEST).read_bytes()
+    for place in range(len(text)):
+        (tmp_path / MANIFEST).write_bytes(text[:place] + bytes([text[place] ^ 1]) + text[place + 1 :])
+        with pytest.raises(RunError, match="manifest.json is damaged"):
+            read_manifest(tmp_path)
+
+
+def checkpoint(folder: Path, step: int, processes: int) -> Path:
+    """Write the last files of a checkpoint as transformers does."""
+    path = folder / f"checkpoint-{step}"
+    path.mkdir(parents=True)
+    names = ["rng_state.pth"] if processes == 1 else [f"rng_state_{rank}.pth" for rank in range(processes)]
+    for name in names:
+        torch.save({"cpu": torch.get_rng_state()}, path / name)
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return path
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_a_checkpoint_without_its_last_bytes_is_not_resumed(tmp_path: Path, processes: int) -> None:
+    """Of another trainer. Steps are compared as numbers, and folders with other names are ignored."""
+    for step in (8, 9, 10):
+        (checkpoint(tmp_path, step, processes) / "global_step").mkdir()  # weights that are not looked into
+    (tmp_path / "checkpoint-best").mkdir()
+    point = decide(tmp_path, True, processes)
+    assert (point.newest, list(point.rejected)) == (tmp_path / "checkpoint-10", [])
+    for file in sorted(path for path in (tmp_path / "checkpoint-10").iterdir() if path.is_file()):
+        whole = file.read_bytes()
+        for kept in (0, 1, len(whole) // 2, len(whole) - 1):
+            file.write_bytes(whole[:kept])
+            point = decide(tmp_path, True, processes)
+            assert point.newest == tmp_path / "checkpoint-9", (file.name, kept)
+            assert [(one.path.name, one.cut_off) for one in point.passed_over] == [("checkpoint-10", True)]
+        file.unlink()
+        assert not is_complete(tmp_path / "checkpoint-10", processes)
+        file.write_bytes(whole)
+    assert is_complete(tmp_path / "checkpoint-10", processes)
+
+
+def test_a_step_that_was_cut_off_twice_is_set_aside_twice(tmp_path: Path) -> None:
+    for _ in range(2):
+        set_aside([Rejected(checkpoint(tmp_path, 3, 1), "checkpoint-3 was cut off", cut_off=True)])
+    assert [path.name for path in tmp_path.iterdir()] == ["incomplete-checkpoint-3"]
+
+
+def test_a_folder_without_a_complete_checkpoint(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path / "nothing", 1) is None
+    cut_off = checkpoint(tmp_path, 1, 1)
+    (cut_off / "trainer_state.json").unlink()
+    point = decide(tmp_path, True, 1)
+    assert point.newest is None
+    assert [one.path for one in point.passed_over] == [cut_off]
+
+
+def test_damage_to_a_checkpoint_of_another_trainer_is_named(tmp_path: Path, tiny_model: Path) -> None:
+    """A checkpoint as transformers writes it, each of its files cut off, emptied or removed in turn."""
+    folder = checkpoint(tmp_path, 4, 1)
+    (folder / "model.safetensors").write_bytes((tiny_model / "model.safetensors").read_bytes())
+    for name in ("optimizer.pt", "scheduler.pt"):
+        torch.save({"state": torch.zeros(9)}, folder / name)
+    assert checkpoint_damage(folder) is None
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
+        whole = (folder / name).read_bytes()
+        for kept in (0, 5, len(whole) // 2, len(whole) - 1):
+            (folder / name).write_bytes(whole[:kept])
+            assert str(folder / name) in str(checkpoint_damage(folder)), (name, kept)
+        (folder / name).unlink()
+        assert f"{name} " in str(checkpoint_damage(folder))
+        assert "missing" in str(checkpoint_damage(folder))
+        (folder / name).write_bytes(whole)
+    (folder / "scheduler.pt").unlink()
+    (folder / "global_step4").mkdir()  # DeepSpeed's own
+    assert checkpoint_damage(folder) is None

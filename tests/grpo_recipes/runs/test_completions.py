@@ -1,4 +1,4 @@
-"""Compacted completions: every row once, whatever happens while step files are merged, and none after a resume's step."""
+"""Compacted completions hold every row once, also after kills and on full disks, and no row after a resume's step."""
 
 import errno
 import logging
@@ -37,12 +37,12 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def threes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three steps make a full compacted file."""
+    """Make three steps a full compacted file."""
     monkeypatch.setattr(completions, "STEPS", 3)
 
 
 def write(folder: Path, *steps: int, kind: str = TRAINING, **columns: Any) -> None:
-    """Two rows for each step, as TRL writes them."""
+    """Write two rows for each step, as TRL does."""
     for step in steps:
         texts = {"prompt": ["p", "p"], "completion": [f"{step}a", f"{step}b"], "reward": [0.0, 1.0]}
         table = pd.DataFrame({"step": [step] * 2, **texts, **columns})
@@ -54,7 +54,7 @@ def rows_of(*steps: int) -> Rows:
 
 
 def read(folder: Path, kind: str = TRAINING) -> Rows:
-    """The rows as our readers find them."""
+    """Return the rows as our readers find them."""
     columns = {"step": files.INTEGERS, "completion": files.TEXTS}
     tables = [
         batch
@@ -65,7 +65,7 @@ def read(folder: Path, kind: str = TRAINING) -> Rows:
 
 
 def read_with_pandas(folder: Path, pattern: str = "*.parquet") -> Rows:
-    """The rows as somebody finds them who knows nothing of compacted files."""
+    """Return the rows as a reader finds them who does not know of compacted files."""
     tables = [pd.read_parquet(path) for path in folder.glob(pattern)]
     return sorted(row for table in tables for row in zip(table["step"].tolist(), table["completion"], strict=True))
 
@@ -77,7 +77,7 @@ def names(folder: Path) -> list[str]:
 # Merging
 
 
-def test_full_thousands_are_merged_at_saves_and_the_rest_at_the_end(folder: Path, threes: None) -> None:
+def test_full_groups_are_merged_at_saves_and_the_remaining_steps_at_the_end(folder: Path, threes: None) -> None:
     write(folder, *range(1, 9))
     write(folder, 0, 4, 8, kind=EVALUATION)
     write(folder, 2, 4, kind="eval_owner-name_completions")
@@ -141,7 +141,7 @@ def test_columns_that_differ_between_steps_are_kept(folder: Path, caplog: pytest
 
 
 @pytest.mark.parametrize("wrong", ["damaged", "cut off", "another step", "no rows", "a pipe", "large integers"])
-def test_a_file_that_can_not_be_merged_stays_and_is_said_once(
+def test_a_file_that_can_not_be_merged_stays_with_one_warning(
     folder: Path, wrong: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(folder, 1, 3, 4, count=[0.5, 1.0])
@@ -221,10 +221,10 @@ def test_the_merged_file_is_on_the_disk_before_a_step_file_is_removed(
     assert calls == [*flushed, "unlink completions_00001.parquet", "unlink completions_00002.parquet"]
 
 
-def test_merging_stops_in_time_and_goes_on_after_the_next_save(
+def test_merging_stops_in_time_and_continues_after_the_next_save(
     folder: Path, threes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An earlier version left one file per step, and other ranks wait for the first one."""
+    """The other ranks wait for the first one."""
     write(folder, *range(1, 7))
     compaction = Compaction(folder)
     with monkeypatch.context() as patch:
@@ -239,7 +239,7 @@ def test_merging_stops_in_time_and_goes_on_after_the_next_save(
 
 
 def killed_at(number: int, work: Callable[[], object]) -> bool:
-    """Do `work` in a process that ends, as one that is killed, at the `number`th call that changes a file or a name.
+    """Call `work` in a process that is killed at the `number`th call that changes a file or a name.
 
     Returns False if there are fewer such calls.
     """
@@ -272,7 +272,7 @@ def killed_at(number: int, work: Callable[[], object]) -> bool:
     return status == 9
 
 
-def test_a_kill_at_any_point_loses_no_row_and_shows_none_twice(tmp_path: Path, threes: None) -> None:
+def test_a_kill_at_any_point_loses_no_row_and_duplicates_none(tmp_path: Path, threes: None) -> None:
     expected, expected_eval = rows_of(*range(1, 8)), rows_of(2, 4, 6)
     number = kills = 0
     while True:
@@ -396,7 +396,7 @@ def test_a_damaged_compacted_file_does_not_stop_a_resume(folder: Path, caplog: p
 
 
 def test_rows_that_can_not_be_dropped_stop_the_resume(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would hide what the run logs from now on."""
+    """They would hide the rows that the run logs from now on."""
     write(folder, 1, 2, 3)
     Compaction(folder).compact(4, rest=True)
 
@@ -412,7 +412,7 @@ def test_rows_that_can_not_be_dropped_stop_the_resume(folder: Path, monkeypatch:
 # Readers
 
 
-def test_a_run_is_read_the_same_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_reads_the_same_before_and_after_compaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_run(tmp_path / "run")
     before = Run.read(folder).rows
     Compaction(folder / "completions").compact(40, rest=True)
@@ -430,7 +430,7 @@ def test_a_run_is_read_the_same_before_and_after(tmp_path: Path, monkeypatch: py
     assert run.texts(run.rows.iloc[[9]])["question"].tolist() == ["question 40.0"]
 
 
-def test_a_report_on_a_run_under_way_finds_rows_that_were_compacted_meanwhile(folder: Path) -> None:
+def test_a_report_on_a_run_under_way_finds_rows_compacted_in_the_meantime(folder: Path) -> None:
     write(folder, 1, 2, 3)
     sources = completions.sources(logged(folder, TRAINING))
     Compaction(folder).compact(4, rest=True)
@@ -465,7 +465,7 @@ def test_a_file_that_only_has_the_name_of_a_compacted_one_is_refused(folder: Pat
         ({"push_to_hub": True, "hub_strategy": "end"}, None),
     ],
 )
-def test_nothing_is_compacted_that_the_hub_has(
+def test_files_that_the_hub_has_are_not_compacted(
     folder: Path, threes: None, keys: dict[str, Any], reason: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     args = GRPOConfig(output_dir=str(folder.parent), use_cpu=True, bf16=False, log_completions=True, **keys)

@@ -1,5 +1,4 @@
-"""Every file of a checkpoint missing, empty, cut off, or with one changed byte: a resume goes on from the one before, with a
-sentence, or is refused."""
+"""Runs whose checkpoints have a missing, empty, cut-off or changed file: a resume falls back to the one before, or is refused."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes import GRPOTrainer, train
 from grpo_recipes.checks.checks import Machine, resume_point
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
-from grpo_recipes.runs.checkpoints import MANIFEST, Manifest, read_manifest, share, write_manifest
+from grpo_recipes.runs.checkpoints import MANIFEST, Manifest, read_manifest, write_manifest
 from grpo_recipes.runs.files import RunError
 from grpo_recipes.runs.resume import Resume, confirmed
 from grpo_rewards.errors import UserError
@@ -48,7 +47,7 @@ DAMAGES: dict[str, Damage] = {
 
 @pytest.fixture(scope="module")
 def recipes(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A recipe of three steps in a folder of its own, whose run is in `run` beside it."""
+    """Write recipes of three steps, each in a folder of its own, with the run in `run` beside it."""
     folder = tmp_path_factory.mktemp("runs")
     policy, rows = launching.build_policy(folder / "policy"), launching.write_rows(folder / "rows.jsonl", 8)
 
@@ -62,14 +61,14 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="module", params=["full", pytest.param("LoRA", marks=pytest.mark.slow)])
 def finished(request: pytest.FixtureRequest, recipes: Callable[..., Path]) -> Path:
-    """The recipe of a finished run, with a checkpoint after each step."""
+    """Return the recipe of a finished run with a checkpoint after each step."""
     recipe = recipes(request.param, **KINDS[request.param])
     assert train.main(["--config", str(recipe)]) == 0
     return recipe
 
 
 def resumed(recipe: Path, place: str = "true") -> Resume:
-    """What a resume decides before a model is loaded: where it goes on, and what it sets aside."""
+    """Return what a resume decides before a model is loaded."""
     point = resume_point(parse_recipe(["--config", str(recipe), "--resume_from_checkpoint", place]), CPU)
     assert point is not None
     found = confirmed(point, each_node=False)
@@ -84,7 +83,7 @@ def files(checkpoint: Path) -> list[Path]:
 
 @pytest.fixture
 def restored(finished: Path) -> Iterator[Path]:
-    """The run's folder, put back as it was."""
+    """Yield the run's folder, and restore it afterwards."""
     output = finished.parent / "run"
     shutil.copytree(output, output.with_name("copy"))
     yield output
@@ -119,7 +118,7 @@ def test_every_damage_to_every_file_is_noticed(finished: Path, restored: Path) -
     "name",
     ["model.safetensors", *(pytest.param(name, marks=pytest.mark.slow) for name in ("trainer_state.json", MANIFEST))],
 )
-def test_a_run_goes_on_before_a_damaged_checkpoint_and_ends_as_it_did(
+def test_a_run_resumes_before_a_damaged_checkpoint_and_ends_as_before(
     finished: Path, restored: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     name = "adapter_" + name if "LoRA" in str(finished) and name == "model.safetensors" else name
@@ -136,7 +135,7 @@ def test_a_run_goes_on_before_a_damaged_checkpoint_and_ends_as_it_did(
     assert launching.log_history(restored) == history
 
 
-def test_several_damaged_ones_are_passed_over_and_all_are_not(finished: Path, restored: Path) -> None:
+def test_several_damaged_checkpoints_are_passed_over_but_not_all(finished: Path, restored: Path) -> None:
     _flip(restored / "checkpoint-3" / "optimizer.pt")
     (restored / "checkpoint-2" / "scheduler.pt").unlink()
     point = resumed(finished)
@@ -165,7 +164,9 @@ def test_a_run_without_its_record_is_not_resumed(
         assert "restore" in said
 
 
-def test_a_model_alone_is_not_resumed(recipes: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_of_the_model_only_is_not_resumed(
+    recipes: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = recipes("model only", save_only_model=True, max_steps=1)
     assert train.main(["--config", str(recipe)]) == 0
     assert train.main(["--config", str(recipe), "--resume_from_checkpoint", "true"]) == 2
@@ -181,7 +182,7 @@ def test_another_number_of_processes_is_refused(finished: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_older_checkpoints_are_removed_once_the_manifest_stands(
+def test_older_checkpoints_are_removed_after_the_manifest_is_written(
     recipes: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
     from grpo_recipes.training import saving
@@ -222,7 +223,7 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
     assert (run.args.save_total_limit, run.args.push_to_hub) == (1, True)
 
 
-def test_a_damaged_best_checkpoint_is_not_ended_with(tmp_path: Path) -> None:
+def test_a_damaged_best_checkpoint_is_not_loaded_at_the_end(tmp_path: Path) -> None:
     policy = launching.build_policy(tmp_path / "policy").as_posix()
     changes = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     changes |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
@@ -240,7 +241,7 @@ def test_a_damaged_best_checkpoint_is_not_ended_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_our_trainer_alone_refuses_a_damaged_checkpoint_too(tmp_path: Path) -> None:
+def test_our_trainer_in_a_script_refuses_a_damaged_checkpoint_too(tmp_path: Path) -> None:
     policy = launching.build_policy(tmp_path / "policy").as_posix()
 
     def run() -> GRPOTrainer:
@@ -260,7 +261,7 @@ def test_our_trainer_alone_refuses_a_damaged_checkpoint_too(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_trl_is_resumed_and_said_to_be_unchecked(
+def test_a_checkpoint_of_trl_is_resumed_with_a_line_that_it_is_unchecked(
     recipes: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = recipes("stock", sync_ref_model=None, ref_model_sync_steps=None, ref_model_mixup_alpha=None)
@@ -276,41 +277,3 @@ def test_a_checkpoint_of_trl_is_resumed_and_said_to_be_unchecked(
     (output / "run.json").unlink()
     assert train.main([*resume, "--lr_scheduler_type", "constant"]) == 0
     assert capsys.readouterr().out.count("is of another trainer, without a manifest") == 1
-
-
-@pytest.mark.parametrize("readers", [1, 2, 3, 8])
-def test_every_file_has_one_reader_on_each_disk(readers: int) -> None:
-    """On two disks, of which each rank sees its own; and on a shared one, where a rank may not yet see every file."""
-    sizes = {f"shard-{number}": 1000 - number for number in range(20)}
-    for disks in (["shared"] * readers, [f"node {rank % 2}" for rank in range(readers)]):
-        listings = [(disk, sizes) for disk in disks]
-        shares = [share(listings, rank) for rank in range(readers)]
-        loads = [sum(map(sizes.get, names)) for names in shares]
-        for disk in set(disks):
-            mine = [load for where, load in zip(disks, loads, strict=True) if where == disk]
-            assert max(mine) - min(mine) <= 1000, "the size of a file"
-            read = [name for where, names in zip(disks, shares, strict=True) if where == disk for name in names]
-            assert sorted(read) == sorted(sizes)
-    late = [
-        ("shared", {name: size for name, size in sizes.items() if rank == 0 or name[-1] == str(rank)})
-        for rank in range(readers)
-    ]
-    shares = [share(late, rank) for rank in range(readers)]
-    assert sorted(name for names in shares for name in names) == sorted(sizes)
-    assert all(name in late[rank][1] for rank, names in enumerate(shares) for name in names)
-
-
-def test_a_manifest_lists_every_file_and_notices_a_change_to_itself(tmp_path: Path) -> None:
-    (tmp_path / "global_step3").mkdir()
-    for name in ("model.safetensors", "global_step3/zero_pp_rank_0.pt", ".metadata"):
-        (tmp_path / name).write_bytes(name.encode())
-    write_manifest(tmp_path, Manifest(3, 2, False, {}), each_node=False, writes=True)
-    manifest = read_manifest(tmp_path)
-    assert manifest is not None
-    assert (manifest.step, manifest.num_processes, manifest.model_only) == (3, 2, False)
-    assert set(manifest.files) == {"model.safetensors", "global_step3/zero_pp_rank_0.pt", ".metadata"}
-    text = (tmp_path / MANIFEST).read_bytes()
-    for place in range(len(text)):
-        (tmp_path / MANIFEST).write_bytes(text[:place] + bytes([text[place] ^ 1]) + text[place + 1 :])
-        with pytest.raises(RunError, match="manifest.json is damaged"):
-            read_manifest(tmp_path)

@@ -1,4 +1,4 @@
-"""What the values and columns in the files of runs may be."""
+"""Kinds of values and columns in the files of runs, shapes, and limits."""
 
 import math
 from pathlib import Path
@@ -84,7 +84,7 @@ SHAPE: files.Shape = {
         ({"name": "a", "any": 3}, "`any` is 3, not a list"),
     ],
 )
-def test_where_a_value_differs_from_its_shape(value: Any, says: str | None) -> None:
+def test_the_first_difference_from_a_shape_is_named(value: Any, says: str | None) -> None:
     assert files.mismatch(value, SHAPE) == says
 
 
@@ -104,8 +104,8 @@ def test_a_file_is_read_or_named(tmp_path: Path) -> None:
         files.read_object(tmp_path, SHAPE)
 
 
-def test_a_table_is_read_as_far_as_it_may_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three batches of a text that is stored once: each is small, and together they are too large, or are not."""
+def test_a_table_is_read_up_to_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that is stored once makes three batches: each is small, and together they are too large."""
     table = pa.table({"text": pa.DictionaryArray.from_arrays(pa.array([0] * 3000, pa.int32()), ["x" * 100])})
     parquet.write_table(table, tmp_path / "table.parquet")
     assert list(files.read_table(tmp_path / "table.parquet", {"text": files.TEXTS})["text"]) == ["x" * 100] * 3000
@@ -116,7 +116,7 @@ def test_a_table_is_read_as_far_as_it_may_grow(tmp_path: Path, monkeypatch: pyte
                 files.read_table(tmp_path / "table.parquet", {"text": files.TEXTS})
 
 
-def test_what_is_written_stays_in_its_folder(tmp_path: Path) -> None:
+def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
     folder, outside = tmp_path / "run", tmp_path / "outside"
     (folder / "completions").mkdir(parents=True)
     outside.mkdir()

@@ -1,4 +1,4 @@
-"""A resume where something has changed behind an unchanged path: by a recipe, and by a script without one."""
+"""A resume after a change behind an unchanged path, of a recipe and of a script without one."""
 
 import importlib
 import json
@@ -58,14 +58,14 @@ def change_one_tensor(folder: Path, name: str = "model.safetensors") -> None:
 
 
 def write_golds(path: Path, shift: int) -> None:
-    """The prompts of `launching.write_rows` with golds that are `shift` too high."""
+    """Write the prompts of `launching.write_rows` with golds that are `shift` too high."""
     rows = ({"question": f"What is {n} + {n}?", "answer": f"#### {2 * n + shift}"} for n in range(8))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with a policy, a reward model, rows and a module of rewards, whose run is in `run`."""
+    """Yield a folder with a policy, a reward model, rows and a module of rewards. Its run is in `run`."""
     launching.build_policy(tmp_path / "policy")
     tiny.save_reward_model(tmp_path / "scorer")
     write_golds(tmp_path / "rows.jsonl", 0)
@@ -104,7 +104,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 
 def recipe(place: Path, **changes: Any) -> list[str]:
-    """The command line of a recipe on what lies in a folder."""
+    """Return the command line of a recipe on the files of a folder."""
     values: dict[str, Any] = {
         "rewards": ["own_rewards.by_length", {"name": "reward_model", "kwargs": {"model": str(place / "scorer")}}],
         "max_completion_length": 4,
@@ -150,7 +150,7 @@ def test_files_beside_the_weights_are_compared_as_far_as_a_step_reads_them(tmp_p
 
 
 @pytest.mark.parametrize("kind", [*CHANGES, "adapter's base"])
-def test_a_recipe_notices_what_changed_behind_its_path(
+def test_a_recipe_notices_changes_behind_its_paths(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     change, words = CHANGES["policy" if kind == "adapter's base" else kind]
@@ -202,9 +202,7 @@ def test_a_recipe_notices_another_model_behind_its_adapter(
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_a_script_notices_what_changed_behind_its_path(
-    place: Path, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
+def test_a_script_notices_changes_behind_its_paths(place: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
     change, words = CHANGES[kind]
     script(place).train()
     change(place)
@@ -228,10 +226,10 @@ def test_a_script_notices_another_base_under_its_adapter(place: Path) -> None:
         script(place, peft_config=adapter).train(resume_from_checkpoint=True)
 
 
-def test_nothing_is_said_where_nothing_changed(
+def test_nothing_is_printed_if_nothing_changed(
     place: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a recipe, in a script that goes on with a recipe's run, and with the same contents at another place."""
+    """In a recipe, in a script that resumes a recipe's run, and with the same contents in another folder."""
     command = recipe(place, max_steps=1)
     assert train.main(command) == 0
     record = json.loads((place / "run" / "run.json").read_text())
@@ -251,7 +249,7 @@ def test_nothing_is_said_where_nothing_changed(
     assert len(calls) == 1, "the rows are read once"
 
 
-def test_an_older_checkpoint_is_said_not_to_be_compared(
+def test_a_checkpoint_without_an_identity_is_not_compared_with_a_line_that_says_so(
     place: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = recipe(place)
@@ -330,7 +328,7 @@ def test_a_digest_of_images_reads_both_ends_of_each() -> None:
     assert digest(images(noise, noise + b"\0"), "image") != expected
 
 
-def test_only_what_is_read_is_identified() -> None:
+def test_only_columns_that_are_read_are_identified() -> None:
     built = build_rewards([{"name": "gsm8k_correctness", "kwargs": {"gold_column": "gold"}}, "tag_count"])
     rows = table(gold=["1"] * 3, answer=["1"] * 3, note=["n"] * 3)
     assert set(identity.identify(rows, built, {}).content["columns"]) == {"prompt", "gold"}
@@ -340,7 +338,7 @@ def test_only_what_is_read_is_identified() -> None:
     assert (columns_read(GSM8KCorrectness()), columns_read(TagCount())) == ({"answer"}, set())
 
 
-def test_what_generates_from_the_rows_may_read_every_column(place: Path) -> None:
+def test_a_rollout_or_an_environment_may_read_every_column(place: Path) -> None:
     rows = table(note=["n"] * 3)
     built = SimpleNamespace(reward_funcs=[], reward_func_names=[], train_dataset=rows, rollout_func=None)
     assert set(identity_of(built, {}).content["columns"]) == {"prompt"}
@@ -369,7 +367,7 @@ def test_rewards_without_a_source_file_are_not_identified() -> None:
     ]
 
 
-def test_other_columns_are_refused_unless_the_code_that_reads_them_is_another() -> None:
+def test_other_columns_are_refused_unless_the_code_of_a_reward_has_changed() -> None:
     before = identity.identify(table(gold=["1"] * 3), [], {"reward model `a`": Source("")}, all_columns=True).content
     now = identity.identify(table(gold=["1"] * 3), [], {})
     assert compare(before, now).refused == ["the column `gold` of the dataset is no longer read"]

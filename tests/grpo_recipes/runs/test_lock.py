@@ -1,4 +1,4 @@
-"""Two launches into one folder: the second is refused, a lock that is left behind is taken over, and the loser stops."""
+"""Two launches into one folder: the second is refused, a stale lock is taken over, and the launch that lost it stops."""
 
 import os
 import platform
@@ -38,14 +38,14 @@ def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def marker(pid: int = 17, host: str = "other-host", start: int | None = None, token: str = "theirs") -> str:
-    """A lock as filelock writes it."""
+    """Return the content of a lock as filelock writes it."""
     lines = ["filelock/2", f"pid={pid}", f"host={host}", "mode=lease", f"token={token}"]
     lines += [f"duration={lock.LEASE_SECONDS!r}"] + ([f"start={start}"] if start is not None else [])
     return "".join(f"{line}\n" for line in lines)
 
 
 def left(folder: Path, content: str, seconds_ago: float = 0.0) -> Path:
-    """A lock with some content."""
+    """Write a lock with some content."""
     folder.mkdir(exist_ok=True)
     path = folder / LOCK
     path.write_text(content)
@@ -122,7 +122,7 @@ def test_a_killed_launch_is_taken_over_at_once(tmp_path: Path, capsys: pytest.Ca
 def test_without_an_exchange_of_names_a_killed_launch_is_taken_over_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], short_lease: None
 ) -> None:
-    """NFS has none, and filelock leaves a lock alone there."""
+    """NFS has no such exchange, and filelock does not take over a lock there."""
     monkeypatch.setattr("filelock._soft.exchange_names", lambda source, target: False)
     for host, waits in ((lock._own_host(), False), ("other-host", True)):
         left(tmp_path / "run", marker(an_ended_process(), host))
@@ -201,7 +201,7 @@ def test_a_lock_with_another_lease_is_respected(tmp_path: Path) -> None:
         pass
 
 
-def test_a_full_temporary_folder_keeps_nobody_from_looking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_temporary_folder_does_not_prevent_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -212,7 +212,7 @@ def test_a_full_temporary_folder_keeps_nobody_from_looking(tmp_path: Path, monke
     lock._own_host.cache_clear()
 
 
-def test_a_reader_goes_by_the_time_of_a_lock_of_another_machine(tmp_path: Path) -> None:
+def test_a_reader_relies_on_the_time_of_a_lock_of_another_machine(tmp_path: Path) -> None:
     assert not lock.is_held(tmp_path / "run")
     for content in (marker(), "{", marker(os.getpid(), lock._own_host())):
         for seconds_ago, is_held in ((0, True), (3600, False)):
@@ -220,7 +220,7 @@ def test_a_reader_goes_by_the_time_of_a_lock_of_another_machine(tmp_path: Path) 
             assert lock.is_held(tmp_path / "run") == is_held
 
 
-def test_the_loser_of_a_takeover_knows_it_and_leaves_the_others_lock(tmp_path: Path, short_lease: None) -> None:
+def test_the_loser_of_a_takeover_notices_it_and_keeps_the_other_lock(tmp_path: Path, short_lease: None) -> None:
     with only_launch(tmp_path / "run") as held:
         take_over(tmp_path / "run")
         loss = held.loss()
@@ -231,7 +231,7 @@ def test_the_loser_of_a_takeover_knows_it_and_leaves_the_others_lock(tmp_path: P
 
 
 def test_a_lock_that_was_removed_is_a_loss(tmp_path: Path, short_lease: None) -> None:
-    """The launch that took it over may have ended meanwhile."""
+    """The launch that took the lock over may have ended since."""
     with only_launch(tmp_path / "run") as held:
         (tmp_path / "run" / LOCK).unlink()
         loss = held.loss()
@@ -239,8 +239,8 @@ def test_a_lock_that_was_removed_is_a_loss(tmp_path: Path, short_lease: None) ->
         assert "was removed, or another launch took it over and has ended" in loss.reason
 
 
-def test_a_lock_that_another_launch_just_looks_at_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """filelock swaps a lock for its own while it looks whether the lock is stale."""
+def test_a_lock_that_another_launch_is_checking_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """filelock replaces a lock by its own while it checks whether the lock is stale."""
     with only_launch(tmp_path / "run") as held:
         path, aside = tmp_path / "run" / LOCK, tmp_path / "run" / "aside"
         path.rename(aside)
@@ -270,7 +270,7 @@ def test_a_folder_that_was_moved_is_named(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["checkpoint-2"]
 
 
-def test_a_lock_is_touched_again_after_a_file_system_failed_for_a_while(
+def test_a_lock_is_touched_again_after_the_file_system_failed_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_lease: None
 ) -> None:
     """filelock's heartbeat ends then."""
@@ -311,7 +311,7 @@ def test_of_many_launches_one_takes_over(tmp_path: Path) -> None:
     assert sum(future.result() for future in took) == 1
 
 
-def test_only_the_first_rank_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_rank_takes_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     left(tmp_path / "run", marker(os.getpid(), lock._own_host()))
     with only_launch(tmp_path / "run") as held:
@@ -320,7 +320,7 @@ def test_only_the_first_rank_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def loses_its_folder(completions: Sequence[str], trainer_state: Any, **columns: Any) -> list[float]:
-    """A reward in whose third step another launch takes the run's folder over, or the folder is moved."""
+    """Return rewards. In the third step another launch takes over the run's folder, or the folder is moved."""
     folder = Path(os.environ["FOLDER_TO_LOSE"])
     if os.environ.get("RANK", "0") == "0" and trainer_state.global_step == 2:
         folder.rename(folder.with_name("moved")) if "MOVES" in os.environ else take_over(folder)
@@ -374,7 +374,7 @@ WRITES = [
 
 
 @pytest.mark.parametrize(("event", "flags", "looks"), WRITES)
-def test_the_folder_is_looked_at_before_whatever_writes_there(
+def test_the_folder_is_checked_before_every_write(
     tmp_path: Path, short_lease: None, event: str, flags: dict[str, bool], looks: bool
 ) -> None:
     trainer: Any = SimpleNamespace(state=TrainerState(global_step=7))
@@ -389,7 +389,7 @@ def test_the_folder_is_looked_at_before_whatever_writes_there(
 @pytest.mark.parametrize(
     ("after", "written"), [("confirm_checkpoint", []), ("build_trainer", []), ("train", ["run.json"])]
 )
-def test_a_folder_that_is_lost_outside_the_steps_gets_no_files(
+def test_a_folder_lost_outside_of_the_steps_gets_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], after: str, written: list[str]
 ) -> None:
     run, original = tmp_path / "run", getattr(train, after)
@@ -447,7 +447,7 @@ def can_unshare() -> bool:
 
 
 def holding(folder: Path, *prefix: str) -> subprocess.Popen:
-    """A process that holds a folder, prints its loss after a line, and ends after another."""
+    """Start a process that holds a folder, prints its loss after a line of input, and ends after another line."""
     command: Sequence[str] = [*prefix, sys.executable, "-c", HOLDS, str(folder)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, bufsize=1, **pipes)
@@ -459,7 +459,7 @@ def ask(process: subprocess.Popen) -> str:
 
 
 @pytest.mark.skipif(not can_unshare(), reason="makes a PID namespace")
-def test_a_launch_that_stood_still_loses_its_folder_to_another_container(tmp_path: Path) -> None:
+def test_a_suspended_launch_loses_its_folder_to_another_container(tmp_path: Path) -> None:
     first = holding(tmp_path / "run")
     try:
         assert first.stdout.readline() == "holds\n"

@@ -1,4 +1,4 @@
-"""`run.json`: each launch adds an entry, none is lost."""
+"""Each launch adds an entry to `run.json`, and none is lost."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from grpo_rewards.registry import build_rewards
 from tests.support import launching
 
 
-def test_launches_are_added_and_the_newest_stands_at_the_top(tmp_path: Path) -> None:
+def test_launches_are_added_and_the_newest_is_at_the_top_level(tmp_path: Path) -> None:
     entries = [{"recipe": {"max_steps": steps}, "started": str(steps)} for steps in (1, 2, 3)]
     for count, entry in enumerate(entries, start=1):
         add_launch(tmp_path / "runs" / "run", entry)

@@ -1,20 +1,26 @@
-"""The checkpoint that `resume_from_checkpoint: true` takes if a run has branches: runs through the trainer, as scripts
-use it."""
+"""Decision from which checkpoint a run resumes: branches of a run, and the comparison of recipes."""
 
+import fnmatch
 import json
+import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import TrainerCallback
 
 from grpo_recipes import GRPOTrainer, train
+from grpo_recipes.recipe.recipe import resolved
+from grpo_recipes.recipe.trl_keys import RESUME_MAY_CHANGE
 from grpo_recipes.reports.run import Run
 from grpo_recipes.runs.checkpoints import MANIFEST, read_manifest
 from grpo_recipes.runs.files import LIVE, RunError
-from grpo_recipes.runs.resume import LAUNCH, confirmed, decide
+from grpo_recipes.runs.resume import IN_GEOMETRY, LAUNCH, confirmed, decide, layout_change, recipe_changes
 from grpo_rewards.errors import UserError
 from tests.support import launching, short_runs
 
@@ -76,7 +82,7 @@ def test_true_follows_the_last_launch_and_not_the_highest_step(run: Path, policy
     assert last.checkpoints.resumed_from == run / "checkpoint-8"
 
 
-def test_a_branch_that_saved_nothing_is_taken_up_at_its_branch_point(run: Path, policy: str) -> None:
+def test_a_branch_that_saved_nothing_resumes_at_its_branch_point(run: Path, policy: str) -> None:
     script(policy, run, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
     assert steps_saved(run) == [2, 4, 6]
     again = script(policy, run, StopAfter(3, saves=False), max_steps=8)
@@ -104,7 +110,7 @@ def test_a_branch_whose_branch_point_is_gone_is_not_replaced_by_another(run: Pat
         script(policy, run, max_steps=8).train(resume_from_checkpoint=True)
 
 
-def test_a_script_that_began_anew_is_not_sent_to_an_earlier_runs_checkpoint(run: Path, policy: str) -> None:
+def test_a_script_that_began_anew_does_not_resume_from_an_earlier_run(run: Path, policy: str) -> None:
     script(policy, run, StopAfter(1, saves=False)).train()
     with pytest.raises(RunError, match=r"began anew and saved nothing; an earlier launch saved checkpoint-2 and"):
         script(policy, run).train(resume_from_checkpoint=True)
@@ -114,7 +120,7 @@ def test_a_script_that_began_anew_is_not_sent_to_an_earlier_runs_checkpoint(run:
     assert again.checkpoints.resumed_from == run / "checkpoint-1"
 
 
-def test_a_branch_in_another_folder_goes_on_there(run: Path, policy: str, tmp_path: Path) -> None:
+def test_a_branch_in_another_folder_continues_there(run: Path, policy: str, tmp_path: Path) -> None:
     other = tmp_path / "other"
     script(policy, other, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
     again = script(policy, other, StopAfter(3, saves=True), max_steps=8)
@@ -152,7 +158,7 @@ def test_rotation_removes_abandoned_checkpoints_first(run: Path, policy: str, li
 
 
 def test_checkpoints_without_a_branch_are_followed_by_step(run: Path, policy: str) -> None:
-    """As after a launch by another trainer, whose checkpoints have no manifest."""
+    """Another trainer writes no branch."""
     for checkpoint in run.glob("checkpoint-*"):
         manifest = read_manifest(checkpoint)
         assert manifest is not None
@@ -163,7 +169,7 @@ def test_checkpoints_without_a_branch_are_followed_by_step(run: Path, policy: st
     assert (point.newest, point.abandoned) == (run / "checkpoint-2", [run / "checkpoint-4", run / "checkpoint-6"])
 
 
-def test_a_launch_that_saved_only_a_part_is_taken_up_before_it(run: Path, policy: str) -> None:
+def test_a_launch_that_saved_only_a_part_resumes_before_it(run: Path, policy: str) -> None:
     """The new branch was killed in its first save, at a step of its own and at one that was saved before."""
     script(policy, run, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
     (run / "checkpoint-3").mkdir()
@@ -258,3 +264,67 @@ def test_two_ranks_of_a_script_decide_alike(tmp_path: Path) -> None:
     refused = said("8", "none")
     for rank in range(2):
         assert f"rank {rank} refused: {tmp_path / 'run' / LAUNCH}: can't be read as JSON" in refused
+
+
+# Comparison of recipes
+
+
+def refused(before: Mapping[str, Any], now: Mapping[str, Any], directory: str = ".") -> list[str]:
+    return recipe_changes(before, now, directory, RESUME_MAY_CHANGE)[0]
+
+
+def test_a_changed_data_order_is_named() -> None:
+    before = {"geometry": {"num_processes": 2, "num_generations": 8}, "train_prompts": 100, "seed": 42, "world_size": 2}
+    assert layout_change(before, before) is None
+    assert layout_change(before, {**before, "seed": 1}) == "seed was 42 and is 1"
+    other = {**before, "geometry": {"num_processes": 4, "num_generations": 8}}
+    assert layout_change(before, other) == "num_processes was 2 and is 4"
+    assert layout_change({}, before) is None  # a run that recorded nothing
+
+
+def test_the_page_lists_the_keys_that_may_change_on_resume() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
+    rows = page.partition("| what may change on resume | keys |")[2].partition("\n\n")[0]
+    patterns = re.findall(r"`([^`]+)`", rows)
+    assert sorted(patterns) == sorted(RESUME_MAY_CHANGE)
+    for pattern in patterns:
+        outer, _, key = pattern.replace("*", "x").rpartition(".")
+        before, now = ({outer: {key: value}} if outer else {key: value} for value in (5, 6))
+        assert refused(before, now) == []
+
+
+@settings(deadline=None, max_examples=60)
+@given(key=st.sampled_from(sorted(resolved({}))), value=st.integers(7, 9))
+def test_every_key_of_trl_is_refused_or_listed(key: str, value: int) -> None:
+    before = resolved({"dataset": {"name": "gsm8k"}, "rewards": ["a"]})
+    changes = refused({**before, key: 5}, {**before, key: value})
+    listed = any(fnmatch.fnmatch(key, pattern) for pattern in RESUME_MAY_CHANGE)
+    follows = ["epsilon_high"] if key == "epsilon" else []  # unless it is set
+    changed = [] if listed or key in IN_GEOMETRY else [key, *follows]
+    assert sorted(changes) == sorted(f"`{name}` was 5 and is {value}" for name in changed)
+
+
+def test_two_spellings_of_one_recipe_are_equal(tmp_path: Path) -> None:
+    for name in ("there", "copied", "other"):
+        (tmp_path / name / "deep").mkdir(parents=True)
+        (tmp_path / name / "deep" / "rows.jsonl").write_text("1" if name != "other" else "2")
+    before = resolved({"rewards": ["a"], "model_name_or_path": "there", "dataset": {"path": "there/deep/rows.jsonl"}})
+    now = resolved({"rewards": [{"name": "a", "weight": 1}], "bf16": True, "epsilon_high": 0.2, "learning_rate": 1e-6})
+    copied = str(tmp_path / "copied")
+    assert (
+        refused(
+            before,
+            {**now, "model_name_or_path": copied, "dataset": {"path": f"{copied}/deep/rows.jsonl"}},
+            str(tmp_path),
+        )
+        == []
+    )
+    other = str(tmp_path / "other")
+    said = refused(
+        before, {**now, "model_name_or_path": copied, "dataset": {"path": f"{other}/deep/rows.jsonl"}}, str(tmp_path)
+    )
+    assert said == [f"`dataset.path` was there/deep/rows.jsonl and is {other}/deep/rows.jsonl"]
+    # The name of a model on the hub is no path, and a folder is no file.
+    for was, now_is in (("there", "a/model"), ("a/model", copied), ("there/deep/rows.jsonl", copied)):
+        said = refused({"model_name_or_path": was}, {"model_name_or_path": now_is}, str(tmp_path))
+        assert said == [f"`model_name_or_path` was {was} and is {now_is}"]

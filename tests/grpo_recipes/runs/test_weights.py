@@ -1,4 +1,4 @@
-"""Weight files as the libraries write them pass, and no longer once a byte is gone; what tells one from another."""
+"""Weight files as the libraries write them are accepted, a missing byte is refused, and identities differ."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def pickled(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("save", "count"), [(whole, 1), (sharded, 2), (adapter, 1), (pickled, 1)])
-def test_what_was_saved_is_whole_and_any_missing_byte_is_named(tmp_path: Path, save: object, count: int) -> None:
+def test_saved_weights_are_complete_and_any_missing_byte_is_named(tmp_path: Path, save: object, count: int) -> None:
     folder = save(tmp_path / "model")  # type: ignore[operator]
     check_weight_files(folder)
     files = weight_files(folder)
@@ -65,8 +65,8 @@ def test_what_was_saved_is_whole_and_any_missing_byte_is_named(tmp_path: Path, s
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
-def test_weights_are_identified_by_any_tensor_and_not_by_where_they_lie(tmp_path: Path, suffix: str) -> None:
-    """The last tensor, beyond what is read of every file, differs as it does after training with a frozen embedding."""
+def test_weights_are_identified_by_any_tensor_and_not_by_their_folder(tmp_path: Path, suffix: str) -> None:
+    """The last tensor, beyond the first MiB, differs, as after training with a frozen embedding."""
     save = save_file if suffix == ".safetensors" else torch.save
     identities = set()
     for folder, trained in (("before", 0.0), ("after", 1.0), ("copy", 1.0)):
@@ -78,8 +78,8 @@ def test_weights_are_identified_by_any_tensor_and_not_by_where_they_lie(tmp_path
 
 
 @pytest.mark.parametrize("offsets", [[4, 0], [-4, 0], [0], None, "ab"])
-def test_a_header_that_tells_of_no_place_is_refused(offsets: object, tmp_path: Path) -> None:
-    """The last of several tensors; a read of a negative length would be one of the whole file."""
+def test_a_header_with_an_impossible_offset_is_refused(offsets: object, tmp_path: Path) -> None:
+    """A read with a negative length would read the entire file."""
     good = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
     header = json.dumps({"a": good, "b": {**good, "data_offsets": offsets}}).encode()
     file = tmp_path / "model.safetensors"
@@ -89,7 +89,7 @@ def test_a_header_that_tells_of_no_place_is_refused(offsets: object, tmp_path: P
             read(file)
 
 
-def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
+def test_missing_weights_are_named(tmp_path: Path) -> None:
     with pytest.raises(RunError) as error:
         check_weight_files(tmp_path)
     expected = "model.safetensors or model.safetensors.index.json"
@@ -101,8 +101,8 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
     assert str(error.value) == f"{tmp_path} has no weights of an adapter: {expected} is missing"
 
 
-def test_a_file_of_an_old_torch_is_taken(tmp_path: Path) -> None:
-    """Before it wrote zip files; nothing in one says where it ends."""
+def test_a_file_of_an_old_torch_is_accepted(tmp_path: Path) -> None:
+    """Files of the time before zip files do not say where they end."""
     torch.save({"layer": torch.ones(3)}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     check_weight_files(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"weights")
@@ -110,13 +110,13 @@ def test_a_file_of_an_old_torch_is_taken(tmp_path: Path) -> None:
         check_weight_files(tmp_path)
 
 
-def test_a_file_without_tensors_is_whole(tmp_path: Path) -> None:
+def test_a_file_without_tensors_is_complete(tmp_path: Path) -> None:
     save_file({}, tmp_path / "model.safetensors")
     check_weight_files(tmp_path)
 
 
-def test_weights_are_not_read_whole_to_be_identified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first MiB, the header, and 4 KiB of each tensor."""
+def test_only_parts_of_the_weights_are_read_to_identify_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first MiB, the header, and 4 KiB of each tensor are read."""
     file = tmp_path / "model.safetensors"
     save_file({f"layer{n}": torch.ones(1 << 20) for n in range(8)}, file)
     read = []
@@ -156,7 +156,7 @@ def test_an_index_names_files_in_its_folder(tmp_path: Path, content: object, say
 
 
 @pytest.mark.parametrize("span", [[0, 10**30], [0.0, 4.0], [True, 4], [4, 0], [-1, 4], [0], "04"])
-def test_a_tensor_lies_somewhere_in_a_file(tmp_path: Path, span: object) -> None:
+def test_a_tensor_outside_of_its_file_is_refused(tmp_path: Path, span: object) -> None:
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": span}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     for read in (check_weight_file, identify_weights):
@@ -165,7 +165,7 @@ def test_a_tensor_lies_somewhere_in_a_file(tmp_path: Path, span: object) -> None
 
 
 def test_the_directory_of_a_zip_file_is_bounded(tmp_path: Path) -> None:
-    """Its end, 22 bytes, says that it has 4 GB; the file has them, as a hole."""
+    """The last 22 bytes claim a directory of 4 GB, which is a hole in the file."""
     file, size = tmp_path / "optimizer.bin", 0xFFFFFF00
     with file.open("wb") as opened:
         opened.truncate(size)
@@ -176,7 +176,7 @@ def test_the_directory_of_a_zip_file_is_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", '"done"', "{"])
-def test_json_of_a_script_in_a_checkpoint_is_none_of_ours(tmp_path: Path, content: str) -> None:
+def test_json_of_a_script_in_a_checkpoint_is_ignored(tmp_path: Path, content: str) -> None:
     (tmp_path / "scores.json").write_text(content)
     assert description_damage(tmp_path) is None
     for name in (LOGGED, MEMORY, "config.json", "adapter_config.json"):

@@ -1,4 +1,4 @@
-"""Which checkpoint a resume of the trainer goes on from, and what it goes on adding up."""
+"""Checkpoint that the trainer of a script resumes from, and the sums that it restores."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ NOTHING = Identity({"rows": 0, "columns": {}, "weights": {}, "rewards": {}, "ver
 
 
 def saved(folder: Path, step: int, processes: int = 1, *, model_only: bool = False) -> Path:
-    """A checkpoint with a manifest, of one file."""
+    """Save a checkpoint of one file with a manifest."""
     checkpoint = folder / f"checkpoint-{step}"
     checkpoint.mkdir()
     (checkpoint / "model.safetensors").write_bytes(b"weights")
@@ -38,7 +38,7 @@ def checkpoints(tmp_path: Path) -> CompleteCheckpoints:
     return CompleteCheckpoints(SimpleNamespace(args=args), lambda: NOTHING)  # type: ignore[arg-type]
 
 
-def test_the_newest_checkpoint_that_holds_is_gone_on_from(
+def test_a_script_resumes_from_the_newest_undamaged_checkpoint(
     checkpoints: CompleteCheckpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert [checkpoints.resumption(asked) for asked in (None, False, True)] == [None, False, True]  # there is none
@@ -68,7 +68,7 @@ def test_the_newest_checkpoint_that_holds_is_gone_on_from(
         checkpoints.resumption(True)
 
 
-def test_a_checkpoint_of_another_kind_is_refused_or_said(
+def test_a_checkpoint_of_another_kind_is_refused_or_warned_of(
     checkpoints: CompleteCheckpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """transformers can go on with another number of processes, and not without an optimiser."""
@@ -81,7 +81,7 @@ def test_a_checkpoint_of_another_kind_is_refused_or_said(
 
 
 @pytest.mark.parametrize(("ranks", "rank", "loss"), [(2, 0, 1.0), (2, 1, 3.0), (1, 0, 2.0), (4, 3, 2.0)])
-def test_sums_go_on_where_they_were(tmp_path: Path, ranks: int, rank: int, loss: float) -> None:
+def test_the_sums_of_the_next_log_entry_are_restored(tmp_path: Path, ranks: int, rank: int, loss: float) -> None:
     """Each rank's own loss; their mean on another number of ranks."""
     args = SimpleNamespace(
         save_total_limit=1, push_to_hub=False, load_best_model_at_end=False, world_size=ranks, process_index=rank

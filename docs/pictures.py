@@ -1,7 +1,7 @@
-"""Make the screenshots that README and the documentation show: python -m docs.pictures, from the root of a checkout.
+"""Make the screenshots of README and the documentation: python -m docs.pictures, from the root of a checkout.
 
-Reports on the quickstart's run, which is made unless it is there, and photographs the page in Chromium: on a desktop, on a
-phone, light and dark. The tutorial's SVG pictures are the report's own, copied by docs/tutorial.py.
+The script reports on the quickstart's run, which it makes if necessary, and photographs the page in Chromium: on a desktop
+and a phone, light and dark. It also copies the report's charts for the tutorial.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OF_THE_REPORT = ("evaluation", "reward-gsm8k-correctness", "entropy", "groups-wi
 
 @dataclass(frozen=True)
 class Shot:
-    """A screenshot of a page: the window's width, how much of the page, and whether the screen is dark."""
+    """Screenshot of a page: width of the window and height of the part, in pixels, and True for a dark screen."""
 
     page: Path
     width: int = 1280
@@ -31,7 +31,7 @@ class Shot:
 
 
 def shots(run: Path) -> dict[str, Shot]:
-    """The screenshots by their names, without suffix."""
+    """Return the screenshots by their names, without suffix."""
     report = run / "report" / "report.html"
     return {
         "report": Shot(report),
@@ -41,30 +41,29 @@ def shots(run: Path) -> dict[str, Shot]:
 
 
 def take(shots: Mapping[str, Shot], folder: Path) -> list[Path]:
-    """Write the screenshots as PNGs into a folder."""
+    """Write the screenshots as PNG files into a folder, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     # Chromium's helper processes may write to the profile for a moment after their parent has ended.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, Browser(Path(profile)) as browser:
-        return [
-            browser.open(shot.page.resolve(), shot.width, dark=shot.dark).screenshot(
-                folder / f"{name}.png", shot.height
-            )
-            for name, shot in shots.items()
-        ]
+        taken = []
+        for name, shot in shots.items():
+            tab = browser.open(shot.page.resolve(), shot.width, dark=shot.dark)
+            taken.append(tab.screenshot(folder / f"{name}.png", shot.height))
+        return taken
 
 
 def main() -> int:
-    """Make every picture. Returns 0, 2 without a browser, or what the quickstart or the report returned if it failed."""
+    """Make every picture. Return 0, 2 without a browser, or the exit code of a quickstart or report that failed."""
     from grpo_recipes import cli, quickstart
 
     if chromium() is None:
         print("error: screenshots need Chromium: apt-get install chromium", file=sys.stderr)
         return 2
-    if not (RUN.parent / "evaluation.json").is_file() and (
-        status := quickstart.main(["--output_dir", str(RUN.parent)])
-    ):
-        return status
-    if status := cli.main(["report", str(RUN)]):
+    status = 0
+    if not (RUN.parent / "evaluation.json").is_file():
+        status = quickstart.main(["--output_dir", str(RUN.parent)])
+    status = status or cli.main(["report", str(RUN)])
+    if status:
         return status
     for name in OF_THE_REPORT:
         shutil.copy(RUN / "report" / f"{name}.svg", PICTURES)

@@ -201,14 +201,14 @@ def table(results: dict[str, dict[str, Any]], before: Sequence[bool]) -> str:
         [
             *lines,
             "",
-            f"Before training {np.mean(before):.3f}; {', '.join(map(str, steps))} optimiser steps in every run; "
+            f"Accuracy before training {np.mean(before):.3f}; {', '.join(map(str, steps))} optimizer steps in every run; "
             f"{len(results)} seeds.",
             f"Difference in accuracy, informative - every prompt: {differences.mean():+.4f}; Student's interval over seeds "
             f"[{student.low:+.4f}, {student.high:+.4f}], bootstrap over seeds and problems "
             f"[{resampled[0]:+.4f}, {resampled[1]:+.4f}].",
-            f"Asked: the wider one inside +-{MARGIN}: {'held' if inside else 'MISSED'}.",
-            f"Generated completion tokens: {saved:.1%} fewer. Asked: at least {SAVING:.0%}: "
-            f"{'held' if saved >= SAVING else 'MISSED'}.",
+            f"Criterion: the wider one inside +-{MARGIN}: {'met' if inside else 'MISSED'}.",
+            f"Generated completion tokens: {saved:.1%} fewer. Criterion: at least {SAVING:.0%}: "
+            f"{'met' if saved >= SAVING else 'MISSED'}.",
             f"Prompts that the floor alone kept: {floor:.1%} of those generated.",
             f"CPU seconds of training: {cpu['every prompt']:.0f} and {cpu['informative']:.0f}.",
         ]

@@ -377,7 +377,8 @@ def page(folder: Path, names: list[str]) -> str:
         [
             "# A pretrained model, trained",
             "",
-            "Made by `python benchmarks/real_model.py`; the head of [real_model.py](../real_model.py) says what is measured.",
+            "Made by `python benchmarks/real_model.py`. "
+            "The docstring of [real_model.py](../real_model.py) describes the measurement.",
             f"{PACKAGE}, CPU, {machine}, {versions}.",
             "",
             f"## Before any training, {ASKED} problems of each family",

@@ -52,6 +52,7 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 # Characters that chat templates build their tokens from: <|im_end|>, </s>, [INST].
 _TEMPLATE_TOKEN = re.compile(r"[<>|]|\[(?=/?[A-Z])")
+_DROPPED = "another of its group has no score"
 _RESERVED = ("model", "messages", "stream", "n")
 
 
@@ -172,25 +173,30 @@ class JudgeScore(TaggedReward):
         session = _Session(self)
         replies = session.ask([body for body in bodies if body is not None])
         verdicts: list[str] = []
-        row_scores: list[float | None] = []
+        texts: list[str] = []
+        scores: list[float | None] = []
         for body in bodies:
-            verdict, score = ("blank", 0.0) if body is None else self._verdict(replies[body])
+            reply = None if body is None else replies[body]
+            verdict, score = ("blank", 0.0) if reply is None else self._verdict(reply)
             verdicts.append(verdict)
-            row_scores.append(score)
-        scores = list(row_scores)
-        dropped = [group for group in groups if None in row_scores[group]]
-        for group in dropped:
-            scores[group] = [None] * self.num_generations
+            texts.append(reply.content if isinstance(reply, Reply) else "")
+            scores.append(score)
+        unscored = scores.count(None)
+        reasons = [""] * len(scores)
+        groups_lost = 0
+        for group in groups:
+            if None in scores[group]:
+                groups_lost += 1
+                reasons[group] = ["" if score is None else _DROPPED for score in scores[group]]
+                scores[group] = [None] * self.num_generations
         if log_reason is not None:
-            lost = [own is not None and score is None for own, score in zip(row_scores, scores, strict=True)]
-            log_reason("reason", ["another of its group has no score" if is_lost else "" for is_lost in lost])
+            log_reason("reason", reasons)
         self.log_column(log_extra, "verdict", verdicts)
-        self.log_column(log_extra, "reply", [_content(replies.get(body)) if body else "" for body in bodies])
+        self.log_column(log_extra, "reply", texts)
         if log_metric is not None and completions:
             unreadable = sum(verdict.startswith("unreadable") for verdict in verdicts)
-            failed = row_scores.count(None) - unreadable
-            counts = {**session.counts, "failed": failed, "unreadable": unreadable, "groups_lost": len(dropped)}
-            for metric, count in counts.items():
+            lost = {"failed": unscored - unreadable, "unreadable": unreadable, "groups_lost": groups_lost}
+            for metric, count in {**session.counts, **lost}.items():
                 log_metric(f"rewards/{self.name}/{metric}", float(count))
         return scores
 
@@ -327,10 +333,6 @@ def _request_text(request: Any) -> str:
     return json.dumps(fields, sort_keys=True)
 
 
-def _content(reply: Reply | EndpointError | None) -> str:
-    return reply.content if isinstance(reply, Reply) else ""
-
-
 # --- One call of a reward: the cache, the requests, and when to give up ---
 
 _warned: set[tuple[str, str]] = set()
@@ -376,8 +378,9 @@ class _Session:
             with ThreadPoolExecutor(min(self.judge.concurrency, len(pending))) as pool:
                 answers = list(pool.map(self._ask, pending))
             replies.update(zip(pending, answers, strict=True))
-            if isinstance(answers[0], EndpointError) and answers[0].retry and not _any_reply(answers):
-                self._warn_unreachable(answers[0])
+            failures = [answer for answer in answers if isinstance(answer, EndpointError)]
+            if len(failures) == len(answers) and failures[0].retry:
+                self._warn_unreachable(failures[0])
         return replies
 
     def _ask(self, body: bytes, attempts: int | None = None) -> Reply | EndpointError:
@@ -455,7 +458,3 @@ class _Session:
             _warn_once(
                 ("cache", folder), f"the judge's cache {folder} can't be written ({error}): replies are not kept"
             )
-
-
-def _any_reply(answers: Sequence[Reply | EndpointError]) -> bool:
-    return any(isinstance(answer, Reply) for answer in answers)

@@ -58,21 +58,21 @@ _QUERY_KEYS = frozenset({
 
 # Tokens: the prefix, which starts a word, and the pattern of the rest.
 _TOKENS: Mapping[str, str] = {
-    "hf_": "[A-Za-z0-9]{16,}",
-    "api_org_": "[A-Za-z0-9]{16,}",
+    **dict.fromkeys(("hf_", "api_org_", "gsk_"), "[A-Za-z0-9]{16,}"),
     **dict.fromkeys(("sk-", "sk_", "pk-", "pk_", "rk-", "rk_"), "[A-Za-z0-9_-]{16,}"),
     **dict.fromkeys(("ghp_", "gho_", "ghu_", "ghs_", "ghr_"), "[A-Za-z0-9]{20,}"),
     "github_pat_": r"\w{20,}",
-    **dict.fromkeys(("glpat-", "gldt-", "glrt-", "glsa_"), r"[\w-]{16,}"),
     "xox": r"[abceoprs]-[\w-]{10,}",
     "xapp-": r"[\w-]{10,}",
     **dict.fromkeys(("AKIA", "ASIA"), r"[0-9A-Z]{16}\b"),
-    **dict.fromkeys(("AIza", "ya29.", "GOCSPX-", "nvapi-", "tgp_v1_"), r"[\w-]{16,}"),
-    "gsk_": "[A-Za-z0-9]{16,}",
+    **dict.fromkeys(
+        ("glpat-", "gldt-", "glrt-", "glsa_", "AIza", "ya29.", "GOCSPX-", "nvapi-", "tgp_v1_"), r"[\w-]{16,}"
+    ),
     **dict.fromkeys(("xai-", "pplx-", "r8_", "rpa_"), "[A-Za-z0-9]{20,}"),
     "dapi": r"[0-9a-f]{32}\b",
-    **dict.fromkeys(("npm_", "dop_v1_", "shpat_", "dckr_pat_", "whsec_", "wandb_v1_", "pypi-", "hvs."), r"[\w-]{20,}"),
-    "lsv2_": r"[\w-]{20,}",
+    **dict.fromkeys(
+        ("npm_", "dop_v1_", "shpat_", "dckr_pat_", "whsec_", "wandb_v1_", "pypi-", "hvs.", "lsv2_"), r"[\w-]{20,}"
+    ),
     "SG.": r"[\w-]{16,64}\.[\w-]{16,}",
     # JSON web token. Its word includes hyphens, unlike the other words: tried at every `eyJ` inside such a word, the
     # pattern would take quadratic time.

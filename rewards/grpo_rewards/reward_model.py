@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -274,14 +274,9 @@ def shared_prefix_length(sequences: Sequence[TokenIds]) -> int:
     return min(common, min(map(len, sequences)) - 1)
 
 
-class LengthBuckets(NamedTuple):
-    """Batches as `slices` of the lengths in descending order, and their `cost` in tokens."""
-
-    cost: float
-    slices: list[slice]
-
-
-def length_buckets(lengths: Sequence[int], prefix: int, max_tokens: int, forward_cost: int) -> LengthBuckets:
+def length_buckets(
+    lengths: Sequence[int], prefix: int, max_tokens: int, forward_cost: int
+) -> tuple[float, list[slice]]:
     """Split sequences into the cheapest batches, exactly, by dynamic programming over the last batch.
 
     Args:
@@ -289,6 +284,9 @@ def length_buckets(lengths: Sequence[int], prefix: int, max_tokens: int, forward
         prefix: tokens of cached keys and values before each row.
         max_tokens: largest number of tokens in a batch of more than one row, with the prefix of each row.
         forward_cost: cost of one batch in tokens, beside rows * its longest sequence.
+
+    Returns:
+        The total cost in tokens, and the batches as slices of `lengths`.
     """
     best, cuts = [0.0], [0]
     for end in range(1, len(lengths) + 1):
@@ -306,7 +304,7 @@ def length_buckets(lengths: Sequence[int], prefix: int, max_tokens: int, forward
     while end:
         slices.append(slice(cuts[end], end))
         end = cuts[end]
-    return LengthBuckets(best[-1], slices)
+    return best[-1], slices
 
 
 @functools.cache
@@ -443,8 +441,9 @@ class LoadedRewardModel:
         lengths = sorted(map(len, sequences), reverse=True)
         prefix = shared_prefix_length(sequences)
         rest = [length - prefix for length in lengths]
-        shared = prefix + self._forward_cost + self._buckets(rest, prefix, max_batch_tokens).cost
-        if len(sequences) < 2 or shared >= self._buckets(lengths, 0, max_batch_tokens).cost:
+        rest_cost, _ = length_buckets(rest, prefix, max_batch_tokens, self._forward_cost)
+        separate_cost, _ = length_buckets(lengths, 0, max_batch_tokens, self._forward_cost)
+        if len(sequences) < 2 or prefix + self._forward_cost + rest_cost >= separate_cost:
             return 0
         if lengths[0] > self._shares_up_to:
             reach = f" beyond {self._shares_up_to} tokens" if self._shares_up_to else ""
@@ -452,16 +451,15 @@ class LoadedRewardModel:
             return 0
         return prefix
 
-    def _buckets(self, lengths: Sequence[int], prefix: int, max_batch_tokens: int) -> LengthBuckets:
-        return length_buckets(lengths, prefix, max_batch_tokens, self._forward_cost)
-
     def _score_batches(
         self, sequences: list[TokenIds], prefix: int, cache: DynamicCache | None, max_batch_tokens: int
     ) -> dict[TokenIds, float]:
         ordered = sorted(sequences, key=len, reverse=True)
-        buckets = self._buckets([len(ids) - prefix for ids in ordered], prefix, max_batch_tokens)
+        lengths = [len(ids) - prefix for ids in ordered]
+        _, slices = length_buckets(lengths, prefix, max_batch_tokens, self._forward_cost)
         scores: dict[TokenIds, float] = {}
-        for rows in (ordered[part] for part in buckets.slices):
+        for part in slices:
+            rows = ordered[part]
             own = copy.deepcopy(cache)
             if own is not None:
                 own.batch_repeat_interleave(len(rows))

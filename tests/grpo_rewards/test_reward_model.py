@@ -253,12 +253,10 @@ def test_length_buckets_are_the_cheapest(lengths, prefix, limit, forward_cost):
 
     inner = range(1, len(lengths))
     every_cut = itertools.chain.from_iterable(itertools.combinations(inner, n) for n in range(len(lengths)))
-    best = length_buckets(lengths, prefix, limit, forward_cost)
-    assert best.cost == min(map(cost, every_cut))
-    assert sorted(itertools.chain.from_iterable(range(len(lengths))[part] for part in best.slices)) == [
-        *range(len(lengths))
-    ]
-    assert best.cost == cost(sorted(part.start for part in best.slices if part.start))
+    least, slices = length_buckets(lengths, prefix, limit, forward_cost)
+    assert least == min(map(cost, every_cut))
+    assert sorted(itertools.chain.from_iterable(range(len(lengths))[part] for part in slices)) == [*range(len(lengths))]
+    assert least == cost(sorted(part.start for part in slices if part.start))
 
 
 # Text from the policy

@@ -1,10 +1,10 @@
-"""What a checkpoint's manifest costs: the checksum of its files, beside writing and flushing them.
+"""Cost of the checksums in a checkpoint's manifest, beside writing and flushing the files.
 
     python benchmarks/checkpoint.py                    # 1 GiB in the temporary folder
     python benchmarks/checkpoint.py --gib 8 --folder /mnt/run
 
-The checksum is of a file that has just been written, so from memory, as at a save; a resume also reads the file from its disk.
-CPU time of one process; SHA-256 stands beside it for scale. Rounds alternate, and each figure is the median of its rounds.
+The checksum reads a file that has just been written, from memory, as a save does. A resume also reads the file from its disk.
+Times are CPU time of one process, with SHA-256 for comparison. Rounds alternate, and each figure is the median of its rounds.
 """
 
 import argparse
@@ -53,14 +53,14 @@ def main() -> None:
 
 
 def timed(action: Callable[[], object]) -> tuple[float, float]:
-    """CPU and wall seconds of a call."""
+    """Return the CPU and wall seconds of a call."""
     cpu, wall = time.process_time(), time.perf_counter()
     action()
     return time.process_time() - cpu, time.perf_counter() - wall
 
 
 def write(file: Path, blocks: int) -> None:
-    """Write a file of random bytes, and have it on the disk."""
+    """Write a file of random bytes and flush it to the disk."""
     with file.open("wb") as opened:
         for _ in range(blocks):
             opened.write(BLOCK)
@@ -69,7 +69,7 @@ def write(file: Path, blocks: int) -> None:
 
 
 def sha256(file: Path) -> str:
-    """The SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 

@@ -1,11 +1,11 @@
-"""A million rows of JSONL: time and memory of `grpo-recipes plan`, and of the checks before training.
+"""Time and memory of `grpo-recipes plan`, and of the checks before training, on a million rows of JSONL.
 
     python benchmarks/data.py                     # 1,000,000 rows
     python benchmarks/data.py --rows 100000
 
-Each command runs in a process of its own: first on an empty cache, then on the tables that it left. The peak is the most
-memory that the process had resident, pages of mapped files included. The recipe has a boxed gold to check, columns to map and
-a share to hold out.
+Each command runs in a process of its own, first with an empty cache, then with the tables that the first run left there. The
+peak is the largest resident memory of the process, with the pages of mapped files. The recipe has boxed golds to check, columns
+to map and a share of the rows to hold out.
 """
 
 import argparse
@@ -36,7 +36,7 @@ order_of(prepared.recipe, prepared.checked)
 
 
 def write_rows(path: Path, rows: int) -> None:
-    """Problems of about 350 bytes a line, one in 1,000 without a gold."""
+    """Write problems of about 350 bytes a line, one in 1,000 without a gold."""
     with path.open("w", encoding="utf-8") as file:
         for n in range(rows):
             more, less, friends = n % 97, n % 13, n % 5
@@ -52,7 +52,7 @@ def write_rows(path: Path, rows: int) -> None:
 
 
 def write_model(folder: Path) -> None:
-    """The quickstart's policy, which a recipe needs to name: a configuration, a tokenizer and weights."""
+    """Save the quickstart's policy, because a recipe names a model: configuration, tokenizer and weights."""
     from grpo_recipes.quickstart import WarmStart, build_policy, build_tokenizer, demonstrations
     from grpo_recipes.recipe.specs import DatasetSpec
 
@@ -63,7 +63,7 @@ def write_model(folder: Path) -> None:
 
 
 def write_recipe(folder: Path, rows: Path, model: Path) -> Path:
-    """A recipe as JSON, which is YAML too."""
+    """Write a recipe as JSON, which is valid YAML, and return its path."""
     recipe = {
         "model_name_or_path": str(model),
         "dataset": {
@@ -84,7 +84,7 @@ def write_recipe(folder: Path, rows: Path, model: Path) -> Path:
 
 
 def measured(command: list[str], cache: Path) -> tuple[float, float, float]:
-    """Run a command: wall seconds, CPU seconds, and peak resident memory in GB."""
+    """Run a command and return its wall seconds, CPU seconds and peak resident memory in GB."""
     began = time.perf_counter()
     environment = {**os.environ, "HF_DATASETS_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)

@@ -1,14 +1,15 @@
-"""What it costs to compare what generated with the policy, as a share of the step that it is part of.
+"""Cost of the check that compares generator and trainer, as a share of the step that it belongs to.
 
     python benchmarks/generation_check.py                   # ten minutes of CPU time
     python benchmarks/generation_check.py --loops stock --steps 6
 
-Whole steps of benchmarks/step.py (8 prompts × 8 completions, GSM8K's lengths), with LoRA, for which most hypotheses are computed.
-The share is the CPU time inside the check over that of the step around it, of one run: the difference of two runs is smaller
-than their noise. Three kinds of steps: those in which two rows are compared, those in which hypotheses are computed too,
-of these rows, and the first four of a launch, in which they are computed of eight. With transformers' own loop the time that
-recording takes is counted where it happens; in group decoding it is timed by recording everything once more. The comparison
-of the logits processors is counted where it happens in both, and in a column of its own too.
+The steps are complete steps of benchmarks/step.py (8 prompts × 8 completions with GSM8K's lengths), with LoRA, for which most
+hypotheses are computed. The share is the CPU time inside the check divided by that of the step around it, within one run,
+because the difference of two runs is smaller than their noise. There are three kinds of steps: two rows are compared; two rows
+are compared and hypotheses computed for them; and the first four steps of a launch, in which hypotheses are computed for eight
+rows. With transformers' own loop the time of recording is measured where it happens. In group decoding it is measured by
+recording everything once more. The comparison of the logits processors is measured where it happens in both, and has a column
+of its own too.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ LOOPS = {"groups": "auto", "stock": "off"}
 
 
 class Clock:
-    """CPU seconds inside some functions, outermost calls only."""
+    """Clock of the CPU seconds inside some functions, outermost calls only."""
 
     def __init__(self) -> None:
         self.spent, self.depth = 0.0, 0
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, on this clock."""
+        """Return `call` with its time added to this clock."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self.depth += 1
@@ -61,7 +62,7 @@ class Clock:
 
 
 def shares(size: str, workload: str, loop: str, steps: int) -> Iterator[str]:
-    """Rows of the table: a kind of step, the CPU time of its check and of all of it, and the share."""
+    """Return the rows of the table: a kind of step, the CPU time of its check and of the step, and the share."""
     clock, again, processors = Clock(), Clock(), Clock()
     call, choose = GenerationCheck.__call__, groups.Batch.choose
     GenerationCheck.__call__ = clock.timed(call)
@@ -72,7 +73,7 @@ def shares(size: str, workload: str, loop: str, steps: int) -> Iterator[str]:
         (GenerationCheck, "compare_processors"),
     ]
     untimed = [getattr(owner, name) for owner, name in parts_of_comparison]
-    for owner, name in parts_of_comparison:  # those that run inside of `Recorder` count once on the first clock
+    for owner, name in parts_of_comparison:  # calls inside `Recorder` count once, on the first clock
         setattr(owner, name, clock.timed(processors.timed(getattr(owner, name))))
 
     def recording_again(batch: groups.Batch, logits: Tensor) -> Tensor:
@@ -89,12 +90,12 @@ def shares(size: str, workload: str, loop: str, steps: int) -> Iterator[str]:
         config["generation_kwargs"] = {"suppress_tokens": [step.EOS]}
         run = step.Trainer(GRPOTrainer, step.policy(size, tempfile.mkdtemp()), True, True, **config)
         check = run.trainer._generation_check
-        run.step(step.Batch.draw("d", 0))  # warms up, and decides whether groups are decoded
+        run.step(step.Batch.draw("d", 0))  # the first step warms up, and decides whether groups are decoded
         every, means = generation_check.EVERY, []
         for kind, batches in (("15 of 16", 10 * every), ("every 16th", 10 * every - 1), ("the first four", 0)):
             parts, wholes, compared = [], [], []
             for number in range(steps):
-                check.batches = batches  # which decides what is computed
+                check.batches = batches  # the first step decides which hypotheses are computed
                 run.trainer.state.global_step += 1
                 clock.spent = again.spent = processors.spent = 0.0
                 run.step(step.Batch.draw(workload, number))

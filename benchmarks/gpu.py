@@ -1,15 +1,14 @@
-"""What a GPU shows that a CPU can't: our kernels against the plain ones, and times and memory at the sizes that are trained.
+"""Figures that need a GPU: our kernels against the reference ones, and times and memory at the sizes of real training.
 
     python benchmarks/gpu.py                                   # every section, on one GPU, in under 8 minutes
     python benchmarks/gpu.py --sections correctness training --minutes 4
     python benchmarks/gpu.py --policy FOLDER                   # with a pretrained model to train for 100 steps
     python benchmarks/gpu.py --tiny --device cpu               # all of it in 3 minutes, on sizes at which figures mean nothing
 
-Models are random weights in the shapes of Qwen2.5-0.5B and 1.5B, made on the spot; completions are those of benchmarks/step.py.
-Each section prints its table row by row, and after each row the JSON file (`--output`) holds all that was measured until then,
-with the machine and the versions. A row whose kernel, package or time is missing says "not run" and why. Times are wall time
-after the device has finished, medians of steps taken in turns, the first step left out. Exit code 1 if a check of
-`correctness` fails.
+Models have random weights in the shapes of Qwen2.5-0.5B and 1.5B. Completions are those of benchmarks/step.py. Each section
+prints its table row by row. After each row the JSON file (`--output`) holds every figure so far, with the machine and the
+versions. A row whose kernel, package or time is missing says "not run" and the reason. Times are wall time after the device has
+finished, medians of alternating steps without the first one. The exit code is 1 if a check of `correctness` fails.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2},
 }  # fmt: skip
-"""Qwen2.5's configurations, without their weights; heads are of size 64, 128, 64 and 8."""
+"""Configurations of Qwen2.5, without weights. The head sizes are 64, 128, 64 and 8."""
 
 DENSE_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "L4": 121, "4090": 165}
 """Peak of dense bfloat16 by the name of a GPU, from NVIDIA's data sheets, in 1e12 operations per second."""
@@ -64,32 +63,32 @@ Row = dict[str, Any]
 
 
 class NotRun(Exception):
-    """Why a row is not measured."""
+    """Reason why a row is not measured."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What is measured on what."""
+    """Device, sizes and time limit of the measurements."""
 
     device: str
     tiny: bool
     steps: int
     policy: Path | None
     ends: float
-    """Of the time that was given, on the monotonic clock."""
+    """End of the allowed time, on the monotonic clock."""
 
     @property
     def shapes(self) -> list[str]:
-        """The models that are timed."""
+        """Names of the models that are timed."""
         return ["tiny"] if self.tiny else ["0.5B", "1.5B"]
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of timed models."""
+        """Dtype of the timed models."""
         return torch.float32 if self.tiny else torch.bfloat16
 
     def model(self, shape: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """Random weights of a shape, always the same."""
+        """Return a model of a shape with random weights, always the same."""
         torch.manual_seed(0)
         config = Qwen2Config(
             **SHAPES[shape], max_position_embeddings=2048, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None
@@ -97,7 +96,7 @@ class Bench:
         return AutoModelForCausalLM.from_config(config).to(self.device, dtype or self.dtype)
 
     def batch(self, workload: str, seed: int) -> Batch:
-        """A step's batch; of few short completions where figures mean nothing."""
+        """Return a step's batch, with few short completions for `--tiny`."""
         batch = Batch.draw(workload, seed)
         if self.tiny:
             batch.completions[:] = [[[*row[:5], EOS] for row in group] for group in batch.completions]
@@ -105,11 +104,11 @@ class Bench:
         return batch
 
 
-# ---- what is right
+# ---- correctness
 
 
 def correctness(bench: Bench) -> Iterator[Row]:
-    """Gradients of the packed row against those of TRL's rectangle, decoding by groups, a reward model by groups."""
+    """Compare packed gradients with those of TRL's padded layout, and group decoding and scoring with single rows."""
     shape = "tiny" if bench.tiny else "check"
     exact = gradient(bench, shape, torch.float32, packed=False)
     for lora, checkpointing in ((False, False), (False, True), (True, False)):
@@ -138,7 +137,7 @@ def correctness(bench: Bench) -> Iterator[Row]:
 
 
 def checked(check: str, used: dict[str, int], found: float, limit: float) -> Row:
-    """A row of `correctness`."""
+    """Return a row of `correctness`."""
     calls = ", ".join(f"{kernel} × {count}" for kernel, count in used.items())
     result = "ok" if found <= limit else "WRONG"
     return {"check": check, "kernel": calls, "difference": f"{found:.1e}", "limit": f"{limit:.1e}", "result": result}
@@ -146,7 +145,7 @@ def checked(check: str, used: dict[str, int], found: float, limit: float) -> Row
 
 @contextmanager
 def kernels(only_sdpa: bool = False) -> Iterator[dict[str, int]]:
-    """Count the calls of the kernels that packed attention chooses from; with `only_sdpa` it has one to choose from."""
+    """Count the calls of the kernels that packed attention chooses from. With `only_sdpa` there is one choice."""
     used: dict[str, int] = {}
     varlen, sdpa, has_varlen = packing._varlen, packing.scaled_dot_product_attention, packing._has_varlen
 
@@ -170,7 +169,7 @@ def kernels(only_sdpa: bool = False) -> Iterator[dict[str, int]]:
 def gradient(
     bench: Bench, shape: str, dtype: torch.dtype, *, packed: bool, lora: bool = False, checkpointing: bool = False
 ) -> list[Tensor]:
-    """What a step on a recorded batch leaves in `grad`, float32."""
+    """Return the gradients of a step on a recorded batch, in float32."""
     settings = {
         "gradient_checkpointing": checkpointing,
         "loss_type": "grpo",
@@ -178,7 +177,7 @@ def gradient(
     }
     made = Trainer(GRPOTrainer, bench.model(shape, dtype), False, lora, bench.device, **settings)
     torch.manual_seed(1)
-    with torch.no_grad():  # a new adapter adds nothing yet
+    with torch.no_grad():  # a new adapter changes nothing yet
         for name, parameter in made.trainer.model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.02)
@@ -190,13 +189,13 @@ def gradient(
 
 
 def distance(got: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest difference of an entry, as a share of the largest entry."""
+    """Return the largest difference of an entry, as a share of the largest entry."""
     largest = max(float(tensor.abs().max()) for tensor in expected)
     return max(float((a - b).abs().max()) for a, b in zip(got, expected, strict=True)) / largest
 
 
 def decoding_by_groups(bench: Bench, shape: str) -> Iterator[Row]:
-    """Greedy tokens of both loops, in float32, on prompts of different lengths."""
+    """Compare the greedy tokens of both loops, in float32, on prompts of different lengths."""
     model, batch = bench.model(shape, torch.float32).eval(), bench.batch("a", 0)
     rows = [prompt for prompt in batch.prompts for _ in range(GROUP)]
     width = max(map(len, rows))
@@ -215,11 +214,11 @@ def decoding_by_groups(bench: Bench, shape: str) -> Iterator[Row]:
     }
 
 
-# ---- what it takes
+# ---- time and memory
 
 
 def training(bench: Bench) -> Iterator[Row]:
-    """The training phase, stock TRL and ours in turns."""
+    """Measure the training phase, stock TRL and ours in turns."""
     for shape in bench.shapes:
         for lora in (False, True):
             for workload in "abc":
@@ -227,7 +226,7 @@ def training(bench: Bench) -> Iterator[Row]:
 
 
 def bench_row(bench: Bench, measure: Callable[[], Row], shape: str, lora: bool, workload: str) -> Row:
-    """What `measure` finds, or why it was not run."""
+    """Return the figures of `measure`, or the reason why it was not run."""
     head = {"model": shape, "tuning": "LoRA" if lora else "full", "workload": workload}
     try:
         if time.monotonic() > bench.ends:
@@ -240,14 +239,14 @@ def bench_row(bench: Bench, measure: Callable[[], Row], shape: str, lora: bool, 
 
 
 def release() -> None:
-    """Give the GPU's memory back between rows."""
+    """Release the GPU's memory between rows."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def phase(bench: Bench, shape: str, lora: bool, workload: str) -> Row:
-    """A row of `training`."""
+    """Return a row of `training`."""
     config = {"gradient_checkpointing": False, "loss_type": "grpo", "learning_rate": 1e-6}
     makers = {"TRL": (TRLGRPOTrainer, {}), "ours": (GRPOTrainer, {"micro_batching": "auto"})}
     each = {
@@ -276,7 +275,7 @@ def phase(bench: Bench, shape: str, lora: bool, workload: str) -> Row:
 
 
 def planned(trainer: Trainer, bench: Bench, workload: str) -> float:
-    """Bytes of gradients and activations that `plan` expects of a micro-batch of this trainer, in TRL's layout."""
+    """Return the bytes of gradients and activations that `plan` expects of a micro-batch in TRL's layout."""
     args = copy.copy(trainer.trainer.args)
     args.max_completion_length = cap(workload)
     peft_config = getattr(trainer.trainer.model, "peft_config", {}).get("default")
@@ -288,7 +287,7 @@ def planned(trainer: Trainer, bench: Bench, workload: str) -> float:
 
 
 def generation(bench: Bench) -> Iterator[Row]:
-    """Eight prompts × eight completions of recorded lengths: transformers' loop, ours, continuous batching."""
+    """Measure eight prompts × eight completions of recorded lengths: transformers' loop, ours, continuous batching."""
     for shape in bench.shapes:
         for workload in ("a", "b"):
             yield bench_row(bench, lambda s=shape, w=workload: loops(bench, s, w), shape, False, workload)
@@ -300,7 +299,7 @@ def generation(bench: Bench) -> Iterator[Row]:
 
 
 def loops(bench: Bench, shape: str, workload: str) -> Row:
-    """A row of `generation`."""
+    """Return a row of `generation`."""
     each = steppers(bench, shape, workload)
     compete(each, [bench.batch(workload, seed) for seed in range(bench.steps)])
     seconds = {name: median(one.measured.phases["generation"]) for name, one in each.items()}
@@ -314,7 +313,7 @@ def loops(bench: Bench, shape: str, workload: str) -> Row:
 
 
 def steppers(bench: Bench, shape: str, workload: str) -> dict[str, Trainer]:
-    """Who takes whole steps."""
+    """Return the trainers that take complete steps."""
     config = {
         "gradient_checkpointing": False,
         "loss_type": "grpo",
@@ -336,7 +335,7 @@ def steppers(bench: Bench, shape: str, workload: str) -> dict[str, Trainer]:
 
 
 def whole_step(bench: Bench) -> Iterator[Row]:
-    """Generation, scoring, loss and gradient of a step."""
+    """Measure complete steps: generation, scoring, loss and gradient."""
 
     def measure(shape: str) -> Row:
         each = steppers(bench, shape, "a")
@@ -352,7 +351,7 @@ def whole_step(bench: Bench) -> Iterator[Row]:
 
 
 def reward_model(bench: Bench) -> Iterator[Row]:
-    """A reward model of 1.8 billion parameters: one forward per score, and by groups."""
+    """Measure a reward model of 1.8 billion parameters, with one forward per score and by groups."""
     size, layout = ("small", (40, 30, 4, False, 1)) if bench.tiny else ("1.8b", (500, 100, 8, False, 4))
     with tempfile.TemporaryDirectory() as folder:
         build(Path(folder), size, bench.dtype)
@@ -362,7 +361,7 @@ def reward_model(bench: Bench) -> Iterator[Row]:
 
 
 def precision(bench: Bench) -> Iterator[Row]:
-    """An optimiser's step on bfloat16 weights: its time, its state, and the share of updates that change a stored weight."""
+    """Measure optimizer steps on bfloat16 weights: time, state, and the share of updates that change a stored weight."""
     model = bench.model(bench.shapes[0], torch.bfloat16)
     torch.manual_seed(2)
     gradients = [torch.randn_like(parameter) for parameter in model.parameters()]
@@ -395,7 +394,7 @@ def precision(bench: Bench) -> Iterator[Row]:
 
 
 def pretrained(bench: Bench) -> Iterator[Row]:
-    """A pretrained instruct model on the arithmetic problems for 100 steps: the first rewards and the last."""
+    """Train a pretrained instruct model on arithmetic problems for 100 steps and return its first and last rewards."""
     if bench.policy is None:
         yield {
             "model": "-",
@@ -442,13 +441,13 @@ SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
 
 
 def gpu_kind(bench: Bench) -> str:
-    """The entry of `DENSE_TFLOPS` that the GPU's name holds; empty on a CPU or for another GPU."""
+    """Return the key of `DENSE_TFLOPS` in the GPU's name, or "" for a CPU or another GPU."""
     name = "" if bench.device == "cpu" else torch.cuda.get_device_name()
     return next((kind for kind in DENSE_TFLOPS if all(word in name for word in kind.split())), "")
 
 
 def installed(package: str) -> str:
-    """A package's version; empty where it is not installed."""
+    """Return a package's version, or "" if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -456,7 +455,7 @@ def installed(package: str) -> str:
 
 
 def machine(bench: Bench) -> Row:
-    """What the figures were measured on."""
+    """Return the machine and the versions of the measurement."""
     packages = ("torch", "transformers", "trl", "peft", "accelerate")
     return {
         "device": "cpu" if bench.device == "cpu" else torch.cuda.get_device_name(),
@@ -468,7 +467,7 @@ def machine(bench: Bench) -> Row:
 
 
 def measure(bench: Bench, sections: list[str], output: Path) -> dict[str, Any]:
-    """Run the sections, print their tables as they grow, keep the file up to date. Returns what the file holds."""
+    """Run the sections, print their tables row by row, update the file, and return its contents."""
     found: dict[str, Any] = {"machine": machine(bench), "sections": {}}
     print(json.dumps(found["machine"]), flush=True)
     for name in sections:
@@ -484,7 +483,7 @@ def measure(bench: Bench, sections: list[str], output: Path) -> dict[str, Any]:
                 print("  ".join(f"{key}: {value}" for key, value in row.items()), flush=True)
         except NotRun as reason:
             rows.append({"result": f"not run: {reason}"})
-        except Exception:  # a section that fails must not cost those behind it
+        except Exception:  # a section that fails must not prevent the later ones
             rows.append({"result": "FAILED", "traceback": traceback.format_exc()})
             print(traceback.format_exc(), flush=True)
         release()
@@ -494,34 +493,38 @@ def measure(bench: Bench, sections: list[str], output: Path) -> dict[str, Any]:
 
 
 def write(output: Path, found: dict[str, Any]) -> None:
-    """Write what was measured until now."""
+    """Write the figures so far."""
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run what the command line asks for. Returns 1 if something is wrong or failed, else 0."""
+    """Run the sections of the command line and return 1 if a check or a section failed, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes at which figures mean nothing")
-    parser.add_argument("--steps", type=int, default=4, help="steps of each row; the first warms up (default 4)")
-    parser.add_argument("--minutes", type=float, default=8, help="start no further row after so many (default 8)")
-    parser.add_argument("--policy", type=Path, help="a folder with a pretrained model")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="number of steps of each row; the first one warms up (default: 4)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=8, help="minutes after which no further row starts (default: 8)"
+    )
+    parser.add_argument("--policy", type=Path, help="folder with a pretrained model")
     parser.add_argument("--output", type=Path, default=Path("runs/gpu.json"))
-    asked = parser.parse_args(args)
-    if asked.device != "cpu" and not torch.cuda.is_available():
+    options = parser.parse_args(args)
+    if options.device != "cpu" and not torch.cuda.is_available():
         parser.error("there is no GPU that torch can use: `--tiny --device cpu` runs everything on a CPU")
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    if asked.device == "cpu":
+    if options.device == "cpu":
         torch.set_num_threads(1)
-    ends = time.monotonic() + 60 * asked.minutes
-    bench = Bench(asked.device, asked.tiny, 2 if asked.tiny else asked.steps, asked.policy, ends)
-    found = measure(bench, asked.sections, asked.output)
+    ends = time.monotonic() + 60 * options.minutes
+    bench = Bench(options.device, options.tiny, 2 if options.tiny else options.steps, options.policy, ends)
+    found = measure(bench, options.sections, options.output)
     results = [row.get("result", "") for rows in found["sections"].values() for row in rows]
-    print(f"\n{asked.output} holds these figures")
+    print(f"\n{options.output} holds these figures")
     return int(any(result in ("WRONG", "FAILED") for result in results))
 
 

@@ -1,19 +1,19 @@
-"""What `sampling: informative` costs in accuracy and saves in generated tokens, against the same run without it.
+"""Accuracy and generated tokens of `sampling: informative`, against the same run without it.
 
     python benchmarks/informative.py [--output runs/informative] [--seeds 5]
 
 The quickstart's policy, warm-started on 20,000 sums and differences of 4 to 6 operands, is trained on 128 such problems of 4
-operands for 20 epochs, once with every prompt and once with `sampling: informative`, from the same weights with the same seed and
-the same number of optimiser steps; then each is evaluated, greedily, on the same 1,000 held-out problems. Five seeds.
+operands for 20 epochs, once with every prompt and once with `sampling: informative`. Both runs have the same initial weights,
+seed and number of optimizer steps. Each is evaluated greedily on the same 1,000 held-out problems. There are five seeds.
 
-Fixed before the first run of a pair: all that stands above and below, and what counts as success:
-  - the 95 % interval of the difference in strict accuracy lies inside +-0.03. Of two intervals the wider is taken: Student's over
-    the seeds' differences, and the bootstrap over seeds and problems together (both resampled, 10,000 times, percentiles);
-  - at least 30 % fewer completion tokens are generated.
-The share of the generated prompts that the floor alone kept is reported.
+The procedure and the criteria of success were fixed before the first pair of runs:
+  - The 95 % interval of the difference in strict accuracy lies inside +-0.03. The wider of two intervals counts: Student's over
+    the seeds' differences, and the bootstrap over seeds and problems (both resampled, 10,000 times, percentiles).
+  - At least 30 % fewer completion tokens are generated.
+The share of the generated prompts that only the floor kept is reported.
 
-After each run `results.json` in the output folder holds all runs so far; the same command goes on with the next. At the end the
-table is printed as Markdown.
+After each run `results.json` in the output folder holds all runs so far, and the same command continues with the next one. At
+the end the table is printed as Markdown.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ from grpo_recipes.runs.files import write_atomically
 from grpo_rewards.terminal import say
 
 TRAINED, HELD_OUT, DEMONSTRATIONS = 128, 1_000, 20_000
-SHOWN, POSED = range(4, 7), range(4, 5)  # operands: of the demonstrations; of the problems trained and evaluated on
+SHOWN, POSED = (
+    range(4, 7),
+    range(4, 5),
+)  # number of operands: of the demonstrations, and of the problems for training and evaluation
 NAMES = ("Ann", "Ben", "Carla", "Dev", "Emma", "Femi", "Grace", "Hugo")
 ITEMS = ("apples", "books", "cards", "coins", "eggs", "pens", "shells", "stamps")
 ARMS: dict[str, list[str]] = {"every prompt": [], "informative": ["--sampling", "informative"]}
@@ -75,7 +78,7 @@ save_strategy: "no"
 
 
 def problems(split: str, size: int, operands: range, seed: int = 0) -> list[dict[str, str]]:
-    """Sums and differences of several operands in GSM8K's schema; a checksum of the question says which split it is of."""
+    """Return sums and differences in GSM8K's schema. A checksum of the question decides its split."""
     generator = random.Random(f"{split}-{seed}")
     made: dict[str, dict[str, str]] = {}
     while len(made) < size:
@@ -96,7 +99,7 @@ def problems(split: str, size: int, operands: range, seed: int = 0) -> list[dict
 
 
 def prepare(folder: Path, epochs: int) -> None:
-    """Write problems and recipe, and the warm-started policy unless an earlier call did."""
+    """Write the problems, the recipe and the warm-started policy, unless an earlier call wrote them."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, size in (("train", TRAINED), ("test", HELD_OUT)):
         lines = "".join(json.dumps(problem) + "\n" for problem in problems(split, size, POSED))
@@ -123,13 +126,13 @@ def prepare(folder: Path, epochs: int) -> None:
 
 
 def solution(answer: str, layout: str) -> str:
-    """A worked answer in one of the quickstart's layouts."""
+    """Return a worked answer in one of the quickstart's layouts."""
     steps, _, number = answer.partition("\n#### ")
     return quickstart.LAYOUTS[layout].format(steps=steps, number=number)
 
 
 def evaluate(model: Path, folder: Path, recipe: Path) -> list[bool]:
-    """Whether each held-out problem is strictly right, greedily."""
+    """Return, for each held-out problem, True if its greedy completion is strictly right."""
     arguments = ["evaluate", str(model), "--recipe", str(recipe), "--batch_size", "250", "--output", str(folder)]
     if status := cli.main(arguments):
         raise SystemExit(status)
@@ -165,7 +168,7 @@ def run(folder: Path, seed: int, arm: str) -> dict[str, Any]:
 
 
 def bootstrap(differences: np.ndarray) -> tuple[float, float]:
-    """The 95 % percentile interval of the mean of (seeds, problems), both resampled."""
+    """Return the 95 % percentile interval of the mean of (seeds, problems), with both resampled."""
     generator = np.random.default_rng(0)
     seeds, problems_ = differences.shape
     means = []
@@ -177,7 +180,7 @@ def bootstrap(differences: np.ndarray) -> tuple[float, float]:
 
 
 def table(results: dict[str, dict[str, Any]], before: Sequence[bool]) -> str:
-    """The results as Markdown, with what was to be shown and whether it was."""
+    """Return the results as Markdown, with the criteria and whether they were met."""
     right = {arm: np.array([seed[arm]["right"] for seed in results.values()], float) for arm in ARMS}
     tokens = {arm: np.array([seed[arm]["tokens"] for seed in results.values()]) for arm in ARMS}
     differences = right["informative"] - right["every prompt"]
@@ -216,13 +219,15 @@ def table(results: dict[str, dict[str, Any]], before: Sequence[bool]) -> str:
 
 
 def main() -> int:
-    """Run what is missing, then print the table."""
+    """Run the missing runs, then print the table."""
     parser = argparse.ArgumentParser(
         description="Accuracy and generated tokens with and without `sampling: informative`."
     )
     parser.add_argument("--output", type=Path, default=Path("runs/informative"))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=20, help="a shorter trial, in another --output")
+    parser.add_argument(
+        "--epochs", type=int, default=20, help="number of epochs; a smaller one is a trial for another --output"
+    )
     options = parser.parse_args()
     folder: Path = options.output.resolve()
     prepare(folder, options.epochs)

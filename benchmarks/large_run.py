@@ -1,13 +1,13 @@
 """Time and memory of `grpo-recipes diagnose` and `report` on a run of many steps, written here without training.
 
-python benchmarks/large_run.py [--steps 100000] [--rows 96000]
-python benchmarks/large_run.py --train 2000
+    python benchmarks/large_run.py [--steps 100000] [--rows 96000]
+    python benchmarks/large_run.py --train 2000
 
-The second command trains a model of a few hundred parameters instead, logs and saves often, and prints what grows with
-the number of steps: resident memory, open files, files in the folder, the time of a save.
+The second command trains a model of a few hundred parameters instead, logs and saves often, and prints the figures that may grow
+with the number of steps: resident memory, open files, files in the folder, and the time of a save.
 
-The log of the first command holds the 45 metrics of a real run at every step; the completions lie in one file for every
-100 steps. Each command runs in a process of its own, whose peak of resident memory is read when it ends.
+The log of the first command holds the 45 metrics of a real run at every step. The completions lie in one file for every
+100 steps. Each command runs in a process of its own, whose peak of resident memory is read at its end.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ROWS_PER_GROUP = 8
 
 
 def write_run(folder: Path, steps: int, rows: int) -> Path:
-    """A run of `steps` logged steps, and `rows` logged completions of 1,000 characters."""
+    """Write a run of `steps` logged steps and `rows` logged completions of 1,000 characters."""
     draw = random.Random(0)
     (folder / "completions").mkdir(parents=True)
     with (folder / "trainer_state.json").open("w") as file, (folder / "_log.jsonl").open("w") as live:
@@ -81,7 +81,7 @@ def write_run(folder: Path, steps: int, rows: int) -> Path:
     return folder
 
 
-# The peak since this program began: what a process was before it began another program counts in its rusage too.
+# The peak since this program began. The rusage of a process also counts the program that it ran before.
 MEASURED = """
 import re, resource, sys
 from pathlib import Path
@@ -97,7 +97,7 @@ sys.exit(code)
 
 
 def measure(*arguments: str) -> tuple[float, float, float]:
-    """Seconds, seconds of CPU and peak resident MB of a command in a process of its own."""
+    """Return the seconds, CPU seconds and peak resident MB of a command in a process of its own."""
     started = time.perf_counter()
     command = [sys.executable, "-c", MEASURED, *arguments]
     process = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
@@ -108,11 +108,11 @@ def measure(*arguments: str) -> tuple[float, float, float]:
 
 
 SAVES_PER_ROW = 10
-"""Number of saves that a row of the table of a training sums up."""
+"""Number of saves in one row of the table of a training run."""
 
 
 def train(folder: Path, steps: int, save_steps: int) -> None:
-    """Train a near-empty model, and print a row of figures after every `SAVES_PER_ROW` saves."""
+    """Train a tiny model, and print a row of figures after every `SAVES_PER_ROW` saves."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback
@@ -136,7 +136,7 @@ def train(folder: Path, steps: int, save_steps: int) -> None:
         per_device_train_batch_size=8,
         num_generations=4,
         max_completion_length=4,
-        max_steps=steps + 1,  # a row is printed when the next step begins
+        max_steps=steps + 1,  # the row is printed when the next step begins
         logging_steps=1,
         log_completions=True,
         num_completions_to_print=0,
@@ -159,7 +159,7 @@ def train(folder: Path, steps: int, save_steps: int) -> None:
 
 
 def _between_steps(folder: Path, save_steps: int) -> Any:
-    """Return a callback that times what lies between two steps, and prints the table."""
+    """Return a callback that measures the time between two steps and prints the table."""
     import pyarrow as pa
     from transformers import TrainerCallback
 
@@ -199,12 +199,14 @@ def _between_steps(folder: Path, save_steps: int) -> Any:
 
 
 def main() -> None:
-    """Print a table of both commands at a quarter of the size and at the whole, or of a training."""
+    """Print a table of both commands at a quarter of the size and at the full size, or of a training run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--rows", type=int, default=96_000)
-    parser.add_argument("--train", type=int, metavar="STEPS", help="train so many steps instead")
-    parser.add_argument("--save_steps", type=int, default=25, help="of the training")
+    parser.add_argument("--train", type=int, metavar="STEPS", help="number of steps to train instead")
+    parser.add_argument(
+        "--save_steps", type=int, default=25, help="steps between two saves of the training run (default: 25)"
+    )
     options = parser.parse_args()
     names = ("trl", "transformers", "pyarrow") if options.train else ("pandas", "pyarrow")
     print(

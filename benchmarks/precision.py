@@ -1,20 +1,21 @@
-"""What is left of AdamW's updates when weights are stored in bfloat16: ours and its peers against float32, on equal gradients.
+"""Remaining share of AdamW's updates if weights are stored in bfloat16: ours and its peers against float32, on equal gradients.
 
     TORCHDYNAMO_DISABLE=1 python benchmarks/precision.py       # 1,000 and 2,500 steps; some minutes on one thread
     python benchmarks/precision.py --policy runs/quickstart/policy-seed0 --steps 1000
-    python benchmarks/precision.py --cost                            # what sampling a step's changes costs, of a step
+    python benchmarks/precision.py --cost                            # cost of sampling a step's changes, as a share of a step
 
-Every contestant starts from the same bfloat16 weights and gets the same bfloat16 gradients at learning rate 5e-6: a direction
-of each weight's own, N(0, 1), plus noise N(0, 1), ten times smaller after a fifth of the run. Weights: the quickstart's policy
-cast to bfloat16 (without `--policy` it is taught first, which takes a minute), and weights as Qwen2.5 has them: matrices of
-N(0, 0.02), its `initializer_range`, norms above 1, biases of the queries and keys up to tens. An optimiser's step knows no
-shapes, so a part of each will do.
+Every contestant starts from the same bfloat16 weights and gets the same bfloat16 gradients at learning rate 5e-6: a fixed
+direction for each weight, N(0, 1), plus noise N(0, 1), ten times smaller after a fifth of the run. There are two sets of weights.
+One is the quickstart's policy cast to bfloat16 (without `--policy` it is trained first, which takes a minute). The other has the
+distribution of Qwen2.5: matrices of N(0, 0.02), its `initializer_range`, norms above 1, biases of the queries and keys up to
+tens. The step of an optimizer does not depend on shapes, so that a part of each set is enough.
 
-Displacement is weights after less weights before. Projection: the contestant's displacement along float32's, 1 if it is as
-far. Error: the length of their difference, as a share of float32's. `whole` is the weight with what the optimiser keeps of it
-beside, `stored` the bfloat16 weight alone, which can't do better than the row that rounds float32's last weights. Peers that
-are not installed are left out with a line: `pip install torch-optimi torchao`. torchao compiles its step for each shape, which
-takes minutes on a CPU and changes no number; the variable leaves that out, and its times mean nothing then.
+Displacement is the weights after the run minus the weights before. Projection is the contestant's displacement along that of
+float32: 1 if it is as far. Error is the length of their difference, as a share of float32's displacement. `whole` is the weight
+with the remainder that the optimizer keeps for it. `stored` is the bfloat16 weight alone, which cannot do better than the row
+that rounds the last weights of float32. Peers that are not installed are skipped with a line: `pip install torch-optimi torchao`.
+torchao compiles its step for each shape, which takes minutes on a CPU and changes no number. The variable disables that, and
+torchao's times then mean nothing.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from transformers import AutoModelForCausalLM
 from grpo_recipes.training.adamw_bf16 import AdamWBF16, UpdateSample, merge
 
 OPTIONS: dict[str, Any] = {"lr": 5e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-# What shares a scale in torchao's moments of 8 bits; a tensor of another size it keeps in the weights' dtype.
+# Block size of torchao's 8-bit moments. It keeps a tensor of another size in the dtype of the weights.
 BLOCK = 256
 Optimizers = dict[str, Callable[[list[Any]], torch.optim.Optimizer]]
 
 
 class BFloat16Compensation(torch.optim.Optimizer):
-    """AdamW with float32 moments whose rounding error is kept in a bfloat16 buffer: Kahan's sum, for comparison."""
+    """AdamW with float32 moments and a bfloat16 buffer for the rounding error (Kahan summation), for comparison."""
 
     def __init__(self, params: list[Tensor]) -> None:
         super().__init__(params, {})
@@ -56,7 +57,7 @@ class BFloat16Compensation(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step, by torch's AdamW on the whole weights."""
+        """Take one step with torch's AdamW on the weights plus their rounding error."""
         params, inner = self.param_groups[0]["params"], self.inner.param_groups[0]["params"]
         for param, whole in zip(params, inner, strict=True):
             whole.copy_(param.float() + self.state[param]["kahan_comp"].float())
@@ -69,7 +70,7 @@ class BFloat16Compensation(torch.optim.Optimizer):
 
 
 def contestants() -> Optimizers:
-    """Every optimiser that is installed; a line for each package that is not."""
+    """Return every installed optimizer, and print a line for each package that is missing."""
     found: Optimizers = {
         "torch AdamW on bfloat16": lambda params: torch.optim.AdamW(params, **OPTIONS),
         "adamw_bf16 (ours)": lambda params: AdamWBF16(params, **OPTIONS),
@@ -105,18 +106,18 @@ def _peer(package: str, module: str) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Result:
-    """What a contestant made of the run."""
+    """Result of a contestant's run."""
 
     projection: float
     error: float
     stored_error: float
     second_moment: float | None
-    """Its second moment over float32's, the median over weights; None where it is not kept as plain numbers."""
+    """Median over weights of its second moment divided by float32's; None if it is stored in another form."""
     seconds: float
 
 
 def gradients(weights: list[Tensor], steps: int) -> Iterator[list[Tensor]]:
-    """The run's gradients, bfloat16."""
+    """Yield the gradients of the run, in bfloat16."""
     generator = torch.Generator().manual_seed(1)
     directions = [torch.randn(w.shape, generator=generator) for w in weights]
     for step in range(steps):
@@ -125,7 +126,7 @@ def gradients(weights: list[Tensor], steps: int) -> Iterator[list[Tensor]]:
 
 
 def run(weights: list[Tensor], steps: int, optimizers: Optimizers) -> dict[str, Result]:
-    """Every contestant on the same weights and gradients, step by step in turns."""
+    """Run every contestant on the same weights and gradients, step by step in turns."""
     reference = [w.float().requires_grad_() for w in weights]
     exact = torch.optim.AdamW(reference, **OPTIONS)
     params = {name: [torch.nn.Parameter(w.clone()) for w in weights] for name in optimizers}
@@ -148,7 +149,7 @@ def run(weights: list[Tensor], steps: int, optimizers: Optimizers) -> dict[str, 
         whole, stored = _flat([_whole(p, optimizer) for p in params[name]]), _flat([p.detach() for p in params[name]])
         squares = [optimizer.state[p].get("exp_avg_sq") for p in params[name]]
         plain = all(isinstance(s, Tensor) and type(s) is Tensor for s in squares)
-        # torch-optimi keeps the moment with its bias corrected.
+        # torch-optimi stores the moment after the bias correction.
         correction = 1 - OPTIONS["betas"][1] ** steps if name.startswith("torch-optimi") else 1.0
         ratio = correction * float((_flat(squares) / moments).median()) if plain else None
         results[name] = _result(start, end, whole, stored, ratio, statistics.median(seconds[name]))
@@ -165,7 +166,7 @@ def _result(start: Tensor, end: Tensor, whole: Tensor, stored: Tensor, ratio: fl
 
 
 def _whole(param: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
-    """A weight with what its optimiser keeps of it beside."""
+    """Return a weight plus the remainder that its optimizer keeps."""
     state, value = optimizer.state[param], param.detach()
     if "low_bits" in state:
         return merge(value, state["low_bits"])
@@ -179,7 +180,7 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 
 
 def qwen_weights() -> list[Tensor]:
-    """Weights as a layer of Qwen2.5 has them, fewer of each: matrices, norms, biases."""
+    """Return weights with the distribution of a Qwen2.5 layer, fewer of each: matrices, norms, biases."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -190,7 +191,7 @@ def qwen_weights() -> list[Tensor]:
 
 
 def policy_weights(folder: Path | None) -> list[Tensor]:
-    """The quickstart's policy, cast to bfloat16: every fourth weight of its matrices, all norms and biases."""
+    """Return the quickstart's policy in bfloat16: every fourth weight of its matrices, all norms and biases."""
     with tempfile.TemporaryDirectory() as made:
         if folder is None:
             from grpo_recipes.quickstart import WarmStart, warm_start
@@ -206,7 +207,7 @@ def policy_weights(folder: Path | None) -> list[Tensor]:
 
 
 def table(title: str, results: dict[str, Result]) -> str:
-    """One run as Markdown."""
+    """Return one run as Markdown."""
     plain = results["torch AdamW on bfloat16"].seconds
     lines = [
         f"{title}\n",
@@ -224,7 +225,7 @@ def table(title: str, results: dict[str, Result]) -> str:
 
 
 def sampling_cost(repeats: int = 50) -> str:
-    """CPU time of the sample of a step's changes, beside the optimiser's own step, which is a small part of a whole step."""
+    """Return a line with the CPU time of sampling the changes of one step."""
     params = [torch.nn.Parameter(torch.randn(512, 512).bfloat16() * 0.02) for _ in range(300)]
     optimizer, sample = torch.optim.AdamW(params, **OPTIONS), UpdateSample(defaultdict(list))
     for param in params:
@@ -245,8 +246,8 @@ def main() -> None:
     """Run the comparison and print its tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, nargs="+", default=[1000, 2500])
-    parser.add_argument("--policy", type=Path, help="the quickstart's policy, if there is one")
-    parser.add_argument("--cost", action="store_true", help="measure the sample's cost alone")
+    parser.add_argument("--policy", type=Path, help="folder of the quickstart's policy")
+    parser.add_argument("--cost", action="store_true", help="measure only the cost of the sample")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(sampling_cost())

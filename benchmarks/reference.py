@@ -1,10 +1,11 @@
-"""What a reference policy costs in memory: parameters held, and peak resident memory of a training step on the CPU.
+"""Memory of a reference policy: parameters held, and peak resident memory of a training step on the CPU.
 
     python benchmarks/reference.py [--hidden 768] [--layers 8]
 
-Each row is a process of its own that makes one optimiser step (2 prompts × 4 completions × 8 tokens, float32, AdamW) on a
-random Llama; memory counts from after the imports. "reference" is what `set_reference` holds beside policy and adapter.
-A second table counts the parameters at the size of the recipes' model, without weights. Plain TRL 1.16 runs where it can.
+Each row is a process of its own that takes one optimizer step (2 prompts × 4 completions × 8 tokens, float32, AdamW) on a
+random Llama. Memory counts from after the imports. The column "reference" holds the parameters that `set_reference` keeps beside
+policy and adapter. A second table counts the parameters at the size of the recipes' model, without weights. Stock TRL 1.16 runs
+where it can.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def main() -> None:
 
 
 def row(name: str, options: argparse.Namespace) -> dict[str, float]:
-    """The figures of one row, from a process of its own."""
+    """Return the figures of one row, from a process of its own."""
     sizes = ["--hidden", str(options.hidden), "--layers", str(options.layers)]
     done = subprocess.run([sys.executable, __file__, "--row", name, *sizes], capture_output=True, text=True)
     if done.returncode:
@@ -66,7 +67,7 @@ def row(name: str, options: argparse.Namespace) -> dict[str, float]:
 
 
 def line(name: str, seen: dict[str, float], without: dict[str, float]) -> str:
-    """One line of the table; `without` collects the peaks at beta 0."""
+    """Return one line of the table. `without` collects the peaks at beta 0."""
     kind = name.partition(",")[0]
     without.setdefault(kind, seen["peak"])
     counts = f"{seen['policy']:,} | {seen['trained']:,} | {seen['reference']:,}"
@@ -75,7 +76,7 @@ def line(name: str, seen: dict[str, float], without: dict[str, float]) -> str:
 
 
 def measure(settings: dict[str, Any], hidden: int, layers: int) -> dict[str, float]:
-    """Train one step; parameters and peak memory in MB."""
+    """Train one step and return the parameters and the peak memory in MB."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig, get_peft_model
@@ -101,7 +102,7 @@ def measure(settings: dict[str, Any], hidden: int, layers: int) -> dict[str, flo
         num_attention_heads=8,
     )
     with tempfile.TemporaryDirectory() as folder:
-        LlamaForCausalLM(config).save_pretrained(folder)  # plain TRL loads its reference from here
+        LlamaForCausalLM(config).save_pretrained(folder)  # stock TRL loads its reference from this folder
         model = LlamaForCausalLM.from_pretrained(folder)
         lora = LoraConfig(
             r=16, task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=kind != "continued"
@@ -141,7 +142,7 @@ def measure(settings: dict[str, Any], hidden: int, layers: int) -> dict[str, flo
 
 
 def count_qwen() -> tuple[int, int]:
-    """Parameters of Qwen2.5-1.5B with a rank-16 adapter, and those of the adapter."""
+    """Return the number of parameters of Qwen2.5-1.5B with a rank-16 adapter, and of the adapter."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -1,11 +1,11 @@
-"""Group-aware reward-model scoring against one forward pass per score.
+"""Scoring by group with a reward model, against one forward pass per score.
 
     python benchmarks/reward_model.py                  # hidden 512 x 8 layers, CPU time of one thread
     python benchmarks/reward_model.py --size 1.8b --device cuda --dtype bfloat16      # wall time
 
-Both sides score every completion twice, whole and by its answer alone, on one random model: the loop as the MiniMind
-notebook does (`get_score` for one conversation at a time), `RewardModelScore` by group. Rounds alternate between the
-two; the ratio is that of the medians.
+Both sides score every completion twice on one random model: the full text, and its answer alone. The loop is that of the
+MiniMind notebook (`get_score` for one conversation at a time). `RewardModelScore` scores by group. Rounds alternate between the
+two, and the ratio is that of the medians.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrained
 
 from grpo_rewards.reward_model import LoadedRewardModel, RewardModelScore
 
-LAYOUTS = [  # prompt tokens, completion tokens, group size, long-tailed lengths, groups
+LAYOUTS = [  # prompt tokens, completion tokens, group size, long-tailed lengths, number of groups
     (200, 100, 8, False, 1),
     (200, 100, 8, True, 1),
     (500, 100, 8, False, 1),
@@ -53,7 +53,7 @@ TEMPLATE = "<s>{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|
 
 
 def build(folder: Path, size: str, dtype: torch.dtype) -> None:
-    """Write a random Llama reward model with a tokenizer of one token a word."""
+    """Write a random Llama reward model, and a tokenizer with one token per word."""
     special = ["<s>", "<|im_start|>", "<|im_end|>", "<|reward|>"]
     words = ["user", "assistant", "<answer>", "</answer>", *(f"w{i}" for i in range(WORDS))]
     vocabulary = {token: i for i, token in enumerate(["[UNK]", *special, *words])}
@@ -73,7 +73,7 @@ def build(folder: Path, size: str, dtype: torch.dtype) -> None:
 def batch(
     prompt: int, completion: int, group: int, long_tail: bool, groups: int, seed: int = 0
 ) -> tuple[list[str], list[str]]:
-    """Random prompts and completions of about the lengths asked for, each completion ending in an answer tag."""
+    """Return random prompts and completions of about the given lengths, each completion with a final answer tag."""
     rng = np.random.default_rng(seed)
 
     def words(count: int) -> str:
@@ -91,7 +91,7 @@ def batch(
 
 
 def score_one_by_one(loaded: LoadedRewardModel, prompts: list[str], completions: list[str]) -> list[float]:
-    """The source's loop: two conversations a completion, each rendered, encoded and scored by itself."""
+    """Score by the source's loop: two conversations per completion, each rendered, encoded and scored by itself."""
 
     def get_score(prompt: str, reply: str) -> float:
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
@@ -108,7 +108,7 @@ def score_one_by_one(loaded: LoadedRewardModel, prompts: list[str], completions:
 
 
 def timed(work: Callable[[], list[float]], clock: Callable[[], float]) -> tuple[float, list[float]]:
-    """Seconds on `clock`, and the scores."""
+    """Return the seconds on `clock`, and the scores."""
     start = clock()
     scores = work()
     return clock() - start, scores
@@ -117,7 +117,7 @@ def timed(work: Callable[[], list[float]], clock: Callable[[], float]) -> tuple[
 def compare(
     reward: RewardModelScore, layout: tuple[int, int, int, bool, int], rounds: int, clock: Callable[[], float]
 ) -> str:
-    """One row of the table: median seconds of both, their ratio, the largest difference between scores."""
+    """Return one row of the table: median seconds of both, their ratio, and the largest difference of a score."""
     prompts, completions = batch(*layout)
     loaded = reward.load()
     sides = [

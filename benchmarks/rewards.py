@@ -2,12 +2,11 @@
 
     python benchmarks/rewards.py [--rounds 7] [--solutions model_solutions.jsonl]
 
-Peers: TRL's `accuracy_reward`, math-verify on the whole text, and the source document's rule as its
-description reads, with its number pattern. Each sees the layout that it expects. Rounds are
-interleaved in shuffled order, figures are medians, and ratios compare medians of the same run. `--solutions` takes the
-texts of GSM8K's released model solutions instead of made-up ones. Rewards for other tasks stand beside the rule that
-their benchmarks or peers publish, or the peer itself where it is installed (lm_eval, verifiers, open_r1); the judges ask
-a server on 127.0.0.1 that answers at once.
+The peers are TRL's `accuracy_reward`, math-verify on the complete text, and the rule of the source document with its number
+pattern. Each gets the layout that it expects. Rounds are interleaved in shuffled order, figures are medians, and ratios compare
+medians of the same run. `--solutions` takes the texts of GSM8K's released model solutions instead of made-up ones. Rewards for
+other tasks are compared with the rule that their benchmarks or peers publish, or with the peer itself if it is installed
+(lm_eval, verifiers, open_r1). The judges query a server on 127.0.0.1 that answers at once.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ ROWS, GROUP = 1024, 4
 
 
 def trl_accuracy(completions: list, golds: list[str]) -> list:
-    """TRL's reward; its gold must be LaTeX to parse reliably, so it gets the number in `\\boxed`."""
+    r"""Score with TRL's reward. Its gold must be LaTeX to parse reliably, so it gets the number in `\boxed`."""
     from trl.rewards import accuracy_reward
 
     return accuracy_reward(completions, solution=[f"$\\boxed{{{gold}}}$" for gold in golds])
 
 
 def math_verify_whole_text(completions: list, golds: list[str]) -> list:
-    """math-verify's defaults on the whole completion."""
+    """Score with math-verify's defaults on the complete text."""
     from math_verify import parse, verify
 
     return [
@@ -74,7 +73,7 @@ def _document_number(text: str) -> float | None:
 
 
 def source_document_rule(completions: list, golds: list[str]) -> list:
-    """The rule of "GRPO from scratch", from its description: last answer block, equal as string (2) or float (1.5)."""
+    """Score by the rule of "GRPO from scratch": last answer block, equal as a string (2) or as a float (1.5)."""
     rewards = []
     for completion, gold in zip(completions, golds, strict=True):
         blocks = completion[0]["content"].split("<answer>")
@@ -91,14 +90,14 @@ def source_document_rule(completions: list, golds: list[str]) -> list:
 
 
 def source_document(completions: list, golds: list[str]) -> list:
-    """The same as the document runs it: it also counts the words of every completion."""
+    """Score as the document does, which also counts the words of every completion."""
     rewards = source_document_rule(completions, golds)
     _ = [len(completion[0]["content"].split()) for completion in completions]
     return rewards
 
 
 def ours(reward: Callable[..., list]) -> Scorer:
-    """One of our rewards in the form of the others."""
+    """Return one of our rewards with the signature of the others."""
     return lambda completions, golds: reward(prompts=golds, completions=completions, answer=golds)
 
 
@@ -130,7 +129,7 @@ def made_up_solutions(rng: random.Random) -> list[tuple[str, str, str]]:
 
 
 def recorded_solutions(path: str, rng: random.Random) -> list[tuple[str, str, str]]:
-    """Return the same rows from GSM8K's released model solutions, the four of a problem next to each other."""
+    """Return rows from GSM8K's released model solutions, the four of a problem next to each other."""
     with open(path, encoding="utf-8") as lines:
         problems = rng.sample([json.loads(line) for line in lines], ROWS // GROUP)
     rows = []
@@ -158,7 +157,7 @@ def median_seconds(
         rng.shuffle(order)
         for name in order:
             gc.collect()
-            calls[name]()  # so that no call pays for the garbage and the cold caches that another left behind
+            calls[name]()  # so that no call pays for the garbage and the cold caches of another
             start = clock()
             calls[name]()
             times[name].append(clock() - start)
@@ -192,7 +191,7 @@ def _print_lengths(scorers: dict[str, tuple[Scorer, str, str]], rounds: int) -> 
             body = (sentence * 400)[:length]
             batch = [[{"role": "assistant", "content": layout.format(body=body, answer=answer)}]] * 50
             calls[f"{name}/{length}"] = partial(scorer, batch, [answer] * 50)
-    # All of it is this process's own work: CPU time, which what else runs here hardly changes.
+    # All the work happens in this process. Its CPU time hardly depends on other processes.
     seconds = median_seconds(calls, rounds, time.process_time)
     for name in scorers:
         short, long = (seconds[f"{name}/{length}"] / 50 * 1e6 for length in (250, 16_000))
@@ -207,7 +206,7 @@ _MMLU_PRO = (
 
 
 def mmlu_pro_rule(completions: list, golds: list[str]) -> list:
-    """MMLU-Pro's extraction, from its description: "answer is (X)", else "Answer: X", else the last capital letter."""
+    """Score by MMLU-Pro's extraction: "answer is (X)", else "Answer: X", else the last capital letter."""
     rewards = []
     for completion, gold in zip(completions, golds, strict=True):
         matches = (pattern.search(completion[0]["content"]) for pattern in _MMLU_PRO)
@@ -217,7 +216,7 @@ def mmlu_pro_rule(completions: list, golds: list[str]) -> list:
 
 
 def squad_script(completions: list, golds: list[str]) -> list:
-    """The exact match of SQuAD's script, from its description, on the text of the answer tag."""
+    """Score by the exact match of SQuAD's script, from its description, on the text of the answer tag."""
 
     def normalised(text: str) -> str:
         text = "".join(character for character in text.lower() if character not in set(string.punctuation))
@@ -230,7 +229,7 @@ def squad_script(completions: list, golds: list[str]) -> list:
 
 
 def open_r1_repetition(completions: list, golds: list[str]) -> list:
-    """open-r1's repetition penalty, from its description: words between white space, lower-cased."""
+    """Score by open-r1's repetition penalty, from its description: words between white space, lower-cased."""
     rewards = []
     for completion in completions:
         words = completion[0]["content"].lower().split()
@@ -240,14 +239,14 @@ def open_r1_repetition(completions: list, golds: list[str]) -> list:
 
 
 def with_token_ids(reward: Callable[..., list]) -> Scorer:
-    """A reward on token ids, here the bytes of the text, which are more than tokens would be."""
+    """Return a reward on token ids, here the bytes of the text, which are more than its tokens."""
     return lambda completions, golds: reward(
         completions=completions, completion_ids=[completion_text(row).encode() for row in completions]
     )
 
 
 def trl_repetition(**columns: list) -> list:
-    """TRL's repetition penalty."""
+    """Score with TRL's repetition penalty."""
     from trl.rewards import get_repetition_penalty_reward
 
     return get_repetition_penalty_reward()(**columns)
@@ -262,12 +261,12 @@ AGE_SCHEMA = {
 
 
 def with_schema(completions: list, golds: list[str]) -> list:
-    """Our reward with a schema in every row."""
+    """Score with our reward and a schema in every row."""
     return JsonSchema()(completions=completions, schema=[AGE_SCHEMA] * len(completions))
 
 
 def plain_jsonschema(completions: list, golds: list[str]) -> list:
-    """What a script of one's own does: the text of the fence through `json.loads` and `jsonschema.validate`."""
+    """Score like a short script: the text of the fence through `json.loads` and `jsonschema.validate`."""
     import jsonschema
 
     rewards = []
@@ -281,7 +280,7 @@ def plain_jsonschema(completions: list, golds: list[str]) -> list:
     return rewards
 
 
-# Five kinds of IFEval, which the texts here follow.
+# Five instruction types of IFEval, which the texts here follow.
 INSTRUCTIONS: dict[str, dict] = {
     "keywords:existence": {"keywords": ["boxes", "pens"]},
     "length_constraints:number_words": {"num_words": 20, "relation": "at least"},
@@ -292,7 +291,7 @@ INSTRUCTIONS: dict[str, dict] = {
 
 
 def five_instructions(completions: list, golds: list[str]) -> list:
-    """Our reward with the same instructions in every row."""
+    """Score with our reward and the same instructions in every row."""
     rows = len(completions)
     return Instructions()(
         completions=completions,
@@ -303,7 +302,7 @@ def five_instructions(completions: list, golds: list[str]) -> list:
 
 @cache
 def _lm_eval_ifeval() -> Any:
-    """lm-evaluation-harness' checks, without the rest of the harness and without NLTK's data, which these need not."""
+    """Return lm-evaluation-harness' checks, without the rest of the harness and without NLTK's data."""
     import nltk
 
     (folder,) = importlib.util.find_spec("lm_eval").submodule_search_locations  # type: ignore[union-attr,misc]
@@ -315,7 +314,7 @@ def _lm_eval_ifeval() -> Any:
 
 
 def lm_eval_instructions(completions: list, golds: list[str]) -> list:
-    """lm-evaluation-harness' strict verdict, as the share of instructions followed."""
+    """Score by lm-evaluation-harness' strict verdict, as the share of instructions followed."""
     utils = _lm_eval_ifeval()
     row = utils.InputExample(0, list(INSTRUCTIONS), "a prompt", list(INSTRUCTIONS.values()))
     rewards = []
@@ -331,7 +330,7 @@ FENCED = "{body}\n```json\n{answer}\n```"
 ANN = '{"name": "Ann", "age": 30}'
 LONG_STRING = '```json\n{{"name": "{body}", "age": {answer}}}\n```'
 TITLED = "<<Pens>>\n{body} {answer}"
-# By task: scorer, layout and right answer. Peers follow ours.
+# Scorer, layout and right answer by task. Peers follow ours.
 TASKS: dict[str, tuple[Scorer, str, str]] = {
     "choice_correctness, tag": (ours(ChoiceCorrectness()), TAGGED, "B"),
     "choice_correctness, sentence": (ours(ChoiceCorrectness()), SENTENCE, "B"),
@@ -359,13 +358,13 @@ if importlib.util.find_spec("lm_eval") and importlib.util.find_spec("nltk"):
 
 
 def print_tasks(rounds: int) -> None:
-    """Print what one completion costs the rewards for other tasks, short and long."""
+    """Print the cost of a short and a long completion for the rewards of other tasks."""
     print("\nOther tasks, CPU time of one completion against its length")
     _print_lengths(TASKS, rounds)
 
 
 class _JudgesEndpoint(BaseHTTPRequestHandler):
-    """Answers every chat completion at once, with a verdict that any of the judges can read."""
+    """Server that answers every chat completion at once, with a verdict that every judge can read."""
 
     protocol_version = "HTTP/1.1"
 
@@ -383,11 +382,11 @@ class _JudgesEndpoint(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def verifiers_judge(url: str, completions: list[str]) -> None:
-    """verifiers' `JudgeRubric`, all completions at once."""
+    """Score with verifiers' `JudgeRubric`, all completions at once."""
     import verifiers
     from openai import AsyncOpenAI
 
@@ -400,7 +399,7 @@ def verifiers_judge(url: str, completions: list[str]) -> None:
 
 
 def print_judges(rounds: int, rows: int = 64) -> None:
-    """Print what a judge costs beside its model: prompts, requests, replies, and the cache."""
+    """Print the cost of a judge without its model: prompts, requests, replies, and the cache."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _JudgesEndpoint)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/v1"
@@ -434,14 +433,14 @@ PEERS = {"lm_eval": "IFEval", "verifiers": "a judge (before 0.4)", "open_r1": "i
 
 
 def print_missing_peers() -> None:
-    """Name the peers that are not installed, and so have no row."""
+    """Print the peers that are not installed and therefore have no row."""
     for name, what in PEERS.items():
         if not _found(name):
             print(f"{name} ({what}): not installed")
 
 
 def print_import_time(rounds: int) -> None:
-    """Print what `import grpo_rewards` costs beside Python's own start, each in a fresh process."""
+    """Print the time of `import grpo_rewards` beside Python's own start, each in a new process."""
     codes = {"python": "pass", "import grpo_rewards": "import grpo_rewards"}
     run = partial(subprocess.run, check=True)
     calls = {name: partial(run, [sys.executable, "-c", code]) for name, code in codes.items()}
@@ -469,7 +468,7 @@ TEXT_LIMIT_SECONDS = 6
 
 
 def print_adversarial() -> None:
-    """Print how long each scorer takes on each text off the main thread, where SIGALRM cannot help."""
+    """Print the time of each scorer on each text in a thread, where SIGALRM cannot interrupt it."""
     names = [BASE, "math_correctness", "source document", "TRL accuracy_reward", "math-verify, whole text"]
     print(f"\nOne adversarial answer in a worker thread (gold x+1; stopped after {TEXT_LIMIT_SECONDS} s)")
     print(f"{'text':26}" + "".join(f"{name:>25}" for name in names))
@@ -487,9 +486,10 @@ def _adversarial_cell(name: str, kind: str) -> str:
 
 
 def measure_cell(name: str, kind: str) -> None:
-    """Print one cell of the adversarial table. Runs in a process of its own, which a hang takes down."""
+    """Print one cell of the adversarial table, in a process of its own, which can be killed if it hangs."""
     scorer, layout = SCORERS[name]
-    scorer(completions_of([("", "x-1", "")], layout), ["x+1"])  # imports, and our server's start
+    # The first call pays for imports and for the start of our server.
+    scorer(completions_of([("", "x-1", "")], layout), ["x+1"])
     batch, outcome = completions_of([("", ADVERSARIAL[kind], "")], layout), []
 
     def score() -> None:

@@ -1,18 +1,21 @@
-"""The training phase and the whole step, stock TRL and ours in one run, on recorded completions.
+"""Training phase and complete step of stock TRL and ours in one run, on recorded completions.
 
     python benchmarks/step.py                                    # the small model, full fine-tuning: an hour of CPU time
     python benchmarks/step.py --models small large --tuning full lora --checkpointing off on       # all of it: a day
     python benchmarks/step.py --workloads a --steps 5 --whole-step
 
-Each step is 8 prompts × 8 completions in 8 micro-batches. Workloads: (a) prompts as long as GSM8K's, completions
+Each step has 8 prompts × 8 completions in 8 micro-batches. Workloads: (a) prompts as long as GSM8K's, completions
 log-normal(4.4, 0.6) of at most 256 tokens; (b) log-normal(4.79, 0.9), at most 1024; (c) = (b), half of the groups
 without variance in their rewards; (d) the worst case: equal lengths and prompts of two tokens, so that nothing is
-padded or shared. Trainers take turns step by step, on one thread; times are CPU time of this process, medians over
-steps; ratios are stock TRL over ours. Memory is the peak above what was in use before the step. `--whole-step` adds
-generation, in which every row ends with as many tokens as its recorded completion has, and measures each phase of a step:
-for stock TRL, with transformers' loop and with its continuous batching, for ours, without and with group decoding, and for
-a loop written from the description of the from-scratch documents: full logits, one rectangle, the frozen copy as the
-reference. Its memory is that of generation; a step of (d) warms up before those that count.
+padded or shared.
+
+Trainers take turns step by step, on one thread. Times are CPU time of this process, medians over steps. Ratios are stock TRL
+over ours. Memory is the peak above the memory in use before the step.
+
+`--whole-step` adds generation, in which every row ends with as many tokens as its recorded completion, and measures each phase
+of a step. The contestants are stock TRL with transformers' loop and with its continuous batching, ours without and with group
+decoding, and a loop written from the description of the from-scratch documents: full logits, one padded batch, and the frozen
+copy as the reference. Its memory is that of generation. A step of (d) warms up before the steps that count.
 """
 
 from __future__ import annotations
@@ -51,17 +54,17 @@ PROMPTS, GROUP, MICRO_BATCHES = 8, 8, 8
 VOCABULARY, PAD, EOS = 2048, 0, 1
 LEARNING_RATE = 0.1
 MODELS = {"small": (192, 4, 4), "large": (512, 6, 8)}
-"""Hidden size, layers, attention heads."""
+"""Hidden size, number of layers and number of attention heads by model."""
 WORKLOADS = ("a", "b", "c", "d")
 PHASES = ("generation", "reference", "forward", "backward")
 MEASURING = "measuring"
 OTHERS = ("TRL, continuous batching", "from scratch", "ours, generation off", "ours")
-"""Who else than TRL takes whole steps."""
+"""Contestants of complete steps beside TRL."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One generation batch: prompts, and for each its completions and rewards."""
+    """Generation batch: prompts, with the completions and rewards of each."""
 
     prompts: list[list[int]]
     completions: list[list[list[int]]]
@@ -69,7 +72,7 @@ class Batch:
 
     @classmethod
     def draw(cls, workload: str, seed: int) -> Batch:
-        """The batch of a step."""
+        """Return the batch of a step."""
         random = np.random.default_rng(seed)
         prompts = np.clip(np.exp(random.normal(4.47, 0.36, PROMPTS)), 30, 160).astype(int)
         mean, spread = (4.4, 0.6) if workload == "a" else (4.79, 0.9)
@@ -91,30 +94,30 @@ class Batch:
 
     @property
     def text(self) -> list[str]:
-        """The prompts as text."""
+        """Return the prompts as text."""
         return [" ".join(f"t{token}" for token in prompt) for prompt in self.prompts]
 
     @property
     def longest(self) -> int:
-        """The longest completion."""
+        """Length of the longest completion."""
         return max(len(completion) for group in self.completions for completion in group)
 
     def advantages(self) -> list[float]:
-        """TRL's: unbiased group z-scores."""
+        """Return TRL's advantages: unbiased z-scores in each group."""
         rewards = torch.tensor(self.rewards)
         centred = rewards - rewards.mean(1, keepdim=True)
         return (centred / (rewards.std(1, keepdim=True) + 1e-4)).flatten().tolist()
 
 
 def cap(workload: str) -> int:
-    """The longest completion that a workload has."""
+    """Return the length of the longest completion of a workload."""
     return 256 if workload == "a" else 1024
 
 
 def paged_cache(workload: str) -> dict[str, int]:
-    """A cache of transformers' continuous batching that holds every row of a step, and no more.
+    """Return a cache of transformers' continuous batching for exactly the rows of a step.
 
-    Its default, all free memory in batches of 8192 tokens, takes a mask of gigabytes on a CPU.
+    The default, all free memory in batches of 8192 tokens, needs a mask of gigabytes on a CPU.
     """
     page, longest_prompt = 32, 160
     pages = -(-(longest_prompt + cap(workload)) // page)
@@ -122,14 +125,14 @@ def paged_cache(workload: str) -> dict[str, int]:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Words `t0` ... `t2047`."""
+    """Return a tokenizer of the words `t0` ... `t2047`."""
     words = Tokenizer(models.WordLevel({f"t{n}": n for n in range(VOCABULARY)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1", padding_side="left")
 
 
 def policy(size: str, folder: str) -> PreTrainedModel:
-    """A Qwen2 of the given size, always the same, saved to `folder` for TRL's reference."""
+    """Return a Qwen2 of the given size, always the same, and save it to `folder` for TRL's reference."""
     hidden, layers, heads = MODELS[size]
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -150,24 +153,24 @@ def policy(size: str, folder: str) -> PreTrainedModel:
     return model
 
 
-# ---- a step of each contestant
+# ---- one step of each contestant
 
 
 @dataclass(frozen=True)
 class Meter:
-    """The clock and the memory of a device: CPU time and resident memory, or a GPU's wall time and its allocator's peak."""
+    """Clock and memory of a device: CPU time and resident memory, or wall time and the allocator's peak on a GPU."""
 
     device: str = "cpu"
 
     def now(self) -> float:
-        """Seconds, once the device has done what it was given."""
+        """Return the seconds after the device has finished its work."""
         if self.device == "cpu":
             return time.process_time()
         torch.cuda.synchronize()
         return time.perf_counter()
 
     def in_use(self) -> float:
-        """MiB in use, from which `peak` counts anew (of the process on Linux, or of the GPU's tensors)."""
+        """Reset `peak` and return the MiB in use: of the process on Linux, or of the GPU's tensors."""
         gc.collect()
         if self.device != "cpu":
             torch.cuda.reset_peak_memory_stats()
@@ -178,13 +181,13 @@ class Meter:
         return status("VmRSS") / 1024
 
     def peak(self) -> float:
-        """The most MiB in use since `in_use`."""
+        """Return the largest number of MiB in use since `in_use`."""
         return status("VmHWM") / 1024 if self.device == "cpu" else torch.cuda.max_memory_allocated() / 2**20
 
 
 @dataclass
 class Measured:
-    """What one contestant's steps cost."""
+    """Measurements of one contestant's steps."""
 
     meter: Meter = Meter()
     training: list[float] = field(default_factory=list)
@@ -196,25 +199,25 @@ class Measured:
     phases: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Seconds of each phase of each step."""
     step: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """The phases of the step that is going on."""
+    """Seconds of each phase of the current step."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add what happens meanwhile to a phase of the step."""
+        """Add the time inside the block to a phase of the step."""
         start = self.meter.now()
         yield
         self.step[name] += self.meter.now() - start
 
     @contextmanager
     def peak_memory(self) -> Iterator[None]:
-        """Note the peak above what is in use at the start."""
+        """Record the peak memory above the memory in use at the start of the block."""
         with self.phase(MEASURING):
             before = self.meter.in_use()
         yield
         self.memory.append(self.meter.peak() - before)
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, counted as a phase."""
+        """Return `call` with its time added to a phase."""
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             with self.phase(name):
@@ -223,7 +226,7 @@ class Measured:
         return counted
 
     def end_step(self, spent: float) -> float:
-        """Note the phases of a step that took `spent` seconds. Returns these without what measuring took."""
+        """Record the phases of a step of `spent` seconds, and return these without the time of measuring."""
         for name in PHASES:
             self.phases[name].append(self.step.pop(name, 0.0))
         spent -= self.step.pop(MEASURING, 0.0)
@@ -232,7 +235,7 @@ class Measured:
 
 
 class Trainer:
-    """A trainer driven step by step, with SGD, on batches that it is handed."""
+    """Trainer driven step by step, with SGD, on given batches."""
 
     def __init__(
         self,
@@ -300,7 +303,7 @@ class Trainer:
         self.trainer._generate_and_score_completions = timed
 
     def rollout(self, prompts: list[str], trainer: TRLGRPOTrainer) -> dict[str, Any]:
-        """The recorded completions; the tokens generated in their place are thrown away."""
+        """Return the recorded completions and discard the generated tokens."""
         prompts = [prompt for prompt in self.batch.prompts for _ in range(GROUP)]
         if self.generates:
             with (
@@ -317,7 +320,7 @@ class Trainer:
         }
 
     def step(self, batch: Batch) -> None:
-        """One optimiser step, measured."""
+        """Take one optimizer step and measure it."""
         self.batch = batch
         rows = [{"prompt": text} for text in batch.text for _ in range(GROUP)]
         torch.manual_seed(0)
@@ -331,19 +334,19 @@ class Trainer:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The policy's parameters."""
+        """Return the parameters of the policy."""
         return list(self.trainer.model.parameters())
 
 
 class FromScratch:
-    """The loop that the from-scratch documents describe, its accumulated gradients divided by their number."""
+    """Loop of the from-scratch documents, with accumulated gradients divided by their number."""
 
     def __init__(self, model: PreTrainedModel, reference: PreTrainedModel, beta: float):
         self.model, self.reference, self.beta = model, reference, beta
         self.measured = Measured()
 
     def step(self, batch: Batch) -> None:
-        """Generate, score with policy and frozen copy on one padded rectangle, and step once."""
+        """Generate, score with policy and frozen copy on one padded batch, and take one step."""
         start = self.measured.meter.now()
         with self.measured.peak_memory(), self.measured.phase("generation"):
             generate(self.model, batch)
@@ -379,26 +382,26 @@ class FromScratch:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The policy's parameters."""
+        """Return the parameters of the policy."""
         return list(self.model.parameters())
 
 
 class Lengths(StoppingCriteria):
-    """Ends each row with as many tokens as its recorded completion has."""
+    """Stopping criterion that ends each row at the length of its recorded completion."""
 
     def __init__(self, batch: Batch):
         self.lengths = torch.tensor([len(completion) for group in batch.completions for completion in group])
         self.width = 0
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """Which rows end, (rows,)."""
+        """Return the mask (rows,) of the rows that end."""
         self.width = self.width or input_ids.shape[1] - 1
         return input_ids.shape[1] - self.width >= self.lengths.to(input_ids.device)
 
 
 @contextmanager
 def recorded_lengths(model: Any, batch: Batch) -> Iterator[None]:
-    """While it lasts, the rows that `model` (or transformers' continuous batching of it) generates end as recorded."""
+    """End the rows that `model` or its continuous batching generates within the block at their recorded lengths."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     criteria, add_requests, lengths = (
         base._get_stopping_criteria,
@@ -408,7 +411,7 @@ def recorded_lengths(model: Any, batch: Batch) -> Iterator[None]:
 
     single_turn = TRLGRPOTrainer._generate_single_turn
 
-    def cut(*args: Any, **kwargs: Any) -> Any:  # TRL tells the end of a row by its end-of-sequence token alone
+    def cut(*args: Any, **kwargs: Any) -> Any:  # TRL recognises the end of a row by its end-of-sequence token alone
         completions, log_probs = single_turn(*args, **kwargs)
         return [row[:length] for row, length in zip(completions, lengths.lengths.tolist(), strict=True)], log_probs
 
@@ -433,7 +436,7 @@ def recorded_lengths(model: Any, batch: Batch) -> Iterator[None]:
 
 @torch.no_grad()
 def generate(model: PreTrainedModel, batch: Batch) -> None:
-    """Sample as many tokens for every row as its recorded completion has, as a loop of one's own does it."""
+    """Sample the recorded number of tokens for every row, in a simple loop."""
     rows = [prompt for prompt in batch.prompts for _ in range(GROUP)]
     left = max(map(len, rows))
     ids = torch.tensor([[PAD] * (left - len(row)) + row for row in rows])
@@ -449,7 +452,7 @@ def generate(model: PreTrainedModel, batch: Batch) -> None:
 
 @torch.no_grad()
 def sgd(model: torch.nn.Module) -> None:
-    """Plain SGD: Adam would turn rounding into steps of full length."""
+    """Return SGD without momentum. Adam would turn rounding errors into steps of full length."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter -= LEARNING_RATE * parameter.grad
@@ -457,7 +460,7 @@ def sgd(model: torch.nn.Module) -> None:
 
 
 def status(key: str) -> int:
-    """A figure of /proc/self/status in KiB."""
+    """Return a figure of /proc/self/status in KiB."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith(key))
 
@@ -468,7 +471,8 @@ def status(key: str) -> int:
 def compete(contestants: dict[str, Any], batches: Sequence[Batch]) -> str:
     """Let the contestants take turns on each batch.
 
-    Returns the largest difference of a parameter after the third, and how far the parameters had moved by then.
+    Returns:
+        The largest difference of a parameter after the third step, and the distance that the parameters had moved.
     """
     first, *others = contestants.values()
     start = [parameter.detach().clone() for parameter in first.parameters]
@@ -483,12 +487,12 @@ def compete(contestants: dict[str, Any], batches: Sequence[Batch]) -> str:
 
 
 def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """The largest difference of an entry."""
+    """Return the largest difference of an entry."""
     return max(float((a - b).detach().abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
 def tokens(trainer: Trainer) -> tuple[float, float]:
-    """Tokens computed and needed, a step's mean."""
+    """Return the mean number of tokens computed and needed in a step."""
     logged = trainer.trainer._metrics["train"]
     return tuple(statistics.mean(logged[f"efficiency/tokens_{name}"]) for name in ("computed", "needed"))
 
@@ -496,7 +500,7 @@ def tokens(trainer: Trainer) -> tuple[float, float]:
 def training_phase(
     size: str, workload: str, steps: int, tuning: str, checkpointing: bool, layouts: dict[str, Any]
 ) -> Iterator[str]:
-    """Rows of the table of training phases."""
+    """Yield the rows of the table of training phases."""
     folder = tempfile.mkdtemp()
     config = {"gradient_checkpointing": checkpointing, "loss_type": "grpo", "learning_rate": 1e-6}
     contestants = {"trl": Trainer(TRLGRPOTrainer, policy(size, folder), False, tuning == "lora", **config)}
@@ -519,7 +523,7 @@ def training_phase(
 def whole_step(
     size: str, workload: str, beta: float, steps: int, seed: int, others: Sequence[str] = OTHERS
 ) -> Iterator[str]:
-    """Rows of the table of whole steps: TRL and `others`."""
+    """Yield the rows of the table of complete steps: TRL and `others`."""
     folder = tempfile.mkdtemp()
     config = {
         "gradient_checkpointing": False,
@@ -544,7 +548,7 @@ def whole_step(
         "ours": lambda: contestant(GRPOTrainer),
     }
     contestants = {name: known[name]() for name in ("TRL", *others)}
-    # A step of (d) warms up: in it, ours checks the whole batch and the model.
+    # A step of (d) warms up: in it, ours verifies the batch and the model.
     gap = compete(contestants, [Batch.draw("d", seed), *(Batch.draw(workload, seed + step) for step in range(steps))])
     stock = contestants["TRL"].measured
     for name, each in contestants.items():
@@ -558,19 +562,19 @@ def whole_step(
 
 
 def median(values: Sequence[float]) -> float:
-    """The median, without the first step where there are more: it warms up and checks the model."""
+    """Return the median without the first step, which warms up and verifies the model, if there are more."""
     return statistics.median(values[1:] or values)
 
 
 def table(head: str, rows: Callable[[], Iterator[str]]) -> None:
-    """Print a table row by row, as it is measured."""
+    """Print a table row by row during the measurement."""
     print(f"\n{head}\n{'|---' * (head.count('|') - 1)}|", flush=True)
     for row in rows():
         print(row, flush=True)
 
 
 def main() -> None:
-    """Run what the command line asks for."""
+    """Run the benchmarks of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list("abc"))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["small"])
@@ -578,14 +582,21 @@ def main() -> None:
     parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off"])
     parser.add_argument("--layouts", nargs="+", choices=("packed", "trimmed"), default=["packed", "trimmed"])
     parser.add_argument(
-        "--steps", type=int, default=6, help="steps of each; without --whole-step the first one warms up"
+        "--steps",
+        type=int,
+        default=6,
+        help="number of steps of each contestant; without --whole-step the first one warms up",
     )
-    parser.add_argument("--seed", type=int, default=0, help="the seed of the first step's batch (--whole-step)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first step's batch (--whole-step)")
     parser.add_argument("--beta", nargs="+", type=float, default=[0.0], help="weights of the KL term (--whole-step)")
     parser.add_argument(
-        "--whole-step", action="store_true", help="generation included, against the from-scratch loop too"
+        "--whole-step",
+        action="store_true",
+        help="measure complete steps with generation, also of the from-scratch loop",
     )
-    parser.add_argument("--others", nargs="+", choices=OTHERS, default=OTHERS, help="beside TRL (--whole-step)")
+    parser.add_argument(
+        "--others", nargs="+", choices=OTHERS, default=OTHERS, help="contestants beside TRL (--whole-step)"
+    )
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")

@@ -27,7 +27,7 @@ from tests.support.exact_generation import exact_generation
 from tests.support.recorded import EOS, model, tokenizer
 
 BIAS = [[[5], 50.0]]
-"""A `sequence_bias` that makes every completion one repeated word."""
+"""Value of `sequence_bias` that makes every completion one repeated word."""
 
 VALUES: dict[str, Any] = {
     "assistant_confidence_threshold": 0.9,
@@ -101,7 +101,7 @@ VALUES: dict[str, Any] = {
     "use_mtp": True,
     "watermarking_config": {"greenlist_ratio": 0.5, "bias": 5.0},
 }
-"""A value other than the neutral one for every field but `eos_token_id`, which has a test of its own."""
+"""Value other than the neutral one for every field but `eos_token_id`, which has a test of its own."""
 
 METADATA = {"transformers_version", "_from_model_config"}
 FIELDS = sorted(vars(GenerationConfig()).keys() - METADATA - {"eos_token_id"})
@@ -109,7 +109,7 @@ FIELDS = sorted(vars(GenerationConfig()).keys() - METADATA - {"eos_token_id"})
 
 @pytest.fixture(autouse=True)
 def same_stream() -> Iterator[None]:
-    """Draw what transformers' own loop draws, so that a field may decide which of the two loops runs."""
+    """Draw the random numbers of transformers' own loop, so that a field may decide which of the two loops runs."""
     with exact_generation():
         yield
 
@@ -165,7 +165,7 @@ def evaluated(policy: PreTrainedModel, temperature: float = 1.0) -> list[str]:
 
 
 def ending() -> PreTrainedModel:
-    """A policy that ends its completions at many lengths."""
+    """Return a policy that ends its completions at many lengths."""
     return publish(model(), eos_token_id=ENDS)
 
 
@@ -195,7 +195,7 @@ STEERED = {
     "guidance_scale", "min_new_tokens", "min_p", "no_repeat_ngram_size", "num_beams", "repetition_penalty",
     "sequence_bias", "stop_strings", "suppress_tokens", "top_k",
 }  # fmt: skip
-"""The fields of the quick test of training: among those that changed a step when they were followed."""
+"""Fields of the quick test of training: some of those that changed a step before they were put aside."""
 
 
 @pytest.mark.parametrize(
@@ -231,20 +231,20 @@ def test_published_end_tokens_end_completions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("samples", [True, False])
-def test_transformers_warns_of_no_setting_that_nobody_asked_for(samples: bool) -> None:
-    """Its sentence would say of our `top_k` that it may be ignored."""
+def test_transformers_warns_about_no_setting_that_the_user_did_not_set(samples: bool) -> None:
+    """Its warning would name our `top_k` as a setting that may be ignored."""
     neutral(GenerationConfig(), GenerationConfig(do_sample=samples)).validate(strict=True)
 
 
 def test_a_custom_entry_is_dropped(tmp_path: Path, expected: Run, expected_evaluation: list[str]) -> None:
-    """transformers hands such an entry to the call of `generate`, where it may be the name of an argument."""
+    """transformers passes such an entry to the call of `generate`, where it may be the name of an argument."""
     odd = {"defaults_only": False, "a_custom_entry": 3}
     assert_same_run(trained(tmp_path, publish(model(), **odd)), expected)
     assert evaluated(publish(ending(), **odd)) == expected_evaluation
 
 
 OFTEN = {"return_dict_in_generate", "sequence_bias"}
-"""The fields of the quick tests."""
+"""Fields of the quick tests."""
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_a_published_field_does_not_change_continuous_batching(field: str) -> No
 
 @pytest.mark.parametrize("kind", ["training", "evaluation"])
 def test_continuous_batching_sees_neutral_settings(kind: str, tmp_path: Path, said: Any) -> None:
-    """transformers 5.23 reads the model's own only where none are passed; a later one may fill what is None."""
+    """transformers 5.23 reads the model's settings only if none are passed. A later one may fill those left at None."""
     policy, seen = publish(model(), sequence_bias=BIAS), []
 
     def generate_batch(inputs: Any, **given: Any) -> Any:
@@ -305,7 +305,7 @@ def test_continuous_batching_sees_neutral_settings(kind: str, tmp_path: Path, sa
 
 
 def test_special_tokens_and_the_cache_stay_in_force() -> None:
-    """A call that leaves them at None, such as one of a script's own, gets the published ones."""
+    """A call that leaves them at None, such as one in a user's script, gets the published ones."""
     kept = {name: VALUES[name] for name in KEPT - {"eos_token_id"}} | {"eos_token_id": [1, 7]}
     policy = publish(model(), **kept)
     with PublishedSettings(print).aside(policy, GenerationConfig(max_new_tokens=4)):
@@ -325,7 +325,7 @@ def test_the_settings_of_the_run_stay_in_force(generation: str, tmp_path: Path) 
 
 
 def test_top_k_null_keeps_all_tokens(tmp_path: Path, expected: Run) -> None:
-    """Left at None, transformers' own default of 50 would come in its place."""
+    """If it stayed None, transformers' own default of 50 would replace it."""
     run = trainer(tmp_path, generation_kwargs={"top_k": None})
     assert run.generation_config.top_k is None
     with run._generation.published.aside(run.model, run.generation_config):
@@ -334,7 +334,7 @@ def test_top_k_null_keeps_all_tokens(tmp_path: Path, expected: Run) -> None:
 
 
 @pytest.mark.parametrize("config", [None, adapter()], ids=["full", "LoRA"])
-def test_the_published_object_comes_back(config: Any, tmp_path: Path) -> None:
+def test_the_published_object_is_restored(config: Any, tmp_path: Path) -> None:
     policy = publish(model(), sequence_bias=BIAS)
     published = policy.generation_config
     wrapped = policy if config is None else get_peft_model(policy, config)
@@ -353,7 +353,7 @@ def test_the_published_object_comes_back(config: Any, tmp_path: Path) -> None:
 
 
 def test_settings_on_the_wrapper_of_an_adapter_are_put_aside_too() -> None:
-    """PEFT's `generate` assigns them to the base model."""
+    """PEFT's `generate` assigns the wrapper's settings to the base model."""
     policy = get_peft_model(model(), adapter(task_type="CAUSAL_LM"))
     base = policy.get_base_model().generation_config
     policy.generation_config = own = GenerationConfig(sequence_bias=BIAS, eos_token_id=1)

@@ -1,4 +1,4 @@
-"""A stand-in for vLLM that samples from copies of the policy, right or with one of the faults that other trainers had."""
+"""Stub of vLLM that samples from copies of the policy, correctly or with one of the faults that other trainers had."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Engine:
 
     Args:
         fault: Planted fault. "" is none. "off" and "twice" change how the adapter gets into the weights. "ago" delays
-            each weight transfer by a step, and "start" drops them all. "disk" loads the weights from disk after each transfer.
-            "merged" is no fault: the adapter is merged before the weights are rounded, as TRL does.
+            each weight transfer by a step, and "start" drops them all. "disk" loads the weights from disk after each
+            transfer. "merged" is no fault: the adapter is merged before the weights are rounded, as TRL does.
         dtype: Computation dtype, or None for the policy's own.
     """
 
@@ -40,7 +40,7 @@ class Engine:
         self.before, self.now = self.now, copied(self.policy)
 
     def _iter_named_params(self) -> Iterator[Any]:
-        """No tensor: `sync_weights` copies the model whole."""
+        """Yield no tensor: `sync_weights` copies the entire model."""
         return iter(())
 
     def _serving(self) -> tuple[Any, AbstractContextManager[Any]]:
@@ -57,7 +57,7 @@ class Engine:
 
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], **ignored: Any) -> tuple[Any, ...]:
-        """Completions and their log-probabilities after processing, as vLLM's `processed_logprobs`."""
+        """Return completions and their log-probabilities after processing, as vLLM's `processed_logprobs`."""
         model, context = self._serving()
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])

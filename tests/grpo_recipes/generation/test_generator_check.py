@@ -1,4 +1,4 @@
-"""Is the generator the policy: the faults that other trainers had, each planted and named, and none where there is none."""
+"""The generation check: each fault that other trainers had is planted and named, and healthy runs raise no alarm."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from tests.support.grids import only
 from tests.support.recorded import model
 
 CONTINUED = {"peft_config": adapter()}
-"""An adapter that makes a difference from the start."""
+"""Arguments of a trainer whose adapter changes log-probabilities from the start."""
 NEW = {"peft_config": adapter(init_lora_weights=True)}
-"""An adapter that makes none before the first update."""
+"""Arguments of a trainer whose adapter adds nothing before the first update."""
 MEAN = "sampling/sampling_logp_difference/mean"
 
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Any:
-    """The sentences that the check has logged."""
+    """Return the sentences that the check has logged."""
     caplog.set_level(logging.INFO)
     name = "grpo_recipes.generation.generator_check"
     return lambda: [record.getMessage().removeprefix("[RANK 0] ") for record in caplog.records if record.name == name]
@@ -101,7 +101,7 @@ def test_a_16_bit_engine_hides_no_fault(fault: str, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("generation", ["auto", "off"])
-def test_transformers_generate_without_the_adapter(
+def test_generate_without_the_adapter_stops_the_run(
     generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stock = GenerationMixin.generate
@@ -118,7 +118,7 @@ def test_transformers_generate_without_the_adapter(
 
 
 def loud() -> Any:
-    """A model whose log-probabilities are so far apart that 16 bits move them by more than the tolerance."""
+    """Return a model with log-probabilities so far apart that 16 bits move them by more than the tolerance."""
     policy = model()
     with torch.no_grad():
         policy.get_output_embeddings().weight.mul_(40)
@@ -127,7 +127,7 @@ def loud() -> Any:
 
 @pytest.mark.parametrize("generation", ["auto", "off"])
 def test_a_new_adapter_under_autocast_is_healthy(generation: str, tmp_path: Path, said: Any) -> None:
-    """PEFT's `generate` knows no autocast: of what the adapter adds, the loss loses a share that the generator has."""
+    """PEFT's `generate` runs without autocast: the loss rounds away a part of the adapter that `generate` keeps."""
     run = trainer(tmp_path, policy=loud(), bf16=True, generation=generation, max_steps=20, learning_rate=1e-3, **NEW)
     run.train()
     (sentence,) = [sentence for sentence in said() if "autocast" in sentence]
@@ -169,7 +169,9 @@ def test_autocast_hides_no_fault(fault: str, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_the_stock_loop_with_the_adapter_twice_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_applied_twice_from_step_10_stops_the_run_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stock = GenerationMixin.generate
     run = trainer(tmp_path, generation="off", max_steps=20, **CONTINUED)
 
@@ -207,7 +209,7 @@ def test_the_check_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.Monke
         ),
     ],
 )
-def test_all_ranks_stop_where_one_is_wrong(
+def test_all_ranks_stop_if_one_generator_is_wrong(
     fault: str, begin: str, cause: str, layout: str, tmp_path: Path, extensions: str
 ) -> None:
     module = "tests.support.train_one_rank_wrong"
@@ -218,11 +220,11 @@ def test_all_ranks_stop_where_one_is_wrong(
     assert cause in first
 
 
-# ---- tokens that are drawn from another distribution than the settings make of the policy's
+# ---- tokens drawn from another distribution than the settings make of the policy's
 
 
 def reach(patch: pytest.MonkeyPatch, **fields: Any) -> None:
-    """Let these fields reach `generate` beside those of the settings, as if the published ones were not put aside."""
+    """Pass these fields to `generate` with those of the settings, as if published settings were not put aside."""
     stock = GenerationMixin._prepare_generation_config
 
     def filled(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -246,7 +248,7 @@ LOOPS = pytest.mark.parametrize("generation", ["auto", "off"])
 
 @LOOPS
 @pytest.mark.parametrize("name", UNNAMED)
-def test_what_the_settings_do_not_name_stops_the_run(
+def test_a_setting_that_the_user_does_not_name_stops_the_run(
     name: str, generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
 ) -> None:
     fields, cause = UNNAMED[name]
@@ -266,7 +268,7 @@ def test_what_the_settings_do_not_name_stops_the_run(
 
 
 @LOOPS
-def test_a_published_filter_is_told_from_the_users_own(
+def test_a_published_filter_is_distinguished_from_the_users_own(
     generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = trainer(tmp_path, policy=model().bfloat16(), generation=generation, top_k=12, repetition_penalty=1.2)
@@ -302,7 +304,7 @@ def test_processors_are_compared_under_dropout_too(tmp_path: Path, monkeypatch: 
         stopped.train()
 
 
-def test_a_processor_without_effect_is_said_once_and_stops_nothing(
+def test_a_processor_without_effect_is_announced_once_and_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
 ) -> None:
     reach(monkeypatch, renormalize_logits=True)
@@ -310,7 +312,8 @@ def test_a_processor_without_effect_is_said_once_and_stops_nothing(
     run.train()
     assert run.state.global_step == 3
     assert said() == [
-        "`generate` applies LogitNormalization() where the settings give nothing: so far that has changed no probability"
+        "`generate` applies LogitNormalization() where the settings give nothing: "
+        "so far that has changed no probability"
     ]
 
 
@@ -385,7 +388,7 @@ def test_rows_that_a_stop_string_ends_are_compared_up_to_there(
 
 
 @LOOPS
-def test_nothing_is_said_of_a_run_without_filters(generation: str, tmp_path: Path, said: Any) -> None:
+def test_a_run_without_filters_announces_nothing(generation: str, tmp_path: Path, said: Any) -> None:
     run = trainer(tmp_path, generation=generation, temperature=0.8, max_steps=2)
     run.train()
     assert said() == []
@@ -411,7 +414,7 @@ def test_the_users_own_beams_are_announced_once(tmp_path: Path, said: Any) -> No
     ]
 
 
-def test_guidance_is_not_compared(tmp_path: Path, said: Any) -> None:
+def test_processors_are_not_compared_under_guidance(tmp_path: Path, said: Any) -> None:
     run = trainer(tmp_path, generation="off", max_steps=2, generation_kwargs={"guidance_scale": 1.5})
     run.train()
     assert run.state.global_step == 2
@@ -434,7 +437,7 @@ def test_a_generate_of_the_models_own_is_not_compared(tmp_path: Path, said: Any)
     assert second.startswith("the logits processors of `generate` are not checked: `generate` is the model's own")
 
 
-def test_a_loop_that_draws_without_processors_is_said_to_be_unchecked(
+def test_a_loop_that_draws_without_processors_is_announced_as_unchecked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
 ) -> None:
     stock = GenerationMixin._sample
@@ -449,7 +452,7 @@ def test_a_loop_that_draws_without_processors_is_said_to_be_unchecked(
     assert sentence.startswith("the logits processors of `generate` are not checked: ")
 
 
-def test_processors_are_compared_where_the_batch_is_due(tmp_path: Path) -> None:
+def test_processors_are_compared_on_the_batches_that_are_due(tmp_path: Path) -> None:
     check = trainer(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1)._generation_check
     assert check.processor_comparison(4).rows == [0]
     assert check.processor_comparison(32).rows == [0, 16]
@@ -461,7 +464,7 @@ def test_processors_are_compared_where_the_batch_is_due(tmp_path: Path) -> None:
     assert check.processor_comparison(4) is not None
 
 
-# ---- what is not a fault
+# ---- healthy runs
 
 
 @pytest.mark.parametrize(
@@ -516,7 +519,7 @@ HEALTHY: dict[str, tuple[int, dict[str, Any], Any, bool]] = {
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_thousand_healthy_steps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
-    """1,100 steps over all rows of the table: none is stopped, and nothing is said but what is the case."""
+    """1,100 steps over all rows of the table: none is stopped, and every logged sentence is true."""
     steps, changes, dtype, half = HEALTHY[name]
     serve(monkeypatch, "", dtype)
     run = trainer(tmp_path, policy=model().bfloat16() if half else model(), max_steps=steps, **{**LONG, **changes})
@@ -528,8 +531,10 @@ def test_a_thousand_healthy_steps(name: str, tmp_path: Path, monkeypatch: pytest
     assert [sentence for sentence in said() if not any(part in sentence for part in known)] == []
 
 
-def test_raw_log_probabilities_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
-    """Expected to be of a truncated distribution, and returned without: still the policy's."""
+def test_unprocessed_log_probabilities_of_a_server_are_the_policys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
+) -> None:
+    """The check expects log-probabilities of a truncated distribution, and the server returns untruncated ones."""
     serve(monkeypatch)
     run = trainer(tmp_path, max_steps=1, **SETTINGS)
     run._generation_check.scorer.processing = Processing(top_p=0.5)
@@ -537,7 +542,9 @@ def test_raw_log_probabilities_of_a_server(tmp_path: Path, monkeypatch: pytest.M
     assert run._generation_check.scorer.processing is None
 
 
-def test_cannot_tell_before_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+def test_a_new_adapter_is_unclear_before_its_first_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
+) -> None:
     serve(monkeypatch)
     run = trainer(tmp_path, **SETTINGS, **NEW)
     run.train()
@@ -546,7 +553,7 @@ def test_cannot_tell_before_the_first_update(tmp_path: Path, monkeypatch: pytest
     assert second == "step 1: the generator is the policy"
 
 
-def test_an_adapter_is_as_before_once_it_has_been_looked_at(tmp_path: Path) -> None:
+def test_scoring_an_earlier_adapter_leaves_the_adapter_unchanged(tmp_path: Path) -> None:
     run = trainer(tmp_path, **CONTINUED)
     run.train()
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
@@ -573,7 +580,7 @@ def test_dropout_and_continuous_batching_are_not_compared(tmp_path: Path, said: 
     assert "is not checked: the generator gives no log-probabilities" in second
 
 
-def test_a_small_batch_is_compared_at_steps_that_a_restart_shares(tmp_path: Path) -> None:
+def test_a_small_batch_is_compared_at_the_same_steps_after_a_resume(tmp_path: Path) -> None:
     check = trainer(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1)._generation_check
     due = []
     for step in range(9):
@@ -591,29 +598,29 @@ def test_a_small_batch_is_compared_at_steps_that_a_restart_shares(tmp_path: Path
     assert watched == {1: [0], 16: [0], 33: [0, 17], 64: [0, 32]}
 
 
-# ---- the judgement
+# ---- conclusions
 
 
 def evidence(**others: Fit) -> Evidence:
-    """A thousand tokens whose log-probabilities differ by 0.1."""
+    """Return evidence of a thousand tokens whose log-probabilities differ by 0.1."""
     return Evidence(1000, 100.0, 0.2, 10.0, others)
 
 
-@pytest.mark.parametrize(("whole", "limit"), [(True, 20.0), (False, 5.0)])
-def test_how_many_times_the_usual_difference_is_too_much(whole: bool, limit: float) -> None:
+@pytest.mark.parametrize(("is_float32", "limit"), [(True, 20.0), (False, 5.0)])
+def test_the_multiple_of_the_baseline_that_stops_a_run(is_float32: bool, limit: float) -> None:
     found = evidence()
-    assert conclude(found, is_float32=whole, baseline=found.mean / (1.02 * limit)).is_wrong
-    assert not conclude(found, is_float32=whole, baseline=found.mean / (0.98 * limit)).is_wrong
+    assert conclude(found, is_float32=is_float32, baseline=found.mean / (1.02 * limit)).is_wrong
+    assert not conclude(found, is_float32=is_float32, baseline=found.mean / (0.98 * limit)).is_wrong
     gross = Evidence(1000, 510.0, 2.0, 300.0)
-    assert conclude(gross, is_float32=whole, baseline=None).is_wrong
-    assert not conclude(Evidence(1000, 490.0, 2.0, 300.0), is_float32=whole, baseline=None).is_wrong
+    assert conclude(gross, is_float32=is_float32, baseline=None).is_wrong
+    assert not conclude(Evidence(1000, 490.0, 2.0, 300.0), is_float32=is_float32, baseline=None).is_wrong
 
 
 @pytest.mark.parametrize(
-    ("found", "usual", "wrong", "names"),
+    ("found", "baseline", "wrong", "names"),
     [
         (Evidence(1000, 0.01, 9e-5, 1e-6), None, False, ()),
-        (evidence(), None, False, ()),  # nothing explains it, and nothing is usual yet
+        (evidence(), None, False, ()),  # nothing explains it, and there is no baseline yet
         (evidence(), 0.001, True, ()),
         (evidence(), 0.09, False, ()),
         (evidence(off=Fit(10.0, 0.1, 100.0)), None, True, (OFF,)),
@@ -627,8 +634,8 @@ def test_how_many_times_the_usual_difference_is_too_much(whole: bool, limit: flo
         (evidence(unpadded=Fit(10.0, 0.1, 1.0), off=Fit(9.0, 8.0, 1.0)), None, False, (UNPADDED,)),
     ],
 )
-def test_judgement_in_whole_precision(found: Evidence, usual: Any, wrong: bool, names: tuple[str, ...]) -> None:
-    conclusion = conclude(found, is_float32=True, baseline=usual)
+def test_conclusions_in_float32(found: Evidence, baseline: Any, wrong: bool, names: tuple[str, ...]) -> None:
+    conclusion = conclude(found, is_float32=True, baseline=baseline)
     assert (conclusion.is_wrong, conclusion.names) == (wrong, names)
 
 
@@ -641,7 +648,7 @@ def test_16_bit_differences_below_the_tolerance_stop_nothing() -> None:
 
 
 def test_noise_is_never_named() -> None:
-    """Independent noise on tokens that two alternatives move: 1,000 draws, of any ratio of noise to movement."""
+    """1,000 draws of independent noise on tokens that a hypothesis moves, at any ratio of noise to movement."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(1000):
         noise = torch.randn(64, generator=generator) * 0.1
@@ -653,43 +660,43 @@ def test_noise_is_never_named() -> None:
         assert conclude(found, is_float32=False, baseline=None).names == ()
 
 
-# ---- when it looks closer, and what it makes of several batches
+# ---- when hypotheses are computed, and how the evidence of several batches is added
 
 
 def off(tokens: int, size: float, explained: float, *names: str) -> Evidence:
-    """Tokens that differ by `size`, of which each alternative in `names` explains a share."""
+    """Return evidence of tokens that differ by `size`, of which each hypothesis in `names` explains a share."""
     square = tokens * size**2
     other = Fit(square, (1 - explained) * square, tokens * size)
     return Evidence(tokens, tokens * size, size, square, dict.fromkeys(names, other))
 
 
-def test_on_which_batches_the_alternatives_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first four, every sixteenth that is compared, and those of an unusual difference; what is logged is of all ranks."""
+def test_the_batches_on_which_hypotheses_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first four, every sixteenth compared one, and those of an unusual difference. All ranks enter the log."""
     check = trainer(tmp_path)._generation_check
-    prompts, noted = [[5]] * 64, {row: torch.zeros(1) for row in range(64)}
-    usual, looked = [off(10, 1e-6, 0.0), off(30, 2e-6, 0.0)], []
+    prompts, recorded = [[5]] * 64, {row: torch.zeros(1) for row in range(64)}
+    ordinary, explored = [off(10, 1e-6, 0.0), off(30, 2e-6, 0.0)], []
     unusual = [off(10, 1e-6, 0.0), off(30, 2e-4, 0.0)]
-    monkeypatch.setattr(check, "_rows", lambda prompts, completions, noted: (len(noted), None))
-    monkeypatch.setattr(check, "_measure", lambda rows, picked: unusual if batch == 21 else usual)
-    monkeypatch.setattr(check, "_explore", lambda rows, picked: looked.append((batch, rows)) or usual)
+    monkeypatch.setattr(check, "_rows", lambda prompts, completions, recorded: (len(recorded), None))
+    monkeypatch.setattr(check, "_measure", lambda rows, picked: unusual if batch == 21 else ordinary)
+    monkeypatch.setattr(check, "_explore", lambda rows, picked: explored.append((batch, rows)) or ordinary)
     for batch in range(1, 49):
-        mean, largest = check(prompts, [[7]] * 64, noted)
+        mean, largest = check(prompts, [[7]] * 64, recorded)
         assert (mean, largest) == pytest.approx((6.01e-3 / 40, 2e-4) if batch == 21 else (1.75e-6, 2e-6))
-    assert looked == [(number, 8) for number in (1, 2, 3, 4, 16, 21, 32, 48)]
+    assert explored == [(number, 8) for number in (1, 2, 3, 4, 16, 21, 32, 48)]
 
 
-def test_few_16_bit_tokens_wait_for_more_with_the_same_alternatives(tmp_path: Path) -> None:
+def test_few_16_bit_tokens_wait_for_more_with_the_same_hypotheses(tmp_path: Path) -> None:
     check = trainer(tmp_path)._generation_check
     check.is_half = True
     check._judge([off(40, 0.2, 0.9, OFF)])
     check._judge(
         [off(40, 0.2, 0.9, OFF, EARLIER)]
-    )  # there is an earlier adapter by now: on 40 tokens alone nothing is said
+    )  # there is an earlier adapter now, and 40 tokens alone do not suffice
     with pytest.raises(NotThePolicy, match=f"{OFF_} or {EARLIER_}"):
         check._judge([off(40, 0.2, 0.9, OFF, EARLIER)])
 
 
-def test_an_adapter_that_rounding_swallows_is_said_once(tmp_path: Path, said: Any) -> None:
+def test_an_adapter_that_rounding_removes_is_announced_once(tmp_path: Path, said: Any) -> None:
     check = trainer(tmp_path)._generation_check
     check.is_half = True
     for _ in range(2):
@@ -698,7 +705,7 @@ def test_an_adapter_that_rounding_swallows_is_said_once(tmp_path: Path, said: An
     assert f"nearer to those of {OFF_} than to the policy's" in sentence
 
 
-def test_only_the_rows_that_are_compared_are_noted_after_the_first_batches(
+def test_only_the_compared_rows_are_recorded_after_the_first_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, seen = trainer(tmp_path), []
@@ -713,7 +720,7 @@ def test_only_the_rows_that_are_compared_are_noted_after_the_first_batches(
 # ---- how tokens are scored
 
 
-def test_what_an_engine_does_to_logits() -> None:
+def test_the_settings_by_which_an_engine_changes_logits() -> None:
     plain = SimpleNamespace(
         generation_kwargs=None,
         repetition_penalty=1.0,
@@ -765,7 +772,7 @@ def test_keys_that_may_change_scores_are_not_compared(tmp_path: Path, monkeypatc
     assert "logit_bias may change the scores" in unknown._generation_check.reason
 
 
-def test_alternatives_of_a_full_model_and_of_an_adapter(tmp_path: Path) -> None:
+def test_the_hypotheses_of_a_full_model_and_of_an_adapter(tmp_path: Path) -> None:
     full = trainer(tmp_path, beta=0.04)._generation_check
     lora = trainer(tmp_path, **CONTINUED)._generation_check
     assert isinstance(lora.policy, PeftModel)

@@ -1,4 +1,4 @@
-"""Group decoding against transformers' own loop: the same tokens, less work, and a reason where it declines."""
+"""Group decoding compared with transformers' own loop: the same tokens, less work, and the reasons to decline."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def generated(
 
 
 def assert_same(policy: PreTrainedModel, inputs: dict[str, Tensor] | None = None, **how: Any) -> Tensor:
-    """Both loops generate the same tokens from the same seed."""
+    """Assert that both loops generate the same tokens from the same seed."""
     expected, turn = generated(policy, None, inputs, **how), Turn()
     with exact_generation():
         got = generated(policy, turn, inputs, **how)
@@ -44,7 +44,7 @@ def assert_same(policy: PreTrainedModel, inputs: dict[str, Tensor] | None = None
 
 
 def lengths(tokens: Tensor, width: int) -> list[int]:
-    """The tokens of each completion, its end included."""
+    """Return the number of tokens of each completion, including its end."""
     found = torch.isin(tokens[:, width:], torch.tensor(ENDS))
     return [int(row.int().argmax()) + 1 if row.any() else len(row) for row in found]
 
@@ -53,10 +53,10 @@ def lengths(tokens: Tensor, width: int) -> list[int]:
 
 GRID = list(product(ARCHITECTURES, SETTINGS))
 COVER = [pair for index, pair in enumerate(GRID) if index % len(SETTINGS) == index // len(SETTINGS) % len(SETTINGS)]
-"""Every architecture and every setting."""
+"""Pairs for the quick tests: every architecture and every setting at least once."""
 
 
-def test_the_cover_covers() -> None:
+def test_the_quick_pairs_contain_every_architecture_and_setting() -> None:
     assert {architecture for architecture, _ in COVER} == set(ARCHITECTURES)
     assert {setting for _, setting in COVER} == set(SETTINGS)
 
@@ -83,11 +83,11 @@ def test_buffers_that_grow_again_and_again(architecture: str, monkeypatch: pytes
     assert_same(tiny(architecture))
 
 
-def test_one_token_each() -> None:
+def test_the_same_tokens_if_each_row_gets_one() -> None:
     assert assert_same(tiny("LlamaConfig"), max_new_tokens=1).shape == (16, 12)
 
 
-def test_rows_that_all_end_at_once() -> None:
+def test_the_same_tokens_if_all_rows_end_at_once() -> None:
     assert assert_same(tiny("LlamaConfig"), eos_token_id=list(range(40))).shape == (16, 12)
 
 
@@ -110,7 +110,7 @@ def test_a_pad_token_that_ends_rows() -> None:
 
 
 def test_an_end_token_in_prompts_that_differ_in_padding_only() -> None:
-    """Rows that are equal as ids and not as prompts: the end-of-sequence token is what pads."""
+    """Rows with equal IDs and different prompts, because the end-of-sequence token is also the padding."""
     inputs = {
         "input_ids": torch.tensor([[1, 1, 5, 6], [1, 1, 5, 6]]),
         "attention_mask": torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]]),
@@ -118,12 +118,12 @@ def test_an_end_token_in_prompts_that_differ_in_padding_only() -> None:
     assert_same(tiny("LlamaConfig"), inputs, pad_token_id=1)
 
 
-def test_num_return_sequences() -> None:
+def test_the_same_tokens_with_num_return_sequences() -> None:
     assert assert_same(tiny("LlamaConfig"), batch(group=1), num_return_sequences=4).shape[0] == 16
 
 
 class AcrossRows(LogitsProcessor):
-    """Looks at all rows, and needs all of them."""
+    """Processor that looks at all rows, and needs all of them."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         assert len(input_ids) == len(scores) == 16
@@ -134,15 +134,15 @@ def test_a_processor_that_looks_across_rows() -> None:
     assert_same(tiny("LlamaConfig"), logits_processor=[AcrossRows()])
 
 
-def test_bfloat16() -> None:
+def test_the_same_tokens_in_bfloat16() -> None:
     assert_same(tiny("LlamaConfig").bfloat16(), do_sample=False)
 
 
-# ---- a stream of its own
+# ---- the random stream of users
 
 
 def completions_of(policy: PreTrainedModel, prompt: list[int], longest: int) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Every completion of at most `longest` tokens with its probability, from plain forwards."""
+    """Return every completion of at most `longest` tokens with its probability, from plain forwards."""
     tokens = policy.config.vocab_size
     with torch.no_grad():
         stack = [((), 1.0)]
@@ -155,8 +155,8 @@ def completions_of(policy: PreTrainedModel, prompt: list[int], longest: int) -> 
             stack += [((*text, token), probability * following[token]) for token in range(tokens)]
 
 
-def test_the_free_stream_samples_the_policy() -> None:
-    """Chi-square of whole completions, of which many end early, against their exact probabilities."""
+def test_the_random_stream_of_users_samples_the_policy() -> None:
+    """Chi-square test of complete completions, many of which end early, with their exact probabilities."""
     policy, prompts, group = tiny("LlamaConfig", vocab_size=7), [[5], [4, 6, 5]], 3000
     rows = [row for row in prompts for _ in range(group)]
     inputs = {
@@ -180,7 +180,7 @@ def test_the_free_stream_samples_the_policy() -> None:
 
 
 def test_a_token_without_probability_is_never_drawn() -> None:
-    """Between, before and behind the others; rows are drawn by their own probabilities."""
+    """Such tokens stand between, before and behind the others. Rows are drawn by their own probabilities."""
     rows = torch.tensor([[0.0, 0.2, 0.0, 0.8, 0.0], [0.5, 0.0, 0.0, 0.0, 0.5], [0.0, 0.0, 0.0, 0.0, 1.0]])
     torch.manual_seed(0)
     tokens = draw(rows.repeat(20_000, 1)).reshape(-1, 3)
@@ -191,7 +191,7 @@ def test_a_token_without_probability_is_never_drawn() -> None:
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
-def test_the_ends_of_what_is_drawn_from(uniform: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extreme_random_numbers_draw_possible_tokens(uniform: float, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.tensor([[0.0, 0.1, 0.7, 0.2, 0.0]])
     monkeypatch.setattr(torch, "rand", lambda *size, **how: torch.full(size, uniform, **how))
     assert draw(rows).tolist() == [3 if uniform == 0 else 1]
@@ -228,7 +228,7 @@ def test_keys_and_values_are_appended_in_place() -> None:
     assert len(set(storages[1:])) == 1
 
 
-# ---- what is noted
+# ---- recorded log-probabilities
 
 
 @pytest.mark.parametrize(("every", "rows"), [(1, range(16)), (5, [0, 5, 10, 15])])
@@ -247,7 +247,7 @@ def test_the_log_probabilities_of_the_sampled_tokens(every: int, rows: Any) -> N
         assert not noted[length:].any()
 
 
-# ---- where transformers' own loop generates
+# ---- calls left to transformers' own loop
 
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
@@ -315,26 +315,26 @@ def test_a_multimodal_model_is_declined() -> None:
     assert "multimodal" in turn.declined
 
 
-def test_inputs_that_this_loop_does_not_know() -> None:
+def test_unknown_model_inputs_are_declined() -> None:
     policy, turn = tiny("GPT2Config"), Turn()
     generated(policy, turn, {**batch(), "token_type_ids": torch.ones_like(batch()["input_ids"])})
     assert turn.declined == "the model takes token_type_ids"
 
 
-def test_a_mask_with_holes() -> None:
+def test_a_mask_with_holes_is_declined() -> None:
     inputs, turn = batch(), Turn()
     inputs["attention_mask"][:, 5] = 0
     generated(tiny("LlamaConfig"), turn, inputs)
     assert "holes" in turn.declined
 
 
-def test_arguments_that_transformers_would_drop() -> None:
+def test_arguments_that_transformers_would_drop_are_declined() -> None:
     turn = Turn()
     generated(tiny("LlamaConfig"), turn, batch((5,), 1), streamer=TextStreamer(tokenizer()))
     assert turn.declined == "`generate` was called with streamer"
 
 
-def test_a_model_with_a_generate_of_its_own() -> None:
+def test_a_model_with_its_own_generate_is_declined() -> None:
     policy, turn = tiny("LlamaConfig"), Turn()
     policy.generate = lambda **_: "its own"
     with decoding(policy, turn):
@@ -343,7 +343,7 @@ def test_a_model_with_a_generate_of_its_own() -> None:
     assert policy.generate() == "its own"
 
 
-def test_the_model_is_as_it_was_afterwards() -> None:
+def test_decoding_leaves_the_model_unchanged() -> None:
     policy = tiny("LlamaConfig")
     before = dict(vars(policy))
     with pytest.raises(ZeroDivisionError), decoding(policy, Turn()):
@@ -351,11 +351,11 @@ def test_the_model_is_as_it_was_afterwards() -> None:
     assert vars(policy) == before
 
 
-# ---- what this is built on
+# ---- contracts
 
 
-def test_what_transformers_hands_to_a_loop() -> None:
-    """`generate` calls a loop of one's own as it calls `_sample`, and takes the layers of its cache from two classes."""
+def test_contract_with_transformers_on_custom_loops() -> None:
+    """`generate` calls a custom loop as it calls `_sample`, and takes the layers of its cache from two classes."""
     stock = inspect.signature(GenerationMixin._sample).parameters
     loop = inspect.signature(groups.Batch).parameters
     named = {name for name, parameter in loop.items() if parameter.kind is not parameter.VAR_KEYWORD}

@@ -1,4 +1,4 @@
-"""Log-probabilities noted under transformers' own loop, against forwards of the rows by themselves."""
+"""Log-probabilities recorded in transformers' own loop, compared with forwards of each row alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.architectures import ENDS, SETTINGS, batch, config, tiny
         ("LlamaConfig", "lengths"),
     ],
 )
-def test_what_stock_generate_sampled_under(architecture: str, how: str) -> None:
+def test_recorded_log_probs_are_those_that_stock_generate_sampled_with(architecture: str, how: str) -> None:
     policy, inputs = tiny(architecture), batch()
     turn = Turn(grouped=False, record_every=3, temperature=0.7)
     torch.manual_seed(0)
@@ -41,7 +41,7 @@ def test_what_stock_generate_sampled_under(architecture: str, how: str) -> None:
     assert differences(policy, prompts, completions, turn.log_probs, 0.7).max() < 1e-4
 
 
-def test_nothing_is_noted_where_rows_are_beams() -> None:
+def test_nothing_is_recorded_under_beam_search() -> None:
     policy, inputs = tiny("LlamaConfig"), batch()
     turn = Turn(record_every=1)
     with torch.no_grad(), decoding(policy, turn):
@@ -52,5 +52,5 @@ def test_nothing_is_noted_where_rows_are_beams() -> None:
 
 
 def until_end(ids: list[Any]) -> list[Any]:
-    """A completion with the token that ends it."""
+    """Return a completion up to the token that ends it."""
     return ids[: next((n + 1 for n, token in enumerate(ids) if token in ENDS), len(ids))]

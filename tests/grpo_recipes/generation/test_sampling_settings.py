@@ -1,4 +1,4 @@
-"""The processors of `generate` against those of the user's settings: alike, told apart by what they change, and named."""
+"""The processors of `generate` compared with those of the user's settings: differences are found and named."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ OWN: dict[str, dict[str, Any]] = {
     "prompt": {**SAMPLED, "encoder_repetition_penalty": 1.3, "encoder_no_repeat_ngram_size": 2},
     "greedy, penalty": {"do_sample": False, "repetition_penalty": 1.3},
 }
-"""Settings of the user."""
+"""Settings of the user, by name."""
 
 
 def compared(
     policy: Any, given: GenerationConfig, asked: GenerationConfig, grouped: bool, temperature: float = 1.0
 ) -> tuple[ProcessorComparison, torch.Tensor, list[list[int]]]:
-    """A call of `generate` with `given`, where the settings are `asked`: the comparison, its numbers, the completions."""
+    """Generate with `given` where the settings are `asked`. Return the comparison, its numbers and the completions."""
     inputs, comparison = batch(), ProcessorComparison(asked, temperature, ROWS)
     turn = Turn(grouped=grouped, temperature=temperature, comparison=comparison)
     torch.manual_seed(0)
@@ -45,7 +45,7 @@ def compared(
 
 
 def until_end(ids: list[int], ends: set[int]) -> list[int]:
-    """A completion with the token that ends it."""
+    """Return a completion up to the token that ends it."""
     return ids[: next((n + 1 for n, token in enumerate(ids) if token in ends), len(ids))]
 
 
@@ -81,7 +81,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 @LOOPS
 @pytest.mark.parametrize("name", only(["sequence_bias", "min_p", "do_sample"], OTHERS))
 @pytest.mark.parametrize("asked", ["sampled", "repetition penalty"])
-def test_what_the_settings_do_not_name_is_found(name: str, asked: str, grouped: bool) -> None:
+def test_a_processor_that_the_settings_do_not_name_is_found(name: str, asked: str, grouped: bool) -> None:
     more, named = OTHERS[name]
     comparison, found, _ = compared(
         tiny("Qwen2Config"), config(**{**SETTINGS[asked], **more}), config(**SETTINGS[asked]), grouped
@@ -117,7 +117,7 @@ def test_a_processor_of_the_models_own_is_found(grouped: bool) -> None:
 
 @LOOPS
 def test_a_processor_that_computes_something_else_is_found(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lists are alike then, and the numbers are not."""
+    """The lists of processors are alike, and the numbers differ."""
     settings = config(top_p=0.9)
     policy, comparison = tiny("Qwen2Config"), ProcessorComparison(settings, 1.0, ROWS)
     stock = GenerationMixin._get_logits_processor
@@ -138,13 +138,13 @@ def test_a_processor_that_computes_something_else_is_found(grouped: bool, monkey
 
 
 class Sharp(TopPLogitsWarper):
-    """Another distribution than its attributes say."""
+    """Processor that makes another distribution than its attributes describe."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return super().__call__(input_ids, scores) * 3
 
 
-def test_the_stock_loop_leaves_out_rows_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_rows_are_not_compared_in_the_stock_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling_settings, "LOOK_FOR_ENDS", 2)
     sizes: list[int] = []
     stock = ProcessorComparison.compare
@@ -159,7 +159,7 @@ def test_the_stock_loop_leaves_out_rows_that_have_ended(monkeypatch: pytest.Monk
     assert sum(lengths) <= sum(sizes) <= sum(lengths) + len(ROWS)
 
 
-def test_beams_are_another_mode() -> None:
+def test_beam_search_is_another_generation_mode() -> None:
     policy, settings = tiny("Qwen2Config"), config()
     comparison = ProcessorComparison(settings, 1.0, ROWS)
     with torch.no_grad(), decoding(policy, Turn(comparison=comparison)):
@@ -167,7 +167,7 @@ def test_beams_are_another_mode() -> None:
     assert comparison.other_mode == "the generation mode is beam_sample, not sample"
 
 
-def test_which_settings_the_loss_does_not_take() -> None:
+def test_the_settings_that_the_loss_does_not_apply_are_named() -> None:
     policy = tiny("Qwen2Config")
     for more, temperature, names in (
         ({}, 1.0, []),
@@ -184,8 +184,8 @@ def test_which_settings_the_loss_does_not_take() -> None:
 
 
 @LOOPS
-def test_the_shift_is_that_of_the_sampled_token(grouped: bool) -> None:
-    """Greedy decoding picks each token with certainty: the shift is all of its log-probability."""
+def test_the_shift_is_the_sampled_tokens_own(grouped: bool) -> None:
+    """Greedy decoding picks each token with certainty, so the shift equals its log-probability."""
     policy, settings = tiny("Qwen2Config"), config(do_sample=False)
     comparison, found, completions = compared(policy, settings, settings, grouped, 0.7)
     inputs, expected = batch(), []

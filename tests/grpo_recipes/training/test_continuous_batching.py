@@ -1,4 +1,4 @@
-"""Transformers' continuous batching with packed rows, on a cache of bounded size, and what it may not leave out."""
+"""Transformers' continuous batching with packed rows, in a cache of bounded size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ CB = {"use_transformers_continuous_batching": True}
 
 
 @pytest.mark.slow
-def test_it_runs_beside_packed_rows_in_a_cache_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continuous_batching_runs_beside_packed_rows_in_a_bounded_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = trainer(tmp_path, max_steps=2, max_completion_length=8, **CB)
     seen: list[tuple[str, int, int]] = []
     generate = run.model.generate_batch

@@ -1,4 +1,4 @@
-"""Evaluation during training, `eval_strategy`: on held-out problems, beside the training completions."""
+"""Evaluation during training (`eval_strategy`): its completions have files beside those of training."""
 
 import inspect
 import json
@@ -20,7 +20,7 @@ from tests.support.synthetic import write_run
 
 
 def arguments(tiny_model: Path, gsm8k_file: Path, output: Path, *more: str) -> list[str]:
-    """One generation serves two steps; 8 of 40 problems are held out."""
+    """Train with generation batches that serve two steps, and 8 of 40 problems held out."""
     given = {
         "model_name_or_path": tiny_model,
         "dataset.path": gsm8k_file,
@@ -41,7 +41,7 @@ def arguments(tiny_model: Path, gsm8k_file: Path, output: Path, *more: str) -> l
     return ["--config", "gsm8k-qwen2.5-1.5b-24gb", *(f"--{key}={value}" for key, value in given.items()), *more]
 
 
-def test_its_completions_lie_beside_the_training_ones(tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
+def test_evaluation_completions_have_files_of_their_own(tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
     plain, evaluated = tmp_path / "plain", tmp_path / "evaluated"
     assert train.main(arguments(tiny_model, gsm8k_file, plain)) == 0
     more = ["--eval_strategy=steps", "--eval_steps=1", "--num_generations_eval=2", "--per_device_eval_batch_size=4"]
@@ -76,7 +76,7 @@ def held_out_prompts(file: Path) -> list[str]:
 
 @pytest.mark.parametrize("handed_over", only([True], [False, True]))
 def test_several_datasets_are_evaluated_one_by_one(tiny_model: Path, tmp_path: Path, handed_over: bool) -> None:
-    """A dict of datasets, the trainer's own or handed over, is evaluated one by one."""
+    """A dict of datasets is evaluated one by one, whether the trainer or the caller holds it."""
 
     def trained(name: str, **evaluation: Any) -> tuple[GRPOTrainer, Path]:
         args = GRPOConfig(
@@ -122,7 +122,7 @@ def test_several_datasets_are_evaluated_one_by_one(tiny_model: Path, tmp_path: P
 
 
 def test_contract_with_trl() -> None:
-    """What `separate_eval_completions` and `GRPOTrainer.log` rely on beside TRL's public methods."""
+    """Names of TRL that `separate_eval_completions` and `GRPOTrainer.log` use beside its public methods."""
     log, build = inspect.getsource(TRLGRPOTrainer.log), inspect.getsource(TRLGRPOTrainer.__init__)
     sentence = "TRL has changed {}: look at training/trl_patches.py and at `log` in training/trainer.py"
     for said in ('self._logs["prompt"]', '"completions"', "completions_{self.state.global_step:05d}.parquet"):
@@ -132,7 +132,7 @@ def test_contract_with_trl() -> None:
 
 
 def held_out(step: int, right: list[list[int]]) -> pd.DataFrame:
-    """A problem for each list, and in it a 1 for each right completion."""
+    """Return a table with a problem for each list. A 1 stands for a correct completion."""
     return pd.DataFrame(
         [
             {
@@ -148,7 +148,7 @@ def held_out(step: int, right: list[list[int]]) -> pd.DataFrame:
     )
 
 
-def test_the_report_draws_its_accuracy_with_intervals(tmp_path: Path) -> None:
+def test_the_report_shows_the_accuracy_of_evaluations_with_intervals(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     assert Run.read(folder).held_out_accuracy() == []
     held_out(10, [[0, 0], [1, 0], [0, 0], [1, 1]]).to_parquet(folder / "completions" / "eval_completions_00010.parquet")

@@ -1,4 +1,4 @@
-"""Group decoding inside the trainer: the run that transformers' own loop gives, and the guard around it."""
+"""Group decoding inside the trainer: the run equals that of transformers' own loop, and faults are noticed."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ MEAN, LARGEST = (f"sampling/sampling_logp_difference/{name}" for name in ("mean"
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Any:
-    """The sentences logged by the check."""
+    """Return the sentences that generation has logged."""
     caplog.set_level(logging.WARNING)
     name = "grpo_recipes.training.generation"
     return lambda: [record.getMessage() for record in caplog.records if record.name == name]
 
 
 def history(trained: Any) -> list[tuple[float, ...]]:
-    """What depends on the sampled tokens, by step."""
+    """Return the metrics that depend on the sampled tokens, by step."""
     names = ("reward", "completions/mean_length", "completions/clipped_ratio", "num_tokens")
     return [tuple(entry[name] for name in names) for entry in trained.state.log_history if "reward" in entry]
 
@@ -89,8 +89,8 @@ def test_the_completions_of_stock_trl(tmp_path: Path) -> None:
     assert list(ours._logs["completion"]) == list(stock._logs["completion"])
 
 
-def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
-    """With the stream that users get. The guard looks at the first batch after the resume, and must not disturb it."""
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
+    """The random stream is that of users. The check of the first batch after the resume must not disturb it."""
     runs = []
     for folder, resume in (("whole", None), ("resumed", str(tmp_path / "whole" / "checkpoint-2"))):
         run = trainer(tmp_path / folder, max_steps=4, save_strategy="steps", save_steps=2)
@@ -103,17 +103,17 @@ def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
         assert torch.equal(mine, other)
 
 
-# ---- the guard
+# ---- the check of the first batch
 
 
 def moved_nothing(self: Any, holes: list[int], movers: list[int], count: int) -> None:
-    """A cache that drops its last rows, whichever have finished."""
+    """Drop the last rows of a cache, whichever have finished."""
     self.buffers = [buffer[:count] for buffer in self.buffers]
     self.show(self.start, self.stop)
 
 
 def next_prompt(self: Any, layer: Any, rows: torch.Tensor, room: int, take: Any = kv_cache.Buffer.take) -> None:
-    """Keys and values of another prompt than the row's."""
+    """Give rows the keys and values of another prompt."""
     take(self, layer, (rows + 1) % (rows.max() + 1), room)
 
 
@@ -214,10 +214,10 @@ def test_bfloat16_passes_the_check(tmp_path: Path, said: Any) -> None:
     assert all(entry[MEAN] < 5e-2 for entry in run.state.log_history if "reward" in entry)
 
 
-# ---- where transformers' own loop generates
+# ---- runs left to transformers' own loop
 
 
-def test_dropout_while_training_only(tmp_path: Path, said: Any) -> None:
+def test_dropout_prevents_group_decoding_in_training_only(tmp_path: Path, said: Any) -> None:
     run = trainer(tmp_path, peft_config=adapter(lora_dropout=0.5), eval_dataset=PROMPTS.select(range(4)))
     run.evaluate()
     assert said() == []
@@ -226,7 +226,7 @@ def test_dropout_while_training_only(tmp_path: Path, said: Any) -> None:
     assert "own loop: the model has dropout, and completions of a prompt would share its mask" in sentence
 
 
-def test_a_reason_that_generate_finds_is_said_once(tmp_path: Path, said: Any) -> None:
+def test_a_reason_that_generate_finds_is_logged_once(tmp_path: Path, said: Any) -> None:
     run = trainer(tmp_path, cache_implementation="static")
     run.train()
     (sentence,) = said()
@@ -236,8 +236,10 @@ def test_a_reason_that_generate_finds_is_said_once(tmp_path: Path, said: Any) ->
     assert_same_run(run, stock)
 
 
-def test_a_model_that_padding_changes_is_compared_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """TRL's left padding moves GPT-2's learnt positions: its rows are not what was sampled from, which is said once."""
+def test_a_model_that_depends_on_padding_is_compared_without_padding(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TRL's left padding moves GPT-2's learnt positions, so its rows differ from what was sampled: announced once."""
     run = trainer(tmp_path, policy=tiny("GPT2Config"), max_steps=2)
     caplog.clear()
     run.train()
@@ -246,7 +248,7 @@ def test_a_model_that_padding_changes_is_compared_without(tmp_path: Path, caplog
     assert run._generation.is_verified
 
 
-def test_adapters_that_are_given_more_than_tokens() -> None:
+def test_adapters_that_take_more_than_tokens_are_not_decoded_in_groups() -> None:
     prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     assert "virtual tokens" in unfit(get_peft_model(tiny("LlamaConfig"), prompts))
     activated = adapter(task_type="CAUSAL_LM", alora_invocation_tokens=[5])
@@ -298,7 +300,7 @@ def test_layouts_that_are_not_decoded_in_groups(changes: dict[str, Any], reason:
     assert bool(said) == bool(reason)
 
 
-def test_another_word_than_auto_or_off(tmp_path: Path) -> None:
+def test_generation_must_be_auto_or_off(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="`generation` can't be `fast`: choose auto or off"):
         trainer(tmp_path, generation="fast")
 
@@ -309,8 +311,10 @@ def test_another_word_than_auto_or_off(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("config", "options"), [("ddp_cpu", []), ("ddp_cpu", ["--lora"]), ("zero3_cpu", [])])
-def test_ranks_of_very_different_lengths(config: str, options: list[str], tmp_path: Path, extensions: str) -> None:
-    """Rank 1's completions all end with their first token; the run is that of transformers' own loop."""
+def test_ranks_with_completions_of_very_different_lengths(
+    config: str, options: list[str], tmp_path: Path, extensions: str
+) -> None:
+    """Rank 1's completions all end with their first token. The run equals that of transformers' own loop."""
     runs = {}
     for mode in ("auto", "off"):
         module, output = "tests.support.train_uneven", str(tmp_path / mode)
@@ -330,11 +334,11 @@ def test_ranks_of_very_different_lengths(config: str, options: list[str], tmp_pa
     assert all(0 < entry[LARGEST] < 1e-4 for entry in log if LARGEST in entry)
 
 
-# ---- what this is built on
+# ---- contracts
 
 
 def test_contract_with_trl() -> None:
-    """Seam 6: TRL generates in one method, through `generate` of the unwrapped model, for training and evaluation."""
+    """Seam 5: TRL generates in one method, through `generate` of the unwrapped model, for training and evaluation."""
     turn = inspect.signature(TRLGRPOTrainer._generate_single_turn).parameters
     known = ["self", "prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"]
     assert list(turn) == known

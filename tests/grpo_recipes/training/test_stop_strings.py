@@ -1,4 +1,4 @@
-"""Completions that end with a string: where they are cut, what TRL counts as cut off, with both loops."""
+"""Completions that end with a string: where they are cut, and what TRL counts as truncated, with both loops."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ids(text: str) -> list[int]:
 
 
 def stopping(folder: Path, *, pad_is_eos: bool = False, stop: Any = STOP, policy: Any = None, **more: Any) -> Any:
-    """A trainer on bytes whose completions are stopped."""
+    """Return a trainer on bytes whose completions end with strings."""
     words: PreTrainedTokenizerFast = byte_tokenizer()
     if pad_is_eos:
         words.pad_token = words.eos_token
@@ -58,7 +58,7 @@ def test_a_string_that_begins_in_the_prompt_ends_nothing() -> None:
     assert ends.cut([[*ids("zz"), 0, 0]]) == [ids("zz")]
 
 
-def test_a_tokenizer_that_cant_be_searched() -> None:
+def test_a_tokenizer_whose_tokens_are_not_readable_is_refused() -> None:
     with pytest.raises(UserError, match="`generation_kwargs.stop`: transformers can't read the tokens of"):
         StopStrings(["t5"], recorded.tokenizer())
 
@@ -75,7 +75,7 @@ def test_one_string_or_none() -> None:
 
 
 def first_end(tokens: list[int]) -> int | None:
-    """The length at which a completion must have ended, by looking at its text; None if it may go on."""
+    """Return the length at which a completion must have ended by its text, or None if it may go on."""
     for length in range(1, len(tokens) + 1):
         text = byte_tokenizer().decode(tokens[:length])
         if tokens[length - 1] in ENDS or any(text.endswith(stop) for stop in STOP):
@@ -110,7 +110,9 @@ def test_both_loops_stop_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("generation", "pad_is_eos"), covering(["auto", "off"], [False, True]))
-def test_metrics_and_mask_know_which_rows_stopped(generation: str, pad_is_eos: bool, tmp_path: Path) -> None:
+def test_metrics_and_mask_distinguish_stopped_from_truncated_rows(
+    generation: str, pad_is_eos: bool, tmp_path: Path
+) -> None:
     run = stopping(tmp_path, pad_is_eos=pad_is_eos, generation=generation, mask_truncated_completions=True)
     made: list[dict[str, Any]] = []
     original = run._generate_and_score_completions
@@ -138,7 +140,7 @@ def test_metrics_and_mask_know_which_rows_stopped(generation: str, pad_is_eos: b
 
 
 def test_the_metrics_are_of_all_ranks() -> None:
-    """This rank's two rows, of which one is cut off, and another's two, gathered from the device that ranks speak through."""
+    """Two rows of this rank, one of them truncated, and two of another rank, gathered over the collective's device."""
     other = torch.tensor([[0, 5], [0, 9]])
     asked: list[torch.device] = []
 
@@ -165,7 +167,7 @@ def test_the_metrics_are_of_all_ranks() -> None:
 
 
 @pytest.mark.parametrize(("stop", "learns"), [(["never written"], False), (STOP, True)])
-def test_masked_rows_teach_nothing(stop: list[str], learns: bool, tmp_path: Path) -> None:
+def test_masked_rows_have_no_gradient(stop: list[str], learns: bool, tmp_path: Path) -> None:
     policy = tiny_policy()
     run = stopping(
         tmp_path, stop=stop, policy=policy, mask_truncated_completions=True, max_completion_length=8, max_steps=1
@@ -178,7 +180,7 @@ def test_masked_rows_teach_nothing(stop: list[str], learns: bool, tmp_path: Path
     assert any(not torch.equal(before[name], value) for name, value in policy.state_dict().items()) is learns
 
 
-def test_evaluation_stops_too(tmp_path: Path) -> None:
+def test_stop_strings_end_completions_of_an_evaluation(tmp_path: Path) -> None:
     run = stopping(tmp_path, eval_dataset=PROMPTS.select(range(8)))
     run.evaluate()
     (entry,) = run.state.log_history
@@ -187,7 +189,7 @@ def test_evaluation_stops_too(tmp_path: Path) -> None:
 
 
 class ServedByAStub:
-    """What TRL calls of vLLM: it ends a completion with a stop string that it was handed, and leaves the other one open."""
+    """Stub of vLLM for TRL: one completion ends with a stop string that it got, the other stays open."""
 
     def __init__(self, generation_kwargs: dict[str, Any], **_: Any) -> None:
         self.stop = generation_kwargs["stop"]
@@ -200,7 +202,7 @@ class ServedByAStub:
         return prompts, completions, [[[0.0]] * len(tokens) for tokens in completions], None
 
 
-def test_vllm_is_handed_the_stop_strings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_gets_the_stop_strings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", ServedByAStub)
     run = stopping(
         tmp_path,
@@ -220,14 +222,14 @@ def test_vllm_is_handed_the_stop_strings(tmp_path: Path, monkeypatch: pytest.Mon
     assert made[0]["tool_mask"].sum(1).unique().tolist() == [0, 2]
 
 
-def test_without_stop_strings_trl_masks(tmp_path: Path) -> None:
+def test_without_stop_strings_trl_masks_truncated_completions(tmp_path: Path) -> None:
     run = trainer(tmp_path, mask_truncated_completions=True)
     assert run.mask_truncated_completions is True
     assert run._stop is None
 
 
 def test_contract_with_trl() -> None:
-    """What `_generate` returns, the metrics it logs, and the one place that asks for the mask of truncated completions."""
+    """Return value and metrics of `_generate`, and the one place that reads the mask of truncated completions."""
     generate = inspect.getsource(TRLGRPOTrainer._generate)
     assert (
         "return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, tool_images"

@@ -1,4 +1,4 @@
-"""What a tracker shows of a run: TRL's metrics, the run's name, and the recipe as resolved."""
+"""Trackers show TRL's metrics, the run's name and the resolved recipe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_recipes.training.callbacks import RecipeInTrackers
 
 
 def length(completions: list[Any], **columns: Any) -> list[float]:
-    """A reward that differs inside a group."""
+    """Return rewards that differ inside a group."""
     return [float(len(str(completion)) % 7) for completion in completions]
 
 
@@ -64,13 +64,13 @@ def test_tensorboard(tiny_model: Path, gsm8k_file: Path, tmp_path: Path, monkeyp
 
 
 def text(shown: Any, tag: str) -> dict[str, Any]:
-    """A text of the run, read as the YAML or JSON that it is."""
+    """Parse a text of the run, which is YAML or JSON."""
     (event,) = shown.Tensors(f"{tag}/text_summary")
     return yaml.safe_load(event.tensor_proto.string_val[0].decode())
 
 
 class Configuration(dict):
-    """A run's configuration as wandb keeps it: a value that is there is changed only where that is allowed."""
+    """Stub of wandb's configuration: an existing value changes only if that is allowed."""
 
     def update(self, values: dict[str, Any], allow_val_change: bool = False) -> None:  # type: ignore[override]
         changed = [key for key, value in values.items() if key in self and self[key] != value]
@@ -98,5 +98,5 @@ def test_the_recipe_is_in_the_configuration_of_the_run(tracker: str, attribute: 
         ("TrackioCallback", "self._trackio"),
     ],
 )
-def test_transformers_keeps_its_trackers_where_we_look(tracker: str, attribute: str) -> None:
+def test_contract_with_transformers_on_trackers(tracker: str, attribute: str) -> None:
     assert f"{attribute} = " in inspect.getsource(getattr(integration_utils, tracker).__init__)

@@ -1,7 +1,6 @@
-"""The data that reach vLLM: the run's seed, its settings, and the policy's weights, also if they are read after TRL's
-iterator.
+"""Data that vLLM gets: the run's seed, its settings, and the policy's weights, even if read after TRL's iterator.
 
-tests/vllm runs the same against vLLM itself.
+tests/vllm runs the same with vLLM itself.
 """
 
 import copy
@@ -47,7 +46,7 @@ ADAPTERS: dict[str, PeftConfig] = {
 
 
 class GatherNothing:
-    """TRL's `DistributedBackend` on one process."""
+    """Stub of TRL's `DistributedBackend` on one process."""
 
     is_fsdp = False
 
@@ -61,19 +60,19 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def exporter(model: PeftModel) -> VLLMGeneration:
-    """TRL's, without an engine behind it."""
+    """TRL's `VLLMGeneration` without an engine behind it."""
     vllm = object.__new__(VLLMGeneration)
     vllm.model, vllm._dist = model, GatherNothing()
     return vllm
 
 
 def merged(model: PeftModel) -> dict[str, torch.Tensor]:
-    """The policy's weights by PEFT's own export."""
+    """Return the policy's weights by PEFT's own export."""
     return dict(copy.deepcopy(model).merge_and_unload().named_parameters())
 
 
 def with_vllm(model: PeftModel, args: Any) -> TRLGRPOTrainer:
-    """TRL's trainer as it stands when a reference is set, its weights going to vLLM."""
+    """Return TRL's trainer in the state in which a reference is set, with a vLLM that gets its weights."""
     with without_trl_reference(args):
         built = trainer(TRLGRPOTrainer, model, args)
     built.vllm_generation = exporter(model)
@@ -81,7 +80,7 @@ def with_vllm(model: PeftModel, args: Any) -> TRLGRPOTrainer:
 
 
 def sent_by_trl(model: PeftModel) -> dict[str, torch.Tensor]:
-    """What vLLM's packer reads: it collects the tensors and copies them when the iterator has ended."""
+    """Return what vLLM's packer reads: it collects the tensors and copies them when the iterator has ended."""
     return dict(exporter(model)._iter_named_params())
 
 
@@ -105,7 +104,7 @@ def test_vllm_gets_the_merged_weights_of_every_kind_of_adapter(policy: Path, tmp
 
 
 def assert_sent(built: TRLGRPOTrainer, expected: dict[str, torch.Tensor]) -> None:
-    """Names and values are the merged model's, the second time as the first, and afterwards the base is as it was."""
+    """Assert that names and values are the merged model's, twice, and that the base is unchanged afterwards."""
     for _ in range(2):
         sent = dict(built.vllm_generation._iter_named_params())
         assert sent.keys() == expected.keys()
@@ -116,7 +115,7 @@ def assert_sent(built: TRLGRPOTrainer, expected: dict[str, torch.Tensor]) -> Non
 
 @pytest.mark.parametrize("kind", ["LoRA", "trainable tokens"])
 def test_trl_sends_the_base(policy: Path, kind: str) -> None:
-    """If this fails, TRL has mended it: `send_policy` can go as far as names allow."""
+    """If this fails, TRL has fixed it: `send_policy` need no longer copy, only rename."""
     model = adapted(policy, ADAPTERS[kind], continued=True)
     expected, base = merged(model), model.get_base_model()
     sent = sent_by_trl(model)
@@ -130,7 +129,7 @@ def test_trl_sends_the_base(policy: Path, kind: str) -> None:
 
 
 class SeededEngine:
-    """An engine as vLLM seeds it when it is built: the process's random state, by the rank that TRL hands it."""
+    """Seed this process's random state by the rank that TRL passes, as vLLM does when an engine is built."""
 
     def __init__(self, **settings: Any) -> None:
         torch.manual_seed(0)
@@ -157,7 +156,7 @@ def test_the_seed_decides_what_a_colocated_engine_draws(
 
 
 class StubLLM:
-    """vLLM's engine as TRL uses it: every completion is the token 5."""
+    """Stub of vLLM's engine as TRL uses it: every completion is the token 5."""
 
     made: ClassVar[list[dict[str, Any]]] = []
     asked: ClassVar[list[dict[str, Any]]] = []
@@ -177,7 +176,7 @@ class StubLLM:
 
 
 class StubClient:
-    """TRL's client of a server that was started without `--generation-config`."""
+    """Stub of TRL's client of a server that was started without `--generation-config`."""
 
     asked: ClassVar[list[dict[str, Any]]] = []
     generation_config = "auto"
@@ -201,7 +200,7 @@ class StubClient:
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stubs of vLLM under TRL's own `VLLMGeneration`."""
+    """Put stubs of vLLM under TRL's own `VLLMGeneration`."""
     for stub in (StubLLM, StubClient):
         monkeypatch.setattr(stub, "asked", [])
     monkeypatch.setattr(StubLLM, "made", [])
@@ -235,7 +234,7 @@ def engine_trainer(folder: Path, model: Any, mode: str = "colocate", **changes: 
 @pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize(("mode", "stub"), [("colocate", StubLLM), ("server", StubClient)])
 def test_every_sampling_setting_is_sent(policy: Path, tmp_path: Path, mode: str, stub: Any) -> None:
-    """Among them are the end tokens, which an engine without the model's generation_config does not know."""
+    """End tokens are sent too, because an engine without the model's generation_config does not know them."""
     published = {"eos_token_id": [1, 7, 9], "temperature": 0.1, "top_k": 1, "sequence_bias": BIAS, "min_p": 0.9}
     engine_trainer(tmp_path, publish(load(policy), **published), mode).train()
     (asked,) = stub.asked
@@ -262,7 +261,7 @@ def test_the_settings_of_the_run_reach_vllm(
 
 @pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize("mode", ["colocate", "server"])
-def test_no_published_field_changes_what_vllm_is_asked_for(
+def test_no_published_field_changes_a_request_to_vllm(
     policy: Path, tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     built = engine_trainer(tmp_path, load(policy), mode)

@@ -457,14 +457,12 @@ def identity_of(recipe: Recipe, checked: Checked) -> Identity:
 
 def check_same_content(recipe: Recipe, checkpoint: Path, identity: Identity) -> None:
     """Print changes since a checkpoint was saved. Raises `RecipeError` for changed data or weights."""
-    manifest = read_manifest(checkpoint)
-    if manifest is None:  # another trainer's: `earlier_launch` has printed what is not checked
+    if read_manifest(checkpoint) is None:  # another trainer's: `earlier_launch` has printed what is not checked
         return
-    found = compare(manifest.identity, identity)
-    if (line := found.line(checkpoint)) is not None:
+    with _naming_key(recipe, "resume_from_checkpoint"):
+        line = compare(checkpoint, identity)
+    if line is not None:
         _say(line)
-    if (reason := found.refused_change(checkpoint)) is not None:
-        raise _other_run(recipe, reason)
 
 
 def launch_entry(prepared: Prepared) -> dict[str, Any]:
@@ -541,8 +539,7 @@ def run(prepared: Prepared) -> int:
 def check_folder(prepared: Prepared) -> None:
     """Raise `FolderLost` on every rank if this launch has lost the run's folder before its first step. Collective."""
     if prepared.held is not None:
-        saved = prepared.checkpoint.name if prepared.checkpoint else None
-        check_held(prepared.held, "before its first step", saved)
+        check_held(prepared.held, "before its first step", prepared.checkpoint)
 
 
 def describe_run(prepared: Prepared, trainer: GRPOTrainer) -> None:

@@ -14,7 +14,6 @@ import hashlib
 import json
 import platform
 import re
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from grpo_recipes.process.ranks import gather, rank
 from grpo_recipes.runs import files
 from grpo_recipes.runs.files import INTEGER, INTEGER_OR_NULL, RECORD, TEXT, RunError, Shape, read_object
 from grpo_recipes.runs.weights import ADAPTER_CONFIG, INDICES, check_weight_file, check_weight_files
-from grpo_rewards.files import SMALL_JSON, UnreadableFile, open_ordinary, parse_json, read_text
+from grpo_rewards.files import SMALL_JSON, UnreadableFile, parse_json, read_text
 
 MANIFEST = "manifest.json"
 CHECKSUM = "xxh3_128"
@@ -273,16 +272,15 @@ def is_complete(checkpoint: Path, num_processes: int) -> bool:
     Each rank writes its random state after its part of the model and the optimizer. The first rank then writes
     `trainer_state.json` (`Trainer._save_checkpoint`). If these files are complete, so are the others.
     """
-    ranks = [f"rng_state_{rank}.pth" for rank in range(num_processes)] if num_processes > 1 else ["rng_state.pth"]
-    return has_state(checkpoint) and all(_is_zip(checkpoint / name) for name in ranks)
-
-
-def _is_zip(file: Path) -> bool:
+    names = ["rng_state.pth"]
+    if num_processes > 1:
+        names = [f"rng_state_{rank}.pth" for rank in range(num_processes)]
     try:
-        with open_ordinary(file) as opened:
-            return zipfile.is_zipfile(opened)
-    except (OSError, UnreadableFile):
+        for name in names:
+            check_weight_file(checkpoint / name)
+    except RunError:
         return False
+    return has_state(checkpoint)
 
 
 def has_state(checkpoint: Path) -> bool:

@@ -32,10 +32,11 @@ import pyarrow as pa
 import xxhash
 from pyarrow import compute, types
 
-from grpo_recipes.runs.checkpoints import checksum
+from grpo_recipes.runs.checkpoints import checksum, read_manifest
 from grpo_recipes.runs.files import RunError, read_object
 from grpo_recipes.runs.record import versions
 from grpo_recipes.runs.weights import ADAPTER_CONFIG, identify_weights, weight_files
+from grpo_rewards.errors import UserError
 from grpo_rewards.registry import BoundReward, BuiltReward, leaves
 from grpo_rewards.reward import BaseReward, FunctionReward
 
@@ -107,14 +108,6 @@ class Comparison:
     refused: list[str] = field(default_factory=list)
     logged: list[str] = field(default_factory=list)
 
-    def line(self, checkpoint: Path) -> str | None:
-        """Return a message on the differences that do not prevent a resume, or None if there are none."""
-        return f"since {checkpoint} was saved: {'; '.join(self.logged)}" if self.logged else None
-
-    def refused_change(self, checkpoint: Path) -> str | None:
-        """Return the differences that prevent a resume, as a clause, or None if there are none."""
-        return f"since {checkpoint} was saved, {', and '.join(self.refused)}" if self.refused else None
-
 
 def identify(
     dataset: Any, rewards: Sequence[BuiltReward], sources: Mapping[str, Source], *, all_columns: bool = False
@@ -140,12 +133,30 @@ def identify(
     return Identity(content, {role: source.name for role, source in sources.items()})
 
 
-def compare(before: Mapping[str, Any] | None, launch: Identity) -> Comparison:
-    """Compare the identity in a checkpoint's manifest with that of this launch. None is that of another trainer."""
-    if before is None:
-        return Comparison(
-            logged=["data, weights and rewards are not compared, because the checkpoint does not identify them"]
+def compare(checkpoint: Path, launch: Identity) -> str | None:
+    """Compare the identity in a checkpoint's manifest with that of this launch.
+
+    Returns:
+        A line on the differences that do not prevent a resume, or None if there are none.
+
+    Raises:
+        UserError: data or weights have changed.
+    """
+    manifest = read_manifest(checkpoint)
+    found = differences(manifest.identity if manifest is not None else None, launch)
+    if found.refused:
+        raise UserError(
+            f"since {checkpoint} was saved, {', and '.join(found.refused)}: train on the data and weights of the run, or "
+            "start another run from the checkpoint as its `model_name_or_path`"
         )
+    return f"since {checkpoint} was saved: {'; '.join(found.logged)}" if found.logged else None
+
+
+def differences(before: Mapping[str, Any] | None, launch: Identity) -> Comparison:
+    """Compare an identity with that of a launch. None is the identity of another trainer's checkpoint."""
+    if before is None:
+        sentence = "data, weights and rewards are not compared, because the checkpoint does not identify them"
+        return Comparison(logged=[sentence])
     now, found = launch.content, Comparison()
     _compare_rewards(before["rewards"], now["rewards"], found)
     _compare_data(before, now, found)

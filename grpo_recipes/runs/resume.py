@@ -210,51 +210,44 @@ def decide(folder: Path, asked: str | Literal[True], processes: int, *, trusts_o
             return Resume(folder, processes, named, [named])
         found = rejection(named, processes)
         return Resume(folder, processes, named, [] if found else [named], [found] if found else [])
-    complete, rejected = _survey(folder, processes)
-    unreadable = {one.path for one in rejected}
-    left = [path for path in _abandoned(folder) if path not in unreadable]
-    if not complete and left and all(one.cut_off for one in rejected):
-        raise RunError(_no_branch_point(folder, left))
-    later = [path for path in left if not complete or step_of(path) > step_of(complete[0])]
+    complete, rejected, abandoned = _survey(folder, processes)
+    if not complete and abandoned and all(one.cut_off for one in rejected):
+        raise RunError(_no_branch_point(folder, abandoned))
+    later = [path for path in abandoned if not complete or step_of(path) > step_of(complete[0])]
     return Resume(folder, processes, None, complete, rejected, later)
 
 
 def newest_checkpoint(folder: Path, processes: int) -> Path | None:
     """Return the newest complete checkpoint of the last launch in a run's folder, as far as names and sizes tell."""
-    complete, _ = _survey(folder, processes)
+    complete, _, _ = _survey(folder, processes)
     return complete[0] if complete else None
 
 
-def _survey(folder: Path, processes: int) -> tuple[list[Path], list[Rejected]]:
-    """Return the complete checkpoints of the last launch of a run, and the incomplete ones, newest first.
+def _survey(folder: Path, processes: int) -> tuple[list[Path], list[Rejected], list[Path]]:
+    """Return the complete checkpoints of the last launch of a run, the rejected ones, and the abandoned ones.
 
-    A complete checkpoint that the last launch abandoned is in neither list.
+    The first two lists begin with the newest checkpoint, the last one with the oldest.
     """
     last = last_launch(folder)
     checkpoints = set(numbered(folder))
     if last.source is not None and has_state(last.source):  # it may lie in the folder of another run
         checkpoints.add(last.source)
-    complete, rejected = [], []
+    complete: list[Path] = []
+    rejected: list[Rejected] = []
+    abandoned: list[Path] = []
     for checkpoint in sorted(checkpoints, key=step_of, reverse=True):
         branch = branch_of(checkpoint)
         is_held = last.holds(branch, step_of(checkpoint))
         if branch and not is_held:
-            continue
-        if (one := rejection(checkpoint, processes)) is not None:
+            if (checkpoint / "trainer_state.json").is_file():
+                abandoned.insert(0, checkpoint)
+        elif (one := rejection(checkpoint, processes)) is not None:
             rejected.append(one)
         elif is_held:
             complete.append(checkpoint)
-    return complete, rejected
-
-
-def _abandoned(folder: Path) -> list[Path]:
-    """Return the checkpoints in a run's folder that the last launch does not descend from, lowest step first."""
-    last = last_launch(folder)
-    found = []
-    for path in numbered(folder):
-        if (path / "trainer_state.json").is_file() and not last.holds(branch_of(path), step_of(path)):
-            found.append(path)
-    return sorted(found, key=step_of)
+        else:
+            abandoned.insert(0, checkpoint)
+    return complete, rejected, abandoned
 
 
 def _no_branch_point(folder: Path, left: Sequence[Path]) -> str:
@@ -276,30 +269,22 @@ def names_of(checkpoints: Sequence[Path]) -> str:
 def confirmed(point: Resume, *, each_node: bool) -> Resume:
     """Return the decision with only the newest checkpoint whose contents agree with its manifest. Collective.
 
-    The damaged checkpoints are added to `rejected`. If every checkpoint is damaged, `obstacle` says so.
-    """
-    newest, damaged = newest_confirmed(point.checkpoints, each_node=each_node)
-    return replace(point, checkpoints=[newest] if newest else [], rejected=[*point.rejected, *damaged])
-
-
-def newest_confirmed(checkpoints: Sequence[Path], *, each_node: bool) -> tuple[Path | None, list[Rejected]]:
-    """Return the first checkpoint whose contents agree with its manifest, and the damaged ones before it. Collective.
-
-    A checkpoint without a manifest (another trainer's) counts as confirmed: nothing says what it should contain.
+    A checkpoint without a manifest (another trainer's) counts as confirmed: nothing says what it should contain. Damaged
+    checkpoints are added to `rejected`. If every checkpoint is damaged, `obstacle` says so.
     """
     # Ranks that see different disks may propose different checkpoints.
-    proposed = gather([path.name for path in checkpoints])
-    rejected: list[Rejected] = []
-    for checkpoint in checkpoints:
-        if not all(checkpoint.name in names for names in proposed):
-            rejected.append(Rejected(checkpoint, f"{checkpoint} is not complete on every machine", cut_off=False))
-            continue
-        manifest = read_manifest(checkpoint)
-        damage = manifest and content_damage(checkpoint, manifest, each_node=each_node)
+    proposed = gather([path.name for path in point.checkpoints])
+    rejected = list(point.rejected)
+    for checkpoint in point.checkpoints:
+        if all(checkpoint.name in names for names in proposed):
+            manifest = read_manifest(checkpoint)
+            damage = manifest and content_damage(checkpoint, manifest, each_node=each_node)
+        else:
+            damage = f"{checkpoint} is not complete on every machine"
         if not damage:
-            return checkpoint, rejected
+            return replace(point, checkpoints=[checkpoint], rejected=rejected)
         rejected.append(Rejected(checkpoint, damage, cut_off=False))
-    return None, rejected
+    return replace(point, checkpoints=[], rejected=rejected)
 
 
 def unfit(checkpoint: Path, processes: int) -> str | None:

@@ -28,12 +28,10 @@ from grpo_recipes.runs.resume import (
     decide,
     names_of,
     new_branch,
-    newest_confirmed,
     oldest_first,
     unfit,
     write_launch,
 )
-from grpo_rewards.errors import UserError
 
 LOGGED = "logged.json"
 """File of a checkpoint with the sums that the next log entry continues."""
@@ -117,13 +115,9 @@ class CompleteCheckpoints(TrainerCallback):
             if manifest.model_only:
                 raise RunError(reason)
             logger.warning("%s", reason)  # transformers can resume on another number of processes, and a script may
-        found = compare(manifest.identity if manifest is not None else None, self.identity)
-        if (line := found.line(newest)) is not None and rank() == 0:
+        line = compare(newest, self.identity)
+        if line is not None and rank() == 0:
             logger.warning("%s", line)
-        if (reason := found.refused_change(newest)) is not None:
-            raise UserError(
-                f"{reason}: train on what the run was trained on, or start another run from the checkpoint as its model"
-            )
         return newest
 
     def _begin_launch(self) -> None:
@@ -133,7 +127,7 @@ class CompleteCheckpoints(TrainerCallback):
         # Every rank has read the folder when the first rank's answer arrives, and only then is it written to.
         self.launch = LastLaunch(on_first_rank(lambda: new_branch(folder, source)), source)
         if self.held is not None:
-            check_held(self.held, "before its first step", source.name if source is not None else None)
+            check_held(self.held, "before its first step", source)
         if args.should_save:
             write_launch(folder, self.launch)
             # The log of an earlier launch: a recipe writes it anew, and a script writes none.
@@ -211,19 +205,19 @@ class CompleteCheckpoints(TrainerCallback):
         Call it before anything is written there.
         """
         if self.held is not None:
-            last = self.last_saved or self.resumed_from
-            check_held(self.held, f"after step {self.trainer.state.global_step}", last.name if last else None)
+            last_saved = self.last_saved or self.resumed_from
+            check_held(self.held, f"after step {self.trainer.state.global_step}", last_saved)
 
     def _check_best(self, args: TrainingArguments, state: TrainerState) -> None:
         """Raise `RunError` if the best checkpoint, which `load_best_model_at_end` will load, is incomplete."""
         best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
         if not args.load_best_model_at_end or best is None or best == self.resumed_from:
             return
-        _, damaged = newest_confirmed([best], each_node=args.save_on_each_node)
-        if damaged or rejection(best, args.world_size):
-            reason = damaged[0].reason if damaged else f"{best} is not complete"
+        point = confirmed(Resume(best.parent, args.world_size, best, [best]), each_node=args.save_on_each_node)
+        found = rejection(best, args.world_size) if point.newest else point.rejected[0]
+        if found is not None:
             raise RunError(
-                f"{reason}, and `load_best_model_at_end` would load it at the end: restore it, or set that key to false"
+                f"{found.reason}, and `load_best_model_at_end` would load it at the end: restore it, or set that key to false"
             )
 
     def correct_rates(self, logs: dict[str, float]) -> None:
@@ -236,17 +230,17 @@ class CompleteCheckpoints(TrainerCallback):
                 logs[name] = round(logs[name] * (step - self.first_step) / max(step, 1), 3)
 
 
-def check_held(held: Held, when: str, last_saved: str | None) -> None:
+def check_held(held: Held, when: str, last_saved: Path | None) -> None:
     """Raise `FolderLost` on every rank if the first rank has lost the run's folder. Collective.
 
     Args:
         held: the folder, as each rank has it.
         when: moment at which this launch stops, for the message.
-        last_saved: name of the newest checkpoint that is saved, or None.
+        last_saved: newest checkpoint, or None.
     """
     sentence = None
     if (loss := held.loss()) is not None:
-        saved = f"{last_saved} is its last checkpoint" if last_saved else "it has no checkpoint"
+        saved = f"{last_saved.name} is its last checkpoint" if last_saved else "it has no checkpoint"
         sentence = f"{loss.reason}; this launch stops {when} and writes nothing more there, {saved}: {loss.fix}"
     # Only the first rank holds the folder. All ranks must leave together, or the others would wait for it.
     if found := next(filter(None, gather(sentence)), None):

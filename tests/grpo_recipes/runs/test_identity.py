@@ -30,7 +30,7 @@ from grpo_recipes.runs.identity import (
     Source,
     column_digests,
     columns_read,
-    compare,
+    differences,
     source_digest,
     weights_of,
 )
@@ -172,7 +172,7 @@ def test_a_recipe_notices_changes_behind_its_paths(
     assert train.main(resumed) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert "mine.yaml: `resume_from_checkpoint`: since " in said
-    assert "launch as before, or start another run" in said
+    assert "train on the data and weights of the run, or start another run" in said
     assert re.search(words, said), said
 
 
@@ -208,7 +208,7 @@ def test_a_script_notices_changes_behind_its_paths(place: Path, caplog: pytest.L
     change(place)
     again = script(place)
     if words:
-        with pytest.raises(UserError, match=f"since .*checkpoint-1 was saved, {words}: train on what"):
+        with pytest.raises(UserError, match=f"since .*checkpoint-1 was saved, {words}: train on the data"):
             again.train(resume_from_checkpoint=True)
         return
     with caplog.at_level(logging.WARNING):
@@ -358,7 +358,7 @@ def test_rewards_without_a_source_file_are_not_identified() -> None:
     content = identity.identify(streamed, [], {}).content
     assert (content["rows"], content["columns"]) == (None, {})
     before = {**content, "rewards": {"f": NOT_IDENTIFIED}}
-    found = compare(before, Identity({**before, "versions": {**before["versions"], "trl": "0.1"}}))
+    found = differences(before, Identity({**before, "versions": {**before["versions"], "trl": "0.1"}}))
     assert found.refused == []
     assert found.logged == [
         "the code of `f` is not compared, because it has no source file",
@@ -370,15 +370,15 @@ def test_rewards_without_a_source_file_are_not_identified() -> None:
 def test_other_columns_are_refused_unless_the_code_of_a_reward_has_changed() -> None:
     before = identity.identify(table(gold=["1"] * 3), [], {"reward model `a`": Source("")}, all_columns=True).content
     now = identity.identify(table(gold=["1"] * 3), [], {})
-    assert compare(before, now).refused == ["the column `gold` of the dataset is no longer read"]
-    assert compare(before, now).logged == ["the weights of the reward model `a` are no longer read"]
-    found = compare({**before, "rewards": {"f": "1"}}, now)
+    assert differences(before, now).refused == ["the column `gold` of the dataset is no longer read"]
+    assert differences(before, now).logged == ["the weights of the reward model `a` are no longer read"]
+    found = differences({**before, "rewards": {"f": "1"}}, now)
     assert found.refused == []
     assert found.logged[:2] == [
         "the rewards from source files were `f` and are none",
         "the column `gold` of the dataset is no longer read",
     ]
-    found = compare(before, identity.identify(table().select([0, 1]), [], {}))
+    found = differences(before, identity.identify(table().select([0, 1]), [], {}))
     assert found.refused == ["the dataset had 3 rows and has 2"]
 
 
@@ -394,12 +394,12 @@ def test_weights_on_the_hub_are_their_commit(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(hub, "hub_answers", lambda: False)
     sources = [Source("org/name", hub.hub_commit("org/name", revision)) for revision in commits]
     identities = [identity.identify(table(), [], {"policy": source}) for source in sources]
-    (reason,) = compare(identities[0].content, identities[1]).refused
+    (reason,) = differences(identities[0].content, identities[1]).refused
     assert reason == (
         f"the weights of the policy were org/name at the commit {commits['main']} and are now {commits['v2']}"
     )
     unknown = identity.identify(table(), [], {"policy": Source("org/other", hub.hub_commit("org/other"))})
-    found = compare(identities[0].content, unknown)
+    found = differences(identities[0].content, unknown)
     assert (found.refused, len(found.logged)) == ([], 1)
 
 

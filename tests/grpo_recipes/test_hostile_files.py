@@ -1,4 +1,4 @@
-"""Every file that a verb reads, replaced by one that was made to do harm: one sentence, at once, in bounded memory."""
+"""Each file that a command reads, replaced by a harmful one: one error line, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from peft import LoraConfig, get_peft_model
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer, Recipe, cli, evaluate_model, run_recipe, train
+from grpo_recipes.process.faults import print_last_line
 from grpo_recipes.runs.lock import LOCK
 from grpo_rewards import reward_model
 from grpo_rewards.errors import UserError
@@ -28,7 +29,7 @@ from tests.support import launching, short_runs, tiny
 from tests.support.stored import evaluation_files, run_files
 
 SECONDS, BYTES = 20, 2 << 30
-"""Bounds of one cell."""
+"""Limits of one combination of command, file and fault."""
 
 
 def _pipe(path: Path) -> None:
@@ -41,7 +42,7 @@ def _sparse(path: Path) -> None:
 
 
 def _sparse_after_a_start(path: Path) -> None:
-    """A beginning that a reader goes on from: an object, or a header of 4 GB."""
+    """Write a valid beginning, an object or a header of 4 GB, and then zeros."""
     with path.open("wb") as file:
         file.write((4 << 30).to_bytes(8, "little") if path.suffix == ".safetensors" else b'{"log_history": [')
         file.truncate(12 << 30)
@@ -75,7 +76,7 @@ FAULTS: dict[str, Callable[[Path], None]] = {
 
 @dataclass(frozen=True)
 class Scene:
-    """Files that a verb is called on. Everything that it reads is whole."""
+    """Files that a command is called on, all of them intact."""
 
     folder: Path
     policy: Path
@@ -83,18 +84,18 @@ class Scene:
     rewarder: Path
     rows: Path
     run: Path
-    """A finished run with one checkpoint."""
+    """Finished run with one checkpoint."""
     foreign: Path
-    """A run of TRL's own trainer, whose checkpoint has no manifest."""
+    """Run of TRL's own trainer, whose checkpoint has no manifest."""
     scripted: Path
-    """A run of our trainer in a script, with one checkpoint."""
+    """Run of our trainer in a script, with one checkpoint."""
     stored: Path
-    """A run, finished long ago, to be reported."""
+    """Finished run to report on."""
     sharded: Path
-    """A model whose weights an index names."""
+    """Model whose weights are listed in an index."""
 
     def recipe(self, **changes: Any) -> Path:
-        """A recipe of two steps on one process, in a file of its own."""
+        """Write a recipe of two steps on one process, and return its path."""
         values = {"per_device_train_batch_size": 8, "max_steps": 2, "save_steps": 2, "report_to": "none", **changes}
         output = Path(values.pop("output_dir", self.folder / "new"))
         return launching.write_recipe(self.folder / "mine.yaml", self.policy, self.rows, output, **values)
@@ -102,7 +103,7 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of a `Scene`."""
+    """Build the files of a `Scene`, and return their folder."""
     folder = tmp_path_factory.mktemp("scene")
     scene = _scene(folder)
     launching.build_policy(scene.policy)
@@ -139,7 +140,7 @@ def _scene(folder: Path) -> Scene:
 
 @pytest.fixture
 def scene(built: Path) -> Iterator[Scene]:
-    """The scene, put back as it was, in a process that has loaded nothing of it."""
+    """Yield the scene, and restore it afterwards."""
     reward_model._load.cache_clear()
     shutil.copytree(built, built.with_name("copy"), symlinks=True)
     yield _scene(built)
@@ -147,7 +148,7 @@ def scene(built: Path) -> Iterator[Scene]:
     built.with_name("copy").rename(built)
 
 
-# How each verb is called: what it returns is its exit code.
+# Calls of the commands, each of which returns an exit code.
 
 
 def _train(scene: Scene, **changes: Any) -> int:
@@ -170,11 +171,11 @@ def _resume(scene: Scene, place: str) -> int:
 
 
 def _api(call: Callable[[], Any]) -> int:
-    """The exit code that a verb would give an entry's outcome, its error printed as the verb prints it."""
+    """Return the exit code of a call of the API, and print its error as a command would."""
     try:
         call()
     except UserError as error:
-        train.say_last(f"error: {error}", 2)
+        print_last_line(f"error: {error}", 2)
         return 2
     return 0
 
@@ -197,7 +198,7 @@ ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb, and the files that it reads."""
+    """Call of a command, and the files that the command reads."""
 
     call: Callable[[Scene], int]
     files: Sequence[str]
@@ -296,17 +297,17 @@ VERBS: dict[str, Verb] = {
 
 
 class TooSlow(BaseException):
-    """A cell took longer than `SECONDS`."""
+    """Error for a command that took longer than `SECONDS`."""
 
 
 @contextmanager
 def bounded(place: Path) -> Iterator[None]:
-    """In this block `SECONDS` may pass and `BYTES` be taken, beyond what this process has; `place` may be a pipe."""
+    """Limit the block to `SECONDS` and to `BYTES` beyond the memory of this process. `place` may be a pipe."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise TooSlow
 
-    def end_pipe() -> None:  # a library that waits for a writer outside of Python hears no signal
+    def end_pipe() -> None:  # a library that waits for a writer in native code ignores the signal
         nonlocal waited
         waited = True
         with suppress(OSError):
@@ -332,7 +333,7 @@ def bounded(place: Path) -> Iterator[None]:
 
 
 def _is_harmless(file: str, fault: str) -> bool:
-    """Return True if a verb may do its work with a file that has this fault: then it need not name the file either."""
+    """Return True if a command may succeed with a file that has this fault, so that no error need name the file."""
     name = Path(file).name
     if fault == "an empty object":  # every setting is its default
         return True
@@ -348,16 +349,16 @@ def _is_harmless(file: str, fault: str) -> bool:
             "not UTF-8",
             "UTF-16",
         )
-    # The file of a run that has logged nothing, and a folder in place of its configuration alone.
+    # A run may have logged nothing, and a configuration other than the policy's may be missing.
     return (name, fault) in {("_log.jsonl", "empty"), ("config.json", "a folder")} and not file.startswith("policy")
 
 
-# Files that tell that a checkpoint without a manifest is whole: if one can't be read, the checkpoint is named.
+# Files that show whether a checkpoint without a manifest is complete. The error names the checkpoint instead of the file.
 WHOLENESS = ("foreign/checkpoint-1/trainer_state.json", "foreign/checkpoint-1/rng_state.pth")
 
 
 def _cells() -> Iterator[Any]:
-    """Yield every fault of every file for every verb that reads it. The quick part has one fault of every second file."""
+    """Yield each fault of each file for each command that reads it. One fault of every second file is quick."""
     number = 0
     for verb, entry in VERBS.items():
         for file in entry.files:
@@ -368,7 +369,7 @@ def _cells() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("verb", "file", "fault"), _cells())
-def test_a_file_made_to_do_harm_gets_one_sentence(
+def test_a_harmful_file_ends_in_one_error_line(
     scene: Scene, verb: str, file: str, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = scene.folder / file
@@ -377,9 +378,9 @@ def test_a_file_made_to_do_harm_gets_one_sentence(
     FAULTS[fault](place)
     with bounded(place):
         code = VERBS[verb].call(scene)
-    said = capsys.readouterr()
-    assert "Traceback" not in said.err + said.out
-    last = said.err.strip().splitlines()[-1] if said.err.strip() else ""
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err + printed.out
+    last = printed.err.strip().splitlines()[-1] if printed.err.strip() else ""
     if _is_harmless(file, fault) and code != 2:
         assert code in (0, 1)
         return
@@ -390,7 +391,7 @@ def test_a_file_made_to_do_harm_gets_one_sentence(
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_lock_made_to_do_harm_keeps_no_run_from_being_read(
+def test_a_harmful_lock_does_not_stop_a_run_from_being_read(
     scene: Scene, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = scene.stored / LOCK
@@ -401,7 +402,7 @@ def test_a_lock_made_to_do_harm_keeps_no_run_from_being_read(
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_the_same_files_as_they_should_be_are_read(scene: Scene, verb: str) -> None:
-    """Otherwise a sentence about something else would pass for one about the fault."""
+def test_the_intact_files_are_read(scene: Scene, verb: str) -> None:
+    """Otherwise an error about something else would pass for one about the fault."""
     with bounded(scene.folder / "nothing"):
         assert VERBS[verb].call(scene) in ((0, 1) if verb == "diagnose" else (0,))

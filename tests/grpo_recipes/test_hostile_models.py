@@ -1,8 +1,7 @@
-"""A stranger's model folder in every command that reads one: one sentence, within the seconds and the memory of the
-docs.
+"""Harmful model folders in every command that reads one: one error line, within the documented time and memory.
 
-The commands run in processes of their own under the shipped limits, so that a hang or a large allocation ends the test
-and not the suite. `checks/test_tokenizer.py` and `checks/test_model_sizes.py` hold each case in this process.
+Each command runs in a process of its own with the shipped limits, so that a hang or a large allocation ends the test and
+not the suite. `checks/test_tokenizer.py` and `checks/test_model_sizes.py` test the cases in this process.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
 
 
 def hostile_model(folder: Path, kind: str) -> Path:
-    """A tiny model with one hostile part."""
+    """Save a tiny model with one harmful part, and return its folder."""
     tiny.policy().save_pretrained(folder)
     tiny.chat_tokenizer(tiny.CHATML + TEMPLATES.get(kind, "")).save_pretrained(folder)
     change(folder, **SIZES.get(kind, {}))
@@ -53,7 +52,7 @@ def hostile_model(folder: Path, kind: str) -> Path:
 
 
 def adapter_of(base: Path, folder: Path) -> Path:
-    """An adapter whose base is `base`, though it was made for a model that is fine."""
+    """Save an adapter with the base `base`, made for a harmless model, and return its folder."""
     fine = hostile_model(folder.with_name("fine"), "")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(fine), LoraConfig(target_modules=["q_proj"], r=2))
     model.save_pretrained(folder)
@@ -63,11 +62,10 @@ def adapter_of(base: Path, folder: Path) -> Path:
 
 
 def command(verb: str, folder: Path, model: Path) -> list[str]:
-    """The command line of a verb on a model, with what else it needs in `folder`."""
+    """Return the command line of a command on a model. Its other files are written into `folder`."""
     rows = folder / "rows.jsonl"
-    question = (
-        "a" * 17 + "! "
-    ) * 300  # what TOKENIZERS backtracks on, and stays below its library's own limit for each word
+    # The pattern of TOKENIZERS backtracks on it, and each word stays below the library's own limit.
+    question = ("a" * 17 + "! ") * 300
     rows.write_text(
         "".join(json.dumps({"question": f"{n} {question}", "answer": f"#### {n}"}) + "\n" for n in range(20))
     )
@@ -92,7 +90,7 @@ def command(verb: str, folder: Path, model: Path) -> list[str]:
 
 
 def measured(line: list[str]) -> tuple[int, str, float, int]:
-    """The exit code of a command, what it printed, its seconds, and the most memory that it and its children had."""
+    """Return a command's exit code, its output, its seconds, and the largest memory of its process tree."""
     environment = {**os.environ, "PYTHONPATH": f"{launching.ROOT}{os.pathsep}{launching.ROOT / 'rewards'}"}
     started = time.monotonic()
     process = subprocess.Popen(
@@ -110,7 +108,7 @@ def measured(line: list[str]) -> tuple[int, str, float, int]:
 
 
 def memory_of(pid: int) -> Iterator[int]:
-    """The bytes that a process and each of its children hold, a page that several share counted in parts (PSS)."""
+    """Yield the bytes of a process and of each of its children. Shared pages are divided among them (PSS)."""
     try:
         parent = psutil.Process(pid)
         for process in (parent, *parent.children(recursive=True)):
@@ -130,13 +128,13 @@ QUICK = {("plan", "large")}
     ("verb", "kind"),
     [pytest.param(*case, id=" ".join(case), marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
 )
-def test_a_hostile_model_gets_one_sentence_in_time(verb: str, kind: str, tmp_path: Path) -> None:
+def test_a_harmful_model_ends_in_one_error_line_in_time(verb: str, kind: str, tmp_path: Path) -> None:
     model = hostile_model(tmp_path / "model", kind)
-    code, said, seconds, most = measured(command(verb, tmp_path, model))
-    assert code == 2, said
-    assert "Traceback" not in said
-    last = said.rstrip().splitlines()[-1]
-    assert last.startswith("error: "), said
+    code, printed, seconds, most = measured(command(verb, tmp_path, model))
+    assert code == 2, printed
+    assert "Traceback" not in printed
+    last = printed.rstrip().splitlines()[-1]
+    assert last.startswith("error: "), printed
     assert str(model) in last
     for key in SIZES.get(kind, {}):
         assert key in last or kind == "held by no weights"
@@ -146,25 +144,25 @@ def test_a_hostile_model_gets_one_sentence_in_time(verb: str, kind: str, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*TEMPLATES, *TOKENIZERS])
-def test_merging_renders_and_encodes_nothing(kind: str, tmp_path: Path) -> None:
-    code, said, _, most = measured(command("merge", tmp_path, hostile_model(tmp_path / "model", kind)))
-    assert code == 0, said
+def test_a_merge_renders_and_encodes_nothing(kind: str, tmp_path: Path) -> None:
+    code, printed, _, most = measured(command("merge", tmp_path, hostile_model(tmp_path / "model", kind)))
+    assert code == 0, printed
     assert most < BYTES
 
 
 @pytest.mark.slow
-def test_two_ranks_end_with_one_sentence(tmp_path: Path) -> None:
+def test_two_ranks_end_with_one_error_line(tmp_path: Path) -> None:
     model = hostile_model(tmp_path / "model", "loops")
     command("train", tmp_path, model)
     process = launching.start("ddp_cpu", tmp_path / "mine.yaml")
-    said = launching.finish(process, timeout=90)
+    printed = launching.finish(process, timeout=90)
     assert process.returncode != 0
-    assert said.count("error: ") == 1, said
-    assert "rendering" in said
+    assert printed.count("error: ") == 1, printed
+    assert "rendering" in printed
 
 
 @pytest.mark.parametrize("verb", ["plan", "merge"])
-def test_ctrl_c_is_one_sentence(
+def test_ctrl_c_ends_a_command_with_one_line(
     verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*args: Any) -> None:
@@ -172,7 +170,7 @@ def test_ctrl_c_is_one_sentence(
 
     line = command(verb, tmp_path, hostile_model(tmp_path / "model", ""))
     monkeypatch.setattr("grpo_recipes.process.bounded_child.readable", interrupted)
-    before = set(psutil.Process().children())  # those of other tests in this process
+    before = set(psutil.Process().children())  # children of other tests in this process
     assert cli.main(line[3:]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "stopped by Ctrl-C"
     assert set(psutil.Process().children()) <= before
@@ -184,8 +182,8 @@ def test_ctrl_c_at_the_terminal_ends_the_child(tmp_path: Path) -> None:
     process = subprocess.Popen(line, cwd=launching.ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     launching.wait_for(lambda: psutil.Process(process.pid).children(), process, poll=0.05)
     (child, *_) = psutil.Process(process.pid).children()
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the child too
-    said = process.communicate(timeout=20)[1]
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, also to the child
+    printed = process.communicate(timeout=20)[1]
     assert process.returncode == 130
-    assert said.rstrip().splitlines()[-1] == "stopped by Ctrl-C"
+    assert printed.rstrip().splitlines()[-1] == "stopped by Ctrl-C"
     assert not child.is_running()

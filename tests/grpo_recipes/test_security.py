@@ -1,7 +1,7 @@
-"""What a stranger may do to a reader of a run, a model or a dataset, and what a run may tell a stranger: nothing.
+"""Harmful runs, models and datasets do no harm, and no file of a run holds a secret.
 
-Each test lays a canary where harm would be done - a secret to be found in a file, code that leaves a file behind, an escape
-sequence, a link out of a folder - and runs the commands over it. `docs/security.md` says what is trusted and what is not.
+Each test places a canary where harm would be done and runs the commands on it: a secret that a file must not hold, code
+that would leave a file behind, an escape sequence, or a link out of a folder. `docs/security.md` lists what is trusted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ COMMANDS = {"grpo-recipes": cli.main, "grpo-rewards": rewards_cli.main, "train":
 
 
 def run_command(line: str, *, stdin: str = "") -> tuple[int, str]:
-    """The exit code of a command line, and all that it printed."""
+    """Return the exit code and the output of a command line."""
     program, *arguments = shlex.split(line)
     printed = io.StringIO()
     with (
@@ -67,13 +67,13 @@ def run_command(line: str, *, stdin: str = "") -> tuple[int, str]:
             code = COMMANDS[program](arguments)
         except SystemExit as leaving:
             code = leaving.code if isinstance(leaving.code, int) else 1
-    said = printed.getvalue()
-    assert "Traceback" not in said, said
-    return code, said
+    output = printed.getvalue()
+    assert "Traceback" not in output, output
+    return code, output
 
 
 def mostly_slow(cases: Sequence[Any], quick: Sequence[int]) -> list[Any]:
-    """The cases, of which those at the places `quick` are left to the quick part."""
+    """Return the cases as parameters, all of them slow except those at the places `quick`."""
     return [
         pytest.param(case, marks=() if place in quick else pytest.mark.slow, id=str(case))
         for place, case in enumerate(cases)
@@ -98,7 +98,7 @@ SECRETS = {
     ["token", "hub_token", "api_key", "apiKey", "X-Api-Key", "openai_api_key", "password", "db_password", "secret",
      "client_secret", "Authorization", "access_token", "private_key", "credentials", "tokens_secret", "auth"],
 )  # fmt: skip
-def test_what_is_called_a_secret_is_hidden(key: str) -> None:
+def test_a_value_under_the_key_of_a_secret_is_hidden(key: str) -> None:
     assert redacted({"kwargs": [{key: "x9"}]}) == {"kwargs": [{key: HIDDEN}]}
     assert redacted({key: {"user": "x9"}}) == {key: HIDDEN}
     assert redacted_arguments([f"--kwargs.{key}", "x9", f"--{key}=x9"]) == [
@@ -114,7 +114,7 @@ def test_what_is_called_a_secret_is_hidden(key: str) -> None:
      ("tokenizer", "gpt2"), ("token", True), ("token", None), ("key", "question"), ("author", "me"), ("stop_token", "."),
      ("importance_sampling_level", "token"), ("answer_token", "a"), ("monkey", "x"), ("tags", ["think", "answer"])],
 )  # fmt: skip
-def test_what_only_sounds_like_one_is_kept(key: str, value: Any) -> None:
+def test_a_value_under_a_similar_key_is_kept(key: str, value: Any) -> None:
     assert redacted({key: value}) == {key: value}
 
 
@@ -123,14 +123,14 @@ def test_what_only_sounds_like_one_is_kept(key: str, value: Any) -> None:
     ["hf_abcdefghijklmnopqrst", "sk-proj-abcdefghijklmnopqrst", "ghp_abcdefghijklmnopqrstuvwxyz0123456789",
      "Bearer abcdefghij", "https://me:pass@host/x", "AKIAABCDEFGHIJKLMNOP", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abc"],
 )  # fmt: skip
-def test_what_has_the_shape_of_a_secret_is_hidden_under_any_key(text: str) -> None:
+def test_a_value_with_the_form_of_a_secret_is_hidden_under_any_key(text: str) -> None:
     shown = redacted({"headers": {"x": f"before {text} behind"}})["headers"]["x"]
     assert HIDDEN in shown
     assert shown.startswith("before ")
     assert text not in scrubbed(f"it said {text}.")
 
 
-def test_no_key_of_trls_is_hidden_but_the_hubs_token() -> None:
+def test_the_hub_token_is_the_only_hidden_key_of_trl() -> None:
     from trl import GRPOConfig, ModelConfig
 
     names = [name for owner in (GRPOConfig, ModelConfig) for name in owner.__dataclass_fields__]
@@ -138,7 +138,7 @@ def test_no_key_of_trls_is_hidden_but_the_hubs_token() -> None:
 
 
 def secret_recipe(folder: Path, policy: Path, **changes: Any) -> Path:
-    """A recipe with a secret wherever one may stand; its reward keeps them and says what it is told to."""
+    """Write a recipe with a secret in every possible place, and return its path. Its reward quotes them if it fails."""
     (folder / "keyed.py").write_text(
         "from dataclasses import dataclass, field\n"
         "@dataclass(frozen=True)\n"
@@ -170,7 +170,7 @@ def secret_recipe(folder: Path, policy: Path, **changes: Any) -> Path:
 
 
 def canaries(folder: Path, secrets: Iterable[str] = SECRETS.values()) -> list[str]:
-    """The files of a folder in which one of `secrets` stands, and which one; archives are unpacked."""
+    """Return the files of a folder that contain one of `secrets`, with the secret. Archives are unpacked."""
     contents = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for path in list(contents):
         if zipfile.is_zipfile(path):
@@ -205,7 +205,7 @@ def test_a_record_and_a_card_hold_no_secret(secrets_path: Path) -> None:
     assert canaries(secrets_path / "run") == []
 
 
-def test_a_report_on_another_programs_record_holds_no_secret(tmp_path: Path) -> None:
+def test_a_report_on_a_record_of_another_program_holds_no_secret(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     record = json.loads((folder / "run.json").read_text())
     record["recipe"]["rewards"] = [{"name": "x.y", "kwargs": {"api_key": SECRETS["api_key"], "u": SECRETS["shape"]}}]
@@ -214,13 +214,13 @@ def test_a_report_on_another_programs_record_holds_no_secret(tmp_path: Path) -> 
     assert canaries(folder / "report") == []
 
 
-def test_a_placeholder_is_never_taken_for_the_secret(secrets_path: Path) -> None:
+def test_a_placeholder_is_never_used_as_the_secret(secrets_path: Path) -> None:
     recipe = parse_recipe(["--config", str(secret_recipe(secrets_path, secrets_path))])
     add_launch(secrets_path / "run", describe_launch(recipe.as_dict(), {}, recipe.build_rewards(), []))
     again = f"--config {secrets_path}/run/run.json"
-    code, said = run_command(f"grpo-recipes plan {secrets_path}/run/run.json")
+    code, output = run_command(f"grpo-recipes plan {secrets_path}/run/run.json")
     assert code == 2
-    assert "`rewards.0.kwargs.api_key` is the placeholder of a secret" in said
+    assert "`rewards.0.kwargs.api_key` is the placeholder of a secret" in output
     given = ["--rewards.0.kwargs", "{api_key: canary-again}"]
     rerun = parse_recipe([*again.split(), *given])
     assert rerun.rewards[0]["kwargs"] == {"api_key": "canary-again"}
@@ -231,7 +231,7 @@ def test_a_placeholder_is_never_taken_for_the_secret(secrets_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_file_of_a_run_holds_a_secret(secrets_path: Path, fails: bool) -> None:
-    """The whole folder is searched: transformers pickles its arguments with each save, and services quote keys in errors."""
+    """transformers pickles its arguments with each save, and services quote keys in errors."""
     policy = launching.build_policy(secrets_path / "policy")
     config = secret_recipe(secrets_path, policy, kwargs={"fails": fails}, report_to="none")
     printed = io.StringIO()
@@ -248,7 +248,7 @@ def test_no_file_of_a_run_holds_a_secret(secrets_path: Path, fails: bool) -> Non
     assert [secret for secret in SECRETS.values() if secret in printed.getvalue()] == []
 
 
-# A secret for each key of TRL's that takes any text, and for values inside the mappings that it takes.
+# A secret for each TRL key that takes any text, and for values inside TRL's mappings.
 CANARY = "pa/ss@word-{}-canary9"
 TEXT_KEYS = (
     "run_name", "project", "trackio_space_id", "trackio_bucket_id", "hub_model_id", "hub_revision", "length_column_name",
@@ -267,8 +267,8 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_no_place_of_a_recipe_leads_a_secret_into_its_run(secrets_path: Path, fails: bool) -> None:
-    """Each place has a secret of its own: in a run's files, what it printed and its trackers' files none may stand."""
+def test_no_secret_of_a_recipe_reaches_the_files_of_its_run(secrets_path: Path, fails: bool) -> None:
+    """Each place has its own secret. None may appear in the output or in the files of the run and its trackers."""
     pytest.importorskip("tensorboard", reason="needs tensorboard, which the extra `dev` brings")
     texts = {key: f"http://bob:{CANARY.format(key)}@h" for key in TEXT_KEYS}
     inside = {name: shape.format(f"0canary0{name}0") for name, shape in SHAPES.items()}
@@ -310,7 +310,7 @@ def test_no_place_of_a_recipe_leads_a_secret_into_its_run(secrets_path: Path, fa
 
 
 def test_saved_arguments_are_those_of_trl_with_placeholders(tiny_model: Path, tmp_path: Path) -> None:
-    """A script that uses our trainer with arguments of its own: they keep their values, and their file holds none."""
+    """In a script, the arguments keep their values, and the saved file holds placeholders."""
     url = "http://bob:pa/ss@h:8000"
     args = GRPOConfig(
         str(tmp_path / "run"),
@@ -359,15 +359,15 @@ def test_the_configuration_of_deepspeed_is_saved_without_secrets() -> None:
 
 
 def test_an_evaluation_holds_no_secret(tiny_model: Path, tmp_path: Path) -> None:
-    """Its request and its result; the prompts, in a parquet file, are data."""
+    """The request and the result are searched. The prompts, in a parquet file, are data."""
     url = f"http://{SECRETS['url']}@h"
     out = tmp_path / "out"
     more = f"--system_prompt {url} --limit 1 --max_new_tokens 1 --output {out}"
-    code, said = run_command(f"grpo-recipes evaluate {tiny_model} --dataset arithmetic {more}")
-    assert code == 0, said
+    code, output = run_command(f"grpo-recipes evaluate {tiny_model} --dataset arithmetic {more}")
+    assert code == 0, output
     written = [path.read_text() for path in out.rglob("*.json")]
     assert "http://<hidden>@h" in "".join(written)
-    assert not any(SECRETS["url"] in text for text in [said, *written])
+    assert not any(SECRETS["url"] in text for text in [output, *written])
 
 
 @pytest.mark.parametrize("line", ["train --config {config}", "grpo-recipes plan {config} --build"])
@@ -381,10 +381,10 @@ def test_an_error_of_a_constructor_quotes_no_secret(secrets_path: Path, line: st
     kwargs = {"api_key": SECRETS["api_key"], "base_url": f"https://{SECRETS['url']}@host"}
     rewards = [{"name": "strict_keys.Strict", "kwargs": kwargs}]
     config = secret_recipe(secrets_path, launching.build_policy(secrets_path / "policy"), rewards=rewards)
-    code, said = run_command(line.format(config=config))
-    assert (code, said.count(HIDDEN)) == (2, 2), said
-    assert "is no key of https://" in said
-    assert [secret for secret in SECRETS.values() if secret in said] == []
+    code, output = run_command(line.format(config=config))
+    assert (code, output.count(HIDDEN)) == (2, 2), output
+    assert "is no key of https://" in output
+    assert [secret for secret in SECRETS.values() if secret in output] == []
 
 
 @pytest.mark.parametrize("name", shipped_names("recipes"))
@@ -403,11 +403,11 @@ def test_no_key_of_ours_is_hidden() -> None:
 
 
 def spec_keys() -> list[str]:
-    """The arguments of every reward of ours: only a key's environment variable is named there."""
+    """Return the arguments of all our rewards. They may only name the environment variable of a key."""
     return [name for reward in REGISTERED for name in inspect.signature(resolve(reward)).parameters]
 
 
-def test_the_working_directory_is_no_password(monkeypatch: pytest.MonkeyPatch, secrets_path: Path) -> None:
+def test_the_working_directory_is_not_taken_for_a_password(monkeypatch: pytest.MonkeyPatch, secrets_path: Path) -> None:
     monkeypatch.setenv("PWD", "/a/folder")
     monkeypatch.setenv("DB_PWD", "canary-of-a-database")
     known = train.known_secrets(parse_recipe(["--config", str(secret_recipe(secrets_path, secrets_path))]))
@@ -415,17 +415,17 @@ def test_the_working_directory_is_no_password(monkeypatch: pytest.MonkeyPatch, s
     assert "canary-of-a-database" in known
 
 
-def test_a_resume_with_another_key_is_neither_refused_nor_told() -> None:
+def test_a_changed_secret_is_no_change_of_the_recipe() -> None:
     secrets = {"rewards": [{"name": "x", "kwargs": {"api_key": SECRETS["api_key"]}}]}
     assert secret_values(secrets) == {SECRETS["api_key"]}
     assert redacted(secrets) == redacted(redacted(secrets))
 
 
-# Code of others
+# Code in model folders
 
 
 def leaves_canary(folder: Path) -> Path:
-    """A folder of a model whose configuration names code of its own, in every way that transformers and peft know."""
+    """Build a model folder that names its own code in every way that transformers and peft know. Return the canary."""
     canary = folder.parent / "ran"
     code = f"open({str(canary)!r}, 'a').write(__file__)\nclass Evil: pass\n"
     mapped = {
@@ -470,10 +470,10 @@ VERBS = [
 
 
 @pytest.mark.parametrize("line", mostly_slow(VERBS, (0, 3, 5, 14)))
-def test_no_verb_runs_code_that_a_folder_brings(
+def test_no_command_runs_the_code_of_a_model_folder(
     line: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even to somebody who answers yes to whatever a library asks."""
+    """The user answers yes to every question of a library."""
     monkeypatch.chdir(tmp_path)
     canary = leaves_canary(tmp_path / "evil")
     (tmp_path / "adapter").mkdir()
@@ -481,7 +481,7 @@ def test_no_verb_runs_code_that_a_folder_brings(
     adapter["auto_mapping"] = {"base_model_class": "Evil", "parent_library": "evil.evil"}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
     (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
-    # An architecture that transformers knows, with a loop of its own for generation.
+    # An architecture that transformers knows, with its own generation loop.
     known = tmp_path / "known"
     known.mkdir()
     for path in tiny_model.iterdir():
@@ -499,12 +499,12 @@ def test_no_verb_runs_code_that_a_folder_brings(
     assert not canary.exists(), canary.read_text()
 
 
-# Names of code
+# Code named in a recipe or a record
 
 
 @pytest.fixture
 def evil_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A module whose class and factory leave a canary when they are called."""
+    """Write a module whose class and factory leave a canary when they are called. Return the canary."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "strangers", raising=False)
@@ -532,22 +532,22 @@ NAMED = [
 
 @pytest.mark.parametrize("inside", mostly_slow([True, False], (0,)))
 @pytest.mark.parametrize("spec", mostly_slow(NAMED, (1,)))
-def test_a_plan_calls_no_factory_of_others_unless_asked(
+def test_a_plan_calls_factories_of_other_packages_only_with_build(
     evil_module: Path, tmp_path: Path, spec: Any, inside: bool
 ) -> None:
     rows = launching.write_rows(tmp_path / "rows.jsonl", 8)
     own = {"name": "group_length", "kwargs": {"correctness": spec}}
     rewards = [{"name": "gate", "reward": own, "only_if": spec} if inside else spec]
     launching.write_recipe(tmp_path / "mine.yaml", tmp_path, rows, tmp_path / "run", rewards=rewards)
-    code, said = run_command("grpo-recipes plan mine.yaml")
+    code, output = run_command("grpo-recipes plan mine.yaml")
     assert code == 0
     assert not evil_module.exists()
-    assert "imported and not built" in said
-    assert "`--build`" in said
-    code, said = run_command("grpo-recipes plan mine.yaml --build")
+    assert "imported and not built" in output
+    assert "`--build`" in output
+    code, output = run_command("grpo-recipes plan mine.yaml --build")
     assert code == 0
     assert evil_module.exists()
-    assert "not built" not in said
+    assert "not built" not in output
 
 
 @pytest.mark.parametrize(
@@ -561,7 +561,7 @@ def test_a_plan_calls_no_factory_of_others_unless_asked(
     ],
     ids=str,
 )
-def test_what_is_no_reward_is_refused_before_it_is_called(
+def test_a_callable_that_is_no_reward_is_refused_before_it_is_called(
     evil_module: Path, tmp_path: Path, spec: Any, says: str
 ) -> None:
     rows = tmp_path / "rows.jsonl"
@@ -594,8 +594,8 @@ HOSTILE_SPECS = [
 
 
 @pytest.mark.parametrize("spec", mostly_slow(HOSTILE_SPECS, (7,)))
-def test_a_strangers_record_names_code_in_vain(evil_module: Path, tmp_path: Path, tiny_model: Path, spec: Any) -> None:
-    """`diagnose`, `report` and `evaluate` read the rewards of a `run.json`: only ours are built from it."""
+def test_code_named_in_a_record_is_not_called(evil_module: Path, tmp_path: Path, tiny_model: Path, spec: Any) -> None:
+    """`diagnose`, `report` and `evaluate` read the rewards of a `run.json`, and build only our own."""
     (tmp_path / "strangers_on_import.py").write_text("from strangers import leave\nleave()\nx = 1\n")
     name = (spec if isinstance(spec, str) else spec.get("alias") or spec["name"]).rpartition(".")[2]
     folder = write_run(
@@ -607,8 +607,8 @@ def test_a_strangers_record_names_code_in_vain(evil_module: Path, tmp_path: Path
     for path in tiny_model.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     for line in ("diagnose run", "report run", "evaluate run --limit 1 --max_new_tokens 1"):
-        code, said = run_command(f"grpo-recipes {line}")
-        assert code in (0, 1), said
+        code, output = run_command(f"grpo-recipes {line}")
+        assert code in (0, 1), output
     assert not evil_module.exists()
 
 
@@ -618,7 +618,7 @@ HOSTILE = "\x1b[2J\x1b]0;owned\x07\x00\u202e\u2066\x9b31m\u2028\r\x08\u200b\ud80
 SHOWN = r"\x1b[2J\x1b]0;owned\x07\x00\u202e\u2066\x9b31m\u2028\r\x08\u200b\ud800"
 
 
-def test_control_characters_are_made_visible() -> None:
+def test_control_characters_are_shown_as_escapes() -> None:
     assert visible(HOSTILE) == SHOWN
     assert visible("one\ntwo\tthree") == r"one\ntwo\tthree"
     assert visible_lines("one\ntwo\x1b") == "one\ntwo\\x1b"
@@ -626,7 +626,7 @@ def test_control_characters_are_made_visible() -> None:
         assert visible(text) == text
 
 
-def test_every_print_goes_through_the_one_function() -> None:
+def test_only_the_terminal_module_prints() -> None:
     printing = {
         module
         for module, path in modules().items()
@@ -636,14 +636,14 @@ def test_every_print_goes_through_the_one_function() -> None:
     assert printing == {"grpo_rewards.terminal"}
 
 
-def controls(said: str) -> list[str]:
-    """The characters of a command's output that steer a terminal; a progress bar returns to its line's start."""
-    bars = re.sub(r"\r(evaluating|scoring|checking)?[^\n\r]*(it/s|s/it|\?|%\||batch)[^\n\r]*", "", said)
+def controls(output: str) -> list[str]:
+    """Return the control characters in a command's output, without the carriage returns of progress bars."""
+    bars = re.sub(r"\r(evaluating|scoring|checking)?[^\n\r]*(it/s|s/it|\?|%\||batch)[^\n\r]*", "", output)
     return sorted({character for character in bars if character != "\n" and visible(character) != character})
 
 
 def hostile_run(folder: Path) -> Path:
-    """A run whose every text is hostile: names of rewards, metrics, columns, completions, evaluations, the recipe."""
+    """Write a run with control characters in every text: rewards, metrics, columns, completions, evaluations, recipe."""
     rewards = [
         {"name": f"format{HOSTILE}", "source": "x", "weight": 1.0, "kind": "format"},
         {"name": f"right{HOSTILE}", "source": "x", "weight": 1.0, "kind": "correctness"},
@@ -651,7 +651,7 @@ def hostile_run(folder: Path) -> Path:
     metrics = {f"rewards/format{HOSTILE}/mean": ramp(0.1, 0.9), f"rewards/right{HOSTILE}/mean": ramp(0.5, 0.5)}
     metrics |= {f"rewards/format{HOSTILE}/std": ramp(0.9, 0.9), f"rewards/right{HOSTILE}/std": ramp(0.01, 0.01)}
     metrics |= {f"rewards/right{HOSTILE}/parsed": ramp(0, 0), f"efficiency/{HOSTILE}": ramp(0, 1)}
-    text = HOSTILE.replace("\ud800", "")  # no file of UTF-8 holds half of a pair
+    text = HOSTILE.replace("\ud800", "")  # UTF-8 can't encode a lone surrogate
     completions = [
         {**row, "completion": text + row["completion"][0]["content"], "prompt": text} for row in healthy_completions()
     ]
@@ -714,7 +714,7 @@ HOSTILE_LINES = [
 
 
 @pytest.mark.parametrize("line", mostly_slow(HOSTILE_LINES, (0, 5, 13, 22, 26)))
-def test_no_verb_prints_a_control_character(line: str, tmp_path: Path, tiny_model: Path, monkeypatch) -> None:
+def test_no_command_prints_a_control_character(line: str, tmp_path: Path, tiny_model: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     hostile_run(tmp_path / "run")
@@ -748,8 +748,8 @@ def test_no_verb_prints_a_control_character(line: str, tmp_path: Path, tiny_mode
     settings = {"samples": 1, "strict": [{"name": HOSTILE}]}
     summary = {"model": HOSTILE, "problems": 2, "strict": share, "lenient": share, "settings": settings}
     (finished / "out" / "evaluation.json").write_text(json.dumps(summary))
-    _, said = run_command(line)
-    assert controls(said) == [], said
+    _, output = run_command(line)
+    assert controls(output) == [], output
 
 
 @pytest.mark.slow
@@ -776,7 +776,7 @@ def test_training_prints_no_control_character(tmp_path: Path, monkeypatch: pytes
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Iterator[Path]:
-    """A folder that nothing may be written into, with one file that must stay as it is."""
+    """Yield a folder with one file, and check afterwards that neither has changed."""
     folder = tmp_path / "outside"
     folder.mkdir()
     (folder / "file").write_text("as it was")
@@ -787,7 +787,7 @@ def outside(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     "link", mostly_slow([".report.html.part", "report.html", "kl-to-the-reference.svg", ".entropy.svg.part"], (0,))
 )
-def test_a_report_replaces_a_link_and_does_not_follow_it(tmp_path: Path, outside: Path, link: str) -> None:
+def test_a_report_replaces_a_link_instead_of_following_it(tmp_path: Path, outside: Path, link: str) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "report").mkdir()
     (folder / "report" / link).symlink_to(outside / "file")
@@ -800,8 +800,8 @@ def test_a_report_replaces_a_link_and_does_not_follow_it(tmp_path: Path, outside
 def test_a_report_is_not_written_through_a_linked_folder(tmp_path: Path, outside: Path) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "report").symlink_to(outside)
-    code, said = run_command(f"grpo-recipes report {folder}")
-    assert (code, "a link leads out of" in said) == (2, True)
+    code, output = run_command(f"grpo-recipes report {folder}")
+    assert (code, "a link leads out of" in output) == (2, True)
     (folder / "report").unlink()
     (folder / "within").mkdir()
     (folder / "report").symlink_to("within")
@@ -817,8 +817,8 @@ def test_an_evaluation_is_not_written_through_a_linked_folder(
     for path in tiny_model.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     (folder / name).symlink_to(outside)
-    code, said = run_command(f"grpo-recipes evaluate {folder} --dataset arithmetic --limit 1 --max_new_tokens 1")
-    assert (code, "a link leads out of" in said) == (2, True), said
+    code, output = run_command(f"grpo-recipes evaluate {folder} --dataset arithmetic --limit 1 --max_new_tokens 1")
+    assert (code, "a link leads out of" in output) == (2, True), output
 
 
 @pytest.mark.parametrize(
@@ -831,25 +831,25 @@ def test_a_run_is_not_written_through_a_link(tmp_path: Path, outside: Path, name
     (tmp_path / "run" / name).parent.mkdir(parents=True)
     (tmp_path / "run" / name).symlink_to(outside / "file" if "." in name else outside)
     resuming = " --resume_from_checkpoint true" if resumes else ""
-    code, said = run_command(f"train --config {config}{resuming}")
-    assert (code, "a link leads out of" in said) == (2, True), said
+    code, output = run_command(f"train --config {config}{resuming}")
+    assert (code, "a link leads out of" in output) == (2, True), output
 
 
 @pytest.mark.parametrize("name", ["training_args.bin", "completions/completions_00001.parquet", "checkpoint-1"])
 @pytest.mark.parametrize("kind", ["a pipe", "a folder"])
-def test_a_run_is_not_written_to_what_is_no_file(tmp_path: Path, name: str, kind: str) -> None:
-    """A pipe would hold the run up in its last save, after all its steps; a folder would stop the run there."""
+def test_a_run_is_not_written_to_a_pipe_or_a_folder(tmp_path: Path, name: str, kind: str) -> None:
+    """A pipe would block the last save after all steps, and a folder would make it fail."""
     rows = launching.write_rows(tmp_path / "rows.jsonl", 8)
     config = launching.write_recipe(tmp_path / "mine.yaml", tmp_path, rows, tmp_path / "run")
     place = tmp_path / "run" / name
     place.parent.mkdir(parents=True)
     os.mkfifo(place) if kind == "a pipe" else place.mkdir()
-    code, said = run_command(f"train --config {config} --resume_from_checkpoint true")
-    is_refused = f"{place}: it is no ordinary file" in said
-    assert (code, is_refused) == (2, kind == "a pipe" or name != "checkpoint-1"), said
+    code, output = run_command(f"train --config {config} --resume_from_checkpoint true")
+    is_refused = f"{place}: it is no ordinary file" in output
+    assert (code, is_refused) == (2, kind == "a pipe" or name != "checkpoint-1"), output
 
 
-def test_scores_replace_their_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_replace_their_file_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     rows.write_text('{"completion": "7"}\n')
     out.write_text("as it was")
@@ -863,22 +863,22 @@ def test_scores_replace_their_file_whole(tmp_path: Path, monkeypatch: pytest.Mon
     )
 
 
-# What is no ordinary file
+# Pipes and devices
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows"])
 @pytest.mark.parametrize("verb", ["grpo-recipes plan", "train --config", "grpo-recipes evaluate"])
-def test_a_pipe_is_no_dataset(tmp_path: Path, tiny_model: Path, name: str, verb: str) -> None:
+def test_a_pipe_is_refused_as_a_dataset(tmp_path: Path, tiny_model: Path, name: str, verb: str) -> None:
     os.mkfifo(tmp_path / name)
     config = launching.write_recipe(tmp_path / "mine.yaml", tiny_model, tmp_path / name, tmp_path / "run")
     line = f"{verb} {config}" if "evaluate" not in verb else f"{verb} {tiny_model} --path {tmp_path / name}"
-    code, said = run_command(line)
+    code, output = run_command(line)
     assert code == 2
-    assert str(tmp_path / name) in said
+    assert str(tmp_path / name) in output
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "zero.jsonl"])
-def test_a_device_is_no_dataset(tmp_path: Path, tiny_model: Path, name: str) -> None:
+def test_a_device_is_refused_as_a_dataset(tmp_path: Path, tiny_model: Path, name: str) -> None:
     (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
     config = launching.write_recipe(tmp_path / "mine.yaml", tiny_model, tmp_path / name, tmp_path / "run")
     for line in (f"grpo-recipes plan {config}", f"grpo-rewards score {tmp_path / name} --reward tag_count"):
@@ -895,13 +895,13 @@ def test_a_pipe_in_a_run_is_not_waited_for(tmp_path: Path, name: str, verb: str)
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
-    code, said = run_command(f"grpo-recipes {verb} {folder}")
-    assert (code, f"{folder / name}: it is no ordinary file" in said) == (2, True), said
+    code, output = run_command(f"grpo-recipes {verb} {folder}")
+    assert (code, f"{folder / name}: it is no ordinary file" in output) == (2, True), output
 
 
 @pytest.mark.slow
-def test_a_table_of_completions_is_data(tmp_path: Path) -> None:
-    """An image of a page that a completion asks for is not loaded, and its tags are text: the browser test opens one."""
+def test_completions_are_escaped_in_a_report(tmp_path: Path) -> None:
+    """The tags of a completion are text. The browser test checks that no image is loaded."""
     rows = [{**row, "completion": "<script>alert(1)</script><img src=http://x>"} for row in healthy_completions()]
     folder = write_run(tmp_path / "run", completions=rows)
     assert run_command(f"grpo-recipes report {folder}")[0] == 0
@@ -914,7 +914,7 @@ def test_a_table_of_completions_is_data(tmp_path: Path) -> None:
 # docs/security.md
 
 
-def test_the_commands_and_the_files_of_the_page_are_there() -> None:
+def test_the_commands_and_the_files_on_the_page_exist() -> None:
     root = Path(__file__).parents[2]
     page = (root / "docs" / "security.md").read_text()
     commands = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)

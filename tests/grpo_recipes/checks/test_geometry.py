@@ -1,4 +1,4 @@
-"""Geometry against the machinery it predicts: TRL's own configuration, sampler and data loader."""
+"""Batch geometry compared with TRL's own configuration, sampler and data loader."""
 
 from dataclasses import fields
 from itertools import chain
@@ -25,7 +25,7 @@ def geometry(num_processes: int = 1, **config: object) -> Geometry:
 
 
 def sampled_ranks(geometry: Geometry, num_prompts: int) -> list[list[list[int]]]:
-    """Per rank, the prompt indices of each batch, from TRL's sampler (one per process, as in a run) and accelerate's shards."""
+    """Return the prompt indices of each batch per rank, from TRL's sampler and accelerate's shards, as in a run."""
 
     def batches(rank: int) -> list[list[int]]:
         sampler = RepeatSampler(
@@ -54,7 +54,7 @@ layouts = st.builds(
 
 @settings(deadline=None, max_examples=150)
 @given(layout=layouts, prompts=st.integers(1, 40))
-def test_predicts_what_trl_samples(layout: dict, prompts: int) -> None:
+def test_the_geometry_predicts_the_prompts_that_trl_samples(layout: dict, prompts: int) -> None:
     try:
         predicted = geometry(**layout)
         predicted.check_dataset(prompts)
@@ -85,8 +85,8 @@ random_layouts = st.fixed_dictionaries(
 
 @settings(deadline=None, max_examples=250)
 @given(layout=random_layouts)
-def test_the_picture_is_what_each_rank_gets_and_what_trl_refuses_is_refused(layout: dict) -> None:
-    """Over random settings: the same error or none, and the same prompts in each micro-batch of each rank."""
+def test_the_picture_shows_the_prompts_of_each_rank_and_trl_agrees_on_what_is_refused(layout: dict) -> None:
+    """For random settings both refuse or accept, and agree on the prompts of each micro-batch on each rank."""
     processes = layout.pop("num_processes")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GRPOConfig, "world_size", property(lambda self: processes))
@@ -104,7 +104,8 @@ def test_the_picture_is_what_each_rank_gets_and_what_trl_refuses_is_refused(layo
     assert predicted.generation_batch_size == args.generation_batch_size
     prompts = predicted.prompts_per_generation
     ranks = [batches[0] for batches in sampled_ranks(predicted, prompts)]
-    order = list(dict.fromkeys(chain.from_iterable(ranks)))  # the sampler shuffles; the picture numbers as drawn
+    # The sampler shuffles, and the picture numbers prompts in sampling order.
+    order = list(dict.fromkeys(chain.from_iterable(ranks)))
     size = predicted.per_device_train_batch_size
     for micro_batch, row in enumerate(predicted.cells()):
         for rank, cell in enumerate(row):
@@ -112,7 +113,7 @@ def test_the_picture_is_what_each_rank_gets_and_what_trl_refuses_is_refused(layo
     assert rendered([predicted.picture()]).count("\n") == min(predicted.steps_per_generation, 8)
 
 
-def test_the_picture() -> None:
+def test_the_picture_of_two_ranks_and_two_micro_batches() -> None:
     layout = geometry(2, per_device_train_batch_size=3, num_generations=2, steps_per_generation=2)
     assert rendered([layout.picture()]).splitlines() == [
         "  micro-batch  rank 0   rank 1",
@@ -121,8 +122,8 @@ def test_the_picture() -> None:
     ]
 
 
-def test_steps_per_epoch_equal_the_trainers_rule() -> None:
-    # transformers.Trainer.set_initial_training_values: the last, incomplete accumulation is a step of its own.
+def test_steps_per_epoch_follow_the_rule_of_the_trainer() -> None:
+    # transformers.Trainer.set_initial_training_values: the last, incomplete accumulation counts as a step.
     layout = geometry(
         per_device_train_batch_size=2, gradient_accumulation_steps=3, steps_per_generation=2, num_generations=4
     )
@@ -131,7 +132,7 @@ def test_steps_per_epoch_equal_the_trainers_rule() -> None:
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 3), (0.5, 2), (1.5, 5), (2, 6)])
-def test_a_part_of_an_epoch_ends_with_a_whole_step(epochs: float, steps: int) -> None:
+def test_a_fraction_of_an_epoch_is_rounded_up_to_a_step(epochs: float, steps: int) -> None:
     """transformers: `math.ceil(args.num_train_epochs * num_update_steps_per_epoch)`."""
     layout = geometry(per_device_train_batch_size=4, gradient_accumulation_steps=1, num_generations=4)
     assert layout.optimizer_steps_per_epoch(3) == 3
@@ -148,7 +149,7 @@ def test_a_part_of_an_epoch_ends_with_a_whole_step(epochs: float, steps: int) ->
         {"per_device_train_batch_size": 6, "num_generations": 4, "steps_per_generation": 2},
     ],
 )
-def test_agrees_with_grpo_config(config: dict, tmp_path: object) -> None:
+def test_the_geometry_agrees_with_grpo_config(config: dict, tmp_path: object) -> None:
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **config)
     ours = geometry(**config)
     assert ours.generation_batch_size == args.generation_batch_size
@@ -169,7 +170,7 @@ def test_agrees_with_grpo_config(config: dict, tmp_path: object) -> None:
         ({"eval_strategy": "steps", "per_device_eval_batch_size": 6, "num_generations_eval": 3}, None),
     ],
 )
-def test_what_does_not_divide_is_named_with_a_value_that_does(config: dict, says: str | None) -> None:
+def test_an_error_names_a_size_that_divides(config: dict, says: str | None) -> None:
     if says is None:
         geometry(**config)
         return
@@ -177,7 +178,7 @@ def test_what_does_not_divide_is_named_with_a_value_that_does(config: dict, says
         geometry(**config)
 
 
-def test_suggested_batch_size_works() -> None:
+def test_the_suggested_batch_size_is_accepted() -> None:
     for generations in range(2, 17):
         for batch in range(1, 20):
             for processes in (1, 2, 7, 8):
@@ -196,7 +197,7 @@ def test_too_few_prompts_are_refused() -> None:
         layout.check_dataset(1)
 
 
-def test_a_split_group_meets_again_only_over_ranks() -> None:
+def test_the_completions_of_a_split_group_lie_on_two_ranks() -> None:
     # Two ranks × 6 completions of groups of 4: the second group has two completions on each rank.
     layout = geometry(num_processes=2, per_device_train_batch_size=6, num_generations=4)
     first, second = (torch.tensor(rank[0]) for rank in sampled_ranks(layout, 3))
@@ -207,16 +208,16 @@ def test_a_split_group_meets_again_only_over_ranks() -> None:
 @pytest.mark.parametrize(
     ("change", "refused"),
     [
-        ({"save_steps": 1}, True),  # one step, not the share 1.0 of the run
+        ({"save_steps": 1}, True),  # 1 is one step, not the whole run
         ({"save_steps": 2}, False),
         ({"save_steps": 0.5}, False),
         ({"save_steps": 0.05}, True),
-        ({"save_steps": 1, "save_only_model": True}, False),  # nothing can go on from it
+        ({"save_steps": 1, "save_only_model": True}, False),  # no run can resume from it
         ({"save_steps": 1, "save_strategy": "epoch"}, False),
     ],
 )
-def test_a_save_inside_a_generation(change: dict, refused: bool) -> None:
-    """Two optimiser steps train on each generation, and eight prompts make sixteen of them."""
+def test_a_save_inside_a_generation_batch_is_refused_with_an_interval_that_fits(change: dict, refused: bool) -> None:
+    """Two optimizer steps train on each generation batch, and eight prompts make sixteen steps."""
     layout = geometry(
         per_device_train_batch_size=2, gradient_accumulation_steps=1, steps_per_generation=2, num_generations=4
     )

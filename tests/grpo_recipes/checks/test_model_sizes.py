@@ -1,4 +1,4 @@
-"""The sizes in a model's config.json: one sentence names file, key and value before transformers builds anything."""
+"""Sizes in a model's config.json: an error names file, key and value before transformers builds anything."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_an_impossible_size_is_refused(model: Path, key: str, value: Any) -> Non
         ({"intermediate_size": [64] * 2000}, "intermediate_size"),
     ],
 )
-def test_sizes_are_checked_wherever_they_stand(model: Path, values: dict[str, Any], key: str) -> None:
+def test_sizes_of_nested_configurations_are_checked(model: Path, values: dict[str, Any], key: str) -> None:
     change(model, **values)
     with pytest.raises(UserError, match=f"`{re.escape(key)}` is "):
         check_model_sizes(str(model))
 
 
-def test_an_architectures_own_names_are_checked(tmp_path: Path) -> None:
+def test_the_size_names_of_an_architecture_are_checked(tmp_path: Path) -> None:
     tiny.policy(GPT2Config, n_layer=1, n_embd=8, n_head=1).save_pretrained(tmp_path)
     check_model_sizes(str(tmp_path))
     change(tmp_path, n_layer=10**7)
@@ -62,17 +62,17 @@ def test_an_architectures_own_names_are_checked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [{"vocab_size": 4_000_000}, {"intermediate_size": 10**6}, {"hidden_size": 2**17}])
-def test_a_size_that_the_weights_can_not_hold_is_refused(model: Path, values: dict[str, int]) -> None:
-    """transformers makes the parts that differ from the file before it says so, of any size."""
+def test_a_size_that_the_weights_cannot_hold_is_refused(model: Path, values: dict[str, int]) -> None:
+    """transformers builds the modules of any size before it reports that the weights differ."""
     change(model, **values)
     with pytest.raises(UserError, match="more than the weights beside it can hold"):
         check_model_sizes(str(model))
     (model / "model.safetensors").unlink()
-    check_model_sizes(str(model))  # that they are missing is said elsewhere
+    check_model_sizes(str(model))  # another check reports that they are missing
 
 
-def test_an_adapter_beside_a_copy_of_its_bases_configuration_passes(model: Path) -> None:
-    """Some trainers save both. The adapter's few weights say nothing of the base's sizes."""
+def test_an_adapter_beside_a_copy_of_the_configuration_of_its_base_passes(model: Path) -> None:
+    """Some trainers save both. The adapter's few weights do not limit the sizes of the base."""
     (model / "model.safetensors").rename(model / "adapter_model.safetensors")
     (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "elsewhere"}))
     change(model, vocab_size=4_000_000)
@@ -87,7 +87,7 @@ def test_every_architecture_of_transformers_passes_with_its_own_sizes(tmp_path: 
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:
             config = CONFIG_MAPPING[model_type]()
-        except Exception:  # one that has no defaults
+        except Exception:  # an architecture without defaults
             continue
         (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
         check_model_sizes(str(tmp_path))
@@ -95,7 +95,7 @@ def test_every_architecture_of_transformers_passes_with_its_own_sizes(tmp_path: 
     assert checked > 100
 
 
-def test_a_model_without_a_configuration_is_not_looked_up(tmp_path: Path) -> None:
+def test_a_model_without_a_configuration_is_not_checked(tmp_path: Path) -> None:
     check_model_sizes(str(tmp_path))
     check_model_sizes("organisation/that-is-not-in-the-cache")
 
@@ -103,7 +103,7 @@ def test_a_model_without_a_configuration_is_not_looked_up(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "values", [{"hidden_act": "zz"}, {"model_type": ["a"]}, {"rope_parameters": 5}, {"dtype": "x"}]
 )
-def test_no_memory_is_planned_for_a_model_that_can_not_be_built(model: Path, values: dict[str, Any]) -> None:
+def test_the_memory_of_a_model_that_cannot_be_built_is_unknown(model: Path, values: dict[str, Any]) -> None:
     change(model, **values)
     with pytest.raises(MemoryUnknown):
         load_shape(str(model))

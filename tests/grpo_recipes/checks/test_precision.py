@@ -1,4 +1,4 @@
-"""What a recipe's dtypes keep of an update: against simulated runs, and in the sentences that a user gets."""
+"""Share of an update that survives rounding, compared with simulated runs, and the messages about it."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def precision(stored: str = "bfloat16", **changes: object) -> Precision:
 
 
 @pytest.mark.parametrize("learning_rate", [1e-6, 5e-6, 2e-5, 1e-4])
-def test_the_surviving_share_is_that_of_a_simulated_run(learning_rate: float) -> None:
-    """torch's AdamW on bfloat16 weights and on float32 ones, on gradients that are noise."""
+def test_the_surviving_share_agrees_with_a_simulated_run(learning_rate: float) -> None:
+    """torch's AdamW on bfloat16 and on float32 weights, with gradients that are noise."""
     torch.manual_seed(0)
     start = (0.02 * torch.randn(8000)).bfloat16()
     stored, exact = start.clone().requires_grad_(), start.float().requires_grad_()
@@ -63,12 +63,12 @@ def test_the_surviving_share_is_that_of_a_simulated_run(learning_rate: float) ->
     true, rounded = (weight.detach().double() - start.double() for weight in (exact, stored))
     simulated = float(rounded @ true / (true @ true))
     share = precision(learning_rate=learning_rate).surviving(start.float().numpy())
-    # 300 steps still know the first one, in which an update is as large as the learning rate.
+    # The first step, whose update is as large as the learning rate, still has an effect after 300 steps.
     assert simulated / 2 < share < 2 * simulated
     assert share == pytest.approx(precision(learning_rate=learning_rate).surviving(initial_weights(0.02)), rel=0.3)
 
 
-def test_nothing_is_lost_in_float32_and_what_is_not_known_is_not_guessed() -> None:
+def test_float32_loses_nothing_and_an_unknown_optimizer_has_no_share() -> None:
     weights = initial_weights(0.02)
     assert precision("float32").surviving(weights) == pytest.approx(1, abs=1e-3)
     assert precision(optim="adamw_bf16").surviving(weights) == 1
@@ -76,7 +76,7 @@ def test_nothing_is_lost_in_float32_and_what_is_not_known_is_not_guessed() -> No
     assert precision(optim="adafactor").surviving(weights) is None
     assert precision(optim="adamw_torch", optim_args="x=1").surviving(weights) is None
     assert precision(learning_rate=0.0).surviving(weights) == 1
-    assert precision().surviving(np.zeros(5)) == pytest.approx(1, abs=1e-3)  # as LoRA's B begins
+    assert precision().surviving(np.zeros(5)) == pytest.approx(1, abs=1e-3)  # as LoRA's B at the start
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_nothing_is_lost_in_float32_and_what_is_not_known_is_not_guessed() -> No
         ({**QLORA, "optim": "adamw_torch_fused"}, "torch", "bfloat16", "bfloat16", "bfloat16"),
     ],
 )
-def test_where_weights_are_stored_updated_and_computed(
+def test_the_dtypes_in_which_weights_are_stored_updated_and_computed(
     tmp_path: Path, changes: dict, backend: str, stored: str, updated: str, computed: str
 ) -> None:
     found = precision_of(recipe(tmp_path, **changes), Machine(1, True, backend))  # type: ignore[arg-type]
@@ -120,10 +120,12 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "machine", "says"), REFUSED)
-def test_what_can_not_be_trained_is_refused(tmp_path: Path, changes: dict, machine: Machine, says: str) -> None:
+@pytest.mark.parametrize(("changes", "machine", "message"), REFUSED)
+def test_a_precision_that_cannot_be_trained_is_refused(
+    tmp_path: Path, changes: dict, machine: Machine, message: str
+) -> None:
     mine = recipe(tmp_path, **changes)
-    with pytest.raises(RecipeError, match=f"mine.yaml: .*{says}"):
+    with pytest.raises(RecipeError, match=f"mine.yaml: .*{message}"):
         check(mine, machine)
 
 
@@ -138,12 +140,12 @@ def test_what_can_not_be_trained_is_refused(tmp_path: Path, changes: dict, machi
         ({**BF16, "optim": "adamw_bf16"}, Machine(2, True, "fsdp")),
     ],
 )
-def test_what_can_be_trained_passes(tmp_path: Path, changes: dict, machine: Machine) -> None:
+def test_a_precision_that_can_be_trained_passes(tmp_path: Path, changes: dict, machine: Machine) -> None:
     check(recipe(tmp_path, **changes), machine)
 
 
-def test_the_name_is_the_recipes_own(tmp_path: Path) -> None:
-    """`GRPOConfig` knows no `adamw_bf16`; a misspelt name is told the nearest."""
+def test_the_recipe_accepts_adamw_bf16_and_trl_receives_another_name(tmp_path: Path) -> None:
+    """`GRPOConfig` does not know `adamw_bf16`. The error about a misspelt name suggests it."""
     mine = recipe(tmp_path, **BF16, optim="adamw_bf16", use_cpu=True, bf16=False)
     assert grpo_config(mine).optim == "adamw_torch"
     assert mine.as_dict()["optim"] == "adamw_bf16"
@@ -155,7 +157,9 @@ def test_the_name_is_the_recipes_own(tmp_path: Path) -> None:
         recipe(tmp_path, optim="adamw_bf61")
 
 
-def test_a_layout_says_what_holds_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_is_read_from_a_configuration_and_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for text, backend in (("DEEPSPEED", "deepspeed"), ("FSDP", "fsdp"), ("MULTI_GPU", "torch")):
         path = tmp_path / "layout.yaml"
         path.write_text(f"num_processes: 2\ndistributed_type: {text}\n")
@@ -188,19 +192,19 @@ SOURCE = [
 
 
 @pytest.mark.parametrize(("name", "layout", "more", "size", "share", "cure"), SOURCE)
-def test_what_the_sources_did_is_an_override_that_warns(
+def test_the_precision_of_the_original_runs_is_an_override_that_warns(
     name: str, layout: str, more: list, size: str, share: str, cure: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     asked = planned(tmp_path, name, "--accelerate_config", layout, "--gpu_memory", "24GB", *more, size=size)
     assert main(asked) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"updated in bfloat16 by adamw_torch_fused, computed in bfloat16: {share} of an update" in said
-    assert f"{share} of an update survives the rounding of the weights to bfloat16" in said
-    assert "docs/precision.md" in said
-    assert cure.strip("`") in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"updated in bfloat16 by adamw_torch_fused, computed in bfloat16: {share} of an update" in output
+    assert f"{share} of an update survives the rounding of the weights to bfloat16" in output
+    assert "docs/precision.md" in output
+    assert cure.strip("`") in output
 
 
-def test_4_bit_keeps_updates_unless_the_recipe_names_trls_optimiser(
+def test_4_bit_keeps_updates_unless_the_recipe_names_the_optimizer_of_trl(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     asked = planned(tmp_path, "gsm8k-qwen2.5-1.5b-lora", "--load_in_4bit", "true", "--gpu_memory", "24GB", "--json")
@@ -219,9 +223,9 @@ def test_4_bit_keeps_updates_unless_the_recipe_names_trls_optimiser(
     assert lost["updated"] == "bfloat16"
     assert lost["surviving"] < 0.5
     (warning,) = [note for note in seen[1]["notes"] if "survives the rounding" in note]
-    assert "dtype: float32" not in warning  # TRL casts the adapter whatever `dtype` says
+    assert "dtype: float32" not in warning  # TRL casts the adapter for any `dtype`
     assert seen[0]["memory"]["fits"]
-    # 10 bytes of state for each weight of the adapter, in place of 2 moments of 2 bytes.
+    # 10 bytes of state per weight of the adapter, instead of 2 moments of 2 bytes.
     trained = seen[0]["memory"]["shape"]["trained"]
     assert seen[0]["memory"]["optimiser"] - seen[1]["memory"]["optimiser"] == 6 * trained
 
@@ -255,8 +259,8 @@ def test_the_best_precision_that_fits_is_recommended(tmp_path: Path, gpu: str, r
     assert any("recommended" in note for note in cured.notes) is (gpu != "32GB"), "32 GB: it is the best that fits"
 
 
-def test_bytes_of_each_optimiser(tmp_path: Path) -> None:
-    """A weight in bfloat16 with its gradient takes 4 bytes; beside it, what each optimiser's source says that it keeps."""
+def test_the_state_bytes_of_each_optimizer(tmp_path: Path) -> None:
+    """The expected bytes per weight come from the source code of each optimizer."""
     state = {"adamw_torch": 4, "adamw_bf16": 10, "adamw_bnb_8bit": 2, "adamw_torch_8bit": 2, "adamw_torch_4bit": 1}
     state |= {"sgd": 0, "lion_32bit": 2, "adafactor": 0}
     for optim, size in state.items():

@@ -28,19 +28,19 @@ def golds(*answers: object, **columns: list) -> datasets.Dataset:
 
 
 def by_level(completions: list, level: list, **columns: object) -> list[float]:
-    """Pay the level."""
+    """Return the level."""
     return [float(value) for value in level]
 
 
 def by_difficulty(completions: list, level: list, topic: list, **columns: object) -> list[float]:
-    """Pay the level of two topics."""
+    """Return the level, whatever the topic."""
     return [float(value) for value in level]
 
 
 HERE = "tests.grpo_recipes.checks.test_rewards."
 
 
-def test_rows_without_a_gold_to_score_are_named_from_1() -> None:
+def test_rows_without_a_scorable_gold_are_counted_from_1() -> None:
     found = check_golds(build_rewards(["gsm8k_correctness"]), golds("18", PROSE, "1,000", "", PROSE))
     assert found is not None
     assert (found.count, found.total, found.rows) == (3, 5, (2, 4, 5))
@@ -48,7 +48,7 @@ def test_rows_without_a_gold_to_score_are_named_from_1() -> None:
     assert "rows 2, 4, 5 (counted from 1)" in found.describe()
 
 
-def test_many_rows_are_counted_and_the_first_named() -> None:
+def test_of_many_unscorable_rows_the_first_are_named() -> None:
     found = check_golds(build_rewards(["math_correctness"]), golds("18", *[PROSE] * 30))
     assert found is not None
     assert found.count == 30
@@ -62,7 +62,7 @@ def test_a_gold_that_one_of_two_rewards_can_score_is_scorable() -> None:
     found = check_golds(build_rewards(["gsm8k_correctness", second]), dataset)
     assert found is not None
     assert found.rows == (3,)
-    # In a sum, a part that can't score a row takes the whole row with it.
+    # A sum can't score a row that one of its parts can't score.
     found = check_golds(build_rewards([{"name": "sum", "rewards": ["gsm8k_correctness", second]}, second]), dataset)
     assert found is not None
     assert found.rows == (2, 3)
@@ -77,14 +77,14 @@ def test_a_gold_that_one_of_two_rewards_can_score_is_scorable() -> None:
         "group_length",
     ],
 )
-def test_not_one_gold_to_score_is_refused(spec: object) -> None:
+def test_a_dataset_without_a_scorable_gold_is_refused(spec: object) -> None:
     rewards = build_rewards([spec, "tag_count"], num_generations=2)  # type: ignore[list-item]
     with pytest.raises(UserError, match=r"can score none of the 2 golds in the column `answer` \(the first is ''"):
         check_golds(rewards, golds(" ", ""))
     assert check_golds(rewards, golds("1", "2")) is None
 
 
-def test_golds_inside_a_gate_and_of_multiple_choice_are_held_against_their_choices() -> None:
+def test_golds_of_multiple_choice_are_checked_with_their_choices_also_in_a_gate() -> None:
     choice = {"name": "choice_correctness", "kwargs": {"choices_column": "options"}}
     gate = {"name": "gate", "reward": choice, "only_if": "tag_count"}
     dataset = golds("B", "Rome", "Oslo", options=[["Paris", "Rome"]] * 3)
@@ -98,7 +98,7 @@ def test_golds_inside_a_gate_and_of_multiple_choice_are_held_against_their_choic
         check_golds(build_rewards([choice]), golds("Oslo", options=[["Paris", "Rome"]]))
 
 
-def test_rows_of_instructions_that_cant_be_checked_are_named() -> None:
+def test_rows_with_an_unknown_instruction_are_named() -> None:
     names = [["punctuation:no_comma"], ["punctuation:no_coma"]]
     dataset = golds("", "", instruction_id_list=names, kwargs=[[{}], [{}]])
     found = check_golds(build_rewards(["instructions"]), dataset)
@@ -112,7 +112,7 @@ def test_rows_of_instructions_that_cant_be_checked_are_named() -> None:
         check_columns(build_rewards(["instructions"]), ["prompt", "instruction_id_list"])
 
 
-def test_schemas_of_a_column_are_read_and_one_for_all_rows_needs_no_column() -> None:
+def test_schemas_are_read_from_a_column_unless_one_is_given_for_all_rows() -> None:
     pytest.importorskip("jsonschema")
     pytest.importorskip("re2")
     dataset = golds("", "", schema=["{}", "{"])
@@ -130,11 +130,11 @@ def test_a_missing_extra_is_named_before_the_policy_is_loaded(monkeypatch: pytes
         check_golds(build_rewards(["json_schema"]), golds("", schema=['{"title": "never compiled before"}']))
 
 
-def test_rewards_that_read_no_gold_are_not_asked() -> None:
+def test_rewards_that_read_no_gold_are_not_checked() -> None:
     assert check_golds(build_rewards(["tag_count", HERE + "by_level"]), golds(PROSE)) is None
 
 
-def test_a_judge_is_not_asked_about_the_dataset_and_needs_the_columns_of_its_template() -> None:
+def test_a_judge_is_not_called_before_training_and_needs_the_columns_of_its_template() -> None:
     template = "{prompt} {reference} {completion}"
     nobody = {"base_url": "http://127.0.0.1:9/v1", "model": "m", "template": template}
     rewards = build_rewards([{"name": "sum", "rewards": [{"name": "judge", "kwargs": nobody}]}], num_generations=2)
@@ -144,7 +144,7 @@ def test_a_judge_is_not_asked_about_the_dataset_and_needs_the_columns_of_its_tem
         check_columns(rewards, ["prompt", "answer"])
 
 
-def test_gsm8k_takes_no_time_and_formulas_start_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_golds_of_gsm8k_are_checked_in_seconds_without_symbolic_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symbolic, "_server", lambda: pytest.fail("a symbolic comparison"))
     dataset = golds(*(f"\\frac{{{n}}}{{7}}" if n % 2 else f"{n:,}" for n in range(7_473)))
     began = time.perf_counter()
@@ -162,11 +162,11 @@ def test_a_missing_column_is_named_with_the_reward_and_the_columns() -> None:
 
 
 def by_rank(completions: list, num_generations: int, **columns: object) -> list[float]:
-    """Pay the place in the group."""
+    """Return the place in the group."""
     return [float(place % num_generations) for place in range(len(completions))]
 
 
-def test_a_reward_under_another_name_and_what_the_spec_binds() -> None:
+def test_an_alias_and_bound_arguments_are_respected() -> None:
     check_columns(build_rewards([HERE + "by_rank"], num_generations=4), ["prompt"])
     (built,) = build_rewards([{"name": HERE + "by_level", "alias": "levels"}])
     with pytest.raises(UserError, match="levels needs the column `level`"):
@@ -175,7 +175,7 @@ def test_a_reward_under_another_name_and_what_the_spec_binds() -> None:
     assert (leaf.name, leaf.unbound.__name__) == ("levels", "by_level")
 
 
-def test_a_prompt_reaches_no_reward_under_that_name() -> None:
+def test_a_reward_cannot_require_the_column_prompt() -> None:
     def wants_prompt(completions: list, prompt: list, **columns: object) -> list[float]:
         return [0.0 for _ in prompt]
 
@@ -195,7 +195,7 @@ def test_a_prompt_reaches_no_reward_under_that_name() -> None:
         ([{"name": "gate", "reward": {"name": "tag_count", "weight": 0}, "only_if": "well_formed"}], False),
     ],
 )
-def test_one_weight_must_count(specs: list, counts: bool) -> None:
+def test_at_least_one_weight_must_not_be_zero(specs: list, counts: bool) -> None:
     if counts:
         check_weights(build_rewards(specs))
     else:
@@ -203,7 +203,7 @@ def test_one_weight_must_count(specs: list, counts: bool) -> None:
             check_weights(build_rewards(specs))
 
 
-def test_a_run_hands_every_column_over_and_says_which_golds_it_cannot_score(
+def test_a_run_passes_every_column_to_rewards_and_names_unscorable_golds(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [
@@ -228,10 +228,10 @@ def test_a_run_hands_every_column_over_and_says_which_golds_it_cannot_score(
     }
     (tmp_path / "mine.yaml").write_text(json.dumps(recipe))
     assert train.main(["--config", str(tmp_path / "mine.yaml")]) == 0
-    said = capsys.readouterr().out
-    assert "rewards gsm8k_correctness × 1, by_level × 1, tag_count × 0 (logged only)" in said
-    assert "note            `learning_rate` is 0.02, above 0.01" in said
-    assert "note            1 of 8 golds can't be scored by gsm8k_correctness" in said
+    output = capsys.readouterr().out
+    assert "rewards gsm8k_correctness × 1, by_level × 1, tag_count × 0 (logged only)" in output
+    assert "note            `learning_rate` is 0.02, above 0.01" in output
+    assert "note            1 of 8 golds can't be scored by gsm8k_correctness" in output
     history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
     assert history[0]["rewards/by_level/mean"] == pytest.approx(1.0)  # the levels of the first three rows: 0, 1, 2
     record = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -291,7 +291,7 @@ RETURNED = {
 @pytest.mark.parametrize("kind", RETURNED)
 def test_a_return_value_that_is_no_list_of_scores_is_reported_with_the_reward(kind: str, is_async: bool) -> None:
     """TRL would write a single score into every row, and take the keys of a mapping for scores."""
-    value, says = RETURNED[kind]
+    value, message = RETURNED[kind]
 
     def judge(prompts: list, completions: list, **columns: object) -> object:
         return value
@@ -303,7 +303,7 @@ def test_a_return_value_that_is_no_list_of_scores_is_reported_with_the_reward(ki
         return await checked_reward(judge_async)(prompts=TEXTS, completions=TEXTS)
 
     checked = checked_reward(judge)
-    with pytest.raises(RewardFault, match=f"reward `judge(_async)?` {says}: it must return one for each"):
+    with pytest.raises(RewardFault, match=f"reward `judge(_async)?` {message}: it must return one for each"):
         asyncio.run(awaited()) if is_async else checked(prompts=TEXTS, completions=TEXTS)
 
 

@@ -1,4 +1,4 @@
-"""`grpo-recipes init`: what it takes columns and answers for, and that its recipes can be planned."""
+"""`grpo-recipes init`: the guesses about columns and answers, and checks of the recipes that it writes."""
 
 import json
 from pathlib import Path
@@ -73,7 +73,7 @@ TABLES: dict[str, tuple[dict[str, Any], Form, dict[str, str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_what_a_table_is_taken_for(name: str) -> None:
+def test_the_form_and_the_columns_of_a_table_are_guessed(name: str) -> None:
     row, form, columns, others = TABLES[name]
     guess = guessed(datasets.Dataset.from_list([row] * 10))
     assert guess.form is form
@@ -83,11 +83,11 @@ def test_what_a_table_is_taken_for(name: str) -> None:
 
 @pytest.mark.parametrize("has_gpu", [False, True])
 @pytest.mark.parametrize("name", TABLES)
-def test_its_recipe_passes_every_check(name: str, has_gpu: bool, tmp_path: Path) -> None:
+def test_the_recipe_passes_every_check(name: str, has_gpu: bool, tmp_path: Path) -> None:
     row, *_ = TABLES[name]
     table = datasets.Dataset.from_list([row] * 10)
     asked = "question" if "question" in row else next((key for key in row if isinstance(row[key], str)), None)
-    if asked:  # every row another problem, so that a tenth of them can be held out
+    if asked:  # every row holds another problem, so that a tenth of them can be held out
         table = table.remove_columns([asked]).add_column(asked, [f"{number}: {row[asked]}" for number in range(10)])
         table = datasets.Dataset.from_list(
             [{**one, asked: f"{one[asked]} {part}"} for one in table for part in range(20)]
@@ -106,7 +106,7 @@ def test_its_recipe_passes_every_check(name: str, has_gpu: bool, tmp_path: Path)
     assert QUESTION in str(checked.train_dataset[0]["prompt"]) or "poem" in str(checked.train_dataset[0]["prompt"])
 
 
-def test_a_few_rows_of_another_form_do_not_matter_and_many_do() -> None:
+def test_few_rows_of_another_form_are_ignored_and_many_are_not() -> None:
     def form(wrong: int) -> Form:
         answers = ["because of what was said above, as the others do"] * wrong + ["#### 7"] * (100 - wrong)
         return guessed(datasets.Dataset.from_dict({"question": [QUESTION] * 100, "answer": answers})).form
@@ -114,7 +114,9 @@ def test_a_few_rows_of_another_form_do_not_matter_and_many_do() -> None:
     assert [form(5), form(20)] == [WORKED, NONE]
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_recipe_and_never_overwrites_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     rows = [{"question": f"What is {n} + {n}?", "answer": n + n} for n in range(100)]
     Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -129,7 +131,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert Path("sums.yaml").read_text() == before
 
 
-def test_a_table_that_is_no_table_of_problems() -> None:
+def test_a_table_without_questions_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"none of the columns 'a', 'b' looks like a question .*columns: \{question: ...\}"
     ):
@@ -140,7 +142,7 @@ def test_a_table_that_is_no_table_of_problems() -> None:
     ("path", "file"),
     [("a/b c.csv", "b-c.yaml"), ("openai/gsm8k", "gsm8k.yaml"), ("data/*.parquet", "run.yaml"), ("x.tar.gz", "x.yaml")],
 )
-def test_the_recipe_is_called_like_the_table(path: str, file: str) -> None:
+def test_the_recipe_has_the_name_of_the_table(path: str, file: str) -> None:
     assert default_output(path) == Path(file)
 
 

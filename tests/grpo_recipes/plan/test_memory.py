@@ -1,4 +1,4 @@
-"""Memory against the estimators of DeepSpeed and accelerate, and against what a tiny model really holds."""
+"""Estimated memory compared with DeepSpeed's and accelerate's estimators, and with the tensors of a tiny model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +53,7 @@ def states(run: MemoryPlan) -> float:
 
 
 def deepspeeds_estimate(run: MemoryPlan, trained: int) -> float:
-    """DeepSpeed's bytes on one GPU for a model whose every parameter is trained."""
+    """Return DeepSpeed's estimate of the bytes on one GPU in full fine-tuning."""
     layout, shape = run.layout, run.shape
     gpus = {"num_gpus_per_node": layout.num_processes // layout.num_machines, "num_nodes": layout.num_machines}
     if layout.sharding == "zero2":
@@ -68,7 +68,7 @@ def deepspeeds_estimate(run: MemoryPlan, trained: int) -> float:
 
 
 @pytest.mark.parametrize("size", qwen.SIZES)
-def test_parameters_are_those_of_the_models_card(configs: dict[str, Path], size: str) -> None:
+def test_the_number_of_parameters_agrees_with_the_model_card(configs: dict[str, Path], size: str) -> None:
     assert load_shape(str(configs[size])).parameters == pytest.approx(qwen.PARAMETERS[size], rel=0.01)
 
 
@@ -83,7 +83,7 @@ def test_parameters_are_those_of_the_models_card(configs: dict[str, Path], size:
         ("gsm8k-qwen2.5-7b-full-zero3", "zero3_multinode", "7B"),
     ],
 )
-def test_model_states_of_full_fine_tuning_are_deepspeeds(
+def test_model_states_of_full_fine_tuning_agree_with_deepspeed(
     configs: dict[str, Path], rows: Path, recipe: str, layout: str, size: str
 ) -> None:
     processes = {"num_processes": 7, "arguments": []} if "8xa100" in recipe else {}
@@ -101,7 +101,7 @@ def test_model_states_of_full_fine_tuning_are_deepspeeds(
         ("gsm8k-qwen2.5-72b-lora-zero3-2node", "zero3_multinode", "72B"),
     ],
 )
-def test_model_states_of_lora_are_deepspeeds_for_the_adapter_and_a_share_of_the_rest(
+def test_model_states_of_lora_agree_with_deepspeed_plus_a_share_of_the_frozen_base(
     configs: dict[str, Path], rows: Path, recipe: str, layout: str, size: str
 ) -> None:
     run = planned(recipe, layout, configs[size], rows)
@@ -110,7 +110,7 @@ def test_model_states_of_lora_are_deepspeeds_for_the_adapter_and_a_share_of_the_
     assert states(run) == pytest.approx(deepspeeds_estimate(run, run.shape.trained) + frozen, rel=0.15)
 
 
-def test_an_unsplit_float32_model_is_accelerates_estimate(configs: dict[str, Path], rows: Path) -> None:
+def test_model_states_of_an_unsplit_float32_model_agree_with_accelerate(configs: dict[str, Path], rows: Path) -> None:
     more = ["--dtype", "float32", "--bf16", "false", "--fp16", "false"]
     run = planned("gsm8k-qwen2.5-1.5b-24gb", "single_gpu", configs["1.5B"], rows, *more)
     with init_empty_weights():
@@ -119,8 +119,8 @@ def test_an_unsplit_float32_model_is_accelerates_estimate(configs: dict[str, Pat
     assert states(run) == pytest.approx(estimate_training_usage(size, "float32")["step"], rel=0.15)
 
 
-def test_what_one_process_really_holds(tmp_path: Path) -> None:
-    """Parameters, gradients and Adam's moments of a small model after one step, element by element."""
+def test_model_states_agree_with_the_tensors_of_one_process(tmp_path: Path) -> None:
+    """The bytes of parameters, gradients and Adam's moments of a small model are counted after one step."""
     launching.build_policy(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -159,8 +159,8 @@ TINY = MemoryPlan(
 LORA = replace(TINY, shape=replace(TINY.shape, trained=40_000_000), full_reference=False)
 
 
-def test_the_keys_and_values_of_one_generation() -> None:
-    """Two tensors a layer, of (rows, key-value heads × head size, tokens) elements of two bytes."""
+def test_the_kv_cache_of_one_generation_batch() -> None:
+    """Each layer has two tensors of (rows, key-value heads × head size, tokens) elements of two bytes."""
     run = replace(TINY, gather_for_generation=False)
     assert run.parts()["KV cache"] == 28 * 2 * 32 * 512 * 1024 * 2
 
@@ -169,13 +169,13 @@ def test_the_keys_and_values_of_one_generation() -> None:
 def test_an_adapter_goes_to_vllm_through_gathered_weights(vllm: str) -> None:
     weights = 2 * TINY.shape.parameters
     share = 0.3 * 80 * GIB if vllm == "colocate" else 0
-    for run, gathered in ((LORA, weights), (TINY, 0)):  # a full model goes tensor by tensor
+    for run, gathered in ((LORA, weights), (TINY, 0)):  # a full model is sent tensor by tensor
         parts = replace(run, vllm=vllm).parts()
         assert (parts["gathered weights"], parts["KV cache"], parts["vLLM's share"]) == (gathered, 0, share)
 
 
-def test_weights_go_to_a_server_in_packs() -> None:
-    """Two of 1 GiB and a tensor are in flight; what is gathered or merged is held as well, views of whole weights are not."""
+def test_weights_are_sent_to_a_server_in_packs() -> None:
+    """Two packs of 1 GiB and a tensor are in flight. Gathered or merged copies count too, and views do not."""
 
     def packs(run: MemoryPlan) -> float:
         return run.parts()["weights on their way"]
@@ -186,11 +186,11 @@ def test_weights_go_to_a_server_in_packs() -> None:
     assert packs(replace(server, layout=Sharding())) == 2 * pack
     assert packs(replace(LORA, vllm="server", layout=Sharding())) == 3 * pack
     small = replace(server, shape=ModelShape(1000, 1000, 500, 2, 8, 16, 8), layout=Sharding())
-    assert packs(small) == 2 * 1000  # one pack of all of it
+    assert packs(small) == 2 * 1000  # one pack holds all weights
     assert packs(replace(TINY, vllm="colocate")) == packs(TINY) == 0
 
 
-def test_training_and_generation_take_turns_except_beside_vllm() -> None:
+def test_training_and_generation_share_memory_except_beside_vllm() -> None:
     for run in (TINY, replace(TINY, vllm="server"), replace(TINY, vllm="colocate", vllm_sleeps=True)):
         parts = run.parts()
         *held, activations, weights, cache, share, packs = parts.values()
@@ -207,8 +207,8 @@ def test_a_full_reference_is_split_where_parameters_are(sharding: str, bytes_eac
 
 
 @pytest.mark.parametrize("gpu_memory", [12, 16, 24, 40])
-def test_what_would_fit_does_fit(gpu_memory: int) -> None:
-    """Each suggestion that names a micro-batch or machines is planned again with it, and fits."""
+def test_suggested_changes_fit(gpu_memory: int) -> None:
+    """The peak that a suggestion names is below the memory of the GPU."""
     run = replace(TINY, gpu_memory=gpu_memory * GIB)
     if run.fits():
         assert gpu_memory == 40
@@ -222,7 +222,7 @@ def test_what_would_fit_does_fit(gpu_memory: int) -> None:
         assert peak <= gpu_memory
 
 
-def test_a_smaller_micro_batch_keeps_the_optimiser_step() -> None:
+def test_a_smaller_micro_batch_keeps_the_size_of_the_optimizer_step() -> None:
     run = replace(TINY, rows=64, generated_rows=1, gather_for_generation=False, vllm="server", gpu_memory=40 * GIB)
     (first, *_) = changes_that_fit(run, accumulation=2)
     words = first.replace(":", "").split()
@@ -238,17 +238,17 @@ def test_a_share_that_cannot_hold_vllms_weights_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize(("text", "size"), [("80GB", 80), ("80", 80), ("24GiB", 24), ("141gb", 141)])
-def test_sizes_as_they_are_written(text: str, size: int) -> None:
+def test_sizes_of_gpus_are_parsed(text: str, size: int) -> None:
     assert parse_size(text) == size * GIB
 
 
 @pytest.mark.parametrize("text", ["0", "-3GB", "nan", "big", ""])
-def test_what_is_no_size(text: str) -> None:
+def test_a_text_that_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=".*"):
         parse_size(text)
 
 
-def test_layouts_are_read_from_accelerates_files(tmp_path: Path) -> None:
+def test_layouts_are_read_from_accelerate_configurations(tmp_path: Path) -> None:
     def described(name: str) -> Sharding:
         return Sharding.described(find_file("accelerate_configs", name))
 

@@ -1,4 +1,4 @@
-"""What `plan` shows of the prompts, and the chat templates that it and training refuse."""
+"""Prompts in a plan, and the chat templates that `plan` and training refuse."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ THINKING = tiny.CHATML + "{% if not enable_thinking %}<think></think>{% endif %}
 def save_model(
     folder: Path, template: str | None = tiny.CHATML, *, eos: int = 257, tokenizer_eos: str = "<|im_end|>"
 ) -> Path:
-    """A policy's configuration and tokenizer, without weights: the generation configuration stops at `eos`."""
+    """Save a policy without weights, whose generation configuration stops at `eos`, and return its folder."""
     LlamaConfig(**{**tiny._SIZES, "eos_token_id": eos}).save_pretrained(folder)
     GenerationConfig(eos_token_id=eos).save_pretrained(folder)
     tokenizer = tiny.chat_tokenizer(template)
@@ -59,7 +59,7 @@ def test_plan_shows_a_prompt_and_the_lengths(tmp_path: Path, capsys: pytest.Capt
     recipe = write_recipe(tmp_path, model, chat_template_kwargs={"enable_thinking": False})
     assert main(["plan", recipe, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["prompts"]
-    # One token a byte: <|im_start|> user newline x <|im_end|> <|im_start|> assistant newline <think></think>
+    # One token per byte: <|im_start|> user newline x <|im_end|> <|im_start|> assistant newline <think></think>
     expected = "<|im_start|>user\nx<|im_end|><|im_start|>assistant\n<think></think>"
     length = 1 + len("user\n") + 1 + 1 + 1 + len("assistant\n") + len("<think></think>")
     assert (shown["text"], shown["tokens"]) == (expected, length)
@@ -69,13 +69,13 @@ def test_plan_shows_a_prompt_and_the_lengths(tmp_path: Path, capsys: pytest.Capt
         **{"longest": length + 39, "over_limit": int((lengths > 70).sum())},
     }
     assert main(["plan", recipe]) == 0
-    said = capsys.readouterr().out
-    assert "\n  | <|im_start|>user\n  | x<|im_end|><|im_start|>assistant\n  | <think></think>\n" in said
-    assert f"first prompt    {length} tokens, exactly as the model sees it:" in said
-    assert " ".join(said.split()).count(f"{(lengths > 70).sum()} over `max_prompt_tokens` 70 are dropped") == 1
+    output = capsys.readouterr().out
+    assert "\n  | <|im_start|>user\n  | x<|im_end|><|im_start|>assistant\n  | <think></think>\n" in output
+    assert f"first prompt    {length} tokens, exactly as the model sees it:" in output
+    assert " ".join(output.split()).count(f"{(lengths > 70).sum()} over `max_prompt_tokens` 70 are dropped") == 1
 
 
-def test_a_limit_counts_what_the_template_is_told(tmp_path: Path) -> None:
+def test_the_limit_of_prompt_tokens_counts_the_output_of_template_options(tmp_path: Path) -> None:
     recipe = parse_recipe(["--config", write_recipe(tmp_path, save_model(tmp_path / "model", THINKING))])
     tokenizer, spec = load_tokenizer(recipe), replace(recipe.dataset, max_prompt_tokens=45)
     kept = {
@@ -88,9 +88,9 @@ def test_a_limit_counts_what_the_template_is_told(tmp_path: Path) -> None:
 def test_without_a_tokenizer_the_messages_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_recipe(tmp_path, tmp_path / "not-made-yet")
     assert main(["plan", recipe, "--dataset.system_prompt", "Be brief."]) == 0
-    said = capsys.readouterr().out
-    assert "prompt lengths  unknown: `model_name_or_path`" in said
-    assert "\n  | system: Be brief.\n  | user: x\n" in said
+    output = capsys.readouterr().out
+    assert "prompt lengths  unknown: `model_name_or_path`" in output
+    assert "\n  | system: Be brief.\n  | user: x\n" in output
 
 
 @pytest.mark.parametrize(
@@ -102,14 +102,14 @@ def test_without_a_tokenizer_the_messages_are_shown(tmp_path: Path, capsys: pyte
         ("{{ raise_exception('no assistant') }}", None),
     ],
 )
-def test_the_token_that_ends_a_turn(template: str, ends: str | None) -> None:
+def test_the_token_that_ends_a_turn_is_found(template: str, ends: str | None) -> None:
     tokenizer = tiny.chat_tokenizer(template)
     found = end_of_turn(tokenizer, {})
     assert (None if found is None else tokenizer.convert_ids_to_tokens(found)) == ends
 
 
-def test_a_turn_that_ends_where_generation_goes_on_is_refused(tmp_path: Path) -> None:
-    """As with a base model's `<|endoftext|>` under an instruct model's template."""
+def test_a_template_whose_turns_do_not_end_where_generation_stops_is_refused(tmp_path: Path) -> None:
+    """For example a base model, which stops at `<|endoftext|>`, with the template of an instruct model."""
     model = save_model(tmp_path / "model", eos=256, tokenizer_eos="<|im_start|>")
     recipe = parse_recipe(["--config", write_recipe(tmp_path, model)])
     tokenizer = load_tokenizer(recipe)
@@ -120,7 +120,7 @@ def test_a_turn_that_ends_where_generation_goes_on_is_refused(tmp_path: Path) ->
         check_chat_template(recipe, tokenizer, load(recipe.dataset)[0]["prompt"])
     check_chat_template(recipe, tokenizer, "text is no conversation")
     assert main(["plan", str(tmp_path / "mine.yaml")]) == 2
-    # Either of the two that TRL asks makes it right: the generation configuration, the tokenizer.
+    # TRL reads both, so either the generation configuration or the tokenizer may be right.
     for eos, token in ((257, "<|im_start|>"), (256, "<|im_end|>")):
         folder = save_model(tmp_path / f"right-{eos}", eos=eos, tokenizer_eos=token)
         right = parse_recipe(["--config", write_recipe(tmp_path, folder)])

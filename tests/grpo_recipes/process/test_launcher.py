@@ -1,4 +1,4 @@
-"""`grpo-recipes train`: what is refused before a process starts, what is launched, and how a run ends."""
+"""`grpo-recipes train`: refusals before a process starts, the launched command, and the end of a run."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ from tests.support import launching
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """A recipe of six steps for a tiny policy."""
+    """Write a recipe of six steps for a tiny policy, and return its path."""
     policy = launching.build_policy(tmp_path / "policy")
     rows = launching.write_rows(tmp_path / "rows.jsonl", 32)
     return launching.write_recipe(tmp_path / "recipe.yaml", policy, rows, tmp_path / "run")
@@ -38,7 +38,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_process")
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--lerning_rate", "1e-5"], "did you mean `learning_rate`?"),
         (["--accelerate_confg", "cpu"], "did you mean `--accelerate_config`?"),
@@ -50,14 +50,14 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--rewards", "[nothing_such]"], "nothing_such"),
     ],
 )
-def test_what_is_wrong_is_said_before_a_process_starts(
-    capsys: pytest.CaptureFixture[str], recipe: Path, arguments: list[str], says: str
+def test_mistakes_are_reported_before_a_process_starts(
+    capsys: pytest.CaptureFixture[str], recipe: Path, arguments: list[str], message: str
 ) -> None:
     capsys.readouterr()
     assert cli.main(["train", str(recipe), *arguments]) == 2
-    said = capsys.readouterr().err
-    assert says in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert message in output
+    assert output.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_what_is_wrong_is_said_before_a_process_starts(
         (4, False, "zero3", 4, ("zero3", 4)),
     ],
 )
-def test_the_layout_fits_the_machine(
+def test_the_layout_follows_the_options_and_the_gpus(
     monkeypatch: pytest.MonkeyPatch, gpus: int, use_cpu: bool, config: str | None, count: int | None, chosen: tuple
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -81,8 +81,8 @@ def test_the_layout_fits_the_machine(
     assert (layout.config.stem, layout.num_processes) == chosen
 
 
-def test_accelerate_takes_the_command() -> None:
-    """Its own parser reads the layout, and leaves our arguments to training."""
+def test_accelerate_parses_the_command() -> None:
+    """accelerate's own parser reads the layout, and leaves our arguments to training."""
     from accelerate.commands.launch import launch_command_parser
 
     command = Layout(find_file("accelerate_configs", "ddp_cpu"), 2).command(["--config", "r.yaml", "--max_steps", "3"])
@@ -93,7 +93,7 @@ def test_accelerate_takes_the_command() -> None:
     assert options.training_script_args == ["--config", "r.yaml", "--max_steps", "3"]
 
 
-def test_a_file_that_is_no_accelerate_configuration_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_no_accelerate_configuration_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("a: 1\n")
     with pytest.raises(RecipeError, match="is this an accelerate configuration"):
         choose_layout(str(tmp_path / "x.yaml"), None, use_cpu=True)
@@ -117,8 +117,8 @@ def start(recipe: Path, *arguments: str) -> subprocess.Popen:
     )
 
 
-def last_line(said: str) -> str:
-    return said.rstrip("\n").splitlines()[-1]
+def last_line(output: str) -> str:
+    return output.rstrip("\n").splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -131,17 +131,17 @@ def test_a_signal_to_the_command_leaves_a_checkpoint_and_no_process(recipe: Path
         assert launching.wait_for(lambda: list(recipe.parent.glob("run/completions/*.parquet")), process)
         tree = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
-        said = launching.finish(process, timeout=120)
+        output = launching.finish(process, timeout=120)
     finally:
         launching.kill_tree(process.pid)
-    assert process.returncode == code, said
-    assert last_line(said).startswith(f"stopped by {'SIGTERM' if code == 0 else 'Ctrl-C'} after step ")
+    assert process.returncode == code, output
+    assert last_line(output).startswith(f"stopped by {'SIGTERM' if code == 0 else 'Ctrl-C'} after step ")
     assert list((recipe.parent / "run").glob("checkpoint-*"))
     assert not [child for child in tree if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN])
-def test_under_nohup_a_closed_terminal_stops_no_run(handler: signal.Handlers) -> None:
+def test_sighup_is_ignored_under_nohup(handler: signal.Handlers) -> None:
     previous = signal.signal(signal.SIGHUP, handler)
     try:
         with launcher._passing_signals_to(SimpleNamespace(pid=os.getpid())):
@@ -153,42 +153,42 @@ def test_under_nohup_a_closed_terminal_stops_no_run(handler: signal.Handlers) ->
 
 
 @pytest.mark.slow
-def test_the_sentence_of_the_rank_that_failed_is_the_last_line(recipe: Path) -> None:
+def test_the_error_of_the_rank_that_failed_is_the_last_line(recipe: Path) -> None:
     failing = ["--rewards", "[tests.support.launching.raises_on_rank_1]"]
     process = start(recipe, "--accelerate_config", "ddp_cpu", *failing)
-    said = launching.finish(process)
-    assert process.returncode == 1, said
-    assert last_line(said).startswith(
+    output = launching.finish(process)
+    assert process.returncode == 1, output
+    assert last_line(output).startswith(
         "error: rank 1: reward `raises_on_rank_1` raised ValueError: the judge did not answer"
     )
 
 
 @pytest.mark.slow
-def test_processes_that_are_killed_leave_a_way_on(recipe: Path) -> None:
+def test_the_last_line_after_a_kill_tells_how_to_resume(recipe: Path) -> None:
     process = start(recipe, "--max_steps", "400")
     try:
         assert launching.wait_for(lambda: len(list((recipe.parent / "run").glob("checkpoint-*"))) > 2, process)
         (launcher,) = psutil.Process(process.pid).children()
         (trainer,) = launcher.children()
         trainer.kill()
-        said = launching.finish(process, timeout=60)
+        output = launching.finish(process, timeout=60)
     finally:
         launching.kill_tree(process.pid)
-    assert process.returncode == 1, said
-    assert "probably killed" in last_line(said)
-    assert "`--resume_from_checkpoint true` goes on from checkpoint-" in last_line(said)
+    assert process.returncode == 1, output
+    assert "probably killed" in last_line(output)
+    assert "`--resume_from_checkpoint true` goes on from checkpoint-" in last_line(output)
 
 
 @pytest.mark.slow
-def test_a_signal_before_the_training_processes_exist(recipe: Path) -> None:
+def test_a_signal_before_the_training_processes_exist_ends_the_launch(recipe: Path) -> None:
     process = start(recipe)
     try:
         assert launching.wait_for(lambda: psutil.Process(process.pid).children(), process)
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        said = launching.finish(process, timeout=60)
+        output = launching.finish(process, timeout=60)
     finally:
         launching.kill_tree(process.pid)
-    assert process.returncode == 130, said
-    assert last_line(said).startswith("stopped by Ctrl-C: ")
+    assert process.returncode == 130, output
+    assert last_line(output).startswith("stopped by Ctrl-C: ")
     assert not (recipe.parent / "run" / "run.json").exists()

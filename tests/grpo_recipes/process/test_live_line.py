@@ -1,4 +1,4 @@
-"""A run that is under way: its log for other readers, and the line for a terminal."""
+"""Progress of a run: its log, and the line on the terminal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def save(folder: Path, step: int, reward: float, name: str = "") -> list[dict]:
 # The log
 
 
-def test_a_run_without_a_checkpoint_is_read_from_what_it_has_logged(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_is_read_from_its_log(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"no `trainer_state.json`"):
         Run.read(tmp_path)
     log(tmp_path, range(1, 8))
@@ -101,7 +101,7 @@ def test_the_state_of_an_earlier_finished_launch_is_not_read_while_a_branch_runs
     assert Run.read(tmp_path).series("reward").values == [-1.0, -1.0, 0.3, 0.4]
 
 
-def test_a_line_that_is_being_written_is_left_for_later(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_of_the_log_is_skipped(tmp_path: Path) -> None:
     log(tmp_path, range(1, 4))
     with (tmp_path / LIVE).open("a") as file:
         file.write('{"reward": 1.0, "st')
@@ -132,7 +132,7 @@ def test_other_ranks_write_nothing_and_a_link_is_not_followed(tmp_path: Path) ->
     assert (tmp_path / "outside").read_text() == "as it was"
 
 
-def test_a_log_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_that_cannot_be_written_gives_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         log(tmp_path / "missing", range(1, 4))
     assert [record.message.count("can't be written") for record in caplog.records] == [1]
@@ -145,7 +145,7 @@ def test_a_log_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytes
     assert not (tmp_path / LIVE).exists()  # it would be taken for the whole log
 
 
-def test_the_report_of_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
+def test_the_report_of_a_running_run_names_its_progress(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "trainer_state.json").unlink()
     log(folder, range(1, 11))
@@ -153,7 +153,7 @@ def test_the_report_of_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
     with only_launch(folder):
         assert Run.read(folder).is_running
         assert cli.main(["report", str(folder)]) == 0
-        assert "This run is still going: step 10 of 40, about 1 min 0 s left." in page.read_text()
+        assert "This run is still in progress: step 10 of 40, about 1 min 0 s left." in page.read_text()
     assert not Run.read(folder).is_running
     assert cli.main(["report", str(folder)]) == 0
     assert "This run was stopped at step 10 of 40." in page.read_text()
@@ -163,7 +163,7 @@ def test_the_report_of_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
 
 
 class Clock:
-    """A clock that a test sets."""
+    """Clock that a test sets."""
 
     now = 0.0
 
@@ -187,7 +187,7 @@ def trained(line: LiveLine, clock: Clock, steps: int) -> None:
         )
 
 
-def test_the_line_says_how_the_training_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_shows_the_progress_of_the_training(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     line = LiveLine(["right", "tags"], clock)
     line.on_train_begin(None, state(0), None)
@@ -198,10 +198,12 @@ def test_the_line_says_how_the_training_does(capsys: pytest.CaptureFixture[str])
     )
     line.on_train_end(None, state(4), None)
     clock.now += 600
-    line.on_log(None, state(4), None, {"eval_reward": 1.0})  # an evaluation after the training
+    line.on_log(None, state(4), None, {"eval_reward": 1.0})  # an evaluation after training
     captured = capsys.readouterr()
     assert captured.err == "", "there is no terminal"
-    assert [text.split("  ")[0] for text in captured.out.splitlines()] == ["step 2/40", "step 4/40"], "one a minute"
+    assert [text.split("  ")[0] for text in captured.out.splitlines()] == ["step 2/40", "step 4/40"], (
+        "one line per minute"
+    )
 
 
 def test_a_resumed_run_counts_its_own_steps(capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,7 +223,7 @@ def test_a_resumed_run_counts_its_own_steps(capsys: pytest.CaptureFixture[str]) 
 
 
 def everything_shown(terminal: TextIO, master: int) -> str:
-    """What was written to a pseudo-terminal: one read may return a part of it."""
+    """Return all text written to a pseudo-terminal. One read may return only a part."""
     terminal.close()
     shown = b""
     with suppress(OSError):  # Linux ends it by an error
@@ -232,8 +234,8 @@ def everything_shown(terminal: TextIO, master: int) -> str:
 
 
 @pytest.mark.parametrize("piped", [False, True])
-def test_what_is_printed_stands_above_the_line(monkeypatch: pytest.MonkeyPatch, piped: bool, tmp_path: Path) -> None:
-    """On a terminal; a standard output that is piped away stays apart."""
+def test_output_is_printed_above_the_line(monkeypatch: pytest.MonkeyPatch, piped: bool, tmp_path: Path) -> None:
+    """On a terminal. Output into a pipe stays there."""
     master, slave = os.openpty()
     terminal, pipe = os.fdopen(slave, "w"), (tmp_path / "pipe").open("w")
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -245,7 +247,7 @@ def test_what_is_printed_stands_above_the_line(monkeypatch: pytest.MonkeyPatch, 
     chatty = logging.getLogger("chatty")
     chatty.setLevel(logging.INFO)
     line = Line(replaced=[chatty])
-    chatty.info("what the line says too")
+    chatty.info("what the line shows too")
     line.show("step 1/2  " + "long " * 30 + "\x1b[2J")
     print("a word of the run")
     logging.getLogger("x").warning("a note of a library")
@@ -254,17 +256,17 @@ def test_what_is_printed_stands_above_the_line(monkeypatch: pytest.MonkeyPatch, 
     assert handler.stream is terminal
     assert chatty.level == logging.INFO
     pipe.flush()
-    said = everything_shown(terminal, master)
-    assert "step 1/2" in said
-    assert "a note of a library" in said
-    assert "\x1b[2J" not in said
-    assert "what the line says too" not in said
-    assert ("a word of the run" in said) != piped
+    output = everything_shown(terminal, master)
+    assert "step 1/2" in output
+    assert "a note of a library" in output
+    assert "\x1b[2J" not in output
+    assert "what the line shows too" not in output
+    assert ("a word of the run" in output) != piped
     assert ("a word of the run" in (tmp_path / "pipe").read_text()) == piped
-    assert said.rstrip("\x1b[?25h").endswith("\x1b[2K") or "\x1b[1A" in said, "the line is removed"
+    assert output.rstrip("\x1b[?25h").endswith("\x1b[2K") or "\x1b[1A" in output, "the line is removed"
 
 
-def test_a_failed_run_closes_the_line() -> None:
+def test_the_line_of_a_failed_run_is_closed() -> None:
     from grpo_recipes.process.faults import close_progress_bars
 
     line = LiveLine([])

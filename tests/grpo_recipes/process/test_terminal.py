@@ -1,4 +1,4 @@
-"""A terminal that is closed under a run: the run saves and stops, or under nohup goes on, whatever it prints."""
+"""A run whose terminal is closed saves and stops, or continues under nohup."""
 
 import os
 import pty
@@ -14,9 +14,9 @@ from tests.support import forking, launching
 
 
 def train_in(terminal: str, recipe: str, ignores: bool) -> None:
-    """Train as `python -m grpo_recipes.train` does in the session that `terminal` belongs to."""
+    """Train as `python -m grpo_recipes.train` does in the session of `terminal`."""
     os.setsid()
-    descriptor = os.open(terminal, os.O_RDWR)  # the first that a session opens is the one that it is told of
+    descriptor = os.open(terminal, os.O_RDWR)  # the first terminal that a session opens controls it
     for standard in (0, 1, 2):
         os.dup2(descriptor, standard)
     os.close(descriptor)
@@ -29,7 +29,7 @@ def train_in(terminal: str, recipe: str, ignores: bool) -> None:
 
 
 @pytest.mark.parametrize("ignores", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_run_whose_terminal_is_closed_saves(tmp_path: Path, ignores: bool) -> None:
+def test_a_run_saves_when_its_terminal_is_closed(tmp_path: Path, ignores: bool) -> None:
     policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 64)
     steps = 40 if ignores else 4000
     changes = {"max_steps": steps, "save_steps": 4000, "rewards": ["tests.support.launching.variety"]}
@@ -42,12 +42,12 @@ def test_a_run_whose_terminal_is_closed_saves(tmp_path: Path, ignores: bool) -> 
     process.start()
     try:
         os.set_blocking(ours, False)
-        said, deadline = b"", time.monotonic() + 100
+        output, deadline = b"", time.monotonic() + 100
         while len(list((tmp_path / "run").glob("completions/*.parquet"))) < 3:
-            assert process.is_alive(), said.decode()
+            assert process.is_alive(), output.decode()
             assert time.monotonic() < deadline
             try:
-                said += os.read(ours, 1 << 16)
+                output += os.read(ours, 1 << 16)
             except BlockingIOError:
                 time.sleep(0.02)
         os.close(theirs)

@@ -86,7 +86,7 @@ class StringMatch(AgainstGold):
 
     | the completion's answer | pay |
     |---|---|
-    | is a gold by `match` (below) | 1 (`pay`) |
+    | is a gold by `match` | 1 (`pay`) |
     | with `match: f1`, shares words with a gold | `pay_wrong + F1 * (pay - pay_wrong)`, for the nearest gold |
     | is something else, or is missing | 0 (`pay_wrong`) |
     | the row has no gold that can be read | None |

@@ -1,4 +1,4 @@
-"""Surface forms, right and wrong; texts made to earn a reward they don't deserve; golds."""
+"""Surface forms of right and wrong answers, texts made to earn an undeserved reward, and golds."""
 
 from fractions import Fraction
 
@@ -17,7 +17,7 @@ ONES, TENS = SMALL_WORDS.split()[:20], ["", "", *SMALL_WORDS.split()[20:]]
 
 
 def words(n: int) -> str:
-    """An English speller, independent of the parser."""
+    """Return the English words of a number, by a speller independent of the parser."""
     if n < 0:
         return "minus " + words(-n)
     if n < 20:
@@ -116,14 +116,14 @@ VALUES = [
 
 
 def near_misses(value: int) -> set[int]:
-    """Wrong values that a sloppy reader takes for `value`."""
+    """Return wrong values that a sloppy reader takes for `value`."""
     shown = str(abs(value))
     others = {value + 1, value - 1, -value, value * 10, value * 100, value * 1000, value + 1000, value // 10}
     return (others | {int(shown + shown[-1]), int(shown[::-1]), int(shown[:3])}) - {value}
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_form_of_the_right_value_is_accepted_and_of_a_wrong_one_is_not(form):
+def test_a_form_is_accepted_for_the_right_value_and_no_wrong_one(form):
     reward = GSM8KCorrectness()
     spell = FORMS[form]
     for value in VALUES:
@@ -142,7 +142,8 @@ def test_a_form_of_the_right_value_is_accepted_and_of_a_wrong_one_is_not(form):
         ("-1 1/2", Fraction(-3, 2)), ("-\\frac12", Fraction(-1, 2)), ("0.5", Fraction(1, 2)), (".5", Fraction(1, 2)),
         ("33.33", Fraction(3333, 100)), ("3/4 cups", Fraction(3, 4)), ("1.5 million", 1500000), ("$18k", 18000),
         ("five thousand a year", None), ("two thousand and apples", None), ("two and apples", None), ("a k", None),
-        ("18 Thousand", 18000), ("1.5 Million dollars", 1500000), ("$18K", 18000), ("18 maybe", None), ("18 roughly", None),
+        ("18 Thousand", 18000), ("1.5 Million dollars", 1500000), ("$18K", 18000), ("18 maybe", None),
+        ("18 roughly", None),
         ("negative 3", -3), ("minus two hundred", -200), ("--18", None), ("-$-18", None), ("+-3", None),
         ("1" * 1000, int("1" * 1000)), ("1" * 1001, None),
         ("3 100/200", Fraction(7, 2)), ("1 4/4", None), ("1,200 1/2", Fraction(2401, 2)), ("1 200 / 3", None),
@@ -155,10 +156,11 @@ def test_a_form_of_the_right_value_is_accepted_and_of_a_wrong_one_is_not(form):
         ("18 km/", None), ("18 km-", None), ("18 km (", None), ("18 km..", None), ("18 eggs per day for each hen", 18),
         ("18 eggs per day for each old hen", None), ("eggs: 18", 18), ("perhaps: 18", None), ("twelve eggs: 18", None),
         ("half eggs: 18", None),
-        ("18 dozen", 18), ("18 dozens", 18), ("18 quarter", None), ("18 thousand maybe", None), ("18 thousand eggs", 18000),
+        ("18 dozen", 18), ("18 dozens", 18), ("18 quarter", None), ("18 thousand maybe", None),
+        ("18 thousand eggs", 18000),
     ],
 )  # fmt: skip
-def test_other_numbers(answer, value):
+def test_a_text_is_read_as_the_expected_number(answer, value):
     assert parse_number(answer) == value
 
 
@@ -167,13 +169,13 @@ def test_other_numbers(answer, value):
     [("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__"), ("*", "*"), ("_", "_"),
      ("```", "```"), ("`", "`"), ('"', '"'), ("'", "'"), ("\\boxed{", "}"), ("(", ")"), ("[", "]"), ("{", "}")],
 )  # fmt: skip
-def test_what_an_answer_may_be_wrapped_in(left, right):
+def test_formatting_around_an_answer_is_removed(left, right):
     assert parse_number(f"{left}18{right}") == 18
     assert parse_number(f"{left}{right}") is None
     assert undress(f"{left}{right}") == f"{left}{right}"
 
 
-# Each earns a reward somewhere among the peers, or nearly; the gold is 18.
+# Answers that some peer rewards, or nearly rewards. The gold is 18.
 TRAPS = [
     "17, 18", "18, 17", "17 or 18", "18 or 17", "17 and 18", "18 and 17", "17/18", "17;18", "17 18", "18 17",
     "18 / 17", "17\n18", "18\n17", "17 = 18", "18 = 17", "18 (or 19)", "18-20", "16–18", "18 to 20",
@@ -192,7 +194,7 @@ TRAPS = [
 @pytest.mark.parametrize("reward", [GSM8KCorrectness(), MathCorrectness()], ids=lambda reward: reward.name)
 def test_a_trap_earns_nothing(reward, answer):
     layouts = ["<think>18</think><answer>{}</answer>"]
-    # On lines, and outside a tag, these are other texts: two lines, or two boxes of which the last counts.
+    # Outside a tag these are different texts: two lines, or two boxes of which the last counts.
     if reward.extract == "auto" and "\n" not in answer and "boxed" not in answer:
         layouts += ["The answer is {}.", "Steps.\n#### {}", "So \\boxed{{{}}}."]
     texts = [layout.format(answer) for layout in layouts]
@@ -260,14 +262,14 @@ def test_a_misplaced_gold_earns_nothing(text, extract):
         ("auto", "nothing", None),
     ],
 )
-def test_extraction(layout, text, answer):
+def test_a_layout_extracts_the_expected_answer(layout, text, answer):
     assert extract_answer(text, layout) == answer
     if layout != "answer_tag":
         assert extract_answer(f"<think>{text}</think> done", layout) is None
         assert extract_answer(f"<think>hm</think> {text}", layout) == answer or text.startswith("A:")
 
 
-def test_a_prefilled_block_hides_what_it_holds():
+def test_an_answer_in_a_prefilled_block_is_not_extracted():
     text = "The <answer>17</answer> is wrong.</think><answer>18</answer>"
     assert extract_answer(text, prefilled=True) == "18"
     assert extract_answer("<answer>18</answer>", prefilled=True) is None
@@ -286,7 +288,7 @@ def test_a_prefilled_block_hides_what_it_holds():
         ({}, None), (True, None),
     ],
 )  # fmt: skip
-def test_golds(gold, answer):
+def test_a_gold_has_the_expected_final_answer(gold, answer):
     assert gold_answer(gold) == answer
     for reward in (GSM8KCorrectness(), GSM8KCorrectness(extract="hashes"), MathCorrectness()):
         (score,) = reward(completions=["no answer"], answer=[gold])
@@ -294,7 +296,7 @@ def test_golds(gold, answer):
 
 
 @given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
-def test_two_integers_are_equal_exactly_when_they_are(left, right):
+def test_two_integers_are_equal_only_if_their_values_are(left, right):
     for text in (f"{left:,}", f"{left}.0", words(left) if abs(left) < 10**12 else str(left)):
         assert parse_number(text) == left
     (score,) = GSM8KCorrectness()(completions=[f"<answer>{left:,}</answer>"], answer=[str(right)])

@@ -1,4 +1,4 @@
-"""Any text gives a finite number or None, twice the same, from any thread: what hangs or crashes peers included."""
+"""Any text gives a finite number or None, repeatably and from any thread, also texts that hang or crash peers."""
 
 import asyncio
 import math
@@ -114,7 +114,7 @@ ADVERSARIAL = {
     "answers": "answer is\n\n" * 50_000,
     "A lines": "\nA:" * 100_000,
 }
-# Each text is scored by every reward in five places, three times over: the longest go to the slow part.
+# Every reward scores each text in five places, three times. The longest texts are for the slow part.
 LONGEST_QUICK = 300_000
 COSTLY = ("A lines", "hashes")
 KINDS = [
@@ -130,9 +130,9 @@ def record_everywhere(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_adversarial_text(kind):
+def test_an_adversarial_text_scores_the_same_in_threads_and_coroutines(kind):
     expected = record_everywhere(kind)
-    assert all(not value for row in expected[4:10] for value in row)  # the exact rule, in every layout, is not fooled
+    assert all(not value for row in expected[4:10] for value in row)  # the exact rule pays nothing in any layout
 
     outcomes = []
     thread = threading.Thread(target=lambda: outcomes.append(record_everywhere(kind)))
@@ -145,7 +145,7 @@ def test_an_adversarial_text(kind):
     assert [*outcomes, asyncio.run(in_a_coroutine())] == [expected, expected]
 
 
-def test_processes_agree():
+def test_another_process_gives_the_same_scores():
     kinds = ["short digits", "lone surrogates", "opening braces"]
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
         assert list(executor.map(record_everywhere, kinds)) == list(map(record_everywhere, kinds))

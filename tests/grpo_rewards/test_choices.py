@@ -1,4 +1,4 @@
-"""Multiple choice: what is paid, what a naive rule would pay, golds and choices in every shape, an independent generator."""
+"""Multiple choice: pay, answers that a naive rule would pay for, shapes of golds and choices, and a generator."""
 
 import pickle
 import random
@@ -26,38 +26,45 @@ A | a | (A) | (a) | [A] | {A} | A. | A) | A: | A! | **A** | *A* | __A__ | `A` | 
 \\boxed{A} | \\boxed{\\text{A}} | \\boxed{\\textbf{(A)}} | $\\boxed{\\mathrm{A}}$ | \\boxed{A. Paris} | \\boxed{Paris}
 Ａ | （Ａ） | Ⓐ | 𝐀 | A\u200b | A. Paris | A) Paris | (A) Paris | A: Paris | A - Paris | A – Paris | A, Paris | A)Paris
 **A.** Paris | **A. Paris** | Paris | paris | PARIS. | "Paris" | **Paris** | Paris (A) | Paris, A | (Paris) | A (Paris)
-The answer is A. | The answer is Paris. | the correct answer is (a) | Answer: A | Answer: Paris | **Answer:** A | **Answer: A**
+The answer is A. | The answer is Paris. | the correct answer is (a) | Answer: A | Answer: Paris | **Answer:** A
+**Answer: A**
 **Final Answer**: (A) Paris | Final answer: **A** | The correct option is (A). | The correct answer is option A: Paris.
 So the answer is A. Paris is the capital of France. | The answer is A, because B and C are not capitals.
 The answer is A. B is wrong, and so is C. | The best answer is A, since the others (B, C, D) are elsewhere.
 Option A is correct. | A is correct. | (A) Paris is the correct answer. | Paris is the right answer. | It's Paris!
 I think it's A. | I choose A | I'll go with A | not B but A
 The answer is not B but A. | A, not B | A, not B or C | A rather than New York
-B is wrong. The answer is A. | The answer is B. Wait, no: the answer is A. | The answer is:\\n\\nA | The answer is: **A**
+B is wrong. The answer is A. | The answer is B. Wait, no: the answer is A. | The answer is:\\n\\nA
+The answer is: **A**
 Option B looks good.\\n\\nAnswer: A. Paris\\n\\nB is not the capital. | Let me see.\\n#### A | # Answer\\n#### A) Paris
 <answer>A</answer> | <answer>\\nA. Paris\\n</answer> | <answer>The answer is A</answer> | <answer>Option A</answer>
-<answer>A because it is the capital</answer> | <answer>A. It is the capital of France</answer> | <answer>choice (a)</answer>
-<think>B? C?</think><answer>A</answer> | <think>The answer is B.</think>The answer is A. | <answer>B</answer><answer>A</answer>
+<answer>A because it is the capital</answer> | <answer>A. It is the capital of France</answer>
+<answer>choice (a)</answer>
+<think>B? C?</think><answer>A</answer> | <think>The answer is B.</think>The answer is A.
+<answer>B</answer><answer>A</answer>
 ### Final Answer\\n\\nA. Paris | The answer is Paris (option A). | The answer's A | I'd say A. | Pick (A) | A.Paris
 My answer is A. | A\\n\\nParis is the capital. | **A**\\n\\nExplanation: it is the capital.
 Of these, A is correct. | 答案：A | 答案是A。 | A ✅
 Since B is not a capital, the answer is A. | \\boxed{\\textbf{(A) } \\text{Paris}} | The answer is A (Paris), not B.
-The answer is indeed A. | The answer is, therefore, A. | The answer to the question is A. | Ans: A | The answer is A = Paris
+The answer is indeed A. | The answer is, therefore, A. | The answer to the question is A. | Ans: A
+The answer is A = Paris
 The answer is A. That the answer is so short is no surprise.
-Here's the answer: A | So here's my final answer: A | From his statement, the answer is A. | The only possible answer is A.
+Here's the answer: A | So here's my final answer: A | From his statement, the answer is A.
+The only possible answer is A.
 The answer is A.\\n\\nB. New York is not the capital. | A. Unlikely as it sounds, Paris.
-Only A is correct. | A seems to be the best answer. | I am confident that A is right. | The answer is Paris, which is option A.
+Only A is correct. | A seems to be the best answer. | I am confident that A is right.
+The answer is Paris, which is option A.
 <answer>\\boxed{A}</answer> | The answer is B. <answer>A</answer> | \\boxed{B} or rather \\boxed{A}
 """
 RIGHT = [text.strip().replace("\\n", "\n").replace("\\\\", "\\") for text in RIGHT.replace("\n", " | ").split(" | ")]
 
 
 @pytest.mark.parametrize("text", filter(None, RIGHT))
-def test_what_is_paid(text):
+def test_a_right_answer_is_paid(text):
     assert score(text) == (1.0, "A", "right")
 
 
-# What a rule that looks for the letter, or for the text, would pay. The gold is A (Paris).
+# Answers that a search for the letter or the text would pay for. The gold is A (Paris).
 TRAPS = {
     "two letters with or": "The answer is A or B.",
     "two letters with and": "A and B",
@@ -159,7 +166,7 @@ TRAPS = {
 
 
 @pytest.mark.parametrize("kind", TRAPS)
-def test_a_trap(kind):
+def test_a_trap_earns_nothing(kind):
     result, named, _ = score(TRAPS[kind])
     assert (result, named == "A") == (0.0, False)
 
@@ -194,7 +201,7 @@ MORE_TRAPS = {
 
 
 @pytest.mark.parametrize("kind", MORE_TRAPS)
-def test_a_trap_in_the_choices(kind):
+def test_a_trap_in_the_choices_earns_nothing(kind):
     text, gold, choices = MORE_TRAPS[kind]
     assert score(text, gold, choices)[0] == 0.0
 
@@ -227,7 +234,7 @@ def test_a_trap_in_the_choices(kind):
         ("A. It is a vowel", "A", {"A": "E", "B": "A"}),
     ],
 )
-def test_choices_that_look_like_something_else(text, gold, choices):
+def test_choices_that_look_like_letters_or_words_are_told_apart(text, gold, choices):
     assert score(text, gold, choices)[0] == 1.0
 
 
@@ -248,12 +255,12 @@ def test_choices_that_look_like_something_else(text, gold, choices):
         (10**400, CITIES, None), ("cat", ["cat", "cat"], None), ({"a": 1}, CITIES, None), (["B"], CITIES, None),
     ],
 )  # fmt: skip
-def test_a_gold(gold, choices, label):
+def test_a_gold_is_read_as_the_expected_letter(gold, choices, label):
     assert read_gold(gold, read_choices(choices)) == label
     assert score(label or "A", gold, choices)[0] == (None if label is None else 1.0)
 
 
-def test_the_form_of_golds_can_be_said():
+def test_gold_form_decides_between_readings_of_a_gold():
     choices = read_choices({"1": "2", "2": "1", "3": "0"})
     assert [read_gold("1", choices, form) for form in ("auto", "letter", "text", "index")] == ["1", "1", "2", "2"]
     assert read_gold(1, choices, "letter") is None
@@ -265,7 +272,7 @@ def test_the_form_of_golds_can_be_said():
     [[], {}, "ABCD", 3, ["x"] * 27, [None, "x"], {"Paris": "A"}, {"A": ["x"]}, {"a": "x", "A": "y"},
      {"text": ["x"], "label": ["A", "B"]}],
 )  # fmt: skip
-def test_choices_that_can_not_be_read_make_the_row_none(choices):
+def test_unreadable_choices_make_the_row_none(choices):
     assert score("A", "A", choices) == (None, None, "no gold")
 
 
@@ -276,12 +283,12 @@ def test_arrays_are_read_as_lists():
 
 
 @pytest.mark.parametrize("columns", [{"answer": ["A"]}, {"answer": "AB"}, {"answer": ["A", "B"], "choices": [CITIES]}])
-def test_columns_that_do_not_fit_are_refused(columns):
+def test_columns_of_another_length_are_refused(columns):
     with pytest.raises(ValueError, match="`choice_correctness`: "):
         choice_correctness(completions=["A", "B"], **columns)
 
 
-def test_a_missing_column_is_one_sentence_and_choices_may_be_left_out():
+def test_a_missing_gold_column_is_named_and_choices_may_be_missing():
     assert choice_correctness(completions=["B", "C"], answer=["B", "B"]) == [1.0, 0.0]
     with pytest.raises(ValueError, match=r"needs the dataset column `answer`"):
         choice_correctness(completions=["B"], choices=[CITIES])
@@ -301,11 +308,11 @@ def test_a_missing_column_is_one_sentence_and_choices_may_be_left_out():
         ("auto", "#### Discussion\nThe answer is A.", "A"),
     ],
 )  # fmt: skip
-def test_where_the_answer_stands(extract, text, named):
+def test_extract_decides_where_the_answer_is_read(extract, text, named):
     assert score(text, extract=extract)[1] == named
 
 
-def test_pay_tags_and_logs():
+def test_pay_tags_and_logs_follow_the_arguments():
     reward = ChoiceCorrectness(pay=2, pay_wrong="-0.5", tags=["reasoning", "choice"], prefix="mc/", name="mc")
     columns, metrics = {}, {}
     texts = ["<reasoning>B</reasoning><choice>A</choice>", "<choice>B</choice>", "<choice>A or B</choice>", "", "A"]
@@ -333,7 +340,7 @@ def test_a_bad_argument_names_its_key(kwargs):
         ChoiceCorrectness(**kwargs)
 
 
-# An independent generator: questions of several kinds, letters shuffled, and the ways in which models answer.
+# An independent generator of questions of several kinds, with shuffled letters, and of models' ways to answer.
 POOLS = [
     ["Paris", "London", "Rome", "Berlin", "Madrid", "Vienna", "Oslo", "Athens", "Cairo", "Lima"],
     [str(number) for number in range(2, 60)],
@@ -346,9 +353,11 @@ POOLS = [
     ["Because it rains", "Because of the wind", "To save energy", "For no reason at all"],
     ["All of the above", "None of the above", "Only the first", "Only the second"],
 ]
-LETTER_FORMS = ["{l}", "({l})", "{l}.", "{l})", "**{l}**", "**({l})**", "\\text{{{l}}}", "[{l}]", "{l}. {t}", "{l}) {t}",
-                "({l}) {t}", "{l}: {t}", "**{l}. {t}**", "{t}", "{t} ({l})", "**{l}**: {t}", "{low}", "({low})"]  # fmt: skip
-FRAMES = ["{a}", "The answer is {a}.", "The correct answer is {a}.", "Answer: {a}", "**Answer:** {a}", "**Answer: {a}**",
+LETTER_FORMS = ["{l}", "({l})", "{l}.", "{l})", "**{l}**", "**({l})**", "\\text{{{l}}}", "[{l}]", "{l}. {t}",
+                "{l}) {t}", "({l}) {t}", "{l}: {t}", "**{l}. {t}**", "{t}", "{t} ({l})", "**{l}**: {t}", "{low}",
+                "({low})"]  # fmt: skip
+FRAMES = ["{a}", "The answer is {a}.", "The correct answer is {a}.", "Answer: {a}", "**Answer:** {a}",
+          "**Answer: {a}**",
           "Final answer: {a}", "The correct option is {a}.", "So, the answer is {a}.", "The best choice is {a}.",
           "Therefore, the correct answer is: {a}", "Therefore the answer must be {a}.", "I would choose {a}.",
           "The answer is {a} because of what was said above.", "#### {a}", "\\boxed{{{a}}}",
@@ -361,7 +370,7 @@ BODIES = ["", "Let us go through the options. Option {w} does not fit.\n\n", "We
 
 
 def made_up_rows(count, seed=0):
-    """Rows of (completion, gold in some form, choices, whether it is right)."""
+    """Return rows of (completion, gold in some form, choices, True if the completion is right)."""
     rng = random.Random(seed)
     for _ in range(count):
         texts = rng.sample(pool := rng.choice(POOLS), min(len(pool), rng.choice([4, 4, 4, 5, 6])))
@@ -395,13 +404,14 @@ def test_right_answers_are_accepted_and_wrong_ones_are_not():
 
 
 PIECES = [
-    "A", "A ", "(", "answer is ", "answer is\n", "The answer is A. ", "A is correct ", "<answer>", "\\boxed{", "\\text{",
+    "A", "A ", "(", "answer is ", "answer is\n", "The answer is A. ", "A is correct ", "<answer>", "\\boxed{",
+    "\\text{",
     "**", "not ", "Paris ", "A, ", "because ", "x" * 40 + "\n", "\u0301", "Answer: A\n", ": is correct", "`", "$", '"',
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("piece", only(PIECES[::5], PIECES))
-def test_the_cost_is_linear(piece):
+def test_the_cost_is_linear_in_the_length(piece):
     for place in ("{}", "<answer>{}</answer>", "The answer is {}"):
 
         def call(length, place=place):

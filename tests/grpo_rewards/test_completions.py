@@ -32,7 +32,7 @@ from grpo_rewards.registry import BuiltReward, SumReward
         (3, ""),
     ],
 )  # fmt: skip
-def test_completion_text(completion, text):
+def test_a_completion_gives_its_text(completion, text):
     assert completion_text(completion) == text
 
 
@@ -74,10 +74,10 @@ BARE = [
 
 
 @pytest.mark.parametrize(("reward", "call", "message"), BARE, ids=[str(row[2]) for row in BARE])
-def test_a_bare_string_or_a_short_column_is_refused(reward, call, message):
+def test_a_bare_string_and_a_short_column_are_refused(reward, call, message):
     with pytest.raises(ValueError, match=message):
         reward(**call)
 
 
-def test_any_kind_of_list_is_taken():
+def test_any_kind_of_list_is_accepted():
     assert gsm8k_correctness(completions=("<answer>18</answer>",), answer=array("l", [18])) == [2.0]

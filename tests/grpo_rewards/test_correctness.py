@@ -1,4 +1,4 @@
-"""What the correctness rewards pay, log and refuse."""
+"""Correctness rewards: pay, logs and refused arguments."""
 
 import pytest
 
@@ -14,13 +14,13 @@ def test_the_pay_is_settable():
     assert own(completions=texts, answer=["#### 65,960"] * 4) == [1.0, 0.9, -1.0, -1.0]
 
 
-def test_what_mathematics_pays_for_an_equal_answer():
+def test_math_correctness_pays_for_an_equal_answer():
     texts = ["\\boxed{0.5}", "\\boxed{\\frac{1}{2}}", "\\boxed{1/2 m}", "\\boxed{1}"]
     assert math_correctness(completions=texts, answer=["0.5"] * 4) == [1.0, 1.0, 1.0, 0.0]
     assert GSM8KCorrectness(pay_exact=1, pay_equal=1.5).highest_pay == 1.5
 
 
-def test_a_symbolic_comparison_pays_as_an_equal_number_or_is_counted_as_lost(monkeypatch):
+def test_a_symbolic_comparison_pays_like_an_equal_number_or_counts_as_a_timeout(monkeypatch):
     verdicts = {"1+x": True, "x+2": False, "x^{10}": None}
     monkeypatch.setattr(answers, "equivalent", lambda gold, answer, deadline: verdicts[answer])
     metrics = {}
@@ -34,15 +34,18 @@ def test_a_symbolic_comparison_pays_as_an_equal_number_or_is_counted_as_lost(mon
 @pytest.mark.parametrize(
     ("gold", "answer", "verdict"),
     [
-        ("18", "18", "exact"), ("18", "18.0", "equal"), ("18", "19", "wrong"), ("18", "x", "wrong"), ("18", None, "missing"),
+        ("18", "18", "exact"), ("18", "18.0", "equal"), ("18", "19", "wrong"), ("18", "x", "wrong"),
+        ("18", None, "missing"),
         ("", "18", "no gold"), ("x", "18", "wrong"), ("Tuesday", "tuesday", "equal"), ("Tuesday", "Tuesyad", "wrong"),
         ("x+1", "x+1 or x+2", "wrong"), ("not", "ton", "wrong"),
-        (f"${'x' * 998}$", "x" * 998, "equal"), (f"${'x' * 999}$", "x" * 999, "wrong"), ("x" * 999, f"${'x' * 999}$", "wrong"),
-        # Only these are left to math-verify.
-        ("x", "X", "timeout"), ("x+1", "X+1", "timeout"), ("x=1 or x=2", "x=2 or x=1", "timeout"), ("no", "on", "timeout"),
+        (f"${'x' * 998}$", "x" * 998, "equal"), (f"${'x' * 999}$", "x" * 999, "wrong"),
+        ("x" * 999, f"${'x' * 999}$", "wrong"),
+        # Only these reach math-verify.
+        ("x", "X", "timeout"), ("x+1", "X+1", "timeout"), ("x=1 or x=2", "x=2 or x=1", "timeout"),
+        ("no", "on", "timeout"),
     ],
 )  # fmt: skip
-def test_the_verdict_on_an_answer(monkeypatch, gold, answer, verdict):
+def test_an_answer_gets_the_expected_verdict(monkeypatch, gold, answer, verdict):
     asked = []
     monkeypatch.setattr(answers, "equivalent", lambda *given: asked.append(given))
     assert answers.compare(gold, answer) == verdict
@@ -50,21 +53,21 @@ def test_the_verdict_on_an_answer(monkeypatch, gold, answer, verdict):
     assert answers.Judge().deadline == GSM8KCorrectness().deadline == 2.0
 
 
-def test_the_note_knows_the_rewards_own_tags():
+def test_the_note_uses_the_rewards_own_tags():
     reward = GSM8KCorrectness(extract="boxed", tags=["reasoning", "solution"])
     note = reward.unparsed_note(["<solution>18</solution>"])
     assert note is not None
     assert note.endswith("`extract: answer_tag` finds one in 1 of 1")
 
 
-def test_other_tags_and_a_prefilled_block():
+def test_other_tags_and_a_prefilled_block_are_read():
     text = "<reasoning>3 * 6</reasoning><answer>18</answer>"
     assert GSM8KCorrectness(tags=["reasoning", "answer"])(completions=[text], answer=["18"]) == [2.0]
     assert GSM8KCorrectness(prefilled="think")(completions=["<answer>18</answer>"], answer=["18"]) == [0.0]
     assert GSM8KCorrectness(prefilled="think")(completions=["a</think><answer>18</answer>"], answer=["18"]) == [2.0]
 
 
-def test_rows_are_scored_each_on_its_own_whatever_the_grouping():
+def test_each_row_is_scored_by_itself_in_any_grouping():
     golds = ["18", "17", "18", "18", "", "17", "17"]
     texts = ["<answer>18</answer>"] * len(golds)
     together = gsm8k_correctness(completions=texts, answer=golds)
@@ -92,7 +95,7 @@ def test_logged_columns_have_one_entry_per_row():
     }
 
 
-def test_a_missing_column_is_one_sentence():
+def test_a_missing_column_is_named():
     with pytest.raises(ValueError, match=r"`gsm8k_correctness` needs the dataset column `answer`.*question"):
         gsm8k_correctness(completions=["a"], question=["q"])
 

@@ -1,4 +1,4 @@
-"""docs/rewards.md: every row of its policy table, and every adapter with the call that its framework makes."""
+"""docs/rewards.md: every row of its tables, and every adapter with the call that its framework makes."""
 
 import inspect
 import json
@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_rewards import choice_correctness
+from grpo_rewards import (
+    choice_correctness,
+    group_length,
+    instructions,
+    json_schema,
+    repetition,
+    string_match,
+)
 from grpo_rewards.cli import main
 from grpo_rewards.math.correctness import GSM8KCorrectness
 from grpo_rewards.registry import build_rewards, registered_names
@@ -44,13 +51,13 @@ def example(name):
     return namespace
 
 
-def test_the_policy_table_is_all_there():
+def test_the_policy_table_has_all_its_rows():
     assert len(POLICY) >= 60
     assert {len(row) for row in POLICY} == {5}
 
 
 @pytest.mark.parametrize(("question", "arguments", "gold", "completion", "verdict"), POLICY)
-def test_a_row_of_the_policy_table(question, arguments, gold, completion, verdict):
+def test_a_row_of_the_policy_table_is_true(question, arguments, gold, completion, verdict):
     columns = {}
     reward = GSM8KCorrectness(**({} if arguments == "–" else yaml.safe_load(code(arguments))))
     (score,) = reward(completions=[code(completion)], answer=[code(gold)], log_extra=columns.__setitem__)
@@ -59,7 +66,7 @@ def test_a_row_of_the_policy_table(question, arguments, gold, completion, verdic
 
 
 @pytest.mark.parametrize(("question", "choices", "gold", "completion", "names"), CHOICES)
-def test_a_row_of_the_table_of_choices(question, choices, gold, completion, names):
+def test_a_row_of_the_table_of_choices_is_true(question, choices, gold, completion, names):
     columns = {}
     (score,) = choice_correctness(
         completions=[code(completion)], answer=[gold], choices=[choices.split(", ")], log_extra=columns.__setitem__
@@ -73,7 +80,7 @@ def test_every_registered_reward_is_documented():
         assert f"| `{name}` |" in DOCS
 
 
-def test_verl():
+def test_verls_adapter_scores_its_call():
     compute_score = example("verl")["compute_score"]
     # verl's own prompt: 'Let's think step by step and output the final answer after "####".'
     calls = [
@@ -105,9 +112,9 @@ def test_verl_pays_every_gold_solution():
     assert min(compute_score("openai/gsm8k", gold, truth) for gold, truth in zip(golds, truths, strict=True)) >= 1.5
 
 
-def test_openrlhf():
+def test_openrlhfs_adapter_scores_its_call():
     torch = pytest.importorskip("torch")
-    # As `SingleTurnAgentExecutor` calls it: in a thread, by position, one row, and with special tokens in the text.
+    # The call of `SingleTurnAgentExecutor`: in a thread, by position, one row, with special tokens in the text.
     for completion, pay in ((RIGHT, 2.0), (WRONG, 0.0)):
         query = "Q: 3*6?" + completion + "<|im_end|>"
         with ThreadPoolExecutor() as executor:
@@ -116,7 +123,7 @@ def test_openrlhf():
         assert torch.equal(outcome["scores"], torch.tensor([float(pay > 0)]))
 
 
-def test_openrlhf_takes_off_the_prompt_and_the_end_of_turn():
+def test_openrlhfs_adapter_removes_the_prompt_and_the_end_of_turn():
     pytest.importorskip("torch")
     source = source_of("openrlhf").replace("import gsm8k_correctness", "import string_match as gsm8k_correctness")
     source = source.replace("gsm8k_correctness(", "type(gsm8k_correctness)(extract='whole')(")
@@ -127,8 +134,8 @@ def test_openrlhf_takes_off_the_prompt_and_the_end_of_turn():
         assert namespace["reward_func"]([query], [prompt], ["paris"])["rewards"].tolist() == [1.0]
 
 
-def test_verifiers(monkeypatch):
-    # What its `Rubric` does with a function: it is called with named objects, more than it asks for, and gives a float.
+def test_verifiers_adapter_scores_its_call(monkeypatch):
+    # `Rubric` calls a function with named objects, more than the function needs, and expects a float.
     class Rubric:
         def __init__(self, funcs):
             self.funcs = funcs
@@ -156,7 +163,7 @@ def test_an_adapter_is_short(name):
     assert len(lines) <= 10
 
 
-def test_trl_takes_the_rewards_as_they_are():
+def test_trl_takes_the_rewards_unchanged():
     pytest.importorskip("trl")
     for reward in example("trl")["reward_funcs"]:
         # The call of `GRPOTrainer._calculate_rewards`, with both completion shapes.
@@ -167,7 +174,7 @@ def test_trl_takes_the_rewards_as_they_are():
             assert scores[0] > scores[1]
 
 
-def test_what_explain_prints(tmp_path, capsys, monkeypatch):
+def test_explain_prints_the_documented_lines(tmp_path, capsys, monkeypatch):
     command, shown = re.search(
         r"^\$ grpo-rewards (score [^\n]* --explain)\n.*?\n```\n\n```\n(.*?)```", DOCS, re.M | re.S
     ).groups()
@@ -178,7 +185,7 @@ def test_what_explain_prints(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith(f"{shown}\n")
 
 
-def test_the_readmes_example():
+def test_the_readmes_example_is_true():
     readme = (Path(__file__).parents[2] / "rewards" / "README.md").read_text(encoding="utf-8")
     source = re.search(r"```python\n(.*?)```", readme, re.DOTALL).group(1)
     namespace, calls = {}, re.findall(r"^(\w+\(.*\))  # (\[[\d.]+\])", source, re.MULTILINE)
@@ -199,3 +206,15 @@ def test_own_rewards_work_in_a_spec(monkeypatch):
     assert [reward.function.__name__ for reward in built] == ["brevity", "brevity_3"]
     assert [reward.function(prompts=["p"], completions=["long"]) for reward in built] == [[1.0], [0.0]]
     assert all(inspect.getdoc(reward.function) for reward in built)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [choice_correctness, group_length, instructions, json_schema, repetition, string_match],
+    ids=lambda reward: reward.name,
+)
+def test_a_modules_docstring_has_the_pay_table_of_its_reward(reward):
+    tables = re.findall(r"(?:^ *\|.*\n)+", type(reward).__doc__, re.MULTILINE)
+    table = "\n".join(line.strip() for line in tables[0].splitlines())
+    assert "| pay |" in table
+    assert table in sys.modules[type(reward).__module__].__doc__

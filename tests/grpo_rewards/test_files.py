@@ -20,12 +20,12 @@ def problem(path: Path, most: int = files.JSON_BYTES) -> str:
     return error.value.problem
 
 
-def test_another_process_can_be_told_of_an_error(tmp_path: Path) -> None:
+def test_an_error_can_be_pickled(tmp_path: Path) -> None:
     told = pickle.loads(pickle.dumps(UnreadableFile(f"{tmp_path}: it is empty", tmp_path)))
     assert (str(told), told.problem) == (f"{tmp_path}: it is empty", "it is empty")
 
 
-def test_only_ordinary_files_are_opened_and_none_is_waited_for(tmp_path: Path) -> None:
+def test_only_ordinary_files_are_opened_and_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "zeros").symlink_to("/dev/zero")
@@ -68,13 +68,13 @@ def test_no_byte_beyond_the_bound_is_read(tmp_path: Path, monkeypatch: pytest.Mo
     with file.open("wb") as sparse:
         sparse.truncate(12 << 30)
     assert problem(file) == "it has 12,884,901,888 bytes, and at most 33,554,432 are read"
-    # Below the bound too zeros are not held in memory: no JSON has one.
+    # Zeros below the bound are not held in memory either: no JSON has a zero byte.
     os.truncate(file, 2 << 30)
     tracemalloc.start()
     assert problem(file, 1 << 31) == "can't be read as JSON (Expecting value: line 1 column 1 (char 0))"
     assert tracemalloc.get_traced_memory()[1] < 1 << 24
     tracemalloc.stop()
-    # A file that has grown since it was opened.
+    # A file that has grown since its size was checked.
     file.write_bytes(b"[1, 2, 3]")
     monkeypatch.setattr(files, "open_ordinary", lambda path, most: open_ordinary(path))
     assert problem(file, 5) == "it has 6 bytes, and at most 5 are read"
@@ -94,7 +94,7 @@ def test_no_byte_beyond_the_bound_is_read(tmp_path: Path, monkeypatch: pytest.Mo
         (b"[" + b"[]," * 2_000_000 + b"1]", "can't be read as JSON (it has more than 2,000,000 arrays and objects)"),
     ],
 )
-def test_what_is_not_json_or_too_much_of_it(tmp_path: Path, content: bytes, says: str) -> None:
+def test_text_that_is_not_json_or_too_deep_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "file.json").write_bytes(content)
     assert problem(tmp_path / "file.json").startswith(says)
 
@@ -114,7 +114,7 @@ def test_brackets_inside_strings_do_not_count(tmp_path: Path, content: bytes) ->
     assert read_text(tmp_path / "file.json") == content.decode()
 
 
-def test_the_files_of_a_model_are_checked_as_far_as_they_are_there(tmp_path: Path) -> None:
+def test_the_existing_files_of_a_model_are_checked(tmp_path: Path) -> None:
     check_model_files(tmp_path)
     for name, content in (("config.json", "{}"), ("vocab.json", "[]"), ("tokenizer.model", "x"), ("run.json", "[")):
         (tmp_path / name).write_text(content)

@@ -1,4 +1,4 @@
-"""The format rewards: the source rules to the letter, and `well_formed`."""
+"""The format rewards: the exact rules of their sources, and `well_formed`."""
 
 import itertools
 import re
@@ -31,7 +31,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_the_table(name):
+def test_a_completion_earns_the_pay_of_the_table(name):
     text, *expected = TABLE[name]
     rewards = (tag_structure, tag_count, tag_presence, well_formed)
     for completion in (text, [{"role": "assistant", "content": text}]):
@@ -46,7 +46,7 @@ def test_prefilled_pays_a_pre_filled_completion_in_full(reward):
     assert reward(tags=["reasoning", "answer"])(completions=[CANONICAL.replace("think", "reasoning")]) == full
 
 
-def test_structure_is_the_sources_pair_of_patterns():
+def test_structure_equals_the_sources_two_patterns():
     # The two regular expressions of the MiniMind notebook, on every short sequence of the pieces that matter.
     patterns = [
         re.compile(rf"^<think>\n.*?\n</think>\n{gap}<answer>\n.*?\n</answer>$", re.DOTALL) for gap in ("", "\n")

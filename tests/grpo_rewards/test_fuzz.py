@@ -1,7 +1,7 @@
-"""200,000 completions through every reward: no exception, a finite score or None, and nothing that grows faster than it is long.
+"""200,000 completions through every reward: no exception, a finite score or None, and a cost linear in the length.
 
-Each completion is made of pieces that mean something to one of the rewards: tags, marks of an answer, formulas, JSON, YAML-like
-text, code, prose, other scripts, control characters. What needs a model or an endpoint is left out.
+Each completion consists of pieces that mean something to one of the rewards: tags, marks of an answer, formulas, JSON,
+YAML-like text, code, prose, other scripts, control characters. Rewards that need a model or an endpoint are skipped.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ SOUP = [
     "e\u0301",
 ]
 GOLDS = ["18", "1,234", "Steps.\n#### 5", "1/2", "", "Tuesday", "x+1", "\\frac{\\sqrt{3}}{2}", "(1,2)", "A", None]
-# Golds that are compared without math-verify, of which `math_correctness` alone gets its fill.
+# Golds that are compared without math-verify, which the test of `math_correctness` exercises enough.
 NUMBERS = [gold for gold in GOLDS if gold not in ("x+1", "\\frac{\\sqrt{3}}{2}", "(1,2)", "Tuesday", "A")]
 
 
@@ -85,12 +85,12 @@ def rewards(names: Sequence[str]) -> list[Any]:
     return [built.function for built in build_rewards(specs)]
 
 
-def test_every_reward_is_here() -> None:
+def test_every_registered_reward_is_fuzzed() -> None:
     assert set(SPECS) | MODELS == set(REGISTERED)
 
 
 def a_completion(draw: random.Random) -> Any:
-    """A text of up to 60 pieces, sometimes characters at random, sometimes as messages."""
+    """Return a text of up to 60 pieces, sometimes of random characters, sometimes as messages."""
     kind = draw.random()
     if kind < 0.05:
         text = "".join(chr(draw.randrange(0x110000)) for _ in range(draw.randrange(40)))
@@ -128,21 +128,21 @@ def check_batch(functions: Sequence[Any], draw: random.Random, size: int = BATCH
 CHEAP = [name for name in SPECS if name != "math_correctness"]
 
 
-def test_a_sample_of_completions() -> None:
+def test_a_sample_of_completions_is_scored() -> None:
     check_batch(rewards(CHEAP), random.Random(0), 200, NUMBERS)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", SPECS)
-def test_200_000_completions(name: str) -> None:
+def test_200_000_completions_are_scored(name: str) -> None:
     functions, draw = rewards([name]), random.Random(name)
     golds = GOLDS if name == "math_correctness" else NUMBERS
     for _ in range(COMPLETIONS // BATCH):
         check_batch(functions, draw, golds=golds)
 
 
-# Unfinished and repeated pieces are what a matcher goes over again and again.
+# Unfinished and repeated pieces make a backtracking matcher read a text again and again.
 REPEATED = [*SOUP, *(text[:40] for text in ADVERSARIAL.values()), "a,b", "1 ", "(", '{"n":', "x" * 9 + " "]
 LENGTH = 4000
 
@@ -164,9 +164,9 @@ def scored(function: Any) -> Callable[[str], Any]:
 @pytest.mark.parametrize("every", only([], [1, 5], slow=[5]))
 @pytest.mark.parametrize("name", CHEAP)
 def test_no_repeated_piece_costs_more_than_its_length(name: str, every: int) -> None:
-    """Time of this process at one length and at four times that, so that the machine makes no difference.
+    """Compare the CPU time at one length and at four times that length, so that the machine makes no difference.
 
-    A symbolic comparison has a deadline of its own, in another process.
+    A symbolic comparison is left out: it runs in another process and has its own deadline.
     """
     too_fast = []
     for function in rewards([name]):
@@ -179,7 +179,7 @@ def test_no_repeated_piece_costs_more_than_its_length(name: str, every: int) -> 
 
 
 def growth_of(function: Any, piece: str, shape: str) -> float:
-    """The least of three measurements: what is linear is so each time, and what is not never."""
+    """Return the smallest growth of three measurements, because noise can only raise one."""
 
     def make(length: int) -> str:
         return shape.format(piece * (length // len(piece)))

@@ -50,7 +50,7 @@ QUOTED = ("startend:quotation", {})
         ('<think>"a"', "share", 0.0, "breaks punctuation:no_comma, change_case:english_lowercase, startend:quotation"),
     ],
 )
-def test_the_pay_table(text, rule, pay, verdict):
+def test_a_completion_earns_the_pay_of_the_table(text, rule, pay, verdict):
     assert score(text, NO_COMMA, LOWER, QUOTED, rule=rule) == (pytest.approx(pay), verdict)
 
 
@@ -86,7 +86,7 @@ def test_the_pay_is_an_argument():
         (["startend:end_checker"], [None], "end_phrase must be"),
     ],
 )
-def test_a_row_that_cant_be_checked_is_none(ids, arguments, problem):
+def test_a_row_that_cannot_be_checked_is_none(ids, arguments, problem):
     # The reference draws a missing argument at random.
     columns, metrics = {}, {}
     scores = Instructions()(
@@ -103,22 +103,27 @@ def test_a_missing_column_is_named():
         Instructions()(completions=["a"], instruction_id_list=[["punctuation:no_comma"]])
 
 
-# A completion that follows the instruction, one that only seems to, and what that one is.
+# A completion that follows the instruction, one that only seems to, and the reason why it does not.
 AT_LEAST_3 = {"relation": "at least"}
 TRAPS = [
     ("keywords:existence", {"keywords": ["a.c"]}, "x a.c", "abc", "a keyword is no regular expression"),
     ("keywords:existence", {"keywords": ["cat", "dog"]}, "Cat dog", "cat cat", "one keyword of two"),
     ("keywords:frequency", {"keyword": "na", "frequency": 2, **AT_LEAST_3}, "nana", "ana", "once, not twice"),
     ("keywords:frequency", {"keyword": "aa", "frequency": 2, **AT_LEAST_3}, "aaaa", "aaa", "overlapping occurrences"),
-    ("keywords:frequency", {"keyword": "a", "frequency": 2, "relation": "less than"}, "a", "a a", "less than is strict"),
+    ("keywords:frequency", {"keyword": "a", "frequency": 2, "relation": "less than"}, "a", "a a",
+     "less than is strict"),
     ("keywords:forbidden_words", {"forbidden_words": ["art"]}, "party", "Art.", "another case"),
-    ("keywords:letter_frequency", {"letter": "E", "let_frequency": 2, "let_relation": "at least"}, "eE", "É e", "accents"),
+    ("keywords:letter_frequency", {"letter": "E", "let_frequency": 2, "let_relation": "at least"}, "eE", "É e",
+     "accents"),
     ("length_constraints:number_words", {"num_words": 3, **AT_LEAST_3}, "a b c", "a, - * !", "punctuation is no word"),
     ("length_constraints:number_words", {"num_words": 3.0, **AT_LEAST_3}, "one-two three", "one two", "a float"),
     ("length_constraints:number_sentences", {"num_sentences": 2, **AT_LEAST_3}, "A b. C d.", "Mr. Smith", "titles"),
-    ("length_constraints:number_sentences", {"num_sentences": 2, **AT_LEAST_3}, "Is it? Yes.", "3.5 or 4.5.", "decimals"),
-    ("length_constraints:number_sentences", {"num_sentences": 2, **AT_LEAST_3}, "A b!\nC", "Wait... what", "an ellipsis"),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a\n\nb", "a blank line is no divider"),
+    ("length_constraints:number_sentences", {"num_sentences": 2, **AT_LEAST_3}, "Is it? Yes.", "3.5 or 4.5.",
+     "decimals"),
+    ("length_constraints:number_sentences", {"num_sentences": 2, **AT_LEAST_3}, "A b!\nC", "Wait... what",
+     "an ellipsis"),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a\n\nb",
+     "a blank line is no divider"),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "***\na***b", "a *** *** b", "a blank paragraph"),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 1}, "a", "***", "dividers alone"),
     ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "so"},
@@ -166,7 +171,7 @@ TRAPS = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "good", "bad", "trap"), TRAPS)
-def test_a_trap(name, arguments, good, bad, trap):
+def test_a_trap_breaks_its_instruction(name, arguments, good, bad, trap):
     assert score(good, (name, arguments)) == (1.0, "follows all")
     assert score(bad, (name, arguments)) == (0.0, f"breaks {name}")
 
@@ -175,7 +180,7 @@ def test_every_kind_has_a_trap():
     assert {name for name, *_ in TRAPS} == set(KINDS)
 
 
-def test_sentences_of_prose():
+def test_sentences_of_prose_are_counted():
     assert count_sentences("Dr. Ann Lee, e.g., paid $3.50. She left (quickly). “Why?” No. 5 knew!") == 4
     assert count_sentences("J. R. Smith said: “ Yes. ”") == 1
     assert count_sentences("So did I. Then we left.") == 2
@@ -183,7 +188,7 @@ def test_sentences_of_prose():
     assert count_sentences(" \n") == 0
 
 
-def test_words_in_capitals():
+def test_words_in_capitals_are_counted():
     assert count_capital_words("I saw NASA's U.S. PLAN: GO-TO, “YES”, 3D... ok") == 7
     assert count_capital_words("CANNOT GONNA IT'S don't") == 6
 
@@ -202,16 +207,16 @@ def _sentences(rng, count):
 
 
 def _relation(rng, count):
-    """A relation and a limit that `count` satisfies."""
+    """Return a relation and a limit that `count` satisfies."""
     return rng.choice([("at least", rng.randrange(count + 1)), ("less than", count + rng.randrange(1, 4))])
 
 
 def followed(rng, name):
-    """The arguments of an instruction, and a text that follows it."""
+    """Return the arguments of an instruction, and a text that follows it."""
     n = rng.randrange(1, 7)
     relation, limit = _relation(rng, n)
     prose = " ".join(_sentences(rng, rng.randrange(1, 5)))
-    # The constraints are stated here a second time, from their descriptions in the paper rather than from the code.
+    # The constraints are written a second time here, from their descriptions in the paper instead of from the code.
     return {
         "keywords:existence": lambda: ({"keywords": ["owl", "Fig"]}, f"{prose} The fig and the OWL. {prose}"),
         "keywords:frequency": lambda: (
@@ -283,7 +288,7 @@ def followed(rng, name):
     }[name]()
 
 
-def test_completions_that_follow_by_construction_are_paid():
+def test_completions_that_follow_by_construction_are_paid_in_full():
     rng = random.Random(3)
     for name in KINDS:
         for _ in range(200):
@@ -300,10 +305,11 @@ def test_completions_that_follow_by_construction_are_paid():
 # --- the reference implementation
 
 PIECES = [
-    *"""the a apple art party cat NASA NASA's USA DON'T it's IT'S can't CANNOT Hello World U.S. 3.5 1,000 A/B WELL-KNOWN yes I
-    GONNA x_y naïve É P.S. p.p.s Section SECTION 1 Section1 DON’T""".split(),  # noqa: SIM905
+    *"""the a apple art party cat NASA NASA's USA DON'T it's IT'S can't CANNOT Hello World U.S. 3.5 1,000 A/B WELL-KNOWN
+    yes I GONNA x_y naïve É P.S. p.p.s Section SECTION 1 Section1 DON’T""".split(),  # noqa: SIM905
     ". ", "! ", "? ", "...", ", ", ",", ";", ":", "\n", "\n\n", "\n\n\n\n", " *** ", "***", "\n***\n", "******", "\n- ",
-    "\n* ", "\n*", "\n** bold", "*hi*", "**bold**", "* *", "[name]", "[ ]", "[[", "]]", "<<title>>", "<<", "<< >>", ">>",
+    "\n* ", "\n*", "\n** bold", "*hi*", "**bold**", "* *", "[name]", "[ ]", "[[", "]]", "<<title>>", "<<", "<< >>",
+    ">>",
     '"', "'", "“", "”", "(", ")", "```", "```json\n", '{"a": 1}', "[1, 2]", "My answer is yes.", "Any other questions?",
     "--", "—", "/", "\t", "  ",
 ]  # fmt: skip
@@ -318,7 +324,7 @@ def a_text(rng):
 
 
 def some_arguments(rng, name, text):
-    """Arguments that a random text may or may not satisfy."""
+    """Return arguments that a random text may or may not satisfy."""
     arguments, _ = followed(rng, name)
     words = re.findall(r"\w+", text) or ["x"]
     near = {"num_words": len(words) + rng.randrange(2), "first_word": rng.choice(words),
@@ -353,7 +359,7 @@ print(json.dumps(verdicts))
 
 
 @pytest.mark.slow
-def test_the_verdicts_are_those_of_lm_evaluation_harness(tmp_path):
+def test_the_verdicts_equal_those_of_lm_evaluation_harness(tmp_path):
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target"]
     target = str(tmp_path / "packages")
     subprocess.run([*install, target, "nltk", "langdetect", "immutabledict", "packaging"], check=True)
@@ -372,7 +378,7 @@ def test_the_verdicts_are_those_of_lm_evaluation_harness(tmp_path):
     verdicts = json.loads(done.stdout.splitlines()[-1])
     ours = [bool(score(text, (name, arguments))[0]) for text, name, arguments in rows]
     different = [row for row, mine, theirs in zip(rows, ours, verdicts, strict=True) if mine != theirs]
-    # NLTK's tokenizer parts a clitic in the last word of a sentence only where it knows the sentence's end.
+    # NLTK's tokenizer splits off a clitic in the last word of a sentence only if it knows the sentence's end.
     assert {name for _, name, _ in different} <= {"change_case:capital_word_frequency"}, different[:3]
     assert len(different) <= 10
     assert min(sum(v for v, row in zip(verdicts, rows, strict=True) if row[1] == name) for name in KINDS
@@ -400,8 +406,9 @@ test_any_text_at_length = pytest.mark.nightly(
 )
 
 UNITS = [
-    "a", " ", "\n", "\n ", ".", ". ", "!", "?", ",", "*", "* ", "\n*", "\n* ", "***", "******", "[", "]", "[]", "<", "<<",
-    ">>", "<<>", '"', "'", "-", "\n-", "`", "```", "{", "[[", '"\\', "A", "A.", "P.", "p. ", "Section ", "1", "My answer ",
+    "a", " ", "\n", "\n ", ".", ". ", "!", "?", ",", "*", "* ", "\n*", "\n* ", "***", "******", "[", "]", "[]", "<",
+    "<<", ">>", "<<>", '"', "'", "-", "\n-", "`", "```", "{", "[[", '"\\', "A", "A.", "P.", "p. ", "Section ", "1",
+    "My answer ",
     "IT'S ", "'S", "CAN", ":", "--", "\n\n", "é", "_", "\ud800", "\x1c", "<think>", "</think>", "owl", "ow",
 ]  # fmt: skip
 
@@ -413,7 +420,7 @@ def test_the_cost_of_an_adversarial_text_is_linear(unit):
     assert growth(lambda text: score(text, *EVERY_KIND), lambda n: "x" + unit * (n // len(unit)) + "x", 20_000) < 9
 
 
-def test_the_same_in_threads_processes_and_coroutines():
+def test_scores_are_the_same_in_threads_processes_and_coroutines():
     reward = Instructions()
     assert pickle.loads(pickle.dumps(reward)) == reward
     texts = [text for _, _, good, bad, _ in TRAPS for text in (good, bad)] + [unit * 999 for unit in UNITS]

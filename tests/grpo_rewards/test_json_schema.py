@@ -69,7 +69,7 @@ PAID = {
 
 
 @pytest.mark.parametrize("kind", PAID)
-def test_what_is_paid_in_full(kind):
+def test_an_object_that_fits_is_paid_in_full(kind):
     assert score(PAID[kind]) == (1.0, "fits")
 
 
@@ -95,7 +95,7 @@ def test_what_is_paid_in_full(kind):
         (fenced("[]"), 0.0, "not an object"),
     ],
 )
-def test_the_pay_table(text, pay, verdict):
+def test_a_completion_earns_the_pay_of_the_table(text, pay, verdict):
     text = text.replace("``````", "```\n```")
     assert score(text) == (pay, verdict)
 
@@ -108,7 +108,7 @@ def test_the_pays_are_arguments():
     assert (reward.highest_pay, reward.kind, reward.__name__) == (3.0, "correctness", "json_schema")
 
 
-# What a naive version pays.
+# Completions that a naive reward pays for.
 TRAPS = {
     "two objects in two fences": fenced(ANN) + "\n" + fenced('{"name": "Bob", "age": 2}'),
     "the same object twice": fenced(ANN) + "\n" + fenced(ANN),
@@ -149,7 +149,7 @@ def test_a_trap_earns_nothing(kind):
     assert score(TRAPS[kind])[0] == 0.0, score(TRAPS[kind])
 
 
-# A schema, what fits it, and what only seems to: validators and shortcuts get these wrong.
+# A schema, a value that fits it, and one that only seems to. Some validators and shortcuts get these wrong.
 SUBTLE = {
     "true is not 1": ({"enum": [1]}, 1.0, True),
     "false is not 0": ({"const": 0}, 0, False),
@@ -183,7 +183,7 @@ def test_a_value_that_fits_and_one_that_only_seems_to(kind):
     assert score(json.dumps({"v": bad}), schema)[0] == 0.0
 
 
-def test_patterns_of_keys():
+def test_patterns_of_keys_are_searched():
     schema = {"patternProperties": {"^x-": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
     assert score('{"x-a": 1, "b": "c"}', schema)[0] == 1.0
     assert score('{"x-a": "1"}', schema)[0] == 0.0
@@ -214,7 +214,7 @@ def test_patterns_of_keys():
         ("[" * 100 + "]" * 100, "nested deeper"),
     ],
 )  # fmt: skip
-def test_a_schema_that_cant_be_used_is_refused_as_a_kwarg_and_none_in_a_column(schema, problem):
+def test_an_unusable_schema_is_refused_as_a_kwarg_and_none_in_a_column(schema, problem):
     with pytest.raises(RewardSpecError, match=f"reward `json_schema`: .*{problem}"):
         build_rewards([{"name": "json_schema", "kwargs": {"schema": schema}}])
     metrics = {}
@@ -258,7 +258,7 @@ def test_a_column_holds_schemas_as_strings_or_mappings():
         JsonSchema()(completions=[ANN], answer=["x"])
 
 
-def test_arguments_are_checked():
+def test_a_bad_argument_is_named():
     for arguments, message in (
         ({"pay_partial": 1}, "pay_partial must be from 0 to less than pay"),
         ({"extract": "box"}, "extract must be one of"),
@@ -276,7 +276,7 @@ WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "größe", "🙂", "x y",
 
 
 def a_value(rng, depth=0):
-    """A schema and a value that fits it."""
+    """Return a schema and a value that fits it."""
     kind = rng.choice(
         ["string", "pattern", "integer", "number", "boolean", "enum", "null", "date"]
         + ["array", "object", "either"] * (depth < 3)
@@ -349,7 +349,7 @@ def mutated(rng, value):
     return value
 
 
-# jsonschema alone takes 10 ms for a schema and its value: few rows in the quick part.
+# jsonschema alone takes 10 ms for a schema and its value, so the quick part has few rows.
 few_and_many = pytest.mark.parametrize("rows", [60, pytest.param(600, marks=pytest.mark.slow)])
 
 
@@ -361,7 +361,7 @@ def test_right_answers_are_accepted_and_wrong_ones_as_the_oracle_says(rows):
         schema, value = an_object(rng)
         right += score(written(rng, value), schema)[0] == 1.0
         other = mutated(rng, value)
-        # The oracle reads decimals as binary floats; without that keyword the two must agree.
+        # The oracle reads decimals as binary floats. Without that keyword the two must agree.
         plain = json.loads(json.dumps(schema).replace('"multipleOf": 0.01, ', ""))
         checker = jsonschema.FormatChecker(("date",))
         fits = jsonschema.Draft202012Validator(plain, format_checker=checker).is_valid(other)
@@ -463,7 +463,8 @@ ADVERSARIAL = {
     "a pattern that backtracks": (
         {"properties": {"a": {"pattern": "^(a+)+$"}}}, lambda n: json.dumps({"a": "a" * n + "!"})),
     "a pattern of keys that backtracks": (
-        {"patternProperties": {"^(a|a)*$": {}}, "additionalProperties": False}, lambda n: json.dumps({"a" * n + "!": 1})),
+        {"patternProperties": {"^(a|a)*$": {}}, "additionalProperties": False},
+        lambda n: json.dumps({"a" * n + "!": 1})),
     "an error for each of two branches": (
         {"properties": {"a": {"anyOf": [{"items": {"type": "string"}}, {"items": {"type": "boolean"}}]}}},
         lambda n: json.dumps({"a": [0] * (n // 3)})),
@@ -475,7 +476,7 @@ ADVERSARIAL = {
 }  # fmt: skip
 
 
-# Seconds each, and, beside other processes, not to be compared with each other: nightly.
+# These take seconds each, and their times are not comparable beside other processes: nightly.
 COSTLY = {"twice as much at each level", "an error for each of two branches"}
 
 
@@ -494,13 +495,13 @@ def test_a_validation_that_doubles_with_each_level_ends():
     assert score('{"x": "' + "y" * MAX_CHARS + '"}', {})[1].startswith("not JSON: longer than")
 
 
-def test_errors_that_quote_a_large_value_cost_no_more():
-    # Every one of some 500 errors would hold the whole value.
+def test_errors_about_a_large_value_do_not_cost_more():
+    # Each of some 500 errors would otherwise quote the whole value.
     reward = JsonSchema(schema=TWICE)
     assert growth(lambda n: reward(completions=['{"a":' * 7 + '{"x": "' + "y" * n + '"}' + "}" * 7]), int, 24_000) < 1.6
 
 
-def test_the_same_in_threads_processes_and_coroutines():
+def test_scores_are_the_same_in_threads_processes_and_coroutines():
     reward = JsonSchema(schema=PERSON)
     assert pickle.loads(pickle.dumps(reward)) == reward
     assert hash(reward) == hash(JsonSchema(schema=dict(PERSON)))

@@ -1,4 +1,4 @@
-"""The repetition penalty: its formula, TRL's on tokens, what a naive rule would let pass, and bounds."""
+"""The repetition penalty: its formula, TRL's on tokens, loops that a naive rule would miss, and bounds."""
 
 import pickle
 import random
@@ -15,9 +15,9 @@ def score(text, **arguments):
     return result
 
 
-def test_the_pay_table():
+def test_a_completion_earns_the_pay_of_the_table():
     assert score("one two three four") == 0.0
-    assert score("one two three one two three") == pytest.approx(-1 / 4)  # of 4 trigrams the last stood there before
+    assert score("one two three one two three") == pytest.approx(-1 / 4)  # the last of 4 trigrams occurred before
     assert score("x " * 102) == pytest.approx(-0.99)
     assert score("two words") == score("") == 0.0
     assert score("x " * 102, pay_repeated=-0.5) == pytest.approx(-0.495)
@@ -43,7 +43,7 @@ def test_tokens_are_counted_as_trl_counts_them():
 
 
 def test_plain_words_are_counted_as_open_r1_counts_them():
-    def open_r1(text, size=3):  # from its description: lower-cased words between white space
+    def open_r1(text, size=3):  # open-r1's rule from its description: lower-cased words between white space
         split = text.lower().split()
         ngrams = [tuple(split[start : start + size]) for start in range(len(split) - size + 1)]
         return -(1 - len(set(ngrams)) / len(ngrams)) if ngrams else 0.0
@@ -55,7 +55,7 @@ def test_plain_words_are_counted_as_open_r1_counts_them():
 
 
 LOOP = "the cat sat on the mat "
-# What white-space words alone would let pass: nothing or nearly nothing to pay for a completion that loops.
+# Loops that words between white space would miss: the penalty would be zero or nearly zero.
 EVASIONS = {
     "no spaces": "hahaha" * 50,
     "one letter": "a" * 1000,
@@ -91,13 +91,13 @@ EVASIONS = {
 
 
 @pytest.mark.parametrize("kind", EVASIONS)
-def test_an_evasion_is_fined(kind):
+def test_an_evasion_is_penalised(kind):
     assert score(EVASIONS[kind]) < -0.5
 
 
-PROSE = """To find how many eggs are left, we first add up what the family uses. At breakfast three are eaten, and four more
-go into muffins for friends; that makes 3 + 4 = 7. The ducks lay sixteen a day, so 16 - 7 = 9 remain for the market. Each
-one sells for $2, hence she earns 9 * 2 = 18 dollars every day."""
+PROSE = """To find how many eggs are left, we first add up what the family uses. At breakfast three are eaten, and
+four more go into muffins for friends; that makes 3 + 4 = 7. The ducks lay sixteen a day, so 16 - 7 = 9 remain for the
+market. Each one sells for $2, hence she earns 9 * 2 = 18 dollars every day."""
 HARMLESS = {
     "prose": PROSE,
     "a list": "\n".join(f"- {word} is a fruit" for word in ("Apple", "Pear", "Plum")),
@@ -110,7 +110,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("kind", HARMLESS)
-def test_what_does_not_repeat_is_hardly_fined(kind):
+def test_text_that_does_not_repeat_is_hardly_penalised(kind):
     assert score(HARMLESS[kind]) > -0.25
 
 
@@ -119,7 +119,7 @@ VERBS = "finds sells paints carries forgets borrows counts opens mends follows d
 PLACES = ["near the mill", "on Monday", "for a friend", "without a word", "in the rain", "at noon", "after the feast"]
 
 
-def test_prose_that_does_not_loop_is_hardly_fined_and_loops_are():
+def test_prose_is_hardly_penalised_and_loops_are():
     rng = random.Random(4)
     fines, loops = [], []
     for _ in range(1000):
@@ -135,7 +135,7 @@ def test_prose_that_does_not_loop_is_hardly_fined_and_loops_are():
     assert max(loops) < -0.75
 
 
-def test_words():
+def test_a_text_is_split_into_the_expected_words():
     assert words("The cat's MAT, (the) cat!") == ["the", "cat", "s", "mat", "the", "cat"]
     assert words("3 + 4 = 7") == ["3", "+", "4", "=", "7"]
     assert words("\u6211\u662fAnna") == ["\u6211", "\u662f", "anna"]
@@ -145,7 +145,7 @@ def test_words():
     assert repeated_share([1, 2], 3) is None
 
 
-def test_the_rest_of_the_contract():
+def test_metrics_kind_and_either_shape_of_completions():
     metrics = {}
     texts = ["x " * 102, [{"role": "assistant", "content": "x " * 102}], ""]
     assert repetition(completions=texts, log_metric=metrics.__setitem__) == pytest.approx([-0.99, -0.99, 0.0])
@@ -176,5 +176,5 @@ def test_a_bad_argument_names_its_key(kwargs):
 
 
 @pytest.mark.parametrize("piece", ["a ", "ab", "!", "! ", "\U0001f642", "\u6211", "_", "a!", "\u200b", "a!!!!!!! "])
-def test_the_cost_is_linear(piece):
+def test_the_cost_is_linear_in_the_length(piece):
     assert growth(lambda length: score(piece * (length // len(piece))), int, 30_000) < 12

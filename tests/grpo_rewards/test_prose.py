@@ -1,4 +1,4 @@
-"""Answers in sentences: composed right ones are paid, wrong, doubtful and ambiguous ones never."""
+"""Answers in sentences: composed right answers are paid; wrong, doubtful and ambiguous answers never are."""
 
 import itertools
 import random
@@ -8,7 +8,7 @@ import pytest
 
 from grpo_rewards.math.answers import answer_number, compare
 
-# How a quantity may be written: {} is the number.
+# Forms of a quantity; {} is the number.
 QUANTITIES = """
     {} | {} apples | {} dollars | ${} | ${}.00 | {} miles | {} km/h | {}% | {} percent | {} square feet | {} cm² |
     €{} | £{} | {} pounds of flour | {} more dollars | {} years old | {} hours a week | {} people | {} dozen eggs |
@@ -61,14 +61,14 @@ def verdict(text: str, gold: int) -> str:
     return compare(str(gold), text)
 
 
-def test_of_composed_right_answers_nearly_all_are_paid():
+def test_nearly_all_composed_right_answers_are_paid():
     answers = composed_right()
     missed = [text for text, value in answers if verdict(text, value) not in ("exact", "equal")]
     assert len(answers) > 3000
     assert len(missed) / len(answers) <= 0.01, random.Random(0).sample(missed, min(40, len(missed)))
 
 
-# None of the numbers in these is stated. {q} is a number, with or without a unit.
+# Sentences that state none of their numbers. {q} is a number, with or without a unit.
 DOUBTFUL = """
     She has about {q}. | She has approximately {q} left. | It is around {q}. | Roughly {q} remain. |
     It's nearly {q}. | She almost has {q}. | Maybe she has {q}. | Perhaps the answer is {q}. | It is probably {q}. |
@@ -101,7 +101,8 @@ DOUBTFUL = """
     The power of {q} | She rounded to {q}. | It is expected to be {q}. | They say {q}. | Tom claims {q}. |
     She hopes for {q}. | Hopefully {q} | {q}-ish, all told | I'm not sure, {q}. | I'm pretty sure it's {q}. |
     Somewhere near {q} | It ranges to {q}. | It is compared to {q}. | It is limited to {q}. | Basically {q} |
-    She has {q} tops. | {q} is too low. | It is a good {q}. | There used to be {q}. | It is capped at {q}. | It nears {q}. |
+    She has {q} tops. | {q} is too low. | It is a good {q}. | There used to be {q}. | It is capped at {q}. |
+    It nears {q}. |
     Not **{q}**. | About **{q}** are left. | She has at least \\boxed{{q}}. | She has more than \\({q}\\). |
     She has approximately **{q}**.
 """
@@ -135,15 +136,19 @@ def test_no_wrong_or_doubtful_answer_is_paid(frames, number):
 
 
 SET_OFF = """
-    After 3 days, she has **18** apples. | In 3 days she has \\boxed{18} apples left. | He will be **18** when she is 30. |
-    With 4 boxes of 6, the total is **18 dollars**. | She sold **18** of the 30 eggs. | Over 5 weeks he saves \\(18\\) dollars. |
-    She has **18** apples after 3 days. | She has **18 apples** left after eating 3 of them. | Of 30 students, __18__ walk. |
-    For each of the two sisters that makes **$18**. | At 18:30 there are **18** guests. | On the third day he ran **18 km**!
+    After 3 days, she has **18** apples. | In 3 days she has \\boxed{18} apples left. |
+    He will be **18** when she is 30. |
+    With 4 boxes of 6, the total is **18 dollars**. | She sold **18** of the 30 eggs. |
+    Over 5 weeks he saves \\(18\\) dollars. |
+    She has **18** apples after 3 days. | She has **18 apples** left after eating 3 of them. |
+    Of 30 students, __18__ walk. |
+    For each of the two sisters that makes **$18**. | At 18:30 there are **18** guests. |
+    On the third day he ran **18 km**!
 """
 
 
 @pytest.mark.parametrize("text", listed(SET_OFF))
-def test_of_two_numbers_the_one_that_is_set_off_is_stated(text):
+def test_a_sentence_of_two_numbers_states_the_one_that_is_set_off(text):
     assert answer_number(text) == 18
 
 

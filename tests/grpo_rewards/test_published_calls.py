@@ -1,7 +1,7 @@
-"""The adapters of docs/rewards.md, called by the published code of their frameworks: downloads, so slow.
+"""The adapters of docs/rewards.md, called by the published code of their frameworks. Slow, because they download it.
 
-Each framework's wheel is fetched without its dependencies. What the call itself does not need (ray, aiohttp, hydra) is
-replaced by an empty module, and a package's own `__init__`, which imports all of it, is not run.
+Each framework's wheel is fetched without its dependencies. Modules that the call does not need (ray, aiohttp, hydra)
+are replaced by empty ones, and the package's own `__init__`, which imports all of it, is not run.
 """
 
 import json
@@ -130,7 +130,7 @@ print(json.dumps(asyncio.run(main())))
 
 
 def called(requirement, program, adapter, rows, tmp_path):
-    """What `program` prints, run on the wheel of `requirement`; skips where there is none to be had."""
+    """Return the output of `program`, run on the wheel of `requirement`. Skip if the wheel can't be fetched."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     download = subprocess.run([*pip, requirement, "-d", str(tmp_path)], capture_output=True, text=True)
     if download.returncode:
@@ -139,7 +139,7 @@ def called(requirement, program, adapter, rows, tmp_path):
     folder = tmp_path / "package"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
-    pure = list(folder.glob("*.data/purelib"))  # where OpenRLHF's wheel has its Python
+    pure = list(folder.glob("*.data/purelib"))  # folder of the Python code in OpenRLHF's wheel
     path = tmp_path / "adapter.py"
     path.write_text(source_of(adapter))
     command = [sys.executable, "-c", PROLOGUE + program, str((pure or [folder])[0]), str(path), json.dumps(rows)]
@@ -155,7 +155,7 @@ def test_verl_calls_compute_score(tmp_path):
 def test_openrlhf_calls_reward_func(tmp_path):
     pytest.importorskip("torch")
     scores = called("openrlhf==0.11.2", OPENRLHF, "openrlhf", ROWS, tmp_path)
-    # Each text twice, behind a prompt and behind one that was cut.
+    # Each text twice: behind a prompt, and behind a prompt that was cut.
     paid = [0.0, 2.0, 0.0, 0.0, 0.0, 0.0]
     assert scores == [[pay, float(pay > 0), float(pay > 0)] for pay in paid for _ in range(2)]
 

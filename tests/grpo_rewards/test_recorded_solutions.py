@@ -1,4 +1,4 @@
-"""Real, labelled solutions in every layout: no right one is missed, no wrong one is paid."""
+"""Real, labelled solutions in every layout: every right solution is paid and no wrong one."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="session")
 def solutions(gsm8k_dir: Path) -> list[tuple[str, str, str, bool]]:
-    """(body, answer, gold solution, label); a text cut off before its answer line has the answer ""."""
+    """Rows of (body, answer, gold solution, label). A text cut off before its answer line has the answer ""."""
     rows = []
     for line in (gsm8k_dir / "model_solutions_dev.jsonl").read_text(encoding="utf-8").splitlines():
         problem = json.loads(line)
@@ -33,17 +33,17 @@ def solutions(gsm8k_dir: Path) -> list[tuple[str, str, str, bool]]:
 
 
 CELLS = list(itertools.product([False, True], [False, True], [GSM8KCorrectness, MathCorrectness], LAYOUTS))
-"""Whether a completion is a chat turn, whether the layout is found by itself, the reward, the layout."""
+"""Cells of (True for a chat turn, True for `extract: auto`, reward, layout)."""
 
 
-def test_every_label_is_met(solutions):
+def test_every_label_is_matched(solutions):
     for cell in CELLS:
         assert_every_label_is_met(solutions, *cell)
 
 
 @pytest.mark.parametrize(("chat", "auto", "reward", "layout"), CELLS)
-def test_every_label_of_made_up_solutions_is_met(chat, auto, reward, layout):
-    """Right and wrong answers of the magnitudes, signs and commas that GSM8K has, below calculations that mention others."""
+def test_every_label_of_made_up_solutions_is_matched(chat, auto, reward, layout):
+    """Score answers with the magnitudes, signs and commas of GSM8K, below calculations with other numbers."""
     solutions = []
     for row in gsm8k_rows(200):
         body, _, answer = row["answer"].partition("\n#### ")

@@ -1,4 +1,4 @@
-"""YAML as PyYAML reads it, but for keys that are given twice."""
+"""The strict YAML reader: as PyYAML, except for keys that are given twice."""
 
 import pytest
 import yaml
@@ -18,7 +18,7 @@ from grpo_rewards.strict import DuplicateKey, load_yaml
         "",
     ],
 )
-def test_it_reads_what_pyyaml_reads(text: str) -> None:
+def test_load_yaml_equals_pyyaml_without_duplicate_keys(text: str) -> None:
     if text.startswith("[1"):  # no mapping can have a list as its key
         with pytest.raises(yaml.YAMLError):
             load_yaml(text)
@@ -38,9 +38,9 @@ def test_it_reads_what_pyyaml_reads(text: str) -> None:
 def test_a_key_given_twice_is_named_with_both_lines(text: str, says: str) -> None:
     with pytest.raises(DuplicateKey, match=says):
         load_yaml(text)
-    yaml.safe_load(text)  # which keeps the last
+    yaml.safe_load(text)  # PyYAML silently keeps the last
 
 
-def test_objects_are_not_built() -> None:
+def test_python_objects_are_not_built() -> None:
     with pytest.raises(yaml.YAMLError):
         load_yaml("!!python/object:os.system {}")

@@ -1,4 +1,4 @@
-"""String answers: each way of matching, what a naive rule would pay, SQuAD's own functions, an independent generator."""
+"""String answers: each way of matching, answers that a naive rule would pay for, SQuAD's functions, a generator."""
 
 import collections
 import pickle
@@ -47,7 +47,7 @@ def score(text, gold, match="squad", **arguments):
         ("squad", "cat", "", None, "no gold"),
     ],
 )
-def test_the_pay_table(match, text, gold, pay, verdict):
+def test_an_answer_earns_the_pay_of_the_table(match, text, gold, pay, verdict):
     assert score(text, gold, match) == (pay, verdict)
 
 
@@ -55,7 +55,7 @@ def test_partial_pay_scales_between_the_two_pays():
     assert score("cat sat here", "cat sat", "f1", pay=2, pay_wrong=-1) == (pytest.approx(-1 + 0.8 * 3), "partial")
 
 
-# What a naive rule (a substring, a bag of words, an unanchored or a backtracking pattern, an empty gold) would pay.
+# Answers that a naive rule pays for: a substring, a bag of words, an unanchored or backtracking pattern, an empty gold.
 TRAPS = {
     "the gold within a longer answer": ("squad", "not Paris", "Paris"),
     "an answer within the gold": ("squad", "Paris", "Paris, Texas"),
@@ -82,7 +82,7 @@ TRAPS = {
 
 
 @pytest.mark.parametrize("kind", TRAPS)
-def test_a_trap(kind):
+def test_a_trap_earns_nothing(kind):
     match, text, gold = TRAPS[kind]
     assert score(text, gold, match)[0] == 0.0
 
@@ -102,7 +102,7 @@ def test_f1_does_not_pay_for_stuffing():
         (b"Paris", None), ([["Paris"]], None),
     ],
 )  # fmt: skip
-def test_golds(gold, expected):
+def test_a_gold_may_be_a_string_a_list_or_a_mapping(gold, expected):
     assert score("Paris", gold)[0] == expected
 
 
@@ -129,12 +129,12 @@ def test_the_nearest_gold_is_logged():
         ("whole", "It is Paris", False),
     ],
 )  # fmt: skip
-def test_where_the_answer_stands(extract, text, paid):
+def test_extract_decides_where_the_answer_is_read(extract, text, paid):
     assert score(text, "Paris", extract=extract)[0] == float(paid)
     assert string_match(completions=["<answer>Paris</answer>"], answer=["paris"]) == [1.0]
 
 
-def test_the_rest_of_the_contract():
+def test_a_missing_column_kind_and_pickling():
     metrics = {}
     reward = StringMatch(name="qa", pay=3)
     assert reward(completions=["x", "<answer>c d</answer>"], answer=["b", "b"], log_metric=metrics.__setitem__) == [
@@ -184,7 +184,7 @@ WORDS = st.lists(
 
 
 @given(WORDS, WORDS)
-def test_squads_functions_are_met(answer, gold):
+def test_normalisation_and_f1_equal_squads_script(answer, gold):
     assert squad_normalised(answer) == official(answer)
     if official(gold) and answer.strip():
         assert score(answer, gold)[0] == float(official(answer) == official(gold))
@@ -236,7 +236,7 @@ def test_right_answers_are_accepted_and_wrong_ones_are_not():
 
 @pytest.mark.parametrize("match", ["exact", "casefold", "squad", "f1"])
 @pytest.mark.parametrize("piece", ["a ", "the ", "!", "\u00e9", "<answer>", "\\boxed{", "</think>", "\n"])
-def test_the_cost_is_linear(match, piece):
+def test_the_cost_is_linear_in_the_length(match, piece):
     def call(length):
         score(piece * (length // len(piece)), "a the cat", match)
 
@@ -251,7 +251,8 @@ def re2():
 @pytest.mark.parametrize(
     ("pattern", "text", "pay"),
     [
-        (r"\d{4}-\d{2}-\d{2}", "2024-01-31", 1.0), (r"\d{4}", "in 2024", 0.0), (r"\d{4}", "20245", 0.0), (r"\d+", "12\n34", 0.0),
+        (r"\d{4}-\d{2}-\d{2}", "2024-01-31", 1.0), (r"\d{4}", "in 2024", 0.0), (r"\d{4}", "20245", 0.0),
+        (r"\d+", "12\n34", 0.0),
         ("cat|dog", "dog", 1.0), ("cat|dog", "cat dog", 0.0), ("(?i)paris", "PARIS", 1.0), ("(?s)a.b", "a\nb", 1.0),
         ("a.b", "a\nb", 0.0), ("a", "ab", 0.0), ("a$|b", "a\nb", 0.0), ("", "x", 0.0), (".*", "\ud800", 0.0),
         ("caf\u00e9", "caf\u00e9", 1.0),
@@ -263,7 +264,7 @@ def test_a_pattern_matches_the_whole_answer(re2, pattern, text, pay):
 
 
 @pytest.mark.parametrize("pattern", [r"(a)\1", "(?=a)a", "(", "a{2000}", "a)|(b", "\ud800"])
-def test_a_pattern_that_re2_does_not_take_is_refused_or_makes_its_row_none(re2, pattern):
+def test_a_pattern_that_re2_does_not_support_is_refused_or_makes_its_row_none(re2, pattern):
     with pytest.raises(RewardSpecError, match="reward `string_match`: the pattern .* is not") as caught:
         build_rewards([{"name": "string_match", "kwargs": {"match": "pattern", "pattern": pattern}}])
     assert "\n" not in str(caught.value)
@@ -272,7 +273,7 @@ def test_a_pattern_that_re2_does_not_take_is_refused_or_makes_its_row_none(re2, 
 
 
 @pytest.mark.parametrize("pattern", ["(a*)*b", "(a|aa)+$x", "(x+x+)+y", r"(\w+\s?)*!"])
-def test_a_pattern_that_backtracks_for_ever_is_linear(re2, pattern):
+def test_a_pattern_that_backtracks_without_end_is_linear(re2, pattern):
     reward = StringMatch(match="pattern", extract="whole", pattern=pattern)
 
     def call(length):

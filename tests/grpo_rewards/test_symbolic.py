@@ -1,4 +1,4 @@
-"""math-verify in its server: verdicts, deadline, memory, threads, forks, deaths."""
+"""math-verify in its server: verdicts, deadline, memory, threads, forks and killed processes."""
 
 import asyncio
 import ctypes
@@ -28,7 +28,7 @@ TOWER = "10^{10^{10}}"
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended and been reaped, within ten seconds."""
+    """Return True if a process ends and is reaped within ten seconds."""
     for _ in range(200):
         try:
             os.kill(pid, 0)
@@ -39,7 +39,7 @@ def gone(pid: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started and not reaped."""
+    """Return the process IDs of the children of a process that are not reaped."""
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
@@ -62,7 +62,7 @@ def children(pid: int) -> list[int]:
         ("x", "\\binom{20000}{10000}", False),
     ],
 )
-def test_verdicts(gold, answer, equal):
+def test_formulas_get_the_expected_verdict(gold, answer, equal):
     assert equivalent(gold, answer) is equal
 
 
@@ -74,7 +74,7 @@ def test_a_runaway_comparison_ends_as_none_and_the_next_one_works(answer):
         assert len(children(symbolic._server().pid)) == 1, "the child that was killed is reaped"
 
 
-def test_any_thread_and_a_running_event_loop():
+def test_any_thread_and_a_running_event_loop_may_compare():
     outcomes = []
     thread = threading.Thread(target=lambda: outcomes.append(equivalent("x+1", TOWER, 0.3)))
     thread.start()
@@ -131,12 +131,12 @@ def test_a_server_killed_during_a_comparison_is_restarted():
 
 
 class Interrupted(Exception):
-    """What a caller's own signal handler raises."""
+    """Exception that a caller's own signal handler raises."""
 
 
 @pytest.fixture
 def interrupt():
-    """Call it with seconds: after so long a signal handler raises in the main thread."""
+    """Return a function that makes a signal handler raise in the main thread after a number of seconds."""
 
     def raise_it(*_):
         raise Interrupted
@@ -160,11 +160,11 @@ def test_an_interrupted_comparison_leaves_no_verdict_behind(interrupt):
     with pytest.raises(Interrupted):
         equivalent("x+1", TOWER, deadline=0.5)
     assert gone(before)
-    time.sleep(0.6)  # by now the interrupted comparison would have been answered
+    time.sleep(0.6)  # by now the interrupted comparison would have its reply
     assert [equivalent("x+1", "1+x"), equivalent("x+1", "x-1"), equivalent("x+1", "1+x")] == [True, False, True]
 
 
-# A server that needs no math-verify: equal texts are equal, and a gold `N ms` takes so long.
+# A server without math-verify: equal texts are equal, and a gold `N ms` takes N milliseconds.
 STUB = """
 import json, os, sys, time
 {starting}
@@ -191,8 +191,8 @@ def test_a_server_killed_while_it_starts_is_retried_once(tmp_path):
     assert (once.read_text(), twice.read_text()) == ("xx", "xx")
 
 
-def test_a_server_found_dead_leaves_the_next_one_its_second_try(tmp_path):
-    """One dies between two comparisons, and the one that replaces it while it starts."""
+def test_a_server_found_dead_does_not_count_as_a_failed_start(tmp_path):
+    """Kill a server between two comparisons, and let its replacement die while it starts."""
     starts = tmp_path / "starts"
     second_dies = f"open({str(starts)!r}, 'a').write('x')\nif len(open({str(starts)!r}).read()) == 2: os._exit(9)"
     server = symbolic.Server(stub(second_dies))
@@ -203,8 +203,8 @@ def test_a_server_found_dead_leaves_the_next_one_its_second_try(tmp_path):
     server.close()
 
 
-def test_a_reply_of_another_number_is_no_verdict():
-    """As one would be that an interrupt left in the pipe at the one moment at which the server could not be ended."""
+def test_a_reply_with_another_number_is_ignored():
+    """Check a reply that an interrupt left in the pipe at the only moment when the server could not be ended."""
     server = symbolic.Server(stub("time.sleep(0)"))
     assert server.compare("0 ms", "0 ms", 5.0) is True
     server._process.stdin.write(b'{"number": 1, "gold": "0 ms", "answer": "0 ms"}\n')
@@ -215,7 +215,7 @@ def test_a_reply_of_another_number_is_no_verdict():
     assert server.pid is None
 
 
-def test_a_reply_behind_the_deadline_is_not_waited_for(monkeypatch):
+def test_a_reply_after_the_deadline_is_not_waited_for(monkeypatch):
     server = symbolic.Server(stub())
     assert server.compare("0 ms", "0 ms", 5.0) is True
     with monkeypatch.context() as patch:
@@ -235,7 +235,7 @@ def test_a_start_takes_at_most_half_of_the_time():
     server.close()
 
 
-# The server itself, with a comparison that needs no math-verify: `fresh` ends a child that has compared before.
+# The real server with a comparison without math-verify: `fresh` ends a child that has compared before.
 SERVED = """
 import os
 from grpo_rewards.math import symbolic
@@ -290,7 +290,7 @@ def test_a_long_request_survives_a_signal_whose_handler_returns():
 
 
 DISTURBANCES = st.tuples(st.sampled_from(["interrupt", "kill"]), st.integers(0, 3), st.floats(0, 0.02))
-# What runs at once: for each thread (the main one first) how long its comparison takes and whether the answer is right.
+# Concurrent comparisons: for each thread (the main thread first) its time, and True if the answer is right.
 ROUNDS = st.lists(
     st.tuples(
         st.lists(st.tuples(st.integers(0, 8), st.booleans()), min_size=1, max_size=4),
@@ -302,7 +302,7 @@ ROUNDS = st.lists(
 
 
 class Caller(threading.Thread):
-    """One comparison in a thread of its own; `verdict` is None if it was interrupted."""
+    """One comparison in its own thread; `verdict` is None if it was interrupted."""
 
     def __init__(self, server, milliseconds, right):
         super().__init__()
@@ -320,7 +320,7 @@ class Caller(threading.Thread):
 
 
 def disturb(server, callers, kind, who, main):
-    """Kill the server, or interrupt one of the callers: the main thread by a signal, another as a debugger would."""
+    """Kill the server, or interrupt a caller: the main thread by a signal, another thread as a debugger would."""
     process = server._process
     if kind == "kill":
         if process is not None:
@@ -356,7 +356,7 @@ def check_verdicts(rounds):
                 over.clear()
                 callers[0].run()
                 over.set()
-            except Interrupted:  # behind the comparison
+            except Interrupted:  # after the comparison
                 over.set()
             for thread in [*timers, *callers[1:]]:
                 thread.join()
@@ -381,7 +381,7 @@ def compare_in_fork(queue):
 
 
 @pytest.mark.slow
-def test_a_fork_has_a_server_of_its_own():
+def test_a_fork_has_its_own_server():
     equivalent("x+1", "1+x")
     queue = multiprocessing.get_context("fork").Queue()
     child = multiprocessing.get_context("fork").Process(target=compare_in_fork, args=(queue,))
@@ -413,7 +413,7 @@ ENDINGS = ["", "raise SystemExit(1)", "os.kill(os.getpid(), signal.SIGKILL)"]
 
 @pytest.mark.parametrize("ending", only(ENDINGS[2:], ENDINGS))
 def test_no_process_outlives_its_owner(ending):
-    # Written as a user's script would be: at module level, without an `if __name__ == "__main__"` guard.
+    # A user's script: code at module level, without an `if __name__ == "__main__"` guard.
     script = textwrap.dedent(f"""
         import os, signal
         from grpo_rewards import math_correctness
@@ -436,7 +436,7 @@ def test_no_process_outlives_its_owner(ending):
     assert run.stderr == ""
 
 
-def test_rewards_stay_picklable_after_use():
+def test_rewards_can_be_pickled_after_use():
     reward = MathCorrectness()
     assert reward(completions=["\\boxed{1+x}"], answer=["x+1"]) == [1.0]
     assert pickle.loads(pickle.dumps(reward)) == reward
@@ -454,19 +454,19 @@ def test_each_distinct_answer_is_compared_once_and_each_gold_read_once(monkeypat
     assert asked == [("x+1", "x+2"), ("x+1", "x+3"), ("y+1", "x+2"), ("y+1", "x+3")]
 
 
-def test_a_number_is_never_handed_to_the_server(monkeypatch):
+def test_a_number_never_reaches_the_server(monkeypatch):
     monkeypatch.setattr(answers, "equivalent", lambda *_: pytest.fail("a plain number needs no symbolic comparison"))
     texts = ["\\boxed{\\sqrt{324}}", "\\boxed{17 + 1}", "\\boxed{18.0}"]
     assert MathCorrectness()(completions=texts, answer=["18"] * 3) == [0.0, 0.0, 1.0]
     assert MathCorrectness()(completions=["\\boxed{18}"], answer=["\\sqrt{324}"]) == [0.0]
 
 
-def test_a_pair_is_no_number_with_a_thousands_separator():
+def test_a_pair_is_not_read_as_a_thousands_separator():
     texts = ["\\boxed{(2, 100)}", "\\boxed{\\left(2,100\\right)}", "\\boxed{2100}", "\\boxed{(2,101)}"]
     assert MathCorrectness()(completions=texts, answer=["(2,100)"] * 4) == [1.0, 1.0, 0.0, 0.0]
 
 
-def test_words_are_no_products_of_letters():
+def test_words_are_not_compared_as_products_of_letters():
     texts = ["\\boxed{\\text{tuesday}}", "\\boxed{Tuesyad}", "\\boxed{Tuesday}"]
     assert MathCorrectness()(completions=texts, answer=["Tuesday"] * 3) == [1.0, 0.0, 1.0]
 
@@ -487,7 +487,7 @@ def test_a_timeout_counts_as_wrong_and_is_logged():
     assert metrics == {f"{name}/parsed": 0.75, f"{name}/symbolic": 0.5, f"{name}/timeouts": 1.0}
 
 
-def test_a_missing_math_verify_is_one_clear_error(monkeypatch):
+def test_a_missing_math_verify_is_named(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     symbolic.shut_down()
     with pytest.raises(RuntimeError, match="did not start"):
@@ -499,7 +499,7 @@ def test_a_missing_math_verify_is_one_clear_error(monkeypatch):
 @pytest.mark.parametrize(
     "answer", [TOWER, "\\gcd(7^{100000000},3^{100000000})", "7^{100000000}", "{" * 900, "100000000!"]
 )
-def test_memory_stays_under_300_mb(answer):
+def test_memory_of_the_server_stays_under_300_mb(answer):
     equivalent("x+1", "1+x")
     server = symbolic._server().pid
     peak, stop = [0], threading.Event()

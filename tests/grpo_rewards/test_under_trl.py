@@ -21,7 +21,7 @@ TOWER = "\\boxed{10^{10^{10}}}"
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory) -> str:
-    """A folder with a random Llama of a few thousand parameters and a byte-level tokenizer."""
+    """Folder with a random Llama of a few thousand parameters and a byte-level tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -42,7 +42,7 @@ def tiny_model(tmp_path_factory) -> str:
 
 @dataclass
 class Troubled:
-    """`math_correctness` on a batch whose first completion is a tower of powers; the server is killed once."""
+    """`math_correctness` on batches that start with a tower of powers, with the server killed once."""
 
     reward: MathCorrectness = field(default_factory=lambda: MathCorrectness(deadline=0.5))
     calls: int = 0
@@ -58,7 +58,7 @@ class Troubled:
         return self.scores[-1]
 
 
-def test_a_run_outlives_a_runaway_formula_and_a_killed_server(tiny_model, tmp_path):
+def test_a_run_survives_a_runaway_formula_and_a_killed_server(tiny_model, tmp_path):
     from datasets import Dataset
 
     reward = Troubled()

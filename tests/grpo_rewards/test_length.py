@@ -16,13 +16,13 @@ def score(completions, num_generations, prompts=None, lengths=None, **columns):
     return reward(prompts or ["p"] * rows, completions, completion_ids=ids, **columns)
 
 
-def test_the_formula_of_kimi():
+def test_the_pay_is_the_formula_of_kimi():
     # lambda = 0.5 - (length - min) / (max - min); a wrong completion gets min(0, lambda).
     scores = score([RIGHT, RIGHT, WRONG, WRONG, RIGHT], 5, lengths=[10, 20, 10, 20, 15])
     assert scores == [0.5, -0.5, 0.0, -0.5, 0.0]
 
 
-def test_groups_come_from_the_layout_even_if_a_prompt_is_drawn_twice():
+def test_groups_come_from_the_layout_also_for_a_prompt_drawn_twice():
     scores = score([RIGHT] * 4, 2, lengths=[10, 20, 100, 200])
     assert scores == [0.5, -0.5, 0.5, -0.5]
     assert score([RIGHT] * 4, 4, lengths=[10, 20, 100, 200])[1] > 0
@@ -33,7 +33,7 @@ def test_equal_lengths_and_groups_of_one_earn_nothing():
     assert score([RIGHT], 1, lengths=[7]) == [0.0]
 
 
-def test_characters_count_where_there_are_no_tokens():
+def test_the_length_is_in_characters_without_token_ids():
     assert score([RIGHT, RIGHT + "  "], 2) == [0.5, -0.5]
 
 
@@ -50,7 +50,7 @@ def test_a_layout_that_splits_groups_is_refused_with_the_fix():
         GroupLength()(["p"], [RIGHT], answer=["18"])
 
 
-def test_a_recipe_fills_in_the_group_size_and_chooses_what_is_correct():
+def test_a_recipe_fills_in_the_group_size_and_the_correctness_reward():
     spec = {
         "name": "group_length",
         "kwargs": {"correctness": {"name": "gsm8k_correctness", "kwargs": {"extract": "hashes"}}},
@@ -62,7 +62,7 @@ def test_a_recipe_fills_in_the_group_size_and_chooses_what_is_correct():
         build_rewards([{"name": "group_length", "kwargs": {"num_generations": 0}}])
 
 
-def test_it_says_why_and_hands_the_tokens_on():
+def test_reasons_are_logged_and_token_ids_passed_on():
     reasons, seen = {}, []
 
     def right(completions, completion_ids, **columns):

@@ -238,6 +238,19 @@ def _add_evaluate(commands: Commands) -> None:
     option("--limit", metavar="N", type=int, help="evaluate the first N problems only")
     option("--batch_size", metavar="N", type=int, default=64, help="completions generated at once (default: 64)")
     option("--seed", metavar="N", type=int, default=0, help="random seed for sampling completions (default: 0)")
+    _add_vllm_options(evaluate)
+    option(
+        "--output",
+        metavar="FOLDER",
+        type=Path,
+        help="folder for the result, or for the results of several tables (default: MODEL/evaluations/after, with -TABLE "
+        "added for each of several tables, and -N-samples with --samples N)",
+    )
+    option("--json", action="store_true", help="print the contents of evaluation.json, by --path if there are several")
+
+
+def _add_vllm_options(evaluate: argparse.ArgumentParser) -> None:
+    option = evaluate.add_argument
     option("--vllm", action="store_true", help="generate with vLLM, in the checkpoint's own dtype")
     option("--vllm_server_base_url", metavar="URL", help="address of a running vLLM server of the model")
     option("--vllm_tensor_parallel_size", metavar="N", type=int, help="number of GPUs that share the model")
@@ -250,14 +263,6 @@ def _add_evaluate(commands: Commands) -> None:
         type=float,
         help="share of each GPU's memory (default: vLLM's)",
     )
-    option(
-        "--output",
-        metavar="FOLDER",
-        type=Path,
-        help="folder for the result, or for the results of several tables (default: MODEL/evaluations/after, with -TABLE "
-        "added for each of several tables, and -N-samples with --samples N)",
-    )
-    option("--json", action="store_true", help="print the contents of evaluation.json, by --path if there are several")
 
 
 @fewer_library_messages()

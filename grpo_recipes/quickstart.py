@@ -317,7 +317,7 @@ def table(before: dict[str, float], after: dict[str, float]) -> str:
         interval = f"{result['low']:.3f} - {result['high']:.3f}"
         lines.append(f"{name:12} {result['accuracy']:6.3f}   {interval}   {result['lenient']:7.3f}")
     lines.append(
-        f"strict: in the asked format and right; lenient: right in any layout; {after['n']} held-out problems, one sampled "
+        f"strict: right and in the requested format; lenient: right in any format; {after['n']} held-out problems, one sampled "
         "completion each"
     )
     return "\n".join(lines)

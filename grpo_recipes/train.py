@@ -619,18 +619,18 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
     trainer.checkpoints.decision, trainer.checkpoints.held = prepared.point, prepared.held
     trainer.checkpoints.identify = lambda: prepared.identity
     add_callbacks(prepared, trainer)
+    return trainer
+
+
+def add_callbacks(prepared: Prepared, trainer: GRPOTrainer) -> None:
+    """Add the callbacks of a recipe's run to its trainer, and replace TRL's model card."""
+    recipe, training_args = prepared.recipe, prepared.training_args
 
     def create_model_card(**ignored: Any) -> None:
         if trainer.accelerator.is_main_process:
             attempt(recipe, "its model card was not written", write_model_card, recipe.output_dir)
 
     trainer.create_model_card = create_model_card  # TRL calls it with each checkpoint, and before it pushes
-    return trainer
-
-
-def add_callbacks(prepared: Prepared, trainer: GRPOTrainer) -> None:
-    """Add the callbacks of a recipe's run to its trainer."""
-    recipe, training_args = prepared.recipe, prepared.training_args
     if prepared.checkpoint is not None:
         trainer.add_callback(ContinueSchedule())
     trainer.add_callback(prepared.interruption)

@@ -57,7 +57,7 @@ class Logged:
 
 @dataclass(frozen=True)
 class Source:
-    """Completions in one file: the whole file, or some of its row groups."""
+    """Completions in one file: the entire file, or some of its row groups."""
 
     path: Path
     row_groups: tuple[int, ...] | None = None
@@ -336,7 +336,7 @@ def _keep_only(path: Path, kept: Sequence[Logged], count: int) -> None:
                 for one in kept:
                     table = file.read_row_group(one.row_group)
                     writer.write_table(table, row_group_size=len(table))
-            # Under the old name first: a run killed before the rename would otherwise leave these rows in two files.
+            # The old name is replaced first: a run killed before the rename would otherwise leave rows in two files.
             os.replace(part, path)
     path.rename(path.with_name(_name(_kind(path), kept[0].step, kept[-1].step)))
     files.flush(path.parent)

@@ -183,7 +183,7 @@ def read_batches(
     """Yield some columns of a parquet file, at most `BATCH_ROWS` rows at a time.
 
     A few kilobytes of parquet can stand for terabytes of repeated text. Text is therefore decoded only if it stays
-    below `BATCH_BYTES`, and below `FILE_BYTES` over the whole file.
+    below `BATCH_BYTES`, and below `FILE_BYTES` over the entire file.
 
     Args:
         path: file to read.

@@ -256,7 +256,7 @@ def _parts(values: pa.Array) -> Iterator[Any]:
         yield compute.list_value_length(values).to_pylist()
         yield from _parts(values.flatten())
     elif types.is_binary(values.type) or types.is_large_binary(values.type):
-        # Hashing whole images would take as long as reading the dataset.
+        # Hashing all bytes of images would take as long as reading the dataset.
         yield compute.binary_length(values).to_pylist()
         for end in (compute.binary_slice(values, 0, END_BYTES), compute.binary_slice(values, -END_BYTES)):
             yield [None if value is None else xxhash.xxh3_128(value).hexdigest() for value in end.to_pylist()]
@@ -382,7 +382,7 @@ def _columns_read(dataset: Any, rewards: Iterable[Any], all_columns: bool) -> li
 def columns_read(reward: Any) -> set[str] | None:
     """Return the columns that a reward may read, or None if it may read any column.
 
-    A reward that declares no columns is asked for its arguments. One that takes `**columns` may read any column.
+    For a reward that declares no columns the arguments count. A reward with `**columns` may read any column.
     """
     if isinstance(reward, BaseReward):
         return {*reward.columns_read, *reward.optional_columns}

@@ -153,7 +153,7 @@ class Resume:
     def passed_over(self) -> list[Rejected]:
         """Rejected checkpoints of this folder that are newer than `newest`, lowest step first.
 
-        A checkpoint in the folder of another run is left out, because nothing is renamed there.
+        A checkpoint in the folder of another run is skipped, because nothing is renamed there.
         """
         found = []
         for one in self.rejected:
@@ -191,12 +191,12 @@ class Resume:
         )
 
 
-def decide(folder: Path, asked: str | Literal[True], processes: int, *, trusts_others: bool = False) -> Resume:
+def decide(folder: Path, requested: str | Literal[True], processes: int, *, trusts_others: bool = False) -> Resume:
     """Return where a run resumes, as far as names and sizes tell.
 
     Args:
         folder: folder of the run.
-        asked: path of a checkpoint, or True for the newest one of the last launch in `folder`.
+        requested: path of a checkpoint, or True for the newest one of the last launch in `folder`.
         processes: number of ranks of this launch.
         trusts_others: True if a named checkpoint of another trainer is accepted unchecked. transformers then checks it.
 
@@ -204,8 +204,8 @@ def decide(folder: Path, asked: str | Literal[True], processes: int, *, trusts_o
         RunError: `_launch.json` is damaged, or the last launch saved nothing and the checkpoint that it resumed from
             is gone.
     """
-    if asked is not True:
-        named = Path(asked)
+    if requested is not True:
+        named = Path(requested)
         if trusts_others and read_manifest(named) is None and not is_of_ours(named.parent):
             return Resume(folder, processes, named, [named])
         found = rejection(named, processes)

@@ -168,7 +168,7 @@ class _BoundedReads:
 
 
 def identify_weights(file: Path) -> str:
-    """Return a SHA-256 of a weight file's size, first MiB and header, which avoids reading the whole file.
+    """Return a SHA-256 of a weight file's size, first MiB and header, which avoids reading the entire file.
 
     The first MiB is often a part of an embedding, which training may leave unchanged. The start of each tensor in a
     safetensors file, or the directory of a zip file with a checksum per tensor, is therefore hashed too.

@@ -74,11 +74,11 @@ class CompleteCheckpoints(TrainerCallback):
         self.limit: int | None = None
         self.pushes = False
 
-    def resumption(self, asked: str | bool | None) -> str | bool | None:
+    def resumption(self, requested: str | bool | None) -> str | bool | None:
         """Return the checkpoint to resume from, for `Trainer.train`. Collective.
 
         Args:
-            asked: path of a checkpoint, or True for the newest one whose contents agree with its manifest.
+            requested: path of a checkpoint, or True for the newest one whose contents agree with its manifest.
 
         Raises:
             UserError: no checkpoint is complete, or data or weights have changed since it was saved.
@@ -88,16 +88,16 @@ class CompleteCheckpoints(TrainerCallback):
         self.identity = on_first_rank(self.identify)
         if self.decision is not None:
             self.resumed_from = self.decision.newest
-        elif asked:
-            self.resumed_from = self._decide(asked)
+        elif requested:
+            self.resumed_from = self._decide(requested)
         self._begin_launch()
         # Without any checkpoint, transformers raises its own error.
-        return asked if self.resumed_from is None else str(self.resumed_from)
+        return requested if self.resumed_from is None else str(self.resumed_from)
 
-    def _decide(self, asked: str | Literal[True]) -> Path | None:
+    def _decide(self, requested: str | Literal[True]) -> Path | None:
         """Return the checkpoint that a script resumes from, or None if there is none. Collective."""
         args = self.trainer.args
-        point = raise_alike(lambda: decide(Path(args.output_dir), asked, args.world_size, trusts_others=True))
+        point = raise_alike(lambda: decide(Path(args.output_dir), requested, args.world_size, trusts_others=True))
         if point.newest is None and not point.rejected:
             return None
         point = confirmed(point, each_node=args.save_on_each_node)

@@ -192,46 +192,36 @@ def check_objective(given: Mapping[str, Any], config: Any, *, sampled_kl: bool) 
             read = _listed(keys_read_by(loss_type))
             raise UserError(f"`{key}` has no effect with `loss_type: {loss_type}`, which reads {read}: remove it")
     if loss_type == "cispo" and (config.epsilon_high is None or config.epsilon_high < 1):
-        state = "is not set, and TRL takes `epsilon`" if config.epsilon_high is None else f"is {config.epsilon_high}"
         raise UserError(
-            f"`epsilon_high` {state}: `loss_type: cispo` bounds the ratio by that number itself, not by 1 + it, so "
-            "that below 1 it scales down every token: set `epsilon_high` to 1 or more, as 5.0"
+            f"`epsilon_high` is {config.epsilon_high}, and `loss_type: cispo` bounds the ratio by this number itself "
+            "(or by `epsilon` if it is None): set it to 1 or more, as 5.0"
         )
     _check_level(LOSS_TYPES[loss_type], config, sampled_kl=sampled_kl)
     if config.multi_objective_aggregation == "normalize_then_sum" and config.scale_rewards != "group":
         raise UserError(
             f"`scale_rewards: {config.scale_rewards}` has no effect with `multi_objective_aggregation: "
-            "normalize_then_sum`, which divides each reward by the deviation of its group, and their sum by that of "
-            "the batch: remove it"
+            "normalize_then_sum`, which always divides by deviations: remove it"
         )
 
 
 def _check_level(loss: LossType, config: Any, *, sampled_kl: bool) -> None:
     """Raise `UserError` if a per-sequence importance ratio is combined with a per-token loss, or the reverse."""
+    level = "`importance_sampling_level: sequence`"
+    is_sequence = config.importance_sampling_level == "sequence"
     if config.importance_sampling_level not in loss.levels:
-        if config.importance_sampling_level == "sequence":
-            raise UserError(
-                "`importance_sampling_level: sequence` gives a completion one ratio, and `loss_type: "
-                f"{config.loss_type}` is made of tokens with a ratio each: set `loss_type: grpo` (which is GSPO) or "
-                "`luspo`, or `importance_sampling_level: token`"
-            )
+        if not is_sequence:
+            raise UserError(f"`loss_type: {config.loss_type}` has one ratio per completion: set {level}")
         raise UserError(
-            f"`loss_type: {config.loss_type}` is made of completions with one ratio each: set "
-            "`importance_sampling_level: sequence`"
+            f"{level} gives one ratio per completion, and `loss_type: {config.loss_type}` needs one per token: set "
+            "`loss_type: grpo` (which is GSPO) or `luspo`, or `importance_sampling_level: token`"
         )
-    if config.importance_sampling_level != "sequence":
-        return
-    if config.beta and sampled_kl and config.use_bias_correction_kl:
+    if is_sequence and config.beta and sampled_kl and config.use_bias_correction_kl:
         raise UserError(
-            "`importance_sampling_level: sequence` gives a completion one ratio, and `use_bias_correction_kl` (TRL's "
-            "default) would weigh the KL of each token by it, which is the gradient of no KL: set "
-            "`use_bias_correction_kl: false`"
+            f"{level} gives one ratio per completion, and `use_bias_correction_kl` (TRL's default) would weigh the KL "
+            "of each token by it, which is the gradient of no KL: set `use_bias_correction_kl: false`"
         )
-    if config.top_entropy_quantile < 1:
-        raise UserError(
-            "`importance_sampling_level: sequence` gives a completion one ratio, of all its tokens, and "
-            "`top_entropy_quantile` drops tokens: remove one of them"
-        )
+    if is_sequence and config.top_entropy_quantile < 1:
+        raise UserError(f"{level} needs all tokens, and `top_entropy_quantile` drops tokens: remove one of them")
 
 
 def check_advantages(rule: str | None, config: Any) -> None:

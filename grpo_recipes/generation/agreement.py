@@ -24,16 +24,16 @@ class ByPrecision:
     """Limit for computations in float32, and limit where at least one side computes in bfloat16 or float16."""
 
     float32: float
-    half: float
+    sixteen_bit: float
 
     def of(self, is_float32: bool) -> float:
         """Return the limit for one precision."""
-        return self.float32 if is_float32 else self.half
+        return self.float32 if is_float32 else self.sixteen_bit
 
 
 # ---- Tolerances, each with the benchmark or the test that its value rests on
 
-LOG_PROBS = ByPrecision(float32=1e-4, half=5e-2)
+LOG_PROBS = ByPrecision(float32=1e-4, sixteen_bit=5e-2)
 """Largest difference of a log-probability in float32, and mean difference in 16 bits.
 
 In 16 bits the largest difference is no measure: over thousands of tokens, two correct kernels differ by more than this
@@ -41,7 +41,7 @@ on some. Evidence: float32 rounding reaches 1e-5 and weights of another model 0.
 correct layouts differ by more than 1e-4 and less than 0.1 on any token (`test_packed_attention.py`). 1,100 healthy
 steps stay below both limits, and every planted fault exceeds them (`test_generator_check.py`).
 """
-GRADIENTS = ByPrecision(float32=1e-2, half=0.2)
+GRADIENTS = ByPrecision(float32=1e-2, sixteen_bit=0.2)
 """Difference of a gradient: relative to its tensor's largest entry in float32, to the norm of all tensors in 16 bits.
 
 Evidence: a wrong attention mask gives 0.1 to 5 (`test_layout_check.py`, `tests/tools/models.py` on all architectures).
@@ -58,7 +58,7 @@ Evidence: noise on 64 tokens is never attributed to a hypothesis (`test_generato
 """
 EXPLAINED = 0.5
 """Share of the difference that a hypothesis must explain to be named. Evidence: the same 1,000 draws of noise."""
-EXPLAINED_BY_DEFINITION = 0.99
+EXPLAINED_WITHIN_TOLERANCE = 0.99
 """Share of a difference within the tolerance that rounding does not explain by chance.
 
 Evidence: a new adapter under autocast, of which the loss loses a part (`test_generator_check.py`).
@@ -76,7 +76,7 @@ Evidence: the steps at which planted faults and new adapters are told apart (`te
 UNUSUAL = 2.0
 """Multiple of the baseline difference above which hypotheses are computed. Evidence: the cost in
 benchmarks/results/generation_check.md; healthy 16-bit runs stay below it."""
-BEYOND_BASELINE = ByPrecision(float32=20.0, half=5.0)
+BEYOND_BASELINE = ByPrecision(float32=20.0, sixteen_bit=5.0)
 """Multiple of the baseline difference above which the run is stopped without any explanation.
 
 Evidence: engines that are one update late exceed it, 1,100 healthy steps do not (`test_generator_check.py`).
@@ -158,8 +158,7 @@ def gradient_disagreement(got: Sequence[Tensor | None], expected: Sequence[Tenso
         # A parameter that is not used has the gradient None, or zeros if another layout multiplies it by zero.
         like = one if one is not None else other
         if like is not None:
-            zeros = torch.zeros_like(like)
-            pairs.append(((zeros if one is None else one).float(), (zeros if other is None else other).float()))
+            pairs.append((_or_zeros(one, like), _or_zeros(other, like)))
     if not pairs:
         return ""
     if not all(one.isfinite().all() and other.isfinite().all() for one, other in pairs):
@@ -167,6 +166,11 @@ def gradient_disagreement(got: Sequence[Tensor | None], expected: Sequence[Tenso
     value = _largest_relative_entry(pairs) if is_float32 else _relative_norm(pairs)
     limit = GRADIENTS.of(is_float32)
     return "" if value <= limit else f"gradients by {value:.1e} of their size on a few short rows, {limit:.0e} allowed"
+
+
+def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """Return a gradient in float32, or zeros of the same shape if there is none."""
+    return torch.zeros_like(like).float() if gradient is None else gradient.float()
 
 
 def _largest_relative_entry(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
@@ -265,7 +269,8 @@ def conclude(evidence: Evidence, *, is_float32: bool, baseline: float | None) ->
     differs = evidence.differs(is_float32)
     if NO_AUTOCAST in evidence.fits:
         share = evidence.share(NO_AUTOCAST)
-        if share >= (EXPLAINED if differs else EXPLAINED_BY_DEFINITION):
+        needed = EXPLAINED if differs else EXPLAINED_WITHIN_TOLERANCE
+        if share >= needed:
             # This hypothesis comes before all others: they may fit by what autocast rounds away. The caller scores
             # without autocast from now on, and judges the others then.
             return Conclusion(False, (NO_AUTOCAST,), unclear, share)

@@ -14,6 +14,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
@@ -94,7 +95,7 @@ class GenerationCheck:
         """Sum of all evidence that was found to be the policy's, or None before the first."""
         self.is_dtype_known = not trainer.use_vllm
         """True if the generator's dtype is known: an engine has its own."""
-        self.is_half = False
+        self.is_16bit = False
         """True if the generator turned out to compute in 16 bits while the policy is float32."""
         self.unclear: tuple[str, ...] | None = None
         """Hypotheses that the last computation could not tell from the policy, or None before the first computation."""
@@ -143,7 +144,7 @@ class GenerationCheck:
     def is_float32(self) -> bool:
         """True if generator and policy both compute in float32, as far as is known."""
         mixed = self.accelerator.mixed_precision != "no" and self.scorer.autocast
-        if not is_float32(self.policy) or mixed or self.is_half:
+        if not is_float32(self.policy) or mixed or self.is_16bit:
             return False
         # TF32 products have the mantissa of float16.
         return self.accelerator.device.type == "cpu" or torch.get_float32_matmul_precision() == "highest"
@@ -223,7 +224,7 @@ class GenerationCheck:
         rows = range(0, len(prompts), every) if every else ()
         recorded = {}
         for row in rows:
-            recorded[row] = torch.tensor([math.nan if value is None else value for value in log_probs[row]])
+            recorded[row] = torch.from_numpy(np.array(log_probs[row], dtype=np.float32))  # None becomes NaN
         difference = self(prompts, completions, recorded)
         # For its correction TRL logs the same difference, of all rows.
         return None if self.trainer.vllm_importance_sampling_correction else difference
@@ -290,11 +291,11 @@ class GenerationCheck:
             if conclusion.is_wrong:
                 raise NotThePolicy(self._wrong_generator(number if len(ranks) > 1 else None, rank, conclusion))
         names = {name for conclusion in conclusions for name in conclusion.names}
-        if BFLOAT16 in names and not self.is_half:
-            self.is_half = True
+        if BFLOAT16 in names and not self.is_16bit:
+            self.is_16bit = True
             worst = max(ranks, key=lambda rank: rank.mean)
             self._announcer.once(
-                "half",
+                "16 bits",
                 "the generator computes in 16 bits and the policy in 32: their log-probabilities differ by "
                 f"{worst.mean:.1e} on average, and the policy's own in bfloat16 by "
                 f"{worst.fits[BFLOAT16].total / worst.tokens:.1e}",

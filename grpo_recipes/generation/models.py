@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 MIXES_TOKENS = {PeftType.LILY, PeftType.SHADOW}
 """Adapters whose effect on a token depends on the rest of the batch (Lily) or on a cache of their own (Shadow)."""
 
-HALF = (torch.bfloat16, torch.float16)
+DTYPES_16BIT = (torch.bfloat16, torch.float16)
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
@@ -30,9 +30,9 @@ def is_float32(model: nn.Module) -> bool:
     return next(model.parameters()).dtype in (torch.float32, torch.float64)
 
 
-def half_precision(model: nn.Module) -> list[Tensor]:
+def tensors_16bit(model: nn.Module) -> list[Tensor]:
     """Return the parameters and buffers that are bfloat16 or float16."""
-    return [tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.dtype in HALF]
+    return [tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.dtype in DTYPES_16BIT]
 
 
 def rotary_of_the_longest(config: Any) -> str | None:
@@ -162,7 +162,7 @@ def _replace_by_float32(model: nn.Module, replaced: list[tuple[dict[str, Any], s
         stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for tensors in stores:
             for name, tensor in tensors.items():
-                if tensor is None or tensor.dtype not in HALF:
+                if tensor is None or tensor.dtype not in DTYPES_16BIT:
                     continue
                 # `replaced` grows before the copy: the caller restores it even if memory runs out halfway.
                 replaced.append((tensors, name, tensor))

@@ -38,12 +38,12 @@ from grpo_recipes.generation.agreement import REPEATED, disagreement, gradient_d
 from grpo_recipes.generation.models import (
     base_model,
     eval_no_grad,
-    half_precision,
     has_dropout,
     in_float32,
     is_float32,
     rotary_of_the_longest,
     scaled_by_position,
+    tensors_16bit,
 )
 from grpo_recipes.generation.rows import PerToken, Rows
 from grpo_recipes.process.messages import Announcer
@@ -480,7 +480,7 @@ def fits_in_float32(model: nn.Module, device: torch.device) -> bool:
     """Return True if there is memory for float32 copies of the 16-bit weights, and a quarter more for a few short rows."""
     if getattr(base_model(model), "is_quantized", False):
         return False
-    needed = 4 * sum(tensor.numel() for tensor in half_precision(model))
+    needed = 4 * sum(tensor.numel() for tensor in tensors_16bit(model))
     if not needed:
         return True
     if device.type == "cuda":

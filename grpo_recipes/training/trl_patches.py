@@ -6,6 +6,7 @@ string; files of an evaluation's completions; training arguments that hide their
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -158,9 +159,10 @@ def refuse_cast(model: torch.nn.Module, args: GRPOConfig) -> None:
 
     TRL casts with `args.bf16` or `args.fp16`. DeepSpeed keeps its own float32 weights.
     """
-    cast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-    if cast is not None and trained - {cast} and args.deepspeed_plugin is None:
+    if not (args.bf16 or args.fp16) or args.deepspeed_plugin is not None:
+        return
+    cast = torch.bfloat16 if args.bf16 else torch.float16
+    if any(parameter.requires_grad and parameter.dtype != cast for parameter in model.parameters()):
         raise UserError(
             f"`use_transformers_continuous_batching` casts the trained weights to {cast} in place, and most updates "
             "would be lost: set it to false, or `bf16` and `fp16` to false"
@@ -180,8 +182,8 @@ class ContinuousBatching:
     @contextmanager
     def around(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Iterator[None]:
         """Give the model stock attention inside this block and, on a CPU, the cache the size that it needs."""
-        # Left alone, transformers takes a share of all free memory. It also reserves a mask of 8,192 tokens by the
-        # whole cache: gigabytes, for which it refuses a cache that is large enough.
+        # Left alone, transformers takes a share of all free memory. It also reserves a mask of 8,192 tokens by the full
+        # cache: gigabytes, for which it refuses a cache that is large enough.
         packs = has_packing_attention(model)
         stock_attention(model)
         if not self.is_cache_sized and model.device.type == "cpu":
@@ -234,7 +236,9 @@ def correct_counts(
     metrics["completions/max_terminated_length"][-1] = ended.max().item()
     if masks_truncated:
         # TRL's loss multiplies its mask by the mask of tool results, so a masked completion can go there.
-        tool_mask = [[0] * len(mask) if is_cut else mask for mask, is_cut in zip(masks, truncated, strict=True)]
+        tool_mask = []
+        for mask, is_truncated in zip(masks, truncated, strict=True):
+            tool_mask.append([0] * len(mask) if is_truncated else mask)
     return prompt_ids, completion_ids, tool_mask, *rest
 
 
@@ -271,7 +275,7 @@ def separate_eval_completions(trainer: GRPOTrainer, dataset: Any, prefix: str) -
         trainer._logs = training
         if writes and table.is_file():
             # A prefix may hold the name of a dataset, and so a hub ID, `owner/name`.
-            safe = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in prefix)
+            safe = re.sub(r"[^\w.-]", "-", prefix)
             table.rename(table.with_name(f"{safe}_{table.name}"))
         if writes and aside.is_file():
             aside.rename(table)
@@ -279,7 +283,11 @@ def separate_eval_completions(trainer: GRPOTrainer, dataset: Any, prefix: str) -
 
 def _unbounded(logs: Mapping[str, Any]) -> dict[str, Any]:
     """Return an empty table like TRL's `_logs`, without a limit on its rows."""
-    return {name: deque() if isinstance(column, deque) else defaultdict(deque) for name, column in logs.items()}
+    empty: dict[str, Any] = {}
+    for name, column in logs.items():
+        # The columns of rewards and of extra fields are tables of columns themselves.
+        empty[name] = deque() if isinstance(column, deque) else defaultdict(deque)
+    return empty
 
 
 # ---- training arguments
@@ -299,7 +307,7 @@ def hide_secrets(args: TrainingArguments) -> None:
 
 
 class _HidesSecrets(TrainingArguments):
-    """Methods by which transformers, torch and trackers take arguments as a whole."""
+    """Methods by which transformers, torch and trackers read all arguments."""
 
     def to_dict(self) -> dict[str, Any]:
         return redacted(super().to_dict())
@@ -335,7 +343,8 @@ def without_secrets(value: Any) -> Any:
         return _mapping_without_secrets(value)
     if type(value) in (list, tuple):
         items = [without_secrets(item) for item in value]
-        return type(value)(items) if any(new is not old for new, old in zip(items, value, strict=True)) else value
+        has_changed = any(new is not old for new, old in zip(items, value, strict=True))
+        return type(value)(items) if has_changed else value
     return redacted(value) if type(value) is str else value
 
 

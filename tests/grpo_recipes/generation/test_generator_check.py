@@ -687,7 +687,7 @@ def test_the_batches_on_which_hypotheses_are_computed(tmp_path: Path, monkeypatc
 
 def test_few_16_bit_tokens_wait_for_more_with_the_same_hypotheses(tmp_path: Path) -> None:
     check = trainer(tmp_path)._generation_check
-    check.is_half = True
+    check.is_16bit = True
     check._judge([off(40, 0.2, 0.9, OFF)])
     check._judge(
         [off(40, 0.2, 0.9, OFF, EARLIER)]
@@ -698,7 +698,7 @@ def test_few_16_bit_tokens_wait_for_more_with_the_same_hypotheses(tmp_path: Path
 
 def test_an_adapter_that_rounding_removes_is_announced_once(tmp_path: Path, said: Any) -> None:
     check = trainer(tmp_path)._generation_check
-    check.is_half = True
+    check.is_16bit = True
     for _ in range(2):
         check._judge([off(100, 0.02, 0.9, OFF)])
     (sentence,) = [sentence for sentence in said() if "nearer to those of" in sentence]

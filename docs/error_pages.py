@@ -18,9 +18,9 @@ GAP = "…"
 
 HEAD = """# What an error says
 
-Every error message with which a command, a training run or a reward refuses something, grouped by the module that raises it.
-`…` stands for your own values. Each message names what to change. Search for a few words of your message. The mark beside a
-message links to it.
+Every error message with which a command, a training run or a reward refuses something, grouped by the module that
+raises it. `…` stands for your own values. Each message names what to change. Search for a few words of your message.
+The mark beside a message links to it.
 
 This page is generated from the code that raises the errors.
 """
@@ -69,7 +69,7 @@ def reader_of(modules: Mapping[str, ast.Module]) -> Reader:
 
 
 def anchors(found: Iterable[Refusal]) -> dict[str, Refusal]:
-    """Return the refusals by anchor. An anchor consists of the first words, and a number if two messages begin alike."""
+    """Return the refusals by anchor: the first words, and a number if two messages begin alike."""
     named: dict[str, Refusal] = {}
     for one in found:
         words = re.findall(r"[a-z0-9_]+", one.sentence.lower().replace("'", ""))

@@ -324,7 +324,8 @@ def check_output_dir(recipe: Recipe) -> None:
 def _holds_a_run(folder: Path) -> bool:
     """Return True if a folder holds files of a run.
 
-    Evaluations of the policy before training, and the files of a launch that failed before its first step, do not count.
+    Evaluations of the policy before training, and the files of a launch that failed before its first step, do not
+    count.
     """
     for path in folder.rglob("*"):
         file = path.relative_to(folder)
@@ -335,7 +336,7 @@ def _holds_a_run(folder: Path) -> bool:
 
 
 def _check_writable(recipe: Recipe) -> None:
-    """Raise `RecipeError` unless a file can be written in the run's folder, or in the folder that it would be made in."""
+    """Raise `RecipeError` unless a file can be written in the run's folder, or in its first existing parent."""
     folder = recipe.output_dir
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -421,8 +422,8 @@ def _check_offline(recipe: Recipe, geometry: Geometry) -> None:
         raise recipe.error("`use_vllm` generates, and `offline` trains on recorded responses: remove one of them")
     if recipe.evaluates:
         raise recipe.error(
-            "`eval_strategy` generates, and `offline` trains on recorded responses: remove it, and run `grpo-recipes evaluate` "
-            "afterwards"
+            "`eval_strategy` generates, and `offline` trains on recorded responses: remove it, and run `grpo-recipes "
+            "evaluate` afterwards"
         )
     if recipe.compares_whole_batch and "num_generations" in recipe.training:
         raise recipe.error("`offline.baseline: batch` takes one response a prompt: remove `num_generations`")

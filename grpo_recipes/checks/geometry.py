@@ -45,8 +45,8 @@ class Geometry:
             compares_whole_batch: True if each prompt has one completion and the whole generation batch is one group.
 
         Raises:
-            UserError: A size is below 1, a group has fewer than 2 completions, a batch does not hold whole groups, or both
-                `generation_batch_size` and `steps_per_generation` are set.
+            UserError: A size is below 1, a group has fewer than 2 completions, a batch does not hold whole groups, or
+                both `generation_batch_size` and `steps_per_generation` are set.
         """
         for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations"):
             if getattr(config, key) < 1:
@@ -93,8 +93,8 @@ class Geometry:
     def splits_groups(self) -> bool:
         """True if the completions of some prompt lie on more than one rank.
 
-        Advantages stay correct, because TRL gathers rewards first. A reward that compares the completions of a group does
-        not, because it is called with one rank's completions.
+        Advantages stay correct, because TRL gathers rewards first. A reward that compares the completions of a group
+        does not, because it is called with one rank's completions.
         """
         return self.num_processes > 1 and self.completions_per_rank % self.num_generations != 0
 
@@ -108,7 +108,7 @@ class Geometry:
         return math.ceil(micro_batches / self.gradient_accumulation_steps)
 
     def optimizer_steps(self, config: Any, num_prompts: int) -> int:
-        """Return the number of optimizer steps in a run: `max_steps`, or `num_train_epochs` epochs of `num_prompts` prompts."""
+        """Return the number of optimizer steps in a run: `max_steps`, or those of `num_train_epochs` epochs."""
         if config.max_steps > 0:
             return config.max_steps
         return math.ceil(config.num_train_epochs * self.optimizer_steps_per_epoch(num_prompts))
@@ -122,8 +122,8 @@ class Geometry:
     def check_saves(self, config: Any, num_prompts: int) -> None:
         """Raise `UserError` if a checkpoint would be saved before a generation batch is fully trained on.
 
-        TRL does not save generated completions, so a run resumed from such a checkpoint trains on other completions than
-        the uninterrupted run.
+        TRL does not save generated completions, so a run resumed from such a checkpoint trains on other completions
+        than the uninterrupted run.
         """
         key = {"steps": "save_steps", "best": "eval_steps"}.get(str(config.save_strategy))
         if key is None or config.save_only_model:
@@ -138,10 +138,11 @@ class Geometry:
         fix = self._next_interval_that_fits(interval, total, num_prompts)
         if fix == interval:
             return
+        suggestion = f"`{key}` to {fix}" if fix else "`save_strategy: epoch`"
         raise UserError(
-            f"`{key}` {getattr(config, key)} saves inside a generation, which is trained on in {self.steps_per_generation} × "
-            f"{self.num_iterations} micro-batches, {self.gradient_accumulation_steps} an optimiser step; its completions would "
-            "be lost on a restart: set " + (f"`{key}` to {fix}" if fix else "`save_strategy: epoch`")
+            f"`{key}` {getattr(config, key)} saves inside a generation, which is trained on in "
+            f"{self.steps_per_generation} × {self.num_iterations} micro-batches, {self.gradient_accumulation_steps} an "
+            f"optimiser step; its completions would be lost on a restart: set {suggestion}"
         )
 
     def _next_interval_that_fits(self, interval: int, total: int, num_prompts: int) -> int | None:
@@ -152,7 +153,7 @@ class Geometry:
         return None
 
     def check_dataset(self, num_prompts: int) -> None:
-        """Raise `UserError` if the prompts do not fill one generation batch: TRL would train 0 steps and report success."""
+        """Raise `UserError` if the prompts fill no generation batch: TRL would train 0 steps and report success."""
         if num_prompts < self.prompts_per_generation:
             raise UserError(
                 f"the dataset has {num_prompts} prompts and one generation needs {self.prompts_per_generation} "
@@ -170,7 +171,8 @@ class Geometry:
         return (
             f"  generation      {self.prompts_per_generation} prompts × {self.num_generations} completions = "
             f"{self.generation_batch_size} completions on {_plural(self.num_processes, 'process', 'es')}, in "
-            f"{_plural(self.steps_per_generation, 'micro-batch', 'es')} of {self.per_device_train_batch_size} per process\n"
+            f"{_plural(self.steps_per_generation, 'micro-batch', 'es')} of {self.per_device_train_batch_size} per "
+            "process\n"
             f"  optimiser step  {self.completions_per_optimizer_step} completions "
             f"({self.completions_per_optimizer_step / self.num_generations:g} prompts); "
             f"each generation is trained on {_plural(self.num_iterations, 'time')}\n"
@@ -190,8 +192,9 @@ class Geometry:
     def cells(self) -> list[list[list[int]]]:
         """Return the prompts of the first generation batch by micro-batch, rank and row, numbered in sampling order.
 
-        Each rank takes a contiguous part of the batch (`BatchSamplerShard`) and splits it into micro-batches. TRL shuffles
-        a rank's rows over its micro-batches after they are scored, so the cells show which rank generates which prompts.
+        Each rank takes a contiguous part of the batch (`BatchSamplerShard`) and splits it into micro-batches. TRL
+        shuffles a rank's rows over its micro-batches after they are scored, so the cells show which rank generates
+        which prompts.
         """
         size = self.per_device_train_batch_size
         micro_batches = []
@@ -248,7 +251,7 @@ class Geometry:
 
 
 def geometry_of(recipe: Recipe, num_processes: int) -> Geometry:
-    """Return the batch geometry of a recipe on `num_processes` ranks. Raise `RecipeError` if the sizes do not divide."""
+    """Return the batch geometry of a recipe on `num_processes` ranks, or raise `RecipeError` if sizes do not divide."""
     with recipe.naming_this_file():
         return Geometry.from_config(recipe.config, num_processes, compares_whole_batch=recipe.compares_whole_batch)
 
@@ -283,8 +286,8 @@ def _check_evaluation(config: Any, num_processes: int) -> None:
         step = generations // math.gcd(generations, num_processes)
         fits = math.ceil(config.per_device_eval_batch_size / step) * step
         raise UserError(
-            f"the evaluation batch of {batch} completions (per_device_eval_batch_size × processes) is not a multiple of "
-            f"the {generations} completions a prompt: set `per_device_eval_batch_size` to {fits}"
+            f"the evaluation batch of {batch} completions (per_device_eval_batch_size × processes) is not a multiple "
+            f"of the {generations} completions a prompt: set `per_device_eval_batch_size` to {fits}"
         )
 
 

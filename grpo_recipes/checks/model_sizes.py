@@ -1,6 +1,7 @@
 """Check of the sizes in a model's config.json, before transformers builds a configuration or a model with them.
 
-transformers compares types and no magnitudes. With ten million layers it builds modules for hours, even without storage.
+transformers compares types and no magnitudes. With ten million layers it builds modules for hours, even without
+storage.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Allowed:
         return type(value) is int and (0 if self.optional else 1) <= value <= self.most
 
     def is_within(self, value: Any) -> bool:
-        """Return True unless `value` is or holds a number above `most`. Other parts use these keys with other meanings."""
+        """Return True unless `value` is or holds a number above `most`, for parts that use a key in another sense."""
         numbers = value if isinstance(value, list) else [value]
         return len(numbers) <= LAYERS and not any(isinstance(one, (int, float)) and one > self.most for one in numbers)
 
@@ -77,8 +78,8 @@ def check_model_sizes(name: str, revision: str = "main", *, local_only: bool = T
     """Raise `UserError` if the configuration of a model has an impossible size, or one too large for its weights.
 
     Args:
-        name: Path of a model's folder or of its config.json, or its name on the hub. Where there is no configuration, as
-            in the folder of an adapter, nothing is checked.
+        name: Path of a model's folder or of its config.json, or its name on the hub. Where there is no configuration,
+            as in the folder of an adapter, nothing is checked.
         revision: Version on the hub.
         local_only: True to look only into the hub's cache.
     """
@@ -185,6 +186,6 @@ def _check_against_weights(path: Path, config: Mapping[str, Any]) -> None:
     for name, rows in matrices.items():
         if rows * hidden > held:
             raise UserError(
-                f"{path}: `{part.prefix}hidden_size` {hidden:,} and `{name}` {part.size(name):,} are more than the weights "
-                "beside it can hold: correct them, or copy or download the folder again"
+                f"{path}: `{part.prefix}hidden_size` {hidden:,} and `{name}` {part.size(name):,} are more than the "
+                "weights beside it can hold: correct them, or copy or download the folder again"
             )

@@ -68,8 +68,8 @@ def _missing_vllm() -> list[str]:
             "`use_vllm` needs vLLM, which is not installed here: `pip install 'grpo-recipes[vllm]'`, or set "
             "`use_vllm: false`"
         ]
-    # Only TRL knows the versions that it supports, and it warns about others: "TRL currently supports vLLM versions from
-    # A to B. You have version C installed. We recommend ..."
+    # Only TRL knows the versions that it supports, and it warns about others: "TRL currently supports vLLM versions
+    # from A to B. You have version C installed. We recommend ..."
     sentences = []
     for warning in caught:
         text = str(warning.message).partition(". We recommend")[0].replace(". You have", ", and you have")
@@ -90,14 +90,14 @@ def check_vllm(config: Any, num_processes: int, model: Mapping[str, Any]) -> Non
     size, name = config.vllm_tensor_parallel_size, model["model_name_or_path"]
     if config.vllm_mode == "colocate" and num_processes % size:
         raise UserError(
-            f"`vllm_tensor_parallel_size` {size} does not divide the {num_processes} process(es) of the run, which share "
-            "engines in groups of that size: set one that does"
+            f"`vllm_tensor_parallel_size` {size} does not divide the {num_processes} process(es) of the run, which "
+            "share engines in groups of that size: set one that does"
         )
     adapter = adapter_config(name) if (Path(name) / ADAPTER_CONFIG).is_file() else None
     if adapter is not None and adapter.is_prompt_learning:
         raise UserError(
-            f"`model_name_or_path` {name} is an adapter of the kind {adapter.peft_type.value}, which can't be merged into the "
-            "weights that vLLM gets: set `use_vllm: false`"
+            f"`model_name_or_path` {name} is an adapter of the kind {adapter.peft_type.value}, which can't be merged "
+            "into the weights that vLLM gets: set `use_vllm: false`"
         )
     if model.get("load_in_8bit"):
         raise UserError(
@@ -125,8 +125,9 @@ def check_vllm_lengths(config: Any, longest: int) -> None:
     needed = longest + config.max_completion_length
     if limit is not None and needed > limit:
         raise UserError(
-            f"`vllm_max_model_length` is {limit}, and the longest prompt of {longest} tokens with `max_completion_length` "
-            f"{config.max_completion_length} needs {needed}: raise the first, or set `dataset.max_prompt_tokens`"
+            f"`vllm_max_model_length` is {limit}, and the longest prompt of {longest} tokens with "
+            f"`max_completion_length` {config.max_completion_length} needs {needed}: raise the first, or set "
+            "`dataset.max_prompt_tokens`"
         )
 
 
@@ -138,9 +139,9 @@ def _vllm_context(config: Any) -> int | None:
 def check_build_locks(patience: float = LOCK_SECONDS) -> None:
     """Raise `UserError` if a build of a torch extension was killed and left its lock.
 
-    torch takes the lock (`torch.utils.file_baton`) before it starts a compiler in the same folder, and waits without end
-    for the lock of another process. A lock without a compiler for `patience` seconds counts as left behind. Only Linux
-    tells where processes work: elsewhere every lock that exists for so long counts.
+    torch takes the lock (`torch.utils.file_baton`) before it starts a compiler in the same folder, and waits without
+    end for the lock of another process. A lock without a compiler for `patience` seconds counts as left behind. Only
+    Linux tells where processes work: elsewhere every lock that exists for so long counts.
     """
     deadline = time.monotonic() + patience
     while stale := [lock for lock in _extensions_folder().glob("*/lock") if not _has_compiler(lock.parent)]:
@@ -148,9 +149,9 @@ def check_build_locks(patience: float = LOCK_SECONDS) -> None:
             with suppress(FileNotFoundError):  # it has just been removed
                 age = time.time() - stale[0].stat().st_mtime
                 raise UserError(
-                    f"{stale[0]}: a build of DeepSpeed's extensions was killed and left this lock, {age:.0f} s old, on which "
-                    "every later run waits for ever: remove that file (unless another machine that shares the folder is "
-                    "building just now)"
+                    f"{stale[0]}: a build of DeepSpeed's extensions was killed and left this lock, {age:.0f} s old, on "
+                    "which every later run waits for ever: remove that file (unless another machine that shares the "
+                    "folder is building just now)"
                 )
         time.sleep(min(1.0, patience))
 

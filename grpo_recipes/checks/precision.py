@@ -1,8 +1,8 @@
 """Dtypes in which weights are stored, updated and computed, and the share of an update that survives rounding.
 
-The neighbours of a weight w with b significant bits are 2^(floor(log2 |w|) - b + 1) away. An update smaller than half of
-that distance leaves the weight unchanged, at every step: bfloat16 (b = 8) at a learning rate of 5e-6 loses nearly all of
-what AdamW computes.
+The neighbours of a weight w with b significant bits are 2^(floor(log2 |w|) - b + 1) away. An update smaller than half
+of that distance leaves the weight unchanged, at every step: bfloat16 (b = 8) at a learning rate of 5e-6 loses nearly
+all of what AdamW computes.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Precision:
             return f"`optim_args`: `optim: adamw_bf16` has none, not {self.optim_args!r}: remove the key"
         if self.stored == "float16" and not self.deepspeed:
             return (
-                "`dtype: float16`: weights in float16 can't be trained, as no gradient scaler works on them: set `dtype: "
-                "float32` with `fp16: true`, or `dtype: bfloat16` with `optim: adamw_bf16`"
+                "`dtype: float16`: weights in float16 can't be trained, as no gradient scaler works on them: set "
+                "`dtype: float32` with `fp16: true`, or `dtype: bfloat16` with `optim: adamw_bf16`"
             )
         if continuous_batching and not self.deepspeed and self.computed != self.stored:
             return (
@@ -100,11 +100,11 @@ class Precision:
         return None
 
     def surviving(self, weights: NDArray[np.floating]) -> float | None:
-        """Return the share of an update that survives rounding, in [0, 1], or None if the optimizer's step is not known.
+        """Return the share of an update that survives rounding, in [0, 1], or None for an unknown optimizer.
 
-        The share is the projection of the rounded update on the computed one. An AdamW step is modelled as learning rate ×
-        a normal number of standard deviation sqrt((1 - beta1) / (1 + beta1)), which is exact for gradients that are noise:
-        3 % for weights of N(0, 0.02) at 5e-6, as in 1,000 simulated steps.
+        The share is the projection of the rounded update on the computed one. An AdamW step is modelled as learning
+        rate × a normal number of standard deviation sqrt((1 - beta1) / (1 + beta1)), which is exact for gradients that
+        are noise: 3 % for weights of N(0, 0.02) at 5e-6, as in 1,000 simulated steps.
 
         Args:
             weights: Sample of the trained weights, (N,).
@@ -160,7 +160,7 @@ def uses_bf16(config: Any) -> bool:
 
 
 def initial_weights(initializer_range: float) -> NDArray[np.floating]:
-    """Return quantiles of N(0, `initializer_range`), the distribution from which a model's weights are drawn, (4001,)."""
+    """Return quantiles of N(0, `initializer_range`), from which a model's weights are drawn, (4001,)."""
     return initializer_range * _normal_quantiles(4001)  # so many, since only the few smallest weights move at low rates
 
 

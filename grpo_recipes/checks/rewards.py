@@ -57,8 +57,8 @@ class GoldCheck:
         sampled = "" if self.dataset_rows is None else f" (a hash sample of {self.dataset_rows:,} rows)"
         total = f"{self.total:,}" if sampled else str(self.total)
         return (
-            f"{self.count} of {total} golds{sampled} can't be scored by {' or '.join(self.rewards)}: no completion earns "
-            f"anything from it on row{'s' * (self.count > 1)} {rows}{more} (counted from 1)"
+            f"{self.count} of {total} golds{sampled} can't be scored by {' or '.join(self.rewards)}: no completion "
+            f"earns anything from it on row{'s' * (self.count > 1)} {rows}{more} (counted from 1)"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -108,8 +108,8 @@ def check_columns(rewards: Iterable[BuiltReward], columns: Sequence[str]) -> Non
                 )
         if not takes_all:
             raise UserError(
-                f"`rewards`: {reward.name} must take every column by name, as TRL hands them over: end its parameters in "
-                "`**columns`"
+                f"`rewards`: {reward.name} must take every column by name, as TRL hands them over: end its parameters "
+                "in `**columns`"
             )
 
 
@@ -161,7 +161,8 @@ def _naming_reward(name: str) -> Iterator[None]:
 def _finite_scores(name: str, scores: Any, completions: Sequence[Any]) -> list[float | None]:
     """Return `scores` as a list. Raise `RewardFault` unless it has one finite number or None for each completion.
 
-    TRL writes the scores into a tensor: a list that is too short, or a single score, would silently be spread over rows.
+    TRL writes the scores into a tensor: a list that is too short, or a single score, would silently be spread over
+    rows.
     """
     try:
         scores = listed_scores(name, scores, len(completions))
@@ -171,8 +172,8 @@ def _finite_scores(name: str, scores: Any, completions: Sequence[Any]) -> list[f
         if score is not None and not _is_finite(score):
             text = one_line(completion_text(completion))[:60]
             raise RewardFault(
-                f"reward `{name}` returned {score!r} for row {row} of this rank's generation (completion {text!r}): return a "
-                "finite number, or None for a row that can't be scored"
+                f"reward `{name}` returned {score!r} for row {row} of this rank's generation (completion {text!r}): "
+                "return a finite number, or None for a row that can't be scored"
             )
     return scores
 
@@ -186,7 +187,7 @@ def _is_finite(score: Any) -> bool:
 
 
 def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset) -> GoldCheck | None:
-    """Check every gold with the correctness rewards. Return the golds that no reward can score, or None if there are none.
+    """Return the golds that no correctness reward can score, or None if there are none.
 
     A reward returns None for a gold that it cannot score, whatever the completion. Each gold is therefore scored once
     with an empty completion, so that nothing is compared symbolically. Of a large dataset a sample is checked:
@@ -215,8 +216,8 @@ def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset) -> GoldCheck |
         first = one_line(dataset[0][column])
         excerpt = first if len(first) <= EXCERPT else f"{first[: EXCERPT - 1]}…"
         raise UserError(
-            f"`rewards`: {' and '.join(names)} can score none of the {len(dataset)} golds in the column `{column}` (the first "
-            f"is {excerpt!r}): {judge.gold_forms}"
+            f"`rewards`: {' and '.join(names)} can score none of the {len(dataset)} golds in the column `{column}` "
+            f"(the first is {excerpt!r}): {judge.gold_forms}"
         )
     dataset_rows = all_rows if len(dataset) < all_rows else None
     return GoldCheck(len(rows), len(dataset), tuple(rows[:NAMED_ROWS]), names, dataset_rows)

@@ -118,9 +118,10 @@ def check_chat_template(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prom
     if stops is not None and ends not in stops:
         names = " and ".join(f"`{tokenizer.convert_ids_to_tokens(stop)}`" for stop in stops)
         raise recipe.error(
-            f"`model_name_or_path` {name}: its chat template ends a turn with `{tokenizer.convert_ids_to_tokens(ends)}`, and "
-            f"generation stops only at {names or 'nothing'}, so that every completion would be cut off: make it the "
-            "`eos_token` in tokenizer_config.json, or set `dataset.prompt_format: text`"
+            f"`model_name_or_path` {name}: its chat template ends a turn with "
+            f"`{tokenizer.convert_ids_to_tokens(ends)}`, and generation stops only at {names or 'nothing'}, so that "
+            "every completion would be cut off: make it the `eos_token` in tokenizer_config.json, or set "
+            "`dataset.prompt_format: text`"
         )
 
 
@@ -166,8 +167,8 @@ def load_after_trial(
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer that `load` returns, after a bounded child has loaded it and tried it on `prompts`.
 
-    Only a folder's own tokenizer.json is loaded in the child. A download, or the conversion of a SentencePiece model, has
-    no time limit. An error of `load` is raised in this process.
+    Only a folder's own tokenizer.json is loaded in the child. A download, or the conversion of a SentencePiece model,
+    has no time limit. An error of `load` is raised in this process.
 
     Args:
         name: Path of the tokenizer's folder, or its name on the hub.

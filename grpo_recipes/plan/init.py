@@ -143,8 +143,8 @@ def guessed(table: datasets.Dataset) -> Guess:
     prompt, question, choices = _first(names, [PROMPT]), _first(names, QUESTIONS), _first(names, CHOICES)
     if prompt is None and question is None:
         raise UserError(
-            f"none of the columns {listed(map(repr, table.column_names))} looks like a question ({', '.join(QUESTIONS)}): "
-            "write a recipe with `dataset.columns`, as in `columns: {question: ...}`"
+            f"none of the columns {listed(map(repr, table.column_names))} looks like a question "
+            f"({', '.join(QUESTIONS)}): write a recipe with `dataset.columns`, as in `columns: {question: ...}`"
         )
     candidates = []
     for known in ANSWERS:
@@ -208,8 +208,8 @@ ABOUT_GPU = "LoRA on one GPU."
 ABOUT_CPU = "For a CPU, as there is no GPU with bfloat16 here: all parameters, in float32."
 ABOUT_REWARDS = "What is paid: `grpo-rewards list` says what each reward does."
 WITHOUT_GOLDS = (
-    "Nothing in the table says what a right answer is. This pays for the layout alone: put a reward of your own in its place, as "
-    "`module.function` (docs/rewards.md)."
+    "Nothing in the table says what a right answer is. This pays for the layout alone: put a reward of your own in its "
+    "place, as `module.function` (docs/rewards.md)."
 )
 ABOUT_BATCH = "2 prompts × 8 completions for each optimiser step; more prompts make steadier steps."
 ABOUT_GPU_RATE = "The rate for LoRA; about 1e-6 for full fine-tuning."

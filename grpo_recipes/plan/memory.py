@@ -1,9 +1,9 @@
 """Memory of one GPU in a GRPO run, by part, estimated from the model's configuration without loading weights.
 
 Under DeepSpeed the model states follow its own estimators (`estimate_zero2_model_states_mem_needs`,
-`estimate_zero3_model_states_mem_needs`). On one process they follow accelerate's (`estimate_training_usage`: 16 bytes per
-float32 parameter). Both cover only full fine-tuning, so frozen parameters are counted separately. The parts that neither
-covers, above all generation, are estimated here and are less exact.
+`estimate_zero3_model_states_mem_needs`). On one process they follow accelerate's (`estimate_training_usage`: 16 bytes
+per float32 parameter). Both cover only full fine-tuning, so frozen parameters are counted separately. The parts that
+neither covers, above all generation, are estimated here and are less exact.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ STATE_BYTES = {
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), 2),
     **dict.fromkeys(("adamw_torch_4bit", "lion_8bit", "paged_lion_8bit", "rmsprop_bnb_8bit"), 1),
 }
-# Bytes per weight in bitsandbytes' 8 and 4 bits. In 4 bits, 64 weights share a float32 scale. Nested quantization stores
-# the scale in 8 bits.
+# Bytes per weight in bitsandbytes' 8 and 4 bits. In 4 bits, 64 weights share a float32 scale. Nested quantization
+# stores the scale in 8 bits.
 QUANTISED_BYTES = {8: 1.0, 4: 0.5 + 4 / 64}
 NESTED_4BIT_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 # A 16-bit gradient, and what DeepSpeed reserves beside it: together 18 bytes per parameter in its estimators.
@@ -133,7 +133,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Any, peft_config: Any = None) -> ModelShape:
-        """Return the sizes of a model built without storage (`meta` device), with an adapter unless `peft_config` is None."""
+        """Return the sizes of a model built without storage, with an adapter unless `peft_config` is None."""
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -234,7 +234,7 @@ class MemoryPlan:
     quantised_bytes: float | None = None
 
     def parts(self) -> dict[str, float]:
-        """Return the bytes on one GPU by part. `activations` and the last four, of generation, are not held together."""
+        """Return the bytes on one GPU by part. The last four, of generation, may replace `activations`."""
         return {
             **(self._deepspeed_states() if self.layout.is_deepspeed else self._torch_states()),
             "reference": self._weights() if self.full_reference else 0,
@@ -244,7 +244,7 @@ class MemoryPlan:
         }
 
     def peak(self) -> float:
-        """Return the most bytes held at once: the permanent parts, and the larger of training's and generation's own."""
+        """Return the most bytes held at once: the permanent parts, and the larger of training and generation."""
         training, generation = self._activations(), sum(self._generation().values())
         throughout = sum(self.parts().values()) - training - generation
         both = self.vllm == "colocate" and not self.vllm_sleeps
@@ -262,7 +262,7 @@ class MemoryPlan:
         return None if self.gpu_memory is None else self.gpu_memory * (1 - FRAGMENTATION) - CONTEXT_BYTES
 
     def fits(self) -> bool | None:
-        """Return True if the peak fits on the GPU and vLLM's share holds its weights, or None if the size is not given."""
+        """Return True if the peak and vLLM's weights fit on the GPU, or None if its size is not given."""
         if (usable := self.usable()) is None:
             return None
         return self.peak() <= usable and self.vllm_weights() < self.vllm_budget()
@@ -322,9 +322,9 @@ class MemoryPlan:
     def _activations(self) -> float:
         """Return the bytes kept for the backward pass of one micro-batch.
 
-        A layer keeps the inputs of its matrix products (6 hidden, 2 key-value, 4 intermediate) in the compute precision and
-        two float32 norms. Attention is fused, and TRL's head never holds the logits. With gradient checkpointing only the
-        input of each layer is kept, and one layer at a time is recomputed with its gradients.
+        A layer keeps the inputs of its matrix products (6 hidden, 2 key-value, 4 intermediate) in the compute precision
+        and two float32 norms. Attention is fused, and TRL's head never holds the logits. With gradient checkpointing
+        only the input of each layer is kept, and one layer at a time is recomputed with its gradients.
         """
         size = self._compute_bytes()
         shape, tokens = self.shape, self.rows * self.tokens
@@ -352,10 +352,10 @@ class MemoryPlan:
         }
 
     def _packs(self) -> float:
-        """Return the bytes on rank 0 while weights go to a vLLM server: two packs in flight, and the sources of a third.
+        """Return the bytes on rank 0 while weights go to a vLLM server: two packs in flight, and sources of a third.
 
-        A pack is sent once it exceeds `PACK_BYTES` (vLLM's `pack_tensors`). Its sources are views if this rank holds all
-        weights, and copies if the weights are gathered from a split model or merged with an adapter.
+        A pack is sent once it exceeds `PACK_BYTES` (vLLM's `pack_tensors`). Its sources are views if this rank holds
+        all weights, and copies if the weights are gathered from a split model or merged with an adapter.
         """
         size = self._compute_bytes() if self.layout.is_deepspeed else self.dtype_bytes
         model = size * self.shape.parameters
@@ -558,7 +558,7 @@ def _more_machines(plan: MemoryPlan) -> tuple[str, MemoryPlan]:
 
 
 def parse_size(text: str) -> float:
-    """Return the bytes of a GPU's memory as it is written, `80GB` or `80`, in GiB. Raise `ValueError` if it is no size."""
+    """Return the bytes of `80GB` or `80`, both in GiB, or raise `ValueError` if the text is no size."""
     size = float(text.upper().removesuffix("B").removesuffix("I").removesuffix("G")) * GIB
     if not 0 < size < math.inf:
         raise ValueError(text)

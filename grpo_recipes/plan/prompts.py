@@ -24,7 +24,8 @@ class Lengths:
     """Lengths of prompts in tokens.
 
     Attributes:
-        measured: Number of prompts that were measured: all, or a hash sample of a large dataset (`prompts.hash_sample`).
+        measured: Number of prompts that were measured: all, or a hash sample of a large dataset
+            (`prompts.hash_sample`).
         rows: Number of rows of the dataset.
         shortest: Length of the shortest prompt.
         median: Median length.
@@ -60,7 +61,8 @@ class Lengths:
     def describe(self, spec: DatasetSpec) -> str:
         """Return the summary as one sentence."""
         sampled = "" if self.measured == self.rows else f", of a hash sample of {self.measured:,} of {self.rows:,}"
-        sentence = f"{self.shortest} to {self.longest} tokens, median {self.median}, 95 % at most {self.percentile_95}{sampled}"
+        sentence = f"{self.shortest} to {self.longest} tokens, median {self.median}, 95 % at most {self.percentile_95}"
+        sentence += sampled
         if self.over_limit is None:
             return f"{sentence}; `max_prompt_tokens` sets no limit"
         done = "dropped" if spec.overlong_prompts == "drop" else "cut from the left"

@@ -1,9 +1,9 @@
 """Call of a function in a forked child process, with limits on time and memory.
 
-The limits also stop work that neither a signal nor an exception can stop, such as a tokenizer's regular expression, which
-runs in native code and holds the interpreter. A fork starts in milliseconds with all modules of its parent, while a fresh
-interpreter would import transformers for more than a second. The child has one thread, so the function must not use what
-other threads of the parent may hold during the fork: no GPU, no process group, no thread pool. POSIX only.
+The limits also stop work that neither a signal nor an exception can stop, such as a tokenizer's regular expression,
+which runs in native code and holds the interpreter. A fork starts in milliseconds with all modules of its parent, while
+a fresh interpreter would import transformers for more than a second. The child has one thread, so the function must not
+use what other threads of the parent may hold during the fork: no GPU, no process group, no thread pool. POSIX only.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def bounded_call(function: Callable[[Announce], Any], limits: Limits) -> Any:
     """
     answers, answering = os.pipe()
     try:
-        # Python 3.12 warns about a fork beside other threads. The head of this file tells what the function must not use.
+        # Python 3.12 warns about a fork beside other threads. The head of this file tells what the function must not
+        # use.
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             pid = os.fork()
     except OSError as error:

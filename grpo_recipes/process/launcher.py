@@ -29,7 +29,8 @@ SIGNALS: dict[int, signal.Signals] = {
     signal.SIGHUP: signal.SIGTERM,
 }
 
-# The first signal requests a checkpoint, and the second an end without one. Whoever sends a third wants no process left.
+# The first signal requests a checkpoint, and the second an end without one. Whoever sends a third wants no process
+# left.
 SIGNALS_BEFORE_KILL = 2
 
 
@@ -80,8 +81,8 @@ def _line_for_silent_processes(code: int, received: signal.Signals | None, resum
         name = "Ctrl-C" if received == signal.SIGINT else received.name
         return f"stopped by {name}: {resume_hint}", 128 + received
     return (
-        f"error: the training processes ended with code {code} and without an error of their own; they were probably killed "
-        f"(out of memory, or by hand): {resume_hint}"
+        f"error: the training processes ended with code {code} and without an error of their own; they were probably "
+        f"killed (out of memory, or by hand): {resume_hint}"
     ), 1
 
 
@@ -102,8 +103,8 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> tuple[int, sign
 def _passing_signals_to(launcher: subprocess.Popen) -> Iterator[list[signal.Signals]]:
     """Pass SIGINT, SIGTERM and SIGHUP to the training processes instead of the launcher. Yield the received signals.
 
-    accelerate's launcher of one process ends at SIGTERM and leaves its process running. torch's launcher of several kills
-    its processes 30 seconds after the signal, which is too early to save a large model.
+    accelerate's launcher of one process ends at SIGTERM and leaves its process running. torch's launcher of several
+    kills its processes 30 seconds after the signal, which is too early to save a large model.
     """
     received: list[signal.Signals] = []
 

@@ -22,8 +22,8 @@ _WEIGHT_BARS = ("Loading weights", "Writing model shards")
 class Announcer:
     """Logger of warnings that appear once per key.
 
-    accelerate's `warning_once` is keyed on the text, so it repeats a sentence whose figures change. It is also shared by
-    the whole process, so a second trainer would stay silent.
+    accelerate's `warning_once` is keyed on the text, so it repeats a sentence whose figures change. It is also shared
+    by the whole process, so a second trainer would stay silent.
     """
 
     def __init__(self, warn: Callable[[str], object]) -> None:

@@ -353,7 +353,8 @@ def _is_harmless(file: str, fault: str) -> bool:
     return (name, fault) in {("_log.jsonl", "empty"), ("config.json", "a folder")} and not file.startswith("policy")
 
 
-# Files that show whether a checkpoint without a manifest is complete. The error names the checkpoint instead of the file.
+# Files that show whether a checkpoint without a manifest is complete. The error names the checkpoint instead of the
+# file.
 WHOLENESS = ("foreign/checkpoint-1/trainer_state.json", "foreign/checkpoint-1/rng_state.pth")
 
 

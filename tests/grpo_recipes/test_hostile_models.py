@@ -1,7 +1,7 @@
 """Harmful model folders in every command that reads one: one error line, within the documented time and memory.
 
-Each command runs in a process of its own with the shipped limits, so that a hang or a large allocation ends the test and
-not the suite. `checks/test_tokenizer.py` and `checks/test_model_sizes.py` test the cases in this process.
+Each command runs in a process of its own with the shipped limits, so that a hang or a large allocation ends the test
+and not the suite. `checks/test_tokenizer.py` and `checks/test_model_sizes.py` test the cases in this process.
 """
 
 from __future__ import annotations

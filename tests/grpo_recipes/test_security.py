@@ -110,8 +110,10 @@ def test_a_value_under_the_key_of_a_secret_is_hidden(key: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("eos_token", "</s>"), ("pad_token", "<pad>"), ("max_prompt_tokens", 5), ("num_input_tokens", 3), ("api_key_env", "KEY"),
-     ("tokenizer", "gpt2"), ("token", True), ("token", None), ("key", "question"), ("author", "me"), ("stop_token", "."),
+    [("eos_token", "</s>"), ("pad_token", "<pad>"), ("max_prompt_tokens", 5), ("num_input_tokens", 3),
+     ("api_key_env", "KEY"),
+     ("tokenizer", "gpt2"), ("token", True), ("token", None), ("key", "question"), ("author", "me"),
+     ("stop_token", "."),
      ("importance_sampling_level", "token"), ("answer_token", "a"), ("monkey", "x"), ("tags", ["think", "answer"])],
 )  # fmt: skip
 def test_a_value_under_a_similar_key_is_kept(key: str, value: Any) -> None:
@@ -191,7 +193,8 @@ def secrets_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_record_and_a_card_hold_no_secret(secrets_path: Path) -> None:
     rewards = json.dumps([{"name": "keyed.Keyed", "kwargs": {"api_key": SECRETS["api_key"]}}])
     config = secret_recipe(secrets_path, secrets_path)
-    for given in (["--rewards", rewards], ["--hub_token=" + SECRETS["hub_token"]], ["--hub-token", SECRETS["hub_token"]],
+    for given in (["--rewards", rewards], ["--hub_token=" + SECRETS["hub_token"]],
+                  ["--hub-token", SECRETS["hub_token"]],
                   ["--rewards.0.kwargs.api_key", SECRETS["api_key"]],
                   ["--model_init_kwargs.token", SECRETS["token"]]):  # fmt: skip
         recipe = parse_recipe(["--config", str(config), *given])
@@ -251,7 +254,8 @@ def test_no_file_of_a_run_holds_a_secret(secrets_path: Path, fails: bool) -> Non
 # A secret for each TRL key that takes any text, and for values inside TRL's mappings.
 CANARY = "pa/ss@word-{}-canary9"
 TEXT_KEYS = (
-    "run_name", "project", "trackio_space_id", "trackio_bucket_id", "hub_model_id", "hub_revision", "length_column_name",
+    "run_name", "project", "trackio_space_id", "trackio_bucket_id", "hub_model_id", "hub_revision",
+    "length_column_name",
     "vllm_server_base_url", "vllm_server_host", "vllm_structured_outputs_regex", "model_revision",
 )  # fmt: skip
 SHAPES = {
@@ -643,7 +647,7 @@ def controls(output: str) -> list[str]:
 
 
 def hostile_run(folder: Path) -> Path:
-    """Write a run with control characters in every text: rewards, metrics, columns, completions, evaluations, recipe."""
+    """Write a run with control characters in the texts of its record, metrics, completions and evaluations."""
     rewards = [
         {"name": f"format{HOSTILE}", "source": "x", "weight": 1.0, "kind": "format"},
         {"name": f"right{HOSTILE}", "source": "x", "weight": 1.0, "kind": "correctness"},

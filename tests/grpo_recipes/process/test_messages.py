@@ -55,7 +55,8 @@ def test_messages_are_shown_again_after_the_block(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(
     ("missing", "warns"),
-    [(["lm_head.weight"], False), (["model.embed_tokens.weight"], False), (["lm_head.weight", "model.norm.weight"], True),
+    [(["lm_head.weight"], False), (["model.embed_tokens.weight"], False),
+     (["lm_head.weight", "model.norm.weight"], True),
      (["lm_head.weight", "model.embed_tokens.weight"], True), (["elsewhere"], True)],
 )  # fmt: skip
 def test_a_second_name_of_a_loaded_weight_is_not_reported_as_missing(

@@ -1,7 +1,7 @@
 """Make the screenshots of README and the documentation: python -m docs.pictures, from the root of a checkout.
 
-The script reports on the quickstart's run, which it makes if necessary, and photographs the page in Chromium: on a desktop
-and a phone, light and dark. It also copies the report's charts for the tutorial.
+The script reports on the quickstart's run, which it makes if necessary, and photographs the page in Chromium: on a
+desktop and a phone, light and dark. It also copies the report's charts for the tutorial.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ def load_engine(name: str, prompts: Sequence[Any] = ()) -> Engine:
         raise UserError(f"{name}: the model can't be loaded: {_reason(error)}") from error
     if missing:  # transformers fills them with random numbers
         raise UserError(
-            f"{name}: its weights lack {len(missing)} of the model's tensors (such as {missing[0]}): copy or download it again"
+            f"{name}: its weights lack {len(missing)} of the model's tensors (such as {missing[0]}): copy or download "
+            f"it again"
         )
     return Transformers(model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
 
@@ -210,7 +211,7 @@ class Padded:
     def _complete(
         self, prompts: list[Any], settings: Settings, stop: StopStrings | None
     ) -> tuple[list[list[int]], str]:
-        """Return the tokens of each completion, padded at the end, and why they are not the model's, or an empty text."""
+        """Return the padded tokens of each completion, and why they are not the model's, or an empty text."""
         inputs = _padded_inputs(prompts, self.tokenizer).to(self.model.device)
         turn = None
         if not self.stock_because:
@@ -253,8 +254,8 @@ def complete_continuously(
 ) -> list[str]:
     """Complete each prompt once, in order, by transformers' continuous batching, which pads nothing.
 
-    `generate_batch` returns the completions in the order of the prompts. Missing ones are only logged (transformers 5.20
-    to 5.23).
+    `generate_batch` returns the completions in the order of the prompts. Missing ones are only logged (transformers
+    5.20 to 5.23).
 
     Raises:
         UserError: A completion failed or is missing.
@@ -267,7 +268,8 @@ def complete_continuously(
     if failed:
         reason = one_line(errors[0]) if errors else "generation stopped before they were made"
         raise UserError(
-            f"{failed} of {len(prompts)} completions failed ({reason}): run the same command again, which keeps the finished "
+            f"{failed} of {len(prompts)} completions failed ({reason}): run the same command again, which keeps the "
+            f"finished "
             "batches, or set a smaller --batch_size or --max_new_tokens in another --output"
         )
     return tokenizer.batch_decode([output.generated_tokens for output in outputs], skip_special_tokens=True)
@@ -300,7 +302,7 @@ def generation_options(settings: Settings, ends: list[int], pad: int | None) -> 
 
 
 def end_tokens(generation: Any, tokenizer: Any) -> list[int]:
-    """Return the tokens that end a completion in TRL's training: the tokenizer's, and those of the generation config."""
+    """Return the tokens that end a completion in TRL's training, from tokenizer and generation config."""
     declared = generation.eos_token_id
     ids = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
     return sorted({token for token in ids if token is not None})

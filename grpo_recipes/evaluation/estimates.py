@@ -92,8 +92,8 @@ def paired_mean(first: Sequence[float], second: Sequence[float]) -> Estimate:
 def _student_quantile(freedom: int) -> float:
     """Return the quantile of Student's distribution for a two-sided 95 % interval.
 
-    Hill's expansion of the normal quantile (1970, "Algorithm 396: Student's t-quantiles") is within 0.1 % from 4 degrees
-    of freedom on. For 1 and 2 degrees the closed form is exact.
+    Hill's expansion of the normal quantile (1970, "Algorithm 396: Student's t-quantiles") is within 0.1 % from 4
+    degrees of freedom on. For 1 and 2 degrees the closed form is exact.
     """
     tail = 1 - CONFIDENCE
     if freedom == 1:

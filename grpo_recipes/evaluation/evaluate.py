@@ -4,9 +4,9 @@ Every reward of the recipe is measured. If the rows have golds, so is accuracy: 
 recipe's rewards require (`accuracy.py`), format and answer together; *lenient* accuracy accepts any recognised final
 answer. A model that only learnt the format has a large difference between the two.
 
-`evaluate_into` writes `completions.parquet`, with the verdict on each completion, and `evaluation.json`, the shares with
-their 95 % intervals. Until then `request.json` describes the evaluation and `parts/` holds the finished batches, so that
-an interrupted evaluation can continue.
+`evaluate_into` writes `completions.parquet`, with the verdict on each completion, and `evaluation.json`, the shares
+with their 95 % intervals. Until then `request.json` describes the evaluation and `parts/` holds the finished batches,
+so that an interrupted evaluation can continue.
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ def evaluate_request(options: Request) -> dict[str, Any]:
         logger.warning("not evaluated: %s", "; ".join(skipped))
     if settings.strict is None and not rewards:
         raise UserError(
-            "there is nothing to measure: the held-out rows have no `answer`, and no reward of the recipe can score them. "
+            "there is nothing to measure: the held-out rows have no `answer`, and no reward of the recipe can score "
+            "them. "
             "Name the recipe with --recipe"
         )
     described: dict[str, Any] = {"model": options.model, "dataset": spec.as_dict()}
@@ -313,7 +314,8 @@ def weights_fingerprint(model: str) -> str | None:
 def held_out_spec(trained: dict[str, Any], options: Request) -> DatasetSpec:
     """Return the dataset to evaluate on: the recipe's held-out rows, changed by the options.
 
-    With `--path` the recipe's `eval_path` and `eval_split` are ignored, because they belong to the file of its training.
+    With `--path` the recipe's `eval_path` and `eval_split` are ignored, because they belong to the file of its
+    training.
 
     Raises:
         UserError: Only the rows of the training are known, the rows have no gold, or a key is wrong.
@@ -326,7 +328,8 @@ def held_out_spec(trained: dict[str, Any], options: Request) -> DatasetSpec:
     raw.pop("eval_share", None)
     if raw.get("name") == "scored":
         raise UserError(
-            "the dataset scored holds recorded responses and no final answers to evaluate on: name problems that have them, "
+            "the dataset scored holds recorded responses and no final answers to evaluate on: name problems that have "
+            "them, "
             "as in `--dataset gsm8k --path PROBLEMS.jsonl --prompt_format text`"
         )
     held_out = {"path": raw.pop("eval_path", None), "split": raw.pop("eval_split", None)}

@@ -21,8 +21,8 @@ from grpo_rewards.files import UnreadableFile, read_text
 
 PROBE_TOKENS = 64
 
-# Largest change of a logit as a share of the largest logit. Rounding merged weights to 16 bits changes logits visibly, a
-# lost adapter changes them far more.
+# Largest change of a logit as a share of the largest logit. Rounding merged weights to 16 bits changes logits visibly,
+# a lost adapter changes them far more.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 TOLERANCE_16_BIT = 5e-2
 
@@ -102,7 +102,10 @@ def _check_files(folder: Path) -> None:
 
 
 def _merged(base: PreTrainedModel, folder: Path) -> tuple[PreTrainedModel, str]:
-    """Return the merged model, and a clause on how far its logits differ. Raises `UserError` if they differ too much."""
+    """Return the merged model, and a clause on how far its logits differ.
+
+    Raises `UserError` if they differ too much.
+    """
     dtype, before = base.dtype, _logits(base)
     adapted = PeftModel.from_pretrained(base, str(folder))
     expected = _logits(adapted)
@@ -116,7 +119,8 @@ def _merged(base: PreTrainedModel, folder: Path) -> tuple[PreTrainedModel, str]:
     name = str(dtype).removeprefix("torch.")
     if not changed <= allowed:  # also if it is NaN
         raise UserError(
-            f"{folder}: merged in {name}, its logits change by up to {changed:.2g}, where rounding could change them by "
+            f"{folder}: merged in {name}, its logits change by up to {changed:.2g}, where rounding could change them "
+            f"by "
             f"{allowed:.2g}: peft does not merge this adapter exactly, use it as it is"
         )
     moved = (expected - before).abs().max().item()

@@ -12,7 +12,7 @@ from grpo_rewards.reward import BaseReward
 
 @dataclass(frozen=True)
 class Settings:
-    """How completions are sampled and judged.
+    """Settings of sampling and scoring in an evaluation.
 
     Attributes:
         tags: Names of the reasoning tag and the answer tag.

@@ -299,7 +299,8 @@ class Server:
         if choice.get("finish_reason") == "length" and length < max_new_tokens:
             raise UserError(
                 f"the vLLM server {self.url} cuts completions at {length} tokens, and --max_new_tokens is "
-                f"{max_new_tokens}: start it with `--generation-config vllm`, since a published `max_new_tokens` limits "
+                f"{max_new_tokens}: start it with `--generation-config vllm`, since a published `max_new_tokens` "
+                f"limits "
                 "every request"
             )
 
@@ -336,7 +337,8 @@ def check_lengths(prompts: list[list[int]], max_new_tokens: int, limit: int) -> 
     longest = max(len(ids) for ids in prompts)
     if longest + max_new_tokens > limit:
         raise UserError(
-            f"a prompt of {longest} tokens and --max_new_tokens {max_new_tokens} need {longest + max_new_tokens}, and vLLM's "
+            f"a prompt of {longest} tokens and --max_new_tokens {max_new_tokens} need {longest + max_new_tokens}, and "
+            f"vLLM's "
             f"context has {limit}: raise --vllm_max_model_length, or lower --max_new_tokens"
         )
 

@@ -47,23 +47,21 @@ COLOURS = {
     "c4": ("#be185d", "#ff86b7"),
     "c5": ("#4d6b0f", "#b5d554"),
 }
-"""Light and dark colours of text, faint text, background, rules and lines. Colour-blind readers can tell lines apart."""
+"""Light and dark colours of text, faint text, background, rules and lines.
+
+Colour-blind readers can tell lines apart.
+"""
 
 MARKS = """
-svg.chart { display: block; width: 100%; height: auto; overflow: visible; }
-.chart text { font: 11px system-ui, sans-serif; fill: var(--quiet); }
-.chart .title { font-size: 13px; font-weight: 600; fill: var(--ink); }
-.chart .grid { stroke: var(--rule); stroke-width: 1; }
-.chart polyline { fill: none; stroke: currentColor; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
-.chart .raw { stroke-width: 1; opacity: .35; }
-.chart circle { fill: currentColor; }
-.chart .band { fill: currentColor; opacity: .16; }
-.chart .limit { stroke: var(--warn); stroke-width: 1; stroke-dasharray: 4 3; }
-.chart text.limit { fill: var(--warn); stroke: var(--paper); stroke-width: 3; stroke-dasharray: none; paint-order: stroke; }
-.chart .filled { fill: currentColor; }
-.chart .open { fill: none; stroke: currentColor; stroke-width: 1.5; }
-.chart .whisker { stroke: var(--ink); stroke-width: 1.5; }
-.d1 { stroke-dasharray: 6 4; } .d2 { stroke-dasharray: 2 4; } .d3 { stroke-dasharray: 8 3 2 3; }
+svg.chart { display: block; width: 100%; height: auto; overflow: visible; } .chart text { font: 11px system-ui,
+sans-serif; fill: var(--quiet); } .chart .title { font-size: 13px; font-weight: 600; fill: var(--ink); } .chart .grid {
+stroke: var(--rule); stroke-width: 1; } .chart polyline { fill: none; stroke: currentColor; stroke-width: 2;
+stroke-linejoin: round; stroke-linecap: round; } .chart .raw { stroke-width: 1; opacity: .35; } .chart circle { fill:
+currentColor; } .chart .band { fill: currentColor; opacity: .16; } .chart .limit { stroke: var(--warn); stroke-width: 1;
+stroke-dasharray: 4 3; } .chart text.limit { fill: var(--warn); stroke: var(--paper); stroke-width: 3; stroke-dasharray:
+none; paint-order: stroke; } .chart .filled { fill: currentColor; } .chart .open { fill: none; stroke: currentColor;
+stroke-width: 1.5; } .chart .whisker { stroke: var(--ink); stroke-width: 1.5; } .d1 { stroke-dasharray: 6 4; } .d2 {
+stroke-dasharray: 2 4; } .d3 { stroke-dasharray: 8 3 2 3; }
 """ + "".join(f".c{hue} {{ color: var(--c{hue}); }}\n" for hue in range(HUES))
 
 
@@ -305,8 +303,8 @@ class Chart:
 def envelope(values: Sequence[float] | np.ndarray, most: int = MAX_POINTS) -> np.ndarray:
     """Return the indices of the points to draw, in order.
 
-    These are all points, or the lowest and the highest of each of `most / 2` equal parts. A chart is a few hundred pixels
-    wide, so a line through these points covers the same pixels as one through all points.
+    These are all points, or the lowest and the highest of each of `most / 2` equal parts. A chart is a few hundred
+    pixels wide, so a line through these points covers the same pixels as one through all points.
     """
     points = np.asarray(values, dtype=float)
     if len(points) <= most:
@@ -364,7 +362,7 @@ def percent(value: float) -> str:
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    """Return a function that maps values from `low` to `high` to pixels from `start` to `end`, clipped near the ends."""
+    """Return a function that maps values in [low, high] to pixels in [start, end], clipped near the ends."""
     span = (high - low) or 1.0
     return lambda value: start + (end - start) * float(np.clip((value - low) / span, -0.05, 1.05))
 

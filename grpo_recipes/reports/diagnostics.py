@@ -1,8 +1,8 @@
 """Checks for what looks wrong in a run, made from its own files: `diagnose(Run.read(folder))`.
 
-Each check looks for one problem and reports it in a sentence with the figure and the step. A check whose metrics the run
-did not log reports that instead, so that "nothing looks wrong" counts only the checks that had data. The thresholds are
-rules of thumb. The report draws those that are constants into its charts.
+Each check looks for one problem and reports it in a sentence with the figure and the step. A check whose metrics the
+run did not log reports that instead, so that "nothing looks wrong" counts only the checks that had data. The thresholds
+are rules of thumb. The report draws those that are constants into its charts.
 """
 
 from __future__ import annotations
@@ -198,7 +198,8 @@ def truncated(run: Run) -> Found | None:
         return None
     step = _last_step(share)
     return step, (
-        f"{share.end:.0%} of the completions are cut off at `max_completion_length` by step {step}, and an answer behind "
+        f"{share.end:.0%} of the completions are cut off at `max_completion_length` by step {step}, and an answer "
+        f"behind "
         "the cut is lost: raise it, or set `mask_truncated_completions: true`"
     )
 
@@ -226,7 +227,8 @@ def entropy_collapse(run: Run) -> Found | None:
         return None
     step = _first_step(entropy, lambda value: value < ENTROPY_LIMIT * entropy.start)
     return step, (
-        f"entropy falls from {entropy.start:.3f} to {entropy.end:.3f} nats per token, below a tenth from step {step}: the "
+        f"entropy falls from {entropy.start:.3f} to {entropy.end:.3f} nats per token, below a tenth from step {step}: "
+        f"the "
         "policy has stopped exploring"
     )
 
@@ -251,7 +253,8 @@ def kl_blow_up(run: Run) -> Found | None:
         return None
     step = _first_step(kl, lambda value: value > KL_LIMIT)
     return step, (
-        f"KL to the reference reaches {max(kl.values):.1f} nats per token, above 1 from step {step}: lower `learning_rate` "
+        f"KL to the reference reaches {max(kl.values):.1f} nats per token, above 1 from step {step}: lower "
+        f"`learning_rate` "
         "or raise `beta`"
     )
 
@@ -271,7 +274,8 @@ def dominant_reward(run: Run) -> Found | None:
         return None
     step = _last_step(run.series(f"rewards/{reward.name}/std"))
     return step, (
-        f"`{reward.name}` carries {variances[reward] / total:.0%} of the rewards' variance up to step {step}: the others "
+        f"`{reward.name}` carries {variances[reward] / total:.0%} of the rewards' variance up to step {step}: the "
+        f"others "
         "have hardly any effect; lower its `weight`"
     )
 
@@ -308,7 +312,8 @@ def no_answer_found(run: Run) -> Found | None:
         if max(shares.values) == 0:
             step = _last_step(shares)
             return step, (
-                f"`{name}` has paid nothing up to step {step}: {_where_answers_are(run, name)}: ask for one in the prompt, "
+                f"`{name}` has paid nothing up to step {step}: {_where_answers_are(run, name)}: ask for one in the "
+                f"prompt, "
                 "or set another `extract`"
             )
     return None
@@ -317,8 +322,9 @@ def no_answer_found(run: Run) -> Found | None:
 def lost_updates(run: Run) -> Found | None:
     """Look for updates lost to rounding: after 20 steps, fewer than 60 % of the expected weights change.
 
-    In simulations with weights of N(0, 0.02) and learning rates from 1e-6 to 2e-5, plain AdamW on bfloat16 changes 20 to
-    50 % of them. Weights that keep the rounded-off part change 80 % and more. In the first steps they have kept little.
+    In simulations with weights of N(0, 0.02) and learning rates from 1e-6 to 2e-5, plain AdamW on bfloat16 changes 20
+    to 50 % of them. Weights that keep the rounded-off part change 80 % and more. In the first steps they have kept
+    little.
     """
     changed, expected = (_after(_logged(run, key), 20) for key in ("updates/changed", "updates/expected"))
     if not len(changed) or not len(expected):
@@ -327,7 +333,8 @@ def lost_updates(run: Run) -> Found | None:
         return None
     step = _last_step(changed)
     return step, (
-        f"a step changes {changed.mean:.1%} of the trained weights up to step {step}, where {expected.mean:.1%} would change "
+        f"a step changes {changed.mean:.1%} of the trained weights up to step {step}, where {expected.mean:.1%} would "
+        f"change "
         f"if no update were lost to rounding: set `dtype: float32` or `optim: adamw_bf16` (docs/precision.md)"
     )
 
@@ -361,7 +368,8 @@ def unscorable_golds(run: Run) -> Finding | None:
     return Finding(
         "unscorable_golds",
         0,
-        f"{golds['count']} of {golds['total']} golds can't be scored by a correctness reward (rows {rows} of the dataset, "
+        f"{golds['count']} of {golds['total']} golds can't be scored by a correctness reward (rows {rows} of the "
+        f"dataset, "
         "counted from 1): correct or remove them",
     )
 

@@ -125,7 +125,7 @@ def _linked(name: str, record: Mapping[str, Any], kind: str = "") -> str:
 
 
 def _is_hub_id(name: str, record: Mapping[str, Any]) -> bool:
-    """Return True if a model or dataset is on the hub: neither a local file or folder, nor made by one of our presets."""
+    """Return True if a model or dataset is on the hub, and neither a local path nor a generated dataset."""
     try:
         validate_repo_id(name)
     except HFValidationError:

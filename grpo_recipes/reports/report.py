@@ -166,7 +166,8 @@ def verdict(run: Run, pairs: pd.DataFrame | None) -> Verdict:
         return _verdict_by_change(shares[BEFORE], after, evaluations, pairs)
     return Verdict(
         f"Accuracy {percent(after.value)} on {problems:,} held-out problems",
-        f"{_interval(after)}; accuracy before training was not measured: run `grpo-recipes evaluate` on the model that the "
+        f"{_interval(after)}; accuracy before training was not measured: run `grpo-recipes evaluate` on the model that "
+        f"the "
         f"run began with, with `--output {run.folder / EVALUATIONS / BEFORE}`",
     )
 
@@ -201,7 +202,8 @@ def _verdict_by_reward(run: Run) -> Verdict:
     if not len(reward):
         return Verdict("Nothing was measured", "The log has no reward, and no evaluation is in the run's folder")
     sure = (
-        "Reward on the training prompts, which the policy was trained for. Accuracy on held-out problems was not measured: "
+        "Reward on the training prompts, which the policy was trained for. Accuracy on held-out problems was not "
+        "measured: "
         f"run `grpo-recipes evaluate {run.folder}`"
     )
     if len(reward) == 1:

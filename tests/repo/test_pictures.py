@@ -1,4 +1,4 @@
-"""`make pictures`: the screenshots of README and the documentation."""
+"""Screenshots of README and the documentation, made by `make pictures`."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_every_screenshot_is_taken_at_its_size(tmp_path: Path) -> None:
         assert path.stat().st_size > 30_000, "not blank"
 
 
-def test_every_picture_that_is_made_is_there() -> None:
+def test_every_picture_of_the_documentation_exists() -> None:
     root = Path(__file__).parents[2]
     made = {f"{name}.svg" for name in pictures.OF_THE_REPORT} | {f"{name}.png" for name in pictures.shots(root)}
     assert {path.name for path in (root / "docs" / "pictures").iterdir()} >= made
 
 
-def test_without_a_browser_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_browser_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(pictures, "chromium", lambda: None)
     assert pictures.main() == 2
     assert "apt-get install chromium" in capsys.readouterr().err

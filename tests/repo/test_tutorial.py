@@ -1,4 +1,4 @@
-"""The tutorial's commands, run as they stand in docs/tutorial.md, and which of their answers end it."""
+"""Commands of docs/tutorial.md, run as written, and the exit codes that stop the tutorial."""
 
 import importlib.util
 import shutil
@@ -29,10 +29,10 @@ def tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.parametrize(("answer", "goes_on"), [(1, True), (2, False)])
-def test_findings_do_not_end_the_tutorial(
+def test_findings_of_diagnose_do_not_stop_the_tutorial(
     tutorial: ModuleType, monkeypatch: pytest.MonkeyPatch, answer: int, goes_on: bool
 ) -> None:
-    """A run with findings is reported on; a run that can't be read is not."""
+    """A run with findings gets a report. A run that can't be read gets none."""
     pictures = tutorial.RUN / "report"
     pictures.mkdir(parents=True)
     (tutorial.RUN.parent / "evaluation.json").write_text("{}")
@@ -65,7 +65,7 @@ def test_every_command_of_the_tutorial_is_found(tutorial: ModuleType) -> None:
 def test_every_command_of_the_tutorial_runs_as_written(
     tutorial: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After a quickstart whose policy was taught little; the quickstart's own screen is short and ends with commands."""
+    """The quickstart is short here. Its own output is short too, and ends with commands."""
     monkeypatch.setattr(quickstart, "WarmStart", partial(quickstart.WarmStart, demonstrations=2_000))
     assert quickstart.main([]) == 0
     started = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""A page in headless Chromium, driven through the DevTools protocol over a pipe: no driver and no package is needed.
+"""Headless Chromium, controlled by the DevTools protocol over a pipe, without a driver or package.
 
 with Browser(profile) as browser:
     tab = browser.open(page, width=390, dark=True)
@@ -27,7 +27,7 @@ def chromium() -> str | None:
 
 
 class Browser:
-    """A browser of its own, with its files in `profile`, which must be a folder for it alone."""
+    """Browser process with its own profile folder."""
 
     def __init__(self, profile: Path) -> None:
         path = chromium()
@@ -101,7 +101,7 @@ class Browser:
         return said
 
     def open(self, page: Path, width: int = 1280, *, dark: bool = False, media: str = "screen") -> Tab:
-        """Open a page, as wide as a desktop's window or a phone's screen, on a light or dark screen or on paper."""
+        """Open a page in a window of a width, on a light or dark screen or in print."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Network", "Runtime"):
@@ -116,7 +116,7 @@ class Browser:
 
 
 class Tab:
-    """A page that is open."""
+    """Open page."""
 
     def __init__(self, browser: Browser, session: str, width: int) -> None:
         self._browser, self._session, self._width = browser, session, width

@@ -1,4 +1,4 @@
-"""The files of a run, an evaluation and a model as text and bytes, by name, for tests that damage one of them."""
+"""Files of a run, an evaluation and a model as text and bytes, by name, for tests that damage one of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HISTORY: list[dict[str, Any]] = [
 ]
 _HEADER = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
 ONE_TENSOR = len(_HEADER).to_bytes(8, "little") + _HEADER + bytes(4)
-"""A safetensors file that is whole."""
+"""Contents of an undamaged safetensors file."""
 EVALUATED: dict[str, Any] = {
     "problem": [0, 1],
     "sample": [0, 0],

@@ -1,4 +1,4 @@
-"""A run's files, written without training: every metric as a healthy run logs it, except those that a test replaces."""
+"""Files of a run, written without training. Metrics are those of a healthy run, except where a test replaces them."""
 
 from __future__ import annotations
 

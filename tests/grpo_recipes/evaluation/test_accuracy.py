@@ -1,4 +1,4 @@
-"""Evaluation by a recipe's own rewards: mean pay with its interval, who passes, and what must not be run or asked."""
+"""Rewards of a recipe in an evaluation: mean scores with intervals, pass rates, and rewards that must not be called."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ ROWS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n), "level": n % 4
 
 
 def pays_the_level(completions: list, level: list, **columns: Any) -> list[float | None]:
-    """1 for each level, of a message; nothing is known of level 3."""
+    """Score a message by the level of its row. Level 3 has no score."""
     assert all(completion[0]["role"] == "assistant" for completion in completions)
     return [None if one == 3 else float(one) for one in level]
 
@@ -49,14 +49,14 @@ CORRECT = {"name": "gsm8k_correctness", "kwargs": {"extract": "auto"}, "weight":
 
 @pytest.fixture
 def evaluated(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """Evaluate rows by a recipe's rewards; the policy says the gold of even problems and 0 elsewhere."""
+    """Return a function that evaluates rows by a recipe's rewards. The policy is right on even problems only."""
 
     def engine(prompts: list, settings: Settings) -> list[str]:
-        said = []
+        output = []
         for place, prompt in enumerate(prompts):
             n = int(prompt[-1]["content"].split()[2])
-            said.append(f"#### {2 * n}" if n % 2 == 0 or (settings.samples > 1 and place % 2) else "#### 1000")
-        return said
+            output.append(f"#### {2 * n}" if n % 2 == 0 or (settings.samples > 1 and place % 2) else "#### 1000")
+        return output
 
     engine.sampling = lambda settings: {}
     monkeypatch.setattr(evaluate, "load_engine", lambda *_: engine)
@@ -89,12 +89,12 @@ def test_every_reward_is_measured(evaluated: Callable, capsys: pytest.CaptureFix
     assert level["mean"]["high"] == pytest.approx(1 + 2.5706 * error, abs=1e-3)
     assert "passed" not in level
     assert found["answers_later"]["mean"] == {"value": 0.5, "low": 0.5, "high": 0.5}
-    said = capsys.readouterr().out
-    table = [line.split("  ") for line in said.splitlines() if line.strip()]
+    output = capsys.readouterr().out
+    table = [line.split("  ") for line in output.splitlines() if line.strip()]
     head = next([cell.strip() for cell in line if cell] for line in table if "not scored" in " ".join(line))
     assert head == ["reward", "mean", "passed", "not scored"]
-    assert re.search(r"gsm8k_correctness +1\.000 \[.* 0\.500 \[", said)
-    assert re.search(r"pays_the_level +1\.000 \[.*\] +2$", said, re.MULTILINE)
+    assert re.search(r"gsm8k_correctness +1\.000 \[.* 0\.500 \[", output)
+    assert re.search(r"pays_the_level +1\.000 \[.*\] +2$", output, re.MULTILINE)
 
 
 def test_several_samples_give_pass_at_k(evaluated: Callable) -> None:
@@ -102,11 +102,13 @@ def test_several_samples_give_pass_at_k(evaluated: Callable) -> None:
     assert correctness["passed"]["value"] == 0.75  # both samples of even problems, one of odd ones
     assert correctness["pass_at"]["1"]["value"] == 0.75
     assert correctness["pass_at"]["2"]["value"] == 1.0
-    # Odd problems: one wrong answer, then the right one; of a tie the first counts.
+    # Odd problems have one wrong answer, then the right one. The first one wins a tie.
     assert correctness["majority"]["value"] == 0.5
 
 
-def test_a_task_without_golds(evaluated: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_without_golds_is_evaluated_and_compared(
+    evaluated: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [{key: value for key, value in row.items() if key != "answer"} for row in ROWS]
     found = evaluated([f"{HERE}pays_the_level"], rows=rows)
     assert "strict" not in found
@@ -114,15 +116,15 @@ def test_a_task_without_golds(evaluated: Callable, tmp_path: Path, capsys: pytes
     evaluated([f"{HERE}pays_the_level"], rows=rows, name="f")
     capsys.readouterr()
     assert cli.main(["compare", str(tmp_path / "e"), str(tmp_path / "f")]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"^ +A +B +B - A$", said, re.MULTILINE)
-    assert re.search(r"pays_the_level, mean +1\.000 \[.*\] +1\.000 \[.*\] +0\.000 \[", said)
-    assert "McNemar" not in said
+    output = capsys.readouterr().out
+    assert re.search(r"^ +A +B +B - A$", output, re.MULTILINE)
+    assert re.search(r"pays_the_level, mean +1\.000 \[.*\] +1\.000 \[.*\] +0\.000 \[", output)
+    assert "McNemar" not in output
     evaluated([], rows=rows, name="g", code=2)
     assert "`rewards` is missing" in capsys.readouterr().err
 
 
-def test_it_can_be_reported(evaluated: Callable, tmp_path: Path) -> None:
+def test_an_evaluation_without_golds_is_reported(evaluated: Callable, tmp_path: Path) -> None:
     rows = [{key: value for key, value in row.items() if key != "answer"} for row in ROWS]
     evaluated([f"{HERE}pays_the_level"], rows=rows)
     run = tmp_path / "run"
@@ -134,16 +136,16 @@ def test_it_can_be_reported(evaluated: Callable, tmp_path: Path) -> None:
     assert "1.000 [" in page
 
 
-def test_what_can_not_be_asked_is_said_once(evaluated: Callable, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reward_that_cannot_be_measured_is_named_once(evaluated: Callable, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         found = evaluated([CORRECT, f"{HERE}needs_a_trainer", f"{HERE}longer_than_others"])
     assert set(found["rewards"]) == {"gsm8k_correctness"}
-    (said,) = [record.getMessage() for record in caplog.records if "not evaluated" in record.getMessage()]
-    assert "needs_a_trainer (TypeError" in said
-    assert "longer_than_others (it compares completions of one prompt: ask for several with --samples)" in said
+    (output,) = [record.getMessage() for record in caplog.records if "not evaluated" in record.getMessage()]
+    assert "needs_a_trainer (TypeError" in output
+    assert "longer_than_others (it compares completions of one prompt: ask for several with --samples)" in output
 
 
-def test_a_run_of_somebody_elses_names_nothing_that_is_run() -> None:
+def test_nothing_that_a_strangers_run_names_is_called() -> None:
     specs = [
         {"name": "os.system", "kwargs": {}},
         {"name": "gate", "kwargs": {"condition": "os.system", "reward": "well_formed"}},
@@ -157,7 +159,7 @@ def test_a_run_of_somebody_elses_names_nothing_that_is_run() -> None:
     assert "it asks a model that the run names" in skipped[2]
 
 
-def test_our_own_rewards_of_somebody_elses_run_are_asked_in_a_sum_and_a_gate_too() -> None:
+def test_our_own_rewards_of_a_strangers_run_are_measured_in_a_sum_and_a_gate_too() -> None:
     right = {"name": "gsm8k_correctness"}
     specs = [
         {"name": "sum", "rewards": [right, {"name": "gate", "alias": "g", "reward": "os.system", "only_if": right}]},
@@ -177,7 +179,7 @@ def test_a_reward_that_returns_no_scores_is_named(value: Any) -> None:
 
 
 def test_compared_rewards_are_paired() -> None:
-    """The difference of each problem counts, not the two means: it is known far better than either."""
+    """The paired difference is known far better than either mean."""
     problems = list(range(10))
     first = pd.DataFrame({"problem": problems, "reward/r": [float(n) for n in problems]})
     second = first.assign(**{"reward/r": [n + 1 + 0.01 * (-1) ** n for n in problems]})
@@ -188,7 +190,7 @@ def test_compared_rewards_are_paired() -> None:
     assert compare_tables(first, second.rename(columns={"reward/r": "reward/other"})) == {}
 
 
-def test_rewards_that_two_recipes_do_not_have_alike_are_not_compared(evaluated: Callable, tmp_path: Path) -> None:
+def test_rewards_whose_specs_differ_are_not_compared(evaluated: Callable, tmp_path: Path) -> None:
     evaluated([CORRECT])
     evaluated([{**CORRECT, "kwargs": {"extract": "hashes"}}], name="f")
     with pytest.raises(UserError, match="define strict accuracy differently"):
@@ -200,7 +202,7 @@ def test_rewards_that_two_recipes_do_not_have_alike_are_not_compared(evaluated: 
 @pytest.mark.parametrize(
     ("n", "quantile"), [(2, 12.7062), (3, 4.3027), (6, 2.5706), (11, 2.2281), (31, 2.0423), (400, 1.9659)]
 )
-def test_the_interval_of_a_mean_is_students(n: int, quantile: float) -> None:
+def test_the_interval_of_a_mean_is_students_interval(n: int, quantile: float) -> None:
     """Quantiles from a table of Student's distribution."""
     values = [float(number) for number in range(n)]
     centre = (n - 1) / 2

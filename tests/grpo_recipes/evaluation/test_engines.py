@@ -1,4 +1,4 @@
-"""What completes prompts in an evaluation: groups decoded as in training, the guard before them, stop strings."""
+"""Engines of an evaluation: group decoding as in training, the comparison with the model, and stop strings."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ STOP = ("b", "W", "zz", "=7")
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Any:
-    """The sentences logged by the engine."""
+def logged_sentences(caplog: pytest.LogCaptureFixture) -> Any:
+    """Return a function that returns the sentences logged by the engine."""
     caplog.set_level(logging.WARNING)
     return lambda: [record.getMessage() for record in caplog.records if record.name == engines.__name__]
 
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the batches that were decoded in groups."""
+    """Return a list that collects the sizes of the batches decoded in groups."""
     sizes: list[int] = []
     run = groups.Batch.run
     monkeypatch.setattr(groups.Batch, "run", lambda self: sizes.append(self.size) or run(self))
@@ -46,17 +46,17 @@ def same_stream() -> Iterator[None]:
 
 
 def stock(model: Any, prompts: list[str], settings: Settings, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The completions of transformers' own loop."""
+    """Return the completions of transformers' own loop."""
     with monkeypatch.context() as patched:
         patched.setattr(engines.Padded, "_use_stock_loop", lambda *_: None)
-        patched.setattr(engines, "unfit", lambda _: "as asked")
+        patched.setattr(engines, "unfit", lambda _: "in a test")
         engine = engines.Padded(model, byte_tokenizer())
-        engine.stock_because = "as asked"
+        engine.stock_because = "in a test"
         return engine(prompts, settings)
 
 
 def ending() -> Any:
-    """A policy that ends its completions at many lengths."""
+    """Return a policy that ends its completions at many lengths."""
     model = policy()
     model.generation_config.eos_token_id = list(range(1, 60))
     return model
@@ -64,13 +64,13 @@ def ending() -> Any:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.usefixtures("same_stream")
-def test_the_completions_of_transformers_own_loop(
-    temperature: float, decoded: list[int], said: Any, monkeypatch: pytest.MonkeyPatch
+def test_group_decoding_gives_the_completions_of_transformers_own_loop(
+    temperature: float, decoded: list[int], logged_sentences: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, settings = ending(), Settings(temperature=temperature, max_new_tokens=20, batch_size=16)
     completions = Transformers(model, byte_tokenizer())(PROMPTS, settings)
     assert decoded == [16, 8]
-    assert said() == []
+    assert logged_sentences() == []
     assert completions == stock(model, PROMPTS, settings, monkeypatch)
     assert len(decoded) == 2, "the other ones were not"
     assert len(set(map(len, completions))) > 3
@@ -87,29 +87,29 @@ def test_only_rows_of_the_first_batch_are_checked(monkeypatch: pytest.MonkeyPatc
 
 
 def moved_nothing(self: Any, holes: list[int], movers: list[int], count: int) -> None:
-    """A cache that drops its last rows, whichever have finished."""
+    """Break the cache: drop the last rows instead of the finished ones."""
     self.buffers = [buffer[:count] for buffer in self.buffers]
     self.show(self.start, self.stop)
 
 
-def test_a_fault_leaves_the_evaluation_to_transformers(
-    decoded: list[int], said: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_mismatch_switches_to_transformers_own_loop(
+    decoded: list[int], logged_sentences: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, settings = ending(), Settings(max_new_tokens=20, batch_size=12)
     expected = stock(model, PROMPTS, settings, monkeypatch)
     monkeypatch.setattr(kv_cache.Buffer, "keep", moved_nothing)
     assert Transformers(model, byte_tokenizer())(PROMPTS, settings) == expected
     assert decoded == [12], "the first batch, which was then made again"
-    (sentence,) = said()
+    (sentence,) = logged_sentences()
     assert "own loop: group decoding picks tokens under other log-probabilities than the model's (by " in sentence
 
 
-def test_a_model_that_is_not_decoded_in_groups(said: Any, decoded: list[int]) -> None:
+def test_a_model_without_group_decoding_uses_transformers_own_loop(logged_sentences: Any, decoded: list[int]) -> None:
     model = policy(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
     completions = Transformers(model, byte_tokenizer())(PROMPTS, Settings(max_new_tokens=3, batch_size=8))
     assert len(completions) == len(PROMPTS)
     assert decoded == []
-    (sentence,) = said()
+    (sentence,) = logged_sentences()
     assert "a rotary table of type dynamic" in sentence
 
 
@@ -117,14 +117,14 @@ def test_a_model_that_is_not_decoded_in_groups(said: Any, decoded: list[int]) ->
 
 
 @pytest.mark.parametrize(("in_groups", "pad_is_eos"), list(product([True, False], [True, False])))
-def test_a_completion_goes_to_its_first_stop_string(
+def test_a_completion_ends_at_its_first_stop_string(
     in_groups: bool, pad_is_eos: bool, decoded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = byte_tokenizer()
     if pad_is_eos:
         tokenizer.pad_token = tokenizer.eos_token
     if not in_groups:
-        monkeypatch.setattr(engines, "unfit", lambda _: "as asked")
+        monkeypatch.setattr(engines, "unfit", lambda _: "in a test")
     settings = Settings(temperature=1.0, max_new_tokens=24, batch_size=48, stop=STOP)
     completions = Transformers(policy(), tokenizer)(PROMPTS * 4, settings)
     assert bool(decoded) is in_groups
@@ -135,8 +135,8 @@ def test_a_completion_goes_to_its_first_stop_string(
         assert not any(stop in text[:-1] for stop in STOP), "cut at the first one"
 
 
-def test_on_a_gpu_stop_strings_take_padded_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' continuous batching knows none."""
+def test_padded_batches_are_used_for_stop_strings_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Continuous batching in transformers does not support stop strings."""
     calls: list[str] = []
     monkeypatch.setattr(engines, "complete_continuously", lambda *_: calls.append("continuously"))
     monkeypatch.setattr(engines.Padded, "__call__", lambda *_: calls.append("padded"))
@@ -146,7 +146,7 @@ def test_on_a_gpu_stop_strings_take_padded_batches(monkeypatch: pytest.MonkeyPat
     assert calls == ["continuously", "padded"]
 
 
-def test_an_evaluation_stops_as_its_recipe_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_uses_the_stop_strings_of_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Settings] = []
 
     def complete(prompts: list[Any], settings: Settings) -> list[str]:

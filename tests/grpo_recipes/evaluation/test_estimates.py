@@ -1,4 +1,4 @@
-"""Estimates against their definitions: exhaustive enumeration of small cases, and the probability of covering the truth."""
+"""Estimates against their definitions: enumeration of small cases, and the coverage of the intervals."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ def share(successes: int, n: int) -> Estimate:
 
 
 def score_root(successes: int, n: int, inside: float, outside: float) -> float:
-    """Bisect for the p from which the share is Z standard errors of p away: the equation behind the interval."""
+    """Find by bisection the p whose distance from the share is Z standard errors of p, which defines the interval."""
 
     def excess(p: float) -> float:
         return abs(successes / n - p) - Z * math.sqrt(p * (1 - p) / n)
@@ -40,26 +40,26 @@ def test_the_interval_of_one_sample_a_problem_solves_the_score_equation(case: tu
         assert found.high == pytest.approx(score_root(successes, n, found.value, 1.0), abs=1e-9)
 
 
-def test_the_interval_at_the_ends_is_one_sided() -> None:
+def test_the_interval_of_a_share_of_0_or_1_is_one_sided() -> None:
     # At 0 of n the equation reads p = Z^2 (1 - p) / n.
     assert share(0, 10) == Estimate(0.0, 0.0, pytest.approx(Z**2 / (10 + Z**2)))
     assert share(10, 10) == Estimate(1.0, pytest.approx(10 / (10 + Z**2)), 1.0)
 
 
-def test_no_interval_without_a_problem() -> None:
+def test_an_interval_needs_a_problem() -> None:
     with pytest.raises(ValueError, match="without a problem"):
         mean_share([])
 
 
 @pytest.mark.parametrize("samples", range(1, 8))
-def test_pass_at_k_counts_the_draws_that_hold_a_right_one(samples: int) -> None:
+def test_pass_at_k_counts_the_draws_with_a_right_completion(samples: int) -> None:
     for right, k in itertools.product(range(samples + 1), range(1, samples + 1)):
         draws = list(itertools.combinations([True] * right + [False] * (samples - right), k))
         assert pass_at_k(samples, right, k) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
 def test_pass_at_k_is_unbiased() -> None:
-    """Over all outcomes of 6 samples, each right with chance p, its mean is the chance of a right one among k."""
+    """The mean over all outcomes of 6 samples is the probability of a right one among k."""
     for p, k in itertools.product((0.1, 0.5, 0.83), (1, 2, 5, 6)):
         expected = sum(
             math.comb(6, right) * p**right * (1 - p) ** (6 - right) * pass_at_k(6, right, k) for right in range(7)
@@ -68,14 +68,14 @@ def test_pass_at_k_is_unbiased() -> None:
 
 
 @pytest.mark.parametrize(("samples", "right", "k"), [(4, 1, 0), (4, 1, 5), (4, 5, 1), (4, -1, 1)])
-def test_pass_at_k_refuses_what_can_not_be(samples: int, right: int, k: int) -> None:
+def test_pass_at_k_refuses_impossible_numbers(samples: int, right: int, k: int) -> None:
     with pytest.raises(ValueError, match="no pass@"):
         pass_at_k(samples, right, k)
 
 
 @pytest.mark.parametrize("discordant", range(13))
-def test_mcnemar_enumerates_the_splits(discordant: int) -> None:
-    """The share of all ways to assign the discordant problems that are at least as lopsided as what was seen."""
+def test_mcnemar_equals_an_enumeration_of_the_splits(discordant: int) -> None:
+    """The p-value is the share of all splits of the discordant problems that are at least as uneven."""
     splits = [sum(ways) for ways in itertools.product((0, 1), repeat=discordant)]
     for first in range(discordant + 1):
         lopsided = sum(abs(2 * split - discordant) >= abs(2 * first - discordant) for split in splits)
@@ -90,15 +90,15 @@ def test_a_mean_share_lies_in_its_interval(shares: list[float]) -> None:
 
 
 def test_samples_of_one_problem_are_not_counted_as_problems() -> None:
-    """Eight samples that always agree tell no more than one; eight that are independent tell much more."""
+    """Eight samples that always agree carry no more information than one. Eight independent samples carry much more."""
     agreeing = mean_share([1.0] * 30 + [0.0] * 70)
     independent = mean_share([0.25] * 60 + [0.375] * 40)
     assert agreeing.high - agreeing.low == pytest.approx(0.178, abs=2e-3)
     assert independent.high - independent.low < 0.06
 
 
-def test_the_clustered_interval_covers_the_truth() -> None:
-    """Problems whose difficulty varies, four samples each: 95 % of intervals hold the mean difficulty."""
+def test_the_clustered_interval_covers_the_true_share() -> None:
+    """With problems of different difficulty and four samples each, 95 % of the intervals hold the mean difficulty."""
     import random
 
     generator = random.Random(0)
@@ -112,8 +112,8 @@ def test_the_clustered_interval_covers_the_truth() -> None:
 
 
 @pytest.mark.parametrize(("gain", "loss"), [(0.1, 0.1), (0.3, 0.1), (0.02, 0.0), (0.0, 0.0)])
-def test_the_paired_interval_covers_the_truth(gain: float, loss: float) -> None:
-    """By exact enumeration of how many of 30 problems are gained and lost."""
+def test_the_paired_interval_covers_the_true_difference(gain: float, loss: float) -> None:
+    """The coverage is enumerated exactly over the numbers of gained and lost problems of 30."""
     n, covered = 30, 0.0
     for gained, lost in itertools.product(range(n + 1), repeat=2):
         if gained + lost > n:
@@ -128,7 +128,7 @@ def test_the_paired_interval_covers_the_truth(gain: float, loss: float) -> None:
     assert covered >= 0.94
 
 
-def test_a_difference_has_the_sign_of_the_second() -> None:
+def test_a_difference_is_second_minus_first() -> None:
     difference = paired_difference([0.0] * 50 + [1.0] * 50, [1.0] * 100)
     assert difference.value == 0.5
     assert 0.38 < difference.low < 0.5 < difference.high < 0.62

@@ -1,4 +1,4 @@
-"""Accuracy on a model whose completions are known, and how completions are drawn."""
+"""Accuracy of a model with known completions, and how completions are sampled."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from grpo_rewards.terminal import rendered
 
 SAMPLED = Settings(temperature=1.0)
 
-# A model that says what it is told
+# A model with scripted completions
 
 
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
@@ -28,7 +28,7 @@ CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One token a character; padding and end of text beside them."""
+    """Return a tokenizer with one token per character, and tokens for padding and end of text."""
     backend = Tokenizer(
         models.WordLevel({c: n for n, c in enumerate(["<pad>", "<end>", *CHARACTERS])}, unk_token="<pad>")
     )
@@ -42,7 +42,7 @@ def tokenizer():
 
 
 class Scripted:
-    """Answers a prompt with the completion that its script holds for it, and remembers how it was asked."""
+    """Model that completes each prompt from a script and records the calls."""
 
     def __init__(self, tokenizer, script):
         self.tokenizer, self.script = tokenizer, script
@@ -60,8 +60,10 @@ class Scripted:
         assert attention_mask[:, -1].all(), "padding on the right"
         self.calls.append(SimpleNamespace(rows=len(input_ids), **options))
         prompts = self.tokenizer.batch_decode(input_ids, skip_special_tokens=True)
-        said = [self.script[prompt] for prompt in prompts]
-        new = self.tokenizer([text + "<end>" for text in said], padding=True, padding_side="right", return_tensors="pt")
+        output = [self.script[prompt] for prompt in prompts]
+        new = self.tokenizer(
+            [text + "<end>" for text in output], padding=True, padding_side="right", return_tensors="pt"
+        )
         return torch.cat([input_ids, new["input_ids"]], dim=1)
 
 
@@ -98,9 +100,9 @@ def test_strict_and_lenient_on_known_completions(tokenizer, conversational, tmp_
     assert model.training
 
 
-def test_other_tags(tokenizer, tmp_path: Path):
+def test_other_tags_can_be_set(tokenizer, tmp_path: Path):
     script = {"p": "<reasoning>9 + 9</reasoning><answer>18</answer>"}
-    summary, _ = scripted_run(tokenizer, ["p"], script, tmp_path / "asked", tags=("reasoning", "answer"))
+    summary, _ = scripted_run(tokenizer, ["p"], script, tmp_path / "strict", tags=("reasoning", "answer"))
     assert summary["strict"]["value"] == 1
     assert scripted_run(tokenizer, ["p"], script, tmp_path / "others")[0]["strict"]["value"] == 0
 
@@ -111,7 +113,7 @@ BOXED, HASHES = r"9 + 9 = \boxed{18}", "9 + 9 = 18\n#### 18"
 BOXES = {"name": "gsm8k_correctness", "kwargs": {"extract": "boxed"}}
 TO_THE_CHARACTER = {"name": "gsm8k_correctness", "kwargs": {"pay_exact": 1.0, "pay_equal": 0.0}}
 
-STRICT = [  # a recipe's rewards; what is strictly right by them; what is not
+STRICT = [  # rewards of a recipe; strictly right completions; others
     ([BOXES], [BOXED, rf"<think>x</think>{BOXED}"], [TAGGED, HASHES, r"\boxed{17}"]),
     (["math_correctness"], [TAGGED, BOXED, HASHES], ["<answer>17</answer>"]),
     ([BOXES, "my_pkg.style"], [BOXED], [TAGGED]),
@@ -140,10 +142,12 @@ STRICT = [  # a recipe's rewards; what is strictly right by them; what is not
 
 
 @pytest.mark.parametrize(("rewards", "right", "wrong"), STRICT)
-def test_strict_is_what_the_recipe_asks_for(tokenizer, tmp_path: Path, rewards: list, right: list, wrong: list):
+def test_strict_accuracy_requires_what_the_recipe_requires(
+    tokenizer, tmp_path: Path, rewards: list, right: list, wrong: list
+):
     script = {f"p{n}": completion for n, completion in enumerate([*right, *wrong])}
-    asked = strict_rewards(rewards, ("think", "answer"))
-    scripted_run(tokenizer, list(script), script, tmp_path / "e", strict=asked)
+    strict = strict_rewards(rewards, ("think", "answer"))
+    scripted_run(tokenizer, list(script), script, tmp_path / "e", strict=strict)
     table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
     assert table["strict"].tolist() == [True] * len(right) + [False] * len(wrong)
     assert (table["lenient"] | ~table["strict"]).all()
@@ -152,7 +156,7 @@ def test_strict_is_what_the_recipe_asks_for(tokenizer, tmp_path: Path, rewards: 
 CITIES = {"choices": ["Rome", "Paris"], "answer": "B"}
 AGE = {"schema": '{"required": ["age"], "properties": {"age": {"type": "integer"}}}'}
 QUIET = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [{}, {}]}
-DECLARED = [  # a recipe's rewards; a row's columns; what is strictly right by them; what is not
+DECLARED = [  # rewards of a recipe; columns of a row; strictly right completions; others
     (["choice_correctness"], CITIES, ["The answer is B.", "<answer>Paris</answer>"], ["A", "A or B", ""]),
     (["choice_correctness", "well_formed"], CITIES, ["<think>a</think><answer>B</answer>"], ["B"]),
     ([{"name": "choice_correctness", "kwargs": {"pay_wrong": -1, "gold_column": "key"}, "alias": "c"}],
@@ -169,58 +173,63 @@ DECLARED = [  # a recipe's rewards; a row's columns; what is strictly right by t
 
 
 @pytest.mark.parametrize(("rewards", "row", "right", "wrong"), DECLARED)
-def test_strict_is_the_kind_that_a_reward_declares(tokenizer, tmp_path: Path, rewards, row, right, wrong):
+def test_strict_accuracy_uses_the_kind_that_a_reward_declares(tokenizer, tmp_path: Path, rewards, row, right, wrong):
     script = {f"p{n}": completion for n, completion in enumerate([*right, *wrong])}
     columns = {name: [value] * len(script) for name, value in row.items()}
-    asked = strict_rewards(rewards, ("think", "answer"))
-    assert "GSM8KCorrectness" not in {type(reward).__name__ for reward in asked}
-    summary, _ = scripted_run(tokenizer, list(script), script, tmp_path / "e", columns, strict=asked)
+    strict = strict_rewards(rewards, ("think", "answer"))
+    assert "GSM8KCorrectness" not in {type(reward).__name__ for reward in strict}
+    summary, _ = scripted_run(tokenizer, list(script), script, tmp_path / "e", columns, strict=strict)
     table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
     assert table["strict"].tolist() == [True] * len(right) + [False] * len(wrong)
     assert (table["lenient"] | ~table["strict"]).all()
     assert "full pay of" in rendered(describe(summary))
 
 
-def test_golds_may_lie_in_another_column(tokenizer, tmp_path: Path):
-    asked = strict_rewards([{"name": "gsm8k_correctness", "kwargs": {"gold_column": "solution"}}], ("think", "answer"))
-    said = {"p0": "<answer>18</answer>", "p1": "So 18.\n#### 18", "p2": "<answer>17</answer>"}
-    scripted_run(tokenizer, list(said), said, tmp_path / "e", {"solution": ["18"] * 3}, strict=asked)
+def test_golds_may_be_in_another_column(tokenizer, tmp_path: Path):
+    strict = strict_rewards([{"name": "gsm8k_correctness", "kwargs": {"gold_column": "solution"}}], ("think", "answer"))
+    output = {"p0": "<answer>18</answer>", "p1": "So 18.\n#### 18", "p2": "<answer>17</answer>"}
+    scripted_run(tokenizer, list(output), output, tmp_path / "e", {"solution": ["18"] * 3}, strict=strict)
     table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
     assert table[["strict", "lenient"]].values.tolist() == [[True, True], [False, True], [False, False]]
     with pytest.raises(ValueError, match="needs the dataset column `solution`"):
-        scripted_run(tokenizer, ["p0"], said, tmp_path / "f", strict=asked)
+        scripted_run(tokenizer, ["p0"], output, tmp_path / "f", strict=strict)
 
 
-def test_the_choice_that_is_named_is_the_stated_answer(tokenizer, tmp_path: Path):
-    said = {"p0": "It's Paris.", "p1": "The answer is (a)"}
+def test_the_named_choice_is_the_stated_answer(tokenizer, tmp_path: Path):
+    output = {"p0": "It's Paris.", "p1": "The answer is (a)"}
     columns = {name: [value] * 2 for name, value in CITIES.items()}
     scripted_run(
-        tokenizer, list(said), said, tmp_path / "e", columns, strict=strict_rewards(["choice_correctness"], ("a", "b"))
+        tokenizer,
+        list(output),
+        output,
+        tmp_path / "e",
+        columns,
+        strict=strict_rewards(["choice_correctness"], ("a", "b")),
     )
     assert pd.read_parquet(tmp_path / "e" / "completions.parquet")["answer"].tolist() == ["B", "A"]
 
 
-def test_a_row_that_strict_cannot_score_is_named(tokenizer, tmp_path: Path):
+def test_a_row_that_cannot_be_scored_is_named(tokenizer, tmp_path: Path):
     columns = {"answer": ["B", "C"], "choices": [CITIES["choices"]] * 2}
-    asked = strict_rewards(["choice_correctness"], ("think", "answer"))
+    strict = strict_rewards(["choice_correctness"], ("think", "answer"))
     with pytest.raises(
         ValueError, match="row 2 can't be scored by the rewards of strict accuracy, full pay of `choice_correctness`"
     ):
-        scripted_run(tokenizer, ["p0", "p1"], {}, tmp_path / "e", columns, strict=asked)
+        scripted_run(tokenizer, ["p0", "p1"], {}, tmp_path / "e", columns, strict=strict)
     with pytest.raises(ValueError, match="needs the dataset column `schema`|the kwarg schema or the dataset column"):
         scripted_run(tokenizer, ["p"], {}, tmp_path / "f", strict=strict_rewards(["json_schema"], ("think", "answer")))
 
 
-def test_other_choices_are_other_rows(tokenizer, tmp_path: Path):
-    asked = strict_rewards(["choice_correctness"], ("think", "answer"))
+def test_changed_choices_make_another_evaluation(tokenizer, tmp_path: Path):
+    strict = strict_rewards(["choice_correctness"], ("think", "answer"))
     columns = {"answer": ["B"], "choices": [CITIES["choices"]]}
-    scripted_run(tokenizer, ["p"], {"p": "B"}, tmp_path / "e", columns, strict=asked)
+    scripted_run(tokenizer, ["p"], {"p": "B"}, tmp_path / "e", columns, strict=strict)
     with pytest.raises(UserError, match="the problems have changed since"):
-        scripted_run(tokenizer, ["p"], {"p": "B"}, tmp_path / "e", {**columns, "choices": [["x", "y"]]}, strict=asked)
+        scripted_run(tokenizer, ["p"], {"p": "B"}, tmp_path / "e", {**columns, "choices": [["x", "y"]]}, strict=strict)
 
 
 def test_pass_at_k_follows_the_recipe(tokenizer, tmp_path: Path):
-    """Eight right boxed answers, of a recipe that asks for no tags."""
+    """Eight right boxed answers pass a recipe without tags."""
     sampled = {"samples": 8, "temperature": 1.0, "strict": strict_rewards([BOXES], ("think", "answer"))}
     summary, _ = scripted_run(tokenizer, ["p"], {"p": BOXED}, tmp_path / "e", **sampled)
     assert summary["strict"]["value"] == 1.0
@@ -228,16 +237,16 @@ def test_pass_at_k_follows_the_recipe(tokenizer, tmp_path: Path):
     assert summary["majority"]["value"] == 1.0
 
 
-def test_the_stated_answer_is_the_one_that_the_recipe_looks_at(tokenizer, tmp_path: Path):
-    said = r"<answer>17</answer>, no: \boxed{18}"
+def test_the_stated_answer_is_where_the_recipes_reward_looks(tokenizer, tmp_path: Path):
+    output = r"<answer>17</answer>, no: \boxed{18}"
     for folder, rewards, stated in (("boxed", [BOXES], "18"), ("tagged", ["gsm8k_correctness"], "17")):
-        asked = strict_rewards(rewards, ("think", "answer"))
-        scripted_run(tokenizer, ["p"], {"p": said}, tmp_path / folder, strict=asked)
+        strict = strict_rewards(rewards, ("think", "answer"))
+        scripted_run(tokenizer, ["p"], {"p": output}, tmp_path / folder, strict=strict)
         table = pd.read_parquet(tmp_path / folder / "completions.parquet")
         assert table[["answer", "lenient"]].values.tolist() == [[stated, stated == "18"]]
 
 
-def test_amounts_names_and_order_of_rewards_make_no_other_evaluation():
+def test_amounts_names_and_order_of_rewards_do_not_matter():
     tags = ("think", "answer")
     one = strict_rewards(["gsm8k_correctness", "well_formed"], tags)
     renamed = {"name": "gsm8k_correctness", "alias": "right", "weight": 3, "kwargs": {"pay_exact": 1, "pay_equal": 1}}
@@ -262,7 +271,7 @@ def test_amounts_names_and_order_of_rewards_make_no_other_evaluation():
         ),
     ],
 )
-def test_golds_that_state_nothing_are_refused(tokenizer, answers, message, tmp_path: Path):
+def test_golds_without_an_answer_are_refused(tokenizer, answers, message, tmp_path: Path):
     dataset = datasets.Dataset.from_dict({"prompt": ["p"] * len(answers), "answer": answers})
     with pytest.raises(ValueError, match=message):
         evaluate_into(tmp_path / "e", Transformers(Scripted(tokenizer, {}), tokenizer), dataset, SAMPLED, {})
@@ -286,7 +295,7 @@ def model(tokenizer):
         pad_token_id=tokenizer.pad_token_id,
     )
     model = Qwen2ForCausalLM(config)
-    # What instruct models ship: decoding habits that are not the policy.
+    # Instruct models are published with decoding settings that are not the policy.
     model.generation_config.update(top_k=1, top_p=0.5, repetition_penalty=1.5, temperature=0.1, do_sample=True)
     return model
 
@@ -310,8 +319,8 @@ def test_a_seed_reproduces_the_samples_and_leaves_the_global_state_alone(model, 
     assert not torch.equal(sampled(model, tokenizer, monkeypatch, seed=4), first)
 
 
-def test_each_batch_draws_from_a_seed_of_its_own(tokenizer, tmp_path: Path):
-    """One seed for all would give equal problems of two batches equal completions."""
+def test_each_batch_has_its_own_seed(tokenizer, tmp_path: Path):
+    """With one seed for all batches, equal problems in two batches would get equal completions."""
     script = {f"p{n}": "18" for n in range(6)}
     dataset = datasets.Dataset.from_dict({"prompt": list(script), "answer": ["18"] * 6})
     engine = Transformers(Scripted(tokenizer, script), tokenizer)
@@ -331,13 +340,13 @@ def test_each_batch_draws_from_a_seed_of_its_own(tokenizer, tmp_path: Path):
     assert len({*first, *other}) == 6
 
 
-def test_sampling_is_the_policys_whatever_its_generation_config_says(model, tokenizer, monkeypatch):
+def test_the_models_generation_config_does_not_change_the_sampling(model, tokenizer, monkeypatch):
     tokens = sampled(model, tokenizer, monkeypatch, temperature=1.0)
     assert len({tuple(row) for row in tokens[::2].tolist()}) > 1, "top_k 1 would repeat one completion"
 
 
 @pytest.mark.parametrize(("declared", "expected"), [(None, [1]), (1, [1]), (7, [1, 7]), ([9, 7], [1, 7, 9])])
-def test_a_completion_ends_where_it_ends_in_training(tokenizer, declared, expected):
+def test_a_completion_ends_at_the_end_tokens_of_training(tokenizer, declared, expected):
     model = Scripted(tokenizer, {"p": "#### 18"})
     model.generation_config.eos_token_id = declared
     Transformers(model, tokenizer)(["p"], SAMPLED)

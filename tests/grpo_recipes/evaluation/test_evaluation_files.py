@@ -1,4 +1,4 @@
-"""`grpo-recipes evaluate`: its files against a recount, killed and resumed, and compared."""
+"""`grpo-recipes evaluate`: its files against a recount, interrupted evaluations, and comparisons."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def dataset(size: int = 10) -> datasets.Dataset:
 
 
 def policy(prompts: list[str], settings: Settings) -> list[str]:
-    """Right on even problems in the asked format, right on others in prose, and wrong on every fifth; seed-dependent."""
+    """Complete even problems in the required format, others in prose, and every fifth wrongly.
+
+    Samples depend on the seed.
+    """
     completions = []
     for place, prompt in enumerate(prompts):
         n = int(prompt.partition("+")[0])
@@ -58,7 +61,7 @@ def run(folder: Path, complete=policy, **settings) -> dict:
 
 
 def recount(table: pd.DataFrame) -> int:
-    """Strict verdicts anew, from the completions' own text."""
+    """Count strictly right completions by their text alone."""
     return sum(f"<think>x</think><answer>{row.gold}</answer>" == row.completion for row in table.itertuples())
 
 
@@ -76,7 +79,7 @@ def test_the_shares_equal_a_recount_of_the_completions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"samples": 3, "temperature": 1.0}])
 @pytest.mark.parametrize("died_in", [1, 2, 3])
-def test_a_killed_evaluation_goes_on_to_the_same_files(tmp_path: Path, settings: dict, died_in: int) -> None:
+def test_a_killed_evaluation_continues_to_the_same_files(tmp_path: Path, settings: dict, died_in: int) -> None:
     run(tmp_path / "whole", **settings)
     calls = []
 
@@ -101,7 +104,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_files(tmp_path: Path, settings:
     assert len(calls) == finished, "a finished evaluation is only read"
 
 
-def test_of_two_evaluations_into_one_folder_the_second_is_refused(tmp_path: Path) -> None:
+def test_a_second_evaluation_into_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     refused: list[str] = []
 
     def meets_another(prompts: list[str], given: Settings) -> list[str]:
@@ -112,7 +115,7 @@ def test_of_two_evaluations_into_one_folder_the_second_is_refused(tmp_path: Path
 
     run(tmp_path / "e", meets_another)
     process = f"process {os.getpid()} on "
-    assert all(f"{tmp_path}/e: another evaluation writes there just now ({process}" in said for said in refused)
+    assert all(f"{tmp_path}/e: another evaluation writes there just now ({process}" in output for output in refused)
     assert len(refused) == 3
     run(tmp_path / "whole")
     for name in FILES:
@@ -127,8 +130,10 @@ def test_the_command_refuses_a_second_evaluation_before_the_model_is_loaded(
     with only_writer(tmp_path / "e", EVALUATION):
         arguments = ["--dataset", "arithmetic", "--limit", "2", "--output", str(tmp_path / "e")]
         assert cli.main(["evaluate", str(tiny_model), *arguments]) == 2
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert said.startswith(f"error: {tmp_path}/e: another evaluation writes there just now (process {os.getpid()} ")
+        output = capsys.readouterr().err.splitlines()[-1]
+        assert output.startswith(
+            f"error: {tmp_path}/e: another evaluation writes there just now (process {os.getpid()} "
+        )
         assert [path.name for path in (tmp_path / "e").iterdir()] == [LOCK]
 
 
@@ -164,7 +169,7 @@ def test_another_evaluation_is_never_mixed_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_finished", [True, False])
-def test_a_model_that_was_trained_on_is_another_model(tmp_path: Path, is_finished: bool) -> None:
+def test_a_model_with_changed_weights_is_another_model(tmp_path: Path, is_finished: bool) -> None:
     def dies(prompts: list[str], settings: Settings) -> list[str]:
         raise KeyboardInterrupt
 
@@ -182,7 +187,7 @@ def test_a_model_that_was_trained_on_is_another_model(tmp_path: Path, is_finishe
 
 
 @pytest.mark.parametrize("column", ["prompt", "answer"])
-def test_rows_that_have_changed_make_another_evaluation(tmp_path: Path, column: str) -> None:
+def test_changed_rows_make_another_evaluation(tmp_path: Path, column: str) -> None:
     changed = dataset().to_dict()
     changed[column][3] = "30"
     assert run(tmp_path / "e")["rows"].startswith("sha256 ")
@@ -192,7 +197,7 @@ def test_rows_that_have_changed_make_another_evaluation(tmp_path: Path, column: 
         )
 
 
-def test_a_refusal_says_which_settings_differ(tmp_path: Path) -> None:
+def test_the_error_names_the_setting_that_differs(tmp_path: Path) -> None:
     run(tmp_path / "e")
     with pytest.raises(UserError, match=r"settings\.seed was 0 and is now 1; remove"):
         run(tmp_path / "e", seed=1)
@@ -202,7 +207,7 @@ def test_a_refusal_says_which_settings_differ(tmp_path: Path) -> None:
         run(tmp_path / "e")
 
 
-def test_a_fingerprint_is_of_the_weights_content(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_fingerprint_covers_the_content_of_the_weights(tiny_model: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(tiny_model, tmp_path / "copied")
     before = weights_fingerprint(str(copied))
     assert before is not None
@@ -240,7 +245,7 @@ def test_a_fingerprint_of_a_hub_model_is_its_revision(tmp_path: Path, monkeypatc
 
 
 def save_adapter(base: Path, folder: Path) -> Path:
-    """A LoRA adapter on a model, saved as PEFT saves one: without a tokenizer."""
+    """Save a LoRA adapter as PEFT does, without a tokenizer."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -250,19 +255,17 @@ def save_adapter(base: Path, folder: Path) -> Path:
 
 
 def command(model: Path, folder: Path, *more: str) -> list[str]:
-    """An evaluation of two problems, four tokens long."""
+    """Return the command of an evaluation of two problems with four tokens each."""
     return ["evaluate", str(model), "--limit", "2", "--max_new_tokens", "4", "--output", str(folder), *more]
 
 
-def test_an_adapter_folder_without_a_tokenizer_uses_its_bases(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_adapter_without_a_tokenizer_uses_its_bases_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
     adapter = save_adapter(tiny_model, tmp_path / "adapter")
     assert not (adapter / "tokenizer_config.json").exists()
     assert cli.main(command(adapter, tmp_path / "e", "--dataset", "arithmetic")) == 0
 
 
-def test_a_model_changed_on_disk_is_not_answered_for_by_its_old_result(
-    tiny_model: Path, tmp_path: Path, capsys
-) -> None:
+def test_the_result_of_a_model_that_changed_on_disk_is_not_reused(tiny_model: Path, tmp_path: Path, capsys) -> None:
     model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     arguments = command(model, tmp_path / "e", "--dataset", "arithmetic")
     assert cli.main(arguments) == 0
@@ -274,27 +277,29 @@ def test_a_model_changed_on_disk_is_not_answered_for_by_its_old_result(
     assert "the model's weights have changed since" in capsys.readouterr().err
 
 
-def test_a_model_is_one_model_however_its_path_is_typed(
+def test_another_spelling_of_a_models_path_names_the_same_model(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second and third evaluation are answered from the first one's files."""
+    """The later evaluations only read the files of the first one."""
     shutil.copytree(tiny_model, tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    asked = ["--dataset", "arithmetic", "--limit", "2", "--max_new_tokens", "4", "--output", "e"]
-    assert cli.main(["evaluate", "model", *asked]) == 0
+    options = ["--dataset", "arithmetic", "--limit", "2", "--max_new_tokens", "4", "--output", "e"]
+    assert cli.main(["evaluate", "model", *options]) == 0
     monkeypatch.setattr(evaluate, "load_engine", None)
     for spelling in (str(tmp_path / "model"), "./model/", "../" + tmp_path.name + "/model"):
-        assert cli.main(["evaluate", spelling, *asked]) == 0
+        assert cli.main(["evaluate", spelling, *options]) == 0
     assert len(set(capsys.readouterr().out.split("2 problems")[1:])) == 1
     assert json.loads(Path("e/evaluation.json").read_text())["model"] == "model"
 
 
-def test_several_samples_go_beside_the_one(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_with_several_samples_has_its_own_folder(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(tiny_model, tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    asked = ["--dataset", "arithmetic", "--limit", "2", "--max_new_tokens", "4"]
+    options = ["--dataset", "arithmetic", "--limit", "2", "--max_new_tokens", "4"]
     for more in ([], ["--samples", "2"]):
-        assert cli.main(["evaluate", "model", *asked, *more]) == 0
+        assert cli.main(["evaluate", "model", *options, *more]) == 0
     assert sorted(path.name for path in Path("model/evaluations").iterdir()) == ["after", "after-2-samples"]
 
 
@@ -304,7 +309,7 @@ def test_greedy_samples_are_refused() -> None:
 
 
 def samples(verdicts: dict[int, list[tuple[str | None, bool]]]) -> pd.DataFrame:
-    """Completions of problems by what they state and whether that is right, in any layout and strictly alike."""
+    """Return a table of completions from the answers of each problem and their verdicts, strict and lenient alike."""
     rows = [
         {"problem": problem, "sample": place, "answer": answer, "lenient": right, "strict": right}
         for problem, stated in verdicts.items()
@@ -322,7 +327,7 @@ def test_the_same_model_by_another_path_is_the_same_evaluation(tiny_model: Path,
     assert json.loads((tmp_path / "e" / "evaluation.json").read_text())["model"] == "model"
 
 
-def test_ctrl_c_says_what_is_saved_and_the_same_command_goes_on(
+def test_ctrl_c_reports_what_is_saved_and_the_same_command_continues(
     tiny_model: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     calls: list[list] = []
@@ -337,22 +342,22 @@ def test_ctrl_c_says_what_is_saved_and_the_same_command_goes_on(
     monkeypatch.setattr(evaluate, "load_engine", lambda *_: engine)
     arguments = ["evaluate", str(tiny_model), "--dataset", "arithmetic", "--limit", "6", "--batch_size", "2"]
     arguments += ["--output", str(tmp_path / "e")]
-    said = []
+    output = []
     for _ in range(2):
         assert cli.main(arguments) == 130
-        said.append(capsys.readouterr().err)
-    assert said[0].splitlines()[-1] == (
+        output.append(capsys.readouterr().err)
+    assert output[0].splitlines()[-1] == (
         "stopped by Ctrl-C: no batch was finished, so nothing is saved; the same command starts again"
     )
-    assert said[1].splitlines()[-1] == (
+    assert output[1].splitlines()[-1] == (
         f"stopped by Ctrl-C: 2 batches are saved in {tmp_path / 'e' / 'parts'}; the same command continues from there"
     )
-    assert "Traceback" not in "".join(said)
+    assert "Traceback" not in "".join(output)
     assert cli.main(arguments) == 0
     assert len(calls) == 5, "a finished batch was made again"
 
 
-def test_ctrl_c_before_the_evaluation_is_no_traceback(monkeypatch, capsys) -> None:
+def test_ctrl_c_before_the_evaluation_prints_no_traceback(monkeypatch, capsys) -> None:
     def interrupted(options: argparse.Namespace) -> dict:
         raise KeyboardInterrupt
 
@@ -405,7 +410,7 @@ def test_an_adapter_that_lacks_a_tensor_is_not_evaluated(tiny_model: Path, tmp_p
     assert "can't be loaded: Found missing adapter keys" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_runs_own_rewards_say_what_is_strict(tiny_model: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_runs_own_rewards_define_strict_accuracy(tiny_model: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     run_folder = Path(shutil.copytree(tiny_model, tmp_path / "run"))
     boxed = {"name": "gsm8k_correctness", "kwargs": {"extract": "boxed"}}
     recipe = {
@@ -433,12 +438,12 @@ def test_a_runs_own_rewards_say_what_is_strict(tiny_model: Path, tmp_path: Path,
     assert "the rewards of the recipe have changed since" in capsys.readouterr().err
 
 
-def test_majority_votes_count_numbers_whatever_their_form() -> None:
+def test_majority_votes_count_numbers_in_any_form() -> None:
     table = samples(
         {
             0: [("18", True), ("18.0", True), ("17", False), ("17", False), ("$18", True)],  # 3 for 18
-            1: [("3", False), ("3", False), ("4", True), (None, False), (None, False)],  # None doesn't vote
-            2: [("5", True), ("6", False), ("6", False), ("5", True), ("x", False)],  # a tie: 5 came first
+            1: [("3", False), ("3", False), ("4", True), (None, False), (None, False)],  # None does not vote
+            2: [("5", True), ("6", False), ("6", False), ("5", True), ("x", False)],  # a tie, in which 5 came first
             3: [(None, False)] * 5,
         }
     )
@@ -490,15 +495,15 @@ def test_the_command_evaluates_a_model_by_its_recipe(tiny_model: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_continuous_batching_says_what_padded_batches_say(tiny_model: Path, monkeypatch) -> None:
-    """transformers' continuous batching is used on a GPU; greedy, it must agree with padding on a CPU."""
+def test_continuous_batching_gives_the_completions_of_padded_batches(tiny_model: Path, monkeypatch) -> None:
+    """Continuous batching is used on a GPU. With greedy decoding it must agree with padding on a CPU."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
     prompts = ["1 + 1 =", "Ann has 3 figs.", "How many?"]
     settings = Settings(max_new_tokens=5, batch_size=2)
     padded = engines.Padded(model, tokenizer)(prompts, settings)
-    # On a CPU it would take 60 % of the memory that is free.
+    # By default the cache would take 60 % of the free memory of a CPU.
     cache = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     monkeypatch.setattr(model, "generate_batch", partial(model.generate_batch, continuous_batching_config=cache))
     state = torch.get_rng_state()
@@ -507,7 +512,7 @@ def test_continuous_batching_says_what_padded_batches_say(tiny_model: Path, monk
 
 
 class Continuous:
-    """A model with transformers' `generate_batch`, which answers with what it is given, drawing from the global state."""
+    """Model whose `generate_batch` returns given outputs and draws from the global random state."""
 
     def __init__(self, *outputs: SimpleNamespace) -> None:
         self.outputs = {f"req_{n}": output for n, output in enumerate(outputs)}
@@ -530,7 +535,7 @@ def answered(place: int, error: str | None = None) -> SimpleNamespace:
         ([], "2 of 2 completions failed"),
     ],
 )
-def test_completions_that_failed_are_no_wrong_answers(tiny_model: Path, outputs: list, says: str) -> None:
+def test_failed_completions_do_not_count_as_wrong_answers(tiny_model: Path, outputs: list, says: str) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
@@ -568,7 +573,7 @@ def test_completions_that_failed_are_no_wrong_answers(tiny_model: Path, outputs:
         (["MODEL", "--recipe", "no-such-recipe"], "no-such-recipe"),
     ],
 )
-def test_mistakes_get_one_sentence(
+def test_a_wrong_option_gets_one_sentence(
     arguments: list[str], says: str, tiny_model: Path, tmp_path: Path, capsys, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -577,11 +582,11 @@ def test_mistakes_get_one_sentence(
         monkeypatch.setitem(__import__("sys").modules, "vllm", None)
     given = [str(tiny_model) if word == "MODEL" else word for word in arguments]
     assert cli.main(["evaluate", *given, *(["--output", str(tmp_path / "e")] if given else [])]) == 2
-    said = capsys.readouterr().err
-    assert says in said.splitlines()[-1]
+    output = capsys.readouterr().err
+    assert says in output.splitlines()[-1]
 
 
-def test_a_run_is_evaluated_on_what_it_did_not_train_on(
+def test_a_run_is_evaluated_on_rows_that_it_was_not_trained_on(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys
 ) -> None:
     run_folder = tmp_path / "run"
@@ -603,8 +608,8 @@ def test_a_run_is_evaluated_on_what_it_did_not_train_on(
     assert summary["settings"]["tags"] == ["reasoning", "answer"]
 
 
-def asked(**options: str) -> argparse.Namespace:
-    """The options of `evaluate` that say which problems."""
+def dataset_options(**options: str) -> argparse.Namespace:
+    """Return the options of `evaluate` that select the problems."""
     keys = ("dataset", "path", "split", "system_prompt", "prompt_format")
     return argparse.Namespace(**dict.fromkeys(keys) | options)
 
@@ -614,32 +619,34 @@ def test_a_folder_with_one_split_is_not_evaluated_as_its_test_split(tmp_path: Pa
     rows.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "two"))
     trained = {"name": "gsm8k", "path": str(tmp_path / "one")}
-    for options in (asked(), asked(path=trained["path"])):
+    for options in (dataset_options(), dataset_options(path=trained["path"])):
         with pytest.raises(UserError, match="name the held-out problems with --path"):
             held_out_spec(trained, options)
-    assert held_out_spec({**trained, "eval_split": "train[90%:]"}, asked()).split == "train[90%:]"
-    assert held_out_spec(trained, asked(split="train[90%:]")).split == "train[90%:]"
-    assert held_out_spec({**trained, "path": str(tmp_path / "two"), "split": "train"}, asked()).split == "test"
+    assert held_out_spec({**trained, "eval_split": "train[90%:]"}, dataset_options()).split == "train[90%:]"
+    assert held_out_spec(trained, dataset_options(split="train[90%:]")).split == "train[90%:]"
+    assert (
+        held_out_spec({**trained, "path": str(tmp_path / "two"), "split": "train"}, dataset_options()).split == "test"
+    )
 
 
-def test_another_path_is_read_whole_and_not_by_the_recipes_slice() -> None:
+def test_another_path_ignores_the_recipes_slice() -> None:
     trained = {"name": "gsm8k", "path": "a.jsonl", "eval_split": "train[90%:]"}
-    spec = held_out_spec(trained, asked(path="b.jsonl"))
+    spec = held_out_spec(trained, dataset_options(path="b.jsonl"))
     assert (spec.path, spec.split) == ("b.jsonl", "test")
-    spec = held_out_spec({**trained, "eval_path": "c.jsonl"}, asked(path="b.jsonl", split="train[:5]"))
+    spec = held_out_spec({**trained, "eval_path": "c.jsonl"}, dataset_options(path="b.jsonl", split="train[:5]"))
     assert (spec.path, spec.split) == ("b.jsonl", "train[:5]")
 
 
 def test_tags_are_found_inside_a_gate() -> None:
     tagged = {"name": "well_formed", "kwargs": {"tags": ["t", "a"]}}
     recipe = {"rewards": [{"name": "gate", "reward": "gsm8k_correctness", "only_if": tagged}]}
-    assert evaluate._tags(recipe, held_out_spec({}, asked())) == ("t", "a")
+    assert evaluate._tags(recipe, held_out_spec({}, dataset_options())) == ("t", "a")
 
 
 def test_tags_are_found_inside_a_sum() -> None:
     inner = {"name": "sum", "rewards": ["tag_count", {"name": "tag_structure", "kwargs": {"tags": ["t", "a"]}}]}
     recipe = {"rewards": ["gsm8k_correctness", {"name": "sum", "rewards": [inner]}]}
-    assert evaluate._tags(recipe, held_out_spec({}, asked())) == ("t", "a")
+    assert evaluate._tags(recipe, held_out_spec({}, dataset_options())) == ("t", "a")
 
 
 def test_a_run_on_recorded_responses_is_refused_with_a_command_that_works(
@@ -649,8 +656,8 @@ def test_a_run_on_recorded_responses_is_refused_with_a_command_that_works(
     dataset = {"name": "scored", "path": "scored.jsonl", "prompt_format": "text"}
     (run_folder / "run.json").write_text(json.dumps({"recipe": {"dataset": dataset, "rewards": []}}))
     assert cli.main(command(run_folder, tmp_path / "e")) == 2
-    said = capsys.readouterr().err
-    assert "recorded responses" in said
-    fix = said.partition("`")[2].partition("`")[0].replace("PROBLEMS.jsonl", str(gsm8k_file)).split()
+    output = capsys.readouterr().err
+    assert "recorded responses" in output
+    fix = output.partition("`")[2].partition("`")[0].replace("PROBLEMS.jsonl", str(gsm8k_file)).split()
     assert cli.main(command(run_folder, tmp_path / "e", *fix)) == 0
     assert "2 problems" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`grpo-recipes merge`: the merged model computes what base and adapter compute, and is a model like any other."""
+"""`grpo-recipes merge`: the merged model computes what base and adapter compute, and loads like any other model."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_with(folder: Path, policy: Path, config: PeftConfig, dtype: torch.dtype = torch.float32) -> Path:
-    """What a run with an adapter leaves: the adapter, trained, and a card."""
+    """Write the files of a run with an adapter: the trained adapter and a model card."""
     base = AutoModelForCausalLM.from_pretrained(policy, dtype=dtype)
     if dtype != torch.float32:
         base.save_pretrained(policy := folder.with_name("base"))
@@ -36,9 +36,9 @@ def run_with(folder: Path, policy: Path, config: PeftConfig, dtype: torch.dtype 
     return folder
 
 
-def test_it_computes_what_the_two_compute(policy: Path, tmp_path: Path) -> None:
+def test_the_merged_model_computes_what_base_and_adapter_compute(policy: Path, tmp_path: Path) -> None:
     run = run_with(tmp_path / "run", policy, LORA)
-    said = merge.merge(run, tmp_path / "out" / "model")
+    report = merge.merge(run, tmp_path / "out" / "model")
     base = AutoModelForCausalLM.from_pretrained(policy)
     alone = log_probabilities(base, TEXT)
     together = log_probabilities(PeftModel.from_pretrained(base, run), TEXT)
@@ -46,7 +46,7 @@ def test_it_computes_what_the_two_compute(policy: Path, tmp_path: Path) -> None:
     assert not hasattr(merged, "peft_config")
     torch.testing.assert_close(log_probabilities(merged, TEXT), together, atol=1e-5, rtol=0)
     assert (together - alone).abs().max() > 0.01, "the adapter does something"
-    assert "float32" in said
+    assert "float32" in report
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
     assert tokenizer(TEXT)["input_ids"] == AutoTokenizer.from_pretrained(policy)(TEXT)["input_ids"]
     card = (tmp_path / "out" / "model" / "README.md").read_text()
@@ -54,7 +54,7 @@ def test_it_computes_what_the_two_compute(policy: Path, tmp_path: Path) -> None:
     assert "# the run" in card
 
 
-def test_the_dtype_is_the_bases(policy: Path, tmp_path: Path) -> None:
+def test_the_merged_model_has_the_dtype_of_the_base(policy: Path, tmp_path: Path) -> None:
     merge.merge(run_with(tmp_path / "run", policy, LORA, torch.bfloat16), tmp_path / "model")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
     assert {parameter.dtype for parameter in merged.parameters()} == {torch.bfloat16}
@@ -69,7 +69,7 @@ def test_a_merge_that_loses_the_adapter_is_refused(policy: Path, tmp_path: Path,
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_what_can_not_be_merged(policy: Path, tmp_path: Path) -> None:
+def test_models_that_cannot_be_merged_are_refused(policy: Path, tmp_path: Path) -> None:
     tokens = run_with(tmp_path / "tokens", policy, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(UserError, match="PROMPT_TUNING"):
         merge.merge(tokens, tmp_path / "model")

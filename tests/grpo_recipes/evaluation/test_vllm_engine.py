@@ -1,4 +1,4 @@
-"""What vLLM is asked for in an evaluation, with a stub in its place; tests/vllm holds its completions against transformers'."""
+"""Requests of an evaluation to vLLM, which a stub replaces. tests/vllm compares real completions with transformers."""
 
 import json
 import sys
@@ -32,11 +32,11 @@ NEUTRAL = {
     "frequency_penalty": 0.0,
     "min_tokens": 0,
 }
-"""Every field that vLLM would take from a generation_config.json, and its penalties."""
+"""Neutral values of every field that vLLM would read from a generation_config.json, and of its penalties."""
 
 
 class StubLLM:
-    """vLLM as far as an evaluation knows it: a completion is its row's seed, temperature and length."""
+    """Stub of vLLM. A completion is the seed, temperature and length of its row."""
 
     made: ClassVar[list[dict[str, Any]]] = []
     sampling: ClassVar[list[Any]] = []
@@ -74,7 +74,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Adapters by what makes them special."""
+    """Return adapters by their special feature."""
     plain = {"r": 4, "task_type": "CAUSAL_LM", "target_modules": "all-linear"}
     configs = {
         "plain": LoraConfig(**plain),
@@ -92,7 +92,7 @@ def adapters(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return folders
 
 
-def test_vllm_is_handed_the_dtype_the_options_and_what_ends_a_completion(policy: Path, stub: type[StubLLM]) -> None:
+def test_vllm_gets_the_dtype_the_options_and_the_end_tokens(policy: Path, stub: type[StubLLM]) -> None:
     options = VLLM(vllm_tensor_parallel_size=2, vllm_max_model_length=CONTEXT, vllm_gpu_memory_utilization=0.5)
     load_vllm(str(policy), options)(PROMPTS, SETTINGS)
     (made,) = stub.made
@@ -104,7 +104,7 @@ def test_vllm_is_handed_the_dtype_the_options_and_what_ends_a_completion(policy:
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_what_a_model_publishes_is_not_asked_of_vllm(
+def test_published_sampling_settings_are_not_passed_to_vllm(
     served: bool, tmp_path: Path, stub: type[StubLLM], request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tiny.save_policy(tmp_path / "policy")
@@ -119,13 +119,13 @@ def test_what_a_model_publishes_is_not_asked_of_vllm(
         engine(PROMPTS, SETTINGS)
     (sentence,) = [text for text in caplog.messages if "generation_config" in text]
     assert sentence.endswith("(sequence_bias: [[[65], 50.0]], temperature: 0.1, top_k: 1)")
-    asked = StubServer.asked if served else [vars(row) for row in stub.sampling]
-    assert len(asked) == 16
-    for row in asked:
+    requests = StubServer.requests if served else [vars(row) for row in stub.sampling]
+    assert len(requests) == 16
+    for row in requests:
         assert row.items() >= {**NEUTRAL, "temperature": 0.5, "stop_token_ids": [1, 7]}.items()
 
 
-def test_vllm_draws_every_sample_of_a_prompt_anew(policy: Path, stub: type[StubLLM]) -> None:
+def test_vllm_draws_different_samples_of_a_prompt(policy: Path, stub: type[StubLLM]) -> None:
     engine = load_vllm(str(policy), VLLM())
     first = engine(PROMPTS, SETTINGS)
     assert len(set(first)) == 8
@@ -143,7 +143,7 @@ def test_a_completion_that_vllm_would_cut_is_refused(policy: Path, stub: type[St
 
 
 @pytest.mark.parametrize("kind", ["plain", "rslora"])
-def test_a_plain_lora_is_served_as_it_is(
+def test_a_default_lora_is_served_without_merging(
     kind: str, policy: Path, adapters: dict[str, Path], stub: type[StubLLM]
 ) -> None:
     folder = adapters[kind]
@@ -154,12 +154,12 @@ def test_a_plain_lora_is_served_as_it_is(
 
 
 @pytest.mark.parametrize("kind", ["use_dora", "modules_to_save", "rank_pattern", "target_modules", "IA3"])
-def test_what_vllm_would_leave_out_of_an_adapter_makes_it_merge(kind: str, adapters: dict[str, Path]) -> None:
+def test_an_adapter_feature_that_vllm_ignores_makes_it_merge(kind: str, adapters: dict[str, Path]) -> None:
     assert kind in str(needs_merging(str(adapters[kind])))
     assert made_with(str(adapters[kind]), VLLM())["adapter"] == "merged"
 
 
-def test_an_adapter_is_merged_and_said_so(
+def test_merging_an_adapter_logs_a_warning(
     adapters: dict[str, Path], stub: type[StubLLM], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = load_vllm(str(adapters["use_dora"]), VLLM())
@@ -171,9 +171,9 @@ def test_an_adapter_is_merged_and_said_so(
 
 
 class StubServer(BaseHTTPRequestHandler):
-    """The endpoints of a vLLM server that an evaluation asks."""
+    """Endpoints of a vLLM server that an evaluation uses."""
 
-    asked: ClassVar[list[dict[str, Any]]] = []
+    requests: ClassVar[list[dict[str, Any]]] = []
     model = ""
 
     def do_GET(self) -> None:
@@ -184,7 +184,7 @@ class StubServer(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append(body)
+        self.requests.append(body)
         assert body["return_token_ids"]
         self.answer({"choices": [{"token_ids": tokens(f"{len(body['prompt'])} {body['seed']}")}]})
 
@@ -199,7 +199,7 @@ class StubServer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(policy: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(StubServer, "asked", [])
+    monkeypatch.setattr(StubServer, "requests", [])
     monkeypatch.setattr(StubServer, "model", str(policy))
     with ThreadingHTTPServer(("127.0.0.1", 0), StubServer) as running:
         threading.Thread(target=running.serve_forever, daemon=True).start()
@@ -207,20 +207,20 @@ def server(policy: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         running.shutdown()
 
 
-def test_a_server_completes_each_prompt_with_a_seed_of_its_own(policy: Path, server: str) -> None:
+def test_a_server_completes_each_prompt_with_its_own_seed(policy: Path, server: str) -> None:
     options = VLLM(vllm_server_base_url=f"{server}/v1")
     made = load_vllm(str(policy), options)(["1 + 1 =", "2 +"], SETTINGS)
     assert [text.split()[0] for text in made] == ["7", "3"]
-    asked = {body["seed"]: body for body in StubServer.asked}
-    assert len(asked) == 2
-    for body in asked.values():
+    requests = {body["seed"]: body for body in StubServer.requests}
+    assert len(requests) == 2
+    for body in requests.values():
         assert body.items() >= {"model": "mine", "temperature": 0.5, "max_tokens": 7, "stop": ["</b>"]}.items()
         assert body.items() >= {**NEUTRAL, "stop_token_ids": [1]}.items()
     assert made_with(str(policy), options) == {"version": "0.30.0", "dtype": "bfloat16"}
 
 
 def test_a_server_that_cuts_completions_is_refused(policy: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A published `max_new_tokens` limits every request of a server, also those that ask for more."""
+    """A published `max_new_tokens` limits every request to a server, also larger ones."""
     engine = load_vllm(str(policy), VLLM(vllm_server_base_url=server))
     cut = {"token_ids": [5, 6], "finish_reason": "length"}
     monkeypatch.setattr(StubServer, "do_POST", lambda handler: handler.answer({"choices": [cut]}))
@@ -249,7 +249,7 @@ def test_an_evaluation_records_the_sampling_settings_in_force(policy: Path, serv
     assert evaluate.evaluate_model(policy, **options, **served) == summary, "read, not evaluated again"
     said = describe(summary)
     assert any("  sampling: temperature 1.0, top_p 1.0, top_k 0, min_p 0.0, rep" in str(part) for part in said)
-    del summary["sampling"]  # an evaluation of an earlier version
+    del summary["sampling"]  # the key is optional
     assert not any("sampling" in str(part) for part in describe(summary))
 
 
@@ -259,7 +259,7 @@ def test_a_server_of_another_model_is_refused(tmp_path: Path, server: str) -> No
         load_vllm(other, VLLM(vllm_server_base_url=server))
 
 
-def test_a_comparison_says_what_was_generated_differently(policy: Path, server: str, tmp_path: Path) -> None:
+def test_a_comparison_warns_about_different_engines(policy: Path, server: str, tmp_path: Path) -> None:
     options = {"dataset": "arithmetic", "limit": 2, "max_new_tokens": 4, "prompt_format": "text"}
     summary = evaluate.evaluate_model(policy, output=tmp_path / "a", **options)
     assert summary["engine"] == "transformers"

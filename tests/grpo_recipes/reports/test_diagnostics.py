@@ -1,4 +1,4 @@
-"""Each disease, planted in the files of a healthy run, gets its own sentence and no other."""
+"""Each problem, planted in the files of a healthy run, gets its own sentence and no other."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.support.synthetic import HEALTHY, healthy_completions, ramp, write_ru
 
 
 def found_in(run: Run) -> list[Finding]:
-    """What the checks find; there must have been something to check."""
+    """Return the findings of the checks, at least one of which must have had data."""
     diagnosis = diagnose(run)
     assert diagnosis.checked
     return diagnosis.findings
 
 
 def late(start: float, end: float):
-    """A metric that moves in the second half of the run."""
+    """Return a metric that changes in the second half of the run."""
     return lambda over: start + (end - start) * max(0.0, 2 * over - 1)
 
 
@@ -38,7 +38,7 @@ def strict(value: float, low: float, high: float) -> dict:
 
 
 def repeating() -> list[dict]:
-    """Two groups in three repeat a wrong completion."""
+    """Return completions in which two of three groups repeat a wrong one."""
     rows = healthy_completions()
     for place, row in enumerate(rows):
         if (place // 4) % 3:
@@ -46,7 +46,7 @@ def repeating() -> list[dict]:
     return rows
 
 
-DISEASES = {
+PROBLEMS = {
     "format_without_correctness": (
         {"metrics": {"rewards/gsm8k_correctness/mean": ramp(0.5, 0.5)}},
         r"`tag_presence` rises from 0\.3\d to 0\.6\d by step 40, while `gsm8k_correctness` goes from 0\.50 to 0\.50",
@@ -88,8 +88,8 @@ DISEASES = {
 }
 
 
-def test_every_check_has_its_disease() -> None:
-    assert {check.__name__ for check in CHECKS} == set(DISEASES)
+def test_every_check_has_a_planted_problem() -> None:
+    assert {check.__name__ for check in CHECKS} == set(PROBLEMS)
 
 
 def test_only_checks_that_had_data_call_a_run_healthy(tmp_path: Path) -> None:
@@ -97,12 +97,13 @@ def test_only_checks_that_had_data_call_a_run_healthy(tmp_path: Path) -> None:
     assert describe(whole) == "diagnosis: nothing looks wrong\n  11 of 11 checks had data"
     part = diagnose(Run.read(write_run(tmp_path / "part", {"kl": None, "completions/clipped_ratio": None})))
     assert describe(part).endswith(
-        "  8 of 11 checks had data; not checked: truncated (`completions/clipped_ratio` was not logged), kl_blow_up (`kl` was "
+        "  8 of 11 checks had data; not checked: truncated (`completions/clipped_ratio` was not logged), kl_blow_up "
+        "(`kl` was "
         "not logged), overfitting (neither four evaluations during training nor one before and one after)"
     )
     nothing = write_run(tmp_path / "nothing", dict.fromkeys(HEALTHY), completions=healthy_completions()[:1])
     diagnosis = diagnose(Run.read(nothing))
-    assert (diagnosis.findings, diagnosis.checked, set(diagnosis.unchecked)) == ([], 0, set(DISEASES))
+    assert (diagnosis.findings, diagnosis.checked, set(diagnosis.unchecked)) == ([], 0, set(PROBLEMS))
     assert describe(diagnosis).startswith("diagnosis:\n  nothing could be checked")
 
 
@@ -118,8 +119,8 @@ def test_golds_that_were_counted_as_unscorable_are_found(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("metric", HEALTHY)
-def test_a_check_whose_metric_is_missing_says_so(tmp_path: Path, metric: str) -> None:
-    """No metric that a check reads may be left out of the log and the check still count as made."""
+def test_a_check_without_its_metric_is_reported_as_unchecked(tmp_path: Path, metric: str) -> None:
+    """A check does not count as made if a metric that it reads is missing."""
     read_by = {
         "kl": "kl_blow_up",
         "entropy": "entropy_collapse",
@@ -142,7 +143,7 @@ def test_a_check_whose_metric_is_missing_says_so(tmp_path: Path, metric: str) ->
     assert unchecked == ({read_by[metric]} if metric in read_by else set())
 
 
-def test_a_reward_that_finds_no_answer_is_told_where_the_answers_are(tmp_path: Path) -> None:
+def test_a_reward_that_finds_no_answer_gets_a_hint_at_the_layout(tmp_path: Path) -> None:
     planted = {
         "rewards/gsm8k_correctness/mean": ramp(0, 0),
         "rewards/gsm8k_correctness/parsed": ramp(0, 0),
@@ -151,7 +152,7 @@ def test_a_reward_that_finds_no_answer_is_told_where_the_answers_are(tmp_path: P
     folder = write_run(tmp_path / "run", planted)
     record = json.loads((folder / "run.json").read_text())
 
-    def said(*rewards: Any) -> str:
+    def output(*rewards: Any) -> str:
         record["recipe"]["rewards"] = list(rewards)
         (folder / "run.json").write_text(json.dumps(record))
         (finding,) = (finding for finding in found_in(Run.read(folder)) if finding.check == "no_answer_found")
@@ -161,12 +162,12 @@ def test_a_reward_that_finds_no_answer_is_told_where_the_answers_are(tmp_path: P
     wanted = (
         "no completion states an answer where `extract: boxed` looks; `extract: answer_tag` finds one in 32 of 32: ask"
     )
-    assert wanted in said(boxed, "tag_presence")
-    assert wanted in said({"name": "sum", "rewards": ["tag_presence", boxed]})
-    assert wanted in said({"name": "grpo_rewards.math.correctness.gsm8k_correctness", "kwargs": {"extract": "boxed"}})
-    assert "states an answer where it looks" in said({"name": "x.y", "alias": "gsm8k_correctness"})
-    assert "where `extract: answer_tag` looks" in said("gsm8k_correctness")
-    assert "states an answer where it looks" in said()
+    assert wanted in output(boxed, "tag_presence")
+    assert wanted in output({"name": "sum", "rewards": ["tag_presence", boxed]})
+    assert wanted in output({"name": "grpo_rewards.math.correctness.gsm8k_correctness", "kwargs": {"extract": "boxed"}})
+    assert "states an answer where it looks" in output({"name": "x.y", "alias": "gsm8k_correctness"})
+    assert "where `extract: answer_tag` looks" in output("gsm8k_correctness")
+    assert "states an answer where it looks" in output()
 
 
 def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
@@ -174,16 +175,16 @@ def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
         assert found_in(Run.read(write_run(tmp_path / str(seed), {"eval_reward": ramp(0.8, 2.0)}, seed=seed))) == []
 
 
-@pytest.mark.parametrize("disease", DISEASES)
-def test_a_disease_gets_its_sentence_alone(tmp_path: Path, disease: str) -> None:
-    planted, says = DISEASES[disease]
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_a_planted_problem_gets_its_sentence_and_no_other(tmp_path: Path, problem: str) -> None:
+    planted, says = PROBLEMS[problem]
     (finding,) = found_in(Run.read(write_run(tmp_path / "run", **planted)))
-    assert finding.check == disease
+    assert finding.check == problem
     assert re.search(says, finding.sentence), finding.sentence
     assert finding.step in range(1, 41)
 
 
-def test_format_pay_alone_is_judged_by_the_evaluation(tmp_path: Path) -> None:
+def test_a_format_reward_alone_is_compared_with_the_evaluation(tmp_path: Path) -> None:
     rewards = [{"name": "tags", "source": "tag_presence", "weight": 1.0, "kind": "format"}]
     metrics = {"rewards/tags/mean": ramp(0.1, 0.8), "rewards/gsm8k_correctness/mean": None}
     metrics["rewards/gsm8k_correctness/std"] = None
@@ -202,7 +203,7 @@ def test_format_pay_alone_is_judged_by_the_evaluation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["sum", "gate"])
-def test_the_parts_of_a_sum_or_a_gate_are_told_apart(tmp_path: Path, source: str) -> None:
+def test_the_parts_of_a_sum_or_a_gate_are_checked_one_by_one(tmp_path: Path, source: str) -> None:
     metrics = {
         "rewards/total/mean": ramp(1, 1),
         "rewards/total/std": ramp(1, 1),
@@ -226,7 +227,7 @@ WITHOUT_THE_HEALTHY_REWARDS = {
 
 
 def paid_by(rewards: dict[str, str], **curves: Callable[[float], float]) -> dict[str, Any]:
-    """`write_run`'s arguments for a run with these rewards (name: kind), their means moving as `curves` say."""
+    """Return arguments of `write_run` for a run with rewards (name: kind) whose means follow `curves`."""
     means = {f"rewards/{name}/mean": curves[name] for name in rewards}
     spreads = {f"rewards/{name}/std": ramp(0.4, 0.4) for name in rewards}
     return {
@@ -236,8 +237,11 @@ def paid_by(rewards: dict[str, str], **curves: Callable[[float], float]) -> dict
 
 
 @pytest.mark.parametrize("kind", ["other", "judge", "length"])
-def test_a_reward_of_another_kind_may_pay_correctness(tmp_path: Path, kind: str) -> None:
-    """Format pay that rises beside it is no finding while it rises too; while it stays flat, its figures are shown."""
+def test_a_reward_of_another_kind_may_judge_correctness(tmp_path: Path, kind: str) -> None:
+    """A rising format reward is no finding if the other reward rises too.
+
+    If that stays flat, the finding shows its values.
+    """
     rewards = {"tag_presence": "format", "check": kind}
     rising = paid_by(rewards, tag_presence=ramp(0.3, 0.9), check=ramp(0.2, 1.5))
     assert found_in(Run.read(write_run(tmp_path / "rising", **rising))) == []
@@ -259,8 +263,8 @@ def test_a_rising_length_reward_hides_nothing(tmp_path: Path) -> None:
     assert "`gsm8k_correctness` goes from" in finding.sentence
 
 
-def test_a_sum_with_a_reward_model_in_it_may_pay_correctness(tmp_path: Path) -> None:
-    """As in the shipped rlaif recipe."""
+def test_a_sum_with_a_reward_model_may_judge_correctness(tmp_path: Path) -> None:
+    """The shipped recipe rlaif has such a sum."""
     sums = paid_by({"minimind": "other"}, minimind=ramp(0.5, 2.0))
     parts = {"tag_structure": ramp(0.1, 0.4), "tag_count": ramp(0.2, 0.8), "reward_model": ramp(-1.0, 1.0)}
     kinds = {"tag_structure": "format", "tag_count": "format", "reward_model": "judge"}
@@ -269,12 +273,12 @@ def test_a_sum_with_a_reward_model_in_it_may_pay_correctness(tmp_path: Path) -> 
     assert found_in(Run.read(write_run(tmp_path / "run", **sums))) == []
 
 
-def test_a_correctness_reward_that_scored_nothing_is_not_called_flat(tmp_path: Path) -> None:
+def test_a_correctness_reward_without_scores_is_no_finding(tmp_path: Path) -> None:
     assert found_in(Run.read(write_run(tmp_path / "run", {"rewards/gsm8k_correctness/mean": None}))) == []
 
 
-def test_a_run_of_trl_alone_is_not_accused_for_what_it_does_not_say(tmp_path: Path) -> None:
-    """Neither kinds of rewards, nor their weights, nor the cap are known."""
+def test_a_run_of_trl_alone_has_no_findings_from_missing_data(tmp_path: Path) -> None:
+    """Such a run records neither kinds and weights of rewards nor the cap."""
     names = {"correctness_reward_func": "", "think_format_reward": ""}
     planted = paid_by(names, correctness_reward_func=ramp(0.2, 1.5), think_format_reward=ramp(0.3, 0.9))
     planted["metrics"]["rewards/think_format_reward/std"] = ramp(9.0, 9.0)
@@ -288,7 +292,7 @@ def test_a_run_of_trl_alone_is_not_accused_for_what_it_does_not_say(tmp_path: Pa
     ("kind", "accused"),
     [("other", False), ("judge", False), ("correctness", False), ("format", True), ("length", True)],
 )
-def test_only_format_and_length_drown_the_others(tmp_path: Path, kind: str, accused: bool) -> None:
+def test_only_format_and_length_rewards_count_as_dominant(tmp_path: Path, kind: str, accused: bool) -> None:
     planted = paid_by({"big": kind, "small": "format"}, big=ramp(0.3, 0.9), small=ramp(0.9, 0.9))
     planted["metrics"].update({"rewards/big/std": ramp(0.5, 0.5), "rewards/small/std": ramp(0.01, 0.01)})
     findings = {finding.check for finding in found_in(Run.read(write_run(tmp_path / "run", **planted)))}
@@ -298,11 +302,11 @@ def test_only_format_and_length_drown_the_others(tmp_path: Path, kind: str, accu
 def test_the_cap_is_that_of_the_resolved_configuration(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"completions/mean_length": ramp(200, 500)})
     record = json.loads((folder / "run.json").read_text())
-    record["config"]["max_completion_length"] = 512  # TRL's default, of a recipe that does not set it
+    record["config"]["max_completion_length"] = 512  # TRL's default
     (folder / "run.json").write_text(json.dumps(record))
     (finding,) = found_in(Run.read(folder))
     assert "into the cap of 512" in finding.sentence
-    record["config"]["max_completion_length"] = None  # TRL: as long as the model can
+    record["config"]["max_completion_length"] = None  # in TRL: no cap but the model's
     (folder / "run.json").write_text(json.dumps(record))
     assert found_in(Run.read(folder)) == []
 
@@ -317,13 +321,16 @@ def test_a_fall_of_held_out_accuracy_is_found(tmp_path: Path) -> None:
 
 
 def test_long_completions_that_hardly_grow_are_no_finding(tmp_path: Path) -> None:
-    """Beyond 80 % of the cap of 256 from the start; 1.15 times as long at the end."""
+    """The length is above 80 % of the cap of 256 from the start, and grows only by a factor of 1.15."""
     assert found_in(Run.read(write_run(tmp_path / "run", {"completions/mean_length": ramp(212, 244)}))) == []
 
 
 @pytest.mark.parametrize(("weight", "accused"), [(4.0, False), (5.0, True)])
 def test_a_weight_counts_by_its_square(tmp_path: Path, weight: float, accused: bool) -> None:
-    """A spread of 1 at weight 5 against one of 1 at weight 1 is 25/26 of the variance; at weight 4 it is 16/17."""
+    """A standard deviation of 1 with weight 5 is 25/26 of the variance beside one with weight 1.
+
+    With weight 4 it is 16/17.
+    """
     planted = paid_by({"tags": "format", "right": "correctness"}, tags=ramp(0.9, 0.9), right=ramp(0.3, 0.9))
     planted["metrics"].update({"rewards/tags/std": ramp(1.0, 1.0), "rewards/right/std": ramp(1.0, 1.0)})
     planted["rewards"][0]["weight"] = weight
@@ -342,8 +349,8 @@ def test_groups_without_variance_are_split_by_their_reward(tmp_path: Path, right
     assert says in findings[0].sentence
 
 
-def test_a_drift_is_told_from_noise() -> None:
-    """Independent noise has no trend; a drift of a few standard deviations has one."""
+def test_a_drift_is_distinguished_from_noise() -> None:
+    """Independent noise has no trend. A drift of a few standard deviations has one."""
     generator = random.Random(0)
     trends = [Series(list(range(24)), [generator.gauss(1, 0.3) for _ in range(24)]).trend for _ in range(200)]
     assert sum(trend != 0 for trend in trends) <= 6
@@ -359,7 +366,7 @@ def test_a_run_of_trl_alone_is_read(tmp_path: Path) -> None:
     assert [finding.check for finding in found_in(Run.read(folder))] == ["format_without_correctness"]
 
 
-def test_a_run_under_way_is_read_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_run_in_progress_is_read_from_its_checkpoint(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "checkpoint-40").mkdir()
     (folder / "trainer_state.json").rename(folder / "checkpoint-40" / "trainer_state.json")
@@ -367,7 +374,7 @@ def test_a_run_under_way_is_read_from_its_checkpoint(tmp_path: Path) -> None:
 
 
 def saved_state(folder: Path, step: int) -> Path:
-    """A `trainer_state.json` as the trainer saves it at a step."""
+    """Write a `trainer_state.json` as the trainer saves it at a step."""
     folder.mkdir(parents=True, exist_ok=True)
     history = [{"step": number, "reward": 1.0} for number in range(1, step + 1)]
     state = folder / "trainer_state.json"
@@ -379,11 +386,11 @@ def steps_read(folder: Path) -> int:
     return len(Run.read(folder).series("reward"))
 
 
-def test_the_newest_state_that_can_be_read_is_taken(tmp_path: Path) -> None:
-    for step in (80, 9, 60):  # neither the order of the names nor that of the files' times
+def test_the_newest_readable_state_is_used(tmp_path: Path) -> None:
+    for step in (80, 9, 60):  # in the order neither of names nor of file times
         newest = saved_state(tmp_path / f"checkpoint-{step}", step)
     assert steps_read(tmp_path) == 80
-    root = saved_state(tmp_path, 40)  # of a run that was resumed, and is under way again
+    root = saved_state(tmp_path, 40)  # of an earlier launch
     assert steps_read(tmp_path) == 80
     for damage in ('{"global_step": 90, "log_hi', "", "null"):
         newest = tmp_path / "checkpoint-80" / "trainer_state.json"
@@ -408,13 +415,13 @@ def test_damaged_completions_are_named(
     file.write_bytes(file.read_bytes()[:-20] if damage is None else damage)
     for command in ("diagnose", "report"):
         assert cli.main([command, str(folder)]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith(f"error: {file}: can't be read as parquet")
-        assert len(said.splitlines()) == 1
+        output = capsys.readouterr().err
+        assert output.startswith(f"error: {file}: can't be read as parquet")
+        assert len(output.splitlines()) == 1
 
 
 def test_a_file_whose_pages_are_damaged_is_named(tmp_path: Path) -> None:
-    """Its end, which says where the pages lie, is whole."""
+    """The end of the file, with the positions of the pages, is intact."""
     file = write_run(tmp_path / "run") / "completions" / "completions_00020.parquet"
     content = file.read_bytes()
     file.write_bytes(content[:4] + b"\xff" * 200 + content[204:])
@@ -428,9 +435,9 @@ def test_the_command_answers_with_its_exit_code(tmp_path: Path, capsys: pytest.C
     assert cli.main(["diagnose", str(write_run(tmp_path / "ill", {"kl": ramp(2, 3)}))]) == 1
     assert "KL to the reference" in capsys.readouterr().out
     assert cli.main(["diagnose", str(tmp_path / "ill"), "--json"]) == 1
-    said = json.loads(capsys.readouterr().out)
-    assert [(finding["check"], finding["step"]) for finding in said["findings"]] == [("kl_blow_up", 1)]
-    assert (said["checked"], said["checks"], list(said["unchecked"]), said["looks_fine"]) == (
+    output = json.loads(capsys.readouterr().out)
+    assert [(finding["check"], finding["step"]) for finding in output["findings"]] == [("kl_blow_up", 1)]
+    assert (output["checked"], output["checks"], list(output["unchecked"]), output["looks_fine"]) == (
         10,
         11,
         ["overfitting"],
@@ -443,8 +450,8 @@ def test_the_command_answers_with_its_exit_code(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.slow
-def test_a_hackable_recipe_is_found_out_on_a_real_run(tmp_path: Path, gsm8k_file: Path, capsys) -> None:
-    """Paid for the presence of tags alone, a policy that can write them in one token each learns to do so."""
+def test_reward_hacking_is_found_in_a_real_run(tmp_path: Path, gsm8k_file: Path, capsys) -> None:
+    """A policy that is rewarded for tags alone, each of which is one token, learns to write tags."""
     from tokenizers import AddedToken
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 
@@ -493,6 +500,6 @@ def test_a_hackable_recipe_is_found_out_on_a_real_run(tmp_path: Path, gsm8k_file
     assert train.main(["--config", str(recipe)]) == 0
     findings = {finding.check: finding.sentence for finding in found_in(Run.read(tmp_path / "run"))}
     assert "no reward pays a correct answer" in findings["format_without_correctness"]
-    said = capsys.readouterr().out
-    assert findings["format_without_correctness"] in said
-    assert "of 11 checks had data; not checked: " in said.splitlines()[-1]
+    output = capsys.readouterr().out
+    assert findings["format_without_correctness"] in output
+    assert "of 11 checks had data; not checked: " in output.splitlines()[-1]

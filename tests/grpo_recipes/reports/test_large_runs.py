@@ -1,4 +1,4 @@
-"""A run of many steps: what `diagnose` and `report` read grows with the run, what they hold hardly does."""
+"""Runs of many steps: the files grow with the run, the memory of `diagnose` and `report` hardly does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.growth import FACTOR, growth
 from tests.support.synthetic import healthy_completions, ramp, write_run
 
 
-@pytest.mark.parametrize("command", only([], ["diagnose", "report"], slow=["report"]))  # which diagnoses too
+@pytest.mark.parametrize("command", only([], ["diagnose", "report"], slow=["report"]))  # it diagnoses too
 def test_a_hundred_thousand_steps_take_less_than_500_megabytes(tmp_path: Path, command: str) -> None:
     folder = large_run.write_run(tmp_path / "run", steps=100_000, rows=96_000)
     _, cpu, megabytes = large_run.measure(command, str(folder))
@@ -32,14 +32,14 @@ def test_a_hundred_thousand_steps_take_less_than_500_megabytes(tmp_path: Path, c
 
 
 @pytest.mark.parametrize("length", [4000])
-def test_a_trend_costs_what_its_series_is_long(length: int) -> None:
+def test_the_time_of_a_trend_is_linear_in_the_series(length: int) -> None:
     def series(points: int) -> Series:
         return Series(list(range(points)), [(point * 7919 % 1000) / 1000 for point in range(points)])
 
     assert growth(lambda made: made.trend, series, length) < 2 * FACTOR
 
 
-def test_a_trend_is_that_of_the_formula() -> None:
+def test_a_trend_equals_the_documented_formula() -> None:
     values = [0.1 * step + (step * 37 % 11) / 5 for step in range(40)]
     differences = np.diff(values)
     noise = np.sqrt(np.mean((differences - differences.mean()) ** 2) / 2)
@@ -50,13 +50,13 @@ def test_a_trend_is_that_of_the_formula() -> None:
 
 
 @pytest.mark.parametrize("length", [5, 600, 601, 10_007])
-def test_a_thinned_line_covers_what_the_whole_one_covers(length: int) -> None:
+def test_a_thinned_line_covers_the_same_range_as_the_full_line(length: int) -> None:
     values = np.random.default_rng(length).normal(size=length).cumsum()
     kept = envelope(values)
     assert list(kept) == sorted(set(kept))
     assert {0, length - 1} <= set(kept)
     assert len(kept) <= max(length if length <= 600 else 0, 602)
-    for stretch in np.array_split(np.arange(length), min(40, length)):  # a few pixels of a picture
+    for stretch in np.array_split(np.arange(length), min(40, length)):  # a few pixels of a chart
         inside = values[kept[(kept >= stretch[0]) & (kept <= stretch[-1])]]
         whole = values[stretch]
         spread = whole.max() - whole.min()
@@ -66,7 +66,7 @@ def test_a_thinned_line_covers_what_the_whole_one_covers(length: int) -> None:
     assert values[kept].min() == values.min()
 
 
-def test_no_picture_draws_more_points_than_it_has_pixels(tmp_path: Path) -> None:
+def test_no_chart_draws_more_points_than_it_has_pixels(tmp_path: Path) -> None:
     entries = [
         {"step": step, "reward": step % 7, "rewards/x/mean": step % 5, "rewards/x/std": step % 3}
         for step in range(9000)
@@ -79,7 +79,7 @@ def test_no_picture_draws_more_points_than_it_has_pixels(tmp_path: Path) -> None
     assert max(drawn) <= 602
 
 
-def test_completions_of_too_many_steps_are_read_evenly_and_said_so(
+def test_completions_of_too_many_steps_are_sampled_evenly_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_run(tmp_path / "run")
@@ -96,13 +96,13 @@ def test_the_benchmark_of_a_training_prints_a_row_for_every_ten_saves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     large_run.train(tmp_path / "run", steps=40, save_steps=2)
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split(" | ")[0] for line in said if re.match(r"\| \d", line)] == ["| 20", "| 40"]
-    assert said[-1] == "After the end: 2 files of completions."
+    output = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in output if re.match(r"\| \d", line)] == ["| 20", "| 40"]
+    assert output[-1] == "After the end: 2 files of completions."
 
 
 @pytest.mark.parametrize("reached", ["log", "checks", "completions"])
-def test_a_diagnosis_that_has_no_time_is_left_out_and_says_so(
+def test_a_diagnosis_that_takes_too_long_is_skipped_with_a_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reached: str
 ) -> None:
     folder = write_run(tmp_path / "run", {"frac_reward_zero_std": ramp(0.9, 0.9)})
@@ -119,8 +119,8 @@ def test_a_diagnosis_that_has_no_time_is_left_out_and_says_so(
             "completions": lambda: run.rows,
         }[reached]()
     monkeypatch.setattr(train, "DIAGNOSIS_SECONDS", -1.0)
-    said = train.diagnosis(folder)
-    assert said == f"diagnosis: skipped after -1 s: `grpo-recipes diagnose {folder}` takes the time it needs"
+    output = train.diagnosis(folder)
+    assert output == f"diagnosis: skipped after -1 s: `grpo-recipes diagnose {folder}` takes the time it needs"
 
 
 def test_a_model_card_does_not_read_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

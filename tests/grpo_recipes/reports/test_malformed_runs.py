@@ -1,4 +1,4 @@
-"""Runs whose files hold what no trainer writes: every verb that reads one answers with a sentence, or with a result."""
+"""Runs with files that no trainer writes: every command that reads them prints an error sentence or a result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def completions(**columns: Any) -> bytes:
 
 
 def renamed(name: str, **more: Any) -> dict[str, Any]:
-    """The healthy run with its correctness reward named otherwise, in all files."""
+    """Return the files of a healthy run whose correctness reward has another name."""
 
     def changed(value: Any) -> Any:
         return json.loads(json.dumps(value).replace("gsm8k_correctness", json.dumps(name)[1:-1]))
@@ -51,7 +51,7 @@ def renamed(name: str, **more: Any) -> dict[str, Any]:
 
 
 def large(value: float) -> dict[str, Any]:
-    """Every number of the log is `value`, of one sign and the other."""
+    """Return the files of a run whose numbers are all `value`, with alternating sign."""
     entries = [
         {key: number if key == "step" else value * (-1) ** entry["step"] for key, number in entry.items()}
         for entry in HISTORY
@@ -66,7 +66,7 @@ def without(value: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: inner for name, inner in value.items() if name != key}
 
 
-# What a run's files hold, the exit codes of `diagnose` and `report`, and what the sentence names where they refuse.
+# Contents of a run's files, exit code of `diagnose` and `report`, and a part of the error message.
 RUNS: dict[str, tuple[dict[str, Any], int, str]] = {
     "entries without a step": ({"state": state({"reward": 1.0})}, 2, "`log_history[0]` has no `step`"),
     "a step that is text": ({"state": state(HISTORY[0], {"step": "two"})}, 2, '[1].step` is "two", not an integer from 0'),
@@ -105,7 +105,7 @@ RUNS: dict[str, tuple[dict[str, Any], int, str]] = {
 }  # fmt: skip
 
 
-# A report takes a second: all but some, of each exit code, are left to the slow part.
+# A report takes a second, so the quick tests have only some of each exit code.
 REPORTED = ("a reward named as a path", "numbers of 1e308", "completions without prompts", "an evaluation of text")
 VERBS = [
     pytest.param(name, verb, marks=pytest.mark.slow if verb == "report" and name not in REPORTED else ())
@@ -124,19 +124,19 @@ def test_a_malformed_run_gets_a_sentence(
         (tmp_path / path).write_bytes(content if isinstance(content, bytes) else content.encode())
     expected = {code} if code == 2 else {0, 1} if verb == "diagnose" else {0}
     assert cli.main([verb, str(tmp_path / "run")]) in expected
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
+    output = capsys.readouterr().err
+    assert "Traceback" not in output
     if code == 2:
-        assert said.startswith("error: ")
-        assert says in said
-        assert len(said.splitlines()) == 1
-        assert len(said) < 600
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]  # `../../evil.x` is no way out
+        assert output.startswith("error: ")
+        assert says in output
+        assert len(output.splitlines()) == 1
+        assert len(output) < 600
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]  # `../../evil.x` leads nowhere else
     pictures = list((tmp_path / "run").glob("report/*.svg"))
     assert all(len(path.name) <= 120 for path in pictures)
 
 
-def test_pictures_of_one_file_name_are_all_kept(tmp_path: Path) -> None:
+def test_charts_with_equal_file_names_are_all_kept(tmp_path: Path) -> None:
     entries = [
         {"step": step, "rewards/a b/mean": 1.0 * step, "rewards/a-b/mean": 2.0 * step, "rewards/A/b/mean": 3.0 * step}
         for step in (1, 2)
@@ -147,11 +147,11 @@ def test_pictures_of_one_file_name_are_all_kept(tmp_path: Path) -> None:
     assert pictures == ["reward-a-b-2.svg", "reward-a-b-3.svg", "reward-a-b.svg"]
 
 
-# Tables that are small and would decode to much
+# Small tables that decode to gigabytes
 
 
 def repeated(rows: int, size: int, nested: bool) -> pa.Table:
-    """A text repeated in every row, stored once."""
+    """Return a table that stores a text once and repeats it in every row."""
     text = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array(["x" * size]))
     columns = {"step": pa.array([1] * rows), "prompt": text, "completion": text}
     if nested:
@@ -177,7 +177,7 @@ def test_a_table_that_decodes_to_gigabytes_is_refused(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At once, or by many batches that are each small enough."""
+    """One batch is too large, or many batches are too large together."""
     if size < 1000:
         monkeypatch.setattr(files, "FILE_BYTES", 10_000_000)
     folder = write_run(tmp_path / "run", completions=healthy_completions())
@@ -187,8 +187,8 @@ def test_a_table_that_decodes_to_gigabytes_is_refused(
     before = pa.default_memory_pool().max_memory()
     for verb in ("diagnose", "report"):
         assert cli.main([verb, str(folder)]) == 2
-        said = capsys.readouterr().err
-        assert f"{bomb}: it decodes to more than" in said
+        output = capsys.readouterr().err
+        assert f"{bomb}: it decodes to more than" in output
     assert pa.default_memory_pool().max_memory() - before < files.FILE_BYTES
 
 
@@ -204,7 +204,7 @@ def test_a_page_that_is_a_gigabyte_of_zeros_is_refused(tmp_path: Path) -> None:
 def test_a_table_is_read_as_pandas_reads_it(tmp_path: Path, nested: bool) -> None:
     rows = [{**row, "x": None} for row in healthy_completions() * 50]
     table = pd.DataFrame(rows if nested else EVALUATED)
-    table.iloc[::3].to_parquet(tmp_path / "table.parquet", row_group_size=7)  # an index that is no range
+    table.iloc[::3].to_parquet(tmp_path / "table.parquet", row_group_size=7)  # an index with gaps
     columns = dict.fromkeys(table.columns, files.ANYTHING)
     read = files.read_table(tmp_path / "table.parquet", columns)
     expected = pd.read_parquet(tmp_path / "table.parquet")

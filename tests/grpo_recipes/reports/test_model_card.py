@@ -1,4 +1,4 @@
-"""The model card of a run: what a reader elsewhere can use, and nothing of this machine."""
+"""Model card of a run: useful on another machine, without local paths."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def recipe_in(text: str) -> dict[str, Any]:
     return yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
 
 
-def test_a_run_of_the_hubs_model_and_data(tmp_path: Path) -> None:
+def test_model_and_data_on_the_hub_are_linked(tmp_path: Path) -> None:
     written = card(tmp_path / "my-run")
     assert written.data.base_model == "Qwen/Qwen2.5-1.5B-Instruct"
     assert written.data.datasets == ["openai/gsm8k"]
@@ -63,7 +63,7 @@ def test_a_run_of_the_hubs_model_and_data(tmp_path: Path) -> None:
     assert "output_dir" not in recipe
 
 
-def test_paths_of_this_machine_give_way_to_their_last_part(tmp_path: Path) -> None:
+def test_local_paths_are_cut_to_their_last_part(tmp_path: Path) -> None:
     for name in ("sft", "judge"):
         (tmp_path / "models" / name).mkdir(parents=True)
     (tmp_path / "rows.jsonl").touch()
@@ -97,7 +97,7 @@ def test_paths_of_this_machine_give_way_to_their_last_part(tmp_path: Path) -> No
     assert recipe["vllm_server_base_url"] == "http://node7:8000/v1"
 
 
-def test_an_adapter_is_of_its_base(tmp_path: Path) -> None:
+def test_the_card_of_an_adapter_names_its_base(tmp_path: Path) -> None:
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen2.5-7B"}))
     (tmp_path / "run").mkdir()
@@ -108,13 +108,13 @@ def test_an_adapter_is_of_its_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("made_here", ["arithmetic", "scored"])
-def test_data_made_here_is_no_dataset_of_the_hub(tmp_path: Path, made_here: str) -> None:
+def test_generated_data_is_not_linked_to_the_hub(tmp_path: Path, made_here: str) -> None:
     written = card(tmp_path / "run", recipe={"dataset": {"name": made_here}})
     assert written.data.datasets is None
     assert f"prompts of `{made_here}` by" in written.text
 
 
-def test_accuracy_stands_with_its_intervals_once_it_was_measured(tmp_path: Path) -> None:
+def test_measured_accuracy_is_shown_with_its_intervals(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "evaluations" / "after"
     folder.mkdir(parents=True)
     (tmp_path / "run" / "trainer_state.json").write_text('{"global_step": 1, "log_history": []}')

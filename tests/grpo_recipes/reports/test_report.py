@@ -1,4 +1,4 @@
-"""The report as a reader opens it: in a browser, on a desktop and on a phone, with the network watched."""
+"""Report in a browser, on a desktop and on a phone, with its network requests recorded."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 class Page(html.parser.HTMLParser):
-    """The elements of a page that load something, and its text."""
+    """Text of a page, and its elements that load something."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def report(*arguments: Path | str, code: int = 0) -> Page:
     return Page((Path(arguments[0]) / "report" / "report.html").read_text(encoding="utf-8"))
 
 
-def test_the_page_is_self_contained_and_says_what_happened(run_folder: Path) -> None:
+def test_the_page_is_self_contained_and_has_all_facts(run_folder: Path) -> None:
     page = report(run_folder)
     assert all(tag == "a" and value.startswith("#") for tag, value in page.loads)
     assert not {"script", "link", "iframe"} & set(page.tags)
@@ -87,7 +87,7 @@ def test_the_page_is_self_contained_and_says_what_happened(run_folder: Path) -> 
         "question 40.0",
     ):
         assert words in page.text, words
-    # Model text is shown, never rendered.
+    # Text of the model is shown as text.
     assert "<answer>0</answer> <b>40</b>" in page.text
     assert "b" not in page.tags
     pictures = {path.name for path in (run_folder / "report").glob("*.svg")}
@@ -110,8 +110,8 @@ def test_the_page_is_self_contained_and_says_what_happened(run_folder: Path) -> 
     assert page.pictures == len(pictures)
 
 
-def test_nothing_that_a_run_brings_is_markup(tmp_path: Path) -> None:
-    """Names, prompts, completions, golds, verdicts and the recipe are shown as they are, controls as escapes."""
+def test_no_text_of_a_run_becomes_markup(tmp_path: Path) -> None:
+    """All texts of a run are shown literally, control characters as escapes."""
     evil = "</pre></style><script>alert(1)</script><img src=x onerror=y>&amp;\x1b[2J\u202e"
     named = [{"name": evil, "source": "x", "weight": 1.0, "kind": "correctness", "highest_pay": 2.0}]
     rows = [
@@ -139,11 +139,11 @@ def test_nothing_that_a_run_brings_is_markup(tmp_path: Path) -> None:
     assert not {"script", "img"} & set(Page(pictures).tags)
 
 
-def test_the_page_answers_first(run_folder: Path) -> None:
+def test_the_page_begins_with_the_answer(run_folder: Path) -> None:
     page = report(run_folder).text
     first = page[page.index("Report on the run") : page.index("What was learnt")]
     assert "Accuracy 40 % → 80 % on 4 held-out problems" in first
-    # By hand: 2 of 4 gained and 1 lost; 1/4 of a point, and a coin that falls so 2 : 1 or further apart always does.
+    # By hand: 2 of 4 gained and 1 lost is 1/4, and every split of 3 is at least as uneven as 2 : 1.
     assert "+25 points (95 %: " in first
     assert "McNemar's test: p = 1)" in first
     assert "no clear difference" in first
@@ -158,7 +158,7 @@ def test_the_page_answers_first(run_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "tone", "says"),
     [
-        # 40 problems; McNemar's p of 20 : 0 is 2 / 2^20, of 0 : 20 the same.
+        # 40 problems. McNemar's p of 20 : 0 and of 0 : 20 is 2 / 2^20.
         (
             [False] * 40,
             [True] * 20 + [False] * 20,
@@ -169,7 +169,9 @@ def test_the_page_answers_first(run_folder: Path) -> None:
         ([True, False] * 20, [False, True] * 20, "neutral", "+0 points"),
     ],
 )
-def test_a_gain_and_a_loss_are_told_apart(tmp_path: Path, before: list, after: list, tone: str, says: str) -> None:
+def test_the_verdict_distinguishes_gain_and_loss(
+    tmp_path: Path, before: list, after: list, tone: str, says: str
+) -> None:
     folder = write_run(tmp_path / "run")
     for label, right in (("before", before), ("after", after)):
         value = sum(right) / len(right)
@@ -178,14 +180,14 @@ def test_a_gain_and_a_loss_are_told_apart(tmp_path: Path, before: list, after: l
     answer = verdict(run, paired_completions(run))
     assert answer.tone == tone
     assert answer.sure.startswith(says)
-    (folder / "evaluations" / "before" / "completions.parquet").unlink()  # then by the two intervals
+    (folder / "evaluations" / "before" / "completions.parquet").unlink()  # without pairs the two intervals decide
     assert paired_completions(run) is None
     answer = verdict(run, None)
     assert answer.tone == tone
     assert "McNemar" not in answer.sure
 
 
-def test_what_was_not_measured_is_not_claimed(tmp_path: Path) -> None:
+def test_the_verdict_names_what_was_not_measured(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     page = report(folder).text
     assert "Training reward 0.99" in page
@@ -196,7 +198,7 @@ def test_what_was_not_measured_is_not_claimed(tmp_path: Path) -> None:
     assert "accuracy before training was not measured" in page
 
 
-def test_flat_metrics_are_a_line_of_text(tmp_path: Path) -> None:
+def test_constant_metrics_are_a_line_of_text(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     state = json.loads((folder / "trainer_state.json").read_text())
     for entry in state["log_history"]:
@@ -208,7 +210,7 @@ def test_flat_metrics_are_a_line_of_text(tmp_path: Path) -> None:
     assert not (folder / "report" / "learning-rate.svg").exists()
 
 
-def test_the_cards_are_chosen_over_the_run(run_folder: Path) -> None:
+def test_the_cards_cover_the_whole_run(run_folder: Path) -> None:
     rows = Run.read(run_folder).rows
     cards = examples.cards(Run.read(run_folder))
     assert [card.title for card in cards] == ["First", "Middle", "Last", "Best", "Worst", "Most surprising"]
@@ -221,7 +223,7 @@ def test_the_cards_are_chosen_over_the_run(run_folder: Path) -> None:
     assert [piece.kind for piece in cards[3].pieces] == ["tag", "answer", "tag", ""]
 
 
-def test_the_bands_lie_where_completions_were_paid(tmp_path: Path) -> None:
+def test_the_bands_are_the_quartiles_of_the_scores(tmp_path: Path) -> None:
     rows = [{**row, "tag_presence": (index % 8) / 7} for index, row in enumerate(healthy_completions())]
     folder = write_run(tmp_path / "run", completions=rows)
     charts = {chart.name: chart for group in groups([Run.read(folder)]) for chart in group.charts}
@@ -235,7 +237,7 @@ def test_the_bands_lie_where_completions_were_paid(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_runs_share_their_pictures(run_folder: Path, tmp_path: Path) -> None:
+def test_two_runs_share_their_charts(run_folder: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "run-b", {"kl": None}, seed=1)
     alone = report(run_folder).pictures
     page = report(run_folder, other)
@@ -245,7 +247,7 @@ def test_two_runs_share_their_pictures(run_folder: Path, tmp_path: Path) -> None
     assert "run-b: 9 of 11 checks had data; not checked: kl_blow_up (`kl` was not logged)" in page.text
 
 
-def test_a_bare_run_has_a_report(tmp_path: Path) -> None:
+def test_a_run_with_hardly_any_metric_has_a_report(tmp_path: Path) -> None:
     folder = tmp_path / "bare"
     folder.mkdir()
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 1, "loss": 0.0, "reward": None}]}))
@@ -265,7 +267,7 @@ VIEWS: dict[str, dict[str, Any]] = {
     "print from a dark screen": {**ON_PAPER, "dark": True},
 }
 
-# The lowest contrast of a text with what is painted behind it, as WCAG 2 defines it, and that text.
+# Lowest contrast between a text and its background, as WCAG 2 defines it, and that text.
 CONTRAST = """(() => {
   const rgb = colour => colour.match(/[\\d.]+/g).map(Number);
   const channel = v => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
@@ -290,7 +292,7 @@ CONTRAST = """(() => {
   return worst;
 })()"""
 
-# What sticks out of the window, and what is cut off inside a box that does not scroll.
+# Elements outside the window, and elements cut off inside a box that does not scroll.
 OUTSIDE = """[...document.querySelectorAll("body *")].filter(element => {
   const box = element.getBoundingClientRect(), style = getComputedStyle(element);
   if (element.closest(".skip") || element.closest("thead") || element.closest("svg") || !box.width) return false;
@@ -308,7 +310,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def pages(folder: Path) -> dict[str, Path]:
-    """The page of each kind of run."""
+    """Write the page of each kind of run."""
     long = "<think>" + "step by step " * 200 + "</think> " + "wwwww" * 60
     names = ["run-a", "b" * 90, "c", "d d d", "<b>e</b>"]
     runs = []
@@ -355,7 +357,7 @@ def test_every_page_fits_its_screen_and_can_be_read(tmp_path: Path, browser: Bro
 
 
 @pytest.mark.slow
-def test_the_probes_of_a_page_see_what_is_wrong(tmp_path: Path, browser: Browser) -> None:
+def test_the_probes_of_a_page_find_planted_faults(tmp_path: Path, browser: Browser) -> None:
     page = tmp_path / "wrong.html"
     page.write_text(
         '<body><p style="width: 2000px; color: #999">pale</p><img src="http://127.0.0.1:9/x.png">'
@@ -371,7 +373,7 @@ def test_the_probes_of_a_page_see_what_is_wrong(tmp_path: Path, browser: Browser
 
 @pytest.mark.slow
 def test_axe_finds_nothing_serious(tmp_path: Path, browser: Browser) -> None:
-    """axe-core is fetched by npm, and no part of this repository; without npm or a registry the test is skipped."""
+    """The library axe-core is fetched by npm. Without npm or a registry the test is skipped."""
     axe = axe_core(tmp_path)
     for kind, page in pages(tmp_path).items():
         for view in ("desktop", "dark phone"):
@@ -395,7 +397,7 @@ def axe_core(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_the_page_is_read_in_order_with_a_keyboard(run_folder: Path, browser: Browser) -> None:
+def test_headings_links_and_charts_are_accessible(run_folder: Path, browser: Browser) -> None:
     report(run_folder)
     tab = browser.open(run_folder / "report" / "report.html")
     levels = tab.evaluate("[...document.querySelectorAll('h1, h2, h3, h4')].map(h => Number(h.tagName[1]))")
@@ -419,7 +421,7 @@ def test_the_screenshot_is_not_blank(run_folder: Path, tmp_path: Path, browser: 
 
 
 @pytest.mark.slow
-def test_a_name_is_shown_as_it_is(tmp_path: Path) -> None:
+def test_special_characters_of_a_name_are_shown(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name) for name in (r"a$\frac$b", "of $5 and $6")]
     for folder in folders:
         evaluation(folder, "before $_$", SHARE, [False, True])

@@ -3,8 +3,9 @@
     python benchmarks/checkpoint.py                    # 1 GiB in the temporary folder
     python benchmarks/checkpoint.py --gib 8 --folder /mnt/run
 
-The checksum reads a file that has just been written, from memory, as a save does. A resume also reads the file from its disk.
-Times are CPU time of one process, with SHA-256 for comparison. Rounds alternate, and each figure is the median of its rounds.
+The checksum reads a file that has just been written, from memory, as a save does. A resume also reads the file from its
+disk. Times are CPU time of one process, with SHA-256 for comparison. Rounds alternate, and each figure is the median of
+its rounds.
 """
 
 import argparse

@@ -3,9 +3,9 @@
     python benchmarks/data.py                     # 1,000,000 rows
     python benchmarks/data.py --rows 100000
 
-Each command runs in a process of its own, first with an empty cache, then with the tables that the first run left there. The
-peak is the largest resident memory of the process, with the pages of mapped files. The recipe has boxed golds to check, columns
-to map and a share of the rows to hold out.
+Each command runs in a process of its own, first with an empty cache, then with the tables that the first run left
+there. The peak is the largest resident memory of the process, with the pages of mapped files. The recipe has boxed
+golds to check, columns to map and a share of the rows to hold out.
 """
 
 import argparse

@@ -3,13 +3,13 @@
     python benchmarks/generation_check.py                   # ten minutes of CPU time
     python benchmarks/generation_check.py --loops stock --steps 6
 
-The steps are complete steps of benchmarks/step.py (8 prompts × 8 completions with GSM8K's lengths), with LoRA, for which most
-hypotheses are computed. The share is the CPU time inside the check divided by that of the step around it, within one run,
-because the difference of two runs is smaller than their noise. There are three kinds of steps: two rows are compared; two rows
-are compared and hypotheses computed for them; and the first four steps of a launch, in which hypotheses are computed for eight
-rows. With transformers' own loop the time of recording is measured where it happens. In group decoding it is measured by
-recording everything once more. The comparison of the logits processors is measured where it happens in both, and has a column
-of its own too.
+The steps are complete steps of benchmarks/step.py (8 prompts × 8 completions with GSM8K's lengths), with LoRA, for
+which most hypotheses are computed. The share is the CPU time inside the check divided by that of the step around it,
+within one run, because the difference of two runs is smaller than their noise. There are three kinds of steps: two rows
+are compared; two rows are compared and hypotheses computed for them; and the first four steps of a launch, in which
+hypotheses are computed for eight rows. With transformers' own loop the time of recording is measured where it happens.
+In group decoding it is measured by recording everything once more. The comparison of the logits processors is measured
+where it happens in both, and has a column of its own too.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def shares(size: str, workload: str, loop: str, steps: int) -> Iterator[str]:
                 compared.append(processors.spent)
             part, whole, few = (statistics.median(values) for values in (parts, wholes, compared))
             means.append(part / whole)
-            yield f"| {size} | {workload} | {loop} | {kind} | {part:.3f} | {few:.3f} | {whole:.2f} | {part / whole:.2%} |"
+            seconds = f"{part:.3f} | {few:.3f} | {whole:.2f}"
+            yield f"| {size} | {workload} | {loop} | {kind} | {seconds} | {part / whole:.2%} |"
         mean = ((every - 1) * means[0] + means[1]) / every
         yield f"| {size} | {workload} | {loop} | mean from the fifth on | | | | {mean:.2%} |"
     finally:

@@ -3,12 +3,13 @@
     python benchmarks/gpu.py                                   # every section, on one GPU, in under 8 minutes
     python benchmarks/gpu.py --sections correctness training --minutes 4
     python benchmarks/gpu.py --policy FOLDER                   # with a pretrained model to train for 100 steps
-    python benchmarks/gpu.py --tiny --device cpu               # all of it in 3 minutes, on sizes at which figures mean nothing
+    python benchmarks/gpu.py --tiny --device cpu               # everything in 3 minutes; the figures mean nothing
 
-Models have random weights in the shapes of Qwen2.5-0.5B and 1.5B. Completions are those of benchmarks/step.py. Each section
-prints its table row by row. After each row the JSON file (`--output`) holds every figure so far, with the machine and the
-versions. A row whose kernel, package or time is missing says "not run" and the reason. Times are wall time after the device has
-finished, medians of alternating steps without the first one. The exit code is 1 if a check of `correctness` fails.
+Models have random weights in the shapes of Qwen2.5-0.5B and 1.5B. Completions are those of benchmarks/step.py. Each
+section prints its table row by row. After each row the JSON file (`--output`) holds every figure so far, with the
+machine and the versions. A row whose kernel, package or time is missing says "not run" and the reason. Times are wall
+time after the device has finished, medians of alternating steps without the first one. The exit code is 1 if a check of
+`correctness` fails.
 """
 
 from __future__ import annotations
@@ -361,7 +362,7 @@ def reward_model(bench: Bench) -> Iterator[Row]:
 
 
 def precision(bench: Bench) -> Iterator[Row]:
-    """Measure optimizer steps on bfloat16 weights: time, state, and the share of updates that change a stored weight."""
+    """Measure optimizer steps on bfloat16 weights: time, state, and share of updates that change a stored weight."""
     model = bench.model(bench.shapes[0], torch.bfloat16)
     torch.manual_seed(2)
     gradients = [torch.randn_like(parameter) for parameter in model.parameters()]

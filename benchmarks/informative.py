@@ -2,18 +2,20 @@
 
     python benchmarks/informative.py [--output runs/informative] [--seeds 5]
 
-The quickstart's policy, warm-started on 20,000 sums and differences of 4 to 6 operands, is trained on 128 such problems of 4
-operands for 20 epochs, once with every prompt and once with `sampling: informative`. Both runs have the same initial weights,
-seed and number of optimizer steps. Each is evaluated greedily on the same 1,000 held-out problems. There are five seeds.
+The quickstart's policy, warm-started on 20,000 sums and differences of 4 to 6 operands, is trained on 128 such problems
+of 4 operands for 20 epochs, once with every prompt and once with `sampling: informative`. Both runs have the same
+initial weights, seed and number of optimizer steps. Each is evaluated greedily on the same 1,000 held-out problems.
+There are five seeds.
 
 The procedure and the criteria of success were fixed before the first pair of runs:
-  - The 95 % interval of the difference in strict accuracy lies inside +-0.03. The wider of two intervals counts: Student's over
-    the seeds' differences, and the bootstrap over seeds and problems (both resampled, 10,000 times, percentiles).
+  - The 95 % interval of the difference in strict accuracy lies inside +-0.03. The wider of two intervals counts:
+    Student's over the seeds' differences, and the bootstrap over seeds and problems (both resampled, 10,000 times,
+    percentiles).
   - At least 30 % fewer completion tokens are generated.
 The share of the generated prompts that only the floor kept is reported.
 
-After each run `results.json` in the output folder holds all runs so far, and the same command continues with the next one. At
-the end the table is printed as Markdown.
+After each run `results.json` in the output folder holds all runs so far, and the same command continues with the next
+one. At the end the table is printed as Markdown.
 """
 
 from __future__ import annotations
@@ -204,11 +206,11 @@ def table(results: dict[str, dict[str, Any]], before: Sequence[bool]) -> str:
         [
             *lines,
             "",
-            f"Accuracy before training {np.mean(before):.3f}; {', '.join(map(str, steps))} optimizer steps in every run; "
-            f"{len(results)} seeds.",
-            f"Difference in accuracy, informative - every prompt: {differences.mean():+.4f}; Student's interval over seeds "
-            f"[{student.low:+.4f}, {student.high:+.4f}], bootstrap over seeds and problems "
-            f"[{resampled[0]:+.4f}, {resampled[1]:+.4f}].",
+            f"Accuracy before training {np.mean(before):.3f}; {', '.join(map(str, steps))} optimizer steps in every "
+            f"run; {len(results)} seeds.",
+            f"Difference in accuracy, informative - every prompt: {differences.mean():+.4f}; "
+            f"Student's interval over seeds [{student.low:+.4f}, {student.high:+.4f}], bootstrap over seeds and "
+            f"problems [{resampled[0]:+.4f}, {resampled[1]:+.4f}].",
             f"Criterion: the wider one inside +-{MARGIN}: {'met' if inside else 'MISSED'}.",
             f"Generated completion tokens: {saved:.1%} fewer. Criterion: at least {SAVING:.0%}: "
             f"{'met' if saved >= SAVING else 'MISSED'}.",
@@ -243,7 +245,8 @@ def main() -> int:
                 write_atomically(file, json.dumps(found) + "\n")
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "trl"))
     say(
-        f"{platform.machine()}, Python {platform.python_version()}, {versions}\n\n{table(found['seeds'], found['before'])}"
+        f"{platform.machine()}, Python {platform.python_version()}, {versions}\n\n"
+        f"{table(found['seeds'], found['before'])}"
     )
     return 0
 

@@ -3,8 +3,8 @@
     python benchmarks/large_run.py [--steps 100000] [--rows 96000]
     python benchmarks/large_run.py --train 2000
 
-The second command trains a model of a few hundred parameters instead, logs and saves often, and prints the figures that may grow
-with the number of steps: resident memory, open files, files in the folder, and the time of a save.
+The second command trains a model of a few hundred parameters instead, logs and saves often, and prints the figures that
+may grow with the number of steps: resident memory, open files, files in the folder, and the time of a save.
 
 The log of the first command holds the 45 metrics of a real run at every step. The completions lie in one file for every
 100 steps. Each command runs in a process of its own, whose peak of resident memory is read at its end.
@@ -183,8 +183,9 @@ def _between_steps(folder: Path, save_steps: int) -> Any:
             names = [path.name for path in (folder / "completions").iterdir()]
             saved = (folder / f"checkpoint-{step}" / "trainer_state.json").stat().st_size / 1e6
             print(
-                f"| {step:,} | {resident:.0f} | {pa.total_allocated_bytes() / 1e6:.1f} | {len(os.listdir('/proc/self/fd'))} | "
-                f"{len(names):,} ({sum('-' in name for name in names)}) | {saved:.2f} | {statistics.median(logs):.0f} | "
+                f"| {step:,} | {resident:.0f} | {pa.total_allocated_bytes() / 1e6:.1f} | "
+                f"{len(os.listdir('/proc/self/fd'))} | {len(names):,} ({sum('-' in name for name in names)}) | "
+                f"{saved:.2f} | {statistics.median(logs):.0f} | "
                 f"{statistics.median(saves):.0f} | {max(saves):.0f} |",
                 flush=True,
             )
@@ -192,7 +193,8 @@ def _between_steps(folder: Path, save_steps: int) -> Any:
             saves.clear()
 
     print(
-        "| step | resident, MB | held by pyarrow, MB | open files | files of completions (compacted) | trainer_state.json, MB | "
+        "| step | resident, MB | held by pyarrow, MB | open files | files of completions (compacted) | "
+        "trainer_state.json, MB | "
         "log, ms | save, ms | longest save, ms |\n|---|---|---|---|---|---|---|---|---|"
     )
     return BetweenSteps()

@@ -1,21 +1,23 @@
-"""Remaining share of AdamW's updates if weights are stored in bfloat16: ours and its peers against float32, on equal gradients.
+"""Remaining share of AdamW's updates if weights are stored in bfloat16: ours and its peers against float32, on equal
+gradients.
 
     TORCHDYNAMO_DISABLE=1 python benchmarks/precision.py       # 1,000 and 2,500 steps; some minutes on one thread
     python benchmarks/precision.py --policy runs/quickstart/policy-seed0 --steps 1000
-    python benchmarks/precision.py --cost                            # cost of sampling a step's changes, as a share of a step
+    python benchmarks/precision.py --cost                            # cost of sampling the changes of a step
 
-Every contestant starts from the same bfloat16 weights and gets the same bfloat16 gradients at learning rate 5e-6: a fixed
-direction for each weight, N(0, 1), plus noise N(0, 1), ten times smaller after a fifth of the run. There are two sets of weights.
-One is the quickstart's policy cast to bfloat16 (without `--policy` it is trained first, which takes a minute). The other has the
-distribution of Qwen2.5: matrices of N(0, 0.02), its `initializer_range`, norms above 1, biases of the queries and keys up to
-tens. The step of an optimizer does not depend on shapes, so that a part of each set is enough.
+Every contestant starts from the same bfloat16 weights and gets the same bfloat16 gradients at learning rate 5e-6: a
+fixed direction for each weight, N(0, 1), plus noise N(0, 1), ten times smaller after a fifth of the run. There are two
+sets of weights. One is the quickstart's policy cast to bfloat16 (without `--policy` it is trained first, which takes a
+minute). The other has the distribution of Qwen2.5: matrices of N(0, 0.02), its `initializer_range`, norms above 1,
+biases of the queries and keys up to tens. The step of an optimizer does not depend on shapes, so that a part of each
+set is enough.
 
-Displacement is the weights after the run minus the weights before. Projection is the contestant's displacement along that of
-float32: 1 if it is as far. Error is the length of their difference, as a share of float32's displacement. `whole` is the weight
-with the remainder that the optimizer keeps for it. `stored` is the bfloat16 weight alone, which cannot do better than the row
-that rounds the last weights of float32. Peers that are not installed are skipped with a line: `pip install torch-optimi torchao`.
-torchao compiles its step for each shape, which takes minutes on a CPU and changes no number. The variable disables that, and
-torchao's times then mean nothing.
+Displacement is the weights after the run minus the weights before. Projection is the contestant's displacement along
+that of float32: 1 if it is as far. Error is the length of their difference, as a share of float32's displacement.
+`whole` is the weight with the remainder that the optimizer keeps for it. `stored` is the bfloat16 weight alone, which
+cannot do better than the row that rounds the last weights of float32. Peers that are not installed are skipped with a
+line: `pip install torch-optimi torchao`. torchao compiles its step for each shape, which takes minutes on a CPU and
+changes no number. The variable disables that, and torchao's times then mean nothing.
 """
 
 from __future__ import annotations

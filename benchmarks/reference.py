@@ -2,10 +2,10 @@
 
     python benchmarks/reference.py [--hidden 768] [--layers 8]
 
-Each row is a process of its own that takes one optimizer step (2 prompts × 4 completions × 8 tokens, float32, AdamW) on a
-random Llama. Memory counts from after the imports. The column "reference" holds the parameters that `set_reference` keeps beside
-policy and adapter. A second table counts the parameters at the size of the recipes' model, without weights. Stock TRL 1.16 runs
-where it can.
+Each row is a process of its own that takes one optimizer step (2 prompts × 4 completions × 8 tokens, float32, AdamW) on
+a random Llama. Memory counts from after the imports. The column "reference" holds the parameters that `set_reference`
+keeps beside policy and adapter. A second table counts the parameters at the size of the recipes' model, without
+weights. Stock TRL 1.16 runs where it can.
 """
 
 from __future__ import annotations

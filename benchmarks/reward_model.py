@@ -3,9 +3,9 @@
     python benchmarks/reward_model.py                  # hidden 512 x 8 layers, CPU time of one thread
     python benchmarks/reward_model.py --size 1.8b --device cuda --dtype bfloat16      # wall time
 
-Both sides score every completion twice on one random model: the full text, and its answer alone. The loop is that of the
-MiniMind notebook (`get_score` for one conversation at a time). `RewardModelScore` scores by group. Rounds alternate between the
-two, and the ratio is that of the medians.
+Both sides score every completion twice on one random model: the full text, and its answer alone. The loop is that of
+the MiniMind notebook (`get_score` for one conversation at a time). `RewardModelScore` scores by group. Rounds alternate
+between the two, and the ratio is that of the medians.
 """
 
 import argparse

@@ -2,11 +2,12 @@
 
     python benchmarks/rewards.py [--rounds 7] [--solutions model_solutions.jsonl]
 
-The peers are TRL's `accuracy_reward`, math-verify on the complete text, and the rule of the source document with its number
-pattern. Each gets the layout that it expects. Rounds are interleaved in shuffled order, figures are medians, and ratios compare
-medians of the same run. `--solutions` takes the texts of GSM8K's released model solutions instead of made-up ones. Rewards for
-other tasks are compared with the rule that their benchmarks or peers publish, or with the peer itself if it is installed
-(lm_eval, verifiers, open_r1). The judges query a server on 127.0.0.1 that answers at once.
+The peers are TRL's `accuracy_reward`, math-verify on the complete text, and the rule of the source document with its
+number pattern. Each gets the layout that it expects. Rounds are interleaved in shuffled order, figures are medians, and
+ratios compare medians of the same run. `--solutions` takes the texts of GSM8K's released model solutions instead of
+made-up ones. Rewards for other tasks are compared with the rule that their benchmarks or peers publish, or with the
+peer itself if it is installed (lm_eval, verifiers, open_r1). The judges query a server on 127.0.0.1 that answers at
+once.
 """
 
 from __future__ import annotations
@@ -404,7 +405,8 @@ def print_judges(rounds: int, rows: int = 64) -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/v1"
     print(
-        f"\nA judge that answers at once: CPU time of one completion, {rows} different ones a call, the server's share included"
+        f"\nA judge that answers at once: CPU time of one completion, {rows} different ones a call, the server's share "
+        "included"
     )
     print(f"{'scorer':36}{'250 chars':>14}{'16,000 chars':>14}{'ratio':>8}")
     with tempfile.TemporaryDirectory() as cache_folder:

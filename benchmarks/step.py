@@ -1,6 +1,6 @@
 """Training phase and complete step of stock TRL and ours in one run, on recorded completions.
 
-    python benchmarks/step.py                                    # the small model, full fine-tuning: an hour of CPU time
+    python benchmarks/step.py                                    # the small model, full fine-tuning: an hour of CPU
     python benchmarks/step.py --models small large --tuning full lora --checkpointing off on       # all of it: a day
     python benchmarks/step.py --workloads a --steps 5 --whole-step
 
@@ -9,13 +9,14 @@ log-normal(4.4, 0.6) of at most 256 tokens; (b) log-normal(4.79, 0.9), at most 1
 without variance in their rewards; (d) the worst case: equal lengths and prompts of two tokens, so that nothing is
 padded or shared.
 
-Trainers take turns step by step, on one thread. Times are CPU time of this process, medians over steps. Ratios are stock TRL
-over ours. Memory is the peak above the memory in use before the step.
+Trainers take turns step by step, on one thread. Times are CPU time of this process, medians over steps. Ratios are
+stock TRL over ours. Memory is the peak above the memory in use before the step.
 
-`--whole-step` adds generation, in which every row ends with as many tokens as its recorded completion, and measures each phase
-of a step. The contestants are stock TRL with transformers' loop and with its continuous batching, ours without and with group
-decoding, and a loop written from the description of the from-scratch documents: full logits, one padded batch, and the frozen
-copy as the reference. Its memory is that of generation. A step of (d) warms up before the steps that count.
+`--whole-step` adds generation, in which every row ends with as many tokens as its recorded completion, and measures
+each phase of a step. The contestants are stock TRL with transformers' loop and with its continuous batching, ours
+without and with group decoding, and a loop written from the description of the from-scratch documents: full logits, one
+padded batch, and the frozen copy as the reference. Its memory is that of generation. A step of (d) warms up before the
+steps that count.
 """
 
 from __future__ import annotations
@@ -515,7 +516,8 @@ def training_phase(
         yield (
             f"| {size} | {workload} | {tuning} | {'on' if checkpointing else 'off'} | {name} | {computed:,.0f} | "
             f"{computed / needed:.2f} | {median(stock.training):.2f} | {median(ours.training):.2f} | "
-            f"{median(stock.training) / median(ours.training):.2f} | {median(ours.memory) / median(stock.memory):.2f} | "
+            f"{median(stock.training) / median(ours.training):.2f} | "
+            f"{median(ours.memory) / median(stock.memory):.2f} | "
             f"{gap} |"
         )
 
@@ -556,7 +558,8 @@ def whole_step(
         phases = " | ".join(f"{median(measured.phases[phase]):.2f}" for phase in PHASES)
         yield (
             f"| {size} | {workload} | {beta:g} | {name} | {phases} | {median(measured.whole):.2f} | "
-            f"{median(stock.whole) / median(measured.whole):.2f} | {median(measured.memory) / median(stock.memory):.2f} | "
+            f"{median(stock.whole) / median(measured.whole):.2f} | "
+            f"{median(measured.memory) / median(stock.memory):.2f} | "
             f"{gap} |"
         )
 
@@ -606,7 +609,8 @@ def main() -> None:
     print(f"{platform.machine()}, one thread, {versions}")
     if asked.whole_step:
         head = (
-            f"| model | workload | beta | | {' | '.join(PHASES)} | whole step, CPU s | TRL ÷ | memory of generation ÷ TRL | "
+            f"| model | workload | beta | | {' | '.join(PHASES)} | whole step, CPU s | TRL ÷ | "
+            "memory of generation ÷ TRL | "
             "largest parameter difference after 3 steps |"
         )
         cases = list(product(asked.models, asked.workloads, asked.beta))
@@ -614,7 +618,8 @@ def main() -> None:
         return
     layouts = {"packed": "auto", "trimmed": {"layout": "trimmed"}}
     head = (
-        "| model | workload | tuning | checkpointing | layout | tokens | computed ÷ needed | TRL, CPU s | ours, CPU s | "
+        "| model | workload | tuning | checkpointing | layout | tokens | computed ÷ needed | TRL, CPU s | "
+        "ours, CPU s | "
         "TRL ÷ ours | memory, ours ÷ TRL | largest parameter difference after 3 steps |"
     )
     wanted = {name: layouts[name] for name in asked.layouts}

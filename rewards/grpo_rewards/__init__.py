@@ -36,7 +36,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# Imported on first use, so that a run that needs none of them does not wait for them.
+# Modules imported on first use, so that a run does not wait for rewards that it does not use.
 _LAZY = {
     "choice_correctness": "grpo_rewards.choices",
     "instructions": "grpo_rewards.ifeval",

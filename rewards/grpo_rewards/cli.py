@@ -302,7 +302,8 @@ def _failure(name: str, error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     if isinstance(error, ValueError) and Path(frame.filename).parent == Path(__file__).parent:
         return text
-    return f"reward `{name}` raised {type(error).__name__}: {text or '(no message)'} ({frame.filename}, line {frame.lineno})"
+    place = f"{frame.filename}, line {frame.lineno}"
+    return f"reward `{name}` raised {type(error).__name__}: {text or '(no message)'} ({place})"
 
 
 def _checked_score(name: str, score: Any, number: int) -> float | None:
@@ -470,7 +471,8 @@ def _right_completion(reward: Any, answer: str | None) -> str:
     thinking, tag = f"<{reward.tags[0]}>\n…\n</{reward.tags[0]}>\n", reward.tags[1]
     if reward.extract == "whole":
         return f"{thinking}{answer}"
-    return f"{thinking}\\boxed{{{answer}}}\nThe answer is {answer}.\nA: {answer}\n#### {answer}\n<{tag}>\n{answer}\n</{tag}>"
+    stated = f"\\boxed{{{answer}}}\nThe answer is {answer}.\nA: {answer}\n#### {answer}"
+    return f"{thinking}{stated}\n<{tag}>\n{answer}\n</{tag}>"
 
 
 # --- Files of rows ---

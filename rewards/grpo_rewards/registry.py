@@ -261,8 +261,8 @@ class GateReward(ComposedReward):
     | `only_if` pays less | 0, or weight * reward where that is negative: a closed gate spares no penalty |
     | `only_if` or `reward` returns None, whether the gate is open or not | None |
 
-    The last rule keeps groups together. Otherwise a row with an unreadable gold would earn 0 if its completion is in the
-    wrong format and would be dropped if it is in the right one.
+    The last rule keeps groups together. Otherwise a row with an unreadable gold would earn 0 if its completion is in
+    the wrong format and would be dropped if it is in the right one.
 
     Both parts are logged as columns `<name>/<part>` and as their means over the rows that they score. `only_if` has the
     weight 0, because its score is not part of the sum.
@@ -604,7 +604,7 @@ def _check_call(name: str, reward: Reward) -> None:
 def _checked_arguments(
     name: str, target: Any, kwargs: Mapping[str, Any], num_generations: int | None
 ) -> dict[str, Any]:
-    """Return `kwargs`, with `num_generations` if `target` takes it. Raise RewardSpecError for a wrong or missing one."""
+    """Return `kwargs`, with `num_generations` if `target` takes it. Raise RewardSpecError for a wrong argument."""
     arguments = dict(kwargs)
     try:
         parameters = inspect.signature(target).parameters

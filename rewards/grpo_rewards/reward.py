@@ -63,7 +63,7 @@ def check_choice(value: Any, key: str, choices: Sequence[str]) -> None:
 
 
 class BaseReward:
-    """Base class of this package's rewards: frozen dataclasses that a trainer calls and logs under their field `name`."""
+    """Base class of this package's rewards: frozen dataclasses that a trainer logs under their field `name`."""
 
     kind: ClassVar[Kind] = "other"
     needs_whole_groups: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""InternLM2 checkpoints whose scores and token ids the published code gave; without torch, what does not need it."""
+"""InternLM2 checkpoints with the scores and token ids of the published code, and the tests that run without torch."""
 
 import importlib.util
 import json
@@ -12,7 +12,7 @@ collect_ignore = [] if importlib.util.find_spec("torch") else ["test_internlm2.p
 
 @pytest.fixture(scope="session")
 def recorded_internlm2(internlm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Conversations with the published code's token ids; its scores for each of `checkpoints`, which lie in `folder`."""
+    """Return conversations with the published code's token ids, and its scores for each of the `checkpoints`."""
     spec = importlib.util.spec_from_file_location("make_tiny", internlm2_dir / "make_tiny.py")
     assert spec is not None
     assert spec.loader is not None

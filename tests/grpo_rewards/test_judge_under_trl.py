@@ -1,4 +1,4 @@
-"""The judge beside a second reward inside TRL's trainer: what the endpoint fails on changes nobody's advantage."""
+"""The judge beside a second reward in TRL's trainer: a failure of the endpoint changes no advantage."""
 
 import pytest
 
@@ -9,20 +9,20 @@ pytestmark = pytest.mark.slow
 trl = pytest.importorskip("trl")
 
 
-def test_a_group_that_the_judge_fails_on_is_left_to_the_other_reward(tmp_path):
+def test_a_group_without_scores_of_the_judge_is_scored_by_the_other_reward(tmp_path):
     from datasets import Dataset
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tests.support.tiny import chat_tokenizer
 
-    asked = []
+    requests = []
 
     def answer(request, handler):
-        # One completion of the first step's two groups is refused, then the judge is well, then it is gone.
-        asked.append(request)
-        if len(asked) == 3:
+        # One completion of the first step's two groups is rejected, then the judge answers, then it is down.
+        requests.append(request)
+        if len(requests) == 3:
             return 400, b"this one is too long"
-        return (200, completion('{"score": 10}')) if len(asked) <= 16 else (503, b"")
+        return (200, completion('{"score": 10}')) if len(requests) <= 16 else (503, b"")
 
     judged, rewarded = [], []
 
@@ -51,8 +51,9 @@ def test_a_group_that_the_judge_fails_on_is_left_to_the_other_reward(tmp_path):
             processing_class=chat_tokenizer(template=None),
             reward_funcs=[Watched(server.url, "m"), length],
             args=trl.GRPOConfig(
-                output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=8, num_generations=4, logging_steps=1,
-                max_completion_length=4, use_cpu=True, bf16=False, report_to="none", save_strategy="no",
+                output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=8, num_generations=4,
+                logging_steps=1, max_completion_length=4, use_cpu=True, bf16=False, report_to="none",
+                save_strategy="no",
             ),
             train_dataset=Dataset.from_list([{"prompt": f"say {i}"} for i in range(8)]),
         )  # fmt: skip

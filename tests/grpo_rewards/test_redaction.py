@@ -95,9 +95,9 @@ def test_text_without_a_secret_is_unchanged(text: str) -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["pwd", "pass", "PASS", "password", "passwd", "db_pass", "dbpassword", "api_key_2", "api_key2", "apiKey", "APIKey", "apikey",
-     "secret_key", "aws_secret_access_key", "aws_access_key_id", "AWS_SESSION_TOKEN", "api_keys", "token_1", "password_old",
-     "X-Api-Key", "client_secret", "HFToken", "http.auth", "webhook_secret", "ssh key"],
+    ["pwd", "pass", "PASS", "password", "passwd", "db_pass", "dbpassword", "api_key_2", "api_key2", "apiKey", "APIKey",
+     "apikey", "secret_key", "aws_secret_access_key", "aws_access_key_id", "AWS_SESSION_TOKEN", "api_keys", "token_1",
+     "password_old", "X-Api-Key", "client_secret", "HFToken", "http.auth", "webhook_secret", "ssh key"],
 )  # fmt: skip
 def test_the_words_of_a_key_make_its_value_a_secret(key: str) -> None:
     assert redacted({key: "x9"}) == {key: HIDDEN}
@@ -147,9 +147,9 @@ def test_printed_text_contains_no_secret(capsys: pytest.CaptureFixture[str]) -> 
 
 # Pieces of the shapes, so that many of the generated texts almost have one.
 PIECES = st.sampled_from(
-    ["://", ":", "@", "/", "\\", '"', "'", " ", "\n", "<", ">", "?", "&", ";", "#", "=", "sig", "key", "token", "http", "s3",
-     "hf_", "sk-", "AIza", "eyJ", ".", "-", "_", "abcdefghijklmnopqrst", "0123456789abcdefghij", "Bearer ", "Basic ",
-     "dXNlcjpwYXNz", "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----", "-----", "BEGIN ", HIDDEN, "git",
+    ["://", ":", "@", "/", "\\", '"', "'", " ", "\n", "<", ">", "?", "&", ";", "#", "=", "sig", "key", "token", "http",
+     "s3", "hf_", "sk-", "AIza", "eyJ", ".", "-", "_", "abcdefghijklmnopqrst", "0123456789abcdefghij", "Bearer ",
+     "Basic ", "dXNlcjpwYXNz", "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----", "-----", "BEGIN ", HIDDEN, "git",
      "8000", "é", "\x1b"]
 )  # fmt: skip
 TEXTS = st.one_of(st.text(), st.lists(PIECES, max_size=25).map("".join))
@@ -169,7 +169,8 @@ def test_words_without_the_characters_of_a_secret_are_unchanged(text: str) -> No
 
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), TEXTS),
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.one_of(TEXTS, st.integers()), inner, max_size=4)),
+    lambda inner: st.one_of(st.lists(inner, max_size=4),
+                            st.dictionaries(st.one_of(TEXTS, st.integers()), inner, max_size=4)),
     max_leaves=10,
 )  # fmt: skip
 
@@ -191,9 +192,9 @@ def test_a_secret_inside_a_key_is_hidden() -> None:
 
 @pytest.mark.parametrize(
     "piece",
-    ["@", ":", "-----BEGIN", "-----BEGIN PRIVATE KEY-----", "-----END ", "://", "://a:b", 'http://x:y"', "://a@", ":\\/\\/",
-     "eyJaaaaaaaa-", "eyJaaaaaaaa.", "SG.aaaaaaaaaaaaaaaa", "?a=", "&key=", "sk-", "hf_", "Bearer ", "bearer x", "Basic aa",
-     "Basic YTpi", '"', "\\", "a ", "A", "aA", "1"],
+    ["@", ":", "-----BEGIN", "-----BEGIN PRIVATE KEY-----", "-----END ", "://", "://a:b", 'http://x:y"', "://a@",
+     ":\\/\\/", "eyJaaaaaaaa-", "eyJaaaaaaaa.", "SG.aaaaaaaaaaaaaaaa", "?a=", "&key=", "sk-", "hf_", "Bearer ",
+     "bearer x", "Basic aa", "Basic YTpi", '"', "\\", "a ", "A", "aA", "1"],
 )  # fmt: skip
 def test_the_time_is_linear_in_the_text_whatever_it_contains(piece: str) -> None:
     text = (piece * 1_000_000)[:1_000_000]

@@ -234,7 +234,8 @@ GATE_TRAPS = {
     "just below the bound": ({"only_if": "tag_count", "at_least": 0.75}, RIGHT_ANSWER, 0.0),
     "just above what can be paid": ({"at_least": 1.01}, TEXT, 0.0),
     "a condition that fines": ({"only_if": FINES_FORMAT}, TEXT, 0.0),
-    "a fine that a condition below 0 would make a gain": ({"reward": FINED, "only_if": FINES_FORMAT}, WRONG_ANSWER, -1.0),
+    "a fine that a condition below 0 would make a gain": (
+        {"reward": FINED, "only_if": FINES_FORMAT}, WRONG_ANSWER, -1.0),
     "a fine that a closed gate would spare": ({"reward": FINED}, "17", -1.0),
     "a fine for no answer at all": ({"reward": FINED}, "", -1.0),
     "the condition's own pay": ({"only_if": {"name": "well_formed", "kwargs": {"pay": 5}}}, WRONG_ANSWER, 0.0),
@@ -287,8 +288,8 @@ def test_gates_and_sums_nest():
     columns = []
     gated_sum = gate(reward=both).function
     assert gated_sum(completions=[TEXT, RIGHT_ANSWER], answer=["18"] * 2) == [2.8, 0.0]
-    sum_of_gate = one({"name": "sum", "rewards": [{"name": "gate", "reward": "gsm8k_correctness", "only_if": "well_formed"},
-                                                  "tag_presence"]}).function  # fmt: skip
+    inner = {"name": "gate", "reward": "gsm8k_correctness", "only_if": "well_formed"}
+    sum_of_gate = one({"name": "sum", "rewards": [inner, "tag_presence"]}).function
     assert sum_of_gate(
         completions=[TEXT, RIGHT_ANSWER], answer=["18"] * 2, log_extra=lambda column, values: columns.append(column)
     ) == [2.8, 0.4]

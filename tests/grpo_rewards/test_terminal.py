@@ -12,7 +12,8 @@ import pytest
 from grpo_rewards import cli, terminal
 from grpo_rewards.terminal import Cell, Labelled, Table, lasting_output, rendered, say, show
 
-TABLE = Table([["strict", 0.5, "right by the answer tag and in full pay of another reward"], ["x", 12.25, Cell("no", "bad")]],
+TABLE = Table([["strict", 0.5, "right by the answer tag and in full pay of another reward"],
+               ["x", 12.25, Cell("no", "bad")]],
               ("what", "share", "asks"), frozenset({1}))  # fmt: skip
 
 

@@ -66,7 +66,7 @@ def test_two_trainers_on_a_tiny_model(
     """Base, choice of tasks, a run of each trainer, and a page whose figures are those of the files; nothing runs twice."""
     tiny.policy(vocab_size=258, max_position_embeddings=1024).save_pretrained(tmp_path / "model")
     tiny.byte_tokenizer().save_pretrained(tmp_path / "model")
-    for name, value in {"ASKED": 4, "TRAINED": 64, "HELD_OUT": 12, "LOW": 0.0, "AIM": 0.0}.items():
+    for name, value in {"PROBED": 4, "TRAINED": 64, "HELD_OUT": 12, "LOW": 0.0, "AIM": 0.0}.items():
         monkeypatch.setattr(real_model, name, value)
     monkeypatch.setattr(real_model, "RESULTS", tmp_path / "page.md")
     # In this process: another one would have the module's own sizes.

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 CHUNK = 2**22
 """Number of elements of a parameter that are updated at once. Temporaries take a few times 4 bytes of this number."""
@@ -185,24 +185,18 @@ class UpdateSample(TrainerCallback):
         self.sample: list[Sampled] = []
         self.before = torch.empty(0)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Draw the sample. A second training of the same trainer may have another optimizer."""
         self.sample = draw_sample(
             parameter for group in kwargs["optimizer"].param_groups for parameter in group["params"]
         )
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Store the values before the step."""
         # At the beginning of the step, and not just before the update: generation may cast the weights in place.
         self.before = stored_values(self.sample)
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Compare the values after the update, and log the shares."""
         optimizer = kwargs["optimizer"]
         # accelerate sets this where a gradient scaler found infinities: the weights did not change, and nothing was lost.

@@ -71,7 +71,7 @@ def load_adapter(name: str, config: PeftConfig, args: GRPOConfig, key: str, **in
     base_init.update(revision=config.revision or "main", trust_remote_code=args.trust_remote_code)
     base_init.update(init)
     if args.distributed_state.num_processes > 1:
-        base_init["device_map"] = None
+        base_init["device_map"] = None  # "auto", TRL's default, would spread each rank's model over all GPUs
     args.model_init_kwargs = None  # TRL would warn that it ignores them
     try:
         base = create_model_from_path(config.base_model_name_or_path, **base_init)
@@ -93,5 +93,6 @@ def with_its_base(
     """Return `model`, or the loaded model if `model` is the folder of an adapter, which TRL would take for a model's."""
     if args is None or not isinstance(model, str) or not (Path(model) / ADAPTER_CONFIG).is_file():
         return model
+    # A repository of the hub is left to TRL: looking for an adapter there would cost every run a request.
     config = adapter_config(model)
     return model if config is None else load_adapter(model, config, args, "model")

@@ -123,6 +123,7 @@ class LayoutCheck:
                     doubt = later_doubt or doubt
             reason = doubt or reason
         if layout is not Layout.PACKED:
+            # A comparison switches the attention before it can fail.
             stock_attention(bare)
         if layout < wanted:
             self._warn_once(f"micro-batches are {layout.name.lower()}, not {wanted.name.lower()}: {reason}")
@@ -389,6 +390,7 @@ def unsupported(model: nn.Module) -> str:
     base, config = base_model(model), text_config(model)
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     parameters = inspect.signature(base.base_model.forward).parameters
+    # These cases can pass the comparisons by chance, or fail inside the model, so they are ruled out first.
     if config is not base.config:
         return "the model is multimodal"
     if kinds:
@@ -441,6 +443,7 @@ def is_sharded(model: nn.Module) -> bool:
 def perturbed(model: nn.Module) -> Iterator[None]:
     """Add noise to each trainable tensor that holds one value, and restore its bits afterwards."""
     saved: list[tuple[nn.Parameter, Tensor]] = []
+    # A fixed generator of its own: all ranks must hold the same weights, and the run's random state must not change.
     generator = torch.Generator().manual_seed(0)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if any(hasattr(parameter, "ds_id") for parameter in parameters) and not isinstance(model, PeftModel):

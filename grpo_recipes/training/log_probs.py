@@ -72,6 +72,7 @@ class LogProbs:
             log_probs.append(chunk_log_probs)
             if chunk_entropies is not None:
                 entropies.append(chunk_entropies)
+        # The loss multiplies by advantages and masks in the order of the rows given.
         back = sequence.argsort()
         return torch.cat(log_probs)[back], torch.cat(entropies)[back] if entropies else None
 
@@ -85,7 +86,7 @@ class LogProbs:
             wanted = self._layouts.get(bare, self.wanted)
             chosen = self._check.choose(model, bare, rows.select(slice(chunk)), wanted)
             if chosen is None:
-                return Layout.PADDED
+                return Layout.PADDED  # for these rows only: without a label there was nothing to compare
             checked.add(adapters)
             self._layouts[bare] = chosen
         return self._layouts[bare]
@@ -104,6 +105,7 @@ class LogProbs:
         """Return the model call for `rows` in `layout`, trimmed if packing is impossible or saves little."""
         trimmed, index = rows.trimmed()
         if layout is Layout.PACKED:
+            # One row that does not fit decides for its micro-batch: two calls would put ranks out of step.
             fits = self._check.fits(self.bare(model), trimmed).all()
             if not fits or rows.packed_tokens() > MAX_PACKED_SHARE * trimmed.input_ids.numel():
                 layout = Layout.TRIMMED

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.recipe.specs import SamplingSpec
@@ -156,6 +156,7 @@ class InformativeSampler(EpochSampler):
 
     def __iter__(self) -> Iterator[int]:
         """Yield the row indices of epoch `epoch`."""
+        # Drawn lazily: the probabilities of a generation depend on the groups of the epoch before, which are known only then.
         once = EpochSampler(self.data_source, 1, self.batch_size, 1, self.shuffle, self.seed)
         once.epoch = self.epoch
         self.draws = []
@@ -242,6 +243,7 @@ class PromptSampling(TrainerCallback):
         self._check(rows[0], int(drawn[here][0]))
         _forget_rows(trainer._logs)
         output = generate(rows[: len(drawn[here])])
+        # TRL's log has the rewards of all ranks, so every rank records the same groups and makes the same next draw.
         self.sampler.learn(draw, self._varied(group))
         weights = np.repeat(draw.weights(unbiased=self.spec.is_unbiased), group)[here]
         advantages = output["advantages"]  # (rows,) or (rows, T)
@@ -281,9 +283,7 @@ class PromptSampling(TrainerCallback):
         if self.spec.is_unbiased:
             metrics["prompts/largest_weight"].append(float(1 / draw.probabilities[draw.drawn].min()))
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Restore the numbers of zero-variance groups from the checkpoint of a resumed run."""
         checkpoint = self.trainer.checkpoints.resumed_from
         if checkpoint is None or self.sampler is None:
@@ -293,9 +293,7 @@ class PromptSampling(TrainerCallback):
             return
         self.sampler.unvaried[:] = read_memory(checkpoint / MEMORY, len(self.sampler.unvaried))
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Set `position` to the first generation of the epoch that this launch will make."""
         if self.sampler is None:
             return
@@ -307,7 +305,7 @@ class PromptSampling(TrainerCallback):
         done = state.global_step - int(state.epoch or 0) * steps_per_epoch
         self.position = done * args.gradient_accumulation_steps // rounds
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Write the numbers of zero-variance groups into the checkpoint."""
         if args.should_save and self.sampler is not None:
             content = {"groups_without_variance": self.sampler.unvaried.tolist()}

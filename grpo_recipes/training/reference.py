@@ -33,7 +33,7 @@ from peft import PeftConfig, PeftModel, PeftType
 from peft.utils import AuxiliaryTrainingWrapper
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.models.utils import disable_gradient_checkpointing
@@ -170,9 +170,7 @@ class ReferenceCallback(TrainerCallback):
         self.spec = spec
         self.is_switched_off = isinstance(trainer.model, PeftModel) and REF not in trainer.model.peft_config
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Restore the reference as it was set or, in a resumed run, as the checkpoint holds it."""
         model = self.trainer.model
         if isinstance(model, PeftModel) and REF in model.peft_config:
@@ -186,19 +184,20 @@ class ReferenceCallback(TrainerCallback):
         elif not state.global_step:
             _warn_of_dropout(self.trainer)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Refresh the reference every `ref_model_sync_steps` optimizer steps, as TRL does for a full model."""
         if not args.sync_ref_model or state.global_step % args.ref_model_sync_steps:
             return
         _refresh(self.trainer, args.ref_model_mixup_alpha)
         if self.spec.reset_optimizer_on_sync:
             optimizer = kwargs["optimizer"]
+            # Only the state: a new optimizer would also restart the learning-rate schedule.
             optimizer.state.clear()
             for group in optimizer.param_groups:
                 if "step" in group:  # DeepSpeed's FusedAdam counts here
                     group["step"] = 0
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Add a refreshed reference to the checkpoint. A reference that never changes is rebuilt from its source."""
         if args.sync_ref_model:
             _store(self.trainer, Path(args.output_dir) / f"checkpoint-{state.global_step}")
@@ -465,6 +464,7 @@ def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
             _blend(source, target, 1.0)
     else:
         reference = copy.deepcopy(model)
+        # Copied from memory: TRL reloads the files, which a merged model or a model made in memory does not match.
         # TRL replaces these methods by closures over the policy, and a copy would go on calling the policy.
         for module in (reference, reference.get_output_embeddings()):
             module.__dict__.pop("forward", None)
@@ -572,6 +572,7 @@ def _blend(source: torch.Tensor, target: torch.Tensor, alpha: float) -> None:
 
 
 def _reference_tensors(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+    # Unwrapped, because the wrappers of DDP and DeepSpeed put a prefix before every name.
     model = trainer.accelerator.unwrap_model(trainer.model)
     if isinstance(model, PeftModel):
         return adapter_tensors(model, REF)

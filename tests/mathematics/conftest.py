@@ -1,4 +1,4 @@
-"""Fixtures of the mathematics tests: one tiny checkpoint, scenarios prepared once, and a count of compared cells."""
+"""Fixtures of the mathematics tests: one tiny checkpoint, scenarios prepared once, and the count of compared cells."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict

@@ -228,7 +228,7 @@ class Row:
 
 SITUATIONS = ("new", "continued", "resumed")
 HEADER = (
-    "| adapter | layout | distance from TRL's gradient | reference, new | continued | resumed | said |\n"
+    "| adapter | layout | distance from TRL's gradient | reference, new | continued | resumed | warnings |\n"
     "|---|---|---|---|---|---|---|"
 )
 
@@ -425,11 +425,12 @@ def table(rows: list[Row]) -> str:
     lines = [
         "# Which adapters are packed, and what their reference is",
         "",
-        "Made by `make models`, not by hand: every adapter type of the installed PEFT, and variants of LoRA, on a tiny Llama,",
-        "trained for two optimiser steps by TRL and by us on the same completions. The distance is that of the gradients: the",
-        "largest difference of a tensor over its largest entry, in float32; `random` where TRL's own differs from seed to seed.",
-        "A reference is right if it is the initial policy, and still is once the policy has moved: of a new adapter, of one that",
-        "is loaded and trained on, and in a run that was resumed. `n/a`: TRL or PEFT does not do it.",
+        "Made by `make models`. Every adapter type of the installed PEFT, and variants of LoRA, are trained on a",
+        "tiny Llama for two optimizer steps by TRL and by us on the same completions. The distance is the largest",
+        "difference of a gradient's entries, relative to the largest entry of its tensor, in float32, or `random`",
+        "if TRL's own gradient differs from seed to seed. A reference is right if it is the initial policy, and",
+        "still is after the policy has moved. It is checked for a new adapter, for a loaded adapter that is",
+        "trained further, and in a resumed run. `n/a` means that TRL or PEFT does not support the case.",
         "",
         f"{versions}. {len(rows)} adapters, {len(wrong)} wrong{': ' if wrong else ''}{', '.join(wrong)}.",
         "",

@@ -260,14 +260,15 @@ def table(rows: list[Row]) -> str:
     lines = [
         "# Which models are packed",
         "",
-        "Made by `make models`, not by hand: every causal language model of the installed transformers, built tiny from its",
-        "configuration, trained for two optimiser steps by TRL and by us on the same completions. The distance is that of the",
-        "gradients: the largest difference of a tensor over its largest entry, in float32, router loss and dropout off.",
+        "Made by `make models`. Every causal language model of the installed transformers is built tiny from its",
+        "configuration, and trained for two optimizer steps by TRL and by us on the same completions. The distance",
+        "is the largest difference of a gradient's entries, relative to the largest entry of its tensor, in",
+        "float32, without router loss and dropout.",
         "",
         f"{versions}. {len(rows)} model types: {', '.join(f'{count} {layout}' for layout, count in counts.items())}; "
         f"{wrong} further than {FAR:g} from TRL's gradient.",
         "",
-        "| model type | layout | distance from TRL's gradient | why it is not packed |",
+        "| model type | layout | distance from TRL's gradient | reason for not packing |",
         "|---|---|---|---|",
     ]
     lines += [f"| {r.model_type} | {r.layout} | {r.distance} | {r.reason.replace('|', '/')} |" for r in rows]

@@ -501,7 +501,7 @@ def test_impossible_references_raise_one_line(policy: Path, tmp_path: Path) -> N
     assert "can't be refreshed" in message(new(), "base", **refresh)
     assert "`beta: 0` has none" in message(new(), "initial", beta=0.0, **refresh)
     assert "other tensors than the policy" in message(new(), {"adapter": tmp_path / "q"}, **refresh)
-    assert "1 for a hard refresh" in message(new(), "initial", **refresh, ref_model_mixup_alpha=1.5)
+    assert "above 0 and at most 1" in message(new(), "initial", **refresh, ref_model_mixup_alpha=1.5)
     assert "no effect without" in message(new(), {"reset_optimizer_on_sync": True})
 
 

@@ -34,8 +34,8 @@ CHANGED, EXPECTED = "updates/changed", "updates/expected"
 class AdamWBF16(torch.optim.Optimizer):
     """AdamW with decoupled weight decay (Loshchilov & Hutter 2019), in float32, for bfloat16 or float32 weights.
 
-    The state takes 10 bytes per bfloat16 weight: `exp_avg` and `exp_avg_sq` in float32, and `low_bits` in int16. Float32
-    weights take the same step without `low_bits`. With DTensors (FSDP2), each rank updates its own shard.
+    The state takes 10 bytes per bfloat16 weight: `exp_avg` and `exp_avg_sq` in float32, and `low_bits` in int16.
+    Float32 weights take the same step without `low_bits`. With DTensors (FSDP2), each rank updates its own shard.
 
     Raises:
         TypeError: a parameter has another dtype.
@@ -74,7 +74,8 @@ class AdamWBF16(torch.optim.Optimizer):
     def _update(self, param: Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
         if not state:
-            # Float32 whatever the weights are, and a tensor on the CPU, as torch's own optimizers keep them in checkpoints.
+            # Float32 whatever the weights are, and a tensor on the CPU, as torch's own optimizers keep them in
+            # checkpoints.
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
@@ -95,8 +96,8 @@ class AdamWBF16(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state with the dtypes that it was saved with."""
         super().load_state_dict(state_dict)
-        # torch has cast the moments and the bits to the dtype of the weights. In bfloat16 both would lose their values, and
-        # a resumed run would differ from an uninterrupted one without any error.
+        # torch has cast the moments and the bits to the dtype of the weights. In bfloat16 both would lose their values,
+        # and a resumed run would differ from an uninterrupted one without any error.
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, param in zip(saved, params, strict=True):
@@ -115,15 +116,16 @@ def adamw_bf16(args: TrainingArguments) -> tuple[type[AdamWBF16], dict[str, Any]
 
 
 def merge(weight: Tensor, low_bits: Tensor) -> Tensor:
-    """Return the float32 numbers whose upper 16 bits, rounded, are bfloat16 weights and whose rest is `low_bits` (int16)."""
-    # A zero with negative bits is no float32 of the same sign. It exists only if something else has set the weight to 0.
+    """Return float32 numbers with bfloat16 weights as the rounded upper 16 bits, and `low_bits` (int16) as the rest."""
+    # A zero with negative bits is no float32 of the same sign. It exists only if something else has set the weight to
+    # 0.
     low_bits = low_bits.masked_fill((weight == 0) & (low_bits < 0), 0)
     high = weight.view(torch.int16).to(torch.int32) << 16
     return high.add_(low_bits).view(torch.float32)
 
 
 def split_into(float32: Tensor, weight: Tensor, low_bits: Tensor) -> None:
-    """Write float32 numbers into bfloat16 weights (the nearest, halfway away from 0) and `low_bits`, as `merge` reads them."""
+    """Write float32 numbers into bfloat16 weights (nearest, halfway away from 0) and `low_bits`, inverse to `merge`."""
     # One NaN for all: the addition below would overflow the bits of the largest NaN, and leave a number in its place.
     bits = float32.masked_fill(float32.isnan(), math.nan).view(torch.int32)
     high = (bits + 0x8000) >> 16
@@ -136,7 +138,8 @@ def _adamw(
 ) -> None:
     """Make one step of `torch.optim.AdamW` on float32 numbers, in place.
 
-    The operations and their order are torch's. Any other order rounds differently, and could not be compared bit by bit.
+    The operations and their order are torch's. Any other order rounds differently, and could not be compared bit by
+    bit.
     """
     beta1, beta2 = group["betas"]
     grad = grad.to(torch.float32)
@@ -163,7 +166,7 @@ class Sampled:
     places: Tensor
     """Flat indices into this rank's part of the parameter, (n,), int64."""
     dtype: torch.dtype
-    """Dtype of the parameter when the sample was drawn. A cast during the run is a loss that the metrics should show."""
+    """Dtype of the parameter when the sample was drawn. A later cast is a loss that the metrics should show."""
 
     def take(self, tensor: Tensor) -> Tensor:
         """Return the sampled entries of a tensor of the parameter's shape, (n,), float32."""
@@ -171,13 +174,13 @@ class Sampled:
 
 
 class UpdateSample(TrainerCallback):
-    """Callback that logs the share of sampled weights that a step changed, and the share expected without rounding losses.
+    """Callback that logs the share of sampled weights that a step changed, and the share expected without rounding.
 
     `updates/changed` is the share whose stored value differs, among the weights that the optimizer was to move.
-    `updates/expected` is the mean over the same weights of min(1, |update| / spacing of the dtype at the weight), where the
-    update is AdamW's, computed from its own moments. If the part that is rounded off is kept for later steps, this many
-    weights change. For an optimizer without these moments, only `updates/changed` is logged, over all sampled weights. Each
-    rank samples its own shard and waits for no other.
+    `updates/expected` is the mean over the same weights of min(1, |update| / spacing of the dtype at the weight), where
+    the update is AdamW's, computed from its own moments. If the part that is rounded off is kept for later steps, this
+    many weights change. For an optimizer without these moments, only `updates/changed` is logged, over all sampled
+    weights. Each rank samples its own shard and waits for no other.
     """
 
     def __init__(self, metrics: MutableMapping[str, list[float]]) -> None:
@@ -199,7 +202,8 @@ class UpdateSample(TrainerCallback):
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Compare the values after the update, and log the shares."""
         optimizer = kwargs["optimizer"]
-        # accelerate sets this where a gradient scaler found infinities: the weights did not change, and nothing was lost.
+        # accelerate sets this where a gradient scaler found infinities: the weights did not change, and nothing was
+        # lost.
         if not self.sample or getattr(optimizer, "step_was_skipped", False):
             return
         changed = stored_values(self.sample) != self.before
@@ -223,8 +227,8 @@ class UpdateSample(TrainerCallback):
 def draw_sample(parameters: Iterable[Tensor]) -> list[Sampled]:
     """Return a sample of `SAMPLE` weights of this rank's part of the parameters, the same one in every run.
 
-    `TENSORS` parameters are drawn with probabilities proportional to their sizes, and equally many places in each, so every
-    weight has the same probability.
+    `TENSORS` parameters are drawn with probabilities proportional to their sizes, and equally many places in each, so
+    every weight has the same probability.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad and _local(parameter).numel()]
     if not trained:
@@ -270,7 +274,8 @@ def _adamw_update(sample: list[Sampled], before: Tensor, optimizer: Any) -> Tens
         first, second = corrections[id(group)]
         mean, square = part.take(state["exp_avg"]) / first, part.take(state["exp_avg_sq"]) / second
         decayed = value * group.get("weight_decay", 0.0)
-        # A weight that never had a gradient (the embedding of an unused token) is no measure, even if weight decay moves it.
+        # A weight that never had a gradient (the embedding of an unused token) is no measure, even if weight decay
+        # moves it.
         updates.append(group["lr"] * (mean / (square.sqrt() + group["eps"]) + decayed).abs() * (mean != 0))
     return torch.cat(updates)
 

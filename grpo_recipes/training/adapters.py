@@ -1,4 +1,4 @@
-"""PEFT adapters of a policy: which tensors belong to one, how to load one, and how to read it where ZeRO-3 partitions it."""
+"""PEFT adapters of a policy: their tensors, also where ZeRO-3 partitions them, and their base models."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from grpo_rewards.errors import UserError, one_line
 def adapter_tensors(model: PeftModel, adapter: str) -> dict[str, torch.Tensor]:
     """Return every parameter and buffer of `adapter` by its name without the adapter's name.
 
-    PEFT puts the adapter's name into the path of each tensor: as the last part (`lora_embedding_A.default`, IA3, VeRA) or
-    before it (`lora_A.default.weight`, `modules_to_save.default.weight`).
+    PEFT puts the adapter's name into the path of each tensor: as the last part (`lora_embedding_A.default`, IA3, VeRA)
+    or before it (`lora_A.default.weight`, `modules_to_save.default.weight`).
     """
     tensors = {}
     # Not PEFT's `get_peft_model_state_dict`: its tensors are detached, without `requires_grad` and ZeRO-3's attributes.
@@ -90,7 +90,7 @@ def load_adapter(name: str, config: PeftConfig, args: GRPOConfig, key: str, **in
 def with_its_base(
     model: str | PreTrainedModel | PeftModel, args: GRPOConfig | None
 ) -> str | PreTrainedModel | PeftModel:
-    """Return `model`, or the loaded model if `model` is the folder of an adapter, which TRL would take for a model's."""
+    """Return `model`, or the loaded model if `model` is an adapter's folder, which TRL would take for a model's."""
     if args is None or not isinstance(model, str) or not (Path(model) / ADAPTER_CONFIG).is_file():
         return model
     # A repository of the hub is left to TRL: looking for an adapter there would cost every run a request.

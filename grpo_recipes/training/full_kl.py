@@ -2,9 +2,9 @@
 
     KL(policy || reference) = sum over v of p(v) log(p(v) / q(v))
 
-at each completion token, where p and q are the policy's and the reference's distributions at the trainer's temperature. It
-costs one forward of the reference per micro-batch. TRL's kernel projects hidden states to logits in tiles, so no logits are
-stored, and memory does not grow with completion length x vocabulary.
+at each completion token, where p and q are the policy's and the reference's distributions at the trainer's temperature.
+It costs one forward of the reference per micro-batch. TRL's kernel projects hidden states to logits in tiles, so no
+logits are stored, and memory does not grow with completion length x vocabulary.
 
 Shapes: B rows, L tokens per row, T completion columns, H hidden dimensions, V tokens of the vocabulary.
 """
@@ -23,8 +23,8 @@ from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
 from grpo_recipes.recipe.losses import LOSS_TYPES
 
-# Configuration keys by which a model scales or caps its logits behind the head, each with the value without an effect. The
-# kernel computes logits as hidden states times head. It would ignore these keys without an error.
+# Configuration keys by which a model scales or caps its logits behind the head, each with the value without an effect.
+# The kernel computes logits as hidden states times head. It would ignore these keys without an error.
 _LOGIT_TRANSFORMS = {
     "final_logit_softcapping": None,
     "logit_scale": 1.0,
@@ -107,7 +107,8 @@ def last_hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 class FullKL:
     """Computation of the KL of each token inside the policy's own forward.
 
-    The policy's forward is wrapped once. A forward inside `against` leaves the result in `tokens`. Any other is unchanged.
+    The policy's forward is wrapped once. A forward inside `against` leaves the result in `tokens`. Any other is
+    unchanged.
 
     Raises:
         ValueError: the model transforms its logits behind the head.

@@ -6,10 +6,10 @@ A wrong attention mask changes log-probabilities without any error. So a layout 
 2. The first micro-batch agrees with TRL's own computation on rows with additional padding.
 3. A few short rows agree in log-probabilities and gradients, in training mode, with an adapter that has an effect.
 
-The third check is needed because a new adapter adds nothing, and new norms have one weight in every channel: on them the
-first micro-batch agrees in every layout, and proves nothing about later steps. So every trainable tensor that holds one
-value is perturbed during the check. 16-bit weights are replaced by float32 copies where memory allows, because a difference
-is then a mistake and not rounding.
+The third check is needed because a new adapter adds nothing, and new norms have one weight in every channel: on them
+the first micro-batch agrees in every layout, and proves nothing about later steps. So every trainable tensor that holds
+one value is perturbed during the check. 16-bit weights are replaced by float32 copies where memory allows, because a
+difference is then a mistake and not rounding.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SAMPLE_TOKENS = 64
 """Number of tokens that the short rows keep of a prompt, and of a completion."""
 
 NOISE_AROUND_ZERO, NOISE_RELATIVE = 0.05, 0.1
-"""Standard deviation of the perturbation of a tensor of zeros, and its share of the value of a tensor of another value."""
+"""Standard deviation of the perturbation of a tensor of zeros, and its share of any other value."""
 
 COMPARED_WEIGHTS = 2**26
 """Number of weights whose gradients are compared, those of the smallest tensors. Every layer has some of them."""
@@ -130,7 +130,7 @@ class LayoutCheck:
         return layout
 
     def fits(self, model: nn.Module, rows: Rows) -> Tensor:
-        """Return which rows can be packed, (B,) bool: their masks have no holes, and they are inside the attention window."""
+        """Return which rows can be packed, (B,) bool: those without mask holes, inside the attention window."""
         mask = rows.completion_mask
         fits = ~(mask[:, 1:] > mask[:, :-1]).any(1)  # a 1 after a 0 ends a hole
         if not fits.all():
@@ -178,8 +178,8 @@ class LayoutCheck:
     def _compare_first_rows(self, model: nn.Module, bare: nn.Module, rows: Rows, wanted: Layout) -> Choice:
         """Return the most preferred layout up to `wanted` that agrees with padded rows on every rank."""
         padded = _padded_call(rows, bare)
-        # Positions from the attention mask hide a dependence on padding, a table of positions does not: without room for
-        # padding, agreement says nothing about such a model.
+        # Positions from the attention mask hide a dependence on padding, a table of positions does not: without room
+        # for padding, agreement says nothing about such a model.
         if self._any_rank(padded.rows is rows and _learns_positions(base_model(bare))):
             return (
                 Layout.PADDED,
@@ -242,8 +242,8 @@ class LayoutCheck:
         few = sample(rows, usable)
         computes_in_float32 = widen or self._computes_in_float32(bare)
         with in_float32(bare, self.accelerator) if widen else nullcontext(), perturbed(bare):
-            # A sharded model must be called through the wrappers that gather its weights, and no rank has its full gradient.
-            # Any other is called without wrappers, because DDP's would wait for a backward pass.
+            # A sharded model must be called through the wrappers that gather its weights, and no rank has its full
+            # gradient. Any other is called without wrappers, because DDP's would wait for a backward pass.
             trial = _Trial(few, _padded_call(few, bare), bare, computes_in_float32, compared(bare))
             if sharded:
                 trial = replace(trial, model=model, parameters=[])
@@ -257,8 +257,8 @@ class LayoutCheck:
                     noisy = bool(gap > 0) and not torch.equal(before, random_state(device))
                 if not self._any_rank(noisy or bool(self._doubt(trial, again, expected))):
                     return self._best(trial, found, expected)
-            # Results with random numbers cannot be compared, so the comparison is repeated in evaluation mode. Such a model
-            # is never packed: the completions of a packed row would share the random numbers of their prompt.
+            # Results with random numbers cannot be compared, so the comparison is repeated in evaluation mode. Such a
+            # model is never packed: the completions of a packed row would share the random numbers of their prompt.
             layout, doubt = self._best(trial, min(found, Layout.TRIMMED), self._compute(trial, trial.padded))
         if not doubt and found is Layout.PACKED:
             doubt = "in training the model draws random numbers, which a packed prompt would share"
@@ -320,8 +320,8 @@ def _log_prob_disagreement(got: Tensor, expected: Tensor, rows: Rows, is_float32
 def sample(rows: Rows, index: Tensor) -> Rows:
     """Return two completions of each of two prompts, cut to `SAMPLE_TOKENS` on either side.
 
-    The prompts are those of the rows at `index` that have several completions and most tokens. A single completion is taken
-    twice, so that its prompt is shared too. Without an index, the result is one row without labels.
+    The prompts are those of the rows at `index` that have several completions and most tokens. A single completion is
+    taken twice, so that its prompt is shared too. Without an index, the result is one row without labels.
     """
     left, width = max(rows.prompt_mask.size(1) - SAMPLE_TOKENS, 0), min(rows.logits_to_keep, SAMPLE_TOKENS)
     if not len(index):
@@ -368,7 +368,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 def depends_on_width(config: Any) -> str:
-    """Return why the results of a model depend on the width of the rows, or "" if its configuration does not show it."""
+    """Return why a model's results depend on the width of the rows, or "" if its configuration does not show it."""
     if rotary := rotary_of_the_longest(config):
         return f"a rotary table of type {rotary} depends on the longest row, padding included"
     if scale := scaled_by_position(config):
@@ -428,7 +428,7 @@ def adapter_state(model: nn.Module) -> tuple[str, ...]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return True if each rank holds only a part of the weights (ZeRO-3, FSDP), so that a model call is a collective."""
+    """Return True if each rank holds only a part of the weights (ZeRO-3, FSDP). A model call is then a collective."""
     for parameter in model.parameters():
         if hasattr(parameter, "ds_id") or isinstance(parameter, DTensor):
             return True
@@ -480,7 +480,7 @@ def _holds_one_value(values: Tensor) -> bool:
 
 
 def fits_in_float32(model: nn.Module, device: torch.device) -> bool:
-    """Return True if there is memory for float32 copies of the 16-bit weights, and a quarter more for a few short rows."""
+    """Return True if there is memory for float32 copies of the 16-bit weights, and a quarter more for short rows."""
     if getattr(base_model(model), "is_quantized", False):
         return False
     needed = 4 * sum(tensor.numel() for tensor in tensors_16bit(model))
@@ -519,7 +519,7 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def compared(model: nn.Module) -> list[nn.Parameter]:
-    """Return the trainable parameters whose gradients are compared, the smallest first, at least one if there is one."""
+    """Return the trainable parameters whose gradients are compared, the smallest first, if possible at least one."""
     trainable = sorted((parameter for parameter in model.parameters() if parameter.requires_grad), key=Tensor.numel)
     found, weights = trainable[:1], 0
     for parameter in trainable[1:]:

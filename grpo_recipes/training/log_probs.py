@@ -1,7 +1,7 @@
 """Per-token log-probabilities in the cheapest layout that is exact for the model: packed, trimmed or padded.
 
-`LogProbs` computes them. `layout_check` decides which layout is exact. The result is always in TRL's layout, (B, T). See
-docs/efficiency.md.
+`LogProbs` computes them. `layout_check` decides which layout is exact. The result is always in TRL's layout, (B, T).
+See docs/efficiency.md.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 TRL shuffles the rows of a generation batch, cuts them into micro-batches, and pads every row to the longest row of the
 generation batch. `regroup` moves rows within windows of micro-batches that always belong to one optimizer step, so that
-rows of one prompt (packed) or of similar length (trimmed) share a micro-batch. It masks out zero-advantage rows and cuts
-the padding that is left. Every micro-batch keeps its number of rows: TRL's means over rows keep their divisor, and every
-rank makes the same model calls.
+rows of one prompt (packed) or of similar length (trimmed) share a micro-batch. It masks out zero-advantage rows and
+cuts the padding that is left. Every micro-batch keeps its number of rows: TRL's means over rows keep their divisor, and
+every rank makes the same model calls.
 
 Shapes: B rows of a micro-batch, R rows of a window, P prompt columns, T completion columns.
 """
@@ -29,8 +29,8 @@ EMPTY = "no_row_contributes"
 """Key that is True in a micro-batch in which no rank has a row that contributes."""
 
 # Values that are set to 0 in a masked row. TRL's new log-probabilities are 0 there, so the ratio is exp(0 - 0) = 1. Any
-# other value could give an infinite ratio, and 0 * inf is NaN. The reference's log-probabilities are not listed, because
-# rows are masked only where the loss has no KL term.
+# other value could give an infinite ratio, and 0 * inf is NaN. The reference's log-probabilities are not listed,
+# because rows are masked only where the loss has no KL term.
 _LOG_PROBS = ("old_per_token_logps", "sampling_per_token_logps")
 
 _MULTIMODAL = {"pixel_values", "num_images", "token_type_ids", "mm_token_type_ids"}
@@ -128,8 +128,9 @@ class Efficiency:
 def window_size(steps_per_generation: int, gradient_accumulation_steps: int) -> int:
     """Return the number of consecutive micro-batches of a generation batch that always belong to one optimizer step.
 
-    An optimizer step ends after a multiple of `gradient_accumulation_steps` micro-batches of an epoch, and an epoch holds
-    whole generation batches. Modulo `steps_per_generation`, those ends are multiples of the greatest common divisor.
+    An optimizer step ends after a multiple of `gradient_accumulation_steps` micro-batches of an epoch, and an epoch
+    holds whole generation batches. Modulo `steps_per_generation`, those ends are multiples of the greatest common
+    divisor.
     """
     return math.gcd(steps_per_generation, gradient_accumulation_steps)
 
@@ -140,7 +141,8 @@ def regroup(
     """Redistribute the rows of a generation batch within windows of micro-batches.
 
     Args:
-        buffer: TRL's micro-batches, all with the same keys. Tensors (B, ...) and lists of length B move with their rows.
+        buffer: TRL's micro-batches, all with the same keys. Tensors (B, ...) and lists of length B move with their
+            rows.
         window: number of micro-batches per window.
         layout: layout of the model calls.
         exact: changes that leave the gradient as it is.
@@ -170,9 +172,9 @@ def _regroup_window(batches: Sequence[MicroBatch], layout: Layout, exact: Exactn
     masked = _mask_out(merged, skipped)
     sequence = torch.arange(len(skipped), device=skipped.device)
     if exact.regroup:
-        # Packed rows are ordered before masking: a skipped row then keeps its place beside its prompt, and a group as large
-        # as a micro-batch is never split over two. Trimmed rows are ordered after masking: skipped rows have length 0, and
-        # gather in micro-batches that cost next to nothing.
+        # Packed rows are ordered before masking: a skipped row then keeps its place beside its prompt, and a group as
+        # large as a micro-batch is never split over two. Trimmed rows are ordered after masking: skipped rows have
+        # length 0, and gather in micro-batches that cost next to nothing.
         sequence = order(as_rows(merged if layout is Layout.PACKED else masked), layout)
     regrouped = [_take(masked, rows) for rows in sequence.split(size)]
     if exact.rescale:
@@ -241,7 +243,8 @@ def mark_empty(ours: Sequence[MicroBatch], totals: Tensor) -> Efficiency:
 def empty_unlogged(batch: MicroBatch, metrics: dict[str, list[float]]) -> Iterator[None]:
     """Remove the metrics that TRL appends inside the block if the micro-batch is marked with `EMPTY`.
 
-    TRL's formulas give 0 for the entropy and clip ratios of a micro-batch without tokens, which would lower their means.
+    TRL's formulas give 0 for the entropy and clip ratios of a micro-batch without tokens, which would lower their
+    means.
     """
     before = {name: len(values) for name, values in metrics.items()}
     yield

@@ -1,14 +1,16 @@
 """Training on recorded, already scored responses: no generation, the same loss.
 
-The data are triples (prompt, response, reward). TRL's rollout hook returns the recorded responses in place of generated ones,
-and `recorded_reward` returns their recorded rewards. The advantage, the clipped ratio and the KL term are TRL's own. A recipe:
+The data are triples (prompt, response, reward). TRL's rollout hook returns the recorded responses in place of generated
+ones, and `recorded_reward` returns their recorded rewards. The advantage, the clipped ratio and the KL term are TRL's
+own. A recipe:
 
     dataset: {name: scored, path: triples.jsonl}
     offline: {baseline: group}
     rewards: [grpo_recipes.training.offline.recorded_reward]
 
-The baseline `group` compares a response with the other responses to the same prompt, so each prompt needs `num_generations`
-responses. The baseline `batch` compares a response with all responses of the generation batch, for one response per prompt.
+The baseline `group` compares a response with the other responses to the same prompt, so each prompt needs
+`num_generations` responses. The baseline `batch` compares a response with all responses of the generation batch, for
+one response per prompt.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ class _Response:
 class RecordedRollout:
     """Recorded responses in the form of TRL's `rollout_func`, a function of prompts to token IDs.
 
-    A prompt that occurs n times in a generation batch gets n different responses: all of them if it has exactly n, otherwise a
-    random sample.
+    A prompt that occurs n times in a generation batch gets n different responses: all of them if it has exactly n,
+    otherwise a random sample.
 
     Args:
         dataset: columns of the dataset `scored`.
@@ -69,9 +71,9 @@ class RecordedRollout:
         self.has_log_probs = "logprobs" in dataset.column_names
         self._responses: dict[str, list[_Response]] = {}
         for row in dataset:
-            # Tokenized apart from the prompt: joined text could merge the last token of the prompt with the first one of the
-            # response, and generated tokens never merge with the prompt. The end of sequence is appended because a recorded
-            # response is a finished one.
+            # Tokenized apart from the prompt: joined text could merge the last token of the prompt with the first one
+            # of the response, and generated tokens never merge with the prompt. The end of sequence is appended because
+            # a recorded response is a finished one.
             encoded = tokenizer(list(row["responses"]), add_special_tokens=False)["input_ids"]
             log_probs = row["logprobs"] if self.has_log_probs else [None] * len(encoded)
             responses = self._responses.setdefault(row["prompt"], [])
@@ -80,7 +82,7 @@ class RecordedRollout:
         self._check_lengths(max_completion_length)
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
-        """Return the token IDs of `prompts` and of one response to each, in order, as TRL's `rollout_func` returns them."""
+        """Return the token IDs of `prompts` and of one response to each, as TRL's `rollout_func` does."""
         chosen: list[_Response] = []
         for prompt, copies in groupby(prompts):
             chosen += self._draw(prompt, len(list(copies)))
@@ -105,19 +107,19 @@ class RecordedRollout:
         if longest > limit:
             overlong = sum(len(response.ids) > limit for response in responses)
             raise UserError(
-                f"`max_completion_length` is {limit}, and {overlong} of {len(responses)} recorded responses are longer: set it "
-                f"to {longest}, or leave them out"
+                f"`max_completion_length` is {limit}, and {overlong} of {len(responses)} recorded responses are "
+                f"longer: set it to {longest}, or leave them out"
             )
         for response in responses:
             if response.log_probs is not None and len(response.log_probs) != len(response.ids):
                 raise UserError(
-                    f"`logprobs`: a recorded response has {len(response.log_probs)} of them and {len(response.ids)} tokens, "
-                    "the end of sequence included: record them with this tokenizer, or leave them out"
+                    f"`logprobs`: a recorded response has {len(response.log_probs)} of them and {len(response.ids)} "
+                    "tokens, the end of sequence included: record them with this tokenizer, or leave them out"
                 )
 
 
 def with_baseline(sampler: RepeatSampler, rollout: Any) -> RepeatSampler:
-    """Return TRL's sampler, changed for the batch baseline to yield each prompt once and not `num_generations` times."""
+    """Return TRL's sampler, which with the batch baseline yields each prompt once and not `num_generations` times."""
     if isinstance(rollout, RecordedRollout) and rollout.spec.compares_whole_batch:
         # `num_generations` is then the full generation batch (see `recipe.grpo_config`), so TRL's group is the batch.
         sampler.batch_size *= sampler.mini_repeat_count

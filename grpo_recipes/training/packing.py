@@ -1,14 +1,14 @@
 """One packed row per micro-batch: each prompt once, followed by its completions, without padding.
 
-TRL pads a micro-batch to one rectangle and runs every prompt once per completion. Here the completions of a prompt share
-the prompt. With prefix = prompt[:-1] and, for each completion, suffix = [last prompt token] + completion[:-1], a
+TRL pads a micro-batch to one rectangle and runs every prompt once per completion. Here the completions of a prompt
+share the prompt. With prefix = prompt[:-1] and, for each completion, suffix = [last prompt token] + completion[:-1], a
 micro-batch becomes one row:
 
     prefix, suffix, suffix, ...      (first prompt)      prefix, suffix, ...      (second prompt)      ...
 
-Every suffix position predicts exactly one completion token. Position ids restart at len(prefix) in each suffix. A suffix
-attends to its own prefix and to itself, causally, and to nothing else. The row has (P - 1) + sum(L) tokens per group of G
-completions, where TRL's rectangle has G (max P + max L).
+Every suffix position predicts exactly one completion token. Position ids restart at len(prefix) in each suffix. A
+suffix attends to its own prefix and to itself, causally, and to nothing else. The row has (P - 1) + sum(L) tokens per
+group of G completions, where TRL's rectangle has G (max P + max L).
 
 The idea is Prefix Grouper's (arXiv 2506.05433). The row runs through stock transformers models: attention by way of
 `AttentionInterface`, labels by way of `shift_labels` of TRL's fused head. See docs/efficiency.md.
@@ -64,9 +64,9 @@ class Layout(IntEnum):
 class GroupSpans:
     """Spans of a packed row that belong together, passed through the model as the keyword argument `group_spans`.
 
-    An argument, because gradient checkpointing runs the layers again in the backward pass, after a context variable would
-    have been reset. Not a dataclass, because FSDP2 in 16-bit precision rebuilds the dataclasses among the arguments of a
-    layer, and `attended` would be counted in a copy.
+    An argument, because gradient checkpointing runs the layers again in the backward pass, after a context variable
+    would have been reset. Not a dataclass, because FSDP2 in 16-bit precision rebuilds the dataclasses among the
+    arguments of a layer, and `attended` would be counted in a copy.
     """
 
     groups: list[tuple[Span, list[Span]]]
@@ -102,7 +102,7 @@ class GroupSpans:
         return self.mask[:own, widest - context : widest + own]
 
     def segments(self) -> Iterator[tuple[Span, Span]]:
-        """Yield (context, queries) for each prefix, whose context is empty, and each suffix, whose context is its prefix."""
+        """Yield (context, queries) for each prefix, with an empty context, and each suffix, with its prefix."""
         for prefix, suffixes in self.groups:
             if prefix[1] > prefix[0]:
                 yield (prefix[0], prefix[0]), prefix
@@ -184,7 +184,8 @@ def order(rows: Rows, layout: Layout) -> Tensor:
     """
     if layout is Layout.PACKED:
         return torch.tensor(rows.prompt_numbers(), device=rows.input_ids.device).argsort(stable=True)
-    # Not by total length: completions vary more than prompts, and a long prompt beside a long completion pads both sides.
+    # Not by total length: completions vary more than prompts, and a long prompt beside a long completion pads both
+    # sides.
     prompts, completions = rows.prompt_mask.sum(1), rows.completion_mask.sum(1)
     return (completions * (rows.prompt_mask.size(1) + 1) + prompts).argsort(stable=True)
 
@@ -310,11 +311,12 @@ def packed_attention(
         )
     if dropout > 0:  # `layout_check.unsupported` finds dropout first, unless the model changes it later
         raise RuntimeError(
-            f"{type(module).__name__} has an attention dropout of {dropout:g}, which the completions of a packed row would "
-            "share: set `micro_batching: {layout: trimmed}`"
+            f"{type(module).__name__} has an attention dropout of {dropout:g}, which the completions of a packed row "
+            "would share: set `micro_batching: {layout: trimmed}`"
         )
-    # A boolean mask says only that attention is causal, and the spans imply that. A float mask is added to the scores and
-    # would be lost here, without an error: its layer is not counted, and `LogProbs` rejects the row after the forward.
+    # A boolean mask says only that attention is causal, and the spans imply that. A float mask is added to the scores
+    # and would be lost here, without an error: its layer is not counted, and `LogProbs` rejects the row after the
+    # forward.
     if attention_mask is None or not attention_mask.is_floating_point():
         group_spans.attended += 1
     if _has_varlen(query, value):
@@ -323,7 +325,7 @@ def packed_attention(
 
 
 def _has_varlen(query: Tensor, value: Tensor) -> bool:
-    """Return True if torch has a FlashAttention over uneven sequences for these tensors, with windows and grouped heads."""
+    """Return True if torch has FlashAttention over uneven sequences, with windows, for these tensors."""
     if varlen_attn is None or not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
         return False
     # The first version of the function had no windows.

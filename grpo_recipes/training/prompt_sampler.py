@@ -5,14 +5,16 @@ variance will probably have another such group (GRESO, arXiv 2506.02177, section
 probability max(`floor`, `exploration`^z), where z is the number of its last groups in a row without variance. The other
 prompts of the generation batch are skipped: nothing is generated, scored or trained for them.
 
-The order of the epoch, the number of optimizer steps and the size of a generation batch stay TRL's. A skipped prompt counts
-as a zero-variance group, which is the prediction, so the divisor of the loss stays that of all prompts. With `informative:
+The order of the epoch, the number of optimizer steps and the size of a generation batch stay TRL's. A skipped prompt
+counts as a zero-variance group, which is the prediction, so the divisor of the loss stays that of all prompts. With
+`informative:
 unbiased` the advantages of the drawn prompts are also divided by their probabilities (Horvitz and Thompson 1952, "A
-generalization of sampling without replacement from a finite universe"), so that the expected gradient over the draws is the
-gradient of the full generation batch. docs/sampling.md has the proof.
+generalization of sampling without replacement from a finite universe"), so that the expected gradient over the draws is
+the gradient of the full generation batch. docs/sampling.md has the proof.
 
-Every rank makes the same draws, from the seed, the epoch and the number of the generation. A prompt occurs once per epoch,
-so its probability does not depend on anything that happens in the epoch, and a resumed epoch makes the same draws.
+Every rank makes the same draws, from the seed, the epoch and the number of the generation. A prompt occurs once per
+epoch, so its probability does not depend on anything that happens in the epoch, and a resumed epoch makes the same
+draws.
 
 Shapes: P prompts of a generation batch, K of them drawn, G completions per prompt, F reward functions.
 """
@@ -46,8 +48,8 @@ logger = logging.getLogger(__name__)
 def inclusion(unvaried: np.ndarray, spec: SamplingSpec, quantum: int) -> np.ndarray:
     """Return the sampling probability of each prompt, (P,) in (0, 1].
 
-    The probabilities sum to the number of prompts that will be generated, which must be a multiple of `quantum`. They are
-    raised by one factor, up to 1, until the sum is one.
+    The probabilities sum to the number of prompts that will be generated, which must be a multiple of `quantum`. They
+    are raised by one factor, up to 1, until the sum is one.
 
     Args:
         unvaried: number of each prompt's last groups in a row without variance, (P,).
@@ -71,9 +73,9 @@ def inclusion(unvaried: np.ndarray, spec: SamplingSpec, quantum: int) -> np.ndar
 def systematic(probabilities: np.ndarray, start: float) -> np.ndarray:
     """Return which units are drawn, (P,) bool: exactly as many as the probabilities sum to, an integer.
 
-    The probabilities are laid end to end on a line. A unit is drawn if one of the points start, start + 1, ... falls on it
-    (Madow 1949, "On the theory of systematic sampling, II"). With `start` uniform in [0, 1), each unit is drawn with its
-    probability. Independent draws would also have these probabilities, but a number of prompts that varies.
+    The probabilities are laid end to end on a line. A unit is drawn if one of the points start, start + 1, ... falls on
+    it (Madow 1949, "On the theory of systematic sampling, II"). With `start` uniform in [0, 1), each unit is drawn with
+    its probability. Independent draws would also have these probabilities, but a number of prompts that varies.
     """
     drawn = probabilities >= 1.0
     if drawn.all():
@@ -127,8 +129,9 @@ class Draw:
         return weights / self.probabilities[self.drawn] if unbiased else weights
 
     def rows(self, num_generations: int, processes: int) -> list[int]:
-        """Return the dataset rows of the full generation batch, for each rank the drawn ones first, then the skipped ones."""
-        # TRL's sampler and batch sizes are fixed, so skipped rows are yielded as well, and `PromptSampling` cuts them off.
+        """Return the dataset rows of the generation batch, for each rank the drawn ones before the skipped ones."""
+        # TRL's sampler and batch sizes are fixed, so skipped rows are yielded as well, and `PromptSampling` cuts them
+        # off.
         drawn = np.split(np.repeat(self.prompts[self.drawn], num_generations), processes)
         skipped = np.split(np.repeat(self.prompts[~self.drawn], num_generations), processes)
         rows: list[int] = []
@@ -156,7 +159,8 @@ class InformativeSampler(EpochSampler):
 
     def __iter__(self) -> Iterator[int]:
         """Yield the row indices of epoch `epoch`."""
-        # Drawn lazily: the probabilities of a generation depend on the groups of the epoch before, which are known only then.
+        # Drawn lazily: the probabilities of a generation depend on the groups of the epoch before, which are known only
+        # then.
         once = EpochSampler(self.data_source, 1, self.batch_size, 1, self.shuffle, self.seed)
         once.epoch = self.epoch
         self.draws = []
@@ -170,7 +174,8 @@ class InformativeSampler(EpochSampler):
     def _draw(self, prompts: np.ndarray, number: int) -> Draw:
         unvaried = self.unvaried[prompts]
         probabilities = inclusion(unvaried, self.spec, self.quantum)
-        # A generator of its own: the state of the global one depends on what was sampled before, and differs between ranks.
+        # A generator of its own: the state of the global one depends on what was sampled before, and differs between
+        # ranks.
         start = np.random.default_rng([self.seed or 0, self.epoch, number]).random()
         at_floor = self.spec.exploration ** unvaried.astype(np.float64) < self.spec.floor
         return Draw(prompts, probabilities, systematic(probabilities, start), at_floor)
@@ -256,8 +261,8 @@ class PromptSampling(TrainerCallback):
         """Raise unless the first row is the one drawn. Otherwise other prompts would be recorded without an error."""
         if row.get("prompt") != self.trainer.train_dataset[expected].get("prompt"):
             raise RuntimeError(
-                f"generation {self.position} of the epoch has other prompts than were drawn for it: `sampling` does not go "
-                "with `ignore_data_skip`, or with a checkpoint inside a generation"
+                f"generation {self.position} of the epoch has other prompts than were drawn for it: `sampling` does "
+                "not go with `ignore_data_skip`, or with a checkpoint inside a generation"
             )
 
     def _varied(self, group: int) -> np.ndarray:
@@ -297,8 +302,8 @@ class PromptSampling(TrainerCallback):
         """Set `position` to the first generation of the epoch that this launch will make."""
         if self.sampler is None:
             return
-        # transformers counts optimizer steps, and a resumed epoch is read from its start with the first rows skipped. So the
-        # position follows from the steps made in this epoch.
+        # transformers counts optimizer steps, and a resumed epoch is read from its start with the first rows skipped.
+        # So the position follows from the steps made in this epoch.
         rounds = self.sampler.repeat_count  # micro-batches per generation batch
         generations = len(self.sampler) // (rounds * self.sampler.batch_size * self.sampler.mini_repeat_count)
         steps_per_epoch = math.ceil(generations * rounds / args.gradient_accumulation_steps)
@@ -315,10 +320,10 @@ class PromptSampling(TrainerCallback):
 
 
 def varies(rewards: np.ndarray) -> np.ndarray:
-    """Return True where the scored rewards of a group differ, (K, F) bool, given rewards (K, G, F), NaN where unscored."""
+    """Return True where the scored rewards of a group differ, (K, F), given rewards (K, G, F), NaN where unscored."""
     low, high = np.nan_to_num(rewards, nan=np.inf).min(1), np.nan_to_num(rewards, nan=-np.inf).max(1)
-    # Not `high > low`: TRL sums in float32, so sums that differ by rounding count as equal. A group without any score has
-    # low = inf above high = -inf, and False.
+    # Not `high > low`: TRL sums in float32, so sums that differ by rounding count as equal. A group without any score
+    # has low = inf above high = -inf, and False.
     return high - low > 1e-6 * np.maximum(abs(low), abs(high))
 
 
@@ -341,7 +346,8 @@ def read_memory(path: Path, prompts: int) -> np.ndarray:
 def _forget_rows(logs: dict[str, Any]) -> None:
     """Empty TRL's table of completions.
 
-    The table is a queue as long as a full generation batch. Rows of an earlier batch would stay in it after a smaller one.
+    The table is a queue as long as a full generation batch. Rows of an earlier batch would stay in it after a smaller
+    one.
     """
     for column in logs.values():
         queues = column.values() if isinstance(column, dict) else [column]

@@ -8,14 +8,14 @@
 
 | source | policy with an adapter | full fine-tuning |
 |---|---|---|
-| `initial` | a frozen copy of the adapter, or the adapter switched off if it adds nothing yet | a frozen copy of the model |
+| `initial` | a frozen copy of the adapter, or the adapter off if it adds nothing yet | a frozen copy of the model |
 | `base` | the adapter switched off | refused: there is no adapter to switch off |
 | `{adapter: x}` | the adapter in folder or hub repository x, or the loaded one named x | refused |
 
 TRL 1.16 scores the reference with `trainer.ref_model` if there is one, else with the adapter named "ref" if the model
-holds one, else with the adapter switched off (`GRPOTrainer._generate_and_score_completions`). This module sets up one of
-these three. `sync_ref_model`, `ref_model_sync_steps` and `ref_model_mixup_alpha` refresh the reference, with LoRA too.
-Delete that part (`_refresh` and its callers) once TRL refreshes adapters.
+holds one, else with the adapter switched off (`GRPOTrainer._generate_and_score_completions`). This module sets up one
+of these three. `sync_ref_model`, `ref_model_sync_steps` and `ref_model_mixup_alpha` refresh the reference, with LoRA
+too. Delete that part (`_refresh` and its callers) once TRL refreshes adapters.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ Tensors = Mapping[str, torch.Tensor]
 
 @contextmanager
 def without_trl_reference(args: GRPOConfig | None) -> Iterator[None]:
-    """Keep TRL from making a reference for a trainer that is built inside the block; `set_reference` makes it afterwards.
+    """Keep TRL from making a reference for a trainer that is built inside the block. `set_reference` makes it later.
 
-    TRL 1.16 reloads a full model from disk. It raises for an adapter that is not named "default", an adapter of the user's
-    named "ref", a model that was never on disk, and `sync_ref_model` with an adapter.
+    TRL 1.16 reloads a full model from disk. It raises for an adapter that is not named "default", an adapter of the
+    user's named "ref", a model that was never on disk, and `sync_ref_model` with an adapter.
     """
     if args is None:
         yield
@@ -83,12 +83,12 @@ def without_trl_reference(args: GRPOConfig | None) -> Iterator[None]:
 
 
 def set_reference(trainer: GRPOTrainer, source: str | Mapping[str, Any] | ReferenceSpec | None = None) -> str:
-    """Make `source` the reference policy of `trainer`, before it trains. A second call replaces the first one's reference.
+    """Make `source` the reference policy of `trainer`, before it trains. A second call replaces the reference.
 
     Args:
         trainer: trainer of TRL or ours.
-        source: value of the recipe key `reference`. None means the adapter named "ref" if the user's model came with one,
-            else `initial`.
+        source: value of the recipe key `reference`. None means the adapter named "ref" if the user's model came with
+            one, else `initial`.
 
     Returns:
         A sentence that describes the reference.
@@ -134,8 +134,9 @@ def set_reference(trainer: GRPOTrainer, source: str | Mapping[str, Any] | Refere
 def kl_to_reference(trainer: GRPOTrainer, texts: Sequence[str]) -> float:
     """Return KL(policy || reference) on `texts`, in nats per token, by the k3 estimator of TRL's loss (Schulman 2020).
 
-    The policy is scored as TRL scores completions: in the model's current mode, at the trainer's temperature. The result
-    is 0 right after `set_reference` with `initial` and without dropout. Under ZeRO-3 and FSDP2 this is a collective call:
+    The policy is scored as TRL scores completions: in the model's current mode, at the trainer's temperature. The
+    result is 0 right after `set_reference` with `initial` and without dropout. Under ZeRO-3 and FSDP2 this is a
+    collective call:
     every rank calls it with equal texts.
     """
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
@@ -218,8 +219,8 @@ def _forget_earlier(trainer: GRPOTrainer) -> None:
         for config in model.peft_config.values():
             if _changes_the_base(config):
                 raise UserError(
-                    f"`init_lora_weights={config.init_lora_weights!r}`: making its own reference adapter, TRL factored the "
-                    "base's weights a second time and changed the policy: build the trainer inside "
+                    f"`init_lora_weights={config.init_lora_weights!r}`: making its own reference adapter, TRL factored "
+                    "the base's weights a second time and changed the policy: build the trainer inside "
                     "`with grpo_recipes.training.reference.without_trl_reference(args):`"
                 )
         model.delete_adapter(REF)
@@ -306,17 +307,17 @@ def _check_policy_adapter(model: PeftModel, policy: str) -> None:
     bias = getattr(model.peft_config[policy], "bias", "none")
     if bias != "none":
         raise UserError(
-            f"the adapter trains the base's biases (`bias: {bias}`), which switching it off or copying it leaves trained: "
-            "set `bias: none`, or `beta: 0`"
+            f"the adapter trains the base's biases (`bias: {bias}`), which switching it off or copying it leaves "
+            "trained: set `bias: none`, or `beta: 0`"
         )
     # Such parameters would move the reference together with the policy, and the KL would stay small for no reason.
     own = {id(tensor) for tensor in adapter_tensors(model, policy).values()}
     beside = [name for name, tensor in model.named_parameters() if tensor.requires_grad and id(tensor) not in own]
     if beside:
         raise UserError(
-            f"{len(beside)} parameters beside the adapter `{policy}` would train ({beside[0]} is the first), which switching "
-            "it off or copying it leaves trained: name their modules in the adapter's `modules_to_save`, freeze them, or set "
-            "`beta: 0`"
+            f"{len(beside)} parameters beside the adapter `{policy}` would train ({beside[0]} is the first), which "
+            "switching it off or copying it leaves trained: name their modules in the adapter's `modules_to_save`, "
+            "freeze them, or set `beta: 0`"
         )
 
 
@@ -336,7 +337,8 @@ def _adds_nothing(model: PeftModel, adapter: str) -> bool:
 def _is_neutral(name: str, tensor: torch.Tensor, every: Tensors) -> bool:
     """Return True if one tensor of a LoRA adapter leaves the model as it is. `every` holds all parameters by name."""
     parts = set(name.split("."))
-    # LoRA adds B A. One factor is initialized to zero (B, or A of an embedding) and decides, the other one may be anything.
+    # LoRA adds B A. One factor is initialized to zero (B, or A of an embedding) and decides, the other one may be
+    # anything.
     if parts & {"lora_B", "lora_embedding_A"}:
         with gathered([tensor]):
             return not tensor.any()
@@ -372,8 +374,8 @@ def _copy_adapter(model: PeftModel, name: str) -> None:
             mismatch = f"{min(source.keys() ^ target.keys())} is in one of them only"
     if mismatch:
         raise UserError(
-            f"PEFT can't hold a second {config.peft_type.value} adapter like `{name}` ({mismatch}): use `reference: base` if "
-            "the adapter is new, or merge the adapter into the model"
+            f"PEFT can't hold a second {config.peft_type.value} adapter like `{name}` ({mismatch}): use `reference: "
+            "base` if the adapter is new, or merge the adapter into the model"
         )
     for original, duplicate in _paired(source, target):
         _blend(original, duplicate, 1.0)
@@ -387,18 +389,20 @@ def _load_reference(model: PeftModel, where: str) -> str | None:
     if _changes_the_base(config):
         raise UserError(
             f"`reference.adapter`: {where} was initialized with {config.init_lora_weights!r}, which changes the base's "
-            "weights: convert it to plain LoRA first (`path_initial_model_for_weight_conversion` of PEFT's `save_pretrained`)"
+            "weights: convert it to plain LoRA first (`path_initial_model_for_weight_conversion` of PEFT's "
+            "`save_pretrained`)"
         )
     if getattr(config, "layer_replication", None):
         raise UserError(
-            f"`reference.adapter`: {where} has `layer_replication`, and PEFT would replicate the policy's layers with it: use "
-            "`reference: initial` or `base`"
+            f"`reference.adapter`: {where} has `layer_replication`, and PEFT would replicate the policy's layers with "
+            "it: use `reference: initial` or `base`"
         )
     training = model.training
     mismatch = ""
     try:
         result = model.load_adapter(where, REF)
-        # A tensor without a counterpart is only listed by PEFT, and the reference would keep random numbers in its place.
+        # A tensor without a counterpart is only listed by PEFT, and the reference would keep random numbers in its
+        # place.
         for key in (*result.missing_keys, *result.unexpected_keys):
             mismatch = mismatch or f"tensor {key} has no counterpart"
     except (KeyError, OSError, RuntimeError, ValueError) as error:
@@ -423,7 +427,7 @@ def _match_dtype(model: PeftModel, adapter: str) -> None:
 
 
 def _freeze(model: PeftModel) -> None:
-    """Make "ref" untrainable and switch its dropout off, so that it stays out of the optimizer and its scores do not vary."""
+    """Make "ref" untrainable, which keeps it out of the optimizer, and switch off its dropout."""
     for tensor in adapter_tensors(model, REF).values():
         tensor.requires_grad_(False)
     for name, module in model.named_modules():
@@ -436,7 +440,8 @@ def _model_reference(trainer: GRPOTrainer, spec: ReferenceSpec) -> str:
     if spec.name != "initial":
         asked = "base" if spec.adapter is None else f"{{adapter: {spec.adapter}}}"
         raise UserError(
-            f"`reference: {asked}` needs a policy with an adapter, and this is full fine-tuning: use `reference: initial`"
+            f"`reference: {asked}` needs a policy with an adapter, and this is full fine-tuning: use `reference: "
+            "initial`"
         )
     trainer.ref_model = None  # frees the copy that TRL loaded, before there is a second one
     reference = _frozen_copy(trainer.model)
@@ -454,7 +459,8 @@ def _model_reference(trainer: GRPOTrainer, spec: ReferenceSpec) -> str:
 def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of `model` as it is in memory, in eval mode, without gradients, and partitioned as `model` is."""
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        # A deep copy would hold only this rank's part. A model that is built anew is partitioned by ZeRO-3 as the policy is.
+        # A deep copy would hold only this rank's part. A model that is built anew is partitioned by ZeRO-3 as the
+        # policy is.
         config = copy.deepcopy(model.config)
         attention = config._attn_implementation
         with torch.random.fork_rng():  # random initial weights must not change what the policy samples
@@ -511,8 +517,8 @@ def _warn_of_dropout(trainer: GRPOTrainer) -> None:
     if trainer.accelerator.is_main_process:
         names = ", ".join(f"{name} {probability:g}" for name, probability in active.items())
         warnings.warn(
-            f"dropout is on ({names}): the policy differs from itself, and the KL at step 0 is {kl:.2g} on the first prompt "
-            "instead of 0: set `disable_dropout: true`",
+            f"dropout is on ({names}): the policy differs from itself, and the KL at step 0 is {kl:.2g} on the first "
+            "prompt instead of 0: set `disable_dropout: true`",
             stacklevel=2,
         )
 
@@ -598,8 +604,8 @@ def _restore(trainer: GRPOTrainer, checkpoint: Path) -> None:
     """Read the reference that `_store` wrote."""
     if not (checkpoint / WEIGHTS).is_file():
         raise UserError(
-            f"{checkpoint} has no {WEIGHTS}, so that run's refreshed reference is lost: resume from an earlier checkpoint, or "
-            "name this one in the arguments' `resume_from_checkpoint` if it lies elsewhere"
+            f"{checkpoint} has no {WEIGHTS}, so that run's refreshed reference is lost: resume from an earlier "
+            "checkpoint, or name this one in the arguments' `resume_from_checkpoint` if it lies elsewhere"
         )
     stored = load_file(checkpoint / WEIGHTS)
     tensors = _reference_tensors(trainer)

@@ -1,9 +1,9 @@
 """Comparison of a shipped recipe's training with the objective of its paper.
 
-`hold` reads a recipe of recipes/algorithms, scales its sizes down to the tiny policy and trains with our trainer. From the
-recorded token IDs, weights and rewards it computes the paper's objective (`papers`) for each update, and returns the
-differences of the loss and the gradient. It reads neither the oracle nor TRL's options: only the trainer gets the recipe's
-keys, and only the paper has the paper's numbers.
+`hold` reads a recipe of recipes/algorithms, scales its sizes down to the tiny policy and trains with our trainer. From
+the recorded token IDs, weights and rewards it computes the paper's objective (`papers`) for each update, and returns
+the differences of the loss and the gradient. It reads neither the oracle nor TRL's options: only the trainer gets the
+recipe's keys, and only the paper has the paper's numbers.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class AlgorithmRecorder(_Recording, grpo_recipes.GRPOTrainer):
 
 
 def recipe_of(name: str, layout: Layout, **changes: Any) -> Recipe:
-    """Return the shipped recipe with the sizes of the tiny policy, the stand-in rewards and `changes`, checked as usual."""
+    """Return the shipped recipe with the tiny policy's sizes, the stand-in rewards and `changes`, checked as usual."""
     raw = Recipe.load(find_file("recipes", name))
     sizes = {
         "num_generations": NUM_GENERATIONS,
@@ -297,7 +297,7 @@ def _groups(generation: Sequence[Tokens]) -> list[list[Tokens]]:
 
 
 def _advantages(name: str, paper: Paper, generation: Sequence[Tokens], added: float) -> Mapping[tuple[int, ...], float]:
-    """Return the paper's advantage of each completion by its tokens, because equal completions of a prompt have equal rewards."""
+    """Return the paper's advantage of each completion by its tokens. Equal completions have equal rewards."""
     groups = _groups(generation)
     values = paper.advantages([rewards_of(name, [tokens for _, tokens in group]) for group in groups], added)
     return {
@@ -308,7 +308,7 @@ def _advantages(name: str, paper: Paper, generation: Sequence[Tokens], added: fl
 
 
 def _divisor(name: str, rows: Sequence[Row], generation: Sequence[Tokens], layout: Layout) -> float:
-    """Return the tokens of an update divided by TRL's divisor, an average share of the generation's, or 1 for one update."""
+    """Return the tokens of an update over TRL's divisor, an average share of the generation's, or 1 for one update."""
     if name not in POOLED:
         return 1.0
     counted = [tokens for _, tokens in generation if name != "dapo" or tokens[-1] == EOS]

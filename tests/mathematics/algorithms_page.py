@@ -1,4 +1,4 @@
-"""Generator of docs/algorithms.md: objectives, measured differences of each recipe of recipes/algorithms, and refused keys.
+"""Generator of docs/algorithms.md: objectives, measured differences of recipes/algorithms, and refused keys.
 
     python -m tests.mathematics.algorithms_page > docs/algorithms.md
 
@@ -210,7 +210,7 @@ def on_two_ranks(checkpoint: Path) -> dict[str, Held]:
 
 
 def without_the_constant(checkpoint: Path, name: str) -> str:
-    """Return the difference of the recipe's gradient from its paper without TRL's 1e-4, to one digit, or – if none is used."""
+    """Return the difference of a recipe's gradient from its paper without TRL's 1e-4, or – if none is used."""
     gap = hold(checkpoint, name, layout_of(name, "accumulation"), updates=2, added=0.0).gradient
     return "–" if gap < 1e-10 else f"{gap:.0e}"
 

@@ -1,8 +1,8 @@
 """Comparison of TRL's trainer on a tiny policy with the oracle, micro-batch by micro-batch.
 
-A `Scenario` lets TRL generate and score one generation batch, and stores the micro-batches of its trainer and the policy at
-each optimizer step. `compare` then computes the loss and the gradient of each step under one `Objective` with TRL, and with
-the oracle from the token IDs alone.
+A `Scenario` lets TRL generate and score one generation batch, and stores the micro-batches of its trainer and the
+policy at each optimizer step. `compare` then computes the loss and the gradient of each step under one `Objective` with
+TRL, and with the oracle from the token IDs alone.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def float64_trl() -> Iterator[None]:
 
 @contextlib.contextmanager
 def float64_divergence() -> Iterator[None]:
-    """Run TRL's chunked divergence in float64. Use it inside `float64_trl`, which edits the functions that it imports."""
+    """Run TRL's chunked divergence in float64. Use it inside `float64_trl`, which edits what it imports."""
     kernel = chunked_divergence.ChunkedDivergenceFunction
     with contextlib.ExitStack() as stack:
         for owner, name in (
@@ -323,7 +323,7 @@ class Scenario:
         return oracle.token_statistics(self.model(state), prompt, tokens, self.temperature)[0].detach()
 
     def _generated(self) -> list[tuple[list[int], list[int]]]:
-        """Return the (prompt, completion) tokens of the generation batch, completions of a prompt next to each other."""
+        """Return the (prompt, completion) tokens of the generation batch, with each prompt's completions together."""
         batches = [inputs for step in self.steps for inputs in step.inputs][: self.geometry.steps_per_generation]
         return sorted(pair for inputs in batches for pair in token_lists(inputs))
 
@@ -356,8 +356,8 @@ def token_lists(inputs: dict[str, Tensor]) -> list[tuple[list[int], list[int]]]:
 class Difference:
     """Largest differences found.
 
-    Those of a loss or a metric are relative where its value exceeds 1. Those of a gradient are relative to the largest entry of
-    its tensor.
+    Those of a loss or a metric are relative where its value exceeds 1. Those of a gradient are relative to the largest
+    entry of its tensor.
     """
 
     loss: float = 0.0
@@ -388,7 +388,8 @@ def compare(
 ) -> Difference:
     """Compare TRL with the oracle on the steps of a scenario: loss of each micro-batch, gradient of each step, metrics.
 
-    `rows` changes the oracle's rows and `inputs` TRL's inputs in the same way. `config` holds further `GRPOConfig` keys.
+    `rows` changes the oracle's rows and `inputs` TRL's inputs in the same way. `config` holds further `GRPOConfig`
+    keys.
     """
     trainer = scenario.trainer(objective, **config)
     result = Difference()
@@ -408,7 +409,7 @@ def compare(
 
 
 def trl_losses(trainer: GRPOTrainer, micro_batches: Sequence[dict[str, Tensor]]) -> list[float]:
-    """Return TRL's loss of each micro-batch of one optimizer step, and accumulate its gradient in the trainer's model."""
+    """Return TRL's loss of each micro-batch of an optimizer step, and accumulate its gradient in the model."""
     trainer.model.zero_grad()
     trainer._metrics["train"].clear()
     losses = []

@@ -43,7 +43,7 @@ def recorded(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
 def final_weights(
     checkpoint: Path, config: dict[str, Any], rows_per_micro_batch: int, accumulation: int
 ) -> dict[str, list[float]]:
-    """Return the policy's weights after `STEPS` optimizer steps of SGD on the recorded completions, flattened, by name."""
+    """Return the policy's weights by name, flattened, after `STEPS` steps of SGD on the recorded completions."""
     config = dict(config)
     experts = config.pop("experts", False)
     trainer = make_trainer(

@@ -1,8 +1,8 @@
 """Independent copy of the mathematics of GRPO training, which the tests compare TRL with.
 
 It is written from the papers, one completion at a time and without padding, so it cannot repeat a mistake in a mask, a
-broadcast or a normalizer of the batched code. Nothing is imported from TRL. Everything runs in the dtype of the given model.
-The tests use float64.
+broadcast or a normalizer of the batched code. Nothing is imported from TRL. Everything runs in the dtype of the given
+model. The tests use float64.
 
 Sources, by the tags used below, with the papers' equation numbers:
     GRPO    DeepSeekMath, arXiv 2402.03300: objective (3), KL estimate (4), group advantage (section 4.1.2)
@@ -79,8 +79,8 @@ class Geometry:
     def needs_old_log_probs(self) -> bool:
         """True if the policy moves while a generation batch is in use.
 
-        A generation batch serves `steps_per_generation * iterations` micro-batches in a row. The policy moves after every
-        `accumulation` micro-batches. No move falls inside a batch exactly if complete batches fit between moves.
+        A generation batch serves `steps_per_generation * iterations` micro-batches in a row. The policy moves after
+        every `accumulation` micro-batches. No move falls inside a batch exactly if complete batches fit between moves.
         """
         return self.accumulation % (self.steps_per_generation * self.iterations) != 0
 
@@ -160,8 +160,8 @@ def load_balancing_loss(router_logits: Sequence[Tensor], top_k: int) -> Tensor:
     """Return E * sum over experts of (share of choices) * (mean probability) (Switch, generalized to `top_k` experts).
 
     Args:
-        router_logits: one (tokens, E) tensor per layer, for prompt and completion tokens without padding. Shares and means
-            are taken over the tokens of all layers together.
+        router_logits: one (tokens, E) tensor per layer, for prompt and completion tokens without padding. Shares and
+            means are taken over the tokens of all layers together.
         top_k: number of experts chosen per token.
     """
     logits = torch.cat(list(router_logits))
@@ -217,7 +217,7 @@ def importance_ratio(row: Completion, level: str) -> Tensor:
 
 
 def clipped_loss(ratio: Tensor, advantage: float, objective: Objective) -> Tensor:
-    """Return -min(min(ratio, delta) A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A) (GRPO 3; DAPO 8; delta: INTEL2)."""
+    """Return -min(min(ratio, delta) A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A) (GRPO 3, DAPO 8, INTEL2)."""
     bounded = ratio if objective.delta is None else torch.minimum(ratio, torch.full_like(ratio, objective.delta))
     inside = ratio.clamp(1 - objective.epsilon, 1 + objective.upper)
     return -torch.minimum(bounded * advantage, inside * advantage)
@@ -236,7 +236,7 @@ def sapo_loss(ratio: Tensor, advantage: float, objective: Objective) -> Tensor:
 
 
 def vespo_weight(row: Completion, objective: Objective) -> float:
-    """Return phi(w) = w^k exp(lambda (1 - w)) of the completion's ratio w = prod(policy / sampler), a constant (VESPO)."""
+    """Return phi(w) = w^k exp(lambda (1 - w)) for the ratio w = prod(policy / sampler), a constant (VESPO)."""
     log_w = (row.log_ratio.detach().clamp(-20, 20) * row.mask).sum().item()
     if row.sampler_weight is not None:
         log_w += sum(min(max(math.log(w), math.log(1e-8)), 20.0) if w > 0 else math.log(1e-8)
@@ -315,8 +315,8 @@ def sampler_weight(
 ) -> Tensor:
     """Return old policy / sampling engine, (T,) per token or (1,) per completion (TIS).
 
-    A weight outside [low, high] is truncated to the bound or, in the mask modes, set to 0. A token without a log-probability
-    of the sampler, which is NaN, gets no correction.
+    A weight outside [low, high] is truncated to the bound or, in the mask modes, set to 0. A token without a
+    log-probability of the sampler, which is NaN, gets no correction.
     """
     difference = torch.nan_to_num((old - sampler) * torch.tensor(counted, dtype=old.dtype), nan=0.0)
     if mode.startswith("sequence"):
@@ -336,15 +336,15 @@ def micro_batch_loss(
     generation_tokens: int,
     beside: Sequence[Completion] = (),
 ) -> Tensor:
-    """Return one rank's share of the loss of one micro-batch. Summed over micro-batches and averaged over ranks: the step's.
+    """Return one rank's loss of one micro-batch. Summed over micro-batches and averaged over ranks it is the step's.
 
     - grpo, sapo: mean over completions of the mean over tokens (GRPO 3)
     - luspo: mean over completions of the sum over tokens
     - dr_grpo: sum over tokens / (completions * max_completion_length)
     - bnpo: mean over the tokens of this micro-batch on this rank
     - dapo, cispo, vespo: sum over tokens / the tokens of an optimizer step on all ranks (DAPO 8), counted over the
-      generation batch (`generation_tokens`, all ranks) and scaled to a step's share of it. DDP averages over ranks, so each
-      rank's sum counts `ranks` times.
+      generation batch (`generation_tokens`, all ranks) and scaled to a step's share of it. DDP averages over ranks, so
+      each rank's sum counts `ranks` times.
 
     The entropy threshold also needs `beside`, the rows that the other ranks hold at the same time.
     """
@@ -385,8 +385,8 @@ def loss_metrics(
 ) -> dict[str, float]:
     """Return the metrics that one micro-batch logs, over the rows of all ranks.
 
-    `kl` and `entropy` are means over tokens. A clip ratio is the share of tokens (of completions at sequence level) whose
-    gradient the clip removes: below 1 - epsilon with A < 0, above 1 + epsilon_high with A > 0.
+    `kl` and `entropy` are means over tokens. A clip ratio is the share of tokens (of completions at sequence level)
+    whose gradient the clip removes: below 1 - epsilon with A < 0, above 1 + epsilon_high with A > 0.
     """
     metrics = {"entropy": _token_mean(rows, [row.entropies for row in rows])}
     if all(row.full_kl is not None for row in rows):
@@ -459,7 +459,7 @@ def _z_scores(values: Sequence[Reward], spread: float) -> list[Reward]:
 
 
 def weighted_rewards(rewards: Sequence[Sequence[Reward]], weights: Sequence[float]) -> list[Reward]:
-    """Return the weighted sum of each completion's rewards. An unknown reward adds nothing. Without any the sum is None."""
+    """Return the weighted sum of each completion's known rewards, or None if all are unknown."""
     totals: list[Reward] = []
     for row in rewards:
         known = [(w, r) for w, r in zip(weights, row, strict=True) if _known([r])]
@@ -477,8 +477,8 @@ def advantages(
     """Return the advantage of each completion: A = (r - mean of its group) / (std + 1e-4) (GRPO, section 4.1.2).
 
     The standard deviation is that of the group or of the batch, or is not used ("none", DrGRPO), by `scale_rewards`.
-    `normalize_then_sum` (GDPO) takes the z-score of each reward within its group, the weighted sum, and the z-score of the
-    sum over the batch. A completion without any reward is excluded from every mean and gets 0.
+    `normalize_then_sum` (GDPO) takes the z-score of each reward within its group, the weighted sum, and the z-score of
+    the sum over the batch. A completion without any reward is excluded from every mean and gets 0.
 
     Args:
         rewards: (N, number of rewards), completions of a prompt next to each other, None where unknown.
@@ -519,7 +519,7 @@ def reward_metrics(
     scale_rewards: str = "group",
     aggregation: str = "sum_then_normalize",
 ) -> dict[str, float]:
-    """Return `reward`, `reward_std` (over the batch) and `frac_reward_zero_std`, the share of completions with zero spread."""
+    """Return `reward`, `reward_std` over the batch, and `frac_reward_zero_std`, the share with zero spread."""
     totals = weighted_rewards(rewards, weights)
     if aggregation == "normalize_then_sum":
         spreads = [_std(_totals(rewards, weights, num_generations, aggregation))]

@@ -1,8 +1,8 @@
 """Objectives of the published algorithms, each written from its paper alone, without TRL and without the oracle.
 
 A paper has three parts: the advantages of all completions, from the rewards of their groups; the objective J of the
-completions of one update, which is maximized, from their log-probabilities; and its own numbers, which are the defaults of
-the functions. Each completion is a row of its own, without padding. Equation numbers are those of the papers.
+completions of one update, which is maximized, from their log-probabilities; and its own numbers, which are the defaults
+of the functions. Each completion is a row of its own, without padding. Equation numbers are those of the papers.
 
 Two constants that TRL adds to a paper are parameters here, and change nothing at their defaults: `added` to a standard
 deviation, and the length `Update.longest`. docs/algorithms.md lists all such constants and shows these functions.
@@ -57,7 +57,7 @@ class Paper:
 
     title: str
     advantages: Callable[[Sequence[Rewards], float], list[list[float]]]
-    """Function of the rewards of all groups and of the constant added to a deviation, to the advantages of each group."""
+    """Function of the rewards of all groups and the constant added to a deviation to the advantages of each group."""
     objective: Callable[[Update], Tensor]
     """Objective J, a scalar."""
     bounded: Callable[[Update], float]
@@ -136,7 +136,7 @@ def grpo(update: Update, epsilon: float = 0.2, beta: float = 0.04) -> Tensor:
 
 
 def dr_grpo(update: Update, epsilon: float = 0.2) -> Tensor:
-    """Return Dr. GRPO's objective (arXiv 2503.20783, section 3.2) divided by the constant length L of the authors' code.
+    """Return Dr. GRPO's objective (arXiv 2503.20783, section 3.2) divided by the length L of the authors' code.
 
     J = mean over i of 1/L sum over t of min(r_t A_i, clip(r_t, 1 - ε, 1 + ε) A_i)
     """
@@ -147,8 +147,9 @@ def dr_grpo(update: Update, epsilon: float = 0.2) -> Tensor:
 def dapo(update: Update, low: float = 0.2, high: float = 0.28) -> Tensor:
     """Return DAPO's objective (arXiv 2503.14476, equation 8), with the tokens of all questions pooled.
 
-    J = 1 / (sum over i of |o_i|) sum over i and t of min(r_t A_i, clip(r_t, 1 - ε_low, 1 + ε_high) A_i), over the completions
-    that were not truncated (section 3.4).
+    J = 1 / (sum over i of |o_i|) sum over i and t of min(r_t A_i, clip(r_t, 1 - ε_low, 1 + ε_high) A_i)
+
+    The sums are over the completions that were not truncated (section 3.4).
     """
     rows = [row for row in update.rows if not row.is_truncated]
     total = sum((clipped(row.ratio, row.advantage, low, high).sum() for row in rows), torch.zeros(()))
@@ -170,10 +171,11 @@ def sequence_ratio(row: Row) -> Tensor:
 
 
 def cispo(update: Update, bound: float = 5.0) -> Tensor:
-    """Return CISPO's objective (MiniMax-M1, arXiv 2506.13585, equations 4 and 5), with the tokens of all questions pooled.
+    """Return CISPO's objective (MiniMax-M1, arXiv 2506.13585, equations 4 and 5), with all questions' tokens pooled.
 
-    J = 1 / (sum over i of |o_i|) sum over i and t of min(r_t, bound) A_i log π(o_t), without a gradient through the weight
-    min(r_t, bound).
+    J = 1 / (sum over i of |o_i|) sum over i and t of min(r_t, bound) A_i log π(o_t)
+
+    The weight min(r_t, bound) has no gradient.
     """
     terms = [torch.clamp(row.ratio.detach(), max=bound) * row.advantage * row.new for row in update.rows]
     return torch.cat(terms).mean()
@@ -182,8 +184,9 @@ def cispo(update: Update, bound: float = 5.0) -> Tensor:
 def sapo(update: Update, positive: float = 1.0, negative: float = 1.05) -> Tensor:
     """Return SAPO's objective (arXiv 2511.20347), with a smooth gate f in place of a clip.
 
-    J = mean over i of 1/|o_i| sum over t of f(r_t) A_i, with f(r) = 4/τ sigmoid(τ (r - 1)), where τ depends on the sign of
-    A_i.
+    J = mean over i of 1/|o_i| sum over t of f(r_t) A_i, with f(r) = 4/τ sigmoid(τ (r - 1))
+
+    τ depends on the sign of A_i.
     """
     means = []
     for row in update.rows:
@@ -199,7 +202,7 @@ def gdpo(update: Update, epsilon: float = 0.2) -> Tensor:
 
 
 def maxrl(update: Update) -> Tensor:
-    """Return an objective with MaxRL's gradient (arXiv 2602.02710): the mean over i of A_i grad log π(o_i), divided by L.
+    """Return an objective with MaxRL's gradient (arXiv 2602.02710): the mean of A_i grad log π(o_i), divided by L.
 
     Its value is that of TRL's loss at ratios of 1: each token contributes A_i.
     """

@@ -1,4 +1,4 @@
-"""Each recipe of recipes/algorithms equals its paper in the loss and gradient of every update, and planted faults are found.
+"""Each recipe of recipes/algorithms equals its paper in loss and gradient, and planted faults are found.
 
 docs/algorithms.md holds the figures. A test that measures a figure compares it with the page.
 """

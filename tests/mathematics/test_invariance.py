@@ -1,10 +1,10 @@
 """Effect on the weights of dividing a batch over micro-batches or processes.
 
-Three steps of SGD in float64 with the same eight completions per step: 8 at once, 2 micro-batches of 4, 2 processes with 4.
-An accumulated gradient equals that of the large batch for every loss that is a sum over completions or tokens with one
-normalizer per step. It differs where the loss has a statistic of a micro-batch: `bnpo` divides by its tokens, the entropy
-bonus is a mean over its tokens, the entropy quantile is a quantile over its tokens, and the router loss multiplies two means
-over its tokens.
+Three steps of SGD in float64 with the same eight completions per step: 8 at once, 2 micro-batches of 4, 2 processes
+with 4. An accumulated gradient equals that of the large batch for every loss that is a sum over completions or tokens
+with one normalizer per step. It differs where the loss has a statistic of a micro-batch: `bnpo` divides by its tokens,
+the entropy bonus is a mean over its tokens, the entropy quantile is a quantile over its tokens, and the router loss
+multiplies two means over its tokens.
 """
 
 from __future__ import annotations

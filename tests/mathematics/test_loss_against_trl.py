@@ -1,9 +1,9 @@
 """TRL's loss, its gradient in every parameter and its metrics, compared with the oracle, cell by cell.
 
-A cell is one choice of loss type, importance level, geometry, KL term, two-sided clip, upper clip and temperature. It is
-compared at every optimizer step of its generation batch, of which the later ones are off-policy. For each choice of the first
-three, the quick tests take one of the 24 combinations of the last four, the slow ones two, and the nightly ones all: 1920
-cells.
+A cell is one choice of loss type, importance level, geometry, KL term, two-sided clip, upper clip and temperature. It
+is compared at every optimizer step of its generation batch, of which the later ones are off-policy. For each choice of
+the first three, the quick tests take one of the 24 combinations of the last four, the slow ones two, and the nightly
+ones all: 1920 cells.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Regrouped and packed micro-batches compared with the oracle: loss and gradient of every optimizer step, cell by cell."""
+"""Loss and gradient of regrouped and packed micro-batches, compared with the oracle cell by cell."""
 
 from __future__ import annotations
 

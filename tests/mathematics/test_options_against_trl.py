@@ -105,7 +105,7 @@ MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 class Engine:
-    """Replacement for vLLM: completions of a scenario with slightly different log-probabilities, one of them unknown."""
+    """Replacement for vLLM: completions of a scenario with slightly wrong log-probabilities, one of them unknown."""
 
     def __init__(self, checkpoint: Path, scenario: Scenario, mode: str, low: float | None, high: float | None) -> None:
         self.pairs = scenario.pairs

@@ -1,7 +1,7 @@
 """Expectations of the estimators, by summing over every completion that a small policy can produce.
 
-The policy is a table of logits, one row per prefix, over five tokens of which the last ends a completion. The reference is
-another table. Expectations are sums over all completions, weighted by their probability, without sampling.
+The policy is a table of logits, one row per prefix, over five tokens of which the last ends a completion. The reference
+is another table. Expectations are sums over all completions, weighted by their probability, without sampling.
 """
 
 from __future__ import annotations

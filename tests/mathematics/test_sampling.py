@@ -1,9 +1,9 @@
-"""`sampling: {informative: unbiased}`: the expected gradient over all draws is the gradient of the full generation batch.
+"""`sampling: {informative: unbiased}`: the expected gradient over all draws is that of the full generation batch.
 
 One generation of four prompts is sampled and scored once. Then our trainer trains on each possible draw from it. TRL's
-generation and scoring are replaced by what was recorded for the drawn prompts. Skipping rows, weighting, regrouping and TRL's
-loss are the real ones. The gradients, weighted by the probabilities of the draws, are compared with the oracle's gradient of
-all rows, which knows nothing of sampling.
+generation and scoring are replaced by what was recorded for the drawn prompts. Skipping rows, weighting, regrouping and
+TRL's loss are the real ones. The gradients, weighted by the probabilities of the draws, are compared with the oracle's
+gradient of all rows, which knows nothing of sampling.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Recorded:
 
 
 def recorded(checkpoint: Path, steps: int, micro_batching: Any = "auto", **objective: Any) -> Recorded:
-    """Return a generation of all prompts, and a trainer whose policy has moved since, so that ratios clip on both sides."""
+    """Return a generation of all prompts, and a trainer whose policy has moved, so that ratios clip on both sides."""
     trainer = make_trainer(
         checkpoint,
         torch.float64,
@@ -130,7 +130,7 @@ def oracle_loss(case: Recorded, objective: Objective, scale: str) -> tuple[Any, 
 
 
 def all_draws(unvaried: tuple[int, ...]) -> Iterator[tuple[Draw, float]]:
-    """Yield every draw of the four prompts with its probability, one per interval of starts of the systematic sample."""
+    """Yield every draw of the four prompts with its probability, one per interval of starts."""
     probabilities = inclusion(np.array(unvaried), prompt_sampler.SamplingSpec.parse(UNBIASED), 1)
     cuts = sorted({0.0, 1.0, *np.cumsum(probabilities[probabilities < 1]) % 1.0})
     for low, high in pairwise(cuts):

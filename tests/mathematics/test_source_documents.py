@@ -1,7 +1,7 @@
 """Formulas of the five source documents: the TRL settings that they equal, and their mistakes.
 
-Each formula is written here as its document computes it: batched, with its padding and masks. The correct ones are compared
-with TRL's trainer on the same rows. The others are shown to compute something else.
+Each formula is written here as its document computes it: batched, with its padding and masks. The correct ones are
+compared with TRL's trainer on the same rows. The others are shown to compute something else.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def test_minimind_advantage_is_normalize_then_sum_of_one_reward() -> None:
 
 
 def test_minimind_clamp_never_acts() -> None:
-    """A z-score with the sample deviation is at most (G - 1) / sqrt(G), 2.47 for groups of 8, so ±10 is never reached."""
+    """A z-score with the sample deviation is at most (G - 1) / sqrt(G), which is 2.47 for groups of 8."""
     one_apart = [[1.0]] + [[0.0]] * 7
     assert max(oracle.advantages(one_apart, [1.0], 8)) == pytest.approx(7 / math.sqrt(8), abs=1e-2)
 
@@ -336,7 +336,7 @@ def test_full_vocabulary_kl_generation_leaves_no_graph(checkpoint: Path) -> None
 
 
 def test_full_vocabulary_kl_sixteen_completions_meet_four_answers() -> None:
-    """`zip` stops at the shorter list: 4 of 16 completions are scored, all of the first prompt, 3 with a wrong answer."""
+    """`zip` stops at the shorter list: 4 of 16 completions are scored, all of the first prompt."""
     prompts, generations = ["a", "b", "c", "d"], 4
     completions = [f"completion of {prompt}" for prompt in prompts for _ in range(generations)]
     answers = [f"answer to {prompt}" for prompt in prompts]

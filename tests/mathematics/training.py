@@ -1,7 +1,7 @@
 """Comparison of TRL's own training loop with the oracle, on one process or several.
 
-`Recorder` is TRL's trainer with a record of its inputs and results. `compare_training` runs `train()` and compares the loss
-of each micro-batch on each rank and the gradient of each optimizer step with the oracle.
+`Recorder` is TRL's trainer with a record of its inputs and results. `compare_training` runs `train()` and compares the
+loss of each micro-batch on each rank and the gradient of each optimizer step with the oracle.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Recipes of recipes/algorithms on two processes. Started by `accelerate launch`, it writes its results to a JSON file.
 
-accelerate launch --config_file accelerate_configs/ddp_cpu.yaml -m tests.mathematics.two_processes_algorithms CHECKPOINT OUT
+accelerate launch --config_file accelerate_configs/ddp_cpu.yaml -m tests.mathematics.two_processes_algorithms CHECKPOINT
+OUT
 """
 
 from __future__ import annotations

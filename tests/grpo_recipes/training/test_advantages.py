@@ -81,7 +81,7 @@ def test_a_script_gets_the_same_error_as_a_recipe(make_trainer: Any) -> None:
 
 @pytest.fixture
 def make_trainer(tiny_model: Path, tmp_path: Path) -> Any:
-    """A factory of our trainer on the tiny model, for one step."""
+    """Return a factory of our trainer on the tiny model, for one step."""
     rows = Dataset.from_dict({"prompt": ["1 + 1 =", "2 + 2 =", "3 + 3 =", "4 + 4 ="]})
     settings = {
         "per_device_train_batch_size": 8,

@@ -348,7 +348,7 @@ def test_fits_in_float32_counts_copies_and_a_quarter_more(monkeypatch: pytest.Mo
 
 
 def test_gradient_hooks_stay_after_the_float32_copies() -> None:
-    """DistributedDataParallel averages gradients by hooks on a parameter's accumulator. Without them ranks train apart."""
+    """DistributedDataParallel averages gradients by hooks on accumulators. Without them ranks train apart."""
     policy = tiny.policy().to(torch.bfloat16)
     policy.lm_head.requires_grad_(False)
     weight, precision = next(policy.parameters()), torch.get_float32_matmul_precision()

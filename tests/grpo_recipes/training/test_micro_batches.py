@@ -180,7 +180,7 @@ def test_windows_never_cross_an_optimizer_step() -> None:
 
 
 def buffer_of(sizes: list[tuple[int, int, float]], count: int) -> list[dict[str, Any]]:
-    """Return `count` micro-batches of rows of (prompt length, completion length, advantage), whose tokens are their number."""
+    """Return `count` micro-batches of rows (prompt length, completion length, advantage), numbered by tokens."""
     left, right = max(p for p, _, _ in sizes), max(c for _, c, _ in sizes)
     rows = range(len(sizes))
     numbered = {

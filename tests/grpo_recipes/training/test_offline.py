@@ -305,7 +305,8 @@ def test_recorded_log_probabilities_become_the_denominator(tiny_model: Path, tmp
     output = tmp_path / "run"
     assert train.main(arguments(tiny_model, data, output, *more)) == 0
     logged = json.loads((output / "trainer_state.json").read_text())["log_history"][0]
-    # With advantages 1.5, -0.5, -0.5, -0.5 the loss is -(1.2 * 1.5 - 3 * 2 * 0.5) / 4, and one row in four is clipped above.
+    # With advantages 1.5, -0.5, -0.5, -0.5 the loss is -(1.2 * 1.5 - 3 * 2 * 0.5) / 4, and one row in four is clipped
+    # above.
     assert logged["loss"] == pytest.approx(-(1.2 * 1.5 - 3 * 2 * 0.5) / 4, abs=2e-3)
     assert logged["clip_ratio/high_mean"] == pytest.approx(0.25, abs=0.05)
 
@@ -400,7 +401,7 @@ SOLVERS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verifica
 def test_correct_solutions_become_likelier_than_wrong_ones_on_held_out_problems(
     gsm8k_dir: Path, tmp_path: Path
 ) -> None:
-    """The data are groups of four real solutions with labels. The margin is a difference of mean token log-probabilities."""
+    """The data are groups of four labelled solutions. The margin is a difference of mean token log-probabilities."""
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 
     rows = []

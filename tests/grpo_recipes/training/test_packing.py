@@ -686,7 +686,7 @@ def test_importing_the_module_registers_no_attention(monkeypatch: pytest.MonkeyP
 
 
 def test_contract_with_torch() -> None:
-    """The CUDA kernel, which no CPU test can run, has the arguments that are passed. Torch before 2.10 has no such kernel."""
+    """The CUDA kernel, which no CPU test can run, has the arguments that are passed."""
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     parameters = inspect.signature(varlen.varlen_attn).parameters
     names = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]

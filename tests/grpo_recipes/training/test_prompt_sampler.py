@@ -100,7 +100,7 @@ def test_every_start_draws_the_same_number_of_prompts(start: float, size: int) -
 
 
 def test_a_prompt_of_probability_1_is_drawn_despite_rounding() -> None:
-    """The start lies just below the end of the preceding unit, where start + 1 and end + 1 are rounded to one number."""
+    """The start lies just below the end of the preceding unit, where start + 1 and end + 1 round to one number."""
     for share in np.linspace(0.01, 0.99, 99):
         assert systematic(np.array([share, 1.0, 1 - share]), np.nextafter(share, 0))[1]
 

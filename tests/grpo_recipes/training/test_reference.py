@@ -1,6 +1,7 @@
 """The reference policy of `set_reference`, compared with that of stock TRL 1.16.
 
-Many tests first show an error of stock TRL. If that part of a test fails, TRL has fixed the error, and our code for it can go.
+Many tests first show an error of stock TRL. If that part of a test fails, TRL has fixed the error, and our code for it
+can go.
 """
 
 from contextlib import nullcontext
@@ -694,7 +695,7 @@ def test_the_dropout_warning_measures_a_conversational_prompt(policy: Path, tmp_
 def test_a_reference_whose_layers_share_tensors_is_stored_completely(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reference is also restored where tensors are partitioned, and a write into a gathered tensor must be requested."""
+    """Tensors are partitioned as by ZeRO-3, where a write into a gathered tensor is lost unless requested."""
     monkeypatch.setattr(reference_module, "gathered", partitioned)
     args = arguments(tmp_path, sync_ref_model=True, ref_model_sync_steps=1)
     ours = trainer(GRPOTrainer, REFRESHED["VeRA"](policy), args)

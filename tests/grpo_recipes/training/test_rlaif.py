@@ -107,7 +107,7 @@ def test_cutting_a_long_prompt_drops_its_oldest_turns_first(tmp_path):
 
 
 def two_stage_advantage(rewards, group):
-    """Return MiniMind's advantage: z-score in the group, clamped to +-10, then z-score over the batch, with two epsilons."""
+    """Return MiniMind's advantage: z-score in the group, clamped to +-10, then z-score over the batch."""
     rewards = torch.as_tensor(rewards, dtype=torch.float64)
     grouped = rewards.view(-1, group)
     mean, std = grouped.mean(1).repeat_interleave(group), grouped.std(1).repeat_interleave(group)

@@ -146,6 +146,7 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
             branch=as_branch(content["branch"]),
             identity=content.get("identity"),
         )
+        # The text ends with its checksum, so equal texts mean an undamaged manifest.
         if manifest.text() == text:
             return manifest
     raise RunError(f"{path} is damaged: its own checksum differs")
@@ -199,6 +200,7 @@ def share(listings: Sequence[Listing], reader: int) -> list[str]:
     for listed in seen.values():
         sizes.update(listed)
     load, mine = dict.fromkeys(seen, 0), []
+    # Every rank computes the shares of all ranks, so the order may not depend on the order of a listing.
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         candidates = [number for number in seen if name in seen[number]]
         chosen = min(candidates, key=lambda number: (load[number], number))
@@ -328,7 +330,7 @@ def checkpoint_damage(checkpoint: Path) -> str | None:
     patterns = ("*.pt", "*.pth", "*.safetensors", "*.bin")
     try:
         for file in sorted(path for pattern in patterns for path in checkpoint.glob(pattern)):
-            if file.name != "training_args.bin":
+            if file.name != "training_args.bin":  # not read by a resume
                 check_weight_file(file)
         is_split = any(checkpoint.glob("global_step*")) or any(checkpoint.glob("*_fsdp*"))
         if not is_split:

@@ -69,6 +69,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 
 def add_launch(folder: Path, launch: Mapping[str, Any]) -> None:
     """Add a launch to a run's `run.json`. Raises `RunError` if the file is damaged."""
+    # Read again, and not kept from `prepare`: another launch may have added its entry before this one held the folder.
     before = read_record(folder) or {}
     entries = [*before.get("launches", []), dict(launch)]
     folder.mkdir(parents=True, exist_ok=True)

@@ -239,6 +239,7 @@ def _survey(folder: Path, processes: int) -> tuple[list[Path], list[Rejected], l
         branch = branch_of(checkpoint)
         is_held = last.holds(branch, step_of(checkpoint))
         if branch and not is_held:
+            # An abandoned checkpoint that was cut off is not worth naming to the user.
             if (checkpoint / "trainer_state.json").is_file():
                 abandoned.insert(0, checkpoint)
         elif (one := rejection(checkpoint, processes)) is not None:
@@ -388,6 +389,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any], directory: str) 
 
 def _normal(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return a resolved recipe as JSON, with defaults filled in where two spellings mean the same."""
+    # `run.json` holds lists where a recipe may hold tuples, and texts where it holds paths.
     values = json.loads(json.dumps(dict(recipe), default=str))
     if values.get("bf16") is None:
         values["bf16"] = not values.get("fp16")

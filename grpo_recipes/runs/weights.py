@@ -97,6 +97,7 @@ def check_weight_file(file: Path) -> None:
 
 
 def _check_safetensors(file: Path) -> None:
+    # safe_open maps the file into memory and reads the header only.
     try:
         with safe_open(file, framework="numpy"):
             pass

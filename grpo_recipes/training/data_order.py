@@ -99,6 +99,7 @@ class ContinueSchedule(TrainerCallback):
         rates = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
         for group, (rate, factor) in zip(scheduler.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor(scheduler.last_epoch)
+        # The scheduler logs this copy of the rates, not those of the optimizer.
         scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
 
 
@@ -115,6 +116,7 @@ def loading_only(trainer: Trainer, steps: int) -> Iterator[None]:
     """
     args = trainer.args
     before = args.max_steps, args.num_train_epochs
+    # A negative `max_steps` lets the number of epochs decide, and 0 epochs have no step.
     args.max_steps, args.num_train_epochs = -1, 0
     try:
         yield

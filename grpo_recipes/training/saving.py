@@ -138,6 +138,7 @@ class CompleteCheckpoints(TrainerCallback):
     ) -> None:
         """Become the last callback, so that a manifest lists what the others add. Take over rotation and pushing."""
         self.check_folder()  # other callbacks begin their files now, and loading the checkpoint may have taken minutes
+        # Callbacks run in the order in which they were added, and a script adds its own after this one.
         handler = self.trainer.callback_handler
         handler.callbacks = [*(one for one in handler.callbacks if one is not self), self]
         # Already None or False if an earlier call of `train` was interrupted.
@@ -179,6 +180,7 @@ class CompleteCheckpoints(TrainerCallback):
         """Complete the checkpoint. Then push it, and remove older checkpoints but the best."""
         self.check_folder()
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        # Before the manifest, which would not list the file otherwise.
         _write_logged(self.trainer, checkpoint / LOGGED)
         manifest = Manifest(
             step=state.global_step,
@@ -196,6 +198,7 @@ class CompleteCheckpoints(TrainerCallback):
             return
         self.check_folder()  # pushing may have taken minutes
         if args.should_save:
+            # Never this checkpoint, even if the limit is 1 and another one is the best: a resume needs it.
             best = Path(state.best_model_checkpoint or checkpoint)
             _rotate(oldest_first(Path(args.output_dir), self.launch), self.limit, {checkpoint, best})
 
@@ -222,6 +225,7 @@ class CompleteCheckpoints(TrainerCallback):
 
     def correct_rates(self, logs: dict[str, float]) -> None:
         """Recompute the throughput in the last log entry of a run so that it counts only this launch's steps."""
+        # transformers divides all steps of the run by the time of this launch.
         step = self.trainer.state.global_step
         if self.resumed_from is None or "train_loss" not in logs:
             return

@@ -11,7 +11,6 @@ import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from grpo_recipes.data.tables import shown
@@ -130,24 +129,22 @@ def _conversation(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, 
 _WORKED = {"question": ("question",), "answer": ("answer",)}
 
 # `scored` has no entry: its responses are read in `load`.
-PRESETS: Mapping[DatasetName, Preset] = MappingProxyType(
-    {
-        "gsm8k": Preset(_WORKED, _worked, hub_id="openai/gsm8k", hub_config="main"),
-        "math": Preset(
-            {"question": ("problem", "question"), "answer": ("answer", "solution")},
-            _boxed,
-            keeps=("solution",),
-            hub_id="DigitalLearningGmbH/MATH-lighteval",
-        ),
-        "multiple_choice": Preset(
-            {"question": ("question",), "choices": ("choices",), "answer": ("label", "answer", "answerKey")},
-            _choice,
-            keeps=("choices",),
-        ),
-        "rlaif": Preset({"conversations": ("conversations",)}, _conversation),
-        "arithmetic": Preset(_WORKED, _worked),
-    }
-)
+PRESETS: Mapping[DatasetName, Preset] = {
+    "gsm8k": Preset(_WORKED, _worked, hub_id="openai/gsm8k", hub_config="main"),
+    "math": Preset(
+        {"question": ("problem", "question"), "answer": ("answer", "solution")},
+        _boxed,
+        keeps=("solution",),
+        hub_id="DigitalLearningGmbH/MATH-lighteval",
+    ),
+    "multiple_choice": Preset(
+        {"question": ("question",), "choices": ("choices",), "answer": ("label", "answer", "answerKey")},
+        _choice,
+        keeps=("choices",),
+    ),
+    "rlaif": Preset({"conversations": ("conversations",)}, _conversation),
+    "arithmetic": Preset(_WORKED, _worked),
+}
 
 
 # Arithmetic

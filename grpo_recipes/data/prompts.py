@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -17,29 +16,27 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from grpo_recipes.data.presets import PRESETS, Preset, Read, Turns, message, text_of, user_turn
 from grpo_recipes.data.sources import Rows
-from grpo_recipes.data.tables import BATCH, fingerprint, listed, shown, stored
+from grpo_recipes.data.tables import BATCH, fingerprint, listed, reason_of, shown, stored
 from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_rewards.errors import UserError, one_line
+from grpo_rewards.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SYSTEM_PROMPTS: Mapping[str, str | None] = MappingProxyType(
-    {
-        # "GRPO from scratch": SYSTEM_PROMPT, stripped as its build_prompt does.
-        "reasoning": "Respond in the following format:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>",
-        # "Full-vocabulary KL": format_dataset.
-        "think": (
-            "Solve the math problem step-by-step, providing reasoning in <think> tags "
-            "and the final answer in <answer> tags."
-        ),
-        # Qwen2.5-Math's system prompt.
-        "boxed": "Please reason step by step, and put your final answer within \\boxed{}.",
-        # MiniMind: the system turn of its training prompts.
-        "minimind": "你是 MiniMind，是一个有用的人工智能助手。",
-        "none": None,
-    }
-)
+SYSTEM_PROMPTS: Mapping[str, str | None] = {
+    # "GRPO from scratch": SYSTEM_PROMPT, stripped as its build_prompt does.
+    "reasoning": "Respond in the following format:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>",
+    # "Full-vocabulary KL": format_dataset.
+    "think": (
+        "Solve the math problem step-by-step, providing reasoning in <think> tags "
+        "and the final answer in <answer> tags."
+    ),
+    # Qwen2.5-Math's system prompt.
+    "boxed": "Please reason step by step, and put your final answer within \\boxed{}.",
+    # MiniMind: the system turn of its training prompts.
+    "minimind": "你是 MiniMind，是一个有用的人工智能助手。",
+    "none": None,
+}
 """System prompts by name, among them those of the source documents. `none` sends the question alone."""
 
 RESERVED = (
@@ -89,6 +86,7 @@ class _Reading:
     made: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()
     template: str | None = None
+    template_columns: tuple[str, ...] = ()
 
     @property
     def used_up(self) -> set[str]:
@@ -124,17 +122,8 @@ def phrased(rows: Rows, spec: DatasetSpec) -> Prompts:
     is_unchanged = reading.is_prompt_column and system is None and is_text == has_text
     inputs = table.select_columns(list(dict.fromkeys(reading.columns.values())))
     phrasing = _Phrasing(reading, system, is_text, is_unchanged, rows.place)
-    name = fingerprint(
-        "prompts",
-        _VERSION,
-        inputs._fingerprint,
-        len(inputs),
-        spec.name,
-        system,
-        reading.template,
-        is_text,
-        is_unchanged,
-    )
+    settings = (spec.name, system, reading.template, is_text, is_unchanged)
+    name = fingerprint("prompts", _VERSION, inputs._fingerprint, len(inputs), *settings)
     made = stored(name, lambda: phrasing.tables(inputs))
     identities = made.data.column(_IDENTITY).to_numpy()
     used_up = set() if is_unchanged else reading.used_up
@@ -174,17 +163,16 @@ class _Phrasing:
         try:
             content = template.render(row)
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            reason = one_line(error).rstrip(".")
+            place, reason = self.place(index), reason_of(error)
             raise UserError(
-                f"`dataset.prompt_template` fails on {self.place(index)} ({reason}): correct the template or the row"
+                f"`dataset.prompt_template` fails on {place} ({reason}): correct template or row"
             ) from error
         if not content.strip():
             raise UserError(
                 f"`dataset.prompt_template` leaves the prompt of {self.place(index)} empty: correct the row"
             )
         # The columns are hashed, not the text: another wording of the template must not move a row to another side.
-        columns = sorted(_template_columns(self.reading.template or ""))
-        return user_turn(content), made, _hash([row.get(column) for column in columns])
+        return user_turn(content), made, _hash([row.get(column) for column in self.reading.template_columns])
 
     def _table(self, rows: Sequence[tuple[Turns, dict[str, Any], int]]) -> pa.Table:
         columns: dict[str, pa.Array] = {}
@@ -222,14 +210,14 @@ def _reading(rows: Rows, spec: DatasetSpec) -> _Reading:
     if spec.prompt_template is None:
         return reading
     columns = _template_columns(spec.prompt_template)
-    if missing := sorted(columns - set(rows.table.column_names)):
-        raise UserError(
-            f"`dataset.prompt_template` names {missing[0]!r}, and {_has(rows)}: correct it, or set `columns`"
-        )
-    parts = {**reading.columns, **{f"template/{name}": name for name in sorted(columns)}}
+    parts = dict(reading.columns)
+    for name in columns:
+        if name not in rows.table.column_names:
+            raise UserError(f"`dataset.prompt_template` names {name!r}, and {_has(rows)}: correct it, or set `columns`")
+        parts[f"template/{name}"] = name
     # Columns of the template stay in the row, except a column `prompt`, which the new prompt replaces.
-    keeps = (*reading.keeps, *(columns - reading.used_up - {"prompt"}))
-    return _Reading(parts, reading.read, reading.made, keeps, spec.prompt_template)
+    keeps = (*reading.keeps, *(set(columns) - reading.used_up - {"prompt"}))
+    return _Reading(parts, reading.read, reading.made, keeps, spec.prompt_template, columns)
 
 
 def _preset_reading(preset: Preset, rows: Rows) -> _Reading:
@@ -299,13 +287,14 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return ImmutableSandboxedEnvironment(undefined=StrictUndefined)
 
 
-def _template_columns(template: str) -> set[str]:
-    """Return the columns that a template names. Raise `UserError` for an invalid template."""
+def _template_columns(template: str) -> tuple[str, ...]:
+    """Return the columns that a template names, sorted. Raise `UserError` for an invalid template."""
     try:
-        return meta.find_undeclared_variables(_environment().parse(template))
+        return tuple(sorted(meta.find_undeclared_variables(_environment().parse(template))))
     except TemplateError as error:
-        reason = one_line(error).rstrip(".")
-        raise UserError(f"`dataset.prompt_template` is not a jinja2 template ({reason}): correct it") from error
+        raise UserError(
+            f"`dataset.prompt_template` is not a jinja2 template ({reason_of(error)}): correct it"
+        ) from error
 
 
 # Lengths
@@ -394,7 +383,7 @@ def limit_prompts(
     if count == 0:
         return dataset, 0
     if spec.overlong_prompts == "cut_left":
-        return _with_cut_prompts(dataset, is_overlong, limit, tokenizer, given), count
+        return _replaced(dataset, is_overlong, lambda prompt: _cut_left(prompt, limit, tokenizer, given)), count
     if count == len(lengths):
         raise UserError(
             f"`dataset.max_prompt_tokens`: all {count} prompts are longer than {limit} tokens (the shortest has "
@@ -403,19 +392,16 @@ def limit_prompts(
     return dataset.select(np.flatnonzero(~is_overlong)), count
 
 
-def _with_cut_prompts(
-    dataset: datasets.Dataset,
-    is_overlong: np.ndarray,
-    limit: int,
-    tokenizer: PreTrainedTokenizerBase,
-    template_kwargs: Mapping[str, Any],
+def _replaced(
+    dataset: datasets.Dataset, is_replaced: np.ndarray, replacement: Callable[[Turns], Turns]
 ) -> datasets.Dataset:
+    """Return the dataset with the prompts at `is_replaced` (N,) replaced."""
     chunks, index = [], 0
     kind = dataset.features.arrow_schema.field("prompt").type
     for batch in dataset.select_columns(["prompt"]).iter(BATCH):
         prompts = []
         for prompt in batch["prompt"]:
-            prompts.append(_cut_left(prompt, limit, tokenizer, template_kwargs) if is_overlong[index] else prompt)
+            prompts.append(replacement(prompt) if is_replaced[index] else prompt)
             index += 1
         chunks.append(pa.array(prompts, kind))
     features = datasets.Features({"prompt": dataset.features["prompt"]})

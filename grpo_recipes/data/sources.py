@@ -16,24 +16,15 @@ from typing import Any
 import datasets
 import numpy as np
 
+from grpo_recipes.data import tables
 from grpo_recipes.data.hub import cache_only_if_hub_is_silent, is_missing
-from grpo_recipes.data.tables import (
-    TEXT_SUFFIXES,
-    Place,
-    check_columns,
-    check_fields,
-    listed,
-    read_text_files,
-    text_place,
-    text_rows,
-)
 from grpo_recipes.recipe.specs import RecipeError, SourceSpec
-from grpo_rewards.errors import UserError, one_line
+from grpo_rewards.errors import UserError
 
 SOURCE = "source"
 """Column with the source of each row of a mixture."""
 
-SUFFIXES = (*TEXT_SUFFIXES, ".parquet")
+SUFFIXES = (*tables.TEXT_SUFFIXES, ".parquet")
 """Suffixes of the files that are read."""
 
 # Name of the only split of a table without splits. Such a table is read whatever split is named.
@@ -72,8 +63,8 @@ def read(source: SourceSpec, keys: Keys) -> Rows:
         splits = local_splits(source, keys)
     rows = _hub_rows(source, keys) if splits is None else sliced(splits, source.split, keys)
     rows = _with_columns(rows, source)
-    check_columns(len(rows.table.column_names), source.path)
-    check_fields(rows.table.features.arrow_schema.types, source.path)
+    tables.check_columns(len(rows.table.column_names), source.path)
+    tables.check_fields(rows.table.features.arrow_schema.types, source.path)
     return rows
 
 
@@ -102,11 +93,11 @@ def has_one_split(path: str) -> bool:
     return folder.exists() or folder.suffix == ".jsonl" or glob.has_magic(path)
 
 
-def file_rows(source: SourceSpec, keys: Keys) -> Iterator[tuple[Place, Mapping[str, Any]]]:
+def file_rows(source: SourceSpec, keys: Keys) -> Iterator[tuple[tables.Place, Mapping[str, Any]]]:
     """Yield the rows of a file or a glob as they are written, each with its position."""
     paths = _matching(source.path, keys) or [Path(source.path).expanduser()]
-    if paths[0].suffix in TEXT_SUFFIXES:
-        yield from text_rows(paths, keys.path)
+    if paths[0].suffix in tables.TEXT_SUFFIXES:
+        yield from tables.text_rows(paths, keys.path)
         return
     rows = _file_rows(paths, keys)
     for index, row in enumerate(rows.table):
@@ -134,13 +125,14 @@ def _file_rows(paths: Sequence[Path], keys: Keys) -> Rows:
         if path.suffix != paths[0].suffix:
             raise UserError(f"`dataset.{keys.path}`: {paths[0]} and {path} are of two kinds: name files of one kind")
     if paths[0].suffix != ".parquet":
-        return Rows(read_text_files(paths, keys.path), partial(text_place, paths, keys.path))
+        return Rows(tables.read_text_files(paths, keys.path), partial(tables.text_place, paths, keys.path))
     name = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
     try:
         table = datasets.load_dataset("parquet", data_files=[str(path) for path in paths], split="train")
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise UserError(
-            f"`dataset.{keys.path}`: {name} can't be read as Parquet ({_reason(error.__cause__ or error)}): replace it"
+            f"`dataset.{keys.path}`: {name} can't be read as Parquet ({tables.reason_of(error.__cause__ or error)}): "
+            "replace it"
         ) from error
     return Rows(table, partial(_numbered, name))
 
@@ -181,14 +173,10 @@ def _hub_rows(source: SourceSpec, keys: Keys) -> Rows:
         ) from error
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise UserError(
-            f"`dataset.{keys.path}`: {source.path!r} can't be loaded from the Hugging Face Hub ({_reason(error)}): "
-            "correct the path, the config or the split"
+            f"`dataset.{keys.path}`: {source.path!r} can't be loaded from the Hugging Face Hub "
+            f"({tables.reason_of(error)}): correct the path, the config or the split"
         ) from error
     return Rows(table, partial(_numbered, f"{source.path}, {source.split}"))
-
-
-def _reason(error: BaseException) -> str:
-    return one_line(error).rstrip(".") or type(error).__name__
 
 
 # Splits
@@ -208,7 +196,8 @@ def slices(lengths: Mapping[str, int], split: str, keys: Keys) -> list[tuple[str
         parts = datasets.ReadInstruction.from_spec(split).to_absolute(dict(lengths))
     except (ValueError, AssertionError) as error:
         raise UserError(
-            f"`dataset.{keys.split}`: {split!r} can't be read ({_reason(error)}): write for example train or train[:5%]"
+            f"`dataset.{keys.split}`: {split!r} can't be read ({tables.reason_of(error)}): write for example train or "
+            "train[:5%]"
         ) from error
     return [(part.splitname, part.from_, part.to) for part in parts]
 
@@ -262,7 +251,8 @@ def _with_columns(rows: Rows, source: SourceSpec) -> Rows:
     for name in wanted:
         if name not in names:
             raise UserError(
-                f"`dataset.columns`: {source.path} has no column {name!r} (it has {listed(names)}): correct the name"
+                f"`dataset.columns`: {source.path} has no column {name!r} (it has {tables.listed(names)}): correct "
+                "the name"
             )
     if not isinstance(columns, dict):
         return Rows(table.select_columns(list(columns)), rows.place)

@@ -27,7 +27,7 @@ import pyarrow as pa
 import xxhash
 from filelock import FileLock
 
-from grpo_rewards.errors import UserError, shortened
+from grpo_rewards.errors import UserError, one_line, shortened
 from grpo_rewards.files import LINE_BYTES, UnreadableFile, read_bytes
 
 BATCH = 10_000
@@ -56,6 +56,7 @@ Place = Callable[[], str]
 
 # Numbers of rows in their file (lines or entries), with the row itself.
 _NumberedRows = Iterator[tuple[int, Any]]
+_Reader = Callable[[Path, str], _NumberedRows]
 _Batch = Sequence[tuple[int, Mapping[str, Any]]]
 
 # Errors of Arrow for values that do not fit one column.
@@ -86,6 +87,11 @@ def check_fields(kinds: Iterable[pa.DataType], where: object) -> None:
 def shown(value: object) -> str:
     """Return a value of a row for an error message, shortened to `SHOWN` characters."""
     return shortened(repr(value), SHOWN)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the message of a library's error as a clause for ours."""
+    return one_line(error).rstrip(".") or type(error).__name__
 
 
 def listed(names: Iterable[str]) -> str:
@@ -303,7 +309,7 @@ def _cell_type(cells: Sequence[str]) -> pa.DataType:
 
 def _json_rows(path: Path, key: str) -> _NumberedRows:
     """Yield the objects of a JSON file that holds one array, or one object per line."""
-    return _array_entries(path, key) if path.suffix == ".json" and _is_array(path) else _lines(path, key)
+    return _array_entries(path, key) if _is_array(path) else _json_lines(path, key)
 
 
 def _is_array(path: Path) -> bool:
@@ -326,7 +332,7 @@ def _array_entries(path: Path, key: str) -> _NumberedRows:
         yield number, _object(entry, where)
 
 
-def _lines(path: Path, key: str) -> _NumberedRows:
+def _json_lines(path: Path, key: str) -> _NumberedRows:
     """Yield the objects of a JSON Lines file. Blank lines are skipped."""
     try:
         with path.open("rb") as file:
@@ -415,11 +421,7 @@ def _not_utf8(path: Path, key: str, place: str = "") -> UserError:
     return UserError(f"`dataset.{key}`: {path} is not UTF-8 text{place}: correct the path or the file")
 
 
-_READERS: Mapping[str, Callable[[Path, str], _NumberedRows]] = {
-    ".jsonl": _json_rows,
-    ".json": _json_rows,
-    ".csv": _csv_rows,
-}
+_READERS: Mapping[str, _Reader] = {".jsonl": _json_lines, ".json": _json_rows, ".csv": _csv_rows}
 
 TEXT_SUFFIXES = tuple(_READERS)
 """Suffixes of the text files that are read here."""

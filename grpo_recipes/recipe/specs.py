@@ -343,10 +343,9 @@ def _prompt_text(given: str | dict[str, Any] | None) -> str | None:
         place = f" (read from {file})"
         try:
             given = read_text(Path(file).expanduser()).removeprefix("\ufeff")
-        except UnreadableFile as error:
-            raise _unreadable_prompt(file, error.problem) from error
-        except (OSError, RuntimeError) as error:  # RuntimeError: the home of an unknown user
-            raise _unreadable_prompt(file, getattr(error, "strerror", None) or error) from error
+        except (OSError, RuntimeError, UnreadableFile) as error:  # RuntimeError: the home of an unknown user
+            reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or error
+            raise UserError(f"`dataset.system_prompt`: {file} can't be read ({reason}): correct the path") from error
     text = given.strip()
     if not text:
         raise UserError(f"`dataset.system_prompt`{place} is empty: write `none` for no system prompt")
@@ -356,10 +355,6 @@ def _prompt_text(given: str | dict[str, Any] | None) -> str | None:
         nearest = did_you_mean(text, SYSTEM_PROMPT_NAMES, otherwise=f": choose {names}, or write a text")
         raise UserError(f"`dataset.system_prompt`{place} can't be the one word `{text}`{nearest}")
     return text
-
-
-def _unreadable_prompt(file: str, reason: object) -> UserError:
-    return UserError(f"`dataset.system_prompt`: {file} can't be read ({reason}): correct the path")
 
 
 @dataclass(frozen=True)

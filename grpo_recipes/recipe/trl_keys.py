@@ -252,12 +252,7 @@ def _listed(keys: list[str]) -> str:
 
 # Generation
 
-NOT_IN_CONTINUOUS_BATCHING = {
-    "encoder_repetition_penalty": 1.0,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "repetition_penalty": 1.0,
-}
+DROPPED_OPTIONS = {"encoder_repetition_penalty": 1.0, "min_length": 0, "min_new_tokens": 0, "repetition_penalty": 1.0}
 """Generation options that transformers 5.23 drops in continuous batching, each with its neutral value."""
 
 
@@ -272,7 +267,7 @@ def check_generation(config: Any) -> None:
     if not config.use_transformers_continuous_batching:
         return
     options = {"repetition_penalty": config.repetition_penalty, **given}
-    dropped = [name for name, neutral in NOT_IN_CONTINUOUS_BATCHING.items() if options.get(name) not in (None, neutral)]
+    dropped = [name for name, neutral in DROPPED_OPTIONS.items() if options.get(name) not in (None, neutral)]
     if stop:
         dropped.append("stop")
     if dropped:

@@ -146,7 +146,7 @@ class ProcessorComparison:
         self._filters = False  # True if the settings sample from another distribution than the loss takes
         self._processors: dict[int, LogitsProcessorList] = {}  # of the settings, by row
         self._columns: dict[int, list[Tensor]] = {}  # one for each token, by row
-        self._build: Callable[[GenerationConfig, slice], LogitsProcessorList]
+        self._call: tuple[PreTrainedModel, GenerationConfig, dict[str, Any]]
         self._unfinished: list[int] = []
         self._width = 0  # of the prompts
         self._ends = torch.zeros(0, dtype=torch.long)
@@ -155,41 +155,41 @@ class ProcessorComparison:
         self, model: PreTrainedModel, found: LogitsProcessorList, config: GenerationConfig, inputs: dict[str, Any]
     ) -> LogitsProcessorList:
         """Build the settings' processors for a call of `generate`, and return its own, which are `found`."""
-
-        def build(settings: GenerationConfig, rows: slice) -> LogitsProcessorList:
-            settings = copy.copy(settings)
-            settings._eos_token_tensor = config._eos_token_tensor
-            settings.max_length = config.max_length
-            if settings.min_new_tokens is not None:  # as `generate` does
-                settings.min_length = settings.min_new_tokens + inputs["input_ids_seq_length"]
-            mask = (inputs.get("model_kwargs") or {}).get("attention_mask")
-            # Transformers' own method: a model may have replaced it by one with more processors.
-            return GenerationMixin._get_logits_processor(
-                model,
-                generation_config=settings,
-                input_ids_seq_length=inputs["input_ids_seq_length"],
-                encoder_input_ids=inputs["encoder_input_ids"][rows],
-                logits_processor=LogitsProcessorList(),
-                device=inputs["device"],
-                model_kwargs={"attention_mask": None if mask is None else mask[rows]},
-            )
-
-        self._build, self._samples = build, bool(config.do_sample)
-        self._processors = {row: build(self.settings, slice(row, row + 1)) for row in self.rows}
+        self._call, self._samples = (model, config, inputs), bool(config.do_sample)
+        self._processors = {row: self._built(self.settings, slice(row, row + 1)) for row in self.rows}
         self._columns, self._unfinished = {row: [] for row in self.rows}, list(self.rows)
         self._width = inputs["input_ids_seq_length"]
         # Padding follows the end of a row, whatever has ended it: an end token, a stop string or a criterion.
         ends = [config._eos_token_tensor, config._pad_token_tensor]
         self._ends = torch.cat([token.flatten() for token in ends if token is not None])
         # Built for all rows, as those of the call: some processors hold padding and prompts.
-        every = slice(None)
-        expected, of_loss = _described(build(self.settings, every)), _described(build(self.loss_settings, every))
+        expected, of_loss = _described(self._built(self.settings)), _described(self._built(self.loss_settings))
         self._filters = expected != of_loss or not self.settings.do_sample
         self.difference = _difference(_described(found), expected)
         mode, expected_mode = config.get_generation_mode(), self.settings.get_generation_mode()
         if mode != expected_mode:
             self.other_mode = f"the generation mode is {mode.value}, not {expected_mode.value}"
         return found
+
+    def _built(self, settings: GenerationConfig, rows: slice = slice(None)) -> LogitsProcessorList:
+        """Return new processors for some rows of the call, as transformers builds them from these settings alone."""
+        model, config, inputs = self._call
+        settings = copy.copy(settings)
+        settings._eos_token_tensor = config._eos_token_tensor
+        settings.max_length = config.max_length
+        if settings.min_new_tokens is not None:  # as `generate` does
+            settings.min_length = settings.min_new_tokens + inputs["input_ids_seq_length"]
+        mask = (inputs.get("model_kwargs") or {}).get("attention_mask")
+        # Transformers' own method: a model may have replaced it by one with more processors.
+        return GenerationMixin._get_logits_processor(
+            model,
+            generation_config=settings,
+            input_ids_seq_length=inputs["input_ids_seq_length"],
+            encoder_input_ids=inputs["encoder_input_ids"][rows],
+            logits_processor=LogitsProcessorList(),
+            device=inputs["device"],
+            model_kwargs={"attention_mask": None if mask is None else mask[rows]},
+        )
 
     def unfinished(self, ids: Tensor) -> list[int]:
         """Return the compared rows that may still go on after `ids`, (rows, columns), in transformers' own loop."""
@@ -236,16 +236,16 @@ class ProcessorComparison:
         """Return the settings that change what is sampled and that the loss does not take, as `top_k 12`."""
         if not self._filters:
             return []
-        every, found = slice(None), []
+        found = []
         # Built anew: some processors keep what they prepare, and would differ from fresh ones.
-        complete = _described(self._build(self.settings, every))
+        complete = _described(self._built(self.settings))
         for name, value in self.settings.to_dict().items():
             unset = getattr(self.loss_settings, name, None)
             if value in (None, unset):
                 continue
             without = copy.copy(self.settings)
             setattr(without, name, unset)
-            if name == "do_sample" or _described(self._build(without, every)) != complete:
+            if name == "do_sample" or _described(self._built(without)) != complete:
                 found.append(shortened(f"{name} {value}", LONGEST_PHRASE))
         return found
 

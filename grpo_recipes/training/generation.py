@@ -103,7 +103,7 @@ class Generation:
         """
         reason = self.stock_because or unfit(policy)
         grouped = self.mode == "auto" and not reason
-        # The first batch of groups is recorded whole, also without the check: it decides whether groups are decoded.
+        # All rows of the first batch of groups are recorded, also without the check: they decide whether it stays.
         every = 1 if grouped and not self.is_verified else self.check.record_every(len(prompts))
         request = Turn(
             grouped=grouped,
@@ -112,13 +112,7 @@ class Generation:
             together=self.trainer._dist.is_zero3,
             comparison=comparison,
         )
-        ends = [] if self.stop is None else [Ends(self.stop)]
-        published = self.published.aside(policy, self.trainer.generation_config)
-        with published, decoding(base_model(policy), request, ends):
-            completions, _ = turn()
-        # TRL reads a completion up to its first end token, and would keep the padding behind a stop string.
-        for end in ends:
-            completions = end.cut(completions)
+        completions = self._run(turn, policy, request)
         recorded = None
         if request.log_probs is not None:
             recorded = dict(zip(request.recorded_rows(len(prompts)), request.log_probs, strict=True))
@@ -135,6 +129,17 @@ class Generation:
                 return self._generate(turn, policy, prompts, drops, comparison)
             self.is_verified = True
         return completions, recorded
+
+    def _run(self, turn: TRLTurn, policy: nn.Module, request: Turn) -> Completions:
+        """Return the completions of TRL's call of `generate`, cut at their stop strings."""
+        ends = [] if self.stop is None else [Ends(self.stop)]
+        published = self.published.aside(policy, self.trainer.generation_config)
+        with published, decoding(base_model(policy), request, ends):
+            completions, _ = turn()
+        # TRL reads a completion up to its first end token, and would keep the padding behind a stop string.
+        for end in ends:
+            completions = end.cut(completions)
+        return completions
 
 
 def unfit_for_groups(trainer: GRPOTrainer) -> str:

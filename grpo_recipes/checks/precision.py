@@ -68,7 +68,7 @@ class Precision:
         elif is_adapter or (backend == "fsdp" and mixed is not None):
             stored = "float32"  # PEFT's `autocast_adapter_dtype`, accelerate's `fsdp2_prepare_model`
         elif dtype == "auto":
-            stored = "bfloat16"  # in which models of today are saved
+            stored = "bfloat16"  # published models are saved in it
         else:
             stored = dtype or "float32"
         computed, rate = mixed or stored, config.learning_rate

@@ -235,7 +235,7 @@ def _try(
     if tokenizer is None:
         try:
             tokenizer = load()
-        except Exception as error:  # of any class; the parent loads again and reports it
+        except Exception as error:  # libraries raise any class; the parent loads again and reports it
             if _is_out_of_memory(error):  # the parent has no limit, so it would succeed there
                 raise MemoryError from error
             return

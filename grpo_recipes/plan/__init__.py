@@ -1,1 +1,1 @@
-"""What a recipe will do on a machine, without running it: `init` and `plan`."""
+"""Plan of a recipe on a machine, and first recipe for a table: `plan` and `init`."""

@@ -50,14 +50,14 @@ class Form:
         rewards: Rewards for completions in the layout that `system_prompt` requests.
         system_prompt: Name of the system prompt.
         preset: Name of the preset that reads such a table.
-        plain: Reward for a table with complete prompts, which request no layout.
+        reward_for_prompts: Reward for a table with complete prompts, which request no layout.
     """
 
     what: str
     rewards: Sequence[Mapping[str, Any]]
     system_prompt: str = "reasoning"
     preset: str | None = None
-    plain: str = "math_correctness"
+    reward_for_prompts: str = "math_correctness"
 
 
 _TAGS = {"tags": ["reasoning", "answer"]}
@@ -72,9 +72,9 @@ _IN_A_BOX = [{"name": "math_correctness", "kwargs": {"extract": "boxed"}}]
 WORKED = Form("solutions that end in `#### N`", _in_tags("gsm8k_correctness"), preset="gsm8k")
 BOXED = Form("solutions with the answer in \\boxed{}", _IN_A_BOX, system_prompt="boxed", preset="math")
 NUMBER = Form("numbers", _in_tags("gsm8k_correctness"))
-WORDS = Form("a few words", _in_tags("string_match"), plain="string_match")
+WORDS = Form("a few words", _in_tags("string_match"), reward_for_prompts="string_match")
 CHOICE = Form("one of the choices", _in_tags("choice_correctness"), preset="multiple_choice")
-NONE = Form("none", [{"name": "well_formed", "kwargs": _TAGS}], plain="well_formed")
+NONE = Form("none", [{"name": "well_formed", "kwargs": _TAGS}], reward_for_prompts="well_formed")
 
 FORMS: Sequence[tuple[Form, Callable[[str], bool]]] = (
     (WORKED, lambda gold: "####" in gold and bool(extract_answer(gold, "hashes"))),
@@ -206,15 +206,15 @@ SAVES = {"logging_steps": 1, "save_steps": 50, "save_total_limit": 2}
 ABOUT_FILE = "Written by `grpo-recipes init`; check it with `grpo-recipes plan`, run it with `grpo-recipes train`."
 ABOUT_GPU = "LoRA on one GPU."
 ABOUT_CPU = "For a CPU, as there is no GPU with bfloat16 here: all parameters, in float32."
-ABOUT_REWARDS = "What is paid: `grpo-rewards list` says what each reward does."
+ABOUT_REWARDS = "The rewards; `grpo-rewards list` describes each of them."
 WITHOUT_GOLDS = (
-    "Nothing in the table says what a right answer is. This pays for the layout alone: put a reward of your own in its "
-    "place, as `module.function` (docs/rewards.md)."
+    "The table has no answers, so this reward checks only the layout. Replace it with your own reward, as "
+    "`module.function` (docs/rewards.md)."
 )
-ABOUT_BATCH = "2 prompts × 8 completions for each optimiser step; more prompts make steadier steps."
-ABOUT_GPU_RATE = "The rate for LoRA; about 1e-6 for full fine-tuning."
-ABOUT_CPU_RATE = "For full fine-tuning of a small model."
-ABOUT_EVALUATION = "Held-out rows are generated and paid every 50 steps."
+ABOUT_BATCH = "2 prompts × 8 completions per optimizer step; more prompts make steadier steps."
+ABOUT_GPU_RATE = "A learning rate for LoRA; full fine-tuning needs about 1e-6."
+ABOUT_CPU_RATE = "A learning rate for full fine-tuning of a small model."
+ABOUT_EVALUATION = "Evaluation on the held-out rows every 50 steps."
 
 
 def recipe_text(path: str, guess: Guess, model: str, *, has_gpu: bool, rows: int) -> str:
@@ -227,7 +227,7 @@ def recipe_text(path: str, guess: Guess, model: str, *, has_gpu: bool, rows: int
     if not guess.brings_prompts:
         dataset["system_prompt"] = form.system_prompt
     dataset["eval_share"] = 0.1
-    rewards = [form.plain] if guess.brings_prompts else list(form.rewards)
+    rewards = [form.reward_for_prompts] if guess.brings_prompts else list(form.rewards)
     names = ", ".join(map(repr, guess.others))  # quoted, because a name may hold a line break
     others = f" Every other column reaches the rewards: {names}." if names else ""
     about_rows = f"{rows:,} rows; {guess.describe()}.{others} A tenth of the rows is held out, by a hash of each."

@@ -234,7 +234,11 @@ class MemoryPlan:
     quantised_bytes: float | None = None
 
     def parts(self) -> dict[str, float]:
-        """Return the bytes on one GPU by part. The last four, of generation, may replace `activations`."""
+        """Return the bytes on one GPU by part.
+
+        `activations` belong to training, and the last four parts to generation. They are held at the same time only if
+        vLLM shares the GPU and does not sleep during training.
+        """
         return {
             **(self._deepspeed_states() if self.layout.is_deepspeed else self._torch_states()),
             "reference": self._weights() if self.full_reference else 0,
@@ -246,9 +250,10 @@ class MemoryPlan:
     def peak(self) -> float:
         """Return the most bytes held at once: the permanent parts, and the larger of training and generation."""
         training, generation = self._activations(), sum(self._generation().values())
-        throughout = sum(self.parts().values()) - training - generation
-        both = self.vllm == "colocate" and not self.vllm_sleeps
-        return throughout + (training + generation if both else max(training, generation))
+        permanent = sum(self.parts().values()) - training - generation
+        if self.vllm == "colocate" and not self.vllm_sleeps:
+            return permanent + training + generation
+        return permanent + max(training, generation)
 
     def host(self) -> float:
         """Return the bytes of host memory that offloading needs on each machine."""
@@ -315,7 +320,7 @@ class MemoryPlan:
         if self.layout.offload_parameters:
             return 0
         size = self._compute_bytes() if self.layout.is_deepspeed else self.dtype_bytes
-        # Under ZeRO-2 every GPU holds all weights, also of a reference (TRL's `prepare_deepspeed`).
+        # With ZeRO-2 every GPU holds all weights, also of a reference (TRL's `prepare_deepspeed`).
         ranks = self.layout.num_processes if self.layout.sharding in ("zero3", "fsdp2") else 1
         return size * self.shape.parameters / ranks
 

@@ -218,7 +218,7 @@ def resolved_yaml(arguments: Sequence[str], options: Sequence[str] = ()) -> str:
 
 def shipped_recipes() -> str:
     """Return the names of the shipped recipes, each with the first sentence of its head."""
-    lines = ["The recipes that ship; `grpo-recipes plan NAME` says what one does."]
+    lines = ["The shipped recipes; `grpo-recipes plan NAME` describes one of them."]
     for name in shipped_names("recipes"):
         head = find_file("recipes", name).read_text(encoding="utf-8").partition("\n#\n")[0]
         text = " ".join(line.removeprefix("#").strip() for line in head.splitlines() if line.startswith("#"))
@@ -246,7 +246,7 @@ def _memory(
     arguments = model_config(recipe)
     quantised = memory.quantised_bytes(arguments)
     if quantised is not None and layout.sharding != "none":
-        return "quantised models are estimated only where each GPU holds them whole"
+        return "quantised models are estimated only if each GPU holds the complete model"
     if model_config_file is not None and not Path(model_config_file).exists():
         raise RecipeError(f"--model_config {model_config_file}: there is no such file: give a model's config.json")
     try:

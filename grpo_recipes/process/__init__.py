@@ -1,1 +1,1 @@
-"""The processes of a run: launcher, signals, error messages and the progress line."""
+"""Processes of a run: launcher, signals, collective calls, error messages and the progress line."""

@@ -107,7 +107,7 @@ def error_message(error: Exception, rank: int, checkpoint: Path | None, *, resum
     else:
         what = f"{type(error).__name__}: {error}"
     if not resumable:
-        rest = f"; it was to go on from {checkpoint}: if that is damaged, remove it" if checkpoint else ""
+        rest = f"; it was to resume from {checkpoint}: remove it if it is damaged" if checkpoint else ""
     elif checkpoint:
         rest = f"; `--resume_from_checkpoint true` goes on from {checkpoint.name}"
     else:

@@ -510,7 +510,7 @@ def test_a_resume_is_not_recommended_if_the_checkpoint_can_not_be_loaded(
     assert train.main([*given, "--max_steps=4", "--resume_from_checkpoint=true"]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ")
-    assert last.endswith(f"; it was to go on from {output / 'checkpoint-2'}: if that is damaged, remove it")
+    assert last.endswith(f"; it was to resume from {output / 'checkpoint-2'}: remove it if it is damaged")
 
 
 def test_prompts_over_the_limit_are_dropped_with_a_count(

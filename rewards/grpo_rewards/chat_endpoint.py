@@ -95,7 +95,7 @@ class ChatEndpoint:
         Raises:
             EndpointError: the error of the last attempt.
         """
-        failure = EndpointError("not asked")
+        failure = EndpointError("no request was made")
         for attempt in range(attempts or self.attempts):
             if attempt:
                 # Jitter spreads the retries of many requests that failed at the same time.

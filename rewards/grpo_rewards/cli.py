@@ -277,7 +277,7 @@ def _takes(function: Callable[..., Any], keyword: str) -> bool:
 
 
 def _call(reward: BuiltReward, batch: Mapping[str, Any], rows: Sequence[Row]) -> list[float | None]:
-    """Call a reward, which may be somebody else's, and return its checked scores, one per row."""
+    """Call a reward, which may be a user's own, and return its checked scores, one per row."""
     try:
         with suppress(ValueError):  # a builtin without a signature
             inspect.signature(reward.function).bind(**batch)

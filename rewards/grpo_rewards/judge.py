@@ -130,7 +130,7 @@ class JudgeScore(TaggedReward):
         if not isinstance(self.template, str) or "completion" not in _PLACEHOLDER.findall(self.template):
             raise ValueError("template must be a text that holds {completion}")
         if self.api_key_env is not None and not _VARIABLE.match(str(self.api_key_env)):
-            # The value is not quoted: somebody may have put the key itself here.
+            # The value is not quoted, because it may be the key itself by mistake.
             raise ValueError("api_key_env must be the name of an environment variable, not a key")
         if self.score_pattern is not None:
             linear_capture(self.score_pattern)  # raises for a pattern that RE2 does not support

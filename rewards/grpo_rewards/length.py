@@ -65,7 +65,7 @@ class GroupLength(BaseReward):
         return 0.5
 
     @property
-    def asks(self) -> tuple[Any, ...]:
+    def consulted(self) -> tuple[Any, ...]:
         """Reward that decides whether a completion is correct."""
         return (self.correctness,)
 

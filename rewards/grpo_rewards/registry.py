@@ -138,7 +138,7 @@ class AsyncBoundReward(BoundReward):
 
 @dataclass(frozen=True)
 class UnbuiltReward:
-    """Placeholder for a reward of somebody else's package: imported, with checked arguments, but not built."""
+    """Placeholder for a reward of another package: imported, with checked arguments, but not built."""
 
     name: str
     kind: Kind | None = None
@@ -305,7 +305,7 @@ def leaves(rewards: Iterable[BuiltReward], weight: float = 1.0) -> Iterator[Buil
             yield from leaves(reward.parts, reward.weight)
             continue
         yield reward
-        yield from leaves(_with_declarations(function, 0.0) for function in reward.declared.asks)
+        yield from leaves(_with_declarations(function, 0.0) for function in reward.declared.consulted)
 
 
 # --- Specs ---
@@ -358,7 +358,7 @@ def resolve(name: str) -> Any:
     if name not in REGISTERED and name in (points := _entry_points()):
         try:
             return points[name].load()
-        except Exception as error:  # somebody else's package may fail in any way
+        except Exception as error:  # another package may raise any error
             raise RewardSpecError(f"reward `{name}`: its entry point can't be loaded ({_described(error)})") from error
     module, _, attribute = REGISTERED.get(name, name).rpartition(".")
     if not module:
@@ -374,7 +374,7 @@ def resolve(name: str) -> Any:
 def _import(module: str, name: str) -> Any:
     try:
         return importlib.import_module(module)
-    except Exception as error:  # the user's own module may fail in any way
+    except Exception as error:  # the user's own module may raise any error
         if name in REGISTERED and isinstance(error, ImportError):
             needs = missing_package(error)
             raise RewardSpecError(f"reward `{name}` needs {needs}: pip install 'grpo-rewards[models]'") from error
@@ -468,9 +468,9 @@ class _Builder:
         return SumReward(tuple(parts))
 
     def build_gate(self, spec: Mapping[str, Any]) -> GateReward:
-        for key, meaning in (("reward", "what is paid"), ("only_if", "the reward that must pay first")):
+        for key in ("reward", "only_if"):
             if key not in spec:
-                raise RewardSpecError(f"reward `gate`: the key `{key}` is missing: give it a reward, {meaning}")
+                raise RewardSpecError(f"reward `gate`: the key `{key}` is missing: set it to a reward")
         condition, at_least = spec["only_if"], spec.get("at_least")
         if isinstance(condition, Mapping) and "weight" in condition:
             raise RewardSpecError(
@@ -520,7 +520,7 @@ def _checked(name: str, check: Callable[..., Any], *args: Any, kwargs: Mapping[s
     """Return `check(*args)`. Raise its error as one of the reward `name`, without the secrets in `kwargs`."""
     try:
         return check(*args)
-    except Exception as error:  # the user's own constructor may fail in any way
+    except Exception as error:  # the user's own constructor may raise any error
         raise RewardSpecError(f"reward `{name}`: {scrubbed(_described(error), secret_values(kwargs))}") from error
 
 

@@ -97,7 +97,7 @@ class BaseReward:
         return ()
 
     @property
-    def asks(self) -> tuple[Callable[..., Any], ...]:
+    def consulted(self) -> tuple[Callable[..., Any], ...]:
         """Rewards that this reward calls without adding their scores to its own."""
         return ()
 

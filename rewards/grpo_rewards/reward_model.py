@@ -514,7 +514,7 @@ def _sharing_limit(network: PreTrainedModel) -> tuple[int, str]:
         limits.append((config.sliding_window, "the model attends to a sliding window"))
     if any(rope.get("rope_type") in ("dynamic", "longrope") for rope in _ropes(config)):
         length = getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
-        limits.append((length, "the model's rotary embedding depends on the whole length"))
+        limits.append((length, "the model's rotary embedding depends on the total length"))
     return min(limits)
 
 

@@ -29,7 +29,7 @@ def test_every_registered_reward_is_an_instance_of_the_base_class(name: str) -> 
     assert isinstance(reward, BaseReward)
     assert reward.__name__ == name
     assert reward.kind == resolve(name).kind
-    assert not reward.asks or name == "group_length"
+    assert not reward.consulted or name == "group_length"
 
 
 def plain(completions: list[Any], **columns: Any) -> list[float]:

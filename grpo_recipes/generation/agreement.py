@@ -1,6 +1,6 @@
 """Comparison of two computations of the same log-probabilities, with the table of all tolerances.
 
-Three callers use it. A layout of micro-batches is compared with TRL's own (`training/log_probs.py`). The first batch of
+Three callers use it. A layout of micro-batches is compared with TRL's own (`training/layout_check.py`). The first batch of
 group decoding is compared with a forward of the model (`evaluation/engines.py`). Every generator is compared with the
 policy during training (`generator_check.py`), where the difference must also be explained:
 

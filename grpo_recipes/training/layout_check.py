@@ -248,14 +248,8 @@ class LayoutCheck:
             if sharded:
                 trial = replace(trial, model=model, parameters=[])
             with in_training(bare, device):
-                before = random_state(device)
-                expected, again = self._compute(trial, trial.padded), self._compute(trial, trial.padded)
-                gap = (again[0] - expected[0]).abs().max()
-                if trial.is_float32:
-                    noisy = bool(gap > REPEATED)
-                else:  # two 16-bit results may differ by rounding, unless random numbers were drawn
-                    noisy = bool(gap > 0) and not torch.equal(before, random_state(device))
-                if not self._any_rank(noisy or bool(self._doubt(trial, again, expected))):
+                expected = self._compute(trial, trial.padded)
+                if not self._any_rank(self._is_random(trial, expected)):
                     return self._best(trial, found, expected)
             # Results with random numbers cannot be compared, so the comparison is repeated in evaluation mode. Such a
             # model is never packed: the completions of a packed row would share the random numbers of their prompt.
@@ -263,6 +257,17 @@ class LayoutCheck:
         if not doubt and found is Layout.PACKED:
             doubt = "in training the model draws random numbers, which a packed prompt would share"
         return layout, doubt
+
+    def _is_random(self, trial: _Trial, expected: tuple[Tensor, Gradients]) -> bool:
+        """Return True if a second computation of the padded rows differs from `expected`."""
+        before = random_state(self.accelerator.device)
+        again = self._compute(trial, trial.padded)
+        gap = (again[0] - expected[0]).abs().max()
+        if trial.is_float32:
+            noisy = bool(gap > REPEATED)
+        else:  # two 16-bit results may differ by rounding, unless random numbers were drawn
+            noisy = bool(gap > 0) and not torch.equal(before, random_state(self.accelerator.device))
+        return noisy or bool(self._doubt(trial, again, expected))
 
     def _best(self, trial: _Trial, most: Layout, expected: tuple[Tensor, Gradients]) -> Choice:
         """Return the most preferred layout up to `most` whose results agree with `expected` on every rank."""

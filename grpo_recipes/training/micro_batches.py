@@ -135,9 +135,7 @@ def window_size(steps_per_generation: int, gradient_accumulation_steps: int) -> 
     return math.gcd(steps_per_generation, gradient_accumulation_steps)
 
 
-def regroup(
-    buffer: Sequence[MicroBatch], window: int, layout: Layout, exact: Exactness, skip: bool = True
-) -> list[MicroBatch]:
+def regroup(buffer: Sequence[MicroBatch], window: int, layout: Layout, exact: Exactness) -> list[MicroBatch]:
     """Redistribute the rows of a generation batch within windows of micro-batches.
 
     Args:
@@ -145,8 +143,7 @@ def regroup(
             rows.
         window: number of micro-batches per window.
         layout: layout of the model calls.
-        exact: changes that leave the gradient as it is.
-        skip: True to mask out zero-advantage rows where that is exact.
+        exact: changes to make, which leave the gradient as it is.
 
     Returns:
         As many micro-batches of B rows each, trimmed. TRL's own in the padded layout and with images.
@@ -156,18 +153,18 @@ def regroup(
     step = window if exact.regroup else 1
     result = []
     for start in range(0, len(buffer), step):
-        result += _regroup_window(buffer[start : start + step], layout, exact, skip)
+        result += _regroup_window(buffer[start : start + step], layout, exact)
     return result
 
 
-def _regroup_window(batches: Sequence[MicroBatch], layout: Layout, exact: Exactness, skip: bool) -> list[MicroBatch]:
+def _regroup_window(batches: Sequence[MicroBatch], layout: Layout, exact: Exactness) -> list[MicroBatch]:
     """Regroup the R rows of one window."""
     size = _size(batches[0])
     merged = _merge(batches)
     # Tokens that TRL's divisor counted in the micro-batch that each row was in, (R,).
     tokens = torch.cat([loss_mask(batch).sum().expand(_size(batch)) for batch in batches])
     skipped = torch.zeros_like(tokens, dtype=torch.bool)
-    if skip and exact.skip:
+    if exact.skip:
         skipped = ~contributes(merged)
     masked = _mask_out(merged, skipped)
     sequence = torch.arange(len(skipped), device=skipped.device)

@@ -233,8 +233,7 @@ def pack(rows: Rows) -> PackedRow:
         groups.append((prefix, suffixes))
         owners += group
     if not groups:
-        single = line.append(rows.input_ids[0, -1:].cpu().numpy(), 0, np.full(1, IGNORED))
-        groups = [((0, 0), [single])]
+        groups = [((0, 0), [line.append(rows.input_ids[0, -1:].cpu().numpy(), 0, np.full(1, IGNORED))])]
 
     device, lengths = rows.input_ids.device, [len(completions[row]) for row in owners]
     labels = _joined(line.labels, device)

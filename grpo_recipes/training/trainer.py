@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -165,8 +166,8 @@ class GRPOTrainer(TRLGRPOTrainer):
         window = microbatch.window_size(self.args.steps_per_generation, self.args.gradient_accumulation_steps)
         first = microbatch.as_rows(padded[0])
         layout = self._log_probs.layout(self.model, first, len(first.input_ids))
-        skip = self.micro_batching.skip_zero_advantage
-        ours = microbatch.regroup(padded, window, layout, self._exact, skip)
+        exact = replace(self._exact, skip=self._exact.skip and self.micro_batching.skip_zero_advantage)
+        ours = microbatch.regroup(padded, window, layout, exact)
         tokens = [self._log_probs.model_call(self.model, microbatch.as_rows(batch), layout).tokens for batch in ours]
         counts = microbatch.count(padded, ours, tokens, window, layout)
         efficiency = microbatch.mark_empty(ours, self.accelerator.reduce(counts.to(self.accelerator.device)))

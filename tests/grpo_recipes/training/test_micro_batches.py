@@ -275,7 +275,7 @@ def test_a_row_keeps_its_weight_with_bnpo(skip: bool) -> None:
             found.update({label: advantage / tokens for label, advantage in rows if advantage})
         return found
 
-    ours = regroup(buffer, 2, Layout.TRIMMED, Exactness(True, True, rescale=True), skip)
+    ours = regroup(buffer, 2, Layout.TRIMMED, Exactness(True, skip, rescale=True))
     assert [batch["extra"] for batch in ours] != [batch["extra"] for batch in buffer]
     assert weights(ours) == pytest.approx(weights(buffer))
 

@@ -269,8 +269,7 @@ def complete_continuously(
         reason = one_line(errors[0]) if errors else "generation stopped before they were made"
         raise UserError(
             f"{failed} of {len(prompts)} completions failed ({reason}): run the same command again, which keeps the "
-            f"finished "
-            "batches, or set a smaller --batch_size or --max_new_tokens in another --output"
+            "finished batches, or set a smaller --batch_size or --max_new_tokens in another --output"
         )
     return tokenizer.batch_decode([output.generated_tokens for output in outputs], skip_special_tokens=True)
 

@@ -174,8 +174,7 @@ def evaluate_request(options: Request) -> dict[str, Any]:
     if settings.strict is None and not rewards:
         raise UserError(
             "there is nothing to measure: the held-out rows have no `answer`, and no reward of the recipe can score "
-            "them. "
-            "Name the recipe with --recipe"
+            "them. Name the recipe with --recipe"
         )
     described: dict[str, Any] = {"model": options.model, "dataset": spec.as_dict()}
     described["engine"] = "transformers" if vllm is None else vllm.name
@@ -329,8 +328,7 @@ def held_out_spec(trained: dict[str, Any], options: Request) -> DatasetSpec:
     if raw.get("name") == "scored":
         raise UserError(
             "the dataset scored holds recorded responses and no final answers to evaluate on: name problems that have "
-            "them, "
-            "as in `--dataset gsm8k --path PROBLEMS.jsonl --prompt_format text`"
+            "them, as in `--dataset gsm8k --path PROBLEMS.jsonl --prompt_format text`"
         )
     held_out = {"path": raw.pop("eval_path", None), "split": raw.pop("eval_split", None)}
     if options.path is not None:

@@ -120,8 +120,7 @@ def _merged(base: PreTrainedModel, folder: Path) -> tuple[PreTrainedModel, str]:
     if not changed <= allowed:  # also if it is NaN
         raise UserError(
             f"{folder}: merged in {name}, its logits change by up to {changed:.2g}, where rounding could change them "
-            f"by "
-            f"{allowed:.2g}: peft does not merge this adapter exactly, use it as it is"
+            f"by {allowed:.2g}: peft does not merge this adapter exactly, use it as it is"
         )
     moved = (expected - before).abs().max().item()
     report = f"{name}; the adapter moves logits by up to {moved:.2g}, merging it changes them by up to {changed:.2g}"

@@ -300,8 +300,7 @@ class Server:
             raise UserError(
                 f"the vLLM server {self.url} cuts completions at {length} tokens, and --max_new_tokens is "
                 f"{max_new_tokens}: start it with `--generation-config vllm`, since a published `max_new_tokens` "
-                f"limits "
-                "every request"
+                "limits every request"
             )
 
 
@@ -338,8 +337,7 @@ def check_lengths(prompts: list[list[int]], max_new_tokens: int, limit: int) -> 
     if longest + max_new_tokens > limit:
         raise UserError(
             f"a prompt of {longest} tokens and --max_new_tokens {max_new_tokens} need {longest + max_new_tokens}, and "
-            f"vLLM's "
-            f"context has {limit}: raise --vllm_max_model_length, or lower --max_new_tokens"
+            f"vLLM's context has {limit}: raise --vllm_max_model_length, or lower --max_new_tokens"
         )
 
 

@@ -199,8 +199,7 @@ def truncated(run: Run) -> Found | None:
     step = _last_step(share)
     return step, (
         f"{share.end:.0%} of the completions are cut off at `max_completion_length` by step {step}, and an answer "
-        f"behind "
-        "the cut is lost: raise it, or set `mask_truncated_completions: true`"
+        "behind the cut is lost: raise it, or set `mask_truncated_completions: true`"
     )
 
 
@@ -228,8 +227,7 @@ def entropy_collapse(run: Run) -> Found | None:
     step = _first_step(entropy, lambda value: value < ENTROPY_LIMIT * entropy.start)
     return step, (
         f"entropy falls from {entropy.start:.3f} to {entropy.end:.3f} nats per token, below a tenth from step {step}: "
-        f"the "
-        "policy has stopped exploring"
+        "the policy has stopped exploring"
     )
 
 
@@ -254,8 +252,7 @@ def kl_blow_up(run: Run) -> Found | None:
     step = _first_step(kl, lambda value: value > KL_LIMIT)
     return step, (
         f"KL to the reference reaches {max(kl.values):.1f} nats per token, above 1 from step {step}: lower "
-        f"`learning_rate` "
-        "or raise `beta`"
+        "`learning_rate` or raise `beta`"
     )
 
 
@@ -275,8 +272,7 @@ def dominant_reward(run: Run) -> Found | None:
     step = _last_step(run.series(f"rewards/{reward.name}/std"))
     return step, (
         f"`{reward.name}` carries {variances[reward] / total:.0%} of the rewards' variance up to step {step}: the "
-        f"others "
-        "have hardly any effect; lower its `weight`"
+        "others have hardly any effect; lower its `weight`"
     )
 
 
@@ -313,8 +309,7 @@ def no_answer_found(run: Run) -> Found | None:
             step = _last_step(shares)
             return step, (
                 f"`{name}` has paid nothing up to step {step}: {_where_answers_are(run, name)}: ask for one in the "
-                f"prompt, "
-                "or set another `extract`"
+                "prompt, or set another `extract`"
             )
     return None
 
@@ -334,8 +329,7 @@ def lost_updates(run: Run) -> Found | None:
     step = _last_step(changed)
     return step, (
         f"a step changes {changed.mean:.1%} of the trained weights up to step {step}, where {expected.mean:.1%} would "
-        f"change "
-        f"if no update were lost to rounding: set `dtype: float32` or `optim: adamw_bf16` (docs/precision.md)"
+        "change if no update were lost to rounding: set `dtype: float32` or `optim: adamw_bf16` (docs/precision.md)"
     )
 
 
@@ -369,8 +363,7 @@ def unscorable_golds(run: Run) -> Finding | None:
         "unscorable_golds",
         0,
         f"{golds['count']} of {golds['total']} golds can't be scored by a correctness reward (rows {rows} of the "
-        f"dataset, "
-        "counted from 1): correct or remove them",
+        "dataset, counted from 1): correct or remove them",
     )
 
 

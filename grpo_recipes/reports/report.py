@@ -167,8 +167,7 @@ def verdict(run: Run, pairs: pd.DataFrame | None) -> Verdict:
     return Verdict(
         f"Accuracy {percent(after.value)} on {problems:,} held-out problems",
         f"{_interval(after)}; accuracy before training was not measured: run `grpo-recipes evaluate` on the model that "
-        f"the "
-        f"run began with, with `--output {run.folder / EVALUATIONS / BEFORE}`",
+        f"the run began with, with `--output {run.folder / EVALUATIONS / BEFORE}`",
     )
 
 
@@ -203,8 +202,7 @@ def _verdict_by_reward(run: Run) -> Verdict:
         return Verdict("Nothing was measured", "The log has no reward, and no evaluation is in the run's folder")
     sure = (
         "Reward on the training prompts, which the policy was trained for. Accuracy on held-out problems was not "
-        "measured: "
-        f"run `grpo-recipes evaluate {run.folder}`"
+        f"measured: run `grpo-recipes evaluate {run.folder}`"
     )
     if len(reward) == 1:
         return Verdict(f"Training reward {number(reward.start)} at step {reward.steps[0]}", sure)

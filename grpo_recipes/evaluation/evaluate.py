@@ -64,10 +64,6 @@ RIGHT_VERDICTS = frozenset({"exact", "equal", "symbolic"})
 logger = logging.getLogger(__name__)
 
 
-class EvaluationInterrupted(KeyboardInterrupt):
-    """Ctrl-C during an evaluation. The message says what is saved and how to continue."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """Options of `grpo-recipes evaluate`: a model, and differences from the held-out rows of its recipe."""
@@ -147,10 +143,8 @@ def evaluate_request(options: Request) -> dict[str, Any]:
 
     Raises:
         UserError: An option, the recipe, the dataset or a file of the model is wrong.
-        EvaluationInterrupted: Ctrl-C was pressed.
+        KeyboardInterrupt: Ctrl-C was pressed. The message says what is saved and how to continue.
     """
-    if options.limit is not None and options.limit < 1:
-        raise UserError(f"--limit is {options.limit}: set it to at least 1, or leave it out for all problems")
     if is_missing(options.model):
         raise UserError(f"{options.model}: the model can't be loaded: there is no such folder")
     if Path(options.model).is_dir():
@@ -159,9 +153,7 @@ def evaluate_request(options: Request) -> dict[str, Any]:
     recipe = _recipe(options)
     specs = recipe.get("rewards") or []
     spec = held_out_spec(recipe.get("dataset", {}), options)
-    dataset = load(spec, evaluation=spec.eval_share is not None)
-    if options.limit is not None:
-        dataset = dataset.select(range(min(options.limit, len(dataset))))
+    dataset = _problems(spec, options.limit)
     try:
         settings = _settings(recipe, spec, options, dataset)
         rewards, skipped = accuracy.measurable_rewards(
@@ -188,11 +180,19 @@ def evaluate_request(options: Request) -> dict[str, Any]:
     try:
         return evaluate_into(folder, engine, dataset, settings, described, rewards, engine.record)
     except KeyboardInterrupt as error:
-        raise EvaluationInterrupted(_saved_so_far(folder)) from error
+        raise KeyboardInterrupt(_saved_so_far(folder)) from error
     except OSError as error:
         raise UserError(f"{folder}: the result can't be written there ({error}): give another --output") from error
     except ValueError as error:  # a reward needs a column that the rows lack
         raise UserError(str(error)) from error
+
+
+def _problems(spec: DatasetSpec, limit: int | None) -> Dataset:
+    """Return the rows of a dataset, or the first `limit` rows."""
+    if limit is not None and limit < 1:
+        raise UserError(f"--limit is {limit}: set it to at least 1, or leave it out for all problems")
+    dataset = load(spec, evaluation=spec.eval_share is not None)
+    return dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
 
 
 def _measured_specs(specs: Sequence[Any], rewards: Sequence[MeasuredReward]) -> list[dict[str, Any]]:
@@ -458,6 +458,7 @@ def evaluate_into(
         _check_held(held)
         _write_table(folder / COMPLETIONS, table)
         files.write_atomically(folder / RESULT, json.dumps(summary, indent=2) + "\n")
+        # Only now, so that an evaluation that is killed before can continue.
         shutil.rmtree(parts)
         (folder / REQUEST).unlink()
         return summary

@@ -144,7 +144,8 @@ def guessed(table: datasets.Dataset) -> Guess:
     if prompt is None and question is None:
         raise UserError(
             f"none of the columns {listed(map(repr, table.column_names))} looks like a question "
-            f"({', '.join(QUESTIONS)}): write a recipe with `dataset.columns`, as in `columns: {question: ...}`"
+            f"({', '.join(QUESTIONS)}): write a recipe with `dataset.columns`, as in "
+            "`columns: {question: ...}`"
         )
     candidates = []
     for known in ANSWERS:

@@ -58,7 +58,7 @@ class Recipe:
     ] = field(default_factory=specs.ReferenceSpec)
     kl_estimator: Annotated[
         specs.KLEstimator,
-        "estimator of the KL term: on the sampled tokens, as TRL (sampled), or over the vocabulary (full)",
+        "estimator of the KL term: TRL's on the sampled tokens (sampled), or the sum over the vocabulary (full)",
     ] = "sampled"
     micro_batching: Annotated[
         specs.MicroBatching,
@@ -66,11 +66,11 @@ class Recipe:
     ] = field(default_factory=specs.MicroBatching)
     generation: Annotated[
         specs.GenerationMode,
-        "mode of transformers' generation: one row per prompt where that is exact (auto), or TRL's (off)",
+        "transformers' generation: the prompt of a group once where that is exact (auto), or as in TRL (off)",
     ] = "auto"
     sampling: Annotated[
         specs.SamplingSpec | None,
-        "sampling of prompts: all, or fewer with zero variance (informative, {informative: unbiased})",
+        "sampling of prompts: all, or zero-variance prompts less often (informative, {informative: unbiased})",
     ] = None
     generation_check: Annotated[
         bool, "true to compare completions with the policy, and to stop the run if another policy sampled them"

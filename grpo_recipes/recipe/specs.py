@@ -14,12 +14,20 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.files import UnreadableFile, read_text
 from grpo_rewards.redaction import HIDDEN, is_secret, redacted
+
+if TYPE_CHECKING:
+    from types import SimpleNamespace
+
+    from trl import GRPOConfig
+
+    # TRL's training arguments, or the values of a recipe under the same names (`Recipe.config`).
+    TrainingConfig: typing.TypeAlias = GRPOConfig | SimpleNamespace
 
 KLEstimator = Literal["sampled", "full"]
 """Estimator of the KL divergence in the loss: TRL's on the sampled tokens, or the sum over the vocabulary."""
@@ -225,7 +233,7 @@ class DatasetSpec(Spec):
         split: split to train on. Slices such as `train[:5%]` work for every kind of path. A file or folder with a
             single split is read under any name.
         eval_split: split to evaluate on, if evaluation is on.
-        eval_share: share of the rows to evaluate on instead, selected by a hash of the content of each prompt.
+        eval_share: share of the rows to hold out for evaluation, selected by a hash of the content of each prompt.
         eval_path: path of the held-out rows, if it is not `path`. It may be anything that `path` may be.
         columns: mapping from new to old names of columns (`{question: problem, answer: solution}`), or list of the
             columns to keep.
@@ -286,7 +294,7 @@ class DatasetSpec(Spec):
         _check_columns(self.columns)
         for key in ("eval_split", "eval_path"):
             if self.eval_share is not None and getattr(self, key) is not None:
-                raise UserError(f"`dataset` has both `eval_share` and `{key}`: keep the one that says what is held out")
+                raise UserError(f"`dataset` has both `eval_share` and `{key}`: keep one of them")
         for key in ("path", "eval_path"):
             if isinstance(getattr(self, key), list):
                 object.__setattr__(self, key, self._sources(key))
@@ -382,8 +390,8 @@ class ReferenceSpec(Spec):
         if self.adapter is None and self.name is None:
             object.__setattr__(self, "name", "initial")
 
-    def check_refresh(self, config: Any) -> None:
-        """Raise `UserError` if the refresh keys of `config` (attributes of `GRPOConfig`) do not fit this reference."""
+    def check_refresh(self, config: TrainingConfig) -> None:
+        """Raise `UserError` if the refresh keys of `config` do not fit this reference."""
         if not config.sync_ref_model:
             if self.reset_optimizer_on_sync:
                 raise UserError(
@@ -466,8 +474,8 @@ class SamplingSpec(Spec):
         """True if the advantages are divided by the probabilities of their prompts."""
         return self.informative == "unbiased"
 
-    def check(self, config: Any, *, router_loss: bool = False) -> None:
-        """Raise `UserError` if the sampling would change the expected gradient of `config` (keys of `GRPOConfig`)."""
+    def check(self, config: TrainingConfig, *, router_loss: bool = False) -> None:
+        """Raise `UserError` if the sampling would change the expected gradient of `config`."""
         if not self.is_unbiased:
             return
         key = "`sampling: {informative: unbiased}`"

@@ -11,13 +11,16 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.training_args import OptimizerNames
 
 from grpo_recipes.recipe.losses import LOSS_TYPES, LossType
 from grpo_recipes.recipe.specs import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range, check_number, not_a_choice
 from grpo_rewards.errors import UserError
+
+if TYPE_CHECKING:
+    from grpo_recipes.recipe.specs import TrainingConfig
 
 ADAMW_BF16 = "adamw_bf16"
 """Value of `optim` for this project's optimizer (`training/adamw_bf16.py`), which transformers does not have."""
@@ -100,7 +103,7 @@ TRL_KEYS: Mapping[str, Key] = {
     **dict.fromkeys(("eval_*", "bf16_full_eval", "fp16_full_eval"), MAY_CHANGE),
     "per_device_eval_batch_size": Key(COUNT, may_change=True),
     "num_generations_eval": Key(NOT_NEGATIVE, may_change=True),  # 0 stands for `num_generations`
-    # How a step is computed.
+    # Computation of a step.
     "dataloader_num_workers": Key(NOT_NEGATIVE, may_change=True),
     **dict.fromkeys(("dataloader_pin_memory", "dataloader_persistent_workers"), MAY_CHANGE),
     **dict.fromkeys(("dataloader_prefetch_factor", "gradient_checkpointing"), MAY_CHANGE),
@@ -166,7 +169,7 @@ def check_numbers(values: Mapping[str, Any]) -> None:
             raise UserError(f"`{name}` is {value}: set a finite number")
 
 
-def cautions(config: Any) -> list[str]:
+def cautions(config: TrainingConfig) -> list[str]:
     """Return one sentence for each value of `config` that is allowed and probably a mistake."""
     if config.learning_rate <= HIGH_LEARNING_RATE:
         return []
@@ -178,12 +181,12 @@ def cautions(config: Any) -> list[str]:
 # Objective
 
 
-def check_objective(given: Mapping[str, Any], config: Any, *, sampled_kl: bool) -> None:
+def check_objective(given: Mapping[str, Any], config: TrainingConfig, *, sampled_kl: bool) -> None:
     """Raise `UserError` for keys that have no effect, or that together are the objective of no paper.
 
     Args:
         given: keys that the recipe itself sets.
-        config: every key of `GRPOConfig`, as attributes.
+        config: TRL's training arguments, or the recipe's values under the same names.
         sampled_kl: True if the KL term, if there is one, is TRL's estimate on the sampled tokens.
     """
     loss_type = config.loss_type
@@ -204,7 +207,7 @@ def check_objective(given: Mapping[str, Any], config: Any, *, sampled_kl: bool) 
         )
 
 
-def _check_level(loss: LossType, config: Any, *, sampled_kl: bool) -> None:
+def _check_level(loss: LossType, config: TrainingConfig, *, sampled_kl: bool) -> None:
     """Raise `UserError` if a per-sequence importance ratio is combined with a per-token loss, or the reverse."""
     level = "`importance_sampling_level: sequence`"
     is_sequence = config.importance_sampling_level == "sequence"
@@ -224,12 +227,12 @@ def _check_level(loss: LossType, config: Any, *, sampled_kl: bool) -> None:
         raise UserError(f"{level} needs all tokens, and `top_entropy_quantile` drops tokens: remove one of them")
 
 
-def check_advantages(rule: str | None, config: Any) -> None:
+def check_advantages(rule: str | None, config: TrainingConfig) -> None:
     """Raise `UserError` for options of TRL that have no effect because `rule` computes the advantages in place of TRL.
 
     Args:
         rule: the recipe's `advantages`.
-        config: every key of `GRPOConfig`, as attributes.
+        config: TRL's training arguments, or the recipe's values under the same names.
     """
     if rule is None:
         return
@@ -256,11 +259,11 @@ DROPPED_OPTIONS = {"encoder_repetition_penalty": 1.0, "min_length": 0, "min_new_
 """Generation options that transformers 5.23 drops in continuous batching, each with its neutral value."""
 
 
-def check_generation(config: Any) -> None:
+def check_generation(config: TrainingConfig) -> None:
     """Raise `UserError` for invalid stop strings, and for options that continuous batching would silently drop.
 
     Args:
-        config: every key of `GRPOConfig`, as attributes.
+        config: TRL's training arguments, or the recipe's values under the same names.
     """
     given = _mapping(config.generation_kwargs)
     stop = stop_strings(given)

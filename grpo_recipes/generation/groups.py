@@ -206,7 +206,7 @@ class Batch:
         self.turn, self.model, self.processors, self.criteria = turn, model, logits_processor, stopping_criteria
         self.samples, self.cache = generation_config.do_sample, inputs["past_key_values"]
         self.keep = {name: inputs[name] for name in ("logits_to_keep",) if name in inputs}
-        self.size, self.width = input_ids.shape  # of the prompts
+        self.size, self.width = input_ids.shape  # rows, and columns of the prompts
         room = stopping_criteria.max_length - self.width
         self.ids = torch.cat([input_ids, generation_config._pad_token_tensor.expand(self.size, room)], 1)
         self.end = self.width  # number of columns with tokens in them; padding follows
@@ -244,7 +244,7 @@ class Batch:
         prompts = self.ids[:, : self.width]
         # The mask is part of the key: pad and end may be the same token, and then the IDs do not show what is padding.
         keys = prompts if self.mask is None else torch.cat([prompts, self.mask[:, : self.width]], 1)
-        number: dict[bytes, int] = {}  # of each distinct prompt
+        number: dict[bytes, int] = {}  # number of each distinct prompt
         distinct: list[int] = []  # first row of each prompt
         copied = []  # number of each row's prompt
         for row, key in enumerate(keys.cpu().numpy()):

@@ -36,6 +36,7 @@ class Buffer:
         """Append columns, in place if there is room."""
         more = keys.shape[2]
         if self.stop + more > self.buffers[0].shape[2]:
+            # Columns that were cut stay behind: the copy holds only those in use.
             self._fill(self.keys, self.values, torch.arange(len(keys), device=keys.device), max(ROOM, more))
         for buffer, new in zip(self.buffers, (keys, values), strict=True):
             buffer[:, :, self.stop : self.stop + more] = new
@@ -101,7 +102,7 @@ class SlidingBuffer(Buffer, DynamicSlidingWindowLayer):
 
     def cut(self, columns: int) -> None:
         """Drop the first columns of the rows."""
-        # Those before the window are gone already: only the count of all columns falls by the full number.
+        # The columns before the window are gone already: only the count of all columns falls by the full number.
         self.cumulative_length -= columns
         self.show(max(self.start, self.stop - self.cumulative_length), self.stop)
 

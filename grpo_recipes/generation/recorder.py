@@ -34,9 +34,9 @@ class Recorder(StoppingCriteria):
     ) -> None:
         self.places, self.temperature, self.comparison = list(places), temperature, comparison
         self._compared: list[int] = []  # compared rows that have not ended
-        self._scores: Tensor | None = None  # of these rows, after the processors
-        self._logits: Tensor | None = None  # of the newest forward, (rows, vocabulary)
-        self._columns: list[Tensor] = []  # of one token each, (places,)
+        self._scores: Tensor | None = None  # their logits after the processors
+        self._logits: Tensor | None = None  # logits of the newest forward, (rows, vocabulary)
+        self._columns: list[Tensor] = []  # log-probabilities of one token each, (places,)
         self._width = 0
         self._lost = False
 

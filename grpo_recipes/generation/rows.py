@@ -92,6 +92,7 @@ class Rows:
         for number, count in zip(self.prompt_numbers(), labels, strict=True):
             if count:
                 prefixes[number] = prompts[number] - 1
+        # Without any label, one token is still run: every rank calls the model.
         return max(sum(prefixes.values()) + sum(labels), 1)
 
     def trimmed(self) -> tuple[Rows, Tensor]:

@@ -144,11 +144,11 @@ class ProcessorComparison:
         """Difference of the generation mode from that of the settings, as a phrase, or ""."""
         self._samples = True
         self._filters = False  # True if the settings sample from another distribution than the loss takes
-        self._processors: dict[int, LogitsProcessorList] = {}  # of the settings, by row
+        self._processors: dict[int, LogitsProcessorList] = {}  # processors of the settings, by row
         self._columns: dict[int, list[Tensor]] = {}  # one for each token, by row
         self._call: tuple[PreTrainedModel, GenerationConfig, dict[str, Any]]
         self._unfinished: list[int] = []
-        self._width = 0  # of the prompts
+        self._width = 0  # number of columns of the prompts
         self._ends = torch.zeros(0, dtype=torch.long)
 
     def start(

@@ -125,6 +125,7 @@ class CompactCompletions(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Remove the completions after the step that the training continues from, because it logs these steps again."""
+        # A script may call `train` twice: nothing is left of the first training.
         self._compaction, self._is_due = None, False
         # On all ranks: another launch may have taken the folder over in the minutes that loading a checkpoint takes.
         self.trainer.checkpoints.check_folder()
@@ -196,12 +197,13 @@ class RecipeInTrackers(TrainerCallback):
         if not state.is_world_process_zero:
             return
         for tracker in self.handler.callbacks:
-            # By name: to import the callback of a tracker that is not installed fails.
             match type(tracker).__name__:
                 case "TensorBoardCallback" if tracker.tb_writer is not None:
                     text = yaml.safe_dump(self.recipe, sort_keys=False, allow_unicode=True)
                     # TensorBoard renders Markdown, in which four spaces keep text as it is.
                     tracker.tb_writer.add_text("recipe", "\n".join(f"    {line}" for line in text.splitlines()))
+                # Trackers keep the first value of a key unless a change is allowed: a resumed run may have another
+                # recipe.
                 case "WandbCallback" if tracker._wandb is not None and tracker._wandb.run is not None:
                     tracker._wandb.config.update({"recipe": self.recipe}, allow_val_change=True)
                 case "TrackioCallback":
@@ -218,6 +220,7 @@ def starting_weights(given: str | nn.Module, model: nn.Module, reference: Any) -
     """
     loaded = loaded_source(model.get_base_model() if isinstance(model, PeftModel) else model)
     sources = {"policy": loaded}
+    # An adapter and its base may change independently, so each is a source of its own.
     if isinstance(given, PeftModel):
         # PEFT keeps no path of an adapter.
         sources = {"policy": Source(""), "base": loaded}

@@ -48,6 +48,7 @@ class Generation:
         self.trainer, self.check, self.stop, self.mode = trainer, check, stop, mode
         self.published = PublishedSettings(logger.warning)
         """Settings of the policy's generation_config, which are put aside while it generates."""
+        # Known before the first batch, and the same on every rank: a rank alone must not change its number of forwards.
         self.stock_because = unfit_for_groups(trainer)
         """Reason why transformers' own loop generates, or ""."""
         self.is_verified = False

@@ -60,7 +60,7 @@ class Server:
     def __init__(self, model: Path, log: Path, *arguments: str, settings: str = "vllm") -> None:
         self.port, self.log = free_port(), log
         command = [sys.executable, "-m", "tests.vllm.cpu", "--model", str(model), "--port", str(self.port)]
-        # What docs/scaling.md says of a server, and float32.
+        # The options of docs/scaling.md for a server, and float32.
         more = ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
         more += ["--weight-transfer-config", json.dumps({"backend": "nccl"}), "--max-logprobs", "-1"]
         more += ["--logprobs-mode", "processed_logprobs", "--generation-config", settings]

@@ -238,13 +238,13 @@ def test_the_log_probabilities_of_the_sampled_tokens(every: int, rows: Any) -> N
     tokens = generated(policy, turn, inputs, temperature=0.7, top_k=5, repetition_penalty=1.5)
     assert turn.log_probs is not None
     assert len(turn.log_probs) == len(rows)
-    for noted, row, length in zip(turn.log_probs, rows, [lengths(tokens, 11)[row] for row in rows], strict=True):
+    for recorded, row, length in zip(turn.log_probs, rows, [lengths(tokens, 11)[row] for row in rows], strict=True):
         text = tokens[row][: 11 + length][inputs["attention_mask"][row].argmax() :]
         with torch.no_grad():
             expected = (policy(text[None], use_cache=False).logits[0, -length - 1 : -1] / 0.7).log_softmax(-1)
         expected = expected.gather(1, text[-length:, None])[:, 0]
-        torch.testing.assert_close(noted[:length], expected, atol=1e-5, rtol=0)
-        assert not noted[length:].any()
+        torch.testing.assert_close(recorded[:length], expected, atol=1e-5, rtol=0)
+        assert not recorded[length:].any()
 
 
 # ---- calls left to transformers' own loop

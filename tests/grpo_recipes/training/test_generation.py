@@ -329,7 +329,7 @@ def test_ranks_with_completions_of_very_different_lengths(
     for entry in log:
         assert entry["completions/min_length"] == 1
         assert entry["completions/max_length"] > 5
-    # Of a small batch not every step is compared after the first.
+    # Small batches are not compared at every step after the first.
     assert LARGEST in log[0]
     assert all(0 < entry[LARGEST] < 1e-4 for entry in log if LARGEST in entry)
 

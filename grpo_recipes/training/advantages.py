@@ -1,6 +1,7 @@
 """Published rules for advantages that TRL's options cannot express, one function each: the recipe's key `advantages`.
 
-A rule gets the rewards of whole groups, gathered over all ranks as TRL gathers them, so no rank needs a whole group.
+A rule gets the rewards of complete groups, gathered over all ranks as TRL gathers them, so no rank needs a complete
+group.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class LayoutCheck:
         if self.router_loss:
             reason = "a packed row would count a prompt once in the router loss"
         elif self.args.torch_compile:
-            reason = "torch.compile would compile each packed shape anew"
+            reason = "torch.compile would compile again for each packed shape"
         else:
             reason = unsupported(bare)
         return (Layout.TRIMMED, reason) if reason else (Layout.PACKED, "")
@@ -437,7 +437,7 @@ def is_sharded(model: nn.Module) -> bool:
     for parameter in model.parameters():
         if hasattr(parameter, "ds_id") or isinstance(parameter, DTensor):
             return True
-    # FSDP1 wraps modules, and FSDP2 can be told to ignore parameters.
+    # FSDP1 wraps modules, and FSDP2 can ignore single parameters.
     return any(isinstance(module, FSDPModule) or hasattr(module, "_fsdp_wrapped_module") for module in model.modules())
 
 

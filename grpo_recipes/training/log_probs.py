@@ -21,7 +21,7 @@ from grpo_recipes.training.layout_check import LayoutCheck, adapter_state, text_
 from grpo_recipes.training.packing import Layout, ModelCall, PackedRow, SpansIgnored, order, pack
 
 MAX_PACKED_SHARE = 0.95
-"""Largest share of the tokens of trimmed rows for which a packed row is used. A rectangle is faster per token."""
+"""Largest share of the tokens of trimmed rows for which a packed row is used. Padded rows are faster per token."""
 
 
 @dataclass

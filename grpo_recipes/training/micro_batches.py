@@ -1,4 +1,4 @@
-"""Which rows share a micro-batch, and which rows are skipped, with the gradient of each optimizer step unchanged.
+"""Assignment of rows to micro-batches, and skipping of rows, with the gradient of each optimizer step unchanged.
 
 TRL shuffles the rows of a generation batch, cuts them into micro-batches, and pads every row to the longest row of the
 generation batch. `regroup` moves rows within windows of micro-batches that always belong to one optimizer step, so that
@@ -129,7 +129,7 @@ def window_size(steps_per_generation: int, gradient_accumulation_steps: int) -> 
     """Return the number of consecutive micro-batches of a generation batch that always belong to one optimizer step.
 
     An optimizer step ends after a multiple of `gradient_accumulation_steps` micro-batches of an epoch, and an epoch
-    holds whole generation batches. Modulo `steps_per_generation`, those ends are multiples of the greatest common
+    holds complete generation batches. Modulo `steps_per_generation`, those ends are multiples of the greatest common
     divisor.
     """
     return math.gcd(steps_per_generation, gradient_accumulation_steps)

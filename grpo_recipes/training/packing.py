@@ -1,14 +1,14 @@
 """One packed row per micro-batch: each prompt once, followed by its completions, without padding.
 
-TRL pads a micro-batch to one rectangle and runs every prompt once per completion. Here the completions of a prompt
-share the prompt. With prefix = prompt[:-1] and, for each completion, suffix = [last prompt token] + completion[:-1], a
-micro-batch becomes one row:
+TRL pads all rows of a micro-batch to one length and runs every prompt once per completion. Here the completions of a
+prompt share the prompt. With prefix = prompt[:-1] and, for each completion, suffix = [last prompt token] +
+completion[:-1], a micro-batch becomes one row:
 
     prefix, suffix, suffix, ...      (first prompt)      prefix, suffix, ...      (second prompt)      ...
 
 Every suffix position predicts exactly one completion token. Position ids restart at len(prefix) in each suffix. A
 suffix attends to its own prefix and to itself, causally, and to nothing else. The row has (P - 1) + sum(L) tokens per
-group of G completions, where TRL's rectangle has G (max P + max L).
+group of G completions, where TRL's padded rows have G (max P + max L).
 
 The idea is Prefix Grouper's (arXiv 2506.05433). The row runs through stock transformers models: attention by way of
 `AttentionInterface`, labels by way of `shift_labels` of TRL's fused head. See docs/efficiency.md.
@@ -348,7 +348,7 @@ def _varlen(spans: GroupSpans, query: Tensor, key: Tensor, value: Tensor, scalin
         index.longest_query,
         index.longest_key,
         scale=scaling,
-        # Causal. The kernel aligns the diagonal to the end of the keys, so a suffix sees its whole prefix.
+        # Causal. The kernel aligns the diagonal to the end of the keys, so a suffix sees its complete prefix.
         window_size=(-1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )

@@ -1,4 +1,4 @@
-"""Which prompts of a generation batch are generated: `sampling: informative`.
+"""Random choice of the prompts of a generation batch that are generated: `sampling: informative`.
 
 A zero-variance group has no advantage and so no gradient: its generation is wasted. A prompt whose last groups had zero
 variance will probably have another such group (GRESO, arXiv 2506.02177, section 4). So each prompt is generated with

@@ -407,7 +407,7 @@ def _load_reference(model: PeftModel, where: str) -> str | None:
             mismatch = mismatch or f"tensor {key} has no counterpart"
     except (KeyError, OSError, RuntimeError, ValueError) as error:
         mismatch = one_line(error)
-    model.train(training)  # PEFT has put the whole model into eval mode
+    model.train(training)  # PEFT has put the model into eval mode
     if mismatch:
         raise UserError(f"`reference.adapter`: {where} does not fit this policy: {mismatch}")
     return config.base_model_name_or_path
@@ -438,9 +438,9 @@ def _freeze(model: PeftModel) -> None:
 def _model_reference(trainer: GRPOTrainer, spec: ReferenceSpec) -> str:
     """Set up the reference of full fine-tuning, and return its description."""
     if spec.name != "initial":
-        asked = "base" if spec.adapter is None else f"{{adapter: {spec.adapter}}}"
+        value = "base" if spec.adapter is None else f"{{adapter: {spec.adapter}}}"
         raise UserError(
-            f"`reference: {asked}` needs a policy with an adapter, and this is full fine-tuning: use `reference: "
+            f"`reference: {value}` needs a policy with an adapter, and this is full fine-tuning: use `reference: "
             "initial`"
         )
     trainer.ref_model = None  # frees the copy that TRL loaded, before there is a second one
@@ -459,7 +459,7 @@ def _model_reference(trainer: GRPOTrainer, spec: ReferenceSpec) -> str:
 def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of `model` as it is in memory, in eval mode, without gradients, and partitioned as `model` is."""
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        # A deep copy would hold only this rank's part. A model that is built anew is partitioned by ZeRO-3 as the
+        # A deep copy would hold only this rank's part. A newly built model is partitioned by ZeRO-3 as the
         # policy is.
         config = copy.deepcopy(model.config)
         attention = config._attn_implementation
@@ -624,5 +624,5 @@ def _resumed_checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
     """Return the checkpoint that a resumed run started from. Callbacks of transformers get only its step."""
     name = f"checkpoint-{state.global_step}"
     # `resume_from_checkpoint` may also be True or None, or name another run's folder that was copied here.
-    asked = Path(str(args.resume_from_checkpoint))
-    return asked if asked.name == name else Path(args.output_dir) / name
+    given = Path(str(args.resume_from_checkpoint))
+    return given if given.name == name else Path(args.output_dir) / name

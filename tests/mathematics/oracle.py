@@ -10,7 +10,7 @@ Sources, by the tags used below, with the papers' equation numbers:
     DSv3.2  DeepSeek-V3.2, arXiv 2512.02556: unbiased KL estimate, off-policy sequence mask
     DAPO    arXiv 2503.14476: objective (8), clip-higher, token-level policy gradient loss
     BNPO    the token mean over the micro-batch at hand, as TRL's `bnpo` documents it
-    DrGRPO  "Understanding R1-Zero-like training", arXiv 2503.20783: no std, constant length normaliser
+    DrGRPO  "Understanding R1-Zero-like training", arXiv 2503.20783: no std, constant length normalizer
     GSPO    arXiv 2507.18071: the sequence-level ratio s_i
     CISPO   MiniMax-M1, arXiv 2506.13585: objective (4), clipped weight (5)
     SAPO    "Soft adaptive policy optimization", arXiv 2511.20347: the soft gate f

@@ -70,9 +70,9 @@ def test_the_term_equals_autograd_on_full_logits(
         mask,
         temperature,
     )
-    whole = leaves[0] @ leaves[1].T + (leaves[2] if bias else 0.0)
+    full_logits = leaves[0] @ leaves[1].T + (leaves[2] if bias else 0.0)
     reference = reference_hidden @ reference_weight.T + (biases[1] if bias else 0.0)
-    expected = oracle.full_kl(whole, reference, temperature) * mask
+    expected = oracle.full_kl(full_logits, reference, temperature) * mask
     assert torch.allclose(ours, expected, rtol=0, atol=1e-6)
     for mine, theirs in zip(
         torch.autograd.grad((ours * upstream).sum(), leaves),
@@ -278,10 +278,10 @@ def test_the_term_of_two_ranks_averages_to_that_of_one(
     def term(rows: slice) -> Tensor:
         return (kl[rows] * trainer._token_weights(inputs, mask[rows])).sum()
 
-    whole = term(slice(4))
+    all_rows = term(slice(4))
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
-    assert torch.stack([term(slice(2)), term(slice(2, 4))]).mean() == pytest.approx(whole.item(), rel=1e-6)
-    assert whole.isfinite()
+    assert torch.stack([term(slice(2)), term(slice(2, 4))]).mean() == pytest.approx(all_rows.item(), rel=1e-6)
+    assert all_rows.isfinite()
 
 
 def test_the_logged_kl_is_over_the_tokens_of_all_ranks() -> None:
@@ -377,16 +377,16 @@ def test_memory_does_not_grow_with_length_times_vocabulary(
     def chunked(policy: Projection, reference: Projection, mask: Tensor) -> Tensor:
         return token_kl(policy, reference, mask, 1.0)
 
-    def whole(policy: Projection, reference: Projection, mask: Tensor) -> Tensor:
+    def full_logits(policy: Projection, reference: Projection, mask: Tensor) -> Tensor:
         return oracle.full_kl(policy.hidden @ policy.weight.T, reference.hidden @ reference.weight.T)
 
     sizes = ((256, 8192), (2048, 8192), (2048, 32768))
     peak_mebibytes(*sizes[0], chunked)  # the first call makes allocations of its own
     small, long, wide = (peak_mebibytes(*size, chunked) for size in sizes)
-    with_logits = peak_mebibytes(*sizes[-1], whole)
+    with_logits = peak_mebibytes(*sizes[-1], full_logits)
     summary(
         f"full KL, peak MiB of forward and backward: 256 x 8192 {small:.0f}, 2048 x 8192 {long:.0f}, "
-        f"2048 x 32768 {wide:.0f}; with whole logits 2048 x 32768 {with_logits:.0f}"
+        f"2048 x 32768 {wide:.0f}; with full logits 2048 x 32768 {with_logits:.0f}"
     )
     one_tensor_of_logits = 2048 * 32768 * 4 / 2**20
     assert wide - small < one_tensor_of_logits / 8

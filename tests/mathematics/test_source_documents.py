@@ -99,15 +99,17 @@ def test_grpo_from_scratch_undivided_accumulation_is_the_large_batch_times_the_n
     """The document calls backward on each of N batches without dividing by N."""
     case = scenario(ON_POLICY)
     policy = case.model(case.steps[0].policy)
-    (whole,) = case.steps[0].inputs
-    whole = {**whole, "old_per_token_logps": log_probs(policy, whole).detach()}
-    parts = [{key: value[i : i + 2] if value.ndim else value for key, value in whole.items()} for i in (0, 2, 4, 6)]
+    (large_batch,) = case.steps[0].inputs
+    large_batch = {**large_batch, "old_per_token_logps": log_probs(policy, large_batch).detach()}
+    parts = [
+        {key: value[i : i + 2] if value.ndim else value for key, value in large_batch.items()} for i in (0, 2, 4, 6)
+    ]
     weights = list(policy.parameters())
 
     def gradient(loss: Tensor) -> list[Tensor]:
         return torch.autograd.grad(loss, weights)
 
-    large = gradient(clipped_surrogate_loss(log_probs(policy, whole), whole, 0.1, 0.04))
+    large = gradient(clipped_surrogate_loss(log_probs(policy, large_batch), large_batch, 0.1, 0.04))
     undivided = gradient(sum(clipped_surrogate_loss(log_probs(policy, part), part, 0.1, 0.04) for part in parts))
     for ours, theirs in zip(large, undivided, strict=True):
         assert torch.allclose(theirs, len(parts) * ours, rtol=0, atol=1e-12)

@@ -53,7 +53,7 @@ def comparisons(checkpoint: Path, every: int) -> dict[str, dict[str, float]]:
 
 # Faults that need two processes: function, replaced text, replacement, and the loss type that shows the fault.
 DISTRIBUTED_FAULTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
-    "ranks forgotten in the normaliser": (
+    "ranks forgotten in the normalizer": (
         "_compute_loss",
         ".clamp(min=1.0) / self.accelerator.num_processes",
         ".clamp(min=1.0)",

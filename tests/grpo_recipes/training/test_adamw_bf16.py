@@ -58,8 +58,8 @@ def test_the_float32_numbers_equal_torchs_adamw_to_the_bit(monkeypatch: pytest.M
     theirs = torch.optim.AdamW([torch.nn.Parameter(w.float()) for w in weights()], foreach=False, **OPTIONS)
     train(ours, range(30))
     train(theirs, range(30))
-    for whole, stored, expected in zip(float32_weights(ours), params(ours), params(theirs), strict=True):
-        assert torch.equal(whole, expected)
+    for float32, stored, expected in zip(float32_weights(ours), params(ours), params(theirs), strict=True):
+        assert torch.equal(float32, expected)
         spacing = 2.0 ** (expected.abs().log2().floor() - 7)
         assert ((stored.float() - expected).abs() <= spacing / 2).all()
 
@@ -95,10 +95,10 @@ def test_merge_and_split_are_inverse_for_every_bfloat16(low: int) -> None:
     weight = EVERY_FLOAT16_PATTERN.to(torch.int16).view(torch.bfloat16)
     finite = weight[weight.isfinite() & (weight != 0)]
     low_bits = torch.full_like(finite, low, dtype=torch.int16)
-    whole = merge(finite, low_bits)
+    float32 = merge(finite, low_bits)
     back, bits = torch.empty_like(finite), torch.empty_like(low_bits)
-    split_into(whole, back, bits)
-    assert torch.equal(merge(back, bits).view(torch.int32), whole.view(torch.int32))
+    split_into(float32, back, bits)
+    assert torch.equal(merge(back, bits).view(torch.int32), float32.view(torch.int32))
 
 
 def test_a_weight_that_other_code_sets_to_0_is_0() -> None:
@@ -110,25 +110,25 @@ def test_a_weight_that_other_code_sets_to_0_is_0() -> None:
 @pytest.mark.parametrize("pattern", [0x7FFFFFFF, 0x7FC00000, 0x7F800001, -1, -(2**22)])
 def test_nan_and_infinity_are_kept(pattern: int) -> None:
     """A NaN may have any bits. On a GPU they are 0x7FFFFFFF, and adding to them overflows."""
-    whole = torch.tensor([pattern, 0x7F800000, -0x800000], dtype=torch.int32).view(torch.float32)
+    float32 = torch.tensor([pattern, 0x7F800000, -0x800000], dtype=torch.int32).view(torch.float32)
     stored, bits = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int16)
-    split_into(whole, stored, bits)
+    split_into(float32, stored, bits)
     assert stored[0].isnan()
     assert stored[1:].tolist() == [math.inf, -math.inf]
 
 
 def test_training_continues_to_the_bit_from_a_loaded_state(tmp_path: Path) -> None:
     """Torch casts a loaded state to the weights' dtype. Moments and bits in bfloat16 would change the run."""
-    whole, first = adamw_on_bf16(weights()), adamw_on_bf16(weights())
-    train(whole, range(12))
+    uninterrupted, first = adamw_on_bf16(weights()), adamw_on_bf16(weights())
+    train(uninterrupted, range(12))
     train(first, range(6))
     torch.save(first.state_dict(), tmp_path / "optimizer.pt")
     second = adamw_on_bf16([param.clone() for param in params(first)])
     second.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
     train(second, range(6, 12))
-    assert all(map(torch.equal, params(whole), params(second)))
-    for param, other in zip(params(whole), params(second), strict=True):
-        for name, value in whole.state[_of(whole, param)].items():
+    assert all(map(torch.equal, params(uninterrupted), params(second)))
+    for param, other in zip(params(uninterrupted), params(second), strict=True):
+        for name, value in uninterrupted.state[_of(uninterrupted, param)].items():
             loaded = second.state[_of(second, other)][name]
             assert loaded.dtype == value.dtype, name
             assert torch.equal(loaded, value), name

@@ -173,7 +173,7 @@ def test_windows_never_cross_an_optimizer_step() -> None:
     """Walk through two epochs of TRL's loop, and check where its optimizer steps end in the buffer."""
     for steps, accumulation, generations in product(range(1, 9), range(1, 9), range(1, 4)):
         window = window_size(steps, accumulation)
-        epoch = steps * generations  # an epoch holds whole generation batches, and ends with a step
+        epoch = steps * generations  # an epoch holds complete generation batches, and ends with a step
         for start in (0, epoch):
             ends = {start + n for n in range(1, epoch + 1) if n % accumulation == 0 or n == epoch}
             assert all(end % steps % window == 0 for end in ends)
@@ -318,7 +318,7 @@ def test_efficiency_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     kept = [group for index, group in enumerate(UNEVEN.completions) if len(set(UNEVEN.rewards[index])) > 1]
     prompts = [prompt for index, prompt in enumerate(UNEVEN.prompts) if len(set(UNEVEN.rewards[index])) > 1]
     zero = sum(reward == sum(group) / 4 for group in UNEVEN.rewards for reward in group)
-    assert zero == 4, "only whole groups are without an advantage here"
+    assert zero == 4, "only complete groups have zero advantage here"
     needed = sum(map(len, prompts)) - len(prompts) + sum(len(c) for group in kept for c in group)
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     for entry in logged:

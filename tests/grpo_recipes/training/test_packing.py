@@ -437,9 +437,9 @@ def test_a_model_is_not_packed_if_none_of_its_first_rows_can_be_compared(tmp_pat
 
 
 def test_rows_as_long_as_the_context_can_be_compared(tmp_path: Path, logged: Any) -> None:
-    learnt = {"n_embd": 32, "n_layer": 2, "n_head": 4, **NO_DROPOUT}
+    learned = {"n_embd": 32, "n_layer": 2, "n_head": 4, **NO_DROPOUT}
     longest = flat(RAGGED).input_ids.shape[1]
-    trainer = trainer_on(model(transformers.GPT2Config, **{**learnt, "max_position_embeddings": longest}), tmp_path)
+    trainer = trainer_on(model(transformers.GPT2Config, **{**learned, "max_position_embeddings": longest}), tmp_path)
     scored(trainer, flat(RAGGED))
     assert layout_of(trainer) is Layout.PADDED
     assert "its positions are learned" in logged()[0]

@@ -205,7 +205,7 @@ def test_every_prompt_is_drawn_again() -> None:
             assert (draw.at_floor == (ours.unvaried[draw.prompts] == 50)).all()
     assert (times[:10] == 400).all()
     assert (times[10:] > 10).all()
-    assert 40 < times[10:].mean() < 60, "400 times 0.1, raised to a whole number of prompts"
+    assert 40 < times[10:].mean() < 60, "400 times 0.1, raised to an integer number of prompts"
 
 
 def test_groups_with_variance() -> None:

@@ -617,8 +617,8 @@ def test_a_run_killed_between_refreshes_resumes_to_equal_bits(
         reference = {"name": "initial", "reset_optimizer_on_sync": alpha == 1.0}
         return trainer(GRPOTrainer, REFRESHED[kind](policy), args, reference=reference)
 
-    whole = run("whole")
-    whole.train()
+    uninterrupted = run("uninterrupted")
+    uninterrupted.train()
     killed = run("killed")
     killed.add_callback(KillAt(5))
     with pytest.raises(Killed):
@@ -626,8 +626,8 @@ def test_a_run_killed_between_refreshes_resumes_to_equal_bits(
     resumed = run("killed")
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 7
-    assert equal(policy_tensors(whole), policy_tensors(resumed))
-    assert equal(reference_tensors(whole), reference_tensors(resumed))
+    assert equal(policy_tensors(uninterrupted), policy_tensors(resumed))
+    assert equal(reference_tensors(uninterrupted), reference_tensors(resumed))
 
 
 def test_a_checkpoint_without_its_reference_is_refused(policy: Path, tmp_path: Path) -> None:

@@ -93,6 +93,6 @@ def test_the_kl_is_0_at_step_0_and_after_a_hard_refresh(launches: Launches, back
 def test_a_resumed_run_equals_the_uninterrupted_run(launches: Launches, backend: str, case: str) -> None:
     if backend == "zero3":
         pytest.importorskip("deepspeed")
-    resumed, whole = launches.seen(backend, case), launches.seen(backend, case.removesuffix("-resume"))
-    assert resumed["policy"] == whole["policy"]
-    assert resumed["reference"] == whole["reference"]
+    resumed, uninterrupted = launches.seen(backend, case), launches.seen(backend, case.removesuffix("-resume"))
+    assert resumed["policy"] == uninterrupted["policy"]
+    assert resumed["reference"] == uninterrupted["reference"]

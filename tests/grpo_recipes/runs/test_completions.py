@@ -504,6 +504,23 @@ def test_only_the_first_rank_touches_the_files(folder: Path, monkeypatch: pytest
     assert len(looked) == 3
 
 
+def test_every_rank_raises_if_the_first_one_can_not_remove_old_rows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks would otherwise wait for the first rank in their next collective call."""
+
+    def fails(function: Callable[[], int]) -> int:
+        raise files.RunError("no space")
+
+    monkeypatch.setattr(callbacks, "on_first_rank", fails)
+    args = GRPOConfig(output_dir=str(folder.parent), use_cpu=True, bf16=False, log_completions=True)
+    saving = SimpleNamespace(check_folder=lambda: None)
+    callback = CompactCompletions(SimpleNamespace(args=args, log_completions=True, checkpoints=saving))
+    state = SimpleNamespace(global_step=2, is_world_process_zero=False)
+    with pytest.raises(files.RunError, match="no space"):
+        callback.on_train_begin(args, state, SimpleNamespace())  # type: ignore[arg-type]
+
+
 def test_nothing_is_removed_from_a_folder_that_another_launch_has_taken_over(folder: Path) -> None:
     def lost() -> None:
         raise FolderLost("another launch has taken it over")

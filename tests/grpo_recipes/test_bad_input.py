@@ -630,7 +630,7 @@ RESULTS: list[Case] = [
     Case("grpo-recipes report run other", ("report.html",), 0, {**stored.run_files(), **stored.run_files("other")}),
     Case(
         "grpo-recipes diagnose run",
-        ("nothing looks wrong", "8 of 11 checks had data", "length_into_cap (no `run.json` says"),
+        ("nothing looks wrong", "8 of 11 checks had data", "length_into_cap (no `run.json` holds"),
         0,
         stored.run_files(record=None),
     ),

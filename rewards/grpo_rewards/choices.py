@@ -619,9 +619,10 @@ class ChoiceCorrectness(AgainstGold):
             found, label = self._named(text, choices)
             if label == right:
                 judged.add(label, right, "right", self.pay)
-                continue
-            verdict = "wrong" if label else "unclear" if found else "missing"
-            judged.add(label, right, verdict, self.pay_wrong)
+            elif label:
+                judged.add(label, right, "wrong", self.pay_wrong)
+            else:
+                judged.add(None, right, "unclear" if found else "missing", self.pay_wrong)
         return judged
 
     def _named(self, text: str, choices: Choices) -> tuple[bool, str | None]:
@@ -629,9 +630,10 @@ class ChoiceCorrectness(AgainstGold):
         outside = self._outside(text)
         if self.extract == "sentence":
             return _claimed(outside, choices)
-        layout = "answer_tag" if self.extract == "auto" and f"<{self.tags[1]}>" in outside else self.extract
-        if layout != "auto":
-            return self._named_in(layout, text, choices)
+        if self.extract != "auto":
+            return self._named_in(self.extract, text, choices)
+        if f"<{self.tags[1]}>" in outside:
+            return self._named_in("answer_tag", text, choices)
         found, label = self._named_in("hashes", text, choices)
         if label:
             return found, label

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
+from grpo_rewards.errors import shortened
+
 
 def completion_text(completion: Any) -> str:
     """Return the text that a reward scores: the completion itself, or its last assistant message.
@@ -48,7 +50,7 @@ def check_rows(reward: str, **columns: Any) -> None:
     """
     for name, values in columns.items():
         if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
-            shown = repr(values) if len(repr(values)) <= 40 else f"{repr(values)[:40]}…"
+            shown = shortened(repr(values))
             raise ValueError(f"reward `{reward}`: `{name}` must be a list with one entry per row, not {shown}")
     lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) > 1:

@@ -46,7 +46,9 @@ def words(text: str) -> list[str]:
     is cut into words of 4.
     """
     # NFKC makes full-width and mathematical letters ordinary ones, and a letter with its accent one character.
-    text = text.casefold() if text.isascii() else unicodedata.normalize("NFKC", text).casefold()
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text)
+    text = text.casefold()
     found = _ASCII_WORD.findall(text) if text.isascii() else _WORD.findall(_INVISIBLE.sub("", text))
     if max(map(len, found), default=0) <= _MAX_MARK_CHARS:
         return found
@@ -148,7 +150,10 @@ class Repetition(BaseReward):
             log_reason("reason", [self._reason(share) for share in shares])
         if log_metric is not None and shares:
             log_metric(f"rewards/{self.name}/repeated", sum(share or 0.0 for share in shares) / len(shares))
-        return [0.0 if share is None else self.pay + share * (self.pay_repeated - self.pay) for share in shares]
+        return list(map(self._pay, shares))
+
+    def _pay(self, share: float | None) -> float:
+        return 0.0 if share is None else self.pay + share * (self.pay_repeated - self.pay)
 
     def _reason(self, share: float | None) -> str:
         if share is None:

@@ -179,11 +179,15 @@ class JsonSchema(TaggedReward):
         required = schema.required
         bad = [key for key in required if key not in instance or not schema.value_fits(key, instance[key])]
         good = len(required) - len(bad)
-        where = "".join(f"[{part!r}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path)[:80]
-        verdict = f"does not fit ({error.validator or 'false'} at ${where}), {good} of {len(required)} required keys do"
+        where = ""
+        for part in error.absolute_path:
+            where += f"[{part}]" if isinstance(part, int) else f".{part}"
+        verdict = (
+            f"does not fit ({error.validator or 'false'} at ${where[:80]}), {good} of {len(required)} required keys do"
+        )
         if bad:
             verdict += f", not {', '.join(bad)[:80]}"
-        return verdict, self.pay_partial * (good / len(required) if required else 0.0)
+        return verdict, self.pay_partial * (good / max(len(required), 1))
 
 
 # --- Where the object is ---
@@ -514,7 +518,9 @@ def _canonical(value: Any) -> str:
 
 
 def _normal(value: Any) -> Any:
-    _spend(1 + (len(value) // 100 if isinstance(value, str) else 0))
+    _spend(1)
+    if isinstance(value, str):
+        _spend(len(value) // 100)
     if isinstance(value, dict):
         return {key: _normal(part) for key, part in value.items()}
     if isinstance(value, list):

@@ -26,7 +26,7 @@ _NUMERALS = """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
     eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety
 """
-SMALL = {word: i if i < 20 else 10 * (i - 18) for i, word in enumerate(_NUMERALS.split())}
+SMALL = dict(zip(_NUMERALS.split(), [*range(20), *range(20, 100, 10)], strict=True))
 SCALES = {"k": 10**3, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 CJK_NUMERALS = frozenset("〇一二三四五六七八九十百千万萬億亿兆")
 # Letters that are units. Any other single letter is a variable, or a constant such as pi.
@@ -241,7 +241,7 @@ def _read_chunk(chunk: str, span: int) -> list[_Token] | None:
         return [_Token(number, number.lower(), True, span, pause)]
     core = chunk.strip(_DRESS)
     if not core:
-        return None if set(chunk) <= {"*"} and len(chunk) == 1 else []
+        return None if chunk == "*" else []  # a multiplication
     if core in ("=", "-"):
         return [_Token(core, core, False, span, pause)]
     if not _WORDS.fullmatch(core := core.strip("-")):

@@ -311,10 +311,7 @@ def _number_words(text: str, num_words: int, relation: str) -> bool:
 
 
 @_kind(
-    "length_constraints:nth_paragraph_first_word",
-    num_paragraphs=_count,
-    nth_paragraph=_position,
-    first_word=_phrase,
+    "length_constraints:nth_paragraph_first_word", num_paragraphs=_count, nth_paragraph=_position, first_word=_phrase
 )
 def _nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     r"""Return True if there are that many paragraphs, separated by `\n\n`, and the n-th starts with the word.

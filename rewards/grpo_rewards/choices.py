@@ -346,16 +346,17 @@ def _parsed(text: str, choices: Choices) -> str | None:
     """Parse "B", "Paris", "B) Paris", "Paris (B)", "B, not C", "not C but B", each perhaps with a reason after it."""
     if label := _exactly(text, choices):
         return label
-    if (but := _BUT.fullmatch(text)) and not _BUT.match(but["rest"]):
+    if (but := _BUT.fullmatch(text)) and not _BUT.match(but["rest"]):  # "not C but B"
         named = _parsed(but["rest"], choices)
         return named if named and _names_only_others(but["others"], named, choices) else None
     head = choices.head.match(text)
-    if head and not _is_word(head, text):
+    if head and not _is_word(head, text):  # a letter first: "B) Paris"
         label = choices.by_label[head["label"].casefold()]
         sure = bool(head["word"] or head["open"] or head["close"])
         if head["close"].endswith(".") and text[head.end() : head.end() + 1].isalpha():  # "A.Paris", but "A.M."
             return label if _by_text(text[head.end() :], choices) == label else None
         return label if _agrees(text[head.end() :].strip(), label, sure, choices) else None
+    # A text first: "Paris (B)". The longest texts come first, so that "New York" is not read as "New".
     key = _key(text)
     for known, label in choices.keys:
         if key.startswith(known) and key[len(known) : len(known) + 1] in _AFTER_TEXT:
@@ -408,20 +409,21 @@ def _agrees(rest: str, label: str, sure: bool, choices: Choices) -> bool:
             return True
         if named := _exactly(inner, choices):  # "B) Paris": the letter and the text must agree
             return named == label
-        if _IS_RULED_OUT.match(rest):
+        if _IS_RULED_OUT.match(rest):  # "A is impossible"
             return False
-        if _REASON.match(rest):
+        if _REASON.match(rest):  # "because ...": a reason may mention any other choice
             return True
-        if contrast := _CONTRAST.match(rest):
+        if contrast := _CONTRAST.match(rest):  # "rather than C"
             return _names_only_others(rest[contrast.end() :], label, choices)
-        if end := _end_of(_IS_RIGHT, rest):
+        if end := _end_of(_IS_RIGHT, rest):  # "is correct": whatever follows is a remark
             rest, sure = rest[end:], True
             continue
+        # The choice's own text, which goes on: "B) Paris, the capital".
         opened = rest.lstrip("([")
         if own := _leading_key(_key(opened), label, choices):
             rest, sure = _after_text(opened, own).lstrip(")]"), True
             continue
-        if reason := _REASON.search(rest):
+        if reason := _REASON.search(rest):  # only the remark before a reason can contradict
             rest = rest[: reason.start()]
             continue
         return sure and not _DOUBT.search(rest) and not _mentioned(rest, choices) - {label}

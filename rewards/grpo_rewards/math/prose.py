@@ -210,13 +210,13 @@ def stated_quantity(text: str) -> str | None:
 
 def _tokens(text: str) -> list[_Token] | None:
     """Return the tokens of a sentence, or None if it holds something that is not prose, such as an operator."""
-    if _OPEN in text or _CLOSE in text:
+    if _OPEN in text or _CLOSE in text:  # the text could fake an emphasised span
         return None
     for pattern in _SET_OFF:
         text = pattern.sub(rf" {_OPEN} \1 {_CLOSE} ", text)
     text = _BULLET.sub("", text).replace("—", " , ").replace("\n", " , ").replace("\\[", " ").replace("\\]", " ")
     tokens: list[_Token] = []
-    depth = spans = 0
+    depth = spans = 0  # a span may hold another, as in **\boxed{18}**
     for chunk in text.split():
         if chunk in (_OPEN, _CLOSE):
             depth += 1 if chunk == _OPEN else -1
@@ -235,7 +235,7 @@ def _read_chunk(chunk: str, span: int) -> list[_Token] | None:
     """Return the tokens between two spaces (a number, words, punctuation), or None for anything else."""
     pause = chunk.rstrip("\"'`*_)]}$").endswith(tuple(_PUNCTUATION))
     if any(map(str.isdigit, chunk)):
-        if _FACTORIAL.match(chunk):
+        if _FACTORIAL.match(chunk):  # "18!", but not "$18!"
             return None
         number = chunk.lstrip("\"'`*_([{").rstrip("\"'`*_)]}" + _PUNCTUATION)
         return [_Token(number, number.lower(), True, span, pause)]
@@ -262,6 +262,7 @@ def _quantities(tokens: Sequence[_Token]) -> list[_Quantity]:
         end = _end_of_number(tokens, position)
         if end > position:
             start = position
+            # "a hundred" and "minus 18" start before their number.
             if start and tokens[start].lower in SCALES and tokens[start - 1].lower in ("a", "an"):
                 start -= 1
             if start and tokens[start - 1].lower in ("minus", "negative"):
@@ -300,14 +301,16 @@ def _set_off(tokens: Sequence[_Token], quantities: Sequence[_Quantity]) -> _Quan
     if len(emphasised) != 1:
         return None
     (answer,) = emphasised
+    # In "**In 3 days she has 18**" the emphasis says nothing about the number.
     if answer.start and tokens[answer.start - 1].span == tokens[answer.start].span:
         return None
-    for left, right in pairwise(quantities):
+    for left, right in pairwise(quantities):  # "17 or **18**" is a list, emphasis or not
         if {token.lower for token in tokens[left.end : right.start]} <= _JOINERS:
             return None
     for other in quantities:
         if other.start > answer.start and not _is_circumstance(tokens, answer, other):
             return None
+    # In "17 + 1 = **18**" the number is the result of a calculation that may be wrong.
     return None if any(token.lower == "=" for token in tokens) else answer
 
 

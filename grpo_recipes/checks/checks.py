@@ -145,6 +145,7 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
         check_machine(recipe, machine)
         check_precision(recipe, machine)
         packages.check_vllm(recipe.config, machine.num_processes, recipe.model)
+        # The dataset comes last, because it may have to be downloaded.
         trained = data.recipe_prompts(recipe)
         train_dataset, eval_dataset = trained.dataset, None
         geometry.check_dataset(len(train_dataset))
@@ -277,6 +278,7 @@ def check_reference(recipe: Recipe) -> None:
             f"`use_peft` asks for a new adapter, and `model_name_or_path` {policy} is one already, which "
             "training continues: remove `use_peft` and the `lora_` keys"
         )
+    # Only a local folder shows whether it is an adapter. For a hub model, loading the policy decides.
     if reference.name != "initial" and policy.is_dir() and not (new_adapter or _holds_adapter(policy)):
         raise recipe.error(
             f"`reference: {reference.adapter or reference.name}` needs a policy with an adapter, and this is "
@@ -313,6 +315,7 @@ def check_output_dir(recipe: Recipe) -> None:
     folder = recipe.output_dir
     with recipe.naming_this_file():
         check_names(folder)
+    # A new run would mix its completions and logs with those of the earlier run.
     if not recipe.resumes and folder.exists() and (not folder.is_dir() or _holds_a_run(folder)):
         raise recipe.error(
             f"`output_dir` {folder} already holds files: choose another folder with `--output_dir`, or set "

@@ -105,6 +105,7 @@ class Geometry:
     def optimizer_steps_per_epoch(self, num_prompts: int) -> int:
         """Return the number of optimizer steps in an epoch of `num_prompts` prompts."""
         micro_batches = self.generations_per_epoch(num_prompts) * self.steps_per_generation * self.num_iterations
+        # transformers counts the last, incomplete accumulation as a step.
         return math.ceil(micro_batches / self.gradient_accumulation_steps)
 
     def optimizer_steps(self, config: Any, num_prompts: int) -> int:
@@ -116,6 +117,7 @@ class Geometry:
     def ends_generation(self, step: int, num_prompts: int) -> bool:
         """Return True if optimizer step `step`, counted from 1, is the last one of its generation batch."""
         micro_batches = self.steps_per_generation * self.num_iterations
+        # Counted within the epoch, whose last optimizer step may hold fewer micro-batches than the others.
         step_in_epoch = step % self.optimizer_steps_per_epoch(num_prompts)
         return step_in_epoch * self.gradient_accumulation_steps % micro_batches == 0
 
@@ -241,6 +243,7 @@ class Geometry:
     def _check_whole_groups(self) -> None:
         if self.generation_batch_size % self.num_generations == 0:
             return
+        # Smallest batch size, from the given one on, whose generation batch is a multiple of num_generations.
         factor = self.num_processes * self.steps_per_generation
         step = self.num_generations // math.gcd(self.num_generations, factor)
         fits = math.ceil(self.per_device_train_batch_size / step) * step

@@ -61,6 +61,7 @@ class Precision:
         elif config.fp16:
             mixed = "float16"
         is_quantised = is_adapter and quantises(recipe)
+        # In this order, because DeepSpeed casts adapters too.
         if is_deepspeed:
             stored = mixed or "float32"  # DeepSpeed casts the model
         elif is_quantised:

@@ -96,6 +96,7 @@ def check_punished_lengths(rewards: Sequence[BuiltReward], max_completion_length
 
 def check_columns(rewards: Iterable[BuiltReward], columns: Sequence[str]) -> None:
     """Raise `UserError` if a reward needs a column that is missing, or can't take all the arguments that TRL passes."""
+    # A missing column would otherwise end the run at its first reward, after the model is loaded.
     given = [column for column in columns if column != "prompt"]  # TRL passes it as `prompts`
     for reward in leaves(rewards):
         needed, takes_all = _parameters(reward.function)

@@ -251,7 +251,7 @@ class MemoryPlan:
         """Return the most bytes held at once: the permanent parts, and the larger of training and generation."""
         training, generation = self._activations(), sum(self._generation().values())
         permanent = sum(self.parts().values()) - training - generation
-        if self.vllm == "colocate" and not self.vllm_sleeps:
+        if self.vllm == "colocate" and not self.vllm_sleeps:  # vLLM keeps its share during training
             return permanent + training + generation
         return permanent + max(training, generation)
 
@@ -259,6 +259,7 @@ class MemoryPlan:
         """Return the bytes of host memory that offloading needs on each machine."""
         if not (self.layout.offload_parameters or self.layout.offload_optimizer):
             return 0
+        # DeepSpeed's own figures: 16 bytes for the optimizer, and 2 more for offloaded 16-bit parameters.
         per_parameter = 18 if self.layout.offload_parameters else 16
         return self.shape.parameters * per_parameter / self.layout.num_machines * HOST_BUFFERS
 
@@ -347,6 +348,7 @@ class MemoryPlan:
         is_adapter = self.shape.trained < self.shape.parameters
         gathers = self.gather_for_generation if self.vllm is None else is_adapter
         weights = self._compute_bytes() * self.shape.parameters if gathers and self.layout.sharding == "zero3" else 0
+        # An upper limit: every row is taken to have the longest prompt and completion.
         keys_and_values = self.generated_rows * self.tokens * 2 * self.shape.key_value * self.shape.layers
         share = self.vllm_budget() if self.gpu_memory else self.vllm_weights()
         return {
@@ -458,6 +460,7 @@ def memory_plan(
         quantised_bytes: Bytes per weight of a quantized base, or None if the base is not quantized.
     """
     is_adapter = shape.trained < shape.parameters
+    # A rank generates all its micro-batches at once, but trains on one at a time.
     return MemoryPlan(
         shape=shape,
         layout=layout,
@@ -534,6 +537,7 @@ def _changes(plan: MemoryPlan, accumulation: int) -> list[tuple[str, MemoryPlan]
         text = f"per_device_train_batch_size: {rows} with gradient_accumulation_steps: {accumulation * factor}"
         changes.append((text, replace(plan, rows=rows)))
     if plan.vllm != "server":
+        # The server has its own GPUs, so this frees the memory that generation takes on the counted ones.
         changes.append(("vllm_mode: server, on GPUs of its own", replace(plan, vllm="server")))
     if plan.vllm == "colocate" and not plan.vllm_sleeps:
         changes.append(("vllm_enable_sleep_mode: true", replace(plan, vllm_sleeps=True)))

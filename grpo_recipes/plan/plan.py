@@ -145,6 +145,7 @@ def plan(
     usable = _gpu_bytes(gpu_memory)
     recipe = parse_recipe(arguments, options)
     machine, layout = _machine(accelerate_config, num_processes)
+    # Geometry and rewards are planned even if the dataset can't be reached, so `check` comes after them.
     geometry = geometry_of(recipe, machine.num_processes)
     dry_config(recipe, machine)
     rewards = recipe.build_rewards(call_factories=build)
@@ -190,6 +191,7 @@ def _machine(accelerate_config: str | None, num_processes: int | None) -> tuple[
 def _checked_prompts(recipe: Recipe, checked: Checked, notes: list[str]) -> PromptReport:
     """Return the report on the prompts. Add what is to be known of golds and sampling to `notes`."""
     shown = prompt_report(recipe, checked.train_dataset)
+    # A sample may miss the longest prompt: training measures all of them again.
     longest = shown.lengths.longest_trained(recipe.dataset) if shown.lengths else None
     if longest is not None:
         with recipe.naming_this_file():

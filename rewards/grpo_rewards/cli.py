@@ -88,16 +88,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     command = commands.add_parser("list", help="list every reward with its table of scores")
     command.set_defaults(run=_list)
 
-    command = commands.add_parser("score", help="score the completions of a JSONL or Parquet file")
-    add = command.add_argument
-    add("file", type=Path, help="file with the column `completion`, optionally `prompt`, and the gold column")
-    add("--reward", action="append", required=True, metavar="SPEC", help="name of a reward, or a recipe's mapping")
-    add("--gold_column", metavar="NAME", help="column with the gold (default: answer)")
-    add("--num_generations", type=int, metavar="G", help="rows per prompt, for rewards that compare a group")
-    add("--out", type=Path, metavar="FILE", help="file to write every row to, with its scores (.jsonl or .parquet)")
-    add("--explain", action="store_true", help="print the reason for the score of each row")
-    add("--json", action="store_true", help="print the result as JSON")
-    command.set_defaults(run=_score)
+    _add_score_options(commands.add_parser("score", help="score the completions of a JSONL or Parquet file"))
 
     command = commands.add_parser("check", help="check that each gold earns the full score against itself")
     add = command.add_argument
@@ -119,6 +110,18 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         known = next(commands.choices[word].long_options for word in arguments if word in commands.choices)
         parser.error(f"unknown argument `{rest[0]}`{did_you_mean(rest[0], known)}")
     return options
+
+
+def _add_score_options(command: Parser) -> None:
+    add = command.add_argument
+    add("file", type=Path, help="file with the column `completion`, optionally `prompt`, and the gold column")
+    add("--reward", action="append", required=True, metavar="SPEC", help="name of a reward, or a recipe's mapping")
+    add("--gold_column", metavar="NAME", help="column with the gold (default: answer)")
+    add("--num_generations", type=int, metavar="G", help="rows per prompt, for rewards that compare a group")
+    add("--out", type=Path, metavar="FILE", help="file to write every row to, with its scores (.jsonl or .parquet)")
+    add("--explain", action="store_true", help="print the reason for the score of each row")
+    add("--json", action="store_true", help="print the result as JSON")
+    command.set_defaults(run=_score)
 
 
 def _list(options: argparse.Namespace) -> int:

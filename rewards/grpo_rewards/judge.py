@@ -183,13 +183,7 @@ class JudgeScore(TaggedReward):
             texts.append(reply.content if isinstance(reply, Reply) else "")
             scores.append(score)
         unscored = scores.count(None)
-        reasons = [""] * len(scores)
-        groups_lost = 0
-        for group in groups:
-            if None in scores[group]:
-                groups_lost += 1
-                reasons[group] = ["" if score is None else _DROPPED for score in scores[group]]
-                scores[group] = [None] * self.num_generations
+        reasons, groups_lost = _drop_incomplete_groups(scores, groups)
         if log_reason is not None:
             log_reason("reason", reasons)
         self.log_column(log_extra, "verdict", verdicts)
@@ -285,6 +279,22 @@ class JudgeScore(TaggedReward):
         except ValueError as error:
             return f"unreadable: {error}", None
         return f"{score:g}", self.pay * (score - self.lowest) / (self.highest - self.lowest)
+
+
+def _drop_incomplete_groups(scores: list[float | None], groups: Sequence[slice]) -> tuple[list[str], int]:
+    """Set every score of a group with an unscored completion to None.
+
+    Returns:
+        The reason for each row ("" for a row that is not dropped because of another), and the number of such groups.
+    """
+    reasons = [""] * len(scores)
+    groups_lost = 0
+    for group in groups:
+        if None in scores[group]:
+            groups_lost += 1
+            reasons[group] = ["" if score is None else _DROPPED for score in scores[group]]
+            scores[group] = [None] * len(scores[group])
+    return reasons, groups_lost
 
 
 def read_score(reply: str, lowest: float, highest: float, pattern: str | None = None) -> float:

@@ -545,7 +545,9 @@ def check_folder(prepared: Prepared) -> None:
 def describe_run(prepared: Prepared, trainer: GRPOTrainer) -> None:
     """Print sizes, rewards, reference, precision and geometry of a run, and notes on possible mistakes."""
     recipe, checked = prepared.recipe, prepared.checked
-    _say(f"{recipe.source}: {_size(trainer)}, rewards {describe_rewards(checked.rewards)}")
+    size = sum(parameter.numel() for parameter in trainer.model.parameters())
+    trained = f"{size:,} parameters, {trainer.get_num_trainable_parameters():,} trained"
+    _say(f"{recipe.source}: {trained}, rewards {describe_rewards(checked.rewards)}")
     _say(f"  reference       {describe_reference(recipe, trainer)}")
     precision, surviving = measured_precision(prepared, trainer)
     _say(precision.describe(surviving))
@@ -740,11 +742,6 @@ def summary(trainer: GRPOTrainer, seconds: float) -> str:
     change = f", reward {rewards[0]:.3f} -> {rewards[-1]:.3f}" if rewards else ""
     kind = "adapter" if hasattr(trainer.model, "peft_config") else "model"
     return f"{trainer.state.global_step} optimiser steps in {seconds:.0f} s{change}; the {kind} is in {trainer.args.output_dir}"
-
-
-def _size(trainer: GRPOTrainer) -> str:
-    total = sum(parameter.numel() for parameter in trainer.model.parameters())
-    return f"{total:,} parameters, {trainer.get_num_trainable_parameters():,} trained"
 
 
 def _is_first_rank() -> bool:

@@ -130,23 +130,18 @@ def data_order(geometry: Mapping[str, Any], prompts: Sequence[Any], config: Mapp
         prompts: training prompts in the dataset's order.
         config: values of `GRPOConfig`.
     """
-    return {
-        "geometry": geometry,
-        "train_prompts": len(prompts),
-        "train_prompts_sha256": prompts_digest(prompts),
-        "seed": config["seed"],
-        "shuffle_dataset": config["shuffle_dataset"],
-    }
-
-
-def prompts_digest(prompts: Sequence[Any]) -> str:
-    """Return the SHA-256 of prompts, texts or lists of messages, in their order."""
     digest = hashlib.sha256()
     # A column of a table returns slices far sooner than single rows.
     for start in range(0, len(prompts), SLICE_ROWS):
         for prompt in prompts[start : start + SLICE_ROWS]:
             digest.update(json.dumps(prompt).encode() + b"\n")
-    return digest.hexdigest()
+    return {
+        "geometry": geometry,
+        "train_prompts": len(prompts),
+        "train_prompts_sha256": digest.hexdigest(),
+        "seed": config["seed"],
+        "shuffle_dataset": config["shuffle_dataset"],
+    }
 
 
 def versions() -> dict[str, str]:

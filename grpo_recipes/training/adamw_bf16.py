@@ -43,7 +43,7 @@ class AdamWBF16(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -251,7 +251,7 @@ def stored_values(sample: list[Sampled]) -> Tensor:
     return torch.cat([part.take(part.parameter.detach()) for part in sample]) if sample else torch.empty(0)
 
 
-def _adamw_update(sample: list[Sampled], before: Tensor, optimizer: Any) -> Tensor | None:
+def _adamw_update(sample: list[Sampled], before: Tensor, optimizer: torch.optim.Optimizer) -> Tensor | None:
     """Return |update| of AdamW's last step for the sampled weights, or None for an optimizer without AdamW's moments.
 
     Call it after the step: moments, step count and learning rate are then those that the step used.

@@ -271,7 +271,7 @@ def _size(batch: MicroBatch) -> int:
     return len(batch["completion_ids"])
 
 
-def _is_per_row(value: Any) -> bool:
+def _is_per_row(value: object) -> bool:
     """Return True for a list or a tensor with rows, and False for a scalar."""
     return isinstance(value, list) or (isinstance(value, Tensor) and value.ndim > 0)
 

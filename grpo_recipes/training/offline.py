@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
+from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.recipe.specs import RECORDED_REWARD, OfflineSpec
@@ -81,7 +82,7 @@ class RecordedRollout:
                 responses.append(_Response([*ids, tokenizer.eos_token_id], reward, recorded))
         self._check_lengths(max_completion_length)
 
-    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+    def __call__(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
         """Return the token IDs of `prompts` and of one response to each, as TRL's `rollout_func` does."""
         chosen: list[_Response] = []
         for prompt, copies in groupby(prompts):
@@ -118,7 +119,7 @@ class RecordedRollout:
                 )
 
 
-def with_baseline(sampler: RepeatSampler, rollout: Any) -> RepeatSampler:
+def with_baseline(sampler: RepeatSampler, rollout: object) -> RepeatSampler:
     """Return TRL's sampler, which with the batch baseline yields each prompt once and not `num_generations` times."""
     if isinstance(rollout, RecordedRollout) and rollout.spec.compares_whole_batch:
         # `num_generations` is then the full generation batch (see `recipe.grpo_config`), so TRL's group is the batch.
@@ -127,7 +128,7 @@ def with_baseline(sampler: RepeatSampler, rollout: Any) -> RepeatSampler:
     return sampler
 
 
-def with_recorded_log_probs(inputs: dict[str, Any], rollout: Any) -> dict[str, Any]:
+def with_recorded_log_probs(inputs: dict[str, Any], rollout: object) -> dict[str, Any]:
     """Return a micro-batch whose importance ratio is policy / behaviour policy if the file has log-probabilities."""
     if isinstance(rollout, RecordedRollout) and rollout.has_log_probs:
         # Without vLLM, TRL 1.16 ignores a rollout's log-probabilities, and the ratio would be 1.

@@ -42,6 +42,9 @@ from grpo_rewards.errors import UserError
 MEMORY = "prompts.json"
 """File of each checkpoint with the number of zero-variance groups of each prompt."""
 
+Row = Mapping[str, Any]
+"""Row of the training dataset, by column."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -225,7 +228,7 @@ class PromptSampling(TrainerCallback):
         self.sampler = InformativeSampler(stock, self.spec, quantum, args.world_size)
         return self.sampler
 
-    def generate(self, rows: Sequence[Any], generate: Callable[[Sequence[Any]], dict[str, Any]]) -> dict[str, Any]:
+    def generate(self, rows: Sequence[Row], generate: Callable[[Sequence[Row]], dict[str, Any]]) -> dict[str, Any]:
         """Generate and score the drawn rows of this rank, record which groups had variance, and weight the advantages.
 
         Args:
@@ -257,7 +260,7 @@ class PromptSampling(TrainerCallback):
         self._log(draw)
         return output
 
-    def _check(self, row: Any, expected: int) -> None:
+    def _check(self, row: Row, expected: int) -> None:
         """Raise unless the first row is the one drawn. Otherwise other prompts would be recorded without an error."""
         if row.get("prompt") != self.trainer.train_dataset[expected].get("prompt"):
             raise RuntimeError(

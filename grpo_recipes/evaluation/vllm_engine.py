@@ -39,7 +39,7 @@ SECONDS = 600.0
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's `max_lora_rank`."""
 SERVED_KEYS = frozenset(
-    [
+    {
         "auto_mapping",
         "base_model_name_or_path",
         "inference_mode",
@@ -53,7 +53,7 @@ SERVED_KEYS = frozenset(
         "target_modules",
         "task_type",
         "use_rslora",
-    ]
+    }
 )
 """Keys of a LoRA configuration that vLLM applies, or that matter only in training."""
 

@@ -150,7 +150,7 @@ def is_right(rewards: Sequence[BaseReward], completions: Sequence[str], columns:
     """Return, for each completion, True if it passes every reward.
 
     Args:
-        rewards: Rewards, asked by their own `passed`.
+        rewards: Rewards. The method `passed` of each one decides.
         completions: Texts.
         columns: Columns of the dataset with one entry per completion.
     """

@@ -199,9 +199,9 @@ class Padded:
             with _seeded(self.model, settings.seed):
                 for start in range(0, len(prompts), settings.batch_size):
                     batch = prompts[start : start + settings.batch_size]
-                    tokens, doubt = self._complete(batch, settings, stop)
-                    if doubt:
-                        self._use_stock_loop(doubt)
+                    tokens, mismatch = self._complete(batch, settings, stop)
+                    if mismatch:
+                        self._use_stock_loop(mismatch)
                         tokens, _ = self._complete(batch, settings, stop)
                     completions += self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         finally:

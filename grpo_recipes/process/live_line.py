@@ -71,7 +71,7 @@ class LiveLog(TrainerCallback):
     def _give_up(self, error: Exception) -> None:
         self._file = None
         with suppress(OSError):
-            self.path.unlink(missing_ok=True)  # readers would take an incomplete file for the whole log
+            self.path.unlink(missing_ok=True)  # readers would take an incomplete file for the complete log
         logger.warning("%s can't be written (%s): `report` sees only what checkpoints hold", self.path, error)
 
 

@@ -151,7 +151,7 @@ def changes(pairs: pd.DataFrame | None, tags: Sequence[str]) -> tuple[str, list[
 
 
 def tags_of(run: Run) -> tuple[str, str]:
-    """Return the reasoning and the answer tag of the recipe's first reward that names them, or the default ones."""
+    """Return the reasoning and answer tag of the recipe's first reward with tags, or the default tags."""
     for spec in run.recipe.get("rewards") or []:
         kwargs = spec.get("kwargs") if isinstance(spec, Mapping) else None
         tags = kwargs.get("tags") if isinstance(kwargs, Mapping) else None

@@ -26,7 +26,7 @@ BAR = 34.0
 """Height of a bar with its label."""
 MAX_LABEL = 60
 MARKED = 25
-"""Number of points from which a line no longer shows each of them."""
+"""Smallest number of points for which a line does not mark each point."""
 SMOOTHED = 60
 """Number of points above which a line is drawn thin, with its moving mean."""
 MAX_POINTS = 600
@@ -36,7 +36,7 @@ HUES = 6
 
 COLOURS = {
     "ink": ("#1b1f24", "#e6e9ee"),
-    "quiet": ("#57606a", "#9aa4b1"),
+    "faint": ("#57606a", "#9aa4b1"),
     "paper": ("#ffffff", "#0f1318"),
     "rule": ("#d8dde3", "#2b333d"),
     "warn": ("#b42318", "#ff8b7e"),
@@ -53,15 +53,21 @@ Colour-blind readers can tell lines apart.
 """
 
 MARKS = """
-svg.chart { display: block; width: 100%; height: auto; overflow: visible; } .chart text { font: 11px system-ui,
-sans-serif; fill: var(--quiet); } .chart .title { font-size: 13px; font-weight: 600; fill: var(--ink); } .chart .grid {
-stroke: var(--rule); stroke-width: 1; } .chart polyline { fill: none; stroke: currentColor; stroke-width: 2;
-stroke-linejoin: round; stroke-linecap: round; } .chart .raw { stroke-width: 1; opacity: .35; } .chart circle { fill:
-currentColor; } .chart .band { fill: currentColor; opacity: .16; } .chart .limit { stroke: var(--warn); stroke-width: 1;
-stroke-dasharray: 4 3; } .chart text.limit { fill: var(--warn); stroke: var(--paper); stroke-width: 3; stroke-dasharray:
-none; paint-order: stroke; } .chart .filled { fill: currentColor; } .chart .open { fill: none; stroke: currentColor;
-stroke-width: 1.5; } .chart .whisker { stroke: var(--ink); stroke-width: 1.5; } .d1 { stroke-dasharray: 6 4; } .d2 {
-stroke-dasharray: 2 4; } .d3 { stroke-dasharray: 8 3 2 3; }
+svg.chart { display: block; width: 100%; height: auto; overflow: visible; }
+.chart text { font: 11px system-ui, sans-serif; fill: var(--faint); }
+.chart .title { font-size: 13px; font-weight: 600; fill: var(--ink); }
+.chart .grid { stroke: var(--rule); stroke-width: 1; }
+.chart polyline { fill: none; stroke: currentColor; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
+.chart .raw { stroke-width: 1; opacity: .35; }
+.chart circle { fill: currentColor; }
+.chart .band { fill: currentColor; opacity: .16; }
+.chart .limit { stroke: var(--warn); stroke-width: 1; stroke-dasharray: 4 3; }
+.chart text.limit { fill: var(--warn); stroke: var(--paper); stroke-width: 3; }
+.chart text.limit { stroke-dasharray: none; paint-order: stroke; }
+.chart .filled { fill: currentColor; }
+.chart .open { fill: none; stroke: currentColor; stroke-width: 1.5; }
+.chart .whisker { stroke: var(--ink); stroke-width: 1.5; }
+.d1 { stroke-dasharray: 6 4; } .d2 { stroke-dasharray: 2 4; } .d3 { stroke-dasharray: 8 3 2 3; }
 """ + "".join(f".c{hue} {{ color: var(--c{hue}); }}\n" for hue in range(HUES))
 
 

@@ -2,7 +2,7 @@
 
 Each check looks for one problem and reports it in a sentence with the figure and the step. A check whose metrics the
 run did not log reports that instead, so that "nothing looks wrong" counts only the checks that had data. The thresholds
-are rules of thumb. The report draws those that are constants into its charts.
+are rules of thumb. The report draws the constant thresholds into its charts.
 """
 
 from __future__ import annotations

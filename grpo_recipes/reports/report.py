@@ -58,7 +58,7 @@ def page(runs: Sequence[Run], drawn: Sequence[Group]) -> str:
     """
     style = charts.palette() + charts.MARKS + (TEMPLATES / "report.css").read_text(encoding="utf-8")
     described = [_described(run, hue) for hue, run in enumerate(runs)]
-    required = {one["asks"] for run in described for one in run["evaluations"] if one["asks"]}
+    required = {one["requirement"] for run in described for one in run["evaluations"] if one["requirement"]}
     bars = [chart for group in drawn for chart in group.charts if chart.bars]
     return _template().render(
         style=Markup(style),
@@ -68,7 +68,7 @@ def page(runs: Sequence[Run], drawn: Sequence[Group]) -> str:
         groups=[group for group in drawn if group],
         first=bars[0] if bars and len(runs) == 1 else None,  # the chart beside the answer
         many=any(run.evaluations[label].get("pass_at") for run in runs for label in run.evaluations),
-        asks="; ".join(sorted(required)),
+        requirements="; ".join(sorted(required)),
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
 
@@ -332,7 +332,7 @@ def _evaluation(label: str, evaluation: Mapping[str, Any]) -> dict[str, Any]:
         "label": label,
         "problems": f"{evaluation['problems']:,}",
         "passes": ", ".join(f"@{k} {Estimate.from_dict(share)}" for k, share in evaluation.get("pass_at", {}).items()),
-        "asks": accuracy.describe(strict) if strict else "",
+        "requirement": accuracy.describe(strict) if strict else "",
     }
     for name in ("strict", "lenient", "majority"):
         described[name] = _share(evaluation, name)

@@ -337,12 +337,9 @@ class GRPOTrainer(TRLGRPOTrainer):
             if self.accelerator.is_main_process:
                 logger.info("step %d: %s", self.state.global_step, self._efficiency)
             self._efficiency = None
-        # A run that is resumed at its end logs without new completions: TRL would overwrite its last table by an empty
-        # one.
-        log_completions, self.log_completions = (
-            self.log_completions,
-            self.log_completions and bool(self._logs["prompt"]),
-        )
+        # A run resumed at its end logs without new completions: TRL would overwrite its last table by an empty one.
+        log_completions = self.log_completions
+        self.log_completions = log_completions and bool(self._logs["prompt"])
         self.checkpoints.correct_rates(logs)
         super().log(logs, start_time)
         self.log_completions = log_completions

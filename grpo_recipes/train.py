@@ -598,7 +598,7 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
     train_dataset = checked.train_dataset
     if prepared.rollout:
         train_dataset = train_dataset.select_columns(["prompt"])
-    optimiser = checks.optimiser(recipe, prepared.machine)
+    optimiser = checks.optimizer_name(recipe, prepared.machine)
     trainer = GRPOTrainer(
         model=load_policy(recipe, training_args),
         reward_funcs=[checked_reward(reward.function) for reward in checked.rewards],

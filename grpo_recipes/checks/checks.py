@@ -215,7 +215,7 @@ def backend_of(recipe: Recipe, machine: Machine) -> Backend:
     return "fsdp" if recipe.config.fsdp else machine.backend
 
 
-def optimiser(recipe: Recipe, machine: Machine) -> str:
+def optimizer_name(recipe: Recipe, machine: Machine) -> str:
     """Return the name of the optimizer: the recipe's, or TRL's default, or `adamw_bf16` for a quantized base.
 
     TRL casts an adapter on a quantized base to bfloat16, in which TRL's default optimizer would lose most of an update.
@@ -236,7 +236,7 @@ def precision_of(recipe: Recipe, machine: Machine, *, is_adapter: bool | None = 
     """
     if is_adapter is None:
         is_adapter = bool(recipe.model.get("use_peft")) or _holds_adapter(Path(recipe.model["model_name_or_path"]))
-    return Precision.of(recipe, optimiser(recipe, machine), backend_of(recipe, machine), is_adapter=is_adapter)
+    return Precision.of(recipe, optimizer_name(recipe, machine), backend_of(recipe, machine), is_adapter=is_adapter)
 
 
 def check_precision(recipe: Recipe, machine: Machine) -> None:

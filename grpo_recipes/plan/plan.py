@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from grpo_recipes.checks import packages
-from grpo_recipes.checks.checks import Checked, Machine, check, dry_config, optimiser, precision_of, sampling_note
+from grpo_recipes.checks.checks import Checked, Machine, check, dry_config, optimizer_name, precision_of, sampling_note
 from grpo_recipes.checks.geometry import Geometry, geometry_of
 from grpo_recipes.checks.precision import Precision, initial_weights
 from grpo_recipes.checks.rewards import describe_rewards
@@ -266,7 +266,7 @@ def _memory(
         steps_per_generation=geometry.steps_per_generation,
         reward_parameters=_reward_parameters(recipe, notes),
         gpu_memory=gpu_memory,
-        optim=optimiser(recipe, machine),
+        optim=optimizer_name(recipe, machine),
         quantised_bytes=quantised,
     )
 

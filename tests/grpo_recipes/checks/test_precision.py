@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from grpo_recipes.checks.checks import Machine, check, grpo_config, optimiser, precision_of
+from grpo_recipes.checks.checks import Machine, check, grpo_config, optimizer_name, precision_of
 from grpo_recipes.checks.precision import Precision, initial_weights
 from grpo_recipes.cli import main
 from grpo_recipes.plan.memory import GIB, MemoryPlan, best_precision
@@ -149,7 +149,7 @@ def test_the_recipe_accepts_adamw_bf16_and_trl_receives_another_name(tmp_path: P
     mine = recipe(tmp_path, **BF16, optim="adamw_bf16", use_cpu=True, bf16=False)
     assert grpo_config(mine).optim == "adamw_torch"
     assert mine.as_dict()["optim"] == "adamw_bf16"
-    assert optimiser(mine, GPU) == "adamw_bf16"
+    assert optimizer_name(mine, GPU) == "adamw_bf16"
     assert (
         parse_recipe(["--config", mine.source, "--optim", "adamw_torch_fused"]).training["optim"] == "adamw_torch_fused"
     )

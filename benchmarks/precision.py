@@ -1,5 +1,4 @@
-"""Remaining share of AdamW's updates if weights are stored in bfloat16: ours and its peers against float32, on equal
-gradients.
+"""Share of AdamW's updates that bfloat16 weights keep: ours and its peers against float32, on equal gradients.
 
     TORCHDYNAMO_DISABLE=1 python benchmarks/precision.py       # 1,000 and 2,500 steps; some minutes on one thread
     python benchmarks/precision.py --policy runs/quickstart/policy-seed0 --steps 1000

@@ -1,5 +1,4 @@
-"""Accuracy, time and tokens of a pretrained instruct model, trained by stock TRL and by ours on tasks that it partly
-masters.
+"""Accuracy, time and tokens of a pretrained instruct model, trained by stock TRL and by ours on half-mastered tasks.
 
     make real-model                                         # all of it: two hours on two cores, resumable
     python benchmarks/real_model.py                         # the same without `pip install gguf` and `--record`

@@ -220,10 +220,10 @@ def _is_user_and_password(text: str) -> bool:
 
 
 def _user_informations(text: str) -> Iterator[Span]:
-    """Yield the user information of each URL: everything up to the last `@`, because a password may contain any
-    character.
+    """Yield the user information of each URL.
 
-    A URL ends at white space. If its first part has no `:`, as in `https://host/@name`, a later `@` is in the path.
+    The user information is everything up to the last `@`, because a password may contain any character. A URL ends at
+    white space. If its first part has no `:`, as in `https://host/@name`, a later `@` is in the path.
     """
     for word in _WORD.finditer(text):
         last_at = text.rfind("@", word.start(), word.end())

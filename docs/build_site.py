@@ -1,8 +1,9 @@
 """Build the documentation as a site in build/site: python docs/build_site.py, from a checkout (`make docs`).
 
-The pages are docs/*.md, those of `ELSEWHERE`, and those that are made from the code: the commands, the Python API and the
-errors. Each is written to build/docs with its links turned to the other pages, or, where a link leads to another file of the
-repository, to that file on the web; mkdocs then builds the site and fails on a link, an anchor or a page that is missing.
+The pages are docs/*.md, those of `ELSEWHERE`, and those that are made from the code: the commands, the Python API and
+the errors. Each is written to build/docs with its links turned to the other pages, or, where a link leads to another
+file of the repository, to that file on the web; mkdocs then builds the site and fails on a link, an anchor or a page
+that is missing.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def main() -> int:
 
 
 def build(texts: Mapping[str, str], folder: Path) -> int:
-    """Write pages (by their places) and pictures to build/docs in `folder`, and have mkdocs build what its mkdocs.yml says.
+    """Write pages (by their places) and pictures to build/docs in `folder`, and run mkdocs there.
 
     Returns mkdocs' exit code: not 0 for a link or an anchor that leads nowhere, and a page that `nav` does not have.
     """

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[Parser]
 
 DESCRIPTION = "GRPO training from a recipe: plan it, run it, evaluate its policy, diagnose the run."
-EPILOG = """`grpo-recipes COMMAND --help` describes a command, and `python -m grpo_recipes.train --help` the keys of a recipe. On
-several machines, start training with accelerate's own launcher on each machine:
+EPILOG = """`grpo-recipes COMMAND --help` describes a command,
+and `python -m grpo_recipes.train --help` the keys of a recipe.
+On several machines, start training with accelerate's own launcher on each machine:
 
   accelerate launch --config_file FILE -m grpo_recipes.train --config RECIPE
 """
@@ -131,7 +132,7 @@ def _add_plan(commands: Commands) -> None:
     plan.add_argument(
         "--accelerate_config",
         metavar="FILE",
-        help="accelerate configuration that describes the machine, or the name of a shipped one (default: this machine)",
+        help="accelerate configuration of the machine, or the name of a shipped one (default: this machine)",
     )
     plan.add_argument("--num_processes", metavar="N", type=int, help="number of processes (default: the file's, or 1)")
     plan.add_argument(
@@ -183,8 +184,8 @@ def _add_train(commands: Commands) -> None:
     train.add_argument(
         "--accelerate_config",
         metavar="FILE",
-        help="accelerate configuration of the processes, or the name of a shipped one (default: one process, or one for "
-        "each GPU)",
+        help="accelerate configuration of the processes, or the name of a shipped one (default: one process, "
+        "or one for each GPU)",
     )
     train.add_argument("--num_processes", metavar="N", type=int, help="number of processes (default: the file's)")
 
@@ -243,8 +244,8 @@ def _add_evaluate(commands: Commands) -> None:
         "--output",
         metavar="FOLDER",
         type=Path,
-        help="folder for the result, or for the results of several tables (default: MODEL/evaluations/after, with -TABLE "
-        "added for each of several tables, and -N-samples with --samples N)",
+        help="folder for the result, or for the results of several tables (default: MODEL/evaluations/after, with "
+        "-TABLE added for each of several tables, and -N-samples with --samples N)",
     )
     option("--json", action="store_true", help="print the contents of evaluation.json, by --path if there are several")
 
@@ -350,7 +351,11 @@ def _add_report(commands: Commands) -> None:
 
 
 def report_runs(options: argparse.Namespace) -> int:
-    """Write the report of one or more runs. Raises `UserError` if it can't be written, or no check of a run had data."""
+    """Write the report of one or more runs.
+
+    Raises:
+        UserError: The report can't be written, or no check of a run had data.
+    """
     from grpo_recipes.reports.diagnostics import diagnose
     from grpo_recipes.reports.report import write_report
     from grpo_recipes.reports.run import Run

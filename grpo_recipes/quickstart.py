@@ -226,7 +226,8 @@ def build_policy(tokenizer: Qwen2Tokenizer, settings: WarmStart) -> Qwen2ForCaus
         num_key_value_heads=4,
         max_position_embeddings=256,
         tie_word_embeddings=True,
-        # About 1 / sqrt(hidden_size). With the usual 0.02, which suits wide models, training takes three times the steps.
+        # About 1 / sqrt(hidden_size). With the usual 0.02, which suits wide models, training takes three times the
+        # steps.
         initializer_range=0.12,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -317,8 +318,8 @@ def table(before: dict[str, float], after: dict[str, float]) -> str:
         interval = f"{result['low']:.3f} - {result['high']:.3f}"
         lines.append(f"{name:12} {result['accuracy']:6.3f}   {interval}   {result['lenient']:7.3f}")
     lines.append(
-        f"strict: right and in the requested format; lenient: right in any format; {after['n']} held-out problems, one sampled "
-        "completion each"
+        f"strict: right and in the requested format; lenient: right in any format; {after['n']} held-out problems, "
+        "one sampled completion each"
     )
     return "\n".join(lines)
 

@@ -1,6 +1,7 @@
 """Train a recipe with GRPO.
 
-accelerate launch --config_file accelerate_configs/ddp.yaml -m grpo_recipes.train --config recipes/x.yaml [--key value ...]
+accelerate launch --config_file accelerate_configs/ddp.yaml -m grpo_recipes.train --config recipes/x.yaml [--key value
+...]
 
 The recipe is checked before any model is loaded. Afterwards the run's folder (`output_dir`) holds `run.json` (resolved
 recipe, versions and geometry of each launch), `trainer_state.json` and `_log.jsonl` (the log), `completions/*.parquet`,
@@ -298,7 +299,7 @@ def only_run(prepared: Prepared) -> Iterator[Prepared]:
 
 
 def confirm_checkpoint(prepared: Prepared) -> Prepared:
-    """Compare the checkpoint with its manifest, byte by byte, and fall back to the one before if it differs. Collective.
+    """Compare the checkpoint with its manifest, and fall back to the one before if it differs. Collective.
 
     Raises:
         RecipeError: no checkpoint is left, or data or weights have changed since it was saved.
@@ -731,7 +732,8 @@ def diagnosis(folder: Path) -> str:
     try:
         return describe(diagnose(Run.read(folder, within=DIAGNOSIS_SECONDS)))
     except OutOfTime:
-        return f"diagnosis: skipped after {DIAGNOSIS_SECONDS:.0f} s: `grpo-recipes diagnose {folder}` takes the time it needs"
+        command = f"`grpo-recipes diagnose {folder}`"
+        return f"diagnosis: skipped after {DIAGNOSIS_SECONDS:.0f} s: {command} takes the time it needs"
     except UserError as error:
         return f"diagnosis: skipped, {error}"
 
@@ -741,7 +743,8 @@ def summary(trainer: GRPOTrainer, seconds: float) -> str:
     rewards = [entry["reward"] for entry in trainer.state.log_history if entry.get("reward") is not None]
     change = f", reward {rewards[0]:.3f} -> {rewards[-1]:.3f}" if rewards else ""
     kind = "adapter" if hasattr(trainer.model, "peft_config") else "model"
-    return f"{trainer.state.global_step} optimiser steps in {seconds:.0f} s{change}; the {kind} is in {trainer.args.output_dir}"
+    steps, folder = trainer.state.global_step, trainer.args.output_dir
+    return f"{steps} optimiser steps in {seconds:.0f} s{change}; the {kind} is in {folder}"
 
 
 def _is_first_rank() -> bool:

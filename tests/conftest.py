@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-# Tiny models gain nothing from threads, and lose a factor of ten to them where cores are shared. And sums of floats depend on
-# how many there are: no test may.
+# Tiny models gain nothing from threads, and lose a factor of ten to them where cores are shared. And sums of floats
+# depend on how many there are: no test may.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # The tables that tests make go with the tests, those of the processes that they start too.

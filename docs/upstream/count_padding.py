@@ -2,9 +2,9 @@
 
 python docs/upstream/count_padding.py
 
-8 prompts × 8 completions, in micro-batches of 8 rows, drawn from log-normal lengths: "GSM8K" is fitted to GSM8K's questions and
-to solutions of them, "long tail" has the spread of reasoning traces. Rows are shuffled before they are cut into
-micro-batches, as TRL does. Prints the median of 200 draws, with the 10th and 90th percentile.
+8 prompts × 8 completions, in micro-batches of 8 rows, drawn from log-normal lengths: "GSM8K" is fitted to GSM8K's
+questions and to solutions of them, "long tail" has the spread of reasoning traces. Rows are shuffled before they are
+cut into micro-batches, as TRL does. Prints the median of 200 draws, with the 10th and 90th percentile.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Precision:
     def mistake(self, *, continuous_batching: bool = False) -> str | None:
         """Return why this precision can't be trained, with the fix, or None if it can."""
         if self.optim == ADAMW_BF16 and self.deepspeed:
-            return "`optim: adamw_bf16`: DeepSpeed keeps float32 weights of its own, so that no update is lost: remove `optim`"
+            return "`optim: adamw_bf16`: DeepSpeed keeps its own float32 weights, so no update is lost: remove `optim`"
         if self.optim == ADAMW_BF16 and self.optim_args:
             return f"`optim_args`: `optim: adamw_bf16` has none, not {self.optim_args!r}: remove the key"
         if self.stored == "float16" and not self.deepspeed:

@@ -415,10 +415,10 @@ def evaluate_into(
         folder: Receives `evaluation.json` and `completions.parquet`.
         complete: Policy, called once for each batch with a seed made from `settings.seed` and the batch's number.
         dataset: Rows with a column `prompt` and the columns that the rewards read.
-        settings: How to sample and judge.
-        described: What else identifies the evaluation (model, weights, dataset, rewards), for JSON.
+        settings: Settings of sampling and of the rewards.
+        described: Other facts that identify the evaluation (model, weights, dataset, rewards), for JSON.
         rewards: Rewards of the recipe to measure.
-        record: Returns what else `evaluation.json` records, for JSON, and does not identify the evaluation.
+        record: Function that returns facts for `evaluation.json` that do not identify the evaluation.
 
     Returns:
         Contents of `evaluation.json`.

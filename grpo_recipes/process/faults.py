@@ -101,7 +101,9 @@ def error_message(error: Exception, rank: int, checkpoint: Path | None, *, resum
     """Return one line that tells which rank failed, with which error, and, if possible, how to resume."""
     where = f"rank {rank}: " if _has_several_ranks() else ""
     if _is_lost_contact(error):
-        what = "another rank ended without an error of its own; it was probably killed (out of memory, or its machine failed)"
+        what = (
+            "another rank ended without an error of its own; it was probably killed (out of memory or a failed machine)"
+        )
     elif isinstance(error, RunFault):
         what = str(error)
     else:

@@ -244,7 +244,7 @@ def _shipped_files(kind: str) -> dict[str, Path]:
     """Return the files that ship in `kind` (`recipes` or `accelerate_configs`) by name. Names are unique."""
     package = Path(__file__).parents[1]
     files: dict[str, Path] = {}
-    for folder in (package / kind, package.parent / kind):  # of an installed wheel, and of a source checkout
+    for folder in (package / kind, package.parent / kind):  # an installed wheel, then a source checkout
         for file in sorted(folder.rglob("*.yaml"), key=lambda file: (len(file.parts), file)):
             files.setdefault(file.stem, file)
     return files

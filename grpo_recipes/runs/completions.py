@@ -5,8 +5,9 @@
     completions/eval_completions_...               the same for evaluations during training
     completions/eval_NAME_completions_...          the same for an evaluation dataset with a name
 
-Step files are removed only after the compacted file is on the disk under its name. A run that is killed therefore leaves
-a step in the step file, in the compacted file, or in both. `logged` lists every step once. Nothing here imports torch.
+Step files are removed only after the compacted file is on the disk under its name. A run that is killed therefore
+leaves a step in the step file, in the compacted file, or in both. `logged` lists every step once. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -364,7 +365,11 @@ def _writer(path: Path, schema: pa.Schema) -> Iterator[parquet.ParquetWriter]:
 
 
 def _row_groups(path: Path) -> list[Logged]:
-    """Return the steps of a compacted file in order. Raises `RunError` if the file is damaged or not a compacted one."""
+    """Return the steps of a compacted file in order.
+
+    Raises:
+        RunError: The file is damaged or not a compacted one.
+    """
     files.check_ordinary(path, files.RESTORE)
     try:
         metadata = parquet.read_metadata(path)

@@ -10,9 +10,9 @@ A resume compares identities, so that it notices what has changed behind an unch
 | rewards of the user | a checksum of the source file that defines the reward |
 | packages | their versions |
 
-Not compared are: streamed rows; files that a column names by their path; transforms made with `set_transform`; bytes such
-as images, except for their length and both ends; a change of weights behind the first 4 KiB of a tensor that keeps the
-size of its file; a tokenizer from another folder than the model; modules that the source file of a reward imports.
+Not compared are: streamed rows; files that a column names by their path; transforms made with `set_transform`; bytes
+such as images, except for their length and both ends; a change of weights behind the first 4 KiB of a tensor that keeps
+the size of its file; a tokenizer from another folder than the model; modules that the source file of a reward imports.
 
 A resume with changed data or weights is refused. Changed code and versions are logged.
 """
@@ -146,8 +146,8 @@ def compare(checkpoint: Path, launch: Identity) -> str | None:
     found = differences(manifest.identity if manifest is not None else None, launch)
     if found.refused:
         raise UserError(
-            f"since {checkpoint} was saved, {', and '.join(found.refused)}: train on the data and weights of the run, or "
-            "start another run from the checkpoint as its `model_name_or_path`"
+            f"since {checkpoint} was saved, {', and '.join(found.refused)}: train on the data and weights of the run, "
+            "or start another run from the checkpoint as its `model_name_or_path`"
         )
     return f"since {checkpoint} was saved: {'; '.join(found.logged)}" if found.logged else None
 
@@ -225,8 +225,8 @@ def _compare_weights(before: Mapping[str, Weights], launch: Identity, found: Com
 def column_digests(dataset: Any, names: Iterable[str]) -> dict[str, str]:
     """Return an XXH3 checksum of the values of each column, in row order.
 
-    Values are hashed, not Arrow's buffers, because Arrow may cut equal tables into other chunks or store text otherwise.
-    Slices of rows keep the memory small.
+    Values are hashed, not Arrow's buffers, because Arrow may cut equal tables into other chunks or store text
+    otherwise. Slices of rows keep the memory small.
     """
     digests = {name: xxhash.xxh3_128() for name in names}
     if not digests:

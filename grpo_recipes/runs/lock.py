@@ -1,8 +1,8 @@
 """One writer at a time in the folder of a run or an evaluation: two writers would overwrite each other's files.
 
-The first rank of a launch holds filelock's `SoftFileLease` on `_run.lock`. The file names the process, the host with its
-PID namespace, and a token of the claim. A thread touches the file while the process lives. Another process may take the
-lease over once the file was not touched for `LEASE_SECONDS`, so a process that was suspended for longer must check
+The first rank of a launch holds filelock's `SoftFileLease` on `_run.lock`. The file names the process, the host with
+its PID namespace, and a token of the claim. A thread touches the file while the process lives. Another process may take
+the lease over once the file was not touched for `LEASE_SECONDS`, so a process that was suspended for longer must check
 `Held.loss` before it writes. The moment between that check and the write can't be closed: file systems offer no such
 operation.
 """
@@ -29,7 +29,7 @@ HEARTBEAT_SECONDS = 10.0
 LEASE_SECONDS = 60.0
 
 SWAP_SECONDS = 2.5
-"""Time during which another process may replace the lock to find out whether it is stale. filelock gives up after 2 s."""
+"""Time during which another process may replace the lock to find out if it is stale. filelock gives up after 2 s."""
 
 NAMESPACE = "?pidns-"
 """filelock's separator between the name of a host and its PID namespace."""
@@ -140,7 +140,8 @@ class Held:
         name, again, owner = self.writer.name, self.writer.again, lease.owner
         if owner is None:
             return Loss(
-                f"{self.writer.key}{self.folder}: its lock {LOCK} was removed, or another {name} took it over and has ended",
+                f"{self.writer.key}{self.folder}: its lock {LOCK} was removed, "
+                f"or another {name} took it over and has ended",
                 f"check whether another {name} wrote there, then {again} continues from what is there",
             )
         return Loss(
@@ -240,9 +241,9 @@ def _acquire_left_behind(lease: SoftFileLease, writer: Writer) -> None:
             return
     if _stamp(lock) not in (None, first):
         raise _locked(lease, writer)
-    # filelock takes a lock over only if the file system can exchange two names in one step, which NFS can't, and it never
-    # takes over an empty file, which a crash of the machine leaves. If two processes come here at once, the lock of the
-    # first may be removed. That process notices the loss before it writes.
+    # filelock takes a lock over only if the file system can exchange two names in one step, which NFS can't, and it
+    # never takes over an empty file, which a crash of the machine leaves. If two processes come here at once, the lock
+    # of the first may be removed. That process notices the loss before it writes.
     lease.force_break()
     lease.acquire(blocking=False)
 

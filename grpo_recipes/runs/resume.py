@@ -270,8 +270,8 @@ def names_of(checkpoints: Sequence[Path]) -> str:
 def confirmed(point: Resume, *, each_node: bool) -> Resume:
     """Return the decision with only the newest checkpoint whose contents agree with its manifest. Collective.
 
-    A checkpoint without a manifest (another trainer's) counts as confirmed: nothing says what it should contain. Damaged
-    checkpoints are added to `rejected`. If every checkpoint is damaged, `obstacle` says so.
+    A checkpoint without a manifest (another trainer's) counts as confirmed: nothing says what it should contain.
+    Damaged checkpoints are added to `rejected`. If every checkpoint is damaged, `obstacle` says so.
     """
     # Ranks that see different disks may propose different checkpoints.
     proposed = gather([path.name for path in point.checkpoints])

@@ -154,7 +154,7 @@ def _zip_entries(file: Path) -> list[tuple[str, int]] | None:
 
 
 class _BoundedReads:
-    """A file that reads at most `DIRECTORY_BYTES` at once, because the end of a zip file claims its directory's size."""
+    """A file that reads at most `DIRECTORY_BYTES` at once: the end of a zip file claims the size of its directory."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

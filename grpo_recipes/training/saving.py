@@ -220,7 +220,8 @@ class CompleteCheckpoints(TrainerCallback):
         found = rejection(best, args.world_size) if point.newest else point.rejected[0]
         if found is not None:
             raise RunError(
-                f"{found.reason}, and `load_best_model_at_end` would load it at the end: restore it, or set that key to false"
+                f"{found.reason}, and `load_best_model_at_end` would load it at the end: "
+                "restore it, or set that key to false"
             )
 
     def correct_rates(self, logs: dict[str, float]) -> None:
@@ -276,7 +277,7 @@ def _write_logged(trainer: Any, path: Path) -> None:
 
 
 def _restore_logged(trainer: Any, path: Path) -> None:
-    """Restore the sums that `_write_logged` wrote. Without the file (another trainer's checkpoint) they start at zero."""
+    """Restore the sums that `_write_logged` wrote, or start at zero without the file (another trainer's checkpoint)."""
     try:
         content = read_object(path, LOGGED_SHAPE, "resume from another checkpoint")
     except FileNotFoundError:

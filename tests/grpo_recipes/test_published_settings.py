@@ -220,7 +220,7 @@ def test_published_end_tokens_end_completions(tmp_path: Path) -> None:
         return {completion.split()[-1] for completion in completions if 0 < len(completion.split()) < 8}
 
     ends = [EOS, *range(20, 40)]
-    run = trainer(tmp_path, policy=model(), max_completion_length=8)  # which publishes end tokens of its own
+    run = trainer(tmp_path, policy=model(), max_completion_length=8)  # the model publishes end tokens of its own
     run.model.generation_config.eos_token_id = run.generation_config.eos_token_id = run.eos_token_ids = ends
     seen: list[str] = []
     run.reward_funcs = [lambda completions, **_: seen.extend(completions) or [float(len(text)) for text in completions]]
@@ -237,7 +237,7 @@ def test_transformers_warns_about_no_setting_that_the_user_did_not_set(samples: 
 
 
 def test_a_custom_entry_is_dropped(tmp_path: Path, expected: Run, expected_evaluation: list[str]) -> None:
-    """transformers passes such an entry to the call of `generate`, where it may be the name of an argument."""
+    """`transformers` passes such an entry to the call of `generate`, where it may be the name of an argument."""
     odd = {"defaults_only": False, "a_custom_entry": 3}
     assert_same_run(trained(tmp_path, publish(model(), **odd)), expected)
     assert evaluated(publish(ending(), **odd)) == expected_evaluation
@@ -280,7 +280,7 @@ def test_a_published_field_does_not_change_continuous_batching(field: str) -> No
 
 @pytest.mark.parametrize("kind", ["training", "evaluation"])
 def test_continuous_batching_sees_neutral_settings(kind: str, tmp_path: Path, said: Any) -> None:
-    """transformers 5.23 reads the model's settings only if none are passed. A later one may fill those left at None."""
+    """`transformers` 5.23 reads the model's settings only if none are passed. A later one may fill those at None."""
     policy, seen = publish(model(), sequence_bias=BIAS), []
 
     def generate_batch(inputs: Any, **given: Any) -> Any:

@@ -121,9 +121,9 @@ def test_an_interrupted_warm_start_is_made_again(monkeypatch, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         warm_start(SMALL, PROMPTS, tmp_path / "policy")
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "policy").mkdir()  # of an earlier version, interrupted half-way
+    (tmp_path / "policy").mkdir()  # left by an interrupted launch of an earlier version
     (tmp_path / "policy" / "model.safetensors").write_bytes(b"half")
-    (tmp_path / ".policy.part").mkdir()  # of a launch that was killed
+    (tmp_path / ".policy.part").mkdir()  # left by a killed launch
     (tmp_path / ".policy.part" / "checkpoint-1").write_bytes(b"half")
     monkeypatch.setattr(quickstart, "fine_tune", lambda *args: None)
     warm_start(SMALL, PROMPTS, tmp_path / "policy")

@@ -108,7 +108,7 @@ def test_each_rank_holds_its_share_of_the_parameters(runs: Any) -> None:
 
 @pytest.mark.slow
 def test_a_sharded_checkpoint_loads_as_an_ordinary_model_too(runs: Any) -> None:
-    """Three ways out of ZeRO-3 agree: the 16-bit (here float32) file, DeepSpeed's conversion of the shards, transformers."""
+    """Three ways out of ZeRO-3 agree: the 16-bit (here float32) file, DeepSpeed's conversion, and transformers."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     checkpoint = runs("zero3_cpu", "model-untied") / "checkpoint-4"

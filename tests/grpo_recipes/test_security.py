@@ -234,7 +234,7 @@ def test_a_placeholder_is_never_used_as_the_secret(secrets_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_file_of_a_run_holds_a_secret(secrets_path: Path, fails: bool) -> None:
-    """transformers pickles its arguments with each save, and services quote keys in errors."""
+    """`transformers` pickles its arguments with each save, and services quote keys in errors."""
     policy = launching.build_policy(secrets_path / "policy")
     config = secret_recipe(secrets_path, policy, kwargs={"fails": fails}, report_to="none")
     printed = io.StringIO()

@@ -203,7 +203,7 @@ def test_another_recipe_is_not_resumed_except_for_keys_that_may_change(
     assert "`learning_rate` was 1e-05 and is 0.0001" in said
     assert "`beta` was 0.04 and is 0.1" in said
     assert "`generation` was auto and is off" in said
-    assert json.loads((output / "run.json").read_text()) == first  # what did not run is not recorded
+    assert json.loads((output / "run.json").read_text()) == first  # a launch that did not run is not recorded
     monkeypatch.chdir(tiny_model.parent)  # the same model by a relative path, and the same rows elsewhere
     (tmp_path / "rows.jsonl").write_text(gsm8k_file.read_text())
     changes = [f"--model_name_or_path={tiny_model.name}", f"--dataset.path={tmp_path / 'rows.jsonl'}", "--max_steps=4"]
@@ -432,7 +432,7 @@ def test_ctrl_c_saves_and_a_resume_ends_like_an_uninterrupted_run(
 def test_a_second_ctrl_c_stops_at_once(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
     rewards = ["--rewards", "[tests.support.probe_rewards.interrupted_twice]", "--max_steps=4"]
     for every, rest in (
         (1, "checkpoint-1 is saved: `--resume_from_checkpoint true` goes on from there"),
@@ -493,7 +493,7 @@ def test_a_resume_is_not_recommended_after_a_failed_set_up(
         patch.setattr(train, "load_policy", refuses)
         assert train.main(given) == 1
     assert capsys.readouterr().err.splitlines()[-1] == "error: ValueError: this combination is not supported"
-    assert train.main(given) == 0  # what lies there is no run
+    assert train.main(given) == 0  # the folder holds no run
 
 
 @pytest.mark.slow

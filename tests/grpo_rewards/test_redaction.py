@@ -149,7 +149,8 @@ def test_printed_text_contains_no_secret(capsys: pytest.CaptureFixture[str]) -> 
 PIECES = st.sampled_from(
     ["://", ":", "@", "/", "\\", '"', "'", " ", "\n", "<", ">", "?", "&", ";", "#", "=", "sig", "key", "token", "http",
      "s3", "hf_", "sk-", "AIza", "eyJ", ".", "-", "_", "abcdefghijklmnopqrst", "0123456789abcdefghij", "Bearer ",
-     "Basic ", "dXNlcjpwYXNz", "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----", "-----", "BEGIN ", HIDDEN, "git",
+     "Basic ", "dXNlcjpwYXNz", "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----", "-----", "BEGIN ", HIDDEN,
+     "git",
      "8000", "é", "\x1b"]
 )  # fmt: skip
 TEXTS = st.one_of(st.text(), st.lists(PIECES, max_size=25).map("".join))

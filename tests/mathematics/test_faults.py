@@ -149,7 +149,8 @@ FAULTS = [
           *cell(PLAIN, loss_type="dr_grpo")),
     Fault("bnpo divides by the padded size", LOSS, "(per_token_loss * mask).sum() / mask.sum().clamp(min=1.0)",
           "(per_token_loss * mask).sum() / mask.numel()", *cell(PLAIN, loss_type="bnpo")),
-    Fault("luspo sums over completions", LOSS, "(per_token_loss * mask).sum(-1).mean()", "(per_token_loss * mask).sum()",
+    Fault("luspo sums over completions", LOSS, "(per_token_loss * mask).sum(-1).mean()",
+          "(per_token_loss * mask).sum()",
           *cell(PLAIN, loss_type="luspo")),
     # masks, bonus, sampler, router
     Fault("tool mask ignored", LOSS, 'completion_mask * inputs["tool_mask"]', "completion_mask",
@@ -199,7 +200,8 @@ FAULTS = [
     # rewards and advantages
     Fault("biased standard deviation", (grpo_trainer, "nanstd"), "variance *= correction", "pass", *rewards()),
     Fault("no epsilon", SCORE, "advantages / (std_rewards + 1e-4)", "advantages / std_rewards", *rewards()),
-    Fault("another epsilon", SCORE, "advantages / (std_rewards + 1e-4)", "advantages / (std_rewards + 1e-6)", *rewards()),
+    Fault("another epsilon", SCORE, "advantages / (std_rewards + 1e-4)", "advantages / (std_rewards + 1e-6)",
+          *rewards()),
     Fault("scaled although scale_rewards is none", SCORE, 'if self.scale_rewards != "none":', "if True:",
           *rewards("none")),
     Fault("batch mean for group mean", SCORE, "rewards - mean_grouped_rewards", "rewards - torch.nanmean(rewards)",

@@ -115,7 +115,8 @@ def test_grpo_from_scratch_undivided_accumulation_is_the_large_batch_times_the_n
         assert torch.allclose(theirs, len(parts) * ours, rtol=0, atol=1e-12)
     norm, norm_of_large = (math.sqrt(sum((g**2).sum().item() for g in gs)) for gs in (undivided, large))
     summary(
-        f"GRPO from scratch, 4 batches accumulated: gradient norm {norm:.3f} undivided, {norm_of_large:.3f} as a large batch; "
+        f"GRPO from scratch, 4 batches accumulated: gradient norm {norm:.3f} undivided, "
+        f"{norm_of_large:.3f} as a large batch; "
         f"its clip at 0.1 scales them by {min(1.0, 0.1 / norm):.3f} and {min(1.0, 0.1 / norm_of_large):.3f}"
     )
 

@@ -1,4 +1,4 @@
-"""notebooks/one_gpu.ipynb: its cells, run in a kernel on a CPU with a tiny model, one of them interrupted and run again."""
+"""notebooks/one_gpu.ipynb: its cells run on a CPU with a tiny model, one of them interrupted and run again."""
 
 from __future__ import annotations
 

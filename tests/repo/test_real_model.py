@@ -1,4 +1,4 @@
-"""benchmarks/real_model.py, with a tiny model in place of the pretrained one: its problems, its choice of tasks and its table."""
+"""benchmarks/real_model.py with a tiny model: its problems, its choice of tasks and its table."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_problems_have_their_answers_and_held_out_ones_are_not_trained_on(real_m
 def test_two_trainers_on_a_tiny_model(
     real_model: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Base, choice of tasks, a run of each trainer, and a page whose figures are those of the files; nothing runs twice."""
+    """The page has the figures of the files, and nothing runs twice."""
     tiny.policy(vocab_size=258, max_position_embeddings=1024).save_pretrained(tmp_path / "model")
     tiny.byte_tokenizer().save_pretrained(tmp_path / "model")
     for name, value in {"PROBED": 4, "TRAINED": 64, "HELD_OUT": 12, "LOW": 0.0, "AIM": 0.0}.items():

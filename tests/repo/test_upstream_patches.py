@@ -1,4 +1,4 @@
-"""docs/upstream: each patch applies to the TRL that is installed, and does there what its page says; without it, TRL does not.
+"""docs/upstream: each patch applies to the installed TRL and has the effect of its page, which stock TRL has not.
 
 A case runs in a process of its own, on a copy of TRL with or without the patch; it prints what it found as JSON.
 """
@@ -36,7 +36,8 @@ assert str(HERE) in trl.__file__
 CASES = {
     "evaluation-completions": """
         held_out = Dataset.from_dict({"prompt": [f"{i} held out" for i in range(12)]})
-        more = {"log_completions": True, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "beta": 0.0}
+        more = {"log_completions": True, "eval_strategy": "steps", "eval_steps": 1, "beta": 0.0}
+        more["per_device_eval_batch_size"] = 4
         trainer(trl.GRPOTrainer, tiny.policy(), arguments(HERE / "run", **more), eval_dataset=held_out).train()
         found = {}
         for file in (HERE / "run" / "completions").glob("*.parquet"):
@@ -53,7 +54,8 @@ CASES = {
         def train(folder, steps, **resume):
             seen.clear()
             more = {"save_strategy": "steps", "save_steps": 7, "max_steps": steps, "beta": 0.0}
-            trained = trl.GRPOTrainer(tiny.policy(), reward, arguments(HERE / folder, **more), few, None, tiny.byte_tokenizer())
+            args = arguments(HERE / folder, **more)
+            trained = trl.GRPOTrainer(tiny.policy(), reward, args, few, None, tiny.byte_tokenizer())
             trained.train(**resume)
             return list(seen)
         whole = train("whole", 12)

@@ -1,8 +1,8 @@
 """`accelerate launch` whose launcher and ranks are forks of one process that has imported torch, transformers and TRL.
 
-A launch on two ranks starts three interpreters, and the imports of each take longer than it trains tiny steps. The fork server
-of multiprocessing imports once for all launches of a test process. Arguments, environment, accelerate's launcher, torch's agent
-and signals are those of the command.
+A launch on two ranks starts three interpreters, and the imports of each take longer than it trains tiny steps. The fork
+server of multiprocessing imports once for all launches of a test process. Arguments, environment, accelerate's
+launcher, torch's agent and signals are those of the command.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def only(quick: Iterable[Any], values: Iterable[Any], slow: Iterable[Any] | None
 def covering(
     *axes: Iterable[Any], strength: int = 1, rest: pytest.MarkDecorator = pytest.mark.slow
 ) -> list[ParameterSet]:
-    """Every combination of the axes' values, as parameters; those outside a covering set are marked slow, or with `rest`.
+    """Return every combination of the axes' values. Those outside a covering set are marked slow, or with `rest`.
 
     In the covering set every value occurs (with strength 2: every pair of values), chosen greedily, so it is always the
     same one.

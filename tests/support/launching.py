@@ -1,4 +1,4 @@
-"""Runs through `accelerate launch` as users start them: a tiny policy, its recipe, rewards to name in it, what a run leaves."""
+"""Runs through `accelerate launch` as users start them: a tiny policy, its recipe, rewards, and a run's files."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def start(
 def start_module(
     layout: str, module: str, *arguments: str, launcher: Sequence[str] = (), fresh: bool = False, **env: str
 ) -> Started:
-    """Start a module on the processes of `layout` (a shipped accelerate configuration, or a path), stderr merged into stdout.
+    """Start a module on the processes of `layout` (a shipped configuration or a path), stderr merged into stdout.
 
     Each is an interpreter of its own if `fresh`, and otherwise a fork of one that has imported what a run needs.
     """

@@ -1,4 +1,4 @@
-"""Rewards that an untrained policy earns differently from one completion to the next, and such that break or press Ctrl-C."""
+"""Rewards whose value differs between the completions of an untrained policy, that raise, or that press Ctrl-C."""
 
 import os
 import signal

@@ -82,7 +82,7 @@ def log_probabilities(model: torch.nn.Module, text: str) -> torch.Tensor:
 
 @contextmanager
 def partitioned(tensors: Sequence[torch.Tensor | None], *, write: bool = False) -> Iterator[None]:
-    """`training.adapters.gathered` as it is under ZeRO-3: what is written into a gathered tensor is lost if not asked for."""
+    """Behave like `training.adapters.gathered` under ZeRO-3: writes to a gathered tensor are lost unless requested."""
     kept = [(tensor, tensor.detach().clone()) for tensor in tensors if tensor is not None]
     yield
     if not write:

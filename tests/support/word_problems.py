@@ -4,7 +4,7 @@ import random
 
 
 def gsm8k_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
-    """Rows whose answers have GSM8K's shapes: calculations between `<<` and `>>`, thousands commas, a few below zero."""
+    """Return rows with GSM8K's answers: calculations between `<<` and `>>`, thousands commas, a few below zero."""
     generator = random.Random(seed)
     rows = []
     for number in range(count):

@@ -1,10 +1,10 @@
 """Every adapter kind of the installed PEFT: the layout it is trained in, its gradient against TRL's, its reference.
 
-    make models                             # all of them, after the models: a minute or two; writes docs/adapter-layouts.md
-    python -m tests.tools.adapters LILY SHADOW    # some of them, printed
+    make models                             # all of them, after the models: a minute or two; writes
+    docs/adapter-layouts.md python -m tests.tools.adapters LILY SHADOW    # some of them, printed
 
-The exit code is 1 if one is wrong without a word. A kind is `refused` where our trainer says in one sentence why not, and
-`n/a` where TRL's own trainer does not train it.
+The exit code is 1 if one is wrong without a word. A kind is `refused` where our trainer says in one sentence why not,
+and `n/a` where TRL's own trainer does not train it.
 """
 
 from __future__ import annotations

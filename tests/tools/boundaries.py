@@ -1,8 +1,8 @@
 """Kill runs at the file boundaries of a save, resume them, and compare the result with the uninterrupted run.
 
-`strace` enumerates the calls of a save that create, rename, flush or remove a file, in every library and thread. It later
-kills the process as it enters one of these calls: the files before that call are written, and the later ones are not. A
-patch in Python would not see what safetensors and torch write.
+`strace` enumerates the calls of a save that create, rename, flush or remove a file, in every library and thread. It
+later kills the process as it enters one of these calls: the files before that call are written, and the later ones are
+not. A patch in Python would not see what safetensors and torch write.
 
 The ranks are forked from a server that has imported everything, with the environment that `accelerate launch` sets. A
 launch then takes one or two seconds instead of twenty.
@@ -44,7 +44,7 @@ CALL = re.compile(r"(\d+) +(\w+)\((.*)")
 
 @dataclass(frozen=True)
 class Boundary:
-    """The `nth` call of a process that concerns a path. `{step}` in the path is the step of the save, `{before}` the last."""
+    """The `nth` call of a process on a path. `{step}` in the path is the step of the save, `{before}` the last."""
 
     call: str
     path: str

@@ -2,17 +2,17 @@
 
     make mutants                                          # 300 drawn by a seed; writes docs/mutants.md
     python -m tests.tools.mutants --count 40                    # the first 40 of them
-    python -m tests.tools.mutants --coverage /tmp/reach.json --results /tmp/mutants.jsonl    # goes on where it was cut off
-    python -m tests.tools.mutants --coverage ... --results ... --again survived              # after new tests
+    python -m tests.tools.mutants --coverage /tmp/reach.json --results /tmp/mutants.jsonl    # goes on where it was cut
+    off python -m tests.tools.mutants --coverage ... --results ... --again survived              # after new tests
 
-Coverage of one run of the quick tests says which of them reach a line (`tests/tools/reach.py`). A mutant is run against those
-alone, quickest first, in a copy of the tree, by a fork of a process that has imported what they need. (mutmut 3 replaces
-functions by trampolines, which `inspect.signature` and pickling see; cosmic-ray starts a process for each mutant.) At the
-end the tests that noticed a mutant run on the product as it is, where each must pass.
+Coverage of one run of the quick tests says which of them reach a line (`tests/tools/reach.py`). A mutant is run against
+those alone, quickest first, in a copy of the tree, by a fork of a process that has imported what they need. (mutmut 3
+replaces functions by trampolines, which `inspect.signature` and pickling see; cosmic-ray starts a process for each
+mutant.) At the end the tests that noticed a mutant run on the product as it is, where each must pass.
 
-`tests/tools/mutants.txt` holds what is known of survivors, a line each: the file, the line as it is, as the mutant has it, and
-`equivalent: ` with the argument why nothing changes, `slow: ` with the test that notices it, which is then run, or
-`survived: ` with the reason why no test is worth it.
+`tests/tools/mutants.txt` holds what is known of survivors, a line each: the file, the line as it is, as the mutant has
+it, and `equivalent: ` with the argument why nothing changes, `slow: ` with the test that notices it, which is then run,
+or `survived: ` with the reason why no test is worth it.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def forked(work: Callable[[], Any], seconds: float, log: Path) -> int:
 
 
 def tests_of(mutant: Mutant, lines: dict[str, dict[int, list[str]]], seconds: dict[str, float]) -> list[str]:
-    """The tests that reach the statement of a mutant: the cheap ones, of each other test function its first case, and so on.
+    """Return the tests that reach a mutant's statement: the cheap ones, then the first case of each other function.
 
     Those of its file, where none does: a line may run on import, or in a process that a test starts.
     """

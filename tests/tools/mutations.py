@@ -83,7 +83,10 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
 
 
 def _nodes(tree: ast.AST) -> Iterator[tuple[Any, ast.stmt]]:
-    """Every node that can change, with its statement; no annotations, imports, texts of errors and logs, or f-strings."""
+    """Yield every node that can change, with its statement.
+
+    Annotations, imports, texts of errors and logs, and f-strings stay.
+    """
 
     def walk(node: ast.AST, statement: ast.stmt | None) -> Iterator[tuple[Any, ast.stmt]]:
         if isinstance(node, (ast.JoinedStr, ast.Import, ast.ImportFrom)) or _is_docstring(node):

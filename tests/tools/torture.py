@@ -1,9 +1,10 @@
-"""Kill runs at each kind of file of a save and at random moments, resume them, and compare them with an uninterrupted run.
+"""Kill runs at each kind of file of a save and at random moments, resume them, and compare with an uninterrupted run.
 
     python -m tests.tools.torture --kills 60 --random-kills 20 --seed 0 --record benchmarks/results/torture.md
 
 One line is printed per kill. The command fails if a prompt, completion, log entry or parameter differs from the
-uninterrupted run, or if a run can't resume. The kills at files (`boundaries.py`) need strace, and are skipped without it.
+uninterrupted run, or if a run can't resume. The kills at files (`boundaries.py`) need strace, and are skipped without
+it.
 """
 
 import argparse
@@ -96,7 +97,7 @@ def written_since(path: Path, started: float) -> bool:
 
 
 def kill_at(moment: tuple[str, Callable[[], bool], float], process: launching.Started) -> str | None:
-    """Send SIGKILL to all processes of a run at a moment. Returns a line on the kill, or None if the run ended first."""
+    """Send SIGKILL to all processes of a run. Return a line on the kill, or None if the run ended first."""
     what, condition, delay = moment
     reached = launching.wait_for(condition, process)
     time.sleep(delay)
@@ -147,8 +148,8 @@ def main() -> int:
         f"{len(at_files)} kills at file boundaries of a save, {len(at_random)} at random moments (seed {options.seed})"
     )
     verdict = (
-        f"{kinds}: no run that can't go on; parameters bit-equal to the uninterrupted runs, same prompts, completions and log "
-        f"entries at every step; {time.time() - started:.0f} s"
+        f"{kinds}: no run that can't go on; parameters bit-equal to the uninterrupted runs, same prompts, "
+        f"completions and log entries at every step; {time.time() - started:.0f} s"
     )
     print(verdict)
     if reason is not None:
@@ -166,8 +167,8 @@ def report(
     stated = ", ".join(f"{name} {version}" for name, version in versions().items())
     text = ["# `make torture`", "", f"{verdict}.", "", f"{machine}; {stated}.", ""]
     text += [
-        f"Runs of {STEPS} steps past epoch 7, a save after each, `save_total_limit: 1` and `sync_ref_model` where kills are at "
-        "file boundaries. A kill is SIGKILL to a process as it enters the call, and to the others at once.",
+        f"Runs of {STEPS} steps past epoch 7, a save after each, `save_total_limit: 1` and `sync_ref_model` where "
+        "kills are at file boundaries. A kill is SIGKILL to a process as it enters the call, and to the others at once.",
         "",
     ]
     if reason is not None:

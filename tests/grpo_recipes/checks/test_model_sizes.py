@@ -63,7 +63,7 @@ def test_the_size_names_of_an_architecture_are_checked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("values", [{"vocab_size": 4_000_000}, {"intermediate_size": 10**6}, {"hidden_size": 2**17}])
 def test_a_size_that_the_weights_cannot_hold_is_refused(model: Path, values: dict[str, int]) -> None:
-    """transformers builds the modules of any size before it reports that the weights differ."""
+    """`transformers` builds the modules of any size before it reports that the weights differ."""
     change(model, **values)
     with pytest.raises(UserError, match="more than the weights beside it can hold"):
         check_model_sizes(str(model))

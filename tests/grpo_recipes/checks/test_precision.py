@@ -50,7 +50,7 @@ def precision(stored: str = "bfloat16", **changes: object) -> Precision:
 
 @pytest.mark.parametrize("learning_rate", [1e-6, 5e-6, 2e-5, 1e-4])
 def test_the_surviving_share_agrees_with_a_simulated_run(learning_rate: float) -> None:
-    """torch's AdamW on bfloat16 and on float32 weights, with gradients that are noise."""
+    """`torch`'s AdamW on bfloat16 and on float32 weights, with gradients that are noise."""
     torch.manual_seed(0)
     start = (0.02 * torch.randn(8000)).bfloat16()
     stored, exact = start.clone().requires_grad_(), start.float().requires_grad_()
@@ -273,7 +273,7 @@ def test_the_state_bytes_of_each_optimizer(tmp_path: Path) -> None:
 
 
 def test_a_base_in_4_bits_is_as_large_as_published(tmp_path: Path) -> None:
-    """bitsandbytes' NF4 of Qwen2.5-1.5B: linear layers of 1.31 billion weights at 0.5625 bytes, the rest in 16 bits."""
+    """`bitsandbytes`' NF4 of Qwen2.5-1.5B: 1.31 billion linear weights at 0.5625 bytes, the rest in 16 bits."""
     asked = planned(tmp_path, "gsm8k-qwen2.5-1.5b-lora", "--load_in_4bit", "true")
     run = plan(["--config", asked[1], *asked[4:]], accelerate_config="single_gpu", model_config_file=asked[3]).memory
     assert isinstance(run, MemoryPlan)

@@ -70,7 +70,7 @@ def test_the_shares_equal_a_recount_of_the_completions(tmp_path: Path) -> None:
     table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
     assert len(table) == 10
     right = recount(table)
-    assert right == 4  # of 0, 2, 4, 6, 8 all but 0
+    assert right == 4  # 2, 4, 6 and 8 are right, 0 is not
     assert summary["strict"] == mean_share([1.0] * 4 + [0.0] * 6).as_dict()
     assert summary["lenient"]["value"] == 0.8
     assert json.loads((tmp_path / "e" / "evaluation.json").read_text()) == summary
@@ -212,7 +212,7 @@ def test_a_fingerprint_covers_the_content_of_the_weights(tiny_model: Path, tmp_p
     before = weights_fingerprint(str(copied))
     assert before is not None
     assert before.startswith("sha256 ")
-    (copied / "trainer_state.json").write_text("{}")  # what a run writes beside them is not weights
+    (copied / "trainer_state.json").write_text("{}")  # other files of a run are no weights
     os.utime(copied / "model.safetensors", (0, 0))
     assert weights_fingerprint(str(copied)) == before == weights_fingerprint(str(tiny_model))
     content = bytearray((copied / "model.safetensors").read_bytes())

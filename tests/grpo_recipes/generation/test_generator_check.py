@@ -138,7 +138,7 @@ def test_a_new_adapter_under_autocast_is_healthy(generation: str, tmp_path: Path
     assert run._generation.is_verified or generation == "off"
     differences = [entry[MEAN] for entry in run.state.log_history if MEAN in entry]
     assert len(differences) == 20
-    assert max(differences[1:]) < 1e-4  # of float32 on both sides
+    assert max(differences[1:]) < 1e-4  # float32 on both sides
 
 
 @pytest.mark.parametrize(("dtype", "steps"), [(None, 8), pytest.param(torch.bfloat16, 60, marks=pytest.mark.slow)])

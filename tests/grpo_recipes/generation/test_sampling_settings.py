@@ -66,7 +66,7 @@ def test_the_settings_own_processors_change_nothing(how: str, dtype: torch.dtype
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    # what reaches `generate` beside the settings, and the processor that is named
+    # arguments of `generate` beside the settings, and the processor that is named
     "sequence_bias": ({"sequence_bias": [[[5], 50.0]]}, "SequenceBiasLogitsProcessor"),
     "suppress_tokens": ({"suppress_tokens": [9]}, "SuppressTokensLogitsProcessor"),
     "min_p": ({"min_p": 0.05}, "MinPLogitsWarper(min_p=0.05)"),

@@ -70,7 +70,7 @@ def test_a_full_disk_is_named_as_the_cause(
     changes: dict[str, int],
     is_full: bool,
 ) -> None:
-    """torch reports a full disk as "unexpected pos 64832 vs 64724"."""
+    """`torch` reports a full disk as "unexpected pos 64832 vs 64724"."""
     disk = {"f_bavail": 1 << 20, "f_frsize": 4096, "f_files": 10_000, "f_favail": 9_000, **changes}
     monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(**disk))
     faults.report(RuntimeError("unexpected pos 64832 vs 64724"), tmp_path, tmp_path / "checkpoint-5")

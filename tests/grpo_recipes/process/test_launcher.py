@@ -82,7 +82,7 @@ def test_the_layout_follows_the_options_and_the_gpus(
 
 
 def test_accelerate_parses_the_command() -> None:
-    """accelerate's own parser reads the layout, and leaves our arguments to training."""
+    """`accelerate`'s own parser reads the layout, and leaves our arguments to training."""
     from accelerate.commands.launch import launch_command_parser
 
     command = Layout(find_file("accelerate_configs", "ddp_cpu"), 2).command(["--config", "r.yaml", "--max_steps", "3"])

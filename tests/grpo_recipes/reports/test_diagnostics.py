@@ -390,7 +390,7 @@ def test_the_newest_readable_state_is_used(tmp_path: Path) -> None:
     for step in (80, 9, 60):  # in the order neither of names nor of file times
         newest = saved_state(tmp_path / f"checkpoint-{step}", step)
     assert steps_read(tmp_path) == 80
-    root = saved_state(tmp_path, 40)  # of an earlier launch
+    root = saved_state(tmp_path, 40)  # left by an earlier launch
     assert steps_read(tmp_path) == 80
     for damage in ('{"global_step": 90, "log_hi', "", "null"):
         newest = tmp_path / "checkpoint-80" / "trainer_state.json"

@@ -69,7 +69,10 @@ def without(value: dict[str, Any], key: str) -> dict[str, Any]:
 # Contents of a run's files, exit code of `diagnose` and `report`, and a part of the error message.
 RUNS: dict[str, tuple[dict[str, Any], int, str]] = {
     "entries without a step": ({"state": state({"reward": 1.0})}, 2, "`log_history[0]` has no `step`"),
-    "a step that is text": ({"state": state(HISTORY[0], {"step": "two"})}, 2, '[1].step` is "two", not an integer from 0'),
+    "a step that is text": (
+        {"state": state(HISTORY[0], {"step": "two"})},
+        2, '[1].step` is "two", not an integer from 0',
+    ),
     "a step of 400 digits": ({"state": state({"step": 10**400, "reward": 1.0})}, 2, "not an integer from 0"),
     "a negative step": ({"state": state({"step": -1, "reward": 1.0})}, 2, "not an integer from 0"),
     "an entry that is a number": ({"state": state(7)}, 2, "`log_history[0]` is 7, not an object"),
@@ -83,15 +86,24 @@ RUNS: dict[str, tuple[dict[str, Any], int, str]] = {
     "a reward without a source": ({"record": {**RECORD, "rewards": [{"name": "x"}]}}, 2, "has no `source`"),
     "a recipe of odd values": ({"record": {**RECORD, "recipe": {"rewards": [3, None, [], {"name": {}}]}}}, 0, ""),
     "rewards that are no list": ({"record": {**RECORD, "recipe": {"rewards": {"name": "x"}}}}, 2, "not a list"),
-    "a gate without parts": ({"record": {**RECORD, "recipe": {"rewards": [{"name": "gate", "reward": 3, "rewards": 4}]}}}, 0, ""),
+    "a gate without parts": (
+        {"record": {**RECORD, "recipe": {"rewards": [{"name": "gate", "reward": 3, "rewards": 4}]}}},
+        0, "",
+    ),
     "an evaluation without settings": ({"evaluation": without(EVALUATION, "settings")}, 2, "has no `settings`"),
     "an evaluation of text": ({"evaluation": {**EVALUATION, "strict": "half"}}, 2, "not a share"),
-    "shares outside 0 to 1": ({"evaluation": {**EVALUATION, "strict": {"value": LARGE, "low": 0, "high": LARGE}}}, 2, "a share"),
+    "shares outside 0 to 1": (
+        {"evaluation": {**EVALUATION, "strict": {"value": LARGE, "low": 0, "high": LARGE}}},
+        2, "a share",
+    ),
     "an odd pass_at": ({"evaluation": {**EVALUATION, "pass_at": [1]}}, 2, "`pass_at` is a list, not an object"),
     "completions without prompts": ({"completions": completions(prompt=None)}, 2, "it has no column `prompt`"),
     "completions without steps": ({"completions": completions(step=None)}, 2, "it has no column `step`"),
     "completions that are numbers": ({"completions": completions(completion=3)}, 2, "texts or lists of messages"),
-    "messages without content": ({"completions": completions(completion=[[{"x": 1}]] * 32, prompt=[[{"y": 2}]] * 32)}, 0, ""),
+    "messages without content": (
+        {"completions": completions(completion=[[{"x": 1}]] * 32, prompt=[[{"y": 2}]] * 32)},
+        0, "",
+    ),
     "a reward that is text": ({"completions": completions(gsm8k_correctness="much")}, 2, "does not hold numbers"),
     "completions without rows": ({"completions": completions()[:0] or b"PAR1"}, 2, "can't be read as parquet"),
     "a reward name of 300 characters": (renamed(LONG), 0, ""),
@@ -100,7 +112,10 @@ RUNS: dict[str, tuple[dict[str, Any], int, str]] = {
     "numbers of 1e308": (large(LARGE), 1, ""),
     "numbers of 1e-320": (large(1e-320), 0, ""),
     "an infinite weight": (large(float("inf")), 1, ""),
-    "golds of odd rows": ({"record": {**RECORD, "unscorable_golds": {"count": 3, "total": 4, "rows": [{}, None]}}}, 1, ""),
+    "golds of odd rows": (
+        {"record": {**RECORD, "unscorable_golds": {"count": 3, "total": 4, "rows": [{}, None]}}},
+        1, "",
+    ),
     "a cap that is text": ({"record": {**RECORD, "config": {"max_completion_length": "256"}}}, 2, "not an integer"),
 }  # fmt: skip
 

@@ -213,7 +213,7 @@ def checkpoint(folder: Path, step: int, processes: int) -> Path:
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_a_checkpoint_without_its_last_bytes_is_not_resumed(tmp_path: Path, processes: int) -> None:
-    """The checkpoints are of another trainer. Steps are compared as numbers, and folders with other names are ignored."""
+    """Steps are compared as numbers, and folders with other names are ignored."""
     for step in (8, 9, 10):
         (checkpoint(tmp_path, step, processes) / "global_step").mkdir()  # weights that are not looked into
     (tmp_path / "checkpoint-best").mkdir()

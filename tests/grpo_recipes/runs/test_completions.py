@@ -93,7 +93,7 @@ def test_full_groups_are_merged_at_saves_and_the_remaining_steps_at_the_end(fold
     assert names(folder) == [
         *merged,
         "completions_00007-00008.parquet",
-        "completions_00009.parquet",  # of the current step: TRL writes it once more at the end of a training
+        "completions_00009.parquet",  # the current step: TRL writes it once more at the end of a training
         "eval_completions_00000.parquet",  # an evaluation before the training, which may be made again
         "eval_completions_00004-00008.parquet",
         "eval_completions_00009.parquet",

@@ -1,4 +1,4 @@
-"""Runs whose checkpoints have a missing, empty, cut-off or changed file: a resume falls back to the one before, or is refused."""
+"""Checkpoints with a missing, empty, cut-off or changed file: a resume uses the one before, or is refused."""
 
 import shutil
 from collections.abc import Callable, Iterator

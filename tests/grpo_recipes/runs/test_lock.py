@@ -1,4 +1,4 @@
-"""Two launches into one folder: the second is refused, a stale lock is taken over, and the launch that lost it stops."""
+"""Two launches into one folder: the second is refused. A stale lock is taken over, and its launch stops."""
 
 import os
 import platform
@@ -240,7 +240,7 @@ def test_a_lock_that_was_removed_is_a_loss(tmp_path: Path, short_lease: None) ->
 
 
 def test_a_lock_that_another_launch_is_checking_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """filelock replaces a lock by its own while it checks whether the lock is stale."""
+    """`filelock` replaces a lock by its own while it checks whether the lock is stale."""
     with only_launch(tmp_path / "run") as held:
         path, aside = tmp_path / "run" / LOCK, tmp_path / "run" / "aside"
         path.rename(aside)
@@ -273,7 +273,7 @@ def test_a_folder_that_was_moved_is_named(tmp_path: Path) -> None:
 def test_a_lock_is_touched_again_after_the_file_system_failed_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_lease: None
 ) -> None:
-    """filelock's heartbeat ends then."""
+    """`filelock`'s heartbeat ends then."""
     path = tmp_path / "run" / LOCK
     with only_launch(tmp_path / "run") as held:
         with monkeypatch.context() as patch:

@@ -45,7 +45,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def six_steps(tmp_path_factory: pytest.TempPathFactory, policy: str) -> Path:
-    """A run of six steps with checkpoints 2, 4 and 6."""
+    """Train six steps with checkpoints 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     script(policy, folder).train()
     return folder

@@ -149,7 +149,7 @@ def test_a_fault_is_noticed_on_the_first_batch(
     assert "1e-04 allowed" in sentence
     assert not run._generation.is_verified
     logged = [entry[LARGEST] for entry in run.state.log_history if LARGEST in entry]
-    assert len(logged) == 3  # of transformers' own loop
+    assert len(logged) == 3  # steps of transformers' own loop
     assert max(logged) < 1e-5
 
 
@@ -196,7 +196,7 @@ def test_only_a_few_rows_are_checked_after_the_first_batch(tmp_path: Path, monke
     scorer.trl_log_probs = lambda model, rows, entropy: sizes.append(len(rows.input_ids)) or plain(model, rows, entropy)
     run._generation_check.batches = generation_check.FIRST  # whose alternatives are computed in any case
     run.train()
-    assert sizes == [8, 8, 1, 1, 1]  # what is logged of the first batch is computed as of the others
+    assert sizes == [8, 8, 1, 1, 1]  # the first batch is logged like the others
 
 
 def test_evaluation_logs_the_difference_too(tmp_path: Path) -> None:

@@ -385,7 +385,7 @@ def precision(bench: Bench) -> Iterator[Row]:
         changed = sum(int((p != old).sum()) for p, old in zip(params, before, strict=True))
         state = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor))
         yield {
-            "optimiser": name,
+            "optimizer": name,
             "step, ms": f"{1000 * sorted(seconds)[1]:.1f}",
             "state, bytes a weight": f"{state / sum(p.numel() for p in params):.1f}",
             "weights changed after 3 steps": f"{changed / sum(p.numel() for p in params):.1%}",

@@ -63,7 +63,7 @@ rewards:
   - {{name: well_formed, kwargs: {{tags: [think, answer]}}}}
 model_name_or_path: {folder}/policy
 num_generations: 8
-per_device_train_batch_size: 128  # 16 prompts, 8 optimiser steps an epoch
+per_device_train_batch_size: 128  # 16 prompts, 8 optimizer steps an epoch
 gradient_accumulation_steps: 1
 max_completion_length: 48
 num_train_epochs: {epochs}

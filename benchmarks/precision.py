@@ -212,7 +212,7 @@ def table(title: str, results: dict[str, Result]) -> str:
     plain = results["torch AdamW on bfloat16"].seconds
     lines = [
         f"{title}\n",
-        "| optimiser | projection, whole | error, whole | error, stored | second moment ÷ float32's | time ÷ plain |",
+        "| optimizer | projection, whole | error, whole | error, stored | second moment ÷ float32's | time ÷ plain |",
         "|---|---|---|---|---|---|",
     ]
     for name, result in results.items():

@@ -525,7 +525,7 @@ def run(prepared: Prepared) -> int:
     if prepared.interruption.stopped:
         return _end_stopped_run(prepared, trainer)
     if not prepared.is_over and trainer.state.global_step == prepared.steps_before:
-        raise faults.NothingTrained(f"no optimiser step was taken, of {prepared.steps}: the model is unchanged")
+        raise faults.NothingTrained(f"no optimizer step was taken, of {prepared.steps}: the model is unchanged")
     trainer.checkpoints.check_folder()
     # An internal call does not push to the hub, which `finish` does after everything is written.
     trainer.save_model(training_args.output_dir, _internal_call=True)
@@ -599,7 +599,7 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
     train_dataset = checked.train_dataset
     if prepared.rollout:
         train_dataset = train_dataset.select_columns(["prompt"])
-    optimiser = checks.optimizer_name(recipe, prepared.machine)
+    optimizer = checks.optimizer_name(recipe, prepared.machine)
     trainer = GRPOTrainer(
         model=load_policy(recipe, training_args),
         reward_funcs=[checked_reward(reward.function) for reward in checked.rewards],
@@ -617,7 +617,7 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
         advantages=recipe.advantages,
         generation_check=recipe.generation_check,
         reference=recipe.reference,
-        optimizer_cls_and_kwargs=adamw_bf16(training_args) if optimiser == ADAMW_BF16 else None,
+        optimizer_cls_and_kwargs=adamw_bf16(training_args) if optimizer == ADAMW_BF16 else None,
     )
     trainer.checkpoints.decision, trainer.checkpoints.held = prepared.point, prepared.held
     trainer.checkpoints.identify = lambda: prepared.identity
@@ -693,7 +693,7 @@ def _end_stopped_run(prepared: Prepared, trainer: GRPOTrainer) -> int:
     code = INTERRUPTED if prepared.interruption.requested == signal.SIGINT else 0
     rest = "`--resume_from_checkpoint true` goes on from there"
     if prepared.training_args.save_only_model:
-        rest = "without its optimiser (`save_only_model`), so no run can resume from there"
+        rest = "without its optimizer (`save_only_model`), so no run can resume from there"
     by, state = prepared.interruption.name, trainer.state
     trainer.end()
     if _is_first_rank():
@@ -744,7 +744,7 @@ def summary(trainer: GRPOTrainer, seconds: float) -> str:
     change = f", reward {rewards[0]:.3f} -> {rewards[-1]:.3f}" if rewards else ""
     kind = "adapter" if hasattr(trainer.model, "peft_config") else "model"
     steps, folder = trainer.state.global_step, trainer.args.output_dir
-    return f"{steps} optimiser steps in {seconds:.0f} s{change}; the {kind} is in {folder}"
+    return f"{steps} optimizer steps in {seconds:.0f} s{change}; the {kind} is in {folder}"
 
 
 def _is_first_rank() -> bool:

@@ -144,7 +144,7 @@ class Geometry:
         raise UserError(
             f"`{key}` {getattr(config, key)} saves inside a generation, which is trained on in "
             f"{self.steps_per_generation} × {self.num_iterations} micro-batches, {self.gradient_accumulation_steps} an "
-            f"optimiser step; its completions would be lost on a restart: set {suggestion}"
+            f"optimizer step; its completions would be lost on a restart: set {suggestion}"
         )
 
     def _next_interval_that_fits(self, interval: int, total: int, num_prompts: int) -> int | None:
@@ -175,7 +175,7 @@ class Geometry:
             f"{self.generation_batch_size} completions on {_plural(self.num_processes, 'process', 'es')}, in "
             f"{_plural(self.steps_per_generation, 'micro-batch', 'es')} of {self.per_device_train_batch_size} per "
             "process\n"
-            f"  optimiser step  {self.completions_per_optimizer_step} completions "
+            f"  optimizer step  {self.completions_per_optimizer_step} completions "
             f"({self.completions_per_optimizer_step / self.num_generations:g} prompts); "
             f"each generation is trained on {_plural(self.num_iterations, 'time')}\n"
             f"  groups          {self._describe_groups()}"
@@ -188,7 +188,7 @@ class Geometry:
         tokens = f", at most {completions * max_completion_length:,} tokens" if max_completion_length else ""
         return (
             f"  epoch           {num_prompts} prompts = {_plural(generations, 'generation')} = "
-            f"{_plural(steps, 'optimiser step')} ({completions:,} completions{tokens})"
+            f"{_plural(steps, 'optimizer step')} ({completions:,} completions{tokens})"
         )
 
     def cells(self) -> list[list[list[int]]]:

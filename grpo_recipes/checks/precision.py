@@ -128,7 +128,7 @@ class Precision:
         """Return one line on the dtypes, the optimizer and the share of an update that survives."""
         rate = f"learning_rate {self.learning_rate:g}"
         if share is None:
-            kept = f"the share of an update at {rate} that survives is not known for this optimiser"
+            kept = f"the share of an update at {rate} that survives is not known for this optimizer"
         elif self.updated == "float32":
             kept = "no update is lost to rounding"
         else:

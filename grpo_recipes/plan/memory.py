@@ -282,7 +282,7 @@ class MemoryPlan:
         return {
             "parameters": self._weights() + gathered,
             "gradients": (ZERO3_GRADIENT if splits_parameters else ZERO2_GRADIENT) * trained,
-            "optimiser": adam * trained,
+            "optimizer": adam * trained,
         }
 
     def _torch_states(self) -> dict[str, float]:
@@ -303,7 +303,7 @@ class MemoryPlan:
         return {
             "parameters": base + size * trained + gathered,
             "gradients": copies * size * trained,
-            "optimiser": self._state_bytes(size) * trained,
+            "optimizer": self._state_bytes(size) * trained,
         }
 
     def _state_bytes(self, size: int) -> float:

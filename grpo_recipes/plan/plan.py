@@ -33,7 +33,7 @@ from grpo_rewards.redaction import redacted
 from grpo_rewards.registry import BuiltReward, UnbuiltReward, leaves, spec_parts
 from grpo_rewards.terminal import WIDTH, Cell, Labelled, Part
 
-_TEXT = len("  optimiser step  ")  # width of a label, after which the text of a line begins
+_TEXT = len("  optimizer step  ")  # width of a label, after which the text of a line begins
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def test_plan_prints_the_geometry_and_the_epoch(capsys: pytest.CaptureFixture[st
     assert main(["plan", "quickstart", "--dataset.size", "800"]) == 0
     said = capsys.readouterr().out
     assert "8 prompts × 8 completions = 64 completions on 1 process" in said
-    assert "800 prompts = 100 generations = 100 optimiser steps" in said
+    assert "800 prompts = 100 generations = 100 optimizer steps" in said
 
 
 def test_plan_for_another_machine(capsys: pytest.CaptureFixture[str], gsm8k_file) -> None:

@@ -76,7 +76,7 @@ def test_a_run_leaves_all_documented_files(tiny_model: Path, gsm8k_file: Path, t
 
     said = capsys.readouterr().out
     assert "2 prompts × 8 completions = 16 completions on 1 process" in said
-    assert "3 optimiser steps" in said
+    assert "3 optimizer steps" in said
     record = json.loads((output / "run.json").read_text())
     assert record["world_size"] == 1
     assert record["recipe"]["beta"] == 0.04
@@ -403,7 +403,7 @@ def test_a_run_without_a_step_has_failed(
 ) -> None:
     monkeypatch.setattr(GRPOTrainer, "train", lambda self, **given: None)
     assert train.main(arguments(tiny_model, gsm8k_file, tmp_path / "run", "--max_steps=4")) == 1
-    assert "error: no optimiser step was taken, of 4" in capsys.readouterr().err.splitlines()[-1]
+    assert "error: no optimizer step was taken, of 4" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 

@@ -101,7 +101,7 @@ def test_every_cell_runs_and_ctrl_c_in_training_goes_on(kernel: Kernel, tiny_mod
         said[code.splitlines()[0]] = kernel.run(code)
     assert "wrote problems.yaml" in said["from pathlib import Path"]
     assert (
-        "optimiser steps"
+        "optimizer steps"
         in said["!grpo-recipes plan problems.yaml --max_steps {STEPS} --max_completion_length {LENGTH}"]
     )
     assert "B - A" in said["!grpo-recipes compare runs/before runs/after"]

@@ -150,7 +150,7 @@ def test_both_wheels_work_in_an_empty_folder(wheels: dict[str, Path], tmp_path: 
         "2",
     ]
     assert "rank 1" in type_("grpo-recipes", "plan", "quickstart", "--accelerate_config", "ddp_cpu", *small)
-    assert "2 optimiser steps" in type_("grpo-recipes", "train", "quickstart", *small, "--output_dir", "runs/x")
+    assert "2 optimizer steps" in type_("grpo-recipes", "train", "quickstart", *small, "--output_dir", "runs/x")
     said = type_("grpo-recipes", "evaluate", "runs/x", "--limit", "8", "--max_new_tokens", "4")
     assert "8 problems" in said
     assert "report.html" in type_("grpo-recipes", "report", "runs/x")

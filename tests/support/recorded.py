@@ -127,7 +127,7 @@ def make_trainer(
 
 
 def moved(state: dict[str, Tensor], seed: int, size: float = 0.05) -> dict[str, Tensor]:
-    """Weights after a stand-in for an optimiser step."""
+    """Weights after a stand-in for an optimizer step."""
     generator = torch.Generator().manual_seed(seed)
     return {name: value + size * torch.randn(value.shape, generator=generator) for name, value in state.items()}
 

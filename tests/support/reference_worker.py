@@ -29,7 +29,7 @@ REFRESH, SAVE, STEPS = 3, 4, 5
 
 
 class Memory(TrainerCallback):
-    """Whole tensors of policy and reference, by optimiser step."""
+    """Whole tensors of policy and reference, by optimizer step."""
 
     def __init__(self) -> None:
         self.trainer: Any = None

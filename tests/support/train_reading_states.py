@@ -1,4 +1,4 @@
-"""`grpo_recipes.train`, which also writes down what the trained weights and their optimiser's state are stored in."""
+"""`grpo_recipes.train`, which also writes down what the trained weights and their optimizer's state are stored in."""
 
 import json
 import os

@@ -4,7 +4,7 @@
     python -m tests.tools.models qwen2 gemma3_text   # some of them, printed
 
 A model is built from its configuration class, with the sizes made small by their names. One generation batch of
-recorded completions goes through TRL's trainer and through ours, and the gradients of its two optimiser steps are
+recorded completions goes through TRL's trainer and through ours, and the gradients of its two optimizer steps are
 compared. The exit code is 1 if a gradient is further than `FAR` from TRL's.
 """
 

@@ -168,7 +168,7 @@ def report(
     text = ["# `make torture`", "", f"{verdict}.", "", f"{machine}; {stated}.", ""]
     text += [
         f"Runs of {STEPS} steps past epoch 7, a save after each, `save_total_limit: 1` and `sync_ref_model` where "
-        "kills are at file boundaries. A kill is SIGKILL to a process as it enters the call, and to the others at once.",
+        "kills are at file boundaries. A kill is SIGKILL to a process as it enters the call, and to the others then.",
         "",
     ]
     if reason is not None:

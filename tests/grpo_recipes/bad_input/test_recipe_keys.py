@@ -56,7 +56,7 @@ def refused(key: str, *values: float, words: str) -> list[Case]:
 def allowed(key: str, *values: Any, **also: Any) -> list[Case]:
     """Return rows for values at the border of a key's range, which must stay allowed."""
     return [
-        Case("grpo-recipes plan {recipe}", ("optimiser step",), 0, changes={key: value, **also}) for value in values
+        Case("grpo-recipes plan {recipe}", ("optimizer step",), 0, changes={key: value, **also}) for value in values
     ]
 
 
@@ -197,7 +197,7 @@ RECIPE: list[Case] = [
         changes={"report_to": ["wandbb"]},
     ),
     Case("grpo-recipes plan {recipe} --report_to trackio", ("note", "needs the package trackio"), 0),
-    Case("grpo-recipes plan {recipe}", ("optimiser step",), 0, changes={"report_to": "none"}),
+    Case("grpo-recipes plan {recipe}", ("optimizer step",), 0, changes={"report_to": "none"}),
     Case(
         "train --config {recipe} --use_vllm true",
         ("`use_vllm` needs vLLM, which is not installed", "grpo-recipes[vllm]"),
@@ -260,7 +260,7 @@ RECIPE: list[Case] = [
     ),
     Case(
         "grpo-recipes plan {recipe}",
-        ("levels", "optimiser step"),
+        ("levels", "optimizer step"),
         0,
         files={"levels.py": REWARDS_PY, "rows.jsonl": with_column("level", 3)},
         changes={
@@ -270,7 +270,7 @@ RECIPE: list[Case] = [
     ),
     Case(
         "grpo-recipes plan {recipe}",
-        ("optimiser step",),
+        ("optimizer step",),
         0,
         files={"levels.py": REWARDS_PY},
         changes={"rewards": ["levels.with_a_choice"]},
@@ -346,7 +346,7 @@ RECIPE: list[Case] = [
     ),
     Case(
         "grpo-recipes plan {recipe}",
-        ("tag_count × 1", "optimiser step"),
+        ("tag_count × 1", "optimizer step"),
         0,
         files={"rows.jsonl": PROSE_JSONL},
         changes={"dataset": {"name": "gsm8k", "path": "rows.jsonl"}, "rewards": ["tag_count"]},

@@ -227,7 +227,7 @@ def test_4_bit_keeps_updates_unless_the_recipe_names_the_optimizer_of_trl(
     assert seen[0]["memory"]["fits"]
     # 10 bytes of state per weight of the adapter, instead of 2 moments of 2 bytes.
     trained = seen[0]["memory"]["shape"]["trained"]
-    assert seen[0]["memory"]["optimiser"] - seen[1]["memory"]["optimiser"] == 6 * trained
+    assert seen[0]["memory"]["optimizer"] - seen[1]["memory"]["optimizer"] == 6 * trained
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_the_state_bytes_of_each_optimizer(tmp_path: Path) -> None:
             ["--config", asked[1], *asked[4:]], accelerate_config="single_gpu", model_config_file=asked[3]
         ).memory
         assert isinstance(run, MemoryPlan)
-        assert run.parts()["optimiser"] == size * run.shape.parameters, optim
+        assert run.parts()["optimizer"] == size * run.shape.parameters, optim
 
 
 def test_a_base_in_4_bits_is_as_large_as_published(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from grpo_recipes.plan.plan import plan
 from grpo_recipes.recipe.recipe import find_file
 from tests.support import launching, qwen
 
-STATES = ("parameters", "gradients", "optimiser")
+STATES = ("parameters", "gradients", "optimizer")
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_model_states_agree_with_the_tensors_of_one_process(tmp_path: Path) -> N
     held = {
         "parameters": list(model.parameters()),
         "gradients": [p.grad for p in model.parameters()],
-        "optimiser": moments,
+        "optimizer": moments,
     }
     shape = load_shape(str(tmp_path))
     run = replace(TINY, shape=shape, layout=Sharding(), dtype_bytes=4, mixed_precision=False)

@@ -71,7 +71,7 @@ def test_a_script_resumes_from_the_newest_undamaged_checkpoint(
 def test_a_checkpoint_of_another_kind_is_refused_or_warned_of(
     checkpoints: CompleteCheckpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`transformers` can go on with another number of processes, and not without an optimiser."""
+    """`transformers` can go on with another number of processes, and not without an optimizer."""
     with pytest.raises(RunError, match=r"checkpoint-1 was saved with `save_only_model`"):
         checkpoints.resumption(str(saved(tmp_path, 1, model_only=True)))
     other = saved(tmp_path, 2, processes=4)

@@ -108,7 +108,7 @@ def test_the_dtypes_in_which_weights_are_stored_updated_and_computed(
 DEEPSPEED = Machine(2, True, "deepspeed")
 CB = {"use_transformers_continuous_batching": True}
 REFUSED = [
-    ({**BF16, "optim": "adamw_bf16"}, DEEPSPEED, "DeepSpeed keeps float32 weights of its own.*remove `optim`"),
+    ({**BF16, "optim": "adamw_bf16"}, DEEPSPEED, "DeepSpeed keeps its own float32 weights.*remove `optim`"),
     ({**BF16, "optim": "adamw_bf16", "optim_args": "a=1"}, GPU, "`optim_args`.*remove the key"),
     ({"dtype": "float16", "fp16": True}, GPU, "float16 can't be trained.*`fp16: true`"),
     ({"dtype": "float16"}, GPU, "float16 can't be trained"),

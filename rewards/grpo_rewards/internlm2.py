@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
@@ -80,7 +80,8 @@ def llama_config(config: Mapping[str, Any]) -> LlamaConfig:
     if missing:
         raise UserError(f"config.json lacks {', '.join(missing)}: complete it from the model's page")
     try:
-        return LlamaConfig(
+        # transformers generates a signature without the fields of the base class and a checkpoint's own ones.
+        return LlamaConfig(  # type: ignore[call-arg]
             **{key: config[key] for key in _SAME_KEYS},
             num_key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
             hidden_act=config.get("hidden_act", "silu"),
@@ -219,7 +220,8 @@ def load(
         network = LlamaForSequenceClassification(config)
     # A non-persistent buffer such as inv_freq has no values on "meta", and no checkpoint stores them.
     network.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
-    _fill(network, files, config.dtype, device)
+    # The configuration has turned the name of a dtype into the dtype.
+    _fill(network, files, cast("torch.dtype | None", config.dtype), device)
     return network.eval().requires_grad_(False), tokenizer
 
 
@@ -256,7 +258,12 @@ def _listed_shards(index: Path) -> set[str]:
     return names
 
 
-def _fill(network: nn.Module, files: list[Path], dtype: torch.dtype | None, device: str | torch.device) -> None:
+def _fill(
+    network: LlamaForSequenceClassification,
+    files: list[Path],
+    dtype: torch.dtype | None,
+    device: str | torch.device,
+) -> None:
     """Load the values of every parameter of a network on "meta" from shards with InternLM2's names."""
     sources = _sources(network)
     file_of: dict[str, Path] = {}
@@ -347,6 +354,8 @@ def split_wqkv(wqkv: torch.Tensor, config: LlamaConfig) -> tuple[torch.Tensor, t
         q with heads * head_dim rows, k and v with kv heads * head_dim rows each.
     """
     kv_heads = config.num_key_value_heads
+    assert kv_heads is not None  # `LlamaConfig` fills in both
+    assert config.head_dim is not None
     queries = config.num_attention_heads // kv_heads
     grouped = wqkv.view(kv_heads, queries + 2, config.head_dim, *wqkv.shape[1:])
     return grouped[:, :-2].flatten(0, 2), grouped[:, -2].flatten(0, 1), grouped[:, -1].flatten(0, 1)

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -366,7 +366,7 @@ class LoadedRewardModel:
             [{**message, "content": _content(message)} for message in conversation], tokenize=False
         )
         # Tokenizers raise for lone surrogates.
-        return text.encode("utf-8", errors="replace").decode("utf-8")
+        return cast(str, text).encode("utf-8", errors="replace").decode("utf-8")
 
     def _forges(self, conversation: Conversation) -> bool:
         return any(self._special.search(_content(message)) for message in conversation)
@@ -541,12 +541,15 @@ def _default_device() -> torch.device:
 def _load(model: str, revision: str | None, dtype: str, device: str) -> LoadedRewardModel:
     folder = internlm2.checkpoint_folder(model, revision)
     config = internlm2.read_config(folder)
+    network: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     with _outside_zero3():
         if internlm2.is_internlm2_reward(config):
             network, tokenizer = internlm2.load(folder, dtype=dtype, device=device)
         else:
             network, tokenizer = _load_classifier(model, folder, dtype)
-        return LoadedRewardModel(model, network.to(device), tokenizer)
+        # mypy takes the decorated `to` of transformers for a function without `self`.
+        return LoadedRewardModel(model, network.to(device), tokenizer)  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers.generation import GenerationMode
-from trl import GRPOTrainer
 
 from grpo_recipes.generation.agreement import (
     BFLOAT16,
@@ -44,6 +44,9 @@ from grpo_recipes.generation.rows import PerToken, Rows
 from grpo_recipes.generation.sampling_settings import ProcessorComparison
 from grpo_recipes.process.faults import NotThePolicy
 from grpo_recipes.process.messages import Announcer
+
+if TYPE_CHECKING:
+    from grpo_recipes.generation.models import TRLTrainer
 
 COMPARED = 2
 """Number of rows of a large batch that are compared, always at the same places, so that a resumed run logs the same."""
@@ -74,7 +77,7 @@ class GenerationCheck:
     """
 
     def __init__(
-        self, trainer: GRPOTrainer, trl_log_probs: Callable[[nn.Module, Rows, bool], PerToken], enabled: bool
+        self, trainer: TRLTrainer, trl_log_probs: Callable[[nn.Module, Rows, bool], PerToken], enabled: bool
     ) -> None:
         self.trainer, self.enabled = trainer, enabled
         self.accelerator, self.args = trainer.accelerator, trainer.args
@@ -474,7 +477,7 @@ def compare_every(rows: int) -> int:
     return -(-rows // count)
 
 
-def unfit_layout(trainer: GRPOTrainer) -> str:
+def unfit_layout(trainer: TRLTrainer) -> str:
     """Return why the ranks of a run neither decode groups nor compare what generated, or "" if nothing prevents it."""
     if trainer.is_fsdp_enabled:
         return "FSDP shards the weights"

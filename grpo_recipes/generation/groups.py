@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from torch import LongTensor, Tensor
+from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import LogitsProcessorList
 from transformers.generation import logits_process as processors
 from transformers.generation.configuration_utils import GenerationMode
@@ -26,6 +26,9 @@ from grpo_recipes.generation.kv_cache import LAYERS, ROOM, Buffer
 from grpo_recipes.generation.models import method_replaced, rotary_of_the_longest
 from grpo_recipes.generation.recorder import Recorder
 from grpo_recipes.generation.sampling_settings import ProcessorComparison, each_built
+
+if TYPE_CHECKING:
+    from grpo_recipes.generation.models import CausalLM
 
 ROW_WISE = {
     processors.EpsilonLogitsWarper, processors.EtaLogitsWarper, processors.ExponentialDecayLengthPenalty,
@@ -75,7 +78,7 @@ class Turn:
         """Return the indices of the rows, out of `size`, whose log-probabilities are recorded."""
         return list(range(0, size, self.record_every)) if self.record_every else []
 
-    def decode(self, model: PreTrainedModel, input_ids: Tensor, **given: Any) -> Tensor:
+    def decode(self, model: CausalLM, input_ids: Tensor, **given: Any) -> Tensor:
         """Run the loop, as `generate` calls its `custom_generate`.
 
         Raises:
@@ -85,7 +88,7 @@ class Turn:
             raise Declined(reason)
         return Batch(self, model, input_ids, **given).run()
 
-    def record(self, model: PreTrainedModel, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def record(self, model: CausalLM, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run transformers' own `generate`, and record its log-probabilities."""
         prompts = kwargs.get("input_ids", args[0] if args else None)
         if not (self.record_every or self.comparison is not None) or not isinstance(prompts, Tensor):
@@ -99,12 +102,13 @@ class Turn:
 
 
 @contextmanager
-def decoding(model: PreTrainedModel, turn: Turn | None, stopping: Sequence[StoppingCriteria] = ()) -> Iterator[None]:
+def decoding(model: CausalLM, turn: Turn | None, stopping: Sequence[StoppingCriteria] = ()) -> Iterator[None]:
     """Let `model.generate` inside this block do what `turn` requests, with the criteria of `stopping` added.
 
     Without a turn, `generate` is transformers' own, with these criteria.
     """
-    stock, own = model.generate, "generate" in vars(model)
+    stock: Callable[..., Any] = model.generate
+    own = "generate" in vars(model)
 
     def generate(*args: Any, **kwargs: Any) -> Any:
         if stopping:
@@ -129,7 +133,7 @@ def decoding(model: PreTrainedModel, turn: Turn | None, stopping: Sequence[Stopp
 
 
 def reason_to_decline(
-    model: PreTrainedModel, stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, **inputs: Any
+    model: CausalLM, stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, **inputs: Any
 ) -> str:
     """Return why transformers' own loop has to generate, as a phrase, or "" if this loop may."""
     config, mode, mask = generation_config, generation_config.get_generation_mode(), inputs.get("attention_mask")
@@ -167,10 +171,11 @@ def _unfit_cache(cache: Any) -> str:
     return ""
 
 
-def decode_step(model: PreTrainedModel, tokens: Tensor, cache: DynamicCache, **inputs: Any) -> Tensor:
+def decode_step(model: CausalLM, tokens: Tensor, cache: DynamicCache, **inputs: Any) -> Tensor:
     """Run `tokens` (rows, length) on top of `cache`. Return the last logits (rows, vocabulary) in float32."""
+    # Transformers annotates token IDs as `LongTensor`, which no operation of torch is declared to return.
     prepared = model.prepare_inputs_for_generation(
-        tokens, next_sequence_length=tokens.shape[1], past_key_values=cache, use_cache=True, **inputs
+        cast(LongTensor, tokens), next_sequence_length=tokens.shape[1], past_key_values=cache, use_cache=True, **inputs
     )
     return model(**prepared, return_dict=True).logits[:, -1].float()
 
@@ -196,7 +201,7 @@ class Batch:
     def __init__(
         self,
         turn: Turn,
-        model: PreTrainedModel,
+        model: CausalLM,
         input_ids: Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
@@ -207,6 +212,9 @@ class Batch:
         self.samples, self.cache = generation_config.do_sample, inputs["past_key_values"]
         self.keep = {name: inputs[name] for name in ("logits_to_keep",) if name in inputs}
         self.size, self.width = input_ids.shape  # rows, and columns of the prompts
+        # `reason_to_decline` has checked the first, and `generate` has filled in the second.
+        assert stopping_criteria.max_length is not None
+        assert generation_config._pad_token_tensor is not None
         room = stopping_criteria.max_length - self.width
         self.ids = torch.cat([input_ids, generation_config._pad_token_tensor.expand(self.size, room)], 1)
         self.end = self.width  # number of columns with tokens in them; padding follows
@@ -289,10 +297,10 @@ class Batch:
     def process(self, logits: Tensor) -> Tensor:
         """Return the scores that transformers' processors make of the logits, (rows, vocabulary)."""
         if self.row_wise or len(self.generating) == self.size:
-            return self.processors(self.ids[self.index, : self.end], logits)
+            return self.processors(cast(LongTensor, self.ids[self.index, : self.end]), logits)
         # A processor that may look beyond its row gets all rows, as in the stock loop.
         wide = logits.new_zeros(self.size, logits.shape[1]).index_copy(0, self.index, logits)
-        return self.processors(self.ids[:, : self.end], wide)[self.index]
+        return self.processors(cast(LongTensor, self.ids[:, : self.end]), wide)[self.index]
 
     def pick(self, scores: Tensor) -> Tensor:
         """Return one token of each row, (rows,), as the stock loop picks it."""

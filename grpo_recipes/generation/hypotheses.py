@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from peft import PeftModel
 from peft.helpers import rescale_adapter_scale
 from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
+from torch import LongTensor, Tensor, nn
+from transformers import PreTrainedModel
 from transformers.generation import logits_process as processors
-from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 from grpo_recipes.generation.agreement import (
@@ -33,6 +33,9 @@ from grpo_recipes.generation.agreement import (
 )
 from grpo_recipes.generation.models import eval_no_grad, in_float32, is_float32
 from grpo_recipes.generation.rows import PerToken, Rows
+
+if TYPE_CHECKING:
+    from grpo_recipes.generation.models import FilledConfig, TRLTrainer
 
 PROCESSED_TOKENS = 256
 """Number of tokens of a completion that are scored after processing: each takes the logits of the whole vocabulary."""
@@ -51,7 +54,7 @@ class Processing:
     top_p: float = 1.0
 
     @classmethod
-    def of(cls, args: GRPOConfig) -> tuple[Processing, str]:
+    def of(cls, args: FilledConfig) -> tuple[Processing, str]:
         """Return the settings of `args`, and the reason why log-probabilities cannot be computed here, or ""."""
         given = args.generation_kwargs or {}
         names = cls.__dataclass_fields__
@@ -89,7 +92,7 @@ class Processing:
         if self.repetition_penalty != 1.0:
             logits = self._penalized(logits, ids)
         scores = logits / temperature
-        own, unused = scores.gather(1, sampled), ids[None]
+        own, unused = scores.gather(1, sampled), cast(LongTensor, ids[None])
         if self.min_p:
             scores = processors.MinPLogitsWarper(self.min_p)(unused, scores)
         if self.top_k > 0:
@@ -111,7 +114,7 @@ class Processing:
 class Scorer:
     """Computation of log-probabilities as a generator gives them, in equally many forwards on every rank."""
 
-    trainer: GRPOTrainer
+    trainer: TRLTrainer
     policy: nn.Module
     """The trainer's model, inside accelerate's wrappers."""
     trl_log_probs: Callable[[nn.Module, Rows, bool], PerToken]
@@ -132,7 +135,9 @@ class Scorer:
         kwargs = self.trainer.args.gradient_checkpointing_kwargs
         accelerator = self.trainer.accelerator
         precision = nullcontext() if self.autocast else in_float32(accelerator.unwrap_model(model), accelerator)
-        with eval_no_grad(model), disable_gradient_checkpointing(self.policy, kwargs), precision:
+        # TRL's annotation leaves out models with an adapter.
+        checkpointing = disable_gradient_checkpointing(cast(PreTrainedModel, self.policy), kwargs)
+        with eval_no_grad(model), checkpointing, precision:
             return torch.cat([self._score(model, rows.select(chunk)) for chunk in chunks])
 
     def _score(self, model: nn.Module, rows: Rows) -> Tensor:
@@ -207,7 +212,7 @@ class Hypothesis:
     scorer: Scorer
 
 
-def hypotheses(trainer: GRPOTrainer, adapters: Adapters, scorer: Scorer, with_bfloat16: bool) -> dict[str, Hypothesis]:
+def hypotheses(trainer: TRLTrainer, adapters: Adapters, scorer: Scorer, with_bfloat16: bool) -> dict[str, Hypothesis]:
     """Return the hypotheses that can be computed now, by name and in the same order on every rank.
 
     Args:
@@ -226,8 +231,8 @@ def hypotheses(trainer: GRPOTrainer, adapters: Adapters, scorer: Scorer, with_bf
             found[TWICE] = Hypothesis(rescale_adapter_scale(policy, 2), model, scorer)
         if adapters.has_earlier:
             found[EARLIER] = Hypothesis(adapters.earlier(), model, scorer)
-    elif getattr(trainer, "ref_model", None) is not None:
-        found[REFERENCE] = Hypothesis(nullcontext(), trainer.ref_model, scorer)
+    elif (reference := getattr(trainer, "ref_model", None)) is not None:
+        found[REFERENCE] = Hypothesis(nullcontext(), reference, scorer)
     if with_bfloat16 and is_float32(policy):
         context = torch.autocast(trainer.accelerator.device.type, torch.bfloat16)
         found[BFLOAT16] = Hypothesis(context, model, replace(scorer, autocast=True))

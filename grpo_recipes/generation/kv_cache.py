@@ -30,6 +30,8 @@ class Buffer:
     def take(self, layer: DynamicLayer, rows: Tensor, room: int) -> None:
         """Begin with copies of the `rows` of a layer, with `room` spare columns."""
         self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
+        assert layer.keys is not None
+        assert layer.values is not None
         self._fill(layer.keys, layer.values, rows, room)
 
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -73,28 +75,34 @@ class Buffer:
 class FullBuffer(Buffer, DynamicLayer):
     """Buffer of a layer that attends to everything."""
 
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, layer: DynamicLayer, rows: Tensor, room: int) -> None:
         DynamicLayer.__init__(self)
         self.take(layer, rows, room)
 
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append, and return all keys and values."""
-        self.append(keys, values)
+        self.append(key_states, value_states)
         return self.keys, self.values
 
 
 class SlidingBuffer(Buffer, DynamicSlidingWindowLayer):
     """Buffer of a layer with a window. It keeps one column less than the window, as transformers' layer does."""
 
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, layer: DynamicSlidingWindowLayer, rows: Tensor, room: int) -> None:
         DynamicSlidingWindowLayer.__init__(self, layer.sliding_window)
         self.cumulative_length = layer.cumulative_length
         self.take(layer, rows, room)
 
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append, and return the columns of the window and the new ones."""
-        self.append(keys, values)
-        self.cumulative_length += keys.shape[2]
+        self.append(key_states, value_states)
+        self.cumulative_length += key_states.shape[2]
         # Before the window moves: the first of several new tokens still sees the columns that leave with the last one.
         in_window = self.keys, self.values
         self.show(max(self.start, self.stop - self.sliding_window + 1), self.stop)
@@ -107,5 +115,8 @@ class SlidingBuffer(Buffer, DynamicSlidingWindowLayer):
         self.show(max(self.start, self.stop - self.cumulative_length), self.stop)
 
 
-LAYERS = {DynamicLayer: FullBuffer, DynamicSlidingWindowLayer: SlidingBuffer}
+LAYERS: dict[type[DynamicLayer], type[FullBuffer] | type[SlidingBuffer]] = {
+    DynamicLayer: FullBuffer,
+    DynamicSlidingWindowLayer: SlidingBuffer,
+}
 """Buffer for each layer of transformers' caches that the decoding loop supports."""

@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
 from peft import PeftModel, PeftType
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel, TrainingArguments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+    from trl import GRPOConfig, GRPOTrainer
+
+    class CausalLM(PreTrainedModel, GenerationMixin):
+        """Any model of transformers with a language-model head, with the members that `GenerationMixin` expects."""
+
+        device: torch.device
+        dtype: torch.dtype
+        hf_device_map: dict[str, Any]
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """Run the model."""
+
+    class FilledConfig(GRPOConfig):
+        """Configuration after its `__post_init__`, which parses JSON and fills these fields."""
+
+        output_dir: str
+        steps_per_generation: int
+        generation_kwargs: dict[str, Any] | None
+        gradient_checkpointing_kwargs: dict[str, Any] | None
+
+    class TRLTrainer(GRPOTrainer):
+        """TRL's trainer with the types that its attributes really have. transformers and TRL declare wider ones."""
+
+        args: FilledConfig
+        model: PreTrainedModel | PeftModel
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin
+        train_dataset: Iterable[dict[str, Any]]
+        max_completion_length: int
+        num_generations: int
+        num_generations_eval: int
+        _buffered_inputs: list[dict[str, Any]]  # type: ignore[assignment]  # TRL declares only the None at the start
+
 
 MIXES_TOKENS = {PeftType.LILY, PeftType.SHADOW}
 """Adapters whose effect on a token depends on the rest of the batch (Lily) or on a cache of their own (Shadow)."""
@@ -19,9 +55,10 @@ MIXES_TOKENS = {PeftType.LILY, PeftType.SHADOW}
 DTYPES_16BIT = (torch.bfloat16, torch.float16)
 
 
-def base_model(model: nn.Module) -> PreTrainedModel:
+def base_model(model: nn.Module) -> CausalLM:
     """Return the transformers model inside a PEFT model."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    # PEFT declares `nn.Module`, and TRL trains nothing but models of transformers.
+    return cast("CausalLM", model.get_base_model() if isinstance(model, PeftModel) else model)
 
 
 def is_float32(model: nn.Module) -> bool:
@@ -110,6 +147,12 @@ def method_replaced(model: nn.Module, name: str, replacement: Callable[..., Any]
             setattr(model, name, stock)
         else:
             delattr(model, name)  # a bound method left on the object would be pickled and copied with it
+
+
+def run_folder(args: TrainingArguments) -> Path:
+    """Return the folder of a run. Its name is None only before `TrainingArguments.__post_init__`."""
+    assert args.output_dir is not None
+    return Path(args.output_dir)
 
 
 @contextmanager

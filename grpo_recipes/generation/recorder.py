@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
+from torch import LongTensor, Tensor
+from transformers import GenerationConfig, StoppingCriteria
 from transformers.generation import LogitsProcessorList
 
 from grpo_recipes.generation.sampling_settings import ProcessorComparison, each_built
+
+if TYPE_CHECKING:
+    from grpo_recipes.generation.models import CausalLM
 
 
 class Recorder(StoppingCriteria):
@@ -41,7 +44,7 @@ class Recorder(StoppingCriteria):
         self._lost = False
 
     @contextmanager
-    def reading(self, model: PreTrainedModel) -> Iterator[None]:
+    def reading(self, model: CausalLM) -> Iterator[None]:
         """Read the logits of each forward of `model` inside this block."""
 
         def read(module: Any, args: Any, output: Any) -> None:
@@ -56,7 +59,7 @@ class Recorder(StoppingCriteria):
                 self._logits = self._scores = None
 
     def _observed(
-        self, model: PreTrainedModel, found: LogitsProcessorList, config: GenerationConfig, inputs: dict[str, Any]
+        self, model: CausalLM, found: LogitsProcessorList, config: GenerationConfig, inputs: dict[str, Any]
     ) -> LogitsProcessorList:
         if self.comparison is not None:
             self.comparison.start(model, found, config, inputs)
@@ -105,7 +108,7 @@ class _Observed(LogitsProcessorList):
         super().__init__(processors)
         self.through = through
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+    def __call__(self, input_ids: LongTensor, scores: Tensor, **kwargs: Any) -> Tensor:
         """Return the processed scores, (rows, vocabulary)."""
         run = super().__call__
         return self.through(lambda: run(input_ids, scores, **kwargs))

@@ -14,15 +14,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from torch import LongTensor, Tensor, nn
+from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import LogitsProcessorList
 
 from grpo_recipes.generation.models import base_model, method_replaced
 from grpo_rewards.errors import one_line, shortened
+
+if TYPE_CHECKING:
+    from grpo_recipes.generation.models import CausalLM
 
 KEPT = frozenset({
     "bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id",
@@ -46,7 +49,7 @@ LOOK_FOR_ENDS = 32
 """Interval in tokens at which finished rows are looked for in transformers' own loop. Each look waits for the
 device."""
 
-Change = Callable[[PreTrainedModel, LogitsProcessorList, GenerationConfig, dict[str, Any]], LogitsProcessorList]
+Change = Callable[["CausalLM", LogitsProcessorList, GenerationConfig, dict[str, Any]], LogitsProcessorList]
 """Function that may replace the processors of a call, from the model, the processors, the complete configuration, and
 the other arguments that the processors are built from."""
 
@@ -72,7 +75,9 @@ class PublishedSettings:
         # PEFT's `generate` assigns a configuration of the adapter's wrapper, if somebody has set one, to the base
         # model.
         base = base_model(policy)
-        owners = [base] if base is policy or "generation_config" not in vars(policy) else [base, policy]
+        owners = [base]
+        if base is not policy and "generation_config" in vars(policy):
+            owners.append(cast("CausalLM", policy))
         published = [(owner, getattr(owner, "generation_config", None)) for owner in owners]
         for owner, config in published:
             if config is not None:
@@ -82,7 +87,7 @@ class PublishedSettings:
             yield
         finally:
             for owner, config in published:
-                owner.generation_config = config
+                owner.generation_config = config  # type: ignore[assignment]  # None if it was None
 
     def announce_ignored(self, published: GenerationConfig, requested: GenerationConfig) -> None:
         """Announce, the first time only, the published settings that completions do not follow."""
@@ -146,13 +151,13 @@ class ProcessorComparison:
         self._filters = False  # True if the settings sample from another distribution than the loss takes
         self._processors: dict[int, LogitsProcessorList] = {}  # processors of the settings, by row
         self._columns: dict[int, list[Tensor]] = {}  # one for each token, by row
-        self._call: tuple[PreTrainedModel, GenerationConfig, dict[str, Any]]
+        self._call: tuple[CausalLM, GenerationConfig, dict[str, Any]]
         self._unfinished: list[int] = []
         self._width = 0  # number of columns of the prompts
         self._ends = torch.zeros(0, dtype=torch.long)
 
     def start(
-        self, model: PreTrainedModel, found: LogitsProcessorList, config: GenerationConfig, inputs: dict[str, Any]
+        self, model: CausalLM, found: LogitsProcessorList, config: GenerationConfig, inputs: dict[str, Any]
     ) -> LogitsProcessorList:
         """Build the settings' processors for a call of `generate`, and return its own, which are `found`."""
         self._call, self._samples = (model, config, inputs), bool(config.do_sample)
@@ -214,7 +219,10 @@ class ProcessorComparison:
             expected = (logits / self.loss_settings.temperature).log_softmax(-1)
             shifts = (drawn.gather(1, tokens[:, None]).log() - expected.gather(1, tokens[:, None]))[:, 0].abs()
         # One row at a time: processors may hold what belongs to a row, and rows end at different tokens.
-        processed = [self._processors[row](ids[n : n + 1], logits[n : n + 1]) for n, row in enumerate(rows)]
+        processed = []
+        for n, row in enumerate(rows):
+            before = cast(LongTensor, ids[n : n + 1])  # transformers' annotation of token IDs
+            processed.append(self._processors[row](before, logits[n : n + 1]))
         own = _distribution(torch.cat(processed), bool(self.settings.do_sample))
         distances = (drawn - own).abs().sum(-1) / 2
         for row, column in zip(rows, torch.stack([distances, shifts], 1), strict=True):
@@ -251,7 +259,7 @@ class ProcessorComparison:
 
 
 @contextmanager
-def each_built(model: PreTrainedModel, change: Change) -> Iterator[None]:
+def each_built(model: CausalLM, change: Change) -> Iterator[None]:
     """Let `generate` of `model` inside this block use what `change` makes of the processors that it has built."""
     stock = model._get_logits_processor
 

@@ -117,10 +117,13 @@ def test_rewards_need_no_model_library(library: str) -> None:
 
 
 def test_one_file_subclasses_trls_trainer() -> None:
-    found = [
-        module
-        for module, path in modules().items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef) and any("GRPOTrainer" in ast.unparse(base) for base in node.bases)
-    ]
+    found = []
+    for module, path in modules().items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for block in tree.body:
+            if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
+                block.body = []  # a class that only mypy sees narrows annotations, and overrides nothing
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and any("GRPOTrainer" in ast.unparse(base) for base in node.bases):
+                found.append(module)
     assert found == ["grpo_recipes.training.trainer"]

@@ -633,7 +633,8 @@ def add_callbacks(prepared: Prepared, trainer: GRPOTrainer) -> None:
         if trainer.accelerator.is_main_process:
             attempt(recipe, "its model card was not written", write_model_card, recipe.output_dir)
 
-    trainer.create_model_card = create_model_card  # TRL calls it with each checkpoint, and before it pushes
+    # TRL calls it with each checkpoint, and before it pushes. The class keeps TRL's, for scripts.
+    trainer.create_model_card = create_model_card  # type: ignore[method-assign, assignment]
     if prepared.checkpoint is not None:
         trainer.add_callback(ContinueSchedule())
     trainer.add_callback(prepared.interruption)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -67,23 +67,25 @@ def load_adapter(name: str, config: PeftConfig, args: GRPOConfig, key: str, **in
         UserError: the base cannot be loaded.
     """
     adapter_revision = init.pop("adapter_revision", None)
-    base_init = dict(args.model_init_kwargs or {})
+    # `GRPOConfig.__post_init__` has parsed JSON, and PEFT writes the base's name with each adapter.
+    base_init = dict(cast("dict[str, Any] | None", args.model_init_kwargs) or {})
+    base_name = cast(str, config.base_model_name_or_path)
     base_init.update(revision=config.revision or "main", trust_remote_code=args.trust_remote_code)
     base_init.update(init)
     if args.distributed_state.num_processes > 1:
         base_init["device_map"] = None  # "auto", TRL's default, would spread each rank's model over all GPUs
     args.model_init_kwargs = None  # TRL would warn that it ignores them
     try:
-        base = create_model_from_path(config.base_model_name_or_path, **base_init)
+        base = create_model_from_path(base_name, **base_init)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"`{key}` {name} is an adapter, and its base {config.base_model_name_or_path} can't be loaded: set "
+            f"`{key}` {name} is an adapter, and its base {base_name} can't be loaded: set "
             f"`base_model_name_or_path` in its adapter_config.json ({one_line(error)})"
         ) from error
     # PEFT would cast the adapter to float32, and ZeRO-3 needs one dtype (huggingface/trl#6089).
-    cast = not is_deepspeed_zero3_enabled()
+    autocast = not is_deepspeed_zero3_enabled()
     return PeftModel.from_pretrained(
-        base, name, is_trainable=True, revision=adapter_revision, autocast_adapter_dtype=cast
+        base, name, is_trainable=True, revision=adapter_revision, autocast_adapter_dtype=autocast
     )
 
 

@@ -19,6 +19,7 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import HubStrategy
 
 from grpo_recipes.data.hub import hub_commit
+from grpo_recipes.generation.models import run_folder
 from grpo_recipes.process.ranks import largest_of_ranks, on_first_rank
 from grpo_recipes.process.signals import drop_closed_outputs, heeds_hangup
 from grpo_recipes.recipe.specs import ReferenceSpec
@@ -131,7 +132,7 @@ class CompactCompletions(TrainerCallback):
         self.trainer.checkpoints.check_folder()
         if not self.trainer.log_completions:
             return
-        folder = Path(args.output_dir) / completions.FOLDER
+        folder = run_folder(args) / completions.FOLDER
         # If the files can't be removed, all ranks must raise, or the others would wait for the first one.
         dropped = on_first_rank(lambda: completions.drop_after(folder, state.global_step))
         if not state.is_world_process_zero:

@@ -6,11 +6,10 @@ With transformers' `generate`, groups are decoded if that is exact, which the fi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate.logging import get_logger
 from torch import Tensor, nn
-from trl import GRPOTrainer
 
 from grpo_recipes.generation.generator_check import GenerationCheck, unfit_layout
 from grpo_recipes.generation.groups import Turn, decoding
@@ -19,6 +18,9 @@ from grpo_recipes.generation.sampling_settings import ProcessorComparison, Publi
 from grpo_recipes.generation.stop_strings import Ends, StopStrings
 from grpo_recipes.process.messages import Announcer
 from grpo_recipes.training.trl_patches import ContinuousBatching, refuse_cast, send_settings
+
+if TYPE_CHECKING:
+    from grpo_recipes.generation.models import TRLTrainer
 
 Completions = list[list[int]]
 TRLTurn = Callable[[], tuple[Completions, Any]]
@@ -43,7 +45,7 @@ class Generation:
     """
 
     def __init__(
-        self, trainer: GRPOTrainer, check: GenerationCheck, stop: StopStrings | None, mode: Literal["auto", "off"]
+        self, trainer: TRLTrainer, check: GenerationCheck, stop: StopStrings | None, mode: Literal["auto", "off"]
     ) -> None:
         self.trainer, self.check, self.stop, self.mode = trainer, check, stop, mode
         self.published = PublishedSettings(logger.warning)
@@ -143,7 +145,7 @@ class Generation:
         return completions
 
 
-def unfit_for_groups(trainer: GRPOTrainer) -> str:
+def unfit_for_groups(trainer: TRLTrainer) -> str:
     """Return why the ranks of a run do not decode groups, or "" if nothing prevents it."""
     if trainer._dist.is_zero3 and not trainer.args.ds3_gather_for_generation:
         return "ZeRO-3 shards the weights, with ds3_gather_for_generation: false"

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 import torch
@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from trl import GRPOConfig
 from trl.models.utils import disable_gradient_checkpointing
 
 from grpo_recipes.generation.agreement import REPEATED, disagreement, gradient_disagreement
@@ -50,6 +49,9 @@ from grpo_recipes.process.messages import Announcer
 from grpo_recipes.process.ranks import on_any_rank
 from grpo_recipes.training.adapters import gathered
 from grpo_recipes.training.packing import ATTENTION, Layout, ModelCall, SpansIgnored, packing_attention, stock_attention
+
+if TYPE_CHECKING:
+    from grpo_recipes.generation.models import FilledConfig
 
 EXTRA_PADDING = 8
 """Columns of padding that the checks add on either side. The first micro-batch may have no padding of its own."""
@@ -96,7 +98,7 @@ class LayoutCheck:
     """
 
     accelerator: Accelerator
-    args: GRPOConfig
+    args: FilledConfig
     run: Callable[[ModelCall, nn.Module, bool], PerToken]
     """Function of a model call, a model and `compute_entropy` to log-probabilities and entropies, each (B, T)."""
     router_loss: bool
@@ -116,7 +118,9 @@ class LayoutCheck:
         if layout is not Layout.PADDED:
             if not self._any_rank(bool(rows.completion_mask.any())):
                 return None
-            with eval_no_grad(bare), disable_gradient_checkpointing(bare, self.args.gradient_checkpointing_kwargs):
+            # TRL's annotation leaves out models with an adapter.
+            policy, kwargs = cast(PreTrainedModel, bare), self.args.gradient_checkpointing_kwargs
+            with eval_no_grad(bare), disable_gradient_checkpointing(policy, kwargs):
                 layout, doubt = self._compare_first_rows(model, bare, rows, layout)
                 if layout is not Layout.PADDED:
                     layout, later_doubt = self._compare_short_rows(model, bare, rows, layout)

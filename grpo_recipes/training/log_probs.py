@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from trl import GRPOConfig
 
 from grpo_recipes.generation.rows import PerToken, Rows
 from grpo_recipes.training.layout_check import LayoutCheck, adapter_state, text_config
 from grpo_recipes.training.packing import Layout, ModelCall, PackedRow, SpansIgnored, order, pack
+
+if TYPE_CHECKING:
+    from grpo_recipes.generation.models import FilledConfig
 
 MAX_PACKED_SHARE = 0.95
 """Largest share of the tokens of trimmed rows for which a packed row is used. Padded rows are faster per token."""
@@ -29,7 +32,7 @@ class LogProbs:
     """Per-token log-probabilities and entropies of a trainer's models."""
 
     accelerator: Accelerator
-    args: GRPOConfig
+    args: FilledConfig
     stock: Callable[[nn.Module, Rows, bool], PerToken]
     """TRL's own computation: (model, rows, compute_entropy) -> (log-probabilities, entropies), each (B, T)."""
     wanted: Layout

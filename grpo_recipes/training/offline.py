@@ -18,16 +18,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
-from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.recipe.specs import RECORDED_REWARD, OfflineSpec
 from grpo_rewards.errors import UserError
+
+if TYPE_CHECKING:
+    from grpo_recipes.generation.models import TRLTrainer
 
 
 def recorded_reward(completions: Sequence[Any], recorded_reward: Sequence[float], **columns: Any) -> list[float]:
@@ -82,7 +84,7 @@ class RecordedRollout:
                 responses.append(_Response([*ids, tokenizer.eos_token_id], reward, recorded))
         self._check_lengths(max_completion_length)
 
-    def __call__(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
+    def __call__(self, prompts: list[str], trainer: TRLTrainer) -> dict[str, Any]:
         """Return the token IDs of `prompts` and of one response to each, as TRL's `rollout_func` does."""
         chosen: list[_Response] = []
         for prompt, copies in groupby(prompts):

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ import torch
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from trl.trainer.utils import RepeatSampler
 
+from grpo_recipes.generation.models import run_folder
 from grpo_recipes.recipe.specs import SamplingSpec
 from grpo_recipes.runs.files import RunError, read_object, write_atomically
 from grpo_recipes.training.data_order import EpochSampler
@@ -228,7 +229,7 @@ class PromptSampling(TrainerCallback):
         self.sampler = InformativeSampler(stock, self.spec, quantum, args.world_size)
         return self.sampler
 
-    def generate(self, rows: Sequence[Row], generate: Callable[[Sequence[Row]], dict[str, Any]]) -> dict[str, Any]:
+    def generate(self, rows: list[Row], generate: Callable[[list[Row]], dict[str, Any]]) -> dict[str, Any]:
         """Generate and score the drawn rows of this rank, record which groups had variance, and weight the advantages.
 
         Args:
@@ -317,9 +318,7 @@ class PromptSampling(TrainerCallback):
         """Write the numbers of zero-variance groups into the checkpoint."""
         if args.should_save and self.sampler is not None:
             content = {"groups_without_variance": self.sampler.unvaried.tolist()}
-            write_atomically(
-                Path(args.output_dir) / f"checkpoint-{state.global_step}" / MEMORY, json.dumps(content) + "\n"
-            )
+            write_atomically(run_folder(args) / f"checkpoint-{state.global_step}" / MEMORY, json.dumps(content) + "\n")
 
 
 def varies(rewards: np.ndarray) -> np.ndarray:

@@ -26,26 +26,30 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
-from peft import PeftConfig, PeftModel, PeftType
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 from peft.utils import AuxiliaryTrainingWrapper
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_adapter
 
+from grpo_recipes.generation.models import base_model, run_folder
 from grpo_recipes.recipe.specs import ReferenceSpec
 from grpo_recipes.runs.files import replacing
-from grpo_recipes.runs.weights import adapter_config
+from grpo_recipes.runs.weights import adapter_config, adapter_kind
 from grpo_recipes.training.adapters import adapter_tensors, gathered
 from grpo_recipes.training.trl_patches import send_policy
 from grpo_rewards.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from grpo_recipes.generation.models import TRLTrainer
 
 REF = "ref"
 """Adapter name that TRL scores the reference with."""
@@ -96,6 +100,7 @@ def set_reference(trainer: GRPOTrainer, source: str | Mapping[str, Any] | Refere
     Raises:
         UserError: the policy cannot have this reference, an adapter would not train, or the refresh keys do not fit.
     """
+    trainer = cast("TRLTrainer", trainer)
     model, args = trainer.model, trainer.args
     _forget_earlier(trainer)
     if source is None:
@@ -139,7 +144,8 @@ def kl_to_reference(trainer: GRPOTrainer, texts: Sequence[str]) -> float:
     collective call:
     every rank calls it with equal texts.
     """
-    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    trainer = cast("TRLTrainer", trainer)
+    tokenizer: PreTrainedTokenizerBase = trainer._tokenizer
     batch = tokenizer(list(texts), return_tensors="pt", padding=True).to(trainer.accelerator.device)
     inputs = (batch["input_ids"], batch["attention_mask"], batch["input_ids"].shape[1] - 1)
     policy = trainer._get_per_token_logps_and_entropies(trainer.model, *inputs)[0]
@@ -152,13 +158,15 @@ def kl_to_reference(trainer: GRPOTrainer, texts: Sequence[str]) -> float:
 
 
 @contextmanager
-def reference_in(trainer: GRPOTrainer) -> Iterator[torch.nn.Module]:
+def reference_in(trainer: TRLTrainer) -> Iterator[torch.nn.Module]:
     """Yield the model that scores the reference. A model shared with the policy has the reference's adapter active."""
     if trainer.ref_model is not None:
         yield trainer.ref_model
         return
     model = trainer.accelerator.unwrap_model(trainer.model)
-    checkpointing = disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs)
+    # TRL's annotation leaves out models with an adapter.
+    policy, kwargs = cast(PreTrainedModel, trainer.model), trainer.args.gradient_checkpointing_kwargs
+    checkpointing = disable_gradient_checkpointing(policy, kwargs)
     with checkpointing, use_adapter(model, adapter_name=REF if REF in model.peft_config else None):
         yield trainer.model
 
@@ -166,7 +174,7 @@ def reference_in(trainer: GRPOTrainer) -> Iterator[torch.nn.Module]:
 class ReferenceCallback(TrainerCallback):
     """Callback that keeps the reference in place: after a resume, at each refresh, and in each checkpoint."""
 
-    def __init__(self, trainer: GRPOTrainer, spec: ReferenceSpec) -> None:
+    def __init__(self, trainer: TRLTrainer, spec: ReferenceSpec) -> None:
         self.trainer = trainer
         self.spec = spec
         self.is_switched_off = isinstance(trainer.model, PeftModel) and REF not in trainer.model.peft_config
@@ -180,16 +188,16 @@ class ReferenceCallback(TrainerCallback):
                 model.delete_adapter(REF)
             else:
                 _freeze(model)  # loading makes it trainable
-        if state.global_step and args.sync_ref_model:
+        if state.global_step and self.trainer.args.sync_ref_model:
             _restore(self.trainer, _resumed_checkpoint(args, state))
         elif not state.global_step:
             _warn_of_dropout(self.trainer)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Refresh the reference every `ref_model_sync_steps` optimizer steps, as TRL does for a full model."""
-        if not args.sync_ref_model or state.global_step % args.ref_model_sync_steps:
+        if not self.trainer.args.sync_ref_model or state.global_step % self.trainer.args.ref_model_sync_steps:
             return
-        _refresh(self.trainer, args.ref_model_mixup_alpha)
+        _refresh(self.trainer, self.trainer.args.ref_model_mixup_alpha)
         if self.spec.reset_optimizer_on_sync:
             optimizer = kwargs["optimizer"]
             # Only the state: a new optimizer would also restart the learning-rate schedule.
@@ -200,18 +208,18 @@ class ReferenceCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Add a refreshed reference to the checkpoint. A reference that never changes is rebuilt from its source."""
-        if args.sync_ref_model:
-            _store(self.trainer, Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        if self.trainer.args.sync_ref_model:
+            _store(self.trainer, run_folder(args) / f"checkpoint-{state.global_step}")
 
 
-def _forget_earlier(trainer: GRPOTrainer) -> None:
+def _forget_earlier(trainer: TRLTrainer) -> None:
     """Remove the reference that TRL or an earlier call made, but no adapter of the user's."""
     model = trainer.model
     earlier = trainer.pop_callback(ReferenceCallback)
     trainer.remove_callback(SyncRefModelCallback)
     if not isinstance(model, PeftModel) or REF not in model.peft_config:
         return
-    if earlier is not None:
+    if isinstance(earlier, ReferenceCallback):
         if earlier.spec.adapter != REF:
             model.delete_adapter(REF)
     elif trainer.beta:
@@ -244,12 +252,12 @@ def _check_trains(model: torch.nn.Module) -> None:
 
 def _give_head_a_bias(model: PeftModel) -> None:
     """Let TRL's fused head read `lm_head.bias`, which PEFT's wrapper of a tied head with trainable tokens lacks."""
-    head = model.get_base_model().get_output_embeddings()
+    head = base_model(model).get_output_embeddings()
     if isinstance(head, AuxiliaryTrainingWrapper) and not hasattr(head, "bias"):
-        head.bias = None
+        head.bias = None  # type: ignore[assignment]  # torch declares no None among the attributes of a module
 
 
-def _check_backend(trainer: GRPOTrainer) -> None:
+def _check_backend(trainer: TRLTrainer) -> None:
     # FSDP1 flattens parameters into one, so policy and reference cannot be paired tensor by tensor.
     fsdp = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
     if fsdp is not None and fsdp.fsdp_version == 1 and trainer.args.sync_ref_model:
@@ -374,7 +382,7 @@ def _copy_adapter(model: PeftModel, name: str) -> None:
             mismatch = f"{min(source.keys() ^ target.keys())} is in one of them only"
     if mismatch:
         raise UserError(
-            f"PEFT can't hold a second {config.peft_type.value} adapter like `{name}` ({mismatch}): use `reference: "
+            f"PEFT can't hold a second {adapter_kind(config)} adapter like `{name}` ({mismatch}): use `reference: "
             "base` if the adapter is new, or merge the adapter into the model"
         )
     for original, duplicate in _paired(source, target):
@@ -413,7 +421,8 @@ def _load_reference(model: PeftModel, where: str) -> str | None:
     return config.base_model_name_or_path
 
 
-def _changes_the_base(config: PeftConfig) -> bool:
+def _changes_the_base(config: PeftConfig) -> TypeGuard[LoraConfig]:
+    """Return True for a LoRA whose initialization has changed the weights of the base."""
     return str(getattr(config, "init_lora_weights", "")).lower().startswith(CHANGES_THE_BASE)
 
 
@@ -435,7 +444,7 @@ def _freeze(model: PeftModel) -> None:
             disable_dropout_in_model(module)
 
 
-def _model_reference(trainer: GRPOTrainer, spec: ReferenceSpec) -> str:
+def _model_reference(trainer: TRLTrainer, spec: ReferenceSpec) -> str:
     """Set up the reference of full fine-tuning, and return its description."""
     if spec.name != "initial":
         value = "base" if spec.adapter is None else f"{{adapter: {spec.adapter}}}"
@@ -443,6 +452,7 @@ def _model_reference(trainer: GRPOTrainer, spec: ReferenceSpec) -> str:
             f"`reference: {value}` needs a policy with an adapter, and this is full fine-tuning: use `reference: "
             "initial`"
         )
+    assert not isinstance(trainer.model, PeftModel)
     trainer.ref_model = None  # frees the copy that TRL loaded, before there is a second one
     reference = _frozen_copy(trainer.model)
     args, accelerator = trainer.args, trainer.accelerator
@@ -450,7 +460,7 @@ def _model_reference(trainer: GRPOTrainer, spec: ReferenceSpec) -> str:
     if trainer.is_deepspeed_enabled:
         trainer.ref_model = prepare_deepspeed(reference, accelerator)
     elif trainer.is_fsdp_enabled:
-        trainer.ref_model = prepare_fsdp(reference, accelerator)
+        trainer.ref_model = cast(PreTrainedModel, prepare_fsdp(reference, accelerator))  # or FSDP1's wrapper of it
     else:
         trainer.ref_model = accelerator.prepare_model(reference, evaluation_mode=True)
     return f"the initial policy: a frozen copy of the model ({_count(reference.parameters()):,} parameters)"
@@ -502,7 +512,7 @@ def _dropout(model: torch.nn.Module) -> dict[str, float]:
     return found
 
 
-def _warn_of_dropout(trainer: GRPOTrainer) -> None:
+def _warn_of_dropout(trainer: TRLTrainer) -> None:
     """Warn if dropout is on, with the KL that it causes on the first prompt: two passes of one policy then differ."""
     active = _dropout(trainer.model)
     if not active or not trainer.beta:
@@ -523,7 +533,7 @@ def _warn_of_dropout(trainer: GRPOTrainer) -> None:
         )
 
 
-def _refresh(trainer: GRPOTrainer, alpha: float) -> None:
+def _refresh(trainer: TRLTrainer, alpha: float) -> None:
     """Set reference <- (1 - alpha) reference + alpha policy, tensor by tensor, as TRL's `SyncRefModelCallback` does."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     policy = dict(model.named_parameters())
@@ -577,7 +587,7 @@ def _blend(source: torch.Tensor, target: torch.Tensor, alpha: float) -> None:
             target.mul_(1.0 - alpha).add_(source, alpha=alpha)
 
 
-def _reference_tensors(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+def _reference_tensors(trainer: TRLTrainer) -> dict[str, torch.Tensor]:
     # Unwrapped, because the wrappers of DDP and DeepSpeed put a prefix before every name.
     model = trainer.accelerator.unwrap_model(trainer.model)
     if isinstance(model, PeftModel):
@@ -585,7 +595,7 @@ def _reference_tensors(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
     return dict(trainer.accelerator.unwrap_model(trainer.ref_model).named_parameters())
 
 
-def _store(trainer: GRPOTrainer, checkpoint: Path) -> None:
+def _store(trainer: TRLTrainer, checkpoint: Path) -> None:
     """Write the full reference into `checkpoint` from rank 0. A collective call where tensors are partitioned."""
     tensors = {}
     for name, tensor in _reference_tensors(trainer).items():
@@ -600,7 +610,7 @@ def _store(trainer: GRPOTrainer, checkpoint: Path) -> None:
 
 
 @torch.no_grad()
-def _restore(trainer: GRPOTrainer, checkpoint: Path) -> None:
+def _restore(trainer: TRLTrainer, checkpoint: Path) -> None:
     """Read the reference that `_store` wrote."""
     if not (checkpoint / WEIGHTS).is_file():
         raise UserError(
@@ -625,4 +635,4 @@ def _resumed_checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
     name = f"checkpoint-{state.global_step}"
     # `resume_from_checkpoint` may also be True or None, or name another run's folder that was copied here.
     given = Path(str(args.resume_from_checkpoint))
-    return given if given.name == name else Path(args.output_dir) / name
+    return given if given.name == name else run_folder(args) / name

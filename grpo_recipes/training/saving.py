@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from grpo_recipes.generation.models import run_folder
 from grpo_recipes.process.ranks import gather, on_first_rank, raise_alike, rank
 from grpo_recipes.runs.checkpoints import Manifest, read_manifest, rejection, write_manifest
 from grpo_recipes.runs.files import LIVE, NUMBER, NUMBER_OR_NULL, STEP, RunError, Shape, read_object, write_atomically
@@ -97,7 +98,7 @@ class CompleteCheckpoints(TrainerCallback):
     def _decide(self, requested: str | Literal[True]) -> Path | None:
         """Return the checkpoint that a script resumes from, or None if there is none. Collective."""
         args = self.trainer.args
-        point = raise_alike(lambda: decide(Path(args.output_dir), requested, args.world_size, trusts_others=True))
+        point = raise_alike(lambda: decide(run_folder(args), requested, args.world_size, trusts_others=True))
         if point.newest is None and not point.rejected:
             return None
         point = confirmed(point, each_node=args.save_on_each_node)
@@ -123,7 +124,7 @@ class CompleteCheckpoints(TrainerCallback):
     def _begin_launch(self) -> None:
         """Record the launch, so that a later `true` follows it even if it saves nothing. Collective."""
         args, source = self.trainer.args, self.resumed_from
-        folder = Path(args.output_dir)
+        folder = run_folder(args)
         # Every rank has read the folder when the first rank's answer arrives, and only then is it written to.
         self.launch = LastLaunch(on_first_rank(lambda: new_branch(folder, source)), source)
         if self.held is not None:
@@ -179,7 +180,7 @@ class CompleteCheckpoints(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Complete the checkpoint. Then push it, and remove older checkpoints but the best."""
         self.check_folder()
-        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        checkpoint = run_folder(args) / f"checkpoint-{state.global_step}"
         # Before the manifest, which would not list the file otherwise.
         _write_logged(self.trainer, checkpoint / LOGGED)
         manifest = Manifest(
@@ -200,7 +201,7 @@ class CompleteCheckpoints(TrainerCallback):
         if args.should_save:
             # Never this checkpoint, even if the limit is 1 and another one is the best: a resume needs it.
             best = Path(state.best_model_checkpoint or checkpoint)
-            _rotate(oldest_first(Path(args.output_dir), self.launch), self.limit, {checkpoint, best})
+            _rotate(oldest_first(run_folder(args), self.launch), self.limit, {checkpoint, best})
 
     def check_folder(self) -> None:
         """Raise `FolderLost` on every rank if the launch no longer holds the run's folder. Collective.

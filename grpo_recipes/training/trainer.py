@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import Sampler
+from transformers import PreTrainedModel
 from trl import GRPOConfig
-from trl import GRPOTrainer as TRLGRPOTrainer
+from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.generation.generator_check import GenerationCheck
 from grpo_recipes.generation.models import base_model
@@ -58,6 +61,11 @@ from grpo_recipes.training.trl_patches import (
     take_over_mask,
 )
 
+if TYPE_CHECKING:
+    from grpo_recipes.generation.models import TRLTrainer as TRLGRPOTrainer
+else:
+    from trl import GRPOTrainer as TRLGRPOTrainer
+
 logger = logging.getLogger(__name__)
 
 
@@ -85,7 +93,7 @@ class GRPOTrainer(TRLGRPOTrainer):
 
     def __init__(
         self,
-        model: str | nn.Module,
+        model: str | PreTrainedModel | PeftModel,
         reward_funcs: Any = None,
         args: GRPOConfig | None = None,
         *rest: Any,
@@ -269,7 +277,7 @@ class GRPOTrainer(TRLGRPOTrainer):
             return self._generate_with_advantages(inputs)
         return self._prompts.generate(inputs, self._generate_with_advantages)
 
-    def _generate_with_advantages(self, inputs: Sequence[Any]) -> dict[str, Any]:
+    def _generate_with_advantages(self, inputs: list[Any]) -> dict[str, Any]:
         """Run TRL's generation and scoring, then replace its advantages in the batch and in the log by the rule's."""
         output = super()._generate_and_score_completions(inputs)
         if self._advantage_rule is None:
@@ -277,6 +285,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         group = self.num_generations if self.model.training else self.num_generations_eval
         values = advantages_by_rule(self._advantage_rule, self._gathered_rewards, self.reward_weights, group)
         logged = self._logs["advantages"]
+        assert isinstance(logged, deque)
         for _ in range(min(len(logged), len(values))):  # TRL's log keeps the last generation batch only
             logged.pop()
         logged.extend(values.tolist())
@@ -297,10 +306,11 @@ class GRPOTrainer(TRLGRPOTrainer):
         images: Any,
         multimodal_fields: Any,
         num_generations: int,
-        **more: Any,
+        has_tool_images: bool = False,
     ) -> tuple[list[list[int]], list[list[float]] | None]:
         """Return TRL's completions and log-probabilities of one turn, compared with the policy."""
-        turn = partial(super()._generate_single_turn, prompt_ids, images, multimodal_fields, num_generations, **more)
+        inputs = (prompt_ids, images, multimodal_fields, num_generations, has_tool_images)
+        turn = partial(super()._generate_single_turn, *inputs)
         completion_ids, log_probs, difference = self._generation(turn, prompt_ids)
         if difference is not None:
             metrics = self._metrics["train" if self.model.training else "eval"]
@@ -317,7 +327,8 @@ class GRPOTrainer(TRLGRPOTrainer):
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
         """Return TRL's order of prompts, also after a resume past the first epoch. `sampling` marks some as skipped."""
-        recorded = offline.with_baseline(super()._get_train_sampler(dataset), self.rollout_func)
+        stock = cast(RepeatSampler, super()._get_train_sampler(dataset))  # TRL declares any sampler
+        recorded = offline.with_baseline(stock, self.rollout_func)
         sampler = EpochSampler.like(recorded) if self._prompts is None else self._prompts.sampler_like(recorded)
         # A second training has another sampler, and the epoch is set on one of them only.
         self.remove_callback(SetSamplerEpoch)

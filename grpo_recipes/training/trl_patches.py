@@ -11,8 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
@@ -26,14 +25,18 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 from trl.generation import vllm_generation
 
+from grpo_recipes.generation.models import run_folder
 from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.generation.stop_strings import StopStrings
 from grpo_recipes.training.packing import has_packing_attention, packing_attention, stock_attention
 from grpo_rewards.errors import UserError
 from grpo_rewards.redaction import HIDDEN, is_secret, redacted
+
+if TYPE_CHECKING:
+    from grpo_recipes.generation.models import TRLTrainer
 
 NOT_SENT_BY_TRL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0}
 """Sampling settings of vLLM that TRL leaves to the engine, with their neutral values."""
@@ -74,7 +77,7 @@ def neutral_engine() -> Iterator[None]:
         vllm_generation.LLM = engine
 
 
-def send_settings(trainer: GRPOTrainer, published: PublishedSettings) -> None:
+def send_settings(trainer: TRLTrainer, published: PublishedSettings) -> None:
     """Send vLLM every sampling setting explicitly, and announce which settings of the model it does not follow.
 
     An engine or server takes what a request leaves out from the model's generation_config.json.
@@ -102,7 +105,7 @@ def send_settings(trainer: GRPOTrainer, published: PublishedSettings) -> None:
     vllm.generation_kwargs = {**NOT_SENT_BY_TRL, **given}
 
 
-def _check_server_limit(trainer: GRPOTrainer, published: int | None) -> None:
+def _check_server_limit(trainer: TRLTrainer, published: int | None) -> None:
     """Raise `UserError` if a server limits completions to fewer tokens than `max_completion_length`."""
     if trainer.args.vllm_mode != "server" or not trainer.accelerator.is_main_process:
         return
@@ -117,7 +120,7 @@ def _check_server_limit(trainer: GRPOTrainer, published: int | None) -> None:
         )
 
 
-def send_policy(trainer: GRPOTrainer) -> None:
+def send_policy(trainer: TRLTrainer) -> None:
     """Send vLLM copies of the merged weights of the active adapter, and no tensor that vLLM has no name for.
 
     TRL 1.16 merges the adapter, yields views of the parameters one by one, and unmerges after the last one
@@ -201,14 +204,14 @@ class ContinuousBatching:
 # ---- stop strings: TRL knows one end of a completion, a token, and counts others as cut off at `max_completion_length`
 
 
-def take_over_mask(trainer: GRPOTrainer) -> bool:
+def take_over_mask(trainer: TRLTrainer) -> bool:
     """Return True if TRL was to mask truncated completions, and keep it from it: `correct_counts` does so instead."""
     masks, trainer.mask_truncated_completions = trainer.mask_truncated_completions, False
     return masks
 
 
 def correct_counts(
-    trainer: GRPOTrainer, output: tuple[Any, ...], stop: StopStrings, masks_truncated: bool
+    trainer: TRLTrainer, output: tuple[Any, ...], stop: StopStrings, masks_truncated: bool
 ) -> tuple[Any, ...]:
     """Correct the metrics of truncated completions that TRL's `_generate` has logged, and its mask.
 
@@ -246,7 +249,7 @@ def correct_counts(
 
 
 @contextmanager
-def separate_eval_completions(trainer: GRPOTrainer, dataset: Any, prefix: str) -> Iterator[None]:
+def separate_eval_completions(trainer: TRLTrainer, dataset: Any, prefix: str) -> Iterator[None]:
     """Log completions inside this block to a table of their own, written to `<prefix>_completions_<step>.parquet`.
 
     TRL 1.16 logs training and evaluation through one table (`GRPOTrainer._logs`) and writes both to
@@ -263,7 +266,7 @@ def separate_eval_completions(trainer: GRPOTrainer, dataset: Any, prefix: str) -
     if isinstance(trainer.eval_dataset if dataset is None else dataset, dict):
         yield
         return
-    table = Path(trainer.args.output_dir, "completions", f"completions_{trainer.state.global_step:05d}.parquet")
+    table = run_folder(trainer.args) / "completions" / f"completions_{trainer.state.global_step:05d}.parquet"
     aside = table.with_suffix(".training")
     training, trainer._logs = trainer._logs, _unbounded(trainer._logs)
     writes = trainer.accelerator.is_main_process

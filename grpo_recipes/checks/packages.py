@@ -19,7 +19,7 @@ from trl.import_utils import is_vllm_available
 
 from grpo_recipes.data.prompts import token_lengths
 from grpo_recipes.recipe.specs import not_a_choice
-from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config
+from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config, adapter_kind
 from grpo_rewards.errors import UserError
 
 # Packages whose name differs from the tracker's. transformers has one function `is_<package>_available` for each.
@@ -96,7 +96,7 @@ def check_vllm(config: Any, num_processes: int, model: Mapping[str, Any]) -> Non
     adapter = adapter_config(name) if (Path(name) / ADAPTER_CONFIG).is_file() else None
     if adapter is not None and adapter.is_prompt_learning:
         raise UserError(
-            f"`model_name_or_path` {name} is an adapter of the kind {adapter.peft_type.value}, which can't be merged "
+            f"`model_name_or_path` {name} is an adapter of the kind {adapter_kind(adapter)}, which can't be merged "
             "into the weights that vLLM gets: set `use_vllm: false`"
         )
     if model.get("load_in_8bit"):

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import numpy as np
@@ -129,7 +129,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str
     """Return the special token that follows an assistant's message in the chat template, or None if none does."""
     turns = [{"role": "user", "content": _MARK}, {"role": "assistant", "content": _MARK}]
     try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False, **template_kwargs)
+        text = cast(str, tokenizer.apply_chat_template(turns, tokenize=False, **template_kwargs))
     except Exception:  # a template is a program, and may raise any class
         return None
     ids = tokenizer(text.rpartition(_MARK)[2].strip(), add_special_tokens=False)["input_ids"]

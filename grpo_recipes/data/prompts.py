@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import datasets
 import numpy as np
@@ -21,7 +21,7 @@ from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 SYSTEM_PROMPTS: Mapping[str, str | None] = {
     # "GRPO from scratch": SYSTEM_PROMPT, stripped as its build_prompt does.
@@ -338,17 +338,20 @@ def _token_ids(
         raise UserError(
             "`dataset.prompt_format`: the tokenizer has no chat template: set it to text, or use an instruct model"
         )
+    # Transformers declares text as the content of a message, and one return type for all of these arguments.
+    messages = cast("list[list[dict[str, str]]]", list(prompts))
     tokens = tokenizer.apply_chat_template(
-        list(prompts), add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
+        messages, add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
     )
-    return tokens["input_ids"]
+    return cast("BatchEncoding", tokens)["input_ids"]
 
 
 def rendered(prompt: Turns, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> str:
     """Return a prompt as the model receives it: messages go through the chat template with the generation prompt."""
     if isinstance(prompt, str):
         return prompt
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **template_kwargs)
+    text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **template_kwargs)
+    return cast(str, text)  # the type with `tokenize=False`
 
 
 def limit_prompts(
@@ -424,7 +427,7 @@ def _cut_left(
         if not kept:
             raise UserError(f"`dataset.max_prompt_tokens`: {limit} leaves no room for the question: raise the limit")
         # A cut inside a character decodes to U+FFFD, which the model never meets otherwise.
-        content = tokenizer.decode(kept).lstrip("\ufffd")
+        content = cast(str, tokenizer.decode(kept)).lstrip("\ufffd")
         prompt = content if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": content}]
     return prompt
 

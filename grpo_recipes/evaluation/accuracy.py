@@ -67,7 +67,7 @@ class ThinkFormat(BaseReward):
         """Score each completion, given as text."""
         from trl.rewards import think_format_reward
 
-        return think_format_reward([[{"content": completion}] for completion in completions])
+        return list(think_format_reward([[{"content": completion}] for completion in completions]))
 
 
 # Strict accuracy

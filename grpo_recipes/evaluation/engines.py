@@ -10,10 +10,10 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
-from transformers import BatchEncoding, GenerationConfig
+from transformers import BatchEncoding, GenerationConfig, PreTrainedModel
 
 from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.checks.tokenizer import load_after_trial
@@ -70,9 +70,11 @@ def load_engine(name: str, prompts: Sequence[Any] = ()) -> Engine:
                     name, dtype="auto", use_safetensors=True, trust_remote_code=False
                 )
         else:
-            model, loading = AutoModelForCausalLM.from_pretrained(
+            loaded = AutoModelForCausalLM.from_pretrained(
                 name, dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
             )
+            # Transformers does not declare the pair that `output_loading_info` returns.
+            model, loading = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
             missing = sorted(loading["missing_keys"])
     except Exception as error:  # a stranger's files can make transformers raise anything
         raise UserError(f"{name}: the model can't be loaded: {_reason(error)}") from error

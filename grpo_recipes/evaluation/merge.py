@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
@@ -15,7 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.checks.tokenizer import load_after_trial
 from grpo_recipes.runs.files import RunError
-from grpo_recipes.runs.weights import adapter_config, check_descriptions, check_weight_files, tokenizer_source
+from grpo_recipes.runs.weights import (
+    adapter_config,
+    adapter_kind,
+    check_descriptions,
+    check_weight_files,
+    tokenizer_source,
+)
 from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.files import UnreadableFile, read_text
 
@@ -44,7 +50,7 @@ def merge(folder: Path, output: Path) -> str:
     if config is None:
         raise UserError(f"{folder} holds no adapter (no adapter_config.json): a full model needs no merging")
     if config.is_prompt_learning:
-        raise UserError(f"{folder} holds an adapter of kind {config.peft_type.value}, whose tokens no weight can hold")
+        raise UserError(f"{folder} holds an adapter of kind {adapter_kind(config)}, whose tokens no weight can hold")
     if output.exists():
         raise UserError(f"--output {output} exists: name a folder that does not")
     base_name, revision = str(config.base_model_name_or_path), config.revision or "main"
@@ -131,7 +137,7 @@ def _merged(base: PreTrainedModel, folder: Path) -> tuple[PreTrainedModel, str]:
 def _logits(model: PreTrainedModel | PeftModel) -> torch.Tensor:
     """Return the logits of a fixed row of tokens from the whole vocabulary, float32 (tokens, vocabulary)."""
     model.eval()
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings
     row = torch.linspace(0, vocabulary - 1, min(PROBE_TOKENS, vocabulary)).long()
     return model(input_ids=row[None].to(model.device)).logits[0].float()
 

@@ -30,7 +30,7 @@ from grpo_recipes.evaluation.merge import merge
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.runs.record import VLLM as DISTRIBUTIONS
-from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config
+from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config, adapter_kind
 from grpo_rewards.errors import UserError, one_line
 
 CONCURRENT_REQUESTS = 64
@@ -164,7 +164,8 @@ def needs_merging(name: str) -> str | None:
     config = adapter_config(name)
     assert config is not None, "the caller knows that it is an adapter"
     if config.peft_type != PeftType.LORA:
-        return f"its kind, {config.peft_type.value}"
+        return f"its kind, {adapter_kind(config)}"
+    assert isinstance(config, LoraConfig)
     defaults = LoraConfig(target_modules=config.target_modules).to_dict()
     for key, value in config.to_dict().items():
         if key not in SERVED_KEYS and value and value != defaults.get(key):
@@ -234,10 +235,11 @@ class Local:
             model = Path(self._merged.name) / "model"
             merge(Path(name), model)
             return {"model": str(model)}
+        from peft import LoraConfig
         from vllm.lora.request import LoRARequest
 
         config = adapter_config(name)
-        assert config is not None, "adapter_config.json was read before"
+        assert isinstance(config, LoraConfig), "`needs_merging` has looked"
         self.request = LoRARequest("policy", 1, str(Path(name).absolute()))
         rank = next((room for room in RANKS if room >= config.r), config.r)
         return {"model": config.base_model_name_or_path, "enable_lora": True, "max_loras": 1, "max_lora_rank": rank}

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Annotated, Any, NoReturn, get_origin, get_type_hints
 
 import yaml
+from transformers.hf_argparser import DataClassType
 from trl import GRPOConfig, ModelConfig, TrlParser
 
 from grpo_recipes.recipe import specs, trl_keys
@@ -390,7 +391,8 @@ def _values_for_trl(raw: Mapping[str, Any], args: Sequence[str], options: Sequen
             values[key] = specs.typed(key, value, hints_of_trl[key])
         elif key not in OUR_KEYS:
             raise UserError(f"unknown key `{key}`{_nearest_key(str(key))}")
-    parser = _Parser((GRPOConfig, ModelConfig), prog="python -m grpo_recipes.train", allow_abbrev=False)
+    classes = DataClassType(GRPOConfig), DataClassType(ModelConfig)
+    parser = _Parser(classes, prog="python -m grpo_recipes.train", allow_abbrev=False)
     parser.set_defaults(**dict.fromkeys(hints_of_trl, _UNSET))
     parser.set_defaults_with_config(**values)
     namespace, unknown = parser.parse_known_args(list(args))

@@ -228,6 +228,13 @@ def adapter_config(where: str | Path, revision: str = "main") -> PeftConfig | No
         return None
 
 
+def adapter_kind(config: PeftConfig) -> str:
+    """Return PEFT's name of an adapter's kind, such as LORA."""
+    from peft import PeftType  # takes seconds
+
+    return PeftType(config.peft_type).value
+
+
 def tokenizer_source(name: str) -> str:
     """Return the folder or hub id of the tokenizer for `name`: its base for an adapter folder without a tokenizer."""
     if not (Path(name) / ADAPTER_CONFIG).is_file() or (Path(name) / "tokenizer_config.json").is_file():

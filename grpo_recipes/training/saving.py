@@ -12,9 +12,9 @@ import logging
 import shutil
 from collections.abc import Callable, Sequence, Set
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from grpo_recipes.generation.models import run_folder
 from grpo_recipes.process.ranks import gather, on_first_rank, raise_alike, rank
@@ -33,6 +33,9 @@ from grpo_recipes.runs.resume import (
     unfit,
     write_launch,
 )
+
+if TYPE_CHECKING:
+    from grpo_recipes.generation.models import TRLTrainer
 
 LOGGED = "logged.json"
 """File of a checkpoint with the sums that the next log entry continues."""
@@ -57,7 +60,7 @@ class CompleteCheckpoints(TrainerCallback):
         identify: function that returns the identity of the launch.
     """
 
-    def __init__(self, trainer: Trainer, identify: Callable[[], Identity]) -> None:
+    def __init__(self, trainer: TRLTrainer, identify: Callable[[], Identity]) -> None:
         self.trainer = trainer
         self.identify = identify
         self.identity = Identity({})
@@ -264,7 +267,7 @@ def _rotate(checkpoints: Sequence[Path], limit: int, kept: Set[Path]) -> None:
         shutil.rmtree(checkpoint, ignore_errors=True)
 
 
-def _write_logged(trainer: Any, path: Path) -> None:
+def _write_logged(trainer: TRLTrainer, path: Path) -> None:
     """Write the sums since the last log entry and over all steps, which transformers and TRL keep in memory only."""
     losses = gather(trainer._tr_loss.item())  # every rank has its own
     if trainer.args.should_save:
@@ -277,7 +280,7 @@ def _write_logged(trainer: Any, path: Path) -> None:
         write_atomically(path, json.dumps(content) + "\n")
 
 
-def _restore_logged(trainer: Any, path: Path) -> None:
+def _restore_logged(trainer: TRLTrainer, path: Path) -> None:
     """Restore the sums that `_write_logged` wrote, or start at zero without the file (another trainer's checkpoint)."""
     try:
         content = read_object(path, LOGGED_SHAPE, "resume from another checkpoint")

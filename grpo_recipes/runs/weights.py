@@ -70,7 +70,7 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         RunError: there are none, or the index is damaged.
     """
-    is_adapter = (folder / ADAPTER_CONFIG).is_file()
+    is_adapter = (folder / ADAPTER_CONFIG).exists()  # a pipe or a device too: the reader of the file refuses it by name
     for name in ADAPTER if is_adapter else SINGLE:
         if (folder / name).is_file():
             return [folder / name]
@@ -104,6 +104,8 @@ def _check_safetensors(file: Path) -> None:
     except (SafetensorError, OSError) as error:
         reason = str(error).removeprefix("Error while deserializing header: ")
         raise RunError(f"{file} is cut off or damaged ({file.stat().st_size:,} bytes): {reason}") from error
+    except MemoryError as error:  # the process may use less address space than the file has bytes
+        raise RunError(f"{file} can't be mapped into memory ({file.stat().st_size:,} bytes): {error}") from error
 
 
 def _shards(index: Path) -> list[str]:

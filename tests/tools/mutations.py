@@ -77,7 +77,8 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
             text = change if isinstance(change, str) else ast.unparse(ast.fix_missing_locations(change))
             bracketed = isinstance(node, ast.expr) and not isinstance(node, (ast.Constant, ast.Slice))
             text = f"({text})" if bracketed else text
-            start, stop = place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
+            start = place(node.lineno, node.col_offset)  # type: ignore[attr-defined]
+            stop = place(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
             found.append(Mutant(path, start, stop, text, (statement.lineno, max(statement.lineno, last or 0))))
     return sorted(found, key=lambda mutant: (mutant.start, mutant.stop, mutant.text))
 

@@ -346,7 +346,8 @@ def test_a_rollout_or_an_environment_may_read_every_column(place: Path) -> None:
     assert set(identity_of(built, {}).content["columns"]) == {"prompt", "note"}
     recorded = recipe(place, rewards=["recorded"], dataset={"name": "scored", "path": "rows.jsonl"}, offline="group")
     checked = SimpleNamespace(train_dataset=rows, rewards=[])
-    assert set(train.identity_of(parse_recipe(recorded), checked).content["columns"]) == {"prompt", "note"}  # type: ignore[arg-type]
+    identity = train.identity_of(parse_recipe(recorded), checked)  # type: ignore[arg-type]
+    assert set(identity.content["columns"]) == {"prompt", "note"}
 
 
 def test_rewards_without_a_source_file_are_not_identified() -> None:

@@ -253,7 +253,8 @@ def test_two_ranks_of_a_script_decide_alike(tmp_path: Path) -> None:
     resumed = said("4", "true")
     assert resumed.count(f"went on from {tmp_path / 'run' / 'checkpoint-3'}") == 2
     assert resumed.count("the last launch did not resume from checkpoint-4 and checkpoint-6") == 1
-    branches = {read_manifest(path).branch for path in (tmp_path / "run").glob("checkpoint-[34]")}  # type: ignore[union-attr]
+    checkpoints = (tmp_path / "run").glob("checkpoint-[34]")
+    branches = {read_manifest(path).branch for path in checkpoints}  # type: ignore[union-attr]
     assert sorted(map(len, branches)) == [2, 3]
     (tmp_path / "golds.txt").write_text(" ".join(map(str, range(1, 17))))
     refused = said("8", "true")

@@ -99,7 +99,8 @@ def test_which_tensors_the_varlen_kernel_takes(change: dict[str, Any], taken: bo
     pytest.importorskip("torch.nn.attention.varlen")
     shape = change.get("shape", (1, 4, 9, 64))
     query = SimpleNamespace(**{"is_cuda": True, "dtype": torch.bfloat16, **change, "shape": shape})
-    assert packing._has_varlen(query, SimpleNamespace(shape=change.get("values", shape))) is taken  # type: ignore[arg-type]
+    values = SimpleNamespace(shape=change.get("values", shape))
+    assert packing._has_varlen(query, values) is taken  # type: ignore[arg-type]
 
 
 def test_a_layer_that_attends_twice_is_not_packed(tmp_path: Path, logged: Any) -> None:

@@ -94,7 +94,8 @@ def test_the_sums_of_the_next_log_entry_are_restored(tmp_path: Path, ranks: int,
     (tmp_path / LOGGED).write_text(json.dumps(content))
     callback = CompleteCheckpoints(trainer, lambda: NOTHING)  # type: ignore[arg-type]
     callback.resumed_from = tmp_path
-    callback.on_train_begin(args, SimpleNamespace(global_step=5, best_model_checkpoint=None), SimpleNamespace())  # type: ignore[arg-type]
+    state = SimpleNamespace(global_step=5, best_model_checkpoint=None)
+    callback.on_train_begin(args, state, SimpleNamespace())  # type: ignore[arg-type]
     assert trainer._tr_loss.item() == loss
     assert (trainer._globalstep_last_logged, trainer._total_loss_scalar, trainer._initial_global_step) == (4, 7.5, 0)
     assert trainer._metrics["train"] == {"reward": [0.5, 1.0, 2.0]}

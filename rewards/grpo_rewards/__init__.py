@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from grpo_rewards.choices import choice_correctness
     from grpo_rewards.ifeval import instructions
     from grpo_rewards.ngrams import repetition
+    from grpo_rewards.programs import unit_tests
     from grpo_rewards.schema import json_schema
     from grpo_rewards.strings import string_match
 
@@ -32,6 +33,7 @@ __all__ = [
     "tag_count",
     "tag_presence",
     "tag_structure",
+    "unit_tests",
     "well_formed",
 ]
 __version__ = "0.1.0"
@@ -43,6 +45,7 @@ _LAZY = {
     "json_schema": "grpo_rewards.schema",
     "repetition": "grpo_rewards.ngrams",
     "string_match": "grpo_rewards.strings",
+    "unit_tests": "grpo_rewards.programs",
 }
 
 

@@ -132,6 +132,9 @@ class ChatEndpoint:
             connection.request("POST", f"{parts.path}/chat/completions", body, headers)
             response = connection.getresponse()
             content = response.read(MAX_REPLY_BYTES + 1)
+            # A response without a length looks complete where the timer cut it.
+            if expired.is_set():
+                raise TimeoutError
         except (OSError, http.client.HTTPException) as error:
             if expired.is_set() or isinstance(error, TimeoutError):
                 raise EndpointError(f"no reply within {self.timeout:g} s") from error
@@ -139,9 +142,6 @@ class ChatEndpoint:
         finally:
             timer.cancel()
             connection.close()
-        # A response without a length looks complete where the timer cut it.
-        if expired.is_set():
-            raise EndpointError(f"no reply within {self.timeout:g} s")
         if len(content) > MAX_REPLY_BYTES:
             raise EndpointError(f"a reply of more than {MAX_REPLY_BYTES} bytes", retry=False)
         if response.status != 200:

@@ -24,10 +24,10 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, ClassVar
 
-from grpo_rewards.completions import needed_column
-from grpo_rewards.math.correctness import AgainstGold, Judgements
+from grpo_rewards.completions import completion_text, needed_column
+from grpo_rewards.math.correctness import AgainstGold, Judgement
 from grpo_rewards.math.prose import word_set
-from grpo_rewards.reward import LogMetric, check_choice
+from grpo_rewards.reward import Scored, check_choice
 
 _MAX_EXTRA_CHARS = 1000
 """Number of characters by which an answer may be longer than the longest choice. A longer one names no choice."""
@@ -357,19 +357,17 @@ def _parsed(text: str, choices: Choices) -> str | None:
             return label if _by_text(text[head.end() :], choices) == label else None
         return label if _agrees(text[head.end() :].strip(), label, sure, choices) else None
     # A text first: "Paris (B)". The longest texts come first, so that "New York" is not read as "New".
-    key = _key(text)
-    for known, label in choices.keys:
-        if key.startswith(known) and key[len(known) : len(known) + 1] in _AFTER_TEXT:
-            return label if _agrees(_after_text(text, known), label, False, choices) else None
-    return None
+    known, label = _leading(text, choices.keys)
+    return label if label and _agrees(_after_text(text, known), label, False, choices) else None
 
 
-def _leading_key(key: str, label: str, choices: Choices) -> str | None:
-    """Return the key of a choice's text if `key` starts with it as a whole."""
-    for known, owner in choices.keys:
-        if owner == label and key.startswith(known):
-            return known if key[len(known) : len(known) + 1] in _AFTER_TEXT else None
-    return None
+def _leading(text: str, keys: Sequence[tuple[str, str]]) -> tuple[str, str | None]:
+    """Return the first of the keys with which a text starts as a whole, and its label, or None for no such key."""
+    start = _key(text)
+    for known, label in keys:
+        if start.startswith(known) and start[len(known) : len(known) + 1] in _AFTER_TEXT:
+            return known, label
+    return "", None
 
 
 def _is_word(head: re.Match[str], text: str) -> bool:
@@ -420,7 +418,8 @@ def _agrees(rest: str, label: str, sure: bool, choices: Choices) -> bool:
             continue
         # The choice's own text, which goes on: "B) Paris, the capital".
         opened = rest.lstrip("([")
-        if own := _leading_key(_key(opened), label, choices):
+        own, _ = _leading(opened, [pair for pair in choices.keys if pair[1] == label])
+        if own:
             rest, sure = _after_text(opened, own).lstrip(")]"), True
             continue
         if reason := _REASON.search(rest):  # only the remark before a reason can contradict
@@ -605,31 +604,31 @@ class ChoiceCorrectness(AgainstGold):
         """Name of the column with the choices, if the reward reads one."""
         return () if self.choices_column is None else (self.choices_column,)
 
-    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> Judgements:
-        golds = needed_column(self, "gold_column", columns, texts)
-        given: Sequence[Any] = [None] * len(texts)
+    def _scored(self, prompts: Any, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scored:
+        golds = needed_column(self, "gold_column", columns, completions)
+        given: Sequence[Any] = [None] * len(completions)
         if self.choices_column is not None and (self.choices_column != "choices" or "choices" in columns):
-            given = needed_column(self, "choices_column", columns, texts)
+            given = needed_column(self, "choices_column", columns, completions)
         letters_alone = all(choices is None for choices in given)
-        judged = Judgements()
-        for text, gold, value in zip(texts, golds, given, strict=True):
+        judged: list[Judgement] = []
+        for completion, gold, value in zip(completions, golds, given, strict=True):
             choices = read_choices(value) if value is not None or letters_alone else None
             right = read_gold(gold, choices, self.gold_form) if choices is not None else None
             if choices is None or right is None:
-                judged.add(None, None, "no gold", None)
+                judged.append((None, None, "no gold", None))
                 continue
-            found, label = self._named(text, choices)
+            found, label = self._named(completion_text(completion), choices)
             if label == right:
-                judged.add(label, right, "right", self.pay)
+                judged.append((label, right, "right", self.pay))
             elif label:
-                judged.add(label, right, "wrong", self.pay_wrong)
+                judged.append((label, right, "wrong", self.pay_wrong))
             else:
-                judged.add(None, right, "unclear" if found else "missing", self.pay_wrong)
-        return judged
+                judged.append((None, right, "unclear" if found else "missing", self.pay_wrong))
+        return self._with_columns(judged)
 
     def _named(self, text: str, choices: Choices) -> tuple[bool, str | None]:
         """Return True if there is an answer, and the choice that it names."""
-        outside = self._outside(text)
+        outside = self._outside_thinking(text)
         if self.extract == "sentence":
             return _claimed(outside, choices)
         if self.extract != "auto":

@@ -13,14 +13,15 @@ import statistics
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_rewards import __version__
 from grpo_rewards.completions import completion_text, listed_scores
-from grpo_rewards.errors import UserError, did_you_mean, one_line, shortened
+from grpo_rewards.errors import UserError, did_you_mean, one_line
+from grpo_rewards.explain import Reasons, json_values, score_line
 from grpo_rewards.files import LINE_BYTES, replacing
 from grpo_rewards.registry import (
     BuiltReward,
@@ -46,7 +47,6 @@ from grpo_rewards.terminal import (
 
 _CHUNK_ROWS = 256
 _EXAMPLES = 2
-_LOGGED_CHARS = 200
 _MOST_LINES = 20
 _BINS = 8
 
@@ -164,14 +164,12 @@ def _score(options: argparse.Namespace) -> int:
     _check_rows(options, rewards, rows, complaints)
     scores, logged = _score_rows(rewards, rows, gold_column, explain=options.explain)
     summaries = {reward.name: _summary(reward, scores[reward.name], rows) for reward in rewards}
+    explained = {"explained": _explanations(scores, logged, rows)} if options.explain else {}
     if options.json:
-        result: dict[str, Any] = {"file": str(options.file), "rewards": summaries}
-        if options.explain:
-            result["explained"] = _explanations(scores, logged, rows)
-        say(json.dumps(result, indent=2))
+        say(json.dumps({"file": str(options.file), "rewards": summaries, **explained}, indent=2))
     else:
         if options.explain:
-            _show_explanations(scores, logged, rows)
+            _show_explanations(explained["explained"], rows)
         for name, summary in summaries.items():
             show(*_described(name, summary))
     if options.out:
@@ -201,10 +199,8 @@ def _spec(text: str) -> str | Mapping[str, Any]:
 def _check_out(out: Path, source: Path) -> None:
     if out.suffix not in (".jsonl", ".parquet"):
         raise UserError(f"--out {out}: the name must end in .jsonl or .parquet")
-    if not out.parent.is_dir():
-        raise UserError(f"--out {out}: the folder {out.parent} does not exist")
     if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise UserError(f"--out {out} can't be written: choose a file in a folder of yours")
+        raise UserError(f"--out {out} can't be written: choose a file in an existing folder of yours")
     if out.exists() and source.exists() and out.samefile(source):
         raise UserError(f"--out {out} is the file to score: choose another name")
 
@@ -241,10 +237,11 @@ def _score_rows(
         batch["prompts"] = [row.columns.get("prompt") for row in chunk]
         batch["completions"] = [row.columns["completion"] for row in chunk]
         for reward in rewards:
-            values: list[dict[str, Any]] = [{} for _ in chunk]
-            loggers = _loggers(reward, values) if explain else {}
+            reasons = Reasons(reward)
+            reasons.begin(len(chunk))
+            loggers = reasons.loggers() if explain else {}
             scores[reward.name] += _call(reward, {**batch, **loggers}, chunk)
-            logged[reward.name] += values
+            logged[reward.name] += reasons.rows
     return scores, logged
 
 
@@ -255,28 +252,6 @@ def _column_names(rows: Sequence[Row]) -> set[str]:
 def _columns(rows: Sequence[Row], names: Iterable[str]) -> dict[str, Any]:
     """Return the named columns of a batch, with None for each row that lacks one."""
     return {name: [row.columns.get(name) for row in rows] for name in names}
-
-
-def _loggers(reward: BuiltReward, logged: Sequence[dict[str, Any]]) -> dict[str, Callable[[str, list], None]]:
-    """Return the logging callables that a reward takes. They write into `logged`, one mapping per completion."""
-
-    def log(column: str, values: list) -> None:
-        if len(values) != len(logged):
-            raise UserError(
-                f"reward `{reward.name}` logged {len(values)} values of `{column}` for {len(logged)} completions"
-            )
-        for row, value in zip(logged, values, strict=True):
-            row[column] = value
-
-    return {key: log for key in ("log_extra", "log_reason") if _takes(reward.unbound, key)}
-
-
-def _takes(function: Callable[..., Any], keyword: str) -> bool:
-    try:
-        inspect.signature(function).bind_partial(**{keyword: None})
-    except (TypeError, ValueError):  # a ValueError: a builtin without a signature
-        return False
-    return True
 
 
 def _call(reward: BuiltReward, batch: Mapping[str, Any], rows: Sequence[Row]) -> list[float | None]:
@@ -336,36 +311,17 @@ def _explanations(scores: Scores, logged: Logged, rows: Sequence[Row]) -> list[d
     """Return every row with its scores and the logged values, ready for JSON."""
     explained = []
     for index, row in enumerate(rows):
-        reasons: dict[str, dict[str, Any]] = {}
-        for name, values in logged.items():
-            reasons[name] = {column: _json_value(value) for column, value in values[index].items()}
+        reasons = {name: json_values(values[index]) for name, values in logged.items()}
         pay = {name: column[index] for name, column in scores.items()}
         explained.append({"row": row.number, "pay": pay, "said": reasons})
     return explained
 
 
-def _json_value(value: Any) -> Any:
-    """Return a logged value, which may be anything: as text if JSON cannot hold it."""
-    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
-
-
-def _show_explanations(scores: Scores, logged: Logged, rows: Sequence[Row]) -> None:
-    for index, row in enumerate(rows):
+def _show_explanations(explained: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> None:
+    for row, reasons in zip(rows, explained, strict=True):
         say(f"row {row.number}: {_excerpt(row.columns['completion'])}")
-        for name, column in scores.items():
-            terms = []
-            for key, value in logged[name][index].items():
-                if value != "":
-                    terms.append(f"{key.removeprefix(f'{name}/')} {_shown(value)}")
-            score = column[index]
-            shown = "no score" if score is None else f"{score:g}"
-            say(f"  {name} {shown}: {', '.join(terms) or 'it gives no reason'}")
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "none"
-    return f"{value:g}" if isinstance(value, float) else f"`{visible(shortened(str(value), _LOGGED_CHARS))}`"
+        for name, score in reasons["pay"].items():
+            say(f"  {score_line(name, score, reasons['said'][name])}")
 
 
 def _summary(reward: BuiltReward, column: Sequence[float | None], rows: Sequence[Row]) -> dict[str, Any]:
@@ -434,29 +390,51 @@ def _check(options: argparse.Namespace) -> int:
     function: Any = reward.function
     gold_column = options.gold_column or function.gold_column
     rows, complaints = _read(options.file, gold_column)
-    unscorable, below = [], []
+    unscorable, below, untried = [], [], 0
     for chunk in _chunks(rows, _CHUNK_ROWS, "checking"):
-        batch = _columns(chunk, _column_names(chunk) - {"prompts", "completions"})
-        golds = batch[gold_column]
-        batch |= {function.gold_column: golds, "prompts": golds}
-        read: dict[str, list] = {}  # the golds as the reward reads them
-        _call(reward, {**batch, "completions": [""] * len(chunk), "log_extra": read.__setitem__}, chunk)
-        batch["completions"] = [_right_completion(function, answer) for answer in read[f"{function.prefix}gold"]]
-        for row, gold, score in zip(chunk, golds, _call(reward, batch, chunk), strict=True):
-            line = f"row {row.number}: {_excerpt(str(gold))}"
+        for line, score, is_tried in _tried_golds(reward, chunk, gold_column):
             if score is None:
                 unscorable.append(line)
+            elif not is_tried:
+                untried += 1
             elif score != full:
                 below.append(line)
-    say(f"{options.file}: {len(rows)} golds, {len(rows) - len(unscorable) - len(below)} earn full pay ({full:g})")
+    full_pay = len(rows) - len(unscorable) - len(below) - untried
+    without = f", {untried} without a `{function.solution_column}` were only read" if untried else ""
+    say(f"{options.file}: {len(rows)} golds, {full_pay} earn full pay ({full:g}){without}")
     for title, listed in (("can't be scored", unscorable), ("earn less than full pay", below)):
         if listed:
             say(f"{len(listed)} {title}:")
         for line in _first_lines(listed):
             say(f"  {line}")
+    if note := reward.declared.gold_note((f"row {row.number}", row.columns.get(gold_column)) for row in rows):
+        say(note)
     if len(unscorable) == len(rows):
         complaints.append(f"none of {len(rows)} golds in `{gold_column}` can be read")
     return max(_complain(options.file, complaints), int(bool(unscorable or below)))
+
+
+def _tried_golds(
+    reward: BuiltReward, chunk: Sequence[Row], gold_column: str
+) -> Iterator[tuple[str, float | None, bool]]:
+    """Yield a line on each gold, the score of its answer, and False if it has no answer that could be tried."""
+    function: Any = reward.function
+    batch = _columns(chunk, _column_names(chunk) - {"prompts", "completions"})
+    golds = batch[gold_column]
+    batch |= {function.gold_column: golds, "prompts": golds}
+    read: dict[str, list] = {}
+    if function.solution_column is None:  # the golds as the reward reads them
+        _call(reward, {**batch, "completions": [""] * len(chunk), "log_extra": read.__setitem__}, chunk)
+        answers = read[f"{function.prefix}gold"]
+    else:
+        answers = batch.get(function.solution_column, [None] * len(chunk))
+    batch["completions"] = [_right_completion(function, answer) for answer in answers]
+    scores = _call(reward, {**batch, "log_extra": read.__setitem__}, chunk)
+    for index, (row, gold, score) in enumerate(zip(chunk, golds, scores, strict=True)):
+        shown = _excerpt(str(gold))
+        if function.solution_column is not None:
+            shown = visible(one_line(read[f"{function.prefix}verdict"][index]))
+        yield f"row {row.number}: {shown}", score, function.solution_column is None or answers[index] is not None
 
 
 def _gold_reward(text: str) -> tuple[BuiltReward, float]:
@@ -471,6 +449,8 @@ def _gold_reward(text: str) -> tuple[BuiltReward, float]:
 
 def _right_completion(reward: Any, answer: str | None) -> str:
     """Return a completion that states `answer` in every place where `reward` may look for it."""
+    if reward.extract == "fence":
+        return f"```\n{answer}\n```"
     thinking, tag = f"<{reward.tags[0]}>\n…\n</{reward.tags[0]}>\n", reward.tags[1]
     if reward.extract == "whole":
         return f"{thinking}{answer}"
@@ -578,13 +558,12 @@ def _first_lines(lines: Sequence[str]) -> list[str]:
 
 def _chunks(rows: Sequence[Row], size: int, label: str) -> Iterator[Sequence[Row]]:
     """Yield `size` rows at a time, and draw a progress bar on a terminal."""
-    for start in range(0, len(rows), size):
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    for start in track(range(0, len(rows), size), label, console=console, disable=not console.is_terminal):
         yield rows[start : start + size]
-        done = min(start + size, len(rows)) / len(rows)
-        if sys.stderr.isatty():
-            end = "\n" if done == 1 else ""
-            sys.stderr.write(f"\r{label} {'█' * int(30 * done):30} {done:4.0%}{end}")
-            sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ No reward is defined here, so there is no pay table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+import re
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from grpo_rewards.errors import shortened
@@ -114,23 +115,38 @@ def outside_thinking(text: str, tag: str = "think", prefilled: bool = False) -> 
         tag: name of the reasoning tag.
         prefilled: True if the prompt already opens the block, so that the completion starts inside it.
     """
-    return thinking_remover(tag, prefilled)(text)
-
-
-def thinking_remover(tag: str, prefilled: bool) -> Callable[[str], str]:
-    """Return `outside_thinking` for one tag, for many texts. Building the tags costs more than finding them."""
     opening, closing = f"<{tag}>", f"</{tag}>"
+    # From the right, so that a long chain of thought costs nothing: it is neither read nor copied.
+    end = text.rfind(closing)
+    if end >= 0:
+        text = text[end + len(closing) :]
+    elif prefilled:
+        return ""
+    return text.partition(opening)[0]
 
-    def outside(text: str) -> str:
-        # From the right, so that a long chain of thought costs nothing: it is neither read nor copied.
-        end = text.rfind(closing)
-        if end >= 0:
-            text = text[end + len(closing) :]
-        elif prefilled:
-            return ""
-        return text[: text.index(opening)] if opening in text else text
 
-    return outside
+_FENCE = re.compile(r"( {0,3})(`{3,})[ \t]*([^\s`]*)[^`]*\Z")
+
+
+def fenced_blocks(text: str) -> list[tuple[str, str]]:
+    """Return the label, in lower case, and the content of every closed Markdown fence of backticks.
+
+    The content of an indented fence, as in a list, loses as many spaces at the start of each line.
+    """
+    blocks: list[tuple[str, str]] = []
+    indent, marker, label, start = "", "", "", 0
+    position = 0
+    for line in text.split("\n"):
+        end = position + len(line)
+        fence = _FENCE.match(line)
+        if fence and not marker:
+            indent, marker, label, start = fence[1], fence[2], fence[3].lower(), end + 1
+        elif fence and not fence[3] and len(fence[2]) >= len(marker):
+            content = text[start:position]
+            blocks.append((label, re.sub(f"^ {{1,{len(indent)}}}", "", content, flags=re.M) if indent else content))
+            marker = ""
+        position = end + 1
+    return blocks
 
 
 def group_slices(rows: int, num_generations: int) -> list[slice]:

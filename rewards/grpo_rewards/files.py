@@ -239,6 +239,11 @@ def nesting_depth(content: bytes) -> int:
     return _depth(_brackets(content))
 
 
+def relative_to(path: str | Path) -> str:
+    """Return a clause for messages on a missing file: the folder in which a relative path begins, or ""."""
+    return "" if Path(path).expanduser().is_absolute() else f" (relative to {Path.cwd()})"
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary file to write. It replaces `path` if the block succeeds and is removed if the block fails.

@@ -14,53 +14,36 @@ between tags takes quadratic time on repeated tags.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_rewards.completions import check_rows, completion_text
-from grpo_rewards.reward import BaseReward, Kind, LogColumn, checked_number, checked_tags
+from grpo_rewards.completions import completion_text
+from grpo_rewards.reward import Kind, Scored, TaggedReward
 
 
-@dataclass(frozen=True)
-class _TagReward(BaseReward):
+@dataclass(frozen=True, kw_only=True)
+class _TagReward(TaggedReward):
     kind: ClassVar[Kind] = "format"
-    payments: ClassVar[int] = 1
+    payments: ClassVar[tuple[str, ...]] = ("pay",)
+    most_payments: ClassVar[int] = 1
     """Number of times that a completion can earn `pay`."""
 
-    tags: tuple[str, str] = ("think", "answer")
     pay: float = 1.0
-    prefilled: str | None = None
-    name: str = ""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tags", checked_tags(self.tags, self.prefilled))
-        object.__setattr__(self, "pay", checked_number(self.pay, "pay"))
 
     @property
     def highest_pay(self) -> float:
         """Pay of a completion without a fault, or 0 if that is negative."""
-        return max(0.0, self.pay * self.payments)
+        return max(0.0, self.pay * self.most_payments)
 
-    def with_unit_pay(self) -> BaseReward | None:
-        """Return this reward with its class's default pay and name, or None if it pays nothing."""
-        return replace(self, pay=type(self).pay, name=type(self).name) if self.highest_pay > 0 else None
-
-    def with_tags(self, tags: tuple[str, str]) -> BaseReward:
-        """Return this reward for other tags."""
-        return replace(self, tags=tags, prefilled=tags[0] if self.prefilled else None)
-
-    def __call__(
-        self, prompts: Any = None, completions: Sequence[Any] = (), *, log_reason: LogColumn = None, **columns: Any
-    ) -> list[float | None]:
-        """Score each completion by its format, in either of TRL's shapes. Every other column is ignored."""
-        check_rows(self.name, completions=completions)
+    def _scored(self, prompts: Any, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scored:
         # A template that opens the block in the prompt ends with "<think>\n" (DeepSeek-R1, Qwen).
         opening = f"<{self.prefilled}>\n" if self.prefilled else ""
         faults = [self._faults(opening + completion_text(completion)) for completion in completions]
-        if log_reason is not None:
-            log_reason("reason", [", ".join(found) or "no fault" for found in faults])
-        return [self.pay * (self.payments - len(found)) for found in faults]
+        return Scored(
+            [self.pay * (self.most_payments - len(found)) for found in faults],
+            reasons=[", ".join(found) or "no fault" for found in faults],
+        )
 
     def _marks(self) -> tuple[str, str, str, str]:
         think, answer = self.tags
@@ -71,7 +54,7 @@ class _TagReward(BaseReward):
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TagStructure(_TagReward):
     r"""Strict structure of MiniMind.
 
@@ -105,7 +88,7 @@ class TagStructure(_TagReward):
         return (f"has no {middle} in between",)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TagCount(_TagReward):
     """Tag count of MiniMind.
 
@@ -117,7 +100,7 @@ class TagCount(_TagReward):
     Source: `mark_num` of the MiniMind GRPO notebook. The order of the tags does not matter.
     """
 
-    payments: ClassVar[int] = 4
+    most_payments: ClassVar[int] = 4
 
     pay: float = 0.25
     name: str = "tag_count"
@@ -127,7 +110,7 @@ class TagCount(_TagReward):
         return [f"{mark} {count} times" for mark, count in counts if count != 1]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TagPresence(_TagReward):
     """Tag presence of "GRPO from scratch".
 
@@ -139,7 +122,7 @@ class TagPresence(_TagReward):
     Source: its `format_reward`, where `tags` are reasoning and answer.
     """
 
-    payments: ClassVar[int] = 4
+    most_payments: ClassVar[int] = 4
 
     pay: float = 0.2
     name: str = "tag_presence"
@@ -148,7 +131,7 @@ class TagPresence(_TagReward):
         return [f"no {mark}" for mark in self._marks() if mark not in text]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WellFormed(_TagReward):
     """Form of one reasoning block, then one answer block, and nothing else.
 

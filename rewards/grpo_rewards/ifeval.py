@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from grpo_rewards.completions import check_rows, completion_text, needed_column, outside_thinking
-from grpo_rewards.reward import BaseReward, Kind, LogColumn, LogMetric, TaggedReward, checked_number
+from grpo_rewards.completions import completion_text, needed_column
+from grpo_rewards.reward import Kind, Scored, TaggedReward, check_choice
 from grpo_rewards.strict import parse_json
 
 Check = Callable[..., bool]
@@ -60,19 +60,19 @@ class Instructions(TaggedReward):
     """
 
     kind: ClassVar[Kind] = "correctness"
+    payments: ClassVar[tuple[str, ...]] = ("pay",)
     gold_forms: ClassVar[str] = "a row holds the names of IFEval's instructions, and a mapping of arguments for each"
 
     rule: str = "share"
     pay: float = 1.0
     ids_column: str = "instruction_id_list"
     kwargs_column: str = "kwargs"
+    prefix: str = ""
     name: str = "instructions"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "pay", checked_number(self.pay, "pay"))
-        if self.rule not in ("share", "strict"):
-            raise ValueError(f"rule must be share or strict, not {self.rule!r}")
+        check_choice(self.rule, "rule", ("share", "strict"))
 
     @property
     def highest_pay(self) -> float:
@@ -84,25 +84,7 @@ class Instructions(TaggedReward):
         """Names of the two dataset columns that the reward needs."""
         return self.ids_column, self.kwargs_column
 
-    def with_unit_pay(self) -> BaseReward | None:
-        """Return this reward paying 1 or 0, without its name and prefix, or None if no completion earns anything."""
-        return replace(self, pay=1.0, prefix="", name=type(self).name) if self.highest_pay > 0 else None
-
-    def __call__(
-        self,
-        prompts: Any = None,
-        completions: Sequence[Any] = (),
-        *,
-        log_extra: LogColumn = None,
-        log_metric: LogMetric = None,
-        **columns: Any,
-    ) -> list[float | None]:
-        """Score each completion by the instructions of its row.
-
-        Raises:
-            ValueError: one of the two columns is missing, or is not a list with one entry per completion.
-        """
-        check_rows(self.name, completions=completions)
+    def _scored(self, prompts: Any, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scored:
         names = needed_column(self, "ids_column", columns, completions)
         arguments = needed_column(self, "kwargs_column", columns, completions)
         verdicts: list[str] = []
@@ -111,21 +93,18 @@ class Instructions(TaggedReward):
             verdict, score = self._judge(*row)
             verdicts.append(verdict)
             scores.append(score)
-        self.log_column(log_extra, "verdict", verdicts)
-        if log_metric is not None and scores:
-            unscorable = scores.count(None)
-            log_metric(f"rewards/{self.name}/unscorable", float(unscorable))
-            if unscorable < len(scores):
-                followed = verdicts.count("follows all") / (len(scores) - unscorable)
-                log_metric(f"rewards/{self.name}/follows_all", followed)
-        return scores
+        unscorable = scores.count(None)
+        metrics = {"unscorable": float(unscorable)}
+        if unscorable < len(scores):
+            metrics["follows_all"] = verdicts.count("follows all") / (len(scores) - unscorable)
+        return Scored(scores, {"verdict": verdicts}, metrics)
 
     def _judge(self, completion: Any, names: Any, arguments: Any) -> tuple[str, float | None]:
         try:
             instructions = read_instructions(names, arguments)
         except ValueError as error:
             return str(error), None
-        text = outside_thinking(completion_text(completion), self.tags[0], self.prefilled is not None)
+        text = self._outside_thinking(completion_text(completion))
         # A blank text follows no instruction, not even "no commas".
         broken = [name for name, follows in instructions if not text.strip() or not follows(text)]
         if not broken:
@@ -154,10 +133,9 @@ def read_instructions(names: Any, arguments: Any) -> list[tuple[str, Check]]:
         given = given if isinstance(given, Mapping) else {}
         read = {}
         for key, reader in readers.items():
-            try:
-                read[key] = reader(given.get(key))
-            except ValueError as error:
-                raise ValueError(f"{name}: {key} must be {error}, not {given.get(key)!r}") from error
+            read[key] = reader(given.get(key))
+            if read[key] is None:
+                raise ValueError(f"{name}: {key} must be {_FORMS[reader]}, not {given.get(key)!r}")
         instructions.append((name, partial(check, **read)))
     return instructions
 
@@ -166,44 +144,45 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-# --- Arguments: each reader returns the value, or raises ValueError with the form that it must have. ---
+# --- Arguments: each reader returns the value, or None for one that has not the form in _FORMS. ---
 
 
-def _count(value: Any) -> int:
+def _count(value: Any) -> int | None:
     # Data that went through pandas holds 3.0.
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0 and value == value // 1:
-        return int(value)
-    raise ValueError("a whole number")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return int(value) if is_number and value >= 0 and value == value // 1 else None
 
 
-def _position(value: Any) -> int:
-    if (position := _count(value)) > 0:
-        return position
-    raise ValueError("a positive whole number")
+def _position(value: Any) -> int | None:
+    return _count(value) or None
 
 
-def _relation(value: Any) -> str:
-    if value in ("less than", "at least"):
-        return value
-    raise ValueError("'less than' or 'at least'")
+def _relation(value: Any) -> str | None:
+    return value if value in ("less than", "at least") else None
 
 
-def _phrase(value: Any) -> str:
-    if isinstance(value, str) and value.strip():
-        return value.strip()
-    raise ValueError("a string that is not blank")
+def _phrase(value: Any) -> str | None:
+    return value.strip() or None if isinstance(value, str) else None
 
 
-def _character(value: Any) -> str:
-    if isinstance(value, str) and len(value.strip()) == 1:
-        return value.strip().lower()
-    raise ValueError("one character")
+def _character(value: Any) -> str | None:
+    character = _phrase(value) or ""
+    return character.lower() if len(character) == 1 else None
 
 
-def _phrases(value: Any) -> list[str]:
-    if _is_list(value) and value:
-        return list(map(_phrase, value))
-    raise ValueError("a list of strings")
+def _phrases(value: Any) -> list[str] | None:
+    phrases = [phrase for item in value if (phrase := _phrase(item))] if _is_list(value) else []
+    return phrases if phrases and len(phrases) == len(value) else None
+
+
+_FORMS: Mapping[Callable[[Any], Any], str] = {
+    _count: "a whole number",
+    _position: "a positive whole number",
+    _relation: "'less than' or 'at least'",
+    _phrase: "a string that is not blank",
+    _character: "one character",
+    _phrases: "a list of strings that are not blank",
+}
 
 
 # --- Kinds: one function each, of the text and the arguments of IFEval's data. ---

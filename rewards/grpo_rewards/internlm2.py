@@ -194,8 +194,7 @@ def load(
 ) -> tuple[LlamaForSequenceClassification, PreTrainedTokenizerFast]:
     """Load an InternLM2 reward checkpoint with its tokenizer.
 
-    Every name and shape is checked before the first weight is read. Each tensor then goes from its file to `device`, so
-    that the peak memory is one model and one tensor.
+    Each tensor goes from its file to `device` on its own, so that the peak memory is one model and one tensor.
 
     Args:
         model: hub id, or folder in the hub's layout.
@@ -265,21 +264,28 @@ def _fill(
     device: str | torch.device,
 ) -> None:
     """Load the values of every parameter of a network on "meta" from shards with InternLM2's names."""
-    sources = _sources(network)
-    file_of: dict[str, Path] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    missing = _sources(network)
     for file in files:
-        for name, shape in _shapes(file):
-            file_of[name], shapes[name] = file, shape
-    _check_names_and_shapes(network, sources, shapes)
-    for source, targets in sources.items():
-        tensor = _read(file_of[source], source)
-        parts = split_wqkv(tensor, network.config) if len(targets) > 1 else (tensor,)
-        for target, part in zip(targets, parts, strict=True):
-            owner, _, leaf = target.rpartition(".")
-            # A copy even if dtype and device stay the same: a view would keep the mapping of the file open.
-            value = part.to(device=device, dtype=dtype or part.dtype, copy=True)
-            setattr(network.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+        for source, tensor in _tensors(file):
+            targets = missing.pop(source, None)
+            if targets is None:
+                raise _of_another_model(f"has the unexpected {source}")
+            shapes = [network.get_parameter(target).shape for target in targets]
+            expected = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+            if tensor.shape != expected:
+                raise _of_another_model(f"has {source} in the shape {tuple(tensor.shape)}, not {expected}")
+            parts = split_wqkv(tensor, network.config) if len(targets) > 1 else (tensor,)
+            for target, part in zip(targets, parts, strict=True):
+                owner, _, leaf = target.rpartition(".")
+                # A copy even if dtype and device stay the same: a view would keep the mapping of the file open.
+                value = part.to(device=device, dtype=dtype or part.dtype, copy=True)
+                setattr(network.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    if missing:
+        raise _of_another_model(f"lacks {', '.join(sorted(missing)[:3])}")
+
+
+def _of_another_model(problem: str) -> UserError:
+    return UserError(f"The checkpoint {problem}: its weights do not belong to its config.json")
 
 
 def _sources(network: nn.Module) -> dict[str, list[str]]:
@@ -293,26 +299,21 @@ def _sources(network: nn.Module) -> dict[str, list[str]]:
     return sources
 
 
-def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the name and shape of each tensor in a shard, from its header."""
+def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and values of each tensor in a shard."""
     if file.suffix != ".safetensors":
-        yield from ((name, tuple(tensor.shape)) for name, tensor in _unpickle(file).items())
+        yield from _unpickle(file).items()
         return
     try:
         with safe_open(file, framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 (a shard is no mapping)
-                yield name, tuple(shard.get_slice(name).get_shape())
+            names = list(shard.keys())
+        for name in names:
+            # One mapping per tensor: pages that were read stay resident until the mapping is closed, so that with one
+            # mapping per shard a single-file checkpoint would be in memory twice.
+            with safe_open(file, framework="pt") as shard:
+                yield name, shard.get_tensor(name)
     except SafetensorError as error:
         raise UserError(f"{file} is not a readable safetensors file ({error}): download it again") from error
-
-
-def _read(file: Path, name: str) -> torch.Tensor:
-    if file.suffix != ".safetensors":
-        return _unpickle(file)[name]
-    # One mapping per tensor: pages that were read stay resident until the mapping is closed, so that with one mapping
-    # per shard a single-file checkpoint would be in memory twice.
-    with safe_open(file, framework="pt") as shard:
-        return shard.get_tensor(name)
 
 
 def _unpickle(file: Path) -> dict[str, torch.Tensor]:
@@ -322,24 +323,6 @@ def _unpickle(file: Path) -> dict[str, torch.Tensor]:
         raise UserError(
             f"{file} is not a plain file of tensors ({type(error).__name__}): it was not read any further"
         ) from error
-
-
-def _check_names_and_shapes(
-    network: nn.Module, sources: Mapping[str, list[str]], found: Mapping[str, tuple[int, ...]]
-) -> None:
-    for names, problem in ((sources.keys() - found, "lacks"), (found.keys() - sources, "has the unexpected")):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            some = ", ".join(sorted(names)[:3]) + more
-            raise UserError(f"The checkpoint {problem} {some}: its weights do not belong to its config.json")
-    for source, targets in sources.items():
-        shapes = [tuple(network.get_parameter(target).shape) for target in targets]
-        expected = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-        if found[source] != expected:
-            raise UserError(
-                f"The tensor {source} has shape {found[source]}, but config.json makes it {expected}: "
-                "its weights do not belong to its config.json"
-            )
 
 
 def split_wqkv(wqkv: torch.Tensor, config: LlamaConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -28,7 +28,7 @@ from grpo_rewards.chat_endpoint import ChatEndpoint, EndpointError, Reply, check
 from grpo_rewards.completions import check_rows, completion_text, group_slices, outside_thinking
 from grpo_rewards.errors import UserError
 from grpo_rewards.files import read_json
-from grpo_rewards.reward import Kind, LogColumn, LogMetric, TaggedReward, check_count, checked_number
+from grpo_rewards.reward import Kind, Scored, TaggedReward, check_count, check_less, checked_number
 from grpo_rewards.schema import find_object
 from grpo_rewards.strict import linear_capture
 
@@ -54,6 +54,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 # Characters that chat templates build their tokens from: <|im_end|>, </s>, [INST].
 _TEMPLATE_TOKEN = re.compile(r"[<>|]|\[(?=/?[A-Z])")
 _DROPPED = "another of its group has no score"
+_SHORTEST_TIMEOUT = 0.001
 _RESERVED = ("model", "messages", "stream", "n")
 
 
@@ -94,6 +95,7 @@ class JudgeScore(TaggedReward):
     """
 
     kind: ClassVar[Kind] = "judge"
+    payments: ClassVar[tuple[str, ...]] = ("pay",)
     needs_whole_groups: ClassVar[bool] = True
 
     base_url: str
@@ -110,23 +112,22 @@ class JudgeScore(TaggedReward):
     concurrency: int = 8
     cache: str | None = None
     request: Mapping[str, Any] | str | None = None
+    prefix: str = field(default="", kw_only=True)
     name: str = field(default="judge", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "base_url", checked_base_url(self.base_url))
-        for key in ("lowest", "highest", "pay", "timeout"):
+        for key in ("lowest", "highest"):
             object.__setattr__(self, key, checked_number(getattr(self, key), key))
+        check_less(self, "lowest", "highest")
+        object.__setattr__(self, "timeout", checked_number(self.timeout, "timeout", _SHORTEST_TIMEOUT, 3600.0))
         check_count(self.attempts, "attempts")
         check_count(self.concurrency, "concurrency")
         if self.num_generations is not None:
             check_count(self.num_generations, "num_generations")
         if not isinstance(self.model, str) or not self.model:
             raise ValueError(f"model must be a name, not {self.model!r}")
-        if self.lowest >= self.highest:
-            raise ValueError(f"lowest must be less than highest, {self.highest:g}, not {self.lowest:g}")
-        if not 0 < self.timeout <= 3600:
-            raise ValueError(f"timeout must be from 0 to 3600 seconds, not {self.timeout!r}")
         if not isinstance(self.template, str) or "completion" not in _PLACEHOLDER.findall(self.template):
             raise ValueError("template must be a text that holds {completion}")
         if self.api_key_env is not None and not _VARIABLE.match(str(self.api_key_env)):
@@ -150,25 +151,9 @@ class JudgeScore(TaggedReward):
     def _placeholders(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(_PLACEHOLDER.findall(self.template)))
 
-    def __call__(
-        self,
-        prompts: Sequence[Any] | None = None,
-        completions: Sequence[Any] = (),
-        *,
-        log_extra: LogColumn = None,
-        log_metric: LogMetric = None,
-        log_reason: LogColumn = None,
-        **columns: Any,
-    ) -> list[float | None]:
-        """Score complete groups.
-
-        Raises:
-            ValueError: `num_generations` is not known, a group is incomplete, a column of the template is missing, or
-                the environment variable of the key is not set.
-        """
+    def _scored(self, prompts: Any, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scored:
         if self.num_generations is None:
             raise ValueError(f"reward `{self.name}` needs the kwarg num_generations, the trainer's num_generations")
-        check_rows(self.name, completions=completions)
         groups = group_slices(len(completions), self.num_generations)
         bodies = self._bodies(prompts, completions, columns)
         session = _Session(self)
@@ -184,16 +169,10 @@ class JudgeScore(TaggedReward):
             scores.append(score)
         unscored = scores.count(None)
         reasons, groups_lost = _drop_incomplete_groups(scores, groups)
-        if log_reason is not None:
-            log_reason("reason", reasons)
-        self.log_column(log_extra, "verdict", verdicts)
-        self.log_column(log_extra, "reply", texts)
-        if log_metric is not None and completions:
-            unreadable = sum(verdict.startswith("unreadable") for verdict in verdicts)
-            lost = {"failed": unscored - unreadable, "unreadable": unreadable, "groups_lost": groups_lost}
-            for metric, count in {**session.counts, **lost}.items():
-                log_metric(f"rewards/{self.name}/{metric}", float(count))
-        return scores
+        unreadable = sum(verdict.startswith("unreadable") for verdict in verdicts)
+        lost = {"failed": unscored - unreadable, "unreadable": unreadable, "groups_lost": groups_lost}
+        metrics = {metric: float(count) for metric, count in {**session.counts, **lost}.items()}
+        return Scored(scores, {"verdict": verdicts, "reply": texts}, metrics, reasons)
 
     def prepare(self) -> str:
         """Score a sample and return a line with the time that it took.
@@ -248,7 +227,7 @@ class JudgeScore(TaggedReward):
             check_rows(self.name, **{"completions": completions, name: sources[name]})
         bodies: list[bytes | None] = []
         for row, completion in enumerate(completions):
-            text = outside_thinking(completion_text(completion), self.tags[0], self.prefilled is not None)
+            text = self._outside_thinking(completion_text(completion))
             material = {name: sources[name][row] for name in self._placeholders}
             bodies.append(self._body({**material, "completion": text}) if text.strip() else None)
         return bodies
@@ -368,6 +347,7 @@ class _Session:
         self._key = judge.base_url, judge.model
         self._lock = threading.Lock()
         self._failures_in_a_row = 0
+        self._patience = 1
         self._given_up: EndpointError | None = None
 
     def ask(self, bodies: Sequence[bytes]) -> dict[bytes, Reply | EndpointError]:
@@ -386,12 +366,10 @@ class _Session:
             first, *pending = pending
             replies[first] = self._ask(first, attempts=1)
         if pending:
+            # As many failures in a row as there are requests are enough, however few those are.
+            self._patience = min(max(3, self.judge.concurrency), len(pending))
             with ThreadPoolExecutor(min(self.judge.concurrency, len(pending))) as pool:
-                answers = list(pool.map(self._ask, pending))
-            replies.update(zip(pending, answers, strict=True))
-            failures = [answer for answer in answers if isinstance(answer, EndpointError)]
-            if len(failures) == len(answers) and failures[0].retry:
-                self._warn_unreachable(failures[0])
+                replies.update(zip(pending, pool.map(self._ask, pending), strict=True))
         return replies
 
     def _ask(self, body: bytes, attempts: int | None = None) -> Reply | EndpointError:
@@ -400,7 +378,7 @@ class _Session:
         try:
             reply = self.endpoint.ask(body, attempts=attempts, may_ask=self._may_ask)
         except EndpointError as error:
-            self._count_failure(error, is_probe=attempts == 1)
+            self._count_failure(error)
             return error
         self._keep_reply(body, reply)
         return reply
@@ -410,14 +388,17 @@ class _Session:
             self.counts["requests"] += self._given_up is None
         return self._given_up is None
 
-    def _count_failure(self, error: EndpointError, is_probe: bool) -> None:
+    def _count_failure(self, error: EndpointError) -> None:
         """Give up if the endpoint is at fault, not one completion, so that a run does not wait for a dead judge."""
         with self._lock:
             self._failures_in_a_row = self._failures_in_a_row + 1 if error.retry else 0
-            enough = is_probe or self._failures_in_a_row >= max(3, self.judge.concurrency)
-            if error.for_all or (error.retry and enough):
+            if error.for_all or (error.retry and self._failures_in_a_row >= self._patience):
                 self._given_up = error
-                self._warn_unreachable(error)
+                _warn_once(
+                    self._key,
+                    f"reward `{self.judge.name}`: {self.judge.base_url} does not answer ({error}): groups without its "
+                    "scores are dropped until it does; there is no further warning",
+                )
 
     def _keep_reply(self, body: bytes, reply: Reply) -> None:
         with self._lock:
@@ -431,13 +412,6 @@ class _Session:
         _, score = self.judge._verdict(reply)
         if score is not None:
             self._to_cache(body, reply)
-
-    def _warn_unreachable(self, error: EndpointError) -> None:
-        _warn_once(
-            self._key,
-            f"reward `{self.judge.name}`: {self.judge.base_url} does not answer ({error}): groups without its scores "
-            "are dropped until it does; there is no further warning",
-        )
 
     def _cache_file(self, body: bytes) -> Path | None:
         if self.judge.cache is None:

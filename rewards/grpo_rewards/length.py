@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from grpo_rewards.completions import check_rows, completion_text, prompt_groups
 from grpo_rewards.math.correctness import gsm8k_correctness
-from grpo_rewards.reward import BaseReward, Kind, LogColumn
+from grpo_rewards.reward import BaseReward, Kind, Scored, check_count
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class GroupLength(BaseReward):
 
     Args:
         num_generations: number of completions per prompt; a recipe fills it in.
-        correctness: reward, or the spec of one, that pays more than 0 for a correct completion.
+        correctness: reward that pays more than 0 for a correct completion; in a recipe, its spec.
         name: name of the reward in logs.
     """
 
@@ -48,16 +48,12 @@ class GroupLength(BaseReward):
     reward_fields: ClassVar[tuple[str, ...]] = ("correctness",)
 
     num_generations: int | None = None
-    correctness: Callable[..., Any] | Mapping[str, Any] | str = gsm8k_correctness
+    correctness: Callable[..., Any] = gsm8k_correctness
     name: str = "group_length"
 
     def __post_init__(self) -> None:
-        if self.num_generations is not None and (type(self.num_generations) is not int or self.num_generations < 1):
-            raise ValueError(f"num_generations must be a positive whole number, not {self.num_generations!r}")
-        if isinstance(self.correctness, (str, Mapping)):
-            from grpo_rewards.registry import build_rewards
-
-            object.__setattr__(self, "correctness", build_rewards([self.correctness])[0].function)
+        if self.num_generations is not None:
+            check_count(self.num_generations, "num_generations")
 
     @property
     def highest_pay(self) -> float:
@@ -69,27 +65,11 @@ class GroupLength(BaseReward):
         """Reward that decides whether a completion is correct."""
         return (self.correctness,)
 
-    def __call__(
-        self,
-        prompts: Any = None,
-        completions: Sequence[Any] = (),
-        *,
-        completion_ids: Sequence[Sequence[int]] | None = None,
-        log_extra: Any = None,
-        log_metric: Any = None,
-        log_reason: LogColumn = None,
-        **columns: Any,
-    ) -> list[float | None]:
-        """Score whole groups.
-
-        Raises:
-            ValueError: `num_generations` is unknown, or the call does not hold whole groups.
-        """
+    def _scored(self, prompts: Any, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scored:
         check_rows(self.name, prompts=prompts, completions=completions)
         groups = prompt_groups(self.name, prompts, self.num_generations)
-        lengths = [len(ids) for ids in completion_ids or map(completion_text, completions)]
-        assert callable(self.correctness)
-        correct = self.correctness(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
+        lengths = [len(ids) for ids in columns.get("completion_ids") or map(completion_text, completions)]
+        correct = self.correctness(prompts=prompts, completions=completions, **columns)
         rewards: list[float | None] = []
         reasons: list[str] = []
         for group in groups:
@@ -98,9 +78,7 @@ class GroupLength(BaseReward):
                 reward, judged = _reward(score, length, shortest, longest)
                 rewards.append(reward)
                 reasons.append(f"{judged}, length {length} in a group of {shortest} to {longest}")
-        if log_reason is not None:
-            log_reason("reason", reasons)
-        return rewards
+        return Scored(rewards, reasons=reasons)
 
 
 def _reward(score: float | None, length: int, shortest: int, longest: int) -> tuple[float | None, str]:

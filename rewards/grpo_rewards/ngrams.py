@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from grpo_rewards.completions import check_rows, completion_text
-from grpo_rewards.reward import BaseReward, Kind, LogColumn, LogMetric, check_choice, checked_number
+from grpo_rewards.reward import BaseReward, Kind, Scored, check_choice, check_count, check_less
 
 # Scripts written without spaces, and emoji. Each of these characters is a word.
 _ALONE = (
@@ -101,6 +101,7 @@ class Repetition(BaseReward):
     """
 
     kind: ClassVar[Kind] = "other"
+    payments: ClassVar[tuple[str, ...]] = ("pay", "pay_repeated")
 
     ngram: int = 3
     pay: float = 0.0
@@ -109,12 +110,9 @@ class Repetition(BaseReward):
     name: str = "repetition"
 
     def __post_init__(self) -> None:
-        if type(self.ngram) is not int or not 1 <= self.ngram <= _MAX_NGRAM:
-            raise ValueError(f"ngram must be a whole number from 1 to {_MAX_NGRAM}, not {self.ngram!r}")
-        for key in ("pay", "pay_repeated"):
-            object.__setattr__(self, key, checked_number(getattr(self, key), key))
-        if self.pay_repeated >= self.pay:
-            raise ValueError(f"pay_repeated must be less than pay, {self.pay:g}, not {self.pay_repeated:g}")
+        super().__post_init__()
+        check_count(self.ngram, "ngram", most=_MAX_NGRAM)
+        check_less(self, "pay_repeated", "pay")
         check_choice(self.unit, "unit", ("words", "tokens"))
 
     @property
@@ -122,22 +120,8 @@ class Repetition(BaseReward):
         """Larger of `pay` and 0, the pay of a completion that is too short for an n-gram."""
         return max(self.pay, 0.0)
 
-    def __call__(
-        self,
-        prompts: Any = None,
-        completions: Sequence[Any] = (),
-        *,
-        completion_ids: Sequence[Sequence[int]] | None = None,
-        log_metric: LogMetric = None,
-        log_reason: LogColumn = None,
-        **columns: Any,
-    ) -> list[float | None]:
-        """Score each completion by itself, in either of TRL's shapes. Every other column is ignored.
-
-        Raises:
-            ValueError: the unit is tokens, and the call does not have `completion_ids` with one row per completion.
-        """
-        check_rows(self.name, completions=completions)
+    def _scored(self, prompts: Any, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scored:
+        completion_ids = columns.get("completion_ids")
         if self.unit == "words":
             units: Sequence[Sequence[Any]] = [words(completion_text(completion)) for completion in completions]
         elif completion_ids is None:
@@ -146,11 +130,11 @@ class Repetition(BaseReward):
             check_rows(self.name, completions=completions, completion_ids=completion_ids)
             units = completion_ids
         shares = [repeated_share(row, self.ngram) for row in units]
-        if log_reason is not None:
-            log_reason("reason", [self._reason(share) for share in shares])
-        if log_metric is not None and shares:
-            log_metric(f"rewards/{self.name}/repeated", sum(share or 0.0 for share in shares) / len(shares))
-        return list(map(self._pay, shares))
+        return Scored(
+            list(map(self._pay, shares)),
+            metrics={"repeated": sum(share or 0.0 for share in shares) / max(len(shares), 1)},
+            reasons=list(map(self._reason, shares)),
+        )
 
     def _pay(self, share: float | None) -> float:
         return 0.0 if share is None else self.pay + share * (self.pay_repeated - self.pay)

@@ -310,48 +310,39 @@ def _redacted_argument(option: str, text: str) -> str:
     return yaml.safe_dump(hidden, default_flow_style=True, sort_keys=False, width=2**20, allow_unicode=True).strip()
 
 
-def hidden_places(value: Any, place: str = "") -> Iterator[str]:
-    """Yield the dotted paths at which `value` contains the placeholder of a secret."""
-    if isinstance(value, str) and HIDDEN in value:
-        yield place
-    items: Iterable[tuple[Any, Any]] = ()
+def _leaves(value: Any, place: str = "", *, under_secret: bool = False) -> Iterator[tuple[str, str, bool]]:
+    """Yield the dotted path and the text of each key and each value, and True for a value under a secret's key."""
+    items: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping):
         items = value.items()
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
+    else:
+        yield place, str(value), under_secret
+        return
     for key, inner in items:
         within = f"{place}.{key}" if place else str(key)
-        if isinstance(key, str) and HIDDEN in key:
-            yield within
-        yield from hidden_places(inner, within)
+        if isinstance(key, str):
+            yield within, key, False
+        yield from _leaves(inner, within, under_secret=under_secret or is_secret(key, inner))
+
+
+def hidden_places(value: Any) -> Iterator[str]:
+    """Yield the dotted paths at which `value` contains the placeholder of a secret."""
+    return (place for place, text, _ in _leaves(value) if HIDDEN in text)
 
 
 def secret_values(value: Any) -> set[str]:
     """Return the secrets in `value` as text, by key and by shape, without those too short to tell from other words."""
-    return {text for text in _secrets(value) if len(text) >= _SHORTEST}
-
-
-def _secrets(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _secrets(key)
-            yield from _texts(inner) if is_secret(key, inner) else _secrets(inner)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _secrets(inner)
-    elif isinstance(value, str):
-        for first, last in _secret_spans(value):
-            yield value[first:last]
+    found: set[str] = set()
+    for _, text, is_whole in _leaves(value):
+        if is_whole:
+            found.add(text)
+            continue
+        for first, last in _secret_spans(text):
             # An error may quote the password of a URL without the user.
-            yield value[first:last].partition(":")[2]
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, (Mapping, list, tuple)):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(inner)
-    else:
-        yield str(value)
+            found |= {text[first:last], text[first:last].partition(":")[2]}
+    return {text for text in found if len(text) >= _SHORTEST}
 
 
 def scrubbed(text: str, secrets: Iterable[str] = ()) -> str:

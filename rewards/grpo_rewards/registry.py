@@ -45,6 +45,7 @@ REGISTERED: Mapping[str, str] = {
     "repetition": "grpo_rewards.ngrams.Repetition",
     "json_schema": "grpo_rewards.schema.JsonSchema",
     "instructions": "grpo_rewards.ifeval.Instructions",
+    "unit_tests": "grpo_rewards.programs.UnitTests",
     "judge": "grpo_rewards.judge.JudgeScore",
 }
 # Kind and largest score of the reward functions in `trl.rewards`, under their own names and those of their factories.
@@ -647,6 +648,11 @@ def _named(reward: Reward, name: str) -> Reward:
 
 def _has_field(reward: Any, name: str) -> bool:
     return is_dataclass(reward) and not isinstance(reward, type) and any(item.name == name for item in fields(reward))
+
+
+def with_arguments(reward: Reward, arguments: Mapping[str, Any]) -> BoundReward:
+    """Return a reward under its own name with arguments that every call adds, in place of the caller's."""
+    return _bound(reward, callable_name(reward), arguments)
 
 
 def _bound(reward: Reward, name: str, arguments: Mapping[str, Any]) -> BoundReward:

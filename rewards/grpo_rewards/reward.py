@@ -8,9 +8,11 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, get_args
+
+from grpo_rewards.completions import check_rows, outside_thinking
 
 Kind = Literal["correctness", "format", "length", "judge", "other"]
 """Kind of quality that a reward scores. The diagnosis of a run distinguishes format from correctness by it."""
@@ -36,8 +38,8 @@ def checked_tags(tags: Any, prefilled: Any = None) -> tuple[str, str]:
     return names
 
 
-def checked_number(value: Any, key: str) -> float:
-    """Return `value` as a finite float, or raise ValueError with the name of the key.
+def checked_number(value: Any, key: str, least: float = -math.inf, most: float = math.inf) -> float:
+    """Return `value` as a finite float from `least` to `most`, or raise ValueError with the name of the key.
 
     A string is read as a number, because YAML reads 5e-1 as a string.
     """
@@ -45,21 +47,55 @@ def checked_number(value: Any, key: str) -> float:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"{key} must be a finite number, not {value!r}")
+    if not (math.isfinite(number) and least <= number <= most):
+        bounds = "" if least == -math.inf else f" from {least:g} to {most:g}"
+        raise ValueError(f"{key} must be a finite number{bounds}, not {value!r}")
     return number
 
 
-def check_count(value: Any, key: str, least: int = 1) -> None:
-    """Raise ValueError with the name of the key unless `value` is an integer of at least `least`."""
-    if type(value) is not int or value < least:
-        raise ValueError(f"{key} must be a whole number of at least {least}, not {value!r}")
+def checked_positive(value: Any, key: str) -> float:
+    """Return `value` as a finite float above 0, or raise ValueError with the name of the key."""
+    number = checked_number(value, key)
+    if number <= 0:
+        raise ValueError(f"{key} must be a positive number, not {value!r}")
+    return number
+
+
+def check_count(value: Any, key: str, least: int = 1, most: float = math.inf) -> None:
+    """Raise ValueError with the name of the key unless `value` is an integer from `least` to `most`."""
+    if type(value) is not int or not least <= value <= most:
+        limit = f" and at most {most}" if most < math.inf else ""
+        raise ValueError(f"{key} must be a whole number of at least {least}{limit}, not {value!r}")
+
+
+def check_less(reward: Any, lower: str, upper: str) -> None:
+    """Raise ValueError with both names unless the field `lower` of a reward is less than its field `upper`."""
+    low, high = getattr(reward, lower), getattr(reward, upper)
+    if low >= high:
+        raise ValueError(f"{lower} must be less than {upper}, {high:g}, not {low:g}")
 
 
 def check_choice(value: Any, key: str, choices: Sequence[str]) -> None:
     """Raise ValueError with the name of the key unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{key} must be one of {', '.join(choices)}, not {value!r}")
+
+
+@dataclass
+class Scored:
+    """Scores of a batch and the values that are logged beside them. A list has one entry per completion.
+
+    Attributes:
+        pay: scores; None for a row that cannot be scored.
+        columns: values for the table of completions, by column.
+        metrics: one value per batch, by name.
+        reasons: reason for each score; None if the columns give it.
+    """
+
+    pay: list[float | None]
+    columns: Mapping[str, list] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    reasons: list[str] | None = None
 
 
 class BaseReward:
@@ -72,10 +108,20 @@ class BaseReward:
     """Clause for error messages that describes a valid gold."""
     reward_fields: ClassVar[tuple[str, ...]] = ()
     """Names of the fields that may hold the spec of another reward."""
+    payments: ClassVar[tuple[str, ...]] = ()
+    """Names of the fields that hold an amount to pay."""
 
     name: str
+    prefix: str = ""
+    """Prefix of the logged columns."""
     gold_column: str | None = None
     """Name of the dataset column with the gold; None for a reward that compares with no single gold."""
+    solution_column: str | None = None
+    """Name of the optional dataset column with an answer that earns full pay; None if the gold itself is the answer."""
+
+    def __post_init__(self) -> None:
+        for key in self.payments:
+            object.__setattr__(self, key, checked_number(getattr(self, key), key))
 
     @property
     def __name__(self) -> str:
@@ -122,8 +168,35 @@ class BaseReward:
         """
         return None
 
-    def __call__(self, prompts: Any = None, completions: Sequence[Any] = (), **columns: Any) -> list[float | None]:
-        """Return one score for each completion, None for a row that cannot be scored."""
+    def __call__(
+        self,
+        prompts: Any = None,
+        completions: Sequence[Any] = (),
+        *,
+        log_extra: LogColumn = None,
+        log_metric: LogMetric = None,
+        log_reason: LogColumn = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        """Return one score for each completion, None for a row that cannot be scored.
+
+        Raises:
+            ValueError: a column that the reward reads is missing, or is not a list with one entry per completion, or a
+                reward that compares the completions of a group was not called with whole groups.
+        """
+        check_rows(self.name, completions=completions)
+        scored = self._scored(prompts, completions, columns)
+        if log_extra is not None:
+            for column, values in scored.columns.items():
+                log_extra(f"{self.prefix}{column}", values)
+        if log_metric is not None and scored.pay:
+            for metric, value in scored.metrics.items():
+                log_metric(f"rewards/{self.name}/{metric}", value)
+        if log_reason is not None and scored.reasons is not None:
+            log_reason("reason", scored.reasons)
+        return scored.pay
+
+    def _scored(self, prompts: Any, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scored:
         raise NotImplementedError
 
     def passed(self, scores: Sequence[float | None]) -> list[bool]:
@@ -131,7 +204,7 @@ class BaseReward:
         highest = self.highest_pay
         return [score is not None and score == highest for score in scores]
 
-    def validate(self, rows: int, columns: Mapping[str, Sequence[Any]]) -> list[bool]:
+    def validate(self, rows: int, columns: Mapping[str, Any]) -> list[bool]:
         """Return, for each row of the dataset, True if the reward can score it.
 
         An empty completion shows this: a reward returns None for a row that it cannot score, whatever the completion.
@@ -149,6 +222,10 @@ class BaseReward:
     def looks_at(self) -> str:
         """Clause for messages that says where in a completion the reward looks for an answer."""
         return "where it looks"
+
+    def gold_note(self, golds: Iterable[tuple[object, Any]]) -> str | None:
+        """Return a sentence if golds, each with the name of its row, may mean something else; else None."""
+        return None
 
     def unparsed_note(self, completions: Sequence[Any]) -> str | None:
         """Return a sentence if no completion states an answer where this reward looks for it; else None."""
@@ -168,24 +245,37 @@ class BaseReward:
 
 @dataclass(frozen=True, kw_only=True)
 class TaggedReward(BaseReward):
-    """Base class of rewards that read a completion around its tags and log columns for each completion."""
+    """Base class of rewards that read a completion around its tags."""
 
     tags: tuple[str, str] = ("think", "answer")
     prefilled: str | None = None
-    prefix: str = ""
     name: str = ""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "tags", checked_tags(self.tags, self.prefilled))
 
-    def log_column(self, log_extra: LogColumn, column: str, values: list) -> None:
-        """Log a column with one value for each completion, under the reward's prefix."""
-        if log_extra is not None:
-            log_extra(f"{self.prefix}{column}", values)
+    @property
+    def highest_pay(self) -> float:
+        """Largest of the amounts that the reward pays."""
+        return max(getattr(self, key) for key in self.payments)
+
+    def with_unit_pay(self) -> BaseReward | None:
+        """Return this reward with its class's amounts, name and prefix, or None if no completion earns anything."""
+        if self.highest_pay <= 0:
+            return None
+        reset: dict[str, Any] = {}
+        for item in fields(self):
+            if item.name in (*self.payments, "name", "prefix"):
+                reset[item.name] = item.default
+        return replace(self, **reset)
 
     def with_tags(self, tags: tuple[str, str]) -> BaseReward:
         """Return this reward for other tags."""
         return replace(self, tags=tags, prefilled=tags[0] if self.prefilled else None)
+
+    def _outside_thinking(self, text: str) -> str:
+        return outside_thinking(text, self.tags[0], self.prefilled is not None)
 
 
 class FunctionReward(BaseReward):

@@ -42,7 +42,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from grpo_rewards import internlm2
 from grpo_rewards.completions import check_rows, completion_text
 from grpo_rewards.errors import UserError, one_line
-from grpo_rewards.reward import BaseReward, Kind, LogMetric, check_choice, check_count, checked_number
+from grpo_rewards.reward import BaseReward, Kind, Scored, check_choice, check_count, checked_number, checked_positive
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class RewardModelScore(BaseReward):
     | no answer tag, or `answer_weight` 0 | the score, clamped to [-`clamp`, `clamp`] |
     | `<answer>content</answer>` (the first one) | 0.4 * its clamped score + 0.6 * that of `content` alone |
     | empty, or the tag without content | the empty turn is scored like any other |
-    | a score that is not finite (16-bit overflow) | None; logged as `reward_model/unscored_rows` |
+    | a score that is not finite (16-bit overflow) | None; logged as `rewards/reward_model/unscored_rows` |
 
     The rule and its defaults are those of `calculate_rewards` in the MiniMind GRPO notebook. A prompt is a list of
     messages, used as it is, or a string, used as one user turn. Each process scores its own rows on its own copy of the
@@ -83,8 +83,9 @@ class RewardModelScore(BaseReward):
         answer_tag: name of the tag whose content is scored by itself; null for none.
         answer_weight: share of that second score, in [0, 1]; 0 for none.
         max_length: longest conversation in tokens; null for the model's own limit.
-        cut: part that a longer conversation loses, counted in `reward_model/cut_conversations`: its oldest tokens
-            behind the leading BOS (`prompt`), or the end of the completion before its closing tokens (`completion`).
+        cut: part that a longer conversation loses, counted in `rewards/reward_model/cut_conversations`: its oldest
+            tokens behind the leading BOS (`prompt`), or the end of the completion before its closing tokens
+            (`completion`).
         max_batch_tokens: largest number of tokens in one forward pass, with padding and shared prefix. A single
             conversation may be longer.
         prefix_sharing: compute the common prefix of a group once. The scores are the same up to rounding.
@@ -120,12 +121,8 @@ class RewardModelScore(BaseReward):
         check_choice(self.cut, "cut", _CUTS)
         _check_device(self.device)
         if self.clamp is not None:
-            object.__setattr__(self, "clamp", checked_number(self.clamp, "clamp"))
-            if self.clamp <= 0:
-                raise ValueError(f"clamp must be positive, or null for none, not {self.clamp!r}")
-        object.__setattr__(self, "answer_weight", checked_number(self.answer_weight, "answer_weight"))
-        if not 0 <= self.answer_weight <= 1:
-            raise ValueError(f"answer_weight must lie in [0, 1], not {self.answer_weight!r}")
+            object.__setattr__(self, "clamp", checked_positive(self.clamp, "clamp"))
+        object.__setattr__(self, "answer_weight", checked_number(self.answer_weight, "answer_weight", 0.0, 1.0))
         if self.max_length is not None:
             check_count(self.max_length, "max_length", 2)
         check_count(self.max_batch_tokens, "max_batch_tokens")
@@ -153,15 +150,7 @@ class RewardModelScore(BaseReward):
         """Return the model, which is loaded once per process. An early call stops a run with a bad checkpoint."""
         return _load(self.model, self.revision, self.dtype, str(self.device or _default_device()))
 
-    def __call__(
-        self,
-        prompts: Any = None,
-        completions: Sequence[Any] = (),
-        *,
-        log_metric: LogMetric = None,
-        **columns: Any,
-    ) -> list[float | None]:
-        """Return the score of every completion, None for one that is not finite."""
+    def _scored(self, prompts: Any, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scored:
         check_rows(self.name, prompts=prompts, completions=completions)
         full: list[Conversation] = []
         answers: list[Conversation | None] = []
@@ -172,13 +161,10 @@ class RewardModelScore(BaseReward):
             answers.append(None if answer is None else _with_reply(history, answer))
         scores, cut = self._scores([*full, *(answer for answer in answers if answer is not None)])
         answer_scores = iter(scores[len(full) :])
-        rows = []
+        rows: list[float | None] = []
         for score, has_answer in zip(scores[: len(full)], answers, strict=True):
             rows.append(self._blended(score, next(answer_scores)) if has_answer else self._clamped(score))
-        if log_metric is not None:
-            log_metric(f"{self.name}/unscored_rows", float(rows.count(None)))
-            log_metric(f"{self.name}/cut_conversations", float(cut))
-        return rows
+        return Scored(rows, metrics={"unscored_rows": float(rows.count(None)), "cut_conversations": float(cut)})
 
     def scores(self, conversations: Sequence[Conversation]) -> list[float]:
         """Return the model's own score of each conversation: not clamped, not blended, not finite after an overflow.
@@ -226,7 +212,7 @@ class RewardModelScore(BaseReward):
 
     def _cut(self, conversation: Conversation, ids: list[int], limit: int) -> TokenIds:
         if self.cut == "prompt":
-            return cut_middle(ids, self.load().leading_tokens(ids), limit)
+            return cut_middle(ids, int(ids[0] == self.load().tokenizer.bos_token_id), limit)
         empty = [*conversation[:-1], {**conversation[-1], "content": ""}]
         closing = _common_prefix(ids[::-1], self.token_ids([empty])[0][::-1])
         return cut_middle(ids, limit - min(closing, limit - 1), limit)
@@ -341,10 +327,6 @@ class LoadedRewardModel:
             f"reward model {self.name}: {count / 1e9:.2f} B parameters in {dtype}, "
             f"{size / 2**30:.2f} GiB on {self.network.device} in every process"
         )
-
-    def leading_tokens(self, ids: Sequence[int]) -> int:
-        """Return the number of leading tokens that a cut keeps: 1 for a BOS, else 0."""
-        return int(bool(ids) and ids[0] == self.tokenizer.bos_token_id)
 
     def encode(self, conversations: Sequence[Conversation], parse_special_tokens: bool = False) -> list[list[int]]:
         """Return the token ids of each conversation under the model's chat template.

@@ -7,6 +7,8 @@
 | no object, several of them, or something that is not JSON | 0 |
 | the schema of its row is missing or can't be used | None |
 
+With `gold_column`, only an object with the values of its row's gold object earns the full pay.
+
 jsonschema validates (the extra `grpo-rewards[json]`), but neither it nor jsonschema-rs bounds time or regular
 expressions. Anything in it that could run for ever is replaced or rejected: patterns run on RE2 (the extra
 `grpo-rewards[patterns]`), `uniqueItems` is linear, `multipleOf` is exact, references lead only into the schema itself,
@@ -27,17 +29,19 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from fractions import Fraction
 from functools import cache, lru_cache
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, ClassVar, NamedTuple
 
-from grpo_rewards.completions import check_rows, completion_text, outside_thinking
+from grpo_rewards.completions import check_rows, completion_text, fenced_blocks, needed_column
 from grpo_rewards.errors import UserError
-from grpo_rewards.reward import BaseReward, Kind, LogColumn, LogMetric, TaggedReward, check_choice, checked_number
+from grpo_rewards.math.answers import MAX_GOLDS, accepted_golds
+from grpo_rewards.reward import Kind, Scored, TaggedReward, check_choice, check_less, checked_number
 from grpo_rewards.strict import PatternError, linear_search, parse_json
+from grpo_rewards.strings import folded
 
 MAX_STEPS = 200_000
 """Number of steps of the longest validation, about a second.
@@ -63,10 +67,24 @@ class JsonSchema(TaggedReward):
     The share is over the schema's own `required`, at the top level. A key whose value does not fit counts as missing.
     Without `required` there is no share, and an object that does not fit earns 0.
 
+    With `gold_column`, values count too:
+
+    | the completion holds | pay |
+    |---|---|
+    | one JSON object that fits and has the gold's values | 1 (`pay`) |
+    | another JSON object | 0.5 (`pay_partial`) times the share of keys, of both objects, whose values are the gold's |
+    | no object, several of them, or something that is not JSON | 0 |
+    | the schema or the gold of its row is missing or can't be used | None |
+
+    Texts are compared without case, runs of white space and the encoding of accents. Numbers are compared by value, and
+    lists in their order. A key with null counts as a missing key, because Arrow fills missing keys with nulls.
+
     Args:
         schema: JSON Schema (draft 4, 6, 7, 2019-09 or 2020-12), as a mapping or as JSON; None to read it from a column.
         schema_column: name of the dataset column with one schema per row. JSON strings are safest, because Arrow fills
             the missing keys of mappings with nulls.
+        gold_column: name of the dataset column with one gold object per row, as a string of JSON or a mapping, or a
+            list of at most 64 of them, of which the best pay counts; None to compare no values.
         extract: place of the object outside the thinking. `answer_tag` is the only `<answer>` block, perhaps with a
             fence in it. `fence` is the only Markdown fence that is marked `json`, or unmarked and starts with `{`.
             `whole` is nothing else. `auto` is the first of these that the completion uses; text that starts with `{` is
@@ -83,24 +101,27 @@ class JsonSchema(TaggedReward):
     """
 
     kind: ClassVar[Kind] = "correctness"
-    gold_forms: ClassVar[str] = "a row holds a JSON Schema, best as a string of JSON"
+    payments: ClassVar[tuple[str, ...]] = ("pay", "pay_partial")
+    gold_forms: ClassVar[str] = (
+        "a row holds a JSON Schema, best as a string of JSON, and with `gold_column` a JSON object"
+    )
 
     schema: Mapping[str, Any] | str | None = None
     schema_column: str = "schema"
+    gold_column: str | None = None
     extract: str = "auto"
     pay: float = 1.0
     pay_partial: float = 0.5
+    prefix: str = ""
     name: str = "json_schema"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("pay", "pay_partial"):
-            object.__setattr__(self, key, checked_number(getattr(self, key), key))
-        if not 0 <= self.pay_partial < self.pay:
-            raise ValueError(f"pay_partial must be from 0 to less than pay, {self.pay!r}, not {self.pay_partial!r}")
+        checked_number(self.pay_partial, "pay_partial", 0.0, self.pay)
+        check_less(self, "pay_partial", "pay")
         check_choice(self.extract, "extract", ("answer_tag", "fence", "whole", "auto"))
         if self.schema is not None:
-            text = _schema_text(self.schema)
+            text = _json_text(self.schema)
             if text is None:
                 raise ValueError(f"schema must be a mapping or a string of JSON, not {self.schema!r}")
             _compile(text)
@@ -108,34 +129,12 @@ class JsonSchema(TaggedReward):
             object.__setattr__(self, "schema", text)
 
     @property
-    def highest_pay(self) -> float:
-        """Pay for an object that fits."""
-        return self.pay
-
-    @property
     def columns_read(self) -> tuple[str, ...]:
-        """Name of the dataset column with the schemas; none if one schema serves every row."""
-        return () if self.schema is not None else (self.schema_column,)
+        """Names of the dataset columns with the golds and the schemas. One schema may serve every row."""
+        golds = () if self.gold_column is None else (self.gold_column,)
+        return golds if self.schema is not None else (*golds, self.schema_column)
 
-    def with_unit_pay(self) -> BaseReward:
-        """Return this reward paying 1 or 0, without its name and prefix."""
-        return replace(self, pay=1.0, pay_partial=0.0, prefix="", name=type(self).name)
-
-    def __call__(
-        self,
-        prompts: Any = None,
-        completions: Sequence[Any] = (),
-        *,
-        log_extra: LogColumn = None,
-        log_metric: LogMetric = None,
-        **columns: Any,
-    ) -> list[float | None]:
-        """Score each completion against `schema`, or against the schema in its row of `columns[schema_column]`.
-
-        Raises:
-            ValueError: there is neither, or the column is not a list with one entry per completion.
-        """
-        check_rows(self.name, completions=completions)
+    def _scored(self, prompts: Any, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scored:
         schemas = [self.schema] * len(completions) if self.schema is not None else columns.get(self.schema_column)
         if schemas is None:
             raise ValueError(
@@ -143,28 +142,35 @@ class JsonSchema(TaggedReward):
                 f"schema_column); the batch has {', '.join(columns) or 'none'}"
             )
         check_rows(self.name, **{"completions": completions, self.schema_column: schemas})
+        golds: Sequence[Any] = [None] * len(completions)
+        if self.gold_column is not None:
+            golds = needed_column(self, "gold_column", columns, completions)
         verdicts: list[str] = []
         scores: list[float | None] = []
-        for completion, schema in zip(completions, schemas, strict=True):
-            verdict, score = self._judge(completion_text(completion), schema)
+        for completion, schema, gold in zip(completions, schemas, golds, strict=True):
+            verdict, score = self._judge(completion_text(completion), schema, gold)
             verdicts.append(verdict)
             scores.append(score)
-        self.log_column(log_extra, "verdict", verdicts)
-        if log_metric is not None and verdicts:
-            parsed = sum(verdict.startswith(("fits", "does not fit")) for verdict in verdicts)
-            log_metric(f"rewards/{self.name}/fits", verdicts.count("fits") / len(verdicts))
-            log_metric(f"rewards/{self.name}/parsed", parsed / len(verdicts))
-            log_metric(f"rewards/{self.name}/unscorable", float(scores.count(None)))
-        return scores
+        rows = max(len(verdicts), 1)
+        fitting = sum(verdict.startswith("fits") for verdict in verdicts)
+        parsed = fitting + sum(verdict.startswith("does not fit") for verdict in verdicts)
+        metrics = {"fits": fitting / rows, "parsed": parsed / rows}
+        return Scored(scores, {"verdict": verdicts}, {**metrics, "unscorable": float(scores.count(None))})
 
-    def _judge(self, completion: str, schema: Any) -> tuple[str, float | None]:
-        schema_text = _schema_text(schema)
+    def _judge(self, completion: str, schema: Any, gold: Any) -> tuple[str, float | None]:
+        schema_text = _json_text(schema)
         compiled = _compiled(schema_text) if schema_text is not None else "no schema"
         if isinstance(compiled, str):
             return compiled, None
-        text = outside_thinking(completion, self.tags[0], self.prefilled is not None)
+        golds = [] if self.gold_column is None else _gold_objects(gold)
+        if self.gold_column is not None and not golds:
+            return "no gold", None
+        text = self._outside_thinking(completion)
         try:
-            return self._validated(compiled, find_object(text, self.extract, self.tags[1]))
+            found = find_object(text, self.extract, self.tags[1])
+            verdict, score = self._validated(compiled, found)
+            compared = [self._compared(verdict, found, wanted) for wanted in golds]
+            return max(compared, key=lambda result: result[1]) if golds else (verdict, score)
         except ValueError as error:
             return str(error), 0.0
         except (_TooCostly, RecursionError):
@@ -188,6 +194,50 @@ class JsonSchema(TaggedReward):
         if bad:
             verdict += f", not {', '.join(bad)[:80]}"
         return verdict, self.pay_partial * (good / max(len(required), 1))
+
+    def _compared(self, verdict: str, found: dict[str, Any], gold: Mapping[str, Any]) -> tuple[str, float]:
+        """Return the verdict and the score of an object whose values are compared with those of the gold."""
+        answer = _comparable(found)
+        keys = [*gold, *(key for key in answer if key not in gold)]
+        wrong = [key for key in keys if key not in answer or key not in gold or answer[key] != gold[key]]
+        if not wrong:
+            return verdict, self.pay if verdict == "fits" else self.pay_partial
+        right = len(keys) - len(wrong)
+        verdict += f", {right} of {len(keys)} values are right, not {', '.join(wrong)[:80]}"
+        return verdict, self.pay_partial * (right / len(keys))
+
+
+def _gold_objects(value: Any) -> list[Mapping[str, Any]]:
+    """Return the gold objects that a row accepts: of a list, or the one value. Entries that are none are skipped."""
+    entries = [value] if isinstance(value, Mapping) else accepted_golds(value)
+    if len(entries) > MAX_GOLDS:
+        return []
+    golds = []
+    for entry in entries:
+        if (gold := _gold_object(_json_text(entry))) is not None:
+            golds.append(gold)
+    return golds
+
+
+@lru_cache(maxsize=4096)
+def _gold_object(text: str | None) -> Mapping[str, Any] | None:
+    """Return the values of a gold object in the form of `_comparable`, or None if the text is no JSON object."""
+    try:
+        gold = parse_json(text or "")
+    except (ValueError, RecursionError):
+        return None
+    return _comparable(gold) if isinstance(gold, dict) else None
+
+
+def _comparable(value: Any) -> Any:
+    """Return a JSON value in a form that is equal for equal values: folded texts, no nulls, no numbers as booleans."""
+    if isinstance(value, dict):
+        return {key: _comparable(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list):
+        return list(map(_comparable, value))
+    if isinstance(value, bool):
+        return ("boolean", value)  # True == 1 in Python
+    return folded(value) if isinstance(value, str) else value
 
 
 # --- Where the object is ---
@@ -230,25 +280,13 @@ def _place(text: str, layout: str, tag: str) -> str:
     return text.strip()
 
 
-_FENCE = re.compile(r" {0,3}(`{3,})[ \t]*([^\s`]*)[^`]*\Z")
-
-
 def _only_fence(text: str) -> str:
     """Return the content of the only closed Markdown fence that is marked `json`, or unmarked and starts with `{`."""
-    blocks: list[str] = []
-    marker, label, start = "", "", 0
-    position = 0
-    for line in text.split("\n"):
-        end = position + len(line)
-        fence = _FENCE.match(line)
-        if fence and not marker:
-            marker, label, start = fence[1], fence[2].lower(), end + 1
-        elif fence and not fence[2] and len(fence[1]) >= len(marker):
-            body = text[start:position].strip()
-            if label == "json" or (not label and body.startswith("{")):
-                blocks.append(body)
-            marker = ""
-        position = end + 1
+    blocks = []
+    for label, content in fenced_blocks(text):
+        body = content.strip()
+        if label == "json" or (not label and body.startswith("{")):
+            blocks.append(body)
     if len(blocks) != 1:
         raise ValueError("several fences" if blocks else "no fence")
     return blocks[0]
@@ -277,13 +315,14 @@ class CompiledSchema(NamedTuple):
         return next(self.validator.evolve(schema=self.properties[key]).iter_errors(value), None) is None
 
 
-def _schema_text(schema: Any) -> str | None:
-    if isinstance(schema, Mapping):
+def _json_text(value: Any) -> str | None:
+    """Return the JSON of a mapping, or a text as it is. Return None for anything else."""
+    if isinstance(value, Mapping):
         try:
-            return json.dumps(schema)
+            return json.dumps(value)
         except (TypeError, ValueError, RecursionError):
             return None
-    return schema if isinstance(schema, str) and schema.strip() else None
+    return value if isinstance(value, str) and value.strip() else None
 
 
 @lru_cache(maxsize=256)

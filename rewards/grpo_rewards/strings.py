@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar
 
-from grpo_rewards.completions import needed_column
-from grpo_rewards.math.correctness import AgainstGold, Judgements
-from grpo_rewards.reward import LogMetric, check_choice
+from grpo_rewards.completions import completion_text, needed_column
+from grpo_rewards.math.answers import accepted_golds
+from grpo_rewards.math.correctness import AgainstGold, Judgement
+from grpo_rewards.reward import Scored, check_choice
 from grpo_rewards.strict import linear_search
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -33,7 +34,7 @@ def squad_normalised(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def _folded(text: str) -> str:
+def folded(text: str) -> str:
     """Return `text` without case and runs of white space, and with one spelling of each accented letter."""
     return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
@@ -43,7 +44,7 @@ def _exact(answer: str, gold: str) -> float:
 
 
 def _casefold(answer: str, gold: str) -> float:
-    return float(_folded(answer) == _folded(gold))
+    return float(folded(answer) == folded(gold))
 
 
 def _squad(answer: str, gold: str) -> float:
@@ -135,21 +136,22 @@ class StringMatch(AgainstGold):
         """Name of the dataset column with the gold; none if one pattern serves every row."""
         return () if self.pattern is not None else super().columns_read
 
-    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> Judgements:
-        given: Sequence[Any] = [self.pattern] * len(texts)
+    def _scored(self, prompts: Any, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scored:
+        given: Sequence[Any] = [self.pattern] * len(completions)
         if self.pattern is None:
-            given = needed_column(self, "gold_column", columns, texts)
-        judged = Judgements()
-        for answer, row in zip(self._answers(texts, self.extract), given, strict=True):
+            given = needed_column(self, "gold_column", columns, completions)
+        judged: list[Judgement] = []
+        answers = self._answers(list(map(completion_text, completions)), self.extract)
+        for answer, row in zip(answers, given, strict=True):
             golds = [row] if self.pattern is not None else self._golds(row)
             if not golds:
-                judged.add(answer, None, "no gold", None)
+                judged.append((answer, None, "no gold", None))
             elif answer is None:
-                judged.add(None, golds[0], "missing", self.pay_wrong)
+                judged.append((None, golds[0], "missing", self.pay_wrong))
             else:
                 gold, share = self._nearest(answer, golds)
-                judged.add(answer, gold, _verdict(share, answer in golds), self._pay(share))
-        return judged
+                judged.append((answer, gold, _verdict(share, answer in golds), self._pay(share)))
+        return self._with_columns(judged)
 
     def _nearest(self, answer: str, golds: Sequence[str]) -> tuple[str, float]:
         """Return the gold with the largest share of full pay, and that share."""
@@ -159,10 +161,8 @@ class StringMatch(AgainstGold):
 
     def _golds(self, row: Any) -> list[str]:
         """Return the golds of a row, stripped: of a string, a number, a list of them, or SQuAD's `{"text": [...]}`."""
-        row = row.get("text") if isinstance(row, Mapping) else row
-        row = row.tolist() if hasattr(row, "tolist") else row  # an array of numpy or pyarrow
         golds = []
-        for item in row if isinstance(row, (list, tuple)) else [row]:
+        for item in accepted_golds(row):
             is_text = isinstance(item, (str, Real)) and not isinstance(item, bool) and item == item  # not NaN
             gold = str(item).strip() if is_text else ""
             if gold and (self.match != "pattern" or _is_pattern(gold)):

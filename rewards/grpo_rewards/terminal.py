@@ -90,9 +90,9 @@ def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
-def say(text: object = "", *, to_stderr: bool = False) -> None:
-    """Print text without secrets. Line feeds are kept, every other control character is escaped."""
-    print(_safe(text), file=sys.stderr if to_stderr else sys.stdout, flush=True)
+def say(text: object = "", *, end: str = "\n", to_stderr: bool = False) -> None:
+    """Print text without secrets, then `end`. Line feeds are kept, every other control character is escaped."""
+    print(_safe(text), end=end, file=sys.stderr if to_stderr else sys.stdout, flush=True)
 
 
 def say_error(sentence: object, kind: str = "error") -> None:

@@ -283,7 +283,7 @@ def test_an_answer_in_a_prefilled_block_is_not_extracted():
         ("\\frac{1}{2}", "\\frac{1}{2}"), ("So \\boxed{x^2}.", "x^2"), ("Steps.\nA: 18", "18"),
         ("no solution", "no solution"), ("a red house near the hill", "a red house near the hill"),
         ("a red house near the old hill", None),
-        ("", None), ("  ", None), (None, None), (float("nan"), None), (["18"], None), ("Steps.\n####", None),
+        ("", None), ("  ", None), (None, None), (float("nan"), None), ([["18"]], None), ("Steps.\n####", None),
         ("#### ", None), ("She sold 48/2 = <<48/2=24>>24 clips in May and 48 in April.", None),
         ({}, None), (True, None),
     ],

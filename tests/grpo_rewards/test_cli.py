@@ -137,7 +137,10 @@ def test_parquet_in_and_out(tmp_path):
             ["score", "{rows}", "--reward", "{{name: tag_count, alias: answer}}", "--out", "o.jsonl"],
             "give that reward an",
         ),
-        (["score", "{rows}", "--reward", "tag_count", "--out", "no/such/o.jsonl"], "folder no/such does not exist"),
+        (
+            ["score", "{rows}", "--reward", "tag_count", "--out", "no/such/o.jsonl"],
+            "no/such/o.jsonl can't be written: choose a file in an existing folder",
+        ),
         (["check", "{rows}", "--reward", "tag_count"], "needs a correctness reward"),
         (["check", "{rows}", "--gold-column", "gold"], "no `gold`"),
     ],

@@ -19,6 +19,7 @@ from grpo_rewards import (
     json_schema,
     repetition,
     string_match,
+    unit_tests,
 )
 from grpo_rewards.cli import main
 from grpo_rewards.math.correctness import GSM8KCorrectness
@@ -210,7 +211,7 @@ def test_own_rewards_work_in_a_spec(monkeypatch):
 
 @pytest.mark.parametrize(
     "reward",
-    [choice_correctness, group_length, instructions, json_schema, repetition, string_match],
+    [choice_correctness, group_length, instructions, json_schema, repetition, string_match, unit_tests],
     ids=lambda reward: reward.name,
 )
 def test_a_modules_docstring_has_the_pay_table_of_its_reward(reward):

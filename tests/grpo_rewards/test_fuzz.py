@@ -36,6 +36,7 @@ INSTRUCTIONS = {
 }
 LAYOUTS = ("answer_tag", "hashes", "boxed", "a_line", "sentence", "auto")
 MODELS = {"reward_model", "judge"}
+PROGRAMS = {"unit_tests"}  # its runs have tests of their own, in test_programs.py
 SPECS: dict[str, list[dict[str, Any]]] = {
     "gsm8k_correctness": [{"extract": layout} for layout in LAYOUTS] + [{"prefilled": "think"}],
     "math_correctness": [{"deadline": 0.5}],
@@ -86,7 +87,7 @@ def rewards(names: Sequence[str]) -> list[Any]:
 
 
 def test_every_registered_reward_is_fuzzed() -> None:
-    assert set(SPECS) | MODELS == set(REGISTERED)
+    assert set(SPECS) | MODELS | PROGRAMS == set(REGISTERED)
 
 
 def a_completion(draw: random.Random) -> Any:

@@ -60,7 +60,7 @@ def test_the_pay_is_an_argument():
     assert (reward.highest_pay, reward.kind, reward.__name__) == (4.0, "correctness", "instructions")
     assert score("a</think>b, c", NO_COMMA, prefilled="think")[0] == 0.0
     assert score("a, b</think>c", NO_COMMA, prefilled="think")[0] == 1.0
-    with pytest.raises(ValueError, match="rule must be share or strict"):
+    with pytest.raises(ValueError, match="rule must be one of share, strict"):
         Instructions(rule="loose")
 
 
@@ -76,7 +76,7 @@ def test_the_pay_is_an_argument():
         ([7], [{}], "unknown instruction 7"),
         (["keywords:existence"], [{}], "keywords must be a list of strings"),
         (["keywords:existence"], [{"keywords": "cat"}], "keywords must be a list of strings"),
-        (["keywords:existence"], [{"keywords": [""]}], "keywords must be a string that is not blank"),
+        (["keywords:existence"], [{"keywords": [""]}], "keywords must be a list of strings that are not blank"),
         (["length_constraints:number_words"], [{"num_words": 3}], "relation must be 'less than' or 'at least'"),
         (["length_constraints:number_words"], [{"num_words": -1, "relation": "at least"}], "must be a whole number"),
         (["length_constraints:number_words"], [{"num_words": True, "relation": "at least"}], "must be a whole number"),

@@ -175,7 +175,7 @@ def test_shards_give_the_same_model(tiny):
         (lambda w: w.update(extra=torch.zeros(1)), "unexpected extra"),
         (
             lambda w: w.update({"model.layers.0.attention.wqkv.weight": torch.zeros(8, 16)}),
-            r"wqkv\.weight has shape \(8, 16\), but config\.json makes it \(32, 16\)",
+            r"wqkv\.weight in the shape \(8, 16\), not \(32, 16\): its weights do not belong to its config\.json",
         ),
     ],
 )

@@ -260,7 +260,7 @@ def test_a_column_holds_schemas_as_strings_or_mappings():
 
 def test_a_bad_argument_is_named():
     for arguments, message in (
-        ({"pay_partial": 1}, "pay_partial must be from 0 to less than pay"),
+        ({"pay_partial": 1}, "pay_partial must be less than pay"),
         ({"extract": "box"}, "extract must be one of"),
         ({"prefilled": "answer"}, "prefilled must be null or the first tag"),
     ):
@@ -528,3 +528,67 @@ def test_nothing_is_imported_before_it_is_needed():
         "assert not {'jsonschema', 're2', 'referencing'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- Values against a gold ---
+
+GOLD = {"name": "Ann", "age": 30, "mail": None}
+
+
+def score_against(text, gold, schema=PERSON):
+    (result,) = JsonSchema(schema=schema, gold_column="answer")(completions=[text], answer=[gold])
+    return result
+
+
+@pytest.mark.parametrize("gold", [GOLD, json.dumps(GOLD)], ids=["mapping", "text"])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (ANN, 1.0),
+        ('{"age": 30.0, "name": " ann"}', 1.0),
+        ('{"name": "Bob", "age": 30}', 0.25),
+        ('{"name": "Ann"}', 0.25),
+        ('{"name": "Ann", "age": 30, "mail": "a@b.c"}', 0.5 * 2 / 3),
+        ('{"name": "Ann", "age": 30, "guess": 1}', 0.5 * 2 / 3),
+        ('{"name": "Ann", "age": true}', 0.25),
+        ("{}", 0.0),
+        (f"{ANN} or {ANN}", 0.0),
+    ],
+)
+def test_full_pay_needs_the_values_of_the_gold(text, expected, gold):
+    assert score_against(text, gold) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("gold", [None, "", "[1]", "{", 7, {"day": math.nan}])
+def test_a_gold_that_is_no_object_is_not_scored(gold):
+    assert score_against(ANN, gold) is None
+
+
+def test_nested_values_are_compared_in_order_and_booleans_are_no_numbers():
+    gold = {"tags": ["a", {"on": True, "off": None}]}
+    assert score_against('{"tags": ["A", {"on": true}]}', gold, {}) == 1.0
+    for other in ('{"tags": [{"on": true}, "a"]}', '{"tags": ["a", {"on": 1}]}', '{"tags": ["a"]}'):
+        assert score_against(other, gold, {}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("golds", "expected"),
+    [
+        ([{"name": "Bo", "age": 4}, json.dumps(GOLD)], 1.0),
+        ([{"name": "Bo", "age": 4}, {"name": "Ann", "age": 31}], 0.25),  # one of two values of the second
+        ([None, "no JSON", GOLD], 1.0),
+        ([{"text": "x"}], 0.0),
+        ([], None),
+        ([None, 7], None),
+        ([GOLD] * 65, None),
+    ],
+)
+def test_the_best_of_several_gold_objects_counts(golds, expected):
+    assert score_against(ANN, golds) == expected
+
+
+def test_the_column_of_golds_is_declared_and_needed():
+    assert JsonSchema(schema=PERSON, gold_column="answer").columns_read == ("answer",)
+    assert JsonSchema(gold_column="answer").columns_read == ("answer", "schema")
+    with pytest.raises(ValueError, match="needs the dataset column `answer`"):
+        JsonSchema(schema=PERSON, gold_column="answer")(completions=[ANN])

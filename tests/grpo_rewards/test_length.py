@@ -58,7 +58,7 @@ def test_a_recipe_fills_in_the_group_size_and_the_correctness_reward():
     (built,) = build_rewards([spec], num_generations=2)
     assert built.function.needs_whole_groups
     assert built.function(["p", "p"], ["#### 18", "#### 18   "], answer=["18"] * 2) == [0.5, -0.5]
-    with pytest.raises(RewardSpecError, match="num_generations must be a positive whole number"):
+    with pytest.raises(RewardSpecError, match="num_generations must be a whole number of at least 1"):
         build_rewards([{"name": "group_length", "kwargs": {"num_generations": 0}}])
 
 

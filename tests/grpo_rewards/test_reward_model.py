@@ -328,7 +328,7 @@ def test_a_long_conversation_loses_its_oldest_tokens_or_the_end_of_its_answer(in
         assert decode(ids) == kept
         row = reward([conversation[:1]], [conversation[1:]], log_metric=logged.__setitem__)
         assert row == [pytest.approx(plain_score(reward.load(), ids), abs=1e-5)]
-        assert logged["reward_model/cut_conversations"] == 1
+        assert logged["rewards/reward_model/cut_conversations"] == 1
     longest = RewardModelScore(internlm2, max_length=2, cut="completion")
     assert len(longest(["a b"], ["c d"])) == 1
 
@@ -337,7 +337,7 @@ def test_without_max_length_the_models_own_limit_applies(tmp_path):
     short = save_reward_model(tmp_path, config=reward_config(max_position_embeddings=40))
     logged = {}
     RewardModelScore(short)(["q" * 100, "q"], ["a", "a"], log_metric=logged.__setitem__)
-    assert logged["reward_model/cut_conversations"] == 1
+    assert logged["rewards/reward_model/cut_conversations"] == 1
 
 
 def test_cut_middle_keeps_both_ends():
@@ -357,7 +357,7 @@ def test_an_overflow_is_none_and_counted(tmp_path):
     rows = reward(["q"] * 3, ["a ~", "a", "<answer>~</answer>"], log_metric=logged.__setitem__)
     (alone,) = RewardModelScore(folder, dtype="float16")(["q"], ["a"])
     assert rows == [None, pytest.approx(alone, rel=1e-4), None]  # torch 2.8 rounds a batch otherwise
-    assert logged["reward_model/unscored_rows"] == 2
+    assert logged["rewards/reward_model/unscored_rows"] == 2
 
 
 # Models

@@ -155,7 +155,7 @@ def test_a_missing_column_kind_and_pickling():
         ({"pattern": "a"}, "pattern has no effect"),
         ({"match": "pattern", "pattern": 3}, "pattern must be a string"),
         ({"extract": "end"}, "extract"),
-        ({"pay": 0, "pay_wrong": 1}, "pay must be more"),
+        ({"pay": 0, "pay_wrong": 1}, "pay_wrong must be less than pay"),
     ],
 )
 def test_a_bad_argument_names_its_key(kwargs, message):

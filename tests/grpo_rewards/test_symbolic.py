@@ -446,12 +446,21 @@ def test_each_distinct_answer_is_compared_once_and_each_gold_read_once(monkeypat
     asked, read = [], []
     monkeypatch.setattr(answers, "equivalent", lambda *pair: asked.append(pair[:2]) or False)
     monkeypatch.setattr(
-        "grpo_rewards.math.correctness.read_gold", lambda gold: read.append(gold) or answers.read_gold(gold)
+        "grpo_rewards.math.correctness.read_golds",
+        lambda golds, decimal: read.append(golds) or answers.read_golds(golds, decimal),
     )
     texts = ["\\boxed{x+2}", "\\boxed{x+3}", "\\boxed{x+2}", "\\boxed{x+2}"]
     MathCorrectness()(completions=texts * 2, answer=["x+1"] * 4 + ["y+1"] * 4)
-    assert read == ["x+1", "y+1"]
+    assert read == [("x+1",), ("y+1",)]
     assert asked == [("x+1", "x+2"), ("x+1", "x+3"), ("y+1", "x+2"), ("y+1", "x+3")]
+
+
+def test_a_list_of_golds_gets_one_deadline(monkeypatch):
+    asked = []
+    monkeypatch.setattr(answers, "equivalent", lambda *pair: asked.append(pair[:2]))
+    pays = MathCorrectness()(completions=["\\boxed{x^{x^x}}"], answer=[["x+1", "x+2", "x+3"]])
+    assert pays == [0.0]
+    assert asked == [("x+1", "x^{x^x}")]
 
 
 def test_a_number_never_reaches_the_server(monkeypatch):

@@ -18,6 +18,14 @@ def broken(completions: list, **columns: object) -> list[float]:
     raise KeyError("gold")
 
 
+def broken_later(completions: list, trainer_state: TrainerState, **columns: object) -> list[float]:
+    """Raise for each completion of the second step, with its length."""
+    lengths = [float(len(completion_text(completion))) for completion in completions]
+    if trainer_state.global_step == 1:
+        raise ValueError("no answer")
+    return lengths
+
+
 def interrupted_once(completions: list, trainer_state: TrainerState, **columns: object) -> list[float]:
     """Ctrl-C while the second step's completions are scored."""
     if trainer_state.global_step == 1:

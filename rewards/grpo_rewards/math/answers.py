@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from grpo_rewards.completions import thinking_remover
+from grpo_rewards.completions import outside_thinking
+from grpo_rewards.math.decimals import Decimal, with_point
 from grpo_rewards.math.prose import (
     CJK_NUMERALS,
     NO_UNITS,
@@ -46,6 +47,12 @@ Number = int | Fraction
 
 MAX_ANSWER_CHARS = 1000
 """Number of characters of the longest answer that is parsed. A longer one can only equal the gold as a string."""
+
+MAX_GOLDS = 64
+"""Largest number of accepted answers of a row, each of which may need a symbolic comparison."""
+
+RIGHT_VERDICTS = frozenset({"exact", "equal", "symbolic"})
+"""Verdicts of a `Judge` on a right answer."""
 
 _MAX_EXPONENT = 1000
 
@@ -123,34 +130,22 @@ def extract_answer(
             layouts.
         tags: names of the reasoning tag and the answer tag.
         prefilled: True if the prompt already opens the reasoning block, so that the completion starts inside it.
-    """
-    return answer_extractor(layout, tags, prefilled)(text)
-
-
-@lru_cache(maxsize=64)
-def answer_extractor(layout: str, tags: tuple[str, str], prefilled: bool = False) -> Callable[[str], str | None]:
-    """Return a function of a completion's text that does what `extract_answer` does, for many completions.
 
     Raises:
         ValueError: `layout` is not one of LAYOUTS.
     """
     check_choice(layout, "extract", LAYOUTS)
-    answer_opening, answer_closing = f"<{tags[1]}>", f"</{tags[1]}>"
-    outside = thinking_remover(tags[0], prefilled)
-    use_tag = layout in ("answer_tag", "auto")
-    find_otherwise = _first_layout if layout == "auto" else _LAYOUTS.get(layout)
-
-    def extract(text: str) -> str | None:
-        text = outside(text)
-        answer = None
-        if use_tag and (start := text.rfind(answer_opening)) >= 0:
-            end = text.find(answer_closing, start)
-            answer = text[start + len(answer_opening) : end].strip() if end >= 0 else None
-        elif find_otherwise is not None:
-            answer = find_otherwise(text)
-        return answer or None
-
-    return extract
+    text = outside_thinking(text, tags[0], prefilled)
+    opening, closing = f"<{tags[1]}>", f"</{tags[1]}>"
+    start = text.rfind(opening) if layout in ("answer_tag", "auto") else -1
+    if start >= 0:
+        content, end, _ = text[start + len(opening) :].partition(closing)
+        answer = content.strip() if end else None
+    elif layout == "auto":
+        answer = _first_layout(text)
+    else:
+        answer = _LAYOUTS[layout](text) if layout in _LAYOUTS else None
+    return answer or None
 
 
 def _first_layout(text: str) -> str | None:
@@ -425,10 +420,34 @@ class Gold(NamedTuple):
     number: Number | None
 
 
-def read_gold(gold: object) -> Gold | None:
-    """Return the gold's final answer, or None if it has none."""
+def read_gold(gold: object, decimal: Decimal = "point") -> Gold | None:
+    """Return the gold's final answer, or None if it has none. `decimal` is the decimal mark of a gold that is text."""
     text = gold_answer(gold)
-    return None if text is None else Gold(text, parse_number(text))
+    if text is None:
+        return None
+    is_comma = decimal == "comma" and isinstance(gold, str)  # Python writes a number with a point
+    return Gold(text, parse_number(with_point(text) if is_comma else text))
+
+
+def accepted_golds(value: object) -> list[Any]:
+    """Return the accepted answers of a row: of a list, an array or SQuAD's `{"text": [...]}`, or the one value."""
+    if isinstance(value, Mapping):
+        value = value.get("text")
+    if hasattr(value, "tolist"):  # an array of numpy or pyarrow
+        value = value.tolist()
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def read_golds(value: object, decimal: Decimal = "point") -> tuple[Gold, ...]:
+    """Return the final answers that a row accepts. Entries without a final answer are skipped.
+
+    Returns:
+        The golds, or () if no gold can be read, or if the row has more than `MAX_GOLDS`.
+    """
+    accepted = accepted_golds(value)
+    if len(accepted) > MAX_GOLDS:
+        return ()
+    return tuple(gold for entry in accepted if (gold := read_gold(entry, decimal)) is not None)
 
 
 class Judge:
@@ -439,13 +458,14 @@ class Judge:
 
     Args:
         deadline: seconds for one symbolic comparison.
+        decimal: decimal mark of answers and golds; with "comma", `1.200,50` is 1200.5.
 
     Attributes:
         symbolic_rows: number of answers so far that neither strings nor numbers could decide.
     """
 
-    def __init__(self, deadline: float = 2.0) -> None:
-        self.deadline = deadline
+    def __init__(self, deadline: float = 2.0, decimal: Decimal = "point") -> None:
+        self.deadline, self.decimal = deadline, decimal
         self.symbolic_rows = 0
         self._symbolic: dict[tuple[str, str], str] = {}
 
@@ -457,15 +477,38 @@ class Judge:
             return "missing"
         if answer == gold.text:
             return "exact"
+        gold_text = gold.text
+        if self.decimal == "comma":
+            gold_text, answer = with_point(gold_text), with_point(answer)
         if gold.number is not None:
             return "equal" if answer_number(answer) == gold.number else "wrong"
         if parse_number(answer) is not None:
             return "wrong"
         self.symbolic_rows += 1
-        key = (gold.text, answer)
+        key = (gold_text, answer)
         if key not in self._symbolic:
             self._symbolic[key] = self._symbolic_verdict(*key)
         return self._symbolic[key]
+
+    def best_verdict(self, golds: Sequence[Gold], answer: str | None) -> tuple[str, Gold | None]:
+        """Return the best verdict on an answer among the golds that its row accepts, and the gold of that verdict."""
+        if not golds:
+            return "no gold", None
+        for gold in golds:
+            if answer == gold.text:
+                return "exact", gold
+        counted = self.symbolic_rows
+        best = "wrong", golds[0]
+        # Numbers come first, because they are compared without math-verify.
+        for gold in sorted(golds, key=lambda gold: gold.number is None):
+            verdict = self.verdict(gold, answer)
+            if verdict != "wrong":
+                best = verdict, gold
+            # An answer that runs out of time against one gold would do so against each: a row gets one deadline.
+            if verdict in RIGHT_VERDICTS or verdict == "timeout":
+                break
+        self.symbolic_rows = min(self.symbolic_rows, counted + 1)
+        return best
 
     def _symbolic_verdict(self, gold: str, answer: str) -> str:
         if max(len(gold), len(answer)) > MAX_ANSWER_CHARS:
@@ -484,8 +527,8 @@ class Judge:
 
 
 def compare(gold: object, answer: str | None, deadline: float = 2.0) -> str:
-    """Return the verdict of a `Judge` on one extracted answer and one gold as written in a dataset."""
-    return Judge(deadline).verdict(read_gold(gold), answer)
+    """Return the verdict of a `Judge` on one extracted answer and a row's gold or golds as written in a dataset."""
+    return Judge(deadline).best_verdict(read_golds(gold), answer)[0]
 
 
 _ALTERNATIVE = re.compile(r"\bor\b")

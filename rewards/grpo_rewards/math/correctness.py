@@ -6,103 +6,69 @@ an equal number or formula. The tables in the docstrings of `GSM8KCorrectness` a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar
 
-from grpo_rewards.completions import check_rows, completion_text, needed_column, outside_thinking
-from grpo_rewards.math.answers import LAYOUTS, Gold, Judge, answer_extractor, read_gold
-from grpo_rewards.reward import BaseReward, Kind, LogColumn, LogMetric, TaggedReward, check_choice, checked_number
+from grpo_rewards.completions import completion_text, needed_column
+from grpo_rewards.math.answers import (
+    LAYOUTS,
+    Gold,
+    Judge,
+    accepted_golds,
+    extract_answer,
+    gold_answer,
+    read_golds,
+)
+from grpo_rewards.math.decimals import DECIMALS, Decimal, decimal_marks
+from grpo_rewards.reward import BaseReward, Kind, Scored, TaggedReward, check_choice, check_less, checked_positive
 
-
-@dataclass
-class Judgements:
-    """Columns of a scored batch, each with one entry per completion.
-
-    Attributes:
-        extracted: answers found in the completions; None for a completion without one.
-        gold: golds that the answers were compared with; None for a gold that can't be read.
-        verdict: names of the outcomes, such as "equal".
-        pay: scores; None for a gold that can't be read.
-    """
-
-    extracted: list[str | None] = field(default_factory=list)
-    gold: list[str | None] = field(default_factory=list)
-    verdict: list[str] = field(default_factory=list)
-    pay: list[float | None] = field(default_factory=list)
-
-    def add(self, extracted: str | None, gold: str | None, verdict: str, pay: float | None) -> None:
-        """Append one completion."""
-        self.extracted.append(extracted)
-        self.gold.append(gold)
-        self.verdict.append(verdict)
-        self.pay.append(pay)
+Judgement = tuple[str | None, str | None, str, float | None]
+"""Answer found in a completion, gold that it was compared with, name of the outcome such as "equal", and score. None
+stands for a completion without an answer, and for the gold and the score of a gold that can't be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GoldReward(TaggedReward):
-    """Base class of rewards that compare a completion's answer with a gold. Subclasses implement `_judged`."""
+    """Base class of rewards that compare a completion's answer with a gold.
+
+    A subclass implements `_scored`, and passes its verdicts to `_with_columns`.
+    """
 
     kind: ClassVar[Kind] = "correctness"
     layouts: ClassVar[tuple[str, ...]] = LAYOUTS
-    payments: ClassVar[tuple[str, ...]]
-    """Names of the fields that hold an amount to pay."""
 
     extract: str = "answer_tag"
     gold_column: str = "answer"
+    prefix: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in self.payments:
-            object.__setattr__(self, key, checked_number(getattr(self, key), key))
         check_choice(self.extract, "extract", self.layouts)
-
-    @property
-    def highest_pay(self) -> float:
-        """Largest of the amounts that the reward pays."""
-        return max(getattr(self, key) for key in self.payments)
 
     @property
     def columns_read(self) -> tuple[str, ...]:
         """Name of the dataset column with the gold."""
         return (self.gold_column,)
 
-    def __call__(
-        self,
-        prompts: Any = None,
-        completions: Sequence[Any] = (),
-        *,
-        log_extra: LogColumn = None,
-        log_metric: LogMetric = None,
-        **columns: Any,
-    ) -> list[float | None]:
-        """Score each completion against the gold in its row of `columns[gold_column]`.
-
-        Raises:
-            ValueError: a column that the reward reads is missing, or is not a list with one entry per completion.
-        """
-        check_rows(self.name, completions=completions)
-        judged = self._judged(list(map(completion_text, completions)), columns, log_metric)
-        self.log_column(log_extra, "extracted", judged.extracted)
-        self.log_column(log_extra, "gold", judged.gold)
-        self.log_column(log_extra, "verdict", judged.verdict)
-        if log_metric is not None and judged.extracted:
-            rows = len(judged.extracted)
-            log_metric(f"rewards/{self.name}/parsed", (rows - judged.extracted.count(None)) / rows)
-        return judged.pay
-
-    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> Judgements:
-        raise NotImplementedError
+    def _with_columns(self, judged: Sequence[Judgement], metrics: Mapping[str, float] | None = None) -> Scored:
+        """Return the scores of a batch with the columns and metrics that every such reward logs."""
+        extracted = [answer for answer, *_ in judged]
+        logged: dict[str, list[Any]] = {
+            "extracted": extracted,
+            "gold": [gold for _, gold, *_ in judged],
+            "verdict": [verdict for *_, verdict, _ in judged],
+        }
+        parsed = (len(judged) - extracted.count(None)) / max(len(judged), 1)
+        return Scored([pay for *_, pay in judged], logged, {"parsed": parsed, **(metrics or {})})
 
     def _answers(self, texts: Sequence[str], layout: str) -> list[str | None]:
         """Return the answer that each completion states in a layout, as written, or None."""
         if layout == "whole":
-            return [self._outside(text).strip() or None for text in texts]
-        return list(map(answer_extractor(layout, self.tags, self.prefilled is not None), texts))
-
-    def _outside(self, text: str) -> str:
-        return outside_thinking(text, self.tags[0], self.prefilled is not None)
+            return [self._outside_thinking(text).strip() or None for text in texts]
+        is_prefilled = self.prefilled is not None
+        return [extract_answer(text, layout, tags=self.tags, prefilled=is_prefilled) for text in texts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,14 +86,7 @@ class AgainstGold(GoldReward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pay <= self.pay_wrong:
-            raise ValueError(f"pay must be more than pay_wrong, {self.pay_wrong:g}, not {self.pay:g}")
-
-    def with_unit_pay(self) -> BaseReward | None:
-        """Return this reward paying 1 or 0, without its name and prefix, or None if no completion earns anything."""
-        if self.highest_pay <= 0:
-            return None
-        return replace(self, pay=1.0, pay_wrong=0.0, prefix="", name=type(self).name)
+        check_less(self, "pay_wrong", "pay")
 
     def _pay(self, share: float) -> float:
         # Full pay exactly: the formula may round.
@@ -149,8 +108,12 @@ class GSM8KCorrectness(GoldReward):
         extract: layout of the final answer; see `answers.extract_answer`.
         tags: names of the reasoning tag and the answer tag.
         prefilled: name of the reasoning tag if the prompt already opens it.
-        gold_column: name of the dataset column with the gold, a GSM8K solution or a bare answer.
+        gold_column: name of the dataset column with the gold, a GSM8K solution or a bare answer. A list of at most 64
+            of them (`MAX_GOLDS`) accepts each: the best pay counts.
         deadline: seconds for one symbolic comparison, which only a gold that is not a number needs.
+        decimal: decimal mark of golds and answers, `point` or `comma`. With `comma`, `1.200,50` is 1200.5, and a number
+            that cannot have a decimal comma, such as `3.5`, keeps its point. None reads a point, and the checks of a
+            dataset then warn about golds that may have a comma.
         prefix: prefix of the logged columns `extracted`, `gold` and `verdict`, for runs in which two rewards log them.
         name: name of the reward in logs.
     """
@@ -165,48 +128,48 @@ class GSM8KCorrectness(GoldReward):
     pay_equal: float = 1.5
     pay_wrong: float = 0.0
     deadline: float = 2.0
+    decimal: Decimal | None = None
     name: str = "gsm8k_correctness"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "deadline", checked_number(self.deadline, "deadline"))
-        if self.deadline <= 0:
-            raise ValueError(f"deadline must be a positive number of seconds, not {self.deadline!r}")
+        object.__setattr__(self, "deadline", checked_positive(self.deadline, "deadline"))
+        if self.decimal is not None:
+            check_choice(self.decimal, "decimal", DECIMALS)
 
-    def _judged(self, texts: Sequence[str], columns: Mapping[str, Any], log_metric: LogMetric) -> Judgements:
-        golds = _read_golds(needed_column(self, "gold_column", columns, texts))
-        answers = self._answers(texts, self.extract)
-        judge = Judge(self.deadline)
-        verdicts = list(map(judge.verdict, golds, answers))
-        if log_metric is not None and verdicts:
-            log_metric(f"rewards/{self.name}/symbolic", judge.symbolic_rows / len(verdicts))
-            log_metric(f"rewards/{self.name}/timeouts", float(verdicts.count("timeout")))
+    def _scored(self, prompts: Any, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scored:
+        decimal = self.decimal or "point"
+        golds = _read_golds(needed_column(self, "gold_column", columns, completions), decimal)
+        answers = self._answers(list(map(completion_text, completions)), self.extract)
+        judge = Judge(self.deadline, decimal)
         pays = {"exact": self.pay_exact, "equal": self.pay_equal, "symbolic": self.pay_equal, "no gold": None}
-        return Judgements(
-            answers,
-            [gold and gold.text for gold in golds],
-            verdicts,
-            [pays.get(verdict, self.pay_wrong) for verdict in verdicts],
-        )
+        judged: list[Judgement] = []
+        timeouts = 0
+        for answer, accepted in zip(answers, golds, strict=True):
+            verdict, gold = judge.best_verdict(accepted, answer)
+            timeouts += verdict == "timeout"
+            judged.append((answer, gold and gold.text, verdict, pays.get(verdict, self.pay_wrong)))
+        symbolic = judge.symbolic_rows / max(len(judged), 1)
+        return self._with_columns(judged, {"symbolic": symbolic, "timeouts": float(timeouts)})
 
     def with_unit_pay(self) -> BaseReward | None:
         """Return a `GSM8KCorrectness` that pays 1 for what earns the most here, or None if no answer earns more."""
         if self.pay_exact <= self.pay_wrong:
             return None
-        return GSM8KCorrectness(
-            extract=self.extract,
-            tags=self.tags,
-            prefilled=self.prefilled,
-            gold_column=self.gold_column,
-            deadline=self.deadline,
-            pay_exact=1.0,
-            pay_equal=float(self.pay_equal > self.pay_wrong),
-        )
+        standard = {"pay_exact": 1.0, "pay_equal": float(self.pay_equal > self.pay_wrong), "pay_wrong": 0.0}
+        return GSM8KCorrectness(**{**vars(self), **standard, "prefix": "", "name": GSM8KCorrectness.name})
 
     @property
     def looks_at(self) -> str:
         """Clause that names the layout."""
         return f"where `extract: {self.extract}` looks"
+
+    def gold_note(self, golds: Iterable[tuple[object, Any]]) -> str | None:
+        """Return a sentence if golds may have another decimal mark than this reward reads; else None."""
+        texts: list[tuple[object, str]] = []
+        for row, gold in golds:
+            texts += [(row, gold_answer(text) or "") for text in accepted_golds(gold) if isinstance(text, str)]
+        return decimal_marks(texts).note(self.decimal)
 
     def unparsed_note(self, completions: Sequence[Any]) -> str | None:
         """Return a sentence with the layout that finds most answers if this layout finds none; else None."""
@@ -216,17 +179,27 @@ class GSM8KCorrectness(GoldReward):
         note = f"no completion states an answer {self.looks_at}"
         best, most = "", 0
         for layout in LAYOUTS:  # `auto` is the last, so that a single layout that finds as many is named instead
-            found = sum(map(bool, map(answer_extractor(layout, self.tags), texts)))
+            found = sum(extract_answer(text, layout, tags=self.tags) is not None for text in texts)
             if layout != self.extract and found > most:
                 best, most = layout, found
         return f"{note}; `extract: {best}` finds one in {most} of {len(texts)}" if most else note
 
 
-def _read_golds(golds: Sequence[Any]) -> list[Gold | None]:
-    """Read the gold of every row, each distinct one once."""
-    keys = [gold if isinstance(gold, (str, Real)) else None for gold in golds]  # anything else is no gold
-    known = {key: read_gold(key) for key in dict.fromkeys(keys)}
-    return list(map(known.__getitem__, keys))
+def _read_golds(golds: Sequence[Any], decimal: Decimal) -> list[tuple[Gold, ...]]:
+    """Read the accepted golds of every row, each distinct row once."""
+    known: dict[tuple[Any, ...], tuple[Gold, ...]] = {}
+    read = []
+    for row in golds:
+        accepted = tuple(map(_hashable, accepted_golds(row)))
+        if accepted not in known:
+            known[accepted] = read_golds(accepted, decimal)
+        read.append(known[accepted])
+    return read
+
+
+def _hashable(gold: Any) -> Any:
+    """Return a gold, or None for a value that is none: a boolean would be the key of 0 or 1."""
+    return gold if isinstance(gold, (str, Real)) and not isinstance(gold, bool) else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,150 @@
+"""Decimal marks: numbers written with a decimal comma (`6.403,64`) and with a decimal point (`6,403.64`).
+
+One mark before exactly three digits is ambiguous: `1.200` is 1.2 with a decimal point, and 1200 with a decimal comma.
+Every other form has one reading. `with_point` therefore rewrites the ambiguous forms and those with a decimal comma,
+and leaves the forms that can only have a decimal point.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from grpo_rewards.errors import shortened
+
+Decimal = Literal["point", "comma"]
+DECIMALS: tuple[Decimal, ...] = ("point", "comma")
+
+_SHOWN = 40
+
+# A run of digits and marks. Spaces and apostrophes separate groups of thousands in both notations.
+_NUMBER = re.compile(r"(?<![\d.,])\d+(?:[.,]\d+)+", re.ASCII)
+_GROUPED_BY_POINTS = re.compile(r"[1-9]\d{0,2}(?:\.\d{3})+(?:,\d+)?", re.ASCII)
+_GROUPED_BY_COMMAS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?", re.ASCII)
+_AMBIGUOUS = re.compile(r"[1-9]\d{0,2}[.,]\d{3}", re.ASCII)
+_ONE_COMMA = re.compile(r"\d+,\d+", re.ASCII)
+_ONE_POINT = re.compile(r"\d+\.\d+", re.ASCII)
+
+
+def with_point(text: str) -> str:
+    """Return `text` with its decimal commas as points, and without points between groups of thousands.
+
+    A number that cannot have a decimal comma (`3.5`, `1,234.50`) stays as it is.
+    """
+    return _NUMBER.sub(lambda match: _number_with_point(match.group()), _without_latex(text))
+
+
+def _without_latex(text: str) -> str:
+    r"""Return `text` with bare marks for `{,}` and `{.}`, and `\ ` for the thin space `\,` as in `1\,200{,}50`.
+
+    LaTeX puts a bare comma in braces, because it sets a space behind one.
+    """
+    return text.replace("\\,", "\\ ").replace("{,}", ",").replace("{.}", ".")
+
+
+def _number_with_point(number: str) -> str:
+    if _GROUPED_BY_POINTS.fullmatch(number):
+        return number.replace(".", "").replace(",", ".")
+    if _ONE_COMMA.fullmatch(number):
+        return number.replace(",", ".")
+    return number
+
+
+def decimal_of(text: str) -> Decimal | Literal["ambiguous"] | None:
+    """Return the decimal mark of a text with one number, "ambiguous" for forms such as `1.200`, or None.
+
+    None means that the text has no number with a mark, several of them, or a list of numbers (`1,2,3`).
+    """
+    numbers = _NUMBER.findall(_without_latex(text))
+    if len(numbers) != 1:
+        return None
+    number = numbers[0]
+    if _AMBIGUOUS.fullmatch(number):
+        return "ambiguous"
+    if _GROUPED_BY_POINTS.fullmatch(number) or _ONE_COMMA.fullmatch(number):
+        return "comma"
+    if _GROUPED_BY_COMMAS.fullmatch(number) or _ONE_POINT.fullmatch(number):
+        return "point"
+    return None
+
+
+@dataclass(frozen=True)
+class DecimalMarks:
+    """Count of the decimal marks of a column.
+
+    Attributes:
+        comma: Number of texts that can only have a decimal comma.
+        point: Number of texts that can only have a decimal point.
+        ambiguous: Number of texts such as `1.200` or `1,200`.
+        with_ambiguous_point: Number of the ambiguous texts whose mark is a point.
+        first_comma: First text with a decimal comma and the name of its row, or None.
+        first_ambiguous: First ambiguous text and the name of its row, or None.
+    """
+
+    comma: int = 0
+    point: int = 0
+    ambiguous: int = 0
+    with_ambiguous_point: int = 0
+    first_comma: tuple[object, str] | None = None
+    first_ambiguous: tuple[object, str] | None = None
+
+    @property
+    def certain(self) -> Decimal | None:
+        """Decimal mark of the column: a point if no text has another mark, None if the mark is not certain."""
+        if self.comma:
+            return None if self.point else "comma"
+        # `1,200` alone is the usual way to write thousands in English. `1.200` alone may be either.
+        return "point" if self.point or not self.with_ambiguous_point else None
+
+    def note(self, decimal: Decimal | None) -> str | None:
+        """Return a sentence if these golds may be misread with `decimal` (None: not set, which reads a point)."""
+        if decimal == "comma":
+            return self._contradiction(self.point, "point", "comma")
+        if self.comma:
+            return self._contradiction(self.comma, "comma", "point")
+        if decimal is None and self.certain is None:
+            return f"{self._ambiguous_part()}: set the reward's `decimal` to point or comma"
+        return None
+
+    def _contradiction(self, count: int, found: Decimal, read: Decimal) -> str | None:
+        if not count:
+            return None
+        parts = [f"{_golds(count)} a decimal {found}{_example(self.first_comma if found == 'comma' else None)}"]
+        if self.ambiguous:
+            parts.append(self._ambiguous_part())
+        return f"{', '.join(parts)}, and the reward reads a decimal {read}: set its `decimal` to {found}"
+
+    def _ambiguous_part(self) -> str:
+        verb = "is" if self.ambiguous == 1 else "are"
+        return f"{self.ambiguous} {verb} ambiguous{_example(self.first_ambiguous)}"
+
+
+def _golds(count: int) -> str:
+    return "1 gold has" if count == 1 else f"{count} golds have"
+
+
+def _example(example: tuple[object, str] | None) -> str:
+    return "" if example is None else f" ({example[0]}: `{shortened(example[1], _SHOWN)}`)"
+
+
+def decimal_marks(golds: Iterable[tuple[object, str]]) -> DecimalMarks:
+    """Count the decimal marks of golds, each given with the name of its row, an object whose text is shown."""
+    counts = {"comma": 0, "point": 0, "ambiguous": 0}
+    ambiguous_points = 0
+    first: dict[str, tuple[object, str]] = {}
+    for row, text in golds:
+        found = decimal_of(text)
+        if found is None:
+            continue
+        counts[found] += 1
+        first.setdefault(found, (row, text))
+        if found == "ambiguous" and "." in text:
+            ambiguous_points += 1
+    return DecimalMarks(
+        **counts,
+        with_ambiguous_point=ambiguous_points,
+        first_comma=first.get("comma"),
+        first_ambiguous=first.get("ambiguous"),
+    )

@@ -1,0 +1,195 @@
+"""Split assertions: the judged form agrees with Python's own `assert`, and the program never gets the verdict."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import json
+from typing import Any
+
+import pytest
+
+from grpo_rewards.assertions import AssertionForm, Unreadable, read_assertions, read_value
+from grpo_rewards.sandbox.harness import encode
+
+VALUES = [
+    *(None, True, False, 0, 1, -1, 3, 2**53, -(2**53), 2**64, 10**400, 0.0, -0.0, 1.5, 1e308, float("inf"), 3 + 0j, 2j),
+    *("", "abc", "\0\x1b[2J", "\ud800", "é", b"", b"\xff", [], [1, 2, 3], (1, 2, 3), (), {1, 2, 3}, set()),
+    *(frozenset({1}), {}, {"a": 1}, {1: {2: [3]}}, {(1, 2): None}, [[1], (2,), {3}], [True, 1.0, "1"]),
+]
+
+
+def told(value: Any) -> Any:
+    """Return a value as it arrives from the sandbox."""
+    return read_value(json.dumps(encode(value)))
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:20])
+def test_values_arrive_as_they_were(value: Any) -> None:
+    arrived = told(value)
+    assert arrived == value
+    assert type(arrived) is type(value)
+    assert repr(arrived) == repr(value)  # 0.0 is not -0.0 here
+
+
+def test_nan_equals_nothing() -> None:
+    (assertion,) = read_assertions("assert f() != 1")
+    assert assertion.holds([told(float("nan"))])
+    (assertion,) = read_assertions("assert f() == float('nan')")
+    assert not assertion.holds([told(float("nan"))])
+
+
+def test_subclasses_arrive_as_the_data_that_they_hold() -> None:
+    class Liar(int):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        def __hash__(self) -> int:
+            return 0
+
+        def __int__(self) -> int:
+            return 3
+
+        def __repr__(self) -> str:
+            return "3"
+
+    class Color(enum.IntEnum):
+        RED = 1
+
+    class Masked(list):
+        def __iter__(self):
+            return iter([1, 2, 3])
+
+    assert type(told(Liar(4))) is int
+    assert told(Liar(4)) == 4
+    assert told(Color.RED) == 1
+    assert told(Masked([4])) == [4]
+    assert told(collections.Counter("aab")) == {"a": 2, "b": 1}
+    assert told(collections.namedtuple("Point", "x y")(1, 2)) == (1, 2)
+
+
+@pytest.mark.parametrize("value", [object(), range(3), iter([]), collections.deque([1]), int, ValueError("x")])
+def test_objects_of_other_classes_equal_nothing(value: Any) -> None:
+    with pytest.raises(Unreadable, match=f"returns an object of {type(value).__name__}"):
+        told(value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "x", "[]", '["q"]', '["d", 1]', '["d", [["l"], 1]]', '["s", ["l"]]', '["i", 5]', '["f", "x"]', "{}", "NaN",
+     '["i"]', '[["l"]]', "[" * 100 + "]" * 100, '"' + "x" * 20_001 + '"', '["?", "\\u001b[2J"]', '["b", "x"]'],
+)  # fmt: skip
+def test_no_line_breaks_the_reader(line: str) -> None:
+    with pytest.raises(Unreadable) as caught:
+        read_value(line)
+    assert "\x1b" not in str(caught.value)
+
+
+RETURNS = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    2,
+    3,
+    3.0,
+    2.9999999,
+    -3,
+    "3",
+    "abc",
+    "cba",
+    [3],
+    [1, 2, 3],
+    (1, 2, 3),
+    {1, 2, 3},
+    {},
+]
+FORMS = [
+    *("f(1) == 3", "3 == f(1)", "f(1) != 3", "f(1) < 3", "f(1) >= 3", "1 < f(1) <= 3", "f(1) in (1, 3)"),
+    *("f(1) not in [1, 3]", "3 in f(1)", "f(1) is None", "f(1) is not True", "f(1)", "not f(1)", "-f(1) == 3"),
+    *("abs(f(1) - 3) < 1e-6", "abs(3.0 - f(1)) <= 0.1", "math.isclose(f(1), 3.0)", "round(f(1), 2) == 3.0"),
+    *("math.isclose(f(1), 3, rel_tol=1e-3, abs_tol=0.0)", "len(f(1)) == 3", "sorted(f(1)) == [1, 2, 3]"),
+    *("sorted(f(1), reverse=True) == [3, 2, 1]", "set(f(1)) == set([1, 2, 3])", "list(f(1)) == [1, 2, 3]"),
+    *("tuple(f(1)) == (1, 2, 3)", "sum(f(1)) == 6", "max(f(1)) == 3", "min(f(1)) == 1", "str(f(1)) == '3'"),
+    *("int(f(1)) == 3", "float(f(1)) == 3.0", "f(1) == 3 and f(1) > 2", "f(1) == 2 or f(1) == 3", "f(1) == {}"),
+    *("f(1)[0] == 3", "f(1)[::-1] == 'cba'", "f(1) * 2 == 6", "[f(1), f(1)] == [3, 3]", "f(1).upper() == 'ABC'"),
+    *("all(f(1))", "any(f(1))", "f(1) == float('inf')", "len(set(f(1))) == 3", "[f(n) for n in range(2)] == [3, 3]"),
+    "f(1) + f(1) == 6",
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_judged_form_agrees_with_pythons_own_assert(form: str) -> None:
+    import math
+
+    (assertion,) = read_assertions(f"assert {form}, 'message'")
+    assert "==" not in "".join(assertion.calls)
+    agreed = set()
+    for value in RETURNS:
+        names = {"math": math, "f": lambda n, value=value: value}
+        try:
+            expected = bool(eval(form, names))
+        except Exception:
+            expected = False
+        try:
+            values = [told(eval(call, names)) for call in assertion.calls]
+        except Exception:
+            values = None
+        agreed.add(expected)
+        assert (values is not None and assertion.holds(values)) == expected, value
+    assert agreed == {True, False} or form == "f(1) == float('inf')"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("assert f(1) == g(1)", "compares two values of the program"),
+        ("assert 0 < f(1) == f(2)", "compares two values of the program"),
+        ("assert f(1) is f(1)", "compares two values of the program"),
+        ("assert f(1) is 3", "asks for identity"),
+        ("assert all(f(n) == n for n in range(3))", "lets the program judge itself"),
+        ("assert [f(1) == 3][0]", "lets the program judge itself"),
+        ("assert (f(1) == 3,) == (True,)", "lets the program judge itself"),
+        ("assert isinstance(f(1), int)", "lets the program judge itself"),
+        ("assert (lambda x: x == 3)(f(1))", "lets the program judge itself"),
+        ("assert (True if f(1) == 3 else False)", "lets the program judge itself"),
+        ("assert eval('f(1) == 3')", "lets the program judge itself"),
+        ("assert 1 == 1", "calls nothing of the program"),
+        ("assert f(1) == 10 ** 9", "neither a literal nor a call"),
+        ("assert round(f(1), 10**9) == 3", "rounds to more than"),
+        ("assert max(f(1), key=len) == 3", "arguments that are not supported"),
+        ("assert sum(f(1), []) == []", "arguments that are not supported"),
+        ("x = 1", "has more than assertions"),
+        ("assert f(1) == 3\nimport os", "has more than assertions"),
+        ("assert f(1) ==", "is not Python"),
+        ("assert " + "-" * 100_000 + "1", "is not Python"),
+        ("assert " + "(" * 10_000 + "1", "is not Python"),
+        ("assert f('\0') == 1", "is not Python"),
+    ],
+)
+def test_an_assertion_that_cannot_be_split_is_refused(source: str, reason: str) -> None:
+    with pytest.raises(AssertionForm, match=reason):
+        read_assertions(source)
+
+
+def test_the_expected_value_is_in_no_call() -> None:
+    (assertion,) = read_assertions("assert abs(area(2, 'x') - 12.57) < 0.01 and 4711 == len(area(3))")
+    assert assertion.calls == ("area(2, 'x')", "area(3)")
+
+
+def test_the_items_of_an_iterable_are_listed_beside_the_program() -> None:
+    (assertion,) = read_assertions("assert sorted(f(1) * 2) == [3, 3]")
+    assert assertion.calls == ("[*f(1) * 2]",)
+    (assertion,) = read_assertions("assert max(f(1), 2) == 3 and len(f(2)) == 1 and list(set(f(3))) == [1]")
+    assert assertion.calls == ("f(1)", "f(2)", "[*f(3)]")
+    for value in (range(1, 4), collections.deque([3, 1, 2]), {3: 0, 1: 0, 2: 0}.keys(), {1: 0, 2: 0, 3: 0}):
+        for form in ("sorted(f()) == [1, 2, 3]", "set(f()) == {1, 2, 3}", "sum(f()) == 6", "max(f()) == 3", "all(f())"):
+            (assertion,) = read_assertions(f"assert {form}")
+            assert assertion.holds([told(eval(call, {"f": lambda value=value: value})) for call in assertion.calls])
+
+
+def test_a_program_may_be_named_like_a_builtin() -> None:
+    (assertion,) = read_assertions("assert sum(10, 15) == 6")
+    assert assertion.calls == ("sum(10, 15)",)
+    assert [assertion.holds([value]) for value in (6, 25)] == [True, False]

@@ -1,0 +1,415 @@
+"""The reward `unit_tests`: right programs earn their share, hostile ones nothing, whatever they reach."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from grpo_rewards import programs, unit_tests
+from grpo_rewards.errors import UserError
+from grpo_rewards.programs import UnitTests
+from grpo_rewards.sandbox import run as sandbox
+from tests.grpo_rewards.test_fuzz import SOUP
+from tests.grpo_rewards.test_sandbox import no_trace  # noqa: F401
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+
+ADD = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert abs(add(0.1, 0.2) - 0.3) < 1e-9"]
+SUMS = [{"input": "1 2\n", "output": "3\n"}, {"input": "-1 1\n", "output": "0"}]
+QUICK = UnitTests(seconds=1)
+
+
+def fenced(program: str, label: str = "python") -> str:
+    return f"Here it is.\n```{label}\n{program}\n```\nDone."
+
+
+def scored(reward: UnitTests, completions: list[str], tests: Any) -> tuple[list[float | None], dict[str, Any]]:
+    """Return the scores, and everything that the reward logs."""
+    logged: dict[str, Any] = {}
+    log = logged.__setitem__
+    rows = [tests] * len(completions)
+    scores = reward(completions=completions, tests=rows, log_extra=log, log_metric=log, log_reason=log)
+    return scores, logged
+
+
+def test_each_program_earns_the_share_of_tests_that_it_passes() -> None:
+    completions = [
+        fenced("def add(a, b):\n    return a + b"),
+        fenced("def add(a, b):\n    return abs(a + b) if a < 1 else 3"),
+        fenced("def add(a, b):\n    return 3"),
+        fenced("def add(a, b):\n    raise KeyError"),
+        fenced("def add(a, b)"),
+        "I can't.",
+    ]
+    scores, logged = scored(unit_tests, completions, ADD)
+    assert scores == pytest.approx([1, 1, 1 / 3, 0, 0, 0])
+    assert logged["verdict"] == [
+        "passes all of 3",
+        "passes all of 3",
+        "passes 1 of 3: `assert add(-1, 1) == 0` fails",
+        "passes 0 of 3: `assert add(1, 2) == 3` raises KeyError",
+        "passes 0 of 3: `assert add(1, 2) == 3` raises SyntaxError",
+        "passes 0 of 1: no program",
+    ]
+    assert logged["rewards/unit_tests/passed"] == pytest.approx(2 / 6)
+    assert logged["rewards/unit_tests/programs"] == 5
+    assert scored(UnitTests(rule="all", pay=2.0), completions[1:3], ADD)[0] == [2.0, 0.0]
+
+
+def test_the_output_of_each_pair_is_compared_but_for_trailing_space() -> None:
+    completions = [
+        fenced("print(sum(map(int, input().split())), end=' \\n\\n')"),
+        fenced("print(3)"),
+        fenced("print(' 3')"),
+        fenced("print(3)\nexit(1)"),
+        fenced("def add(a, b): return a + b"),
+    ]
+    scores, logged = scored(unit_tests, completions, SUMS)
+    assert scores == [1.0, 0.5, 0.0, 0.0, 0.0]
+    assert logged["verdict"][1] == "passes 1 of 2: pair 2 fails"
+    assert logged["verdict"][3] == "passes 0 of 2: pair 1 ends with code 1"
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        (fenced("answer = 1") + fenced("answer = 2"), 1.0),
+        (fenced("answer = 2") + fenced("answer = 1", "text"), 1.0),
+        (fenced("answer = 2", "py"), 1.0),
+        (fenced("answer = 2", ""), 1.0),
+        (fenced("answer = 1", "") + fenced("answer = 2", ""), 1.0),
+        (fenced("answer = 2") + "It prints:" + fenced("answer = 1", ""), 1.0),
+        ("1. So:\n\n   ```python\n   if True:\n       answer = 2\n   ```\n", 1.0),
+        (fenced("answer = 2") + "\n```python\nanswer = 1", 1.0),
+        (f"<think>{fenced('answer = 2')}</think>nothing", 0.0),
+        (fenced("answer = 2", "javascript"), 0.0),
+        ("answer = 2", 0.0),
+    ],
+)
+def test_the_program_is_the_last_closed_fence_that_is_marked(completion: str, expected: float) -> None:
+    assert unit_tests(completions=[completion], tests=[["assert answer == 2"]]) == [expected]
+
+
+def test_the_program_may_be_in_the_answer_tag() -> None:
+    tagged = UnitTests(extract="answer_tag")
+    completions = ["<answer>\nanswer = 2\n</answer>", f"<answer>{fenced('answer = 2')}</answer>", fenced("answer = 2")]
+    assert tagged(completions=completions, tests=[["assert answer == 2"]] * 3) == [1.0, 1.0, 0.0]
+
+
+# --- Hostile programs: each defines `add` or prints, and passes no test of `ADD` or `SUMS`. ---
+
+ANY = "class Any:\n  def __eq__(self, other): return True\n  __lt__ = __le__ = __sub__ = __rsub__ = __abs__ = __eq__\n"
+SEARCH = """
+import gc, inspect, os, sys
+def found(hint=None):
+    pieces = [repr(sys.argv), repr(dict(os.environ)), repr(gc.get_objects())]
+    frame = inspect.currentframe()
+    while frame:
+        pieces += [repr(frame.f_locals), repr(frame.f_globals)]
+        frame = frame.f_back
+    for path in (".", "/tmp", "/proc/self/fd", "/proc/self", "/proc/1"):
+        try: names = os.listdir(path)
+        except OSError: continue
+        for name in names:
+            if os.path.isfile(f"{path}/{name}"):
+                try: pieces.append(open(f"{path}/{name}", errors="replace").read(10**6))
+                except OSError: pass
+    for number in range(64):
+        try: pieces.append(os.pread(number, 10**6, 0).decode(errors="replace"))
+        except OSError: pass
+    mark = "needle" + "-"
+    for text in pieces:
+        if mark in text:
+            return mark + text.split(mark)[1][:4]
+    return "nothing in %d" % len(pieces)
+"""
+HOSTILE = {
+    "an object that equals everything": ANY + "def add(a, b): return Any()\nprint(Any())",
+    "a number that equals everything": "class Any(int):\n"
+    "  def __eq__(self, other): return True\ndef add(a, b): return Any(9)",
+    "replaced builtins": "import builtins, math\n"
+    "for name in ('abs', 'len', 'int', 'eval', 'exec', 'print', 'repr', 'isinstance', 'map', 'type', 'bool'):\n"
+    "  setattr(builtins, name, lambda *a, **k: True)\ndef add(a, b): return None",
+    "a replaced json": "import json\njson.dumps = lambda *a, **k: 'true'\ndef add(a, b): return None",
+    "a replaced os.write": "import os\nwrite = os.write\n"
+    "os.write = lambda f, d: write(f, b'true\\n')\ndef add(a, b): return None",
+    "os._exit(0)": "import os\ndef add(a, b): os._exit(0)\nos._exit(0)",
+    "sys.exit(0) in a call": "import sys\ndef add(a, b): sys.exit(0)",
+    "an exit handler": "import atexit, os\natexit.register(os._exit, 0)\ndef add(a, b): raise SystemExit(0)",
+    "writing the verdict's descriptor": "import os\nfor f in range(1, 64):\n"
+    "  for text in (b'true\\n', b'{\"passed\": 3}\\n', b'[1, 1, 1]\\n', b'PASSED\\n', b'\\x00'):\n"
+    "    try: os.write(f, text)\n    except OSError: pass\nos._exit(0)",
+    "closing every descriptor": "import os\nos.closerange(0, 64)\ndef add(a, b): return a + b + 1",
+    "a forged class": "class int(int): pass\ndef add(a, b):\n  x = int(3)\n  return [x]",
+    "an exception that pretends": "class AssertionError(Exception): pass\ndef add(a, b): raise AssertionError('ok')",
+    "NUL bytes": "def add(a, b): return a + b\0",
+    "a lone surrogate": "# \ud800\ndef add(a, b): return a + b",
+    "a fork that answers twice": "import os\ndef add(a, b):\n  os.fork()\n  return 'x'",
+    "a fork bomb": "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
+    "10 GB": "x = bytearray(10 * 2**30)\ndef add(a, b): return a + b",
+    "10 GB in a call": "def add(a, b): return [0] * (10 * 2**30)",
+    "endless output": "while True: print('3')",
+    "an endless value": "def add(a, b):\n  x = []\n  x.append(x)\n  return x",
+    "a huge value": "def add(a, b): return list(range(10**5))",
+    "a deep value": "def add(a, b):\n  x = []\n  for n in range(900): x = [x]\n  return x",
+    "an endless loop": "while True: pass",
+    "a daemon": "import os, time\nif not os.fork():\n  os.setsid()\n  time.sleep(1000)",
+    "a signal to the parents": "import os\nfor pid in (os.getppid(), 1):\n"
+    "  try: os.kill(pid, 9)\n  except OSError: pass",
+    "a class that lies by __class__": "class A:\n  __class__ = int\n  def __pos__(self): return 3\n"
+    "def add(a, b): return A()",
+    "a class without a name": "class M(type):\n  @property\n  def __name__(cls): raise SystemExit\n"
+    "class E(BaseException, metaclass=M): pass\ndef add(a, b): raise E",
+    "a name that steers the terminal": "def add(a, b): raise type('\\x1b[2J', (Exception,), {})\nadd(1, 2)",
+    "a generator": "def add(a, b): yield a + b",
+    "a huge integer": "def add(a, b): return 1 << 40_000",
+    "numbers beyond every float": "import os\nfor f in range(1, 64):\n"
+    "  try: os.write(f, b'[\"f\", ' + b'9' * 320 + b']\\n[\"c\", 1e999]\\n')\n  except OSError: pass\nos._exit(0)",
+    "no UTF-8": "import os\nfor f in range(1, 64):\n"
+    "  try: os.write(f, b'\\xff\\n\"\\xed\\xa0\\x80\"\\n')\n  except OSError: pass",
+    "equal hashes": "import itertools\n"
+    "def add(a, b): return set(itertools.islice(itertools.product((-1, -2), repeat=10), 400))",
+    "a timer that interrupts the harness": "import signal\nsignal.signal(signal.SIGALRM, lambda *_: 1 / 0)\n"
+    "signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)\ndef add(a, b):\n  while True: pass",
+    "no signal but SIGKILL": "import signal\nfor n in {*range(1, 32)} - {9, 19}: signal.signal(n, signal.SIG_IGN)\n"
+    "while True: pass",
+    "its own stop": "import os, signal\nos.kill(0, signal.SIGSTOP)",
+    "threads that go on writing": "import os, threading, time\ndef write():\n  while True:\n    for f in range(1, 9):\n"
+    "      try: os.write(f, b'true\\n')\n      except OSError: pass\n"
+    "threading.Thread(target=write).start()\ndef add(a, b): time.sleep(0.1)",
+    "a fork in __del__": "import os, time\nclass A:\n  def __del__(self):\n    if not os.fork(): time.sleep(1000)\n"
+    "x = A()\ndef add(a, b):\n  global x\n  x = A()",
+    "another module named json": "import sys, types\nsys.modules['json'] = forged = types.ModuleType('json')\n"
+    "forged.dumps = lambda value: 'true'\nframe = sys._getframe()\nwhile frame:\n"
+    "  frame.f_globals['json'] = forged\n  frame = frame.f_back\ndef add(a, b): return None",
+    "a replaced encoding": "import sys\nsys._getframe(1).f_globals['encode'] = lambda value: True\n"
+    "def add(a, b): return None",
+    "the text of its call": "import sys\ndef add(a, b):\n  names = sys._getframe(2).f_locals\n"
+    "  return names.get('call', '').split('==')[-1]",
+    "memory of earlier calls": "seen = []\ndef add(a, b):\n  seen.append((a, b))\n  return seen",
+    "a crash": "import ctypes\nctypes.string_at(0)",
+    "a flood of errors": "import os\nwhile True: os.write(2, b'x' * 65536)",
+    "an endless regular expression": "import re\nre.match('(a+)+$', 'a' * 100 + 'b')",
+    "constants that multiply": "x = ((('a' * 4000) * 4000) * 4000) * 4000\ndef add(a, b): return a + b",
+    "another encoding": "# coding: rot13\nqrs nqq(n, o): erghea n + o",
+    "a name of other letters": "def \u0430dd(a, b): return a + b",
+    "a pipe that nobody writes to": "import os\nos.mkfifo('f')\nopen('f').read()",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_program_earns_nothing_and_leaves_nothing(name: str, no_trace: None) -> None:  # noqa: F811
+    completion = fenced(HOSTILE[name])
+    scores, logged = scored(QUICK, [completion], ADD)
+    assert scores == [0.0], logged["verdict"]
+    scores, logged = scored(QUICK, [completion], SUMS)
+    assert scores == [0.0], logged["verdict"]
+    assert "\x1b" not in logged["verdict"][0]
+
+
+ASSERTED = {
+    "from typing import List, Optional\ndef first(xs: List[int]) -> Optional[int]:\n    return xs[0] if xs else None": [
+        "assert first([2, 1]) == 2", "assert first([]) is None", "assert first([]) == None"],
+    "class Solution:\n    def isValid(self, s: str) -> bool:\n        return s.count('(') == s.count(')')": [
+        "assert Solution().isValid('()') == True", "assert not Solution().isValid('(')"],
+    "import math\ndef area(r): return math.pi * r ** 2": [
+        "assert math.isclose(area(2), 12.566370614359172, rel_tol=0.001)", "assert round(area(1), 2) == 3.14"],
+    "import re\ndef found(text): return 'Found' if re.search(r'^a(b*)$', text) else 'Not'": [
+        "assert found('ab')==('Found')", "assert found('xc')=='Not'"],
+    "from collections import Counter, defaultdict\ndef count(s):\n    d = defaultdict(int)\n    for c in s: d[c] += 1\n"
+    "    assert d == Counter(s)\n    return d": ["assert count('aab') == {'a': 2, 'b': 1}"],
+    "import itertools\ndef f(s): return sorted(''.join(p) for p in itertools.permutations(s))": [
+        "assert f('ab') == ['ab','ba']"],
+    "import heapq as hq\ndef f(xs, k): return hq.nlargest(k, xs)": ["assert f([1, 5, 3], 2) == [5, 3]"],
+    "import sys\nfrom functools import lru_cache\nsys.setrecursionlimit(10**6)\n@lru_cache(maxsize=None)\n"
+    "def fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)": ["assert fib(90) == 2880067194370816120"],
+    "def inc(x):\n    return x + 1\n\n# Test\nprint(inc(1))\nassert inc(3) == 4\n\nif __name__ == '__main__':\n"
+    "    print(inc(int(input())))": ["assert inc(1) == 2"],
+    "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Node:\n    value: int\n"
+    "    next: Node | None = None": ["assert Node(1, Node(2)).next.value == 2"],
+    "def typed(f):\n    def checked(x):\n        if not isinstance(x, f.__annotations__['x']): raise TypeError\n"
+    "        return f(x)\n    return checked\n@typed\ndef inc(x: int): return x + 1": ["assert inc(1) == 2"],
+    "import enum, typing\nclass Color(enum.Enum):\n    RED = 1\n"
+    "class P(typing.NamedTuple):\n    x: int\n    y: float = 0.5\ndef f(): return Color.RED.value, P(1)": [
+        "assert f() == (1, (1, 0.5))", "assert f()[1].y == 0.5"],
+    "def mean(*xs):\n    return sum(xs) / len(xs)": ["assert mean(0.1, 0.2) == 0.15000000000000002"],
+    "def minmax(xs):\n    return min(xs), max(xs)": ["assert minmax([1, 2]) == (1, 2)", "assert minmax([3])[0] == 3"],
+    "def squares(n):\n    for i in range(n):\n        yield i * i": [
+        "assert list(squares(3)) == [0, 1, 4]", "assert sum(squares(3)) == 5", "assert max(squares(3)) == 4",
+        "assert sorted(squares(3), reverse=True) == [4, 1, 0]", "assert len(set(squares(3))) == 3"],
+    "def f(d): return d.keys()": ["assert sorted(f({'b': 1, 'a': 2})) == ['a', 'b']"],
+    "import math\nfactorial = lambda n: math.factorial(n)": [
+        "assert factorial(25) == 15511210043330985984000000", f"assert factorial(99) == {math.factorial(99)}"],
+    "import asyncio\nasync def go(x): return x + 1\ndef f(x): return asyncio.run(go(x))": ["assert f(1) == 2"],
+    "def f(s):\r\n\treturn s[::-1] + '\u00df'\r\n": ["assert f('a\u00f1') == '\u00f1a\u00df'"],
+}  # fmt: skip
+PRINTED = [
+    "n = int(input())\nprint(sum(map(int, input().split())))",
+    "import sys\ndef main():\n    data = sys.stdin.read().split()\n    print(sum(map(int, data[1:])))\nmain()",
+    "import sys\ninput = sys.stdin.readline\nn = int(input())\nprint(f'{sum(map(int, input().split())):d}')\nquit()",
+    "import sys\nit = iter(sys.stdin.buffer.read().split())\nn = int(next(it))\n"
+    "sys.stdout.write(str(sum(int(next(it)) for _ in range(n))) + '\\n')\nsys.exit(0)",
+    "n, *xs = map(int, open(0).read().split())\nprint(sum(xs), end='')",
+    "try:\n    while True:\n        input()\n        print(sum(map(int, input().split())), flush=True)\n"
+    "except EOFError:\n    pass",
+    "import sys, threading\ndef main():\n    input()\n    print(sum(map(int, input().split())))\n"
+    "threading.stack_size(2**26)\nthread = threading.Thread(target=main)\nif __name__ == '__main__':\n"
+    "    thread.start()\n    thread.join()",
+]
+
+
+def test_right_programs_in_many_styles_are_paid_in_full() -> None:
+    completions = [*map(fenced, ASSERTED), *map(fenced, PRINTED)]
+    pairs = [{"input": "3\n1 2 3\n", "output": "6\n"}, {"input": "1\n-5\n", "output": "-5\n"}]
+    tests = [*ASSERTED.values(), *[pairs] * len(PRINTED)]
+    logged: dict[str, Any] = {}
+    scores = unit_tests(completions=completions, tests=tests, log_extra=logged.__setitem__)
+    assert scores == [1.0] * len(completions), logged["verdict"]
+
+
+def test_expected_values_are_nowhere_to_be_found(no_trace: None) -> None:  # noqa: F811
+    assertions = ["assert found() == 'needle-8152'", "assert found() in ('needle-8153',)"]
+    pairs = [{"input": "", "output": "needle-8154"}]
+    search = fenced(SEARCH + "print(found())")
+    for tests in (assertions, pairs):
+        assert scored(unit_tests, [search], tests)[0] == [0.0]
+    # The search works: it finds what a test shows to the program.
+    assert scored(unit_tests, [search], ["assert found() == 'needle-8155' or found('needle-8155') == 1"])[0] == [1.0]
+
+
+def test_a_limit_of_time_is_zero_and_counted() -> None:
+    slow = fenced("def add(a, b):\n    while b == 1: pass\n    return a + b")
+    scores, logged = scored(QUICK, [slow, fenced("def add(a, b): return a + b")], ADD)
+    assert scores == pytest.approx([1 / 3, 1.0])
+    assert logged["rewards/unit_tests/timeouts"] == 1
+    assert logged["verdict"][0] == "passes 1 of 3: `assert add(-1, 1) == 0` is out of time"
+    scores, logged = scored(QUICK, [fenced("if input()[0] == '1': print(3)\nelse:\n  while True: pass")], SUMS * 10)
+    assert scores == [1 / 20]
+    assert logged["rewards/unit_tests/timeouts"] == 1
+
+
+def test_all_pairs_share_one_limit_of_time() -> None:
+    busy = "import time\nwhile time.process_time() < 0.7: pass\nprint(sum(map(int, input().split())))"
+    scores, logged = scored(QUICK, [fenced(busy)], SUMS * 10)
+    assert scores[0] in (0, 1 / 20, 2 / 20)  # on a busy machine the clock ends it first
+    assert logged["rewards/unit_tests/timeouts"] == 1
+
+
+def test_the_start_of_the_sandbox_is_not_charged_to_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+
+    def recorded(program: str, given: str, bounds: sandbox.Limits) -> sandbox.Outcome:
+        limits.append(bounds.wall_seconds)
+        outcome = sandbox.run(program, given, bounds)
+        return replace(outcome, wall_seconds=2.0 if len(limits) < 3 else outcome.wall_seconds)
+
+    monkeypatch.setattr(programs, "run", recorded)
+    scores, logged = scored(QUICK, [fenced("print(sum(map(int, input().split())))")], SUMS * 2)
+    assert limits == [3.0, 1.0]
+    assert (scores, logged["rewards/unit_tests/timeouts"]) == ([0.5], 1)
+
+
+def test_values_with_equal_hashes_take_no_time_outside() -> None:
+    program = "def add(a, b): return {n * (2**61 - 1) for n in range(10**9, 10**9 + 4000)}"
+    scores, logged = scored(QUICK, [fenced(program)], ["assert add(1, 2) == {3}"])
+    assert scores == [0.0]
+    assert "returns more than can be read" in logged["verdict"][0] or "out of time" in logged["verdict"][0]
+
+
+def test_any_text_in_a_fence_scores_nothing() -> None:
+    draw = random.Random(0)
+    texts = [draw.choice(["", " ", "\n"]).join(draw.choices(SOUP, k=30)) for _ in range(20)]
+    scores = QUICK(completions=[fenced(text) for text in texts], tests=[ADD] * len(texts))
+    assert set(scores) == {0.0}
+
+
+def test_equal_programs_of_a_row_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    monkeypatch.setattr(programs, "run", lambda *args: runs.append(args) or sandbox.run(*args))
+    good, bad = fenced("def add(a, b): return a + b"), fenced("def add(a, b): return a")
+    scores = unit_tests(completions=[good, bad, good, "no", good], tests=[ADD, ADD, ADD, ADD, ADD[:1]])
+    assert scores == [1.0, 0.0, 1.0, 0.0, 1.0]
+    assert len(runs) == 3
+
+
+def test_rows_whose_tests_cannot_be_used_are_none_without_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "run", None)
+    rows = {
+        "assert f(1) == g(1)": "compares two values",
+        "": "no tests",
+        "[]": "no tests",
+        "[1]": "neither all assertions nor all pairs",
+        '[{"input": "1"}]': "neither all assertions nor all pairs",
+        '["assert f() == 1", {"input": "", "output": ""}]': "neither all assertions nor all pairs",
+        "[" * 100_000: "neither assertions nor JSON",
+        "assert f() == 1\n" * 101: "101 tests, more than 100",
+        "#" * 100_001: "more than 100,000 characters",
+    }
+    logged: dict[str, Any] = {}
+    completions = [fenced("f = 1")] * len(rows)
+    scores = unit_tests(completions=completions, tests=list(rows), log_extra=logged.__setitem__)
+    assert scores == [None] * len(rows)
+    for verdict, reason in zip(logged["verdict"], rows.values(), strict=True):
+        assert reason in verdict
+    assert unit_tests.validate(2, {"tests": [ADD, ["assert 1"]]}) == [True, False]
+    with pytest.raises(ValueError, match="reward `unit_tests` needs the dataset column `tests`"):
+        unit_tests(completions=["x"])
+
+
+@pytest.mark.parametrize("form", [ADD, "\n".join(ADD), json.dumps(ADD), tuple(ADD)])
+def test_tests_may_be_a_list_or_text(form: Any) -> None:
+    assert unit_tests(completions=[fenced("def add(a, b): return a + b")], tests=[form]) == [1.0]
+
+
+def test_strict_isolation_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "active_mechanisms", lambda: ())
+    programs.checked_isolation.cache_clear()
+    with pytest.raises(UserError, match="isolation strict needs namespaces"):
+        UnitTests(isolation="strict").prepare()
+    with pytest.raises(UserError, match="isolation strict needs namespaces"):
+        UnitTests(isolation="strict")(completions=[fenced("x = 1")], tests=[["assert x == 1"]])
+
+
+def test_the_active_isolation_is_announced() -> None:
+    line = unit_tests.prepare()
+    assert line is not None
+    assert all(name in line for name in (*sandbox.active_mechanisms(), "resource limits"))
+
+
+def test_weak_isolation_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(programs, "active_mechanisms", lambda: ("landlock",))
+    monkeypatch.setattr(programs, "described_isolation", lambda: "landlock, resource limits")
+    programs.checked_isolation.cache_clear()
+    for _ in range(2):
+        unit_tests.prepare()
+    assert [record.getMessage() for record in caplog.records] == ["programs run under: landlock, resource limits"]
+    programs.checked_isolation.cache_clear()
+
+
+def test_the_processes_of_a_launch_share_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs.os, "sched_getaffinity", lambda pid: set(range(16)))
+    for ranks, share in (("8", 2), ("1", 16), ("64", 1), ("0", 16), ("x", 16)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert programs._processors() == share
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"extract": "boxed"}, "extract must be one of"),
+        ({"rule": "any"}, "rule must be one of"),
+        ({"isolation": "none"}, "isolation must be one of"),
+        ({"seconds": 0}, "seconds must be"),
+        ({"memory_mb": 1}, "memory_mb must be"),
+        ({"pay": "x"}, "pay must be"),
+    ],
+)
+def test_bad_arguments_are_refused(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        UnitTests(**kwargs)

@@ -29,9 +29,8 @@ CHECKS = """
 import sys
 from grpo_recipes.checks.checks import Machine
 from grpo_recipes.recipe.recipe import parse_recipe
-from grpo_recipes.train import order_of, prepare
-prepared = prepare(parse_recipe(sys.argv[1:]), Machine.here())
-order_of(prepared.recipe, prepared.checked)
+from grpo_recipes.train import prepare
+prepare(parse_recipe(sys.argv[1:]), Machine.here())
 """
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from datasets import Dataset
 from transformers.training_args import OptimizerNames
@@ -25,14 +25,15 @@ from grpo_recipes.data import load as data
 from grpo_recipes.data.hub import is_missing
 from grpo_recipes.process.faults import FAULT_FILES
 from grpo_recipes.process.launcher import Layout
-from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, model_config, read_yaml
-from grpo_recipes.recipe.specs import RECORDED_REWARD
+from grpo_recipes.recipe.recipe import Recipe, find_file, model_config, naming, read_yaml
+from grpo_recipes.recipe.specs import COUNT, RECORDED_REWARD, check_number, typed
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16
-from grpo_recipes.runs.files import EVALUATIONS, TEXT, RunError, check_names, read_object
+from grpo_recipes.runs.files import EVALUATIONS, TEXT, check_names, read_object
 from grpo_recipes.runs.lock import LOCK
 from grpo_recipes.runs.resume import Resume, decide
 from grpo_recipes.runs.weights import adapter_config, check_descriptions
 from grpo_rewards.errors import UserError
+from grpo_rewards.files import relative_to
 from grpo_rewards.registry import BuiltReward
 
 # Room that an output folder must have. A model takes far more, but its size is not known yet.
@@ -58,6 +59,9 @@ class Machine:
     bf16: bool
     backend: Backend = "torch"
 
+    def __post_init__(self) -> None:
+        check_number("num_processes", self.num_processes, COUNT)
+
     @classmethod
     def here(cls) -> Machine:
         """Return this machine, in the layout that `accelerate launch` gave this process."""
@@ -75,22 +79,18 @@ class Machine:
     def described(cls, accelerate_config: Path) -> Machine:
         """Return the machine that an accelerate configuration describes. Raise `RecipeError` if the file is not one."""
         raw = read_yaml(accelerate_config)
-        if not isinstance(raw.get("num_processes"), int):
-            raise RecipeError(f"{accelerate_config}: `num_processes` is missing: is this an accelerate configuration?")
-        if raw["num_processes"] < 1:
-            raise RecipeError(f"{accelerate_config}: `num_processes` is {raw['num_processes']}: set it to at least 1")
         backend = BACKENDS.get(raw.get("distributed_type", "NO"), "torch")
-        return cls(raw["num_processes"], not raw.get("use_cpu", False), backend)
+        with naming(f"{accelerate_config} as an accelerate configuration"):
+            return cls(typed("num_processes", raw.get("num_processes"), int), not raw.get("use_cpu", False), backend)
 
 
 def choose_layout(accelerate_config: str | None, num_processes: int | None, *, use_cpu: bool) -> Layout:
     """Return the layout that the command line names, or one process for each GPU of this machine.
 
     Raises:
-        RecipeError: The file can't be found or is no accelerate configuration, or `num_processes` is below 1.
+        UserError: The file can't be found or is no accelerate configuration, or `num_processes` is below 1.
     """
-    if num_processes is not None and num_processes < 1:
-        raise RecipeError(f"--num_processes is {num_processes}: set it to at least 1")
+    check_number("num_processes", num_processes, COUNT)
     if accelerate_config is not None:
         path = find_file("accelerate_configs", accelerate_config)
         return Layout(path, num_processes or Machine.described(path).num_processes)
@@ -112,6 +112,7 @@ class Checked:
         train_dataset: Rows with the column `prompt`.
         eval_dataset: Held-out rows, or None if the run evaluates nothing.
         golds: Training rows whose gold no correctness reward can score, or None if there are none.
+        gold_notes: Sentences about golds that may mean something else than a reward reads.
     """
 
     geometry: Geometry
@@ -119,6 +120,7 @@ class Checked:
     train_dataset: Dataset
     eval_dataset: Dataset | None
     golds: GoldCheck | None = None
+    gold_notes: Sequence[str] = ()
 
 
 def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> Checked:
@@ -136,11 +138,13 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
     geometry = geometry_of(recipe, machine.num_processes)
     rewards = recipe.build_rewards(call_factories=call_factories)
     with recipe.naming_this_file():
-        _check_rewards(recipe.config, geometry, rewards)
+        reward_checks.check_weights(rewards)
+        reward_checks.check_punished_lengths(rewards, recipe.config.max_completion_length)
+        _check_groups(recipe, geometry, rewards)
         check_reference(recipe)
         check_model_folders(recipe)
         check_model(recipe)
-        _check_offline(recipe, geometry)
+        _check_offline(recipe)
         check_early_stopping(recipe)
         check_machine(recipe, machine)
         check_precision(recipe, machine)
@@ -149,7 +153,6 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
         trained = data.recipe_prompts(recipe)
         train_dataset, eval_dataset = trained.dataset, None
         geometry.check_dataset(len(train_dataset))
-        geometry.check_steps(recipe.config, len(train_dataset))
         geometry.check_saves(recipe.config, len(train_dataset))
         if recipe.offline is not None:
             data.check_responses(train_dataset, recipe.offline, geometry.num_generations)
@@ -162,13 +165,15 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
                 # With recorded responses, a reward receives only the recorded scores.
                 columns = dataset.column_names if recipe.offline is None else [RECORDED_REWARD]
                 reward_checks.check_columns(rewards, columns)
-        golds = reward_checks.check_golds(rewards, train_dataset)
-    return Checked(geometry, rewards, train_dataset, eval_dataset, golds)
+        golds = reward_checks.check_golds(rewards, train_dataset, trained.places)
+        gold_notes = reward_checks.gold_notes(rewards, train_dataset, trained.places)
+    return Checked(geometry, rewards, train_dataset, eval_dataset, golds, gold_notes)
 
 
 def check_launch(recipe: Recipe, machine: Machine) -> None:
     """Raise `RecipeError` if training the recipe on `machine` would be refused: every check before a process starts."""
     check_output_dir(recipe)
+    check_model_exists(recipe)
     resume_point(recipe, machine)
     check_packages(recipe)
     dry_config(recipe, machine)
@@ -190,8 +195,7 @@ def check_early_stopping(recipe: Recipe) -> None:
     config, patience = recipe.config, recipe.early_stopping_patience
     if patience is None:
         return
-    if patience < 1:
-        raise recipe.error(f"`early_stopping_patience` is {patience}: set it to at least 1")
+    check_number("early_stopping_patience", patience, COUNT)
     if not (recipe.evaluates and config.load_best_model_at_end and config.metric_for_best_model):
         raise recipe.error(
             "`early_stopping_patience` compares evaluations: set `eval_strategy`, `load_best_model_at_end: true` and "
@@ -247,22 +251,44 @@ def check_precision(recipe: Recipe, machine: Machine) -> None:
 
 
 def check_packages(recipe: Recipe) -> None:
-    """Raise `RecipeError` if a tracker or vLLM is not installed here, or TRL does not support the version of vLLM."""
+    """Raise `RecipeError` if a tracker, vLLM or the optimizer is not installed, or TRL does not support this vLLM."""
     for sentence in packages.missing(recipe.config):
         raise recipe.error(sentence)
 
 
+def check_model_exists(recipe: Recipe) -> None:
+    """Raise `RecipeError` if the policy is a folder that does not exist or holds no model, or is a file."""
+    name = str(recipe.model["model_name_or_path"])
+    folder = Path(name)
+    if folder.is_file():
+        raise recipe.error(f"`model_name_or_path` {name} is a file: name the folder of a model")
+    if folder.is_dir() and not _holds_adapter(folder) and not (folder / "config.json").exists():
+        raise recipe.error(
+            f"`model_name_or_path` {name} holds no model (no config.json, no adapter_config.json): name the folder "
+            "of a model"
+        )
+    if is_missing(name):
+        raise recipe.error(f"`model_name_or_path` {name}: there is no such folder{relative_to(name)}: correct the path")
+
+
 def check_model(recipe: Recipe) -> None:
-    """Raise `RecipeError` if the configuration of the policy or of its base has an impossible size.
+    """Raise `UserError` if the configuration of the policy or of its base has an impossible size.
 
     Only files on this machine are read. A model that is still on the hub is checked before its tokenizer is loaded.
     """
     name, revision = str(recipe.model["model_name_or_path"]), recipe.model.get("model_revision", "main")
-    with recipe.naming_this_file():
-        model_sizes.check_model_sizes(name, revision)
-        if _holds_adapter(Path(name)) and (adapter := adapter_config(name)) is not None:
-            base_revision = adapter.revision or "main"
-            model_sizes.check_model_sizes(str(adapter.base_model_name_or_path), base_revision)
+    model_sizes.check_model_sizes(name, revision)
+    if _holds_adapter(Path(name)) and (adapter := adapter_config(name)) is not None:
+        base_revision = adapter.revision or "main"
+        model_sizes.check_model_sizes(str(adapter.base_model_name_or_path), base_revision)
+
+
+def model_positions(recipe: Recipe) -> int | None:
+    """Return the positions that the policy or its base was made for, or None if no file on this machine says."""
+    name, revision = str(recipe.model["model_name_or_path"]), recipe.model.get("model_revision", "main")
+    if _holds_adapter(Path(name)) and (adapter := adapter_config(name)) is not None:
+        name, revision = str(adapter.base_model_name_or_path), adapter.revision or "main"
+    return model_sizes.largest_position(name, revision)
 
 
 def check_reference(recipe: Recipe) -> None:
@@ -270,8 +296,12 @@ def check_reference(recipe: Recipe) -> None:
     with recipe.naming_this_file():
         recipe.reference.check_refresh(recipe.config)
     policy, reference = Path(recipe.model["model_name_or_path"]), recipe.reference
-    if reference.adapter is not None and is_missing(reference.adapter):
-        raise recipe.error(f"`reference.adapter` {reference.adapter}: there is no such folder")
+    adapter = Path(reference.adapter or "")
+    if reference.adapter and (is_missing(reference.adapter) or (adapter.is_dir() and not _holds_adapter(adapter))):
+        raise recipe.error(
+            f"`reference.adapter` {reference.adapter}: there is no such folder with an "
+            f"adapter_config.json{relative_to(reference.adapter)}: correct it"
+        )
     new_adapter = recipe.model.get("use_peft", False)
     if _holds_adapter(policy) and new_adapter:
         raise recipe.error(
@@ -284,8 +314,6 @@ def check_reference(recipe: Recipe) -> None:
             f"`reference: {reference.adapter or reference.name}` needs a policy with an adapter, and this is "
             "full fine-tuning: set `use_peft: true`, or use `reference: initial`"
         )
-    if reference.adapter and Path(reference.adapter).is_dir() and not _holds_adapter(Path(reference.adapter)):
-        raise recipe.error(f"`reference.adapter`: there is no adapter_config.json in {reference.adapter}")
 
 
 def check_model_folders(recipe: Recipe) -> None:
@@ -294,7 +322,7 @@ def check_model_folders(recipe: Recipe) -> None:
     for key, folder in (("model_name_or_path", name), ("reference.adapter", reference)):
         if folder is None or not Path(folder).is_dir():
             continue
-        try:
+        with naming(f"{recipe.source}: `{key}`"):
             check_descriptions(Path(folder))
             adapter = adapter_config(folder)
             model = Path(folder if adapter is None else str(adapter.base_model_name_or_path))
@@ -302,8 +330,6 @@ def check_model_folders(recipe: Recipe) -> None:
                 check_descriptions(model)
             with contextlib.suppress(FileNotFoundError):
                 read_object(model / "config.json", {"model_type": TEXT}, "copy or download the model again")
-        except RunError as error:
-            raise recipe.error(f"`{key}`: {error}") from error
 
 
 def _holds_adapter(folder: Path) -> bool:
@@ -365,12 +391,10 @@ def resume_point(recipe: Recipe, machine: Machine) -> Resume | None:
     if not recipe.resumes:
         return None
     place = str(recipe.training["resume_from_checkpoint"])
-    try:
+    with naming(f"{recipe.source}: `resume_from_checkpoint`"):
         point = decide(recipe.output_dir, True if place == "true" else place, machine.num_processes)
-    except UserError as error:
-        raise recipe.error(f"`resume_from_checkpoint`: {error}") from error
-    if (reason := point.obstacle()) is not None:
-        raise recipe.error(f"`resume_from_checkpoint`: {reason}")
+        if (reason := point.obstacle()) is not None:
+            raise UserError(reason)
     return point
 
 
@@ -409,55 +433,35 @@ def dry_config(recipe: Recipe, machine: Machine) -> None:
         grpo_config(replace(recipe, training=training))
 
 
-def _check_offline(recipe: Recipe, geometry: Geometry) -> None:
+def _check_offline(recipe: Recipe) -> None:
     """Raise `RecipeError` for keys that do not go with recorded responses."""
+    if (recipe.offline is None) == (recipe.dataset.name == "scored"):
+        raise recipe.error(
+            "`dataset.name: scored` reads recorded responses, and `offline: group` trains on them: set both, or neither"
+        )
     if recipe.offline is None:
-        if recipe.dataset.name == "scored":
-            raise recipe.error("the dataset `scored` has recorded responses: add `offline: group`")
         return
-    if recipe.dataset.name != "scored":
-        raise recipe.error(
-            f"`offline` trains on recorded responses: set `dataset.name: scored`, not `{recipe.dataset.name}`"
-        )
-    if recipe.sampling is not None:
-        raise recipe.error("`sampling` saves generation, and `offline` generates nothing: remove one of them")
-    if recipe.config.use_vllm:
-        raise recipe.error("`use_vllm` generates, and `offline` trains on recorded responses: remove one of them")
-    if recipe.evaluates:
-        raise recipe.error(
-            "`eval_strategy` generates, and `offline` trains on recorded responses: remove it, and run `grpo-recipes "
-            "evaluate` afterwards"
-        )
+    generating = {"sampling": recipe.sampling, "use_vllm": recipe.config.use_vllm, "eval_strategy": recipe.evaluates}
+    for key, generates in generating.items():
+        if generates:
+            raise recipe.error(f"`{key}` generates completions, and `offline` trains on recorded responses: remove it")
     if recipe.compares_whole_batch and "num_generations" in recipe.training:
         raise recipe.error("`offline.baseline: batch` takes one response a prompt: remove `num_generations`")
-    if geometry.splits_groups:
+
+
+def _check_groups(recipe: Recipe, geometry: Geometry, rewards: Sequence[BuiltReward]) -> None:
+    """Raise `RecipeError` if a whole group is needed where a prompt has one completion, or is split over processes."""
+    comparing = [f"`rewards`: {reward.name}" for reward in rewards if reward.needs_whole_groups]
+    if comparing and geometry.num_generations == 1:
         raise recipe.error(
-            "`offline` draws the responses of a group together, and this layout splits groups over processes: "
-            f"{_whole_groups_fix(geometry)}"
+            f"{comparing[0]} compares the completions of a group, and `offline.baseline: batch` has one of each "
+            "prompt: remove it, or set `offline.baseline: group`"
         )
-
-
-def _check_rewards(config: Any, geometry: Geometry, rewards: Sequence[BuiltReward]) -> None:
-    """Raise `UserError` if the rewards pay nothing, or one compares a group that the layout splits over processes."""
-    reward_checks.check_weights(rewards)
-    reward_checks.check_punished_lengths(rewards, config.max_completion_length)
-    for reward in rewards:
-        if not reward.needs_whole_groups:
-            continue
-        if geometry.num_generations == 1:
-            raise UserError(
-                f"`rewards`: {reward.name} compares the completions of a group, and `offline.baseline: batch` "
-                "has one of each prompt: remove it, or set `offline.baseline: group`"
-            )
-        if geometry.splits_groups:
-            raise UserError(
-                f"`rewards`: {reward.name} compares the completions of a group, and this layout splits groups "
-                f"over processes: {_whole_groups_fix(geometry)}"
-            )
-
-
-def _whole_groups_fix(geometry: Geometry) -> str:
-    return (
-        f"make per_device_train_batch_size × steps_per_generation ({geometry.completions_per_rank}) a multiple of "
-        f"num_generations ({geometry.num_generations})"
-    )
+    if recipe.offline is not None:
+        comparing.append("`offline`")
+    if comparing and geometry.splits_groups:
+        raise recipe.error(
+            f"{comparing[0]} compares the completions of a group, and this layout splits groups over processes: make "
+            f"per_device_train_batch_size × steps_per_generation ({geometry.completions_per_rank}) a multiple of "
+            f"num_generations ({geometry.num_generations})"
+        )

@@ -40,21 +40,14 @@ class Geometry:
         """Return the geometry of a configuration.
 
         Args:
-            config: `GRPOConfig`, or an object with the same attributes.
+            config: `GRPOConfig`, or an object with the same attributes, each in the range of its key (`TRL_KEYS`).
             num_processes: Number of ranks.
             compares_whole_batch: True if each prompt has one completion and the whole generation batch is one group.
 
         Raises:
-            UserError: A size is below 1, a group has fewer than 2 completions, a batch does not hold whole groups, or
-                both `generation_batch_size` and `steps_per_generation` are set.
+            UserError: A batch does not hold whole groups, the only group has one completion, or both
+                `generation_batch_size` and `steps_per_generation` are set.
         """
-        for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations"):
-            if getattr(config, key) < 1:
-                raise UserError(f"`{key}` is {getattr(config, key)}: set it to 1 or more")
-        if config.num_generations < 2 and not compares_whole_batch:
-            raise UserError(
-                f"`num_generations` is {config.num_generations}: a group needs at least 2 completions to compare"
-            )
         geometry = cls(
             num_processes=num_processes,
             per_device_train_batch_size=config.per_device_train_batch_size,
@@ -65,8 +58,21 @@ class Geometry:
         )
         if compares_whole_batch and geometry.generation_batch_size < 2:
             raise UserError("a generation of 1 completion has nothing to compare it with: raise the batch size")
-        geometry._check_whole_groups()
-        _check_evaluation(config, num_processes)
+        _check_multiple(
+            "per_device_train_batch_size",
+            geometry.per_device_train_batch_size,
+            num_processes * geometry.steps_per_generation,
+            geometry.num_generations,
+            f"the generation batch ({geometry._sizes()}) must be a multiple of `num_generations`",
+        )
+        if str(config.eval_strategy) not in ("no", "IntervalStrategy.NO"):
+            _check_multiple(
+                "per_device_eval_batch_size",
+                config.per_device_eval_batch_size,
+                num_processes,
+                config.num_generations_eval or config.num_generations,
+                "the evaluation batch (per_device_eval_batch_size × processes) must hold whole groups of completions",
+            )
         return geometry
 
     @property
@@ -163,11 +169,6 @@ class Geometry:
                 "`per_device_train_batch_size`"
             )
 
-    def check_steps(self, config: Any, num_prompts: int) -> None:
-        """Raise `UserError` if the run would end before its first optimizer step."""
-        if self.optimizer_steps(config, num_prompts) < 1:
-            raise UserError(f"`num_train_epochs` is {config.num_train_epochs}: set it above 0, or set `max_steps`")
-
     def describe(self) -> str:
         """Return three lines of text: a generation batch, an optimizer step, and where groups lie."""
         return (
@@ -181,14 +182,25 @@ class Geometry:
             f"  groups          {self._describe_groups()}"
         )
 
-    def describe_epoch(self, num_prompts: int, max_completion_length: int | None = None) -> str:
-        """Return one line of text on an epoch, with the most tokens it may generate if a completion has a limit."""
-        generations, steps = self.generations_per_epoch(num_prompts), self.optimizer_steps_per_epoch(num_prompts)
+    def epoch(self, num_prompts: int, max_completion_length: int) -> dict[str, int]:
+        """Return the counts of an epoch, with the most tokens that it may generate."""
+        generations = self.generations_per_epoch(num_prompts)
         completions = generations * self.generation_batch_size
-        tokens = f", at most {completions * max_completion_length:,} tokens" if max_completion_length else ""
+        return {
+            "prompts": num_prompts,
+            "generations": generations,
+            "optimizer_steps": self.optimizer_steps_per_epoch(num_prompts),
+            "completions": completions,
+            "max_tokens": completions * max_completion_length,
+        }
+
+    def describe_epoch(self, num_prompts: int, max_completion_length: int) -> str:
+        """Return the counts of an epoch as one line of text."""
+        counts = self.epoch(num_prompts, max_completion_length)
         return (
-            f"  epoch           {num_prompts} prompts = {_plural(generations, 'generation')} = "
-            f"{_plural(steps, 'optimizer step')} ({completions:,} completions{tokens})"
+            f"  epoch           {num_prompts} prompts = {_plural(counts['generations'], 'generation')} = "
+            f"{_plural(counts['optimizer_steps'], 'optimizer step')} ({counts['completions']:,} completions, at most "
+            f"{counts['max_tokens']:,} tokens)"
         )
 
     def cells(self) -> list[list[list[int]]]:
@@ -240,18 +252,6 @@ class Geometry:
             f"{self.steps_per_generation} × {_plural(self.num_processes, 'process', 'es')}"
         )
 
-    def _check_whole_groups(self) -> None:
-        if self.generation_batch_size % self.num_generations == 0:
-            return
-        # Smallest batch size, from the given one on, whose generation batch is a multiple of num_generations.
-        factor = self.num_processes * self.steps_per_generation
-        step = self.num_generations // math.gcd(self.num_generations, factor)
-        fits = math.ceil(self.per_device_train_batch_size / step) * step
-        raise UserError(
-            f"`num_generations` ({self.num_generations}) does not divide the generation batch of "
-            f"{self.generation_batch_size} completions ({self._sizes()}): set `per_device_train_batch_size` to {fits}"
-        )
-
 
 def geometry_of(recipe: Recipe, num_processes: int) -> Geometry:
     """Return the batch geometry of a recipe on `num_processes` ranks, or raise `RecipeError` if sizes do not divide."""
@@ -264,34 +264,19 @@ def _steps_per_generation(config: Any, num_processes: int) -> int:
     if batch is not None and steps is not None:
         raise UserError("`generation_batch_size` and `steps_per_generation` set the same thing twice: keep one")
     if batch is None:
-        steps = config.gradient_accumulation_steps if steps is None else steps
-    else:
-        step = config.per_device_train_batch_size * num_processes
-        if batch % step:
-            raise UserError(
-                f"`generation_batch_size` ({batch}) is not a multiple of per_device_train_batch_size × processes "
-                f"({step}): set it to {math.ceil(batch / step) * step}"
-            )
-        steps = batch // step
-    if steps < 1:
-        raise UserError(
-            f"a generation of {steps} micro-batches trains nothing: set `steps_per_generation` to 1 or more"
-        )
-    return steps
+        return config.gradient_accumulation_steps if steps is None else steps
+    step = config.per_device_train_batch_size * num_processes
+    reason = "`generation_batch_size` must be a multiple of per_device_train_batch_size × processes"
+    _check_multiple("generation_batch_size", batch, 1, step, reason)
+    return batch // step
 
 
-def _check_evaluation(config: Any, num_processes: int) -> None:
-    if str(config.eval_strategy) in ("no", "IntervalStrategy.NO"):
-        return
-    batch = config.per_device_eval_batch_size * num_processes
-    generations = config.num_generations_eval or config.num_generations
-    if batch % generations:
-        step = generations // math.gcd(generations, num_processes)
-        fits = math.ceil(config.per_device_eval_batch_size / step) * step
-        raise UserError(
-            f"the evaluation batch of {batch} completions (per_device_eval_batch_size × processes) is not a multiple "
-            f"of the {generations} completions a prompt: set `per_device_eval_batch_size` to {fits}"
-        )
+def _check_multiple(key: str, size: int, factor: int, divisor: int, reason: str) -> None:
+    """Raise `UserError` with the next `size` that fits unless `size` × `factor` is a multiple of `divisor`."""
+    if size * factor % divisor:
+        step = divisor // math.gcd(divisor, factor)
+        fits = math.ceil(size / step) * step
+        raise UserError(f"{reason}, and {size * factor} is no multiple of {divisor}: set `{key}` to {fits}")
 
 
 def _without_middle(items: list[Any], most: int = 9) -> list[Any]:

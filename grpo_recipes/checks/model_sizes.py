@@ -100,6 +100,15 @@ def check_model_sizes(name: str, revision: str = "main", *, local_only: bool = T
         _check_against_weights(path, config)
 
 
+def largest_position(name: str, revision: str = "main") -> int | None:
+    """Return `max_position_embeddings` of a model that `check_model_sizes` accepts, or None if no file here says."""
+    path = _config_file(name, revision, local_only=True)
+    if path is None:
+        return None
+    sizes = [part.size("max_position_embeddings") for part in _parts(read_object(path, {}))]
+    return max(sizes) or None
+
+
 @dataclass(frozen=True)
 class _Part:
     """Object in a configuration.

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,19 @@ from grpo_rewards.errors import UserError
 # Packages whose name differs from the tracker's. transformers has one function `is_<package>_available` for each.
 TRACKER_PACKAGES = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}
 
+OPTIMIZER_PACKAGES: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb", "ademamix", "lion_", "paged_", "rmsprop_bnb"), ("bitsandbytes",) * 2),
+    **dict.fromkeys(("adamw_torch_4bit", "adamw_torch_8bit"), ("torchao",) * 2),
+    **dict.fromkeys(("lomo", "adalomo"), ("lomo_optim", "lomo-optim")),
+    "adamw_anyprecision": ("torchdistx", "torchdistx"),
+    "apollo_": ("apollo_torch", "apollo-torch"),
+    "galore_": ("galore_torch", "galore-torch"),
+    "grokadamw": ("grokadamw", "grokadamw"),
+    "schedule_free_": ("schedulefree", "schedulefree"),
+    "stable_adamw": ("optimi", "torch-optimi"),
+}
+"""Module and package of an optimizer, by the beginning of its name. transformers imports the module after the model."""
+
 LOCK_SECONDS = 30.0
 """Seconds for which a build lock may exist without a compiler: torch takes the lock before it starts the compiler."""
 
@@ -36,6 +50,7 @@ def missing(config: Any) -> list[str]:
         config: Configuration with the attributes of `GRPOConfig`.
     """
     sentences = _missing_trackers(config.report_to)
+    sentences += missing_optimizer(config)
     if config.use_vllm:
         sentences += _missing_vllm()
     return sentences
@@ -58,6 +73,18 @@ def _missing_trackers(report_to: str | list[str] | None) -> list[str]:
                 "`report_to: none`"
             )
     return sentences
+
+
+def missing_optimizer(config: Any) -> list[str]:
+    """Return a sentence if the optimizer of a recipe is in a package that this machine lacks, else []."""
+    name = str(getattr(config.optim, "value", config.optim))
+    for beginning, (module, package) in OPTIMIZER_PACKAGES.items():
+        if name.startswith(beginning) and find_spec(module) is None:
+            return [
+                f"`optim: {name}` needs the package {package}, which is not installed here: install it, or set another "
+                "optimizer, such as `optim: adamw_torch_fused`"
+            ]
+    return []
 
 
 def _missing_vllm() -> list[str]:

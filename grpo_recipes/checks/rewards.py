@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,11 @@ import numpy as np
 from datasets import Dataset
 from trl.trainer.utils import is_async_callable
 
-from grpo_recipes.data.prompts import hash_sample
-from grpo_recipes.process.faults import RewardFault
+from grpo_recipes.data.places import NAMED_ROWS, Place, Places, RowName, by_table, listed_places, row_numbers
+from grpo_recipes.data.prompts import sample_of_rows
+from grpo_recipes.process.faults import FaultyRow, RewardFault
 from grpo_rewards.completions import completion_text, listed_scores
-from grpo_rewards.errors import UserError, one_line
+from grpo_rewards.errors import UserError, one_line, shortened
 from grpo_rewards.registry import BoundReward, BuiltReward, leaves
 from grpo_rewards.reward import BaseReward
 
@@ -27,9 +29,11 @@ LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 Reward = Callable[..., Any]
 
-# Number of rows that a message names. The others are counted.
-NAMED_ROWS = 20
 EXCERPT = 60
+ERROR_CHARS = 300
+
+SEARCH_SECONDS = 10.0
+"""Time after which no further row is scored alone to find the one that a reward raises on. The other ranks wait."""
 
 
 @dataclass(frozen=True)
@@ -39,32 +43,34 @@ class GoldCheck:
     Attributes:
         count: Number of these golds.
         total: Number of golds that were checked.
-        rows: First `NAMED_ROWS` of their rows, counted from 1.
+        places: Positions of the first `NAMED_ROWS` of their rows.
         rewards: Names of the correctness rewards.
-        dataset_rows: Number of rows if only a hash sample of them was checked (`prompts.hash_sample`), or None.
+        forms: Clause that describes a valid gold of the first of them, or "".
+        dataset_rows: Number of rows if only a random sample of them was checked (`prompts.sample_of_rows`), or None.
     """
 
     count: int
     total: int
-    rows: tuple[int, ...]
+    places: tuple[Place, ...]
     rewards: tuple[str, ...]
+    forms: str = ""
     dataset_rows: int | None = None
 
     def describe(self) -> str:
         """Return a sentence that names the rows."""
-        more = f" and {self.count - len(self.rows)} more" if self.count > len(self.rows) else ""
-        rows = ", ".join(map(str, self.rows))
-        sampled = "" if self.dataset_rows is None else f" (a hash sample of {self.dataset_rows:,} rows)"
+        rows = listed_places(self.places, self.count - len(self.places))
+        sampled = "" if self.dataset_rows is None else f" (a random sample of {self.dataset_rows:,} rows)"
         total = f"{self.total:,}" if sampled else str(self.total)
         return (
             f"{self.count} of {total} golds{sampled} can't be scored by {' or '.join(self.rewards)}: no completion "
-            f"earns anything from it on row{'s' * (self.count > 1)} {rows}{more} (counted from 1)"
+            f"earns anything from it on {rows}"
+            f"{f': {self.forms}' if self.forms else ''}"
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the entry for `run.json`."""
         sampled = {} if self.dataset_rows is None else {"dataset_rows": self.dataset_rows}
-        return {"count": self.count, "total": self.total, "rows": list(self.rows), **sampled}
+        return {"count": self.count, "total": self.total, "rows": by_table(self.places), **sampled}
 
 
 def describe_rewards(rewards: Iterable[BuiltReward]) -> str:
@@ -137,44 +143,143 @@ def checked_reward(reward: Reward) -> Reward:
     name = getattr(reward, "__name__", type(reward).__name__)
 
     def call(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
-        with _naming_reward(name):
+        batch = _Batch(name, prompts, completions, columns)
+        try:
             scores = reward(prompts=prompts, completions=completions, **columns)
-        return _finite_scores(name, scores, completions)
+        except Exception as error:
+            raised = []
+            for arguments in batch.rows_alone():
+                raised.append(_raises(error, reward, arguments))
+                if len(set(raised)) > 1:
+                    break
+            raise batch.fault_of(error, raised) from error
+        return _finite_scores(batch, scores)
 
     async def call_async(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
-        with _naming_reward(name):
+        batch = _Batch(name, prompts, completions, columns)
+        try:
             scores = await reward(prompts=prompts, completions=completions, **columns)
-        return _finite_scores(name, scores, completions)
+        except Exception as error:
+            raised = []
+            for arguments in batch.rows_alone():
+                raised.append(await _raises_async(error, reward, arguments))
+                if len(set(raised)) > 1:
+                    break
+            raise batch.fault_of(error, raised) from error
+        return _finite_scores(batch, scores)
 
     checked: Reward = call_async if is_async_callable(reward) else call
     checked.__name__ = name  # TRL logs a reward under this name
     return checked
 
 
-@contextmanager
-def _naming_reward(name: str) -> Iterator[None]:
+@dataclass(frozen=True)
+class _Batch:
+    """Arguments of one call of a reward: one prompt and one completion per row of this rank's generation."""
+
+    reward: str
+    prompts: Sequence[Any]
+    completions: Sequence[Any]
+    columns: Mapping[str, Any]
+
+    def rows_alone(self) -> Iterator[dict[str, Any]]:
+        """Yield the arguments of a call for each row alone, which logs nothing, for at most `SEARCH_SECONDS`."""
+        until = time.monotonic() + SEARCH_SECONDS
+        for row in range(len(self.completions)):
+            if time.monotonic() > until:
+                return
+            alone: dict[str, Any] = {"prompts": [self.prompts[row]], "completions": [self.completions[row]]}
+            for key, column in self.columns.items():
+                is_column = isinstance(column, list) and len(column) == len(self.completions)
+                alone[key] = [column[row]] if is_column else column
+            for key in ("log_extra", "log_metric"):
+                if key in self.columns:
+                    alone[key] = _log_nothing
+            yield alone
+
+    def row(self, row: int) -> FaultyRow:
+        """Return the description of a row for the error."""
+        prompt = self.prompts[row]
+        if not isinstance(prompt, str):
+            prompt = completion_text([{"content": prompt[-1].get("content")}])
+        return FaultyRow(self.reward, row, prompt, completion_text(self.completions[row]), self._step())
+
+    def _step(self) -> int | None:
+        step = getattr(self.columns.get("trainer_state"), "global_step", None)
+        return step if isinstance(step, int) else None
+
+    def place(self, row: int) -> str:
+        """Return a clause on the place and the text of a row."""
+        return f"row {row} {self._generation()} (completion {self._excerpt(row)})"
+
+    def _generation(self) -> str:
+        step = self._step()
+        return "of this rank's generation" + ("" if step is None else f" after step {step}")
+
+    def _excerpt(self, row: int) -> str:
+        return repr(shortened(one_line(completion_text(self.completions[row])), EXCERPT))
+
+    def fault_of(self, error: Exception, raised: Sequence[bool]) -> RewardFault:
+        """Return the error to raise for an error of the reward.
+
+        Args:
+            error: Error of the reward for all rows.
+            raised: True for each row that raises the same error when it is scored alone, as far as this was tried.
+        """
+        what = f"reward `{self.reward}` raised {type(error).__name__}: {shortened(one_line(error), ERROR_CHARS)}"
+        if not any(raised):
+            return RewardFault(f"{what}, for the {len(self.completions)} completions {self._generation()}")
+        # An error of all rows, as of a server that is down, says nothing about the first one.
+        if len(raised) == len(self.completions) > 1 and all(raised):
+            first = f"the first completion is {self._excerpt(0)}"
+            return RewardFault(f"{what}, for each of {len(raised)} rows {self._generation()} ({first})", self.row(0))
+        row = raised.index(True)
+        return RewardFault(f"{what}, for {self.place(row)}", self.row(row))
+
+
+def _log_nothing(*values: Any) -> None:
+    """Take the place of TRL's functions for logging."""
+
+
+def _raises(error: Exception, reward: Reward, arguments: Mapping[str, Any]) -> bool:
+    """Return True if a call raises the same error."""
     try:
-        yield
-    except Exception as error:
-        raise RewardFault(f"reward `{name}` raised {type(error).__name__}: {error}") from error
+        reward(**arguments)
+    except Exception as other:
+        return _is_same(error, other)
+    return False
 
 
-def _finite_scores(name: str, scores: Any, completions: Sequence[Any]) -> list[float | None]:
+async def _raises_async(error: Exception, reward: Reward, arguments: Mapping[str, Any]) -> bool:
+    """Return True if an asynchronous call raises the same error within `SEARCH_SECONDS`."""
+    try:
+        await asyncio.wait_for(reward(**arguments), SEARCH_SECONDS)
+    except Exception as other:
+        return _is_same(error, other)
+    return False
+
+
+def _is_same(error: Exception, other: Exception) -> bool:
+    # A reward that compares the completions of a group may raise something else for a single row.
+    return type(other) is type(error) and str(other) == str(error)
+
+
+def _finite_scores(batch: _Batch, scores: Any) -> list[float | None]:
     """Return `scores` as a list. Raise `RewardFault` unless it has one finite number or None for each completion.
 
     TRL writes the scores into a tensor: a list that is too short, or a single score, would silently be spread over
     rows.
     """
     try:
-        scores = listed_scores(name, scores, len(completions))
+        scores = listed_scores(batch.reward, scores, len(batch.completions))
     except ValueError as error:
         raise RewardFault(str(error)) from error
-    for row, (score, completion) in enumerate(zip(scores, completions, strict=True)):
+    for row, score in enumerate(scores):
         if score is not None and not _is_finite(score):
-            text = one_line(completion_text(completion))[:60]
             raise RewardFault(
-                f"reward `{name}` returned {score!r} for row {row} of this rank's generation (completion {text!r}): "
-                "return a finite number, or None for a row that can't be scored"
+                f"reward `{batch.reward}` returned {score!r} for {batch.place(row)}: return a finite number, or None "
+                "for a row that can't be scored",
+                batch.row(row),
             )
     return scores
 
@@ -187,12 +292,12 @@ def _is_finite(score: Any) -> bool:
         return False
 
 
-def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset) -> GoldCheck | None:
+def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset, places: Places = row_numbers) -> GoldCheck | None:
     """Return the golds that no correctness reward can score, or None if there are none.
 
     A reward returns None for a gold that it cannot score, whatever the completion. Each gold is therefore scored once
     with an empty completion, so that nothing is compared symbolically. Of a large dataset a sample is checked:
-    `prompts.hash_sample`.
+    `prompts.sample_of_rows`.
 
     Raises:
         UserError: No gold can be scored.
@@ -200,28 +305,43 @@ def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset) -> GoldCheck |
     judges = {reward.name: found for reward in rewards if (found := _correctness_rewards(reward))}
     if not judges:
         return None
-    checked, all_rows = hash_sample(len(dataset)), len(dataset)
+    checked, all_rows = sample_of_rows(len(dataset)), len(dataset)
     if len(checked) < all_rows:
         dataset = dataset.select(checked)
     is_scorable = np.zeros(len(dataset), bool)
     for parts in judges.values():
         # A sum or gate scores a row only if all its parts do.
         is_scorable |= np.all([_can_score(part, dataset) for part in parts], axis=0)
-    rows = [int(index) + 1 for index, known in zip(checked, is_scorable, strict=True) if not known]
-    if not rows:
+    rows = checked[~is_scorable]
+    if not len(rows):
         return None
     names = tuple(judges)
+    judge = next(iter(judges.values()))[0]
     if len(rows) == len(dataset):
-        judge = next(iter(judges.values()))[0]
         column = judge.columns_read[0]
-        first = one_line(dataset[0][column])
-        excerpt = first if len(first) <= EXCERPT else f"{first[: EXCERPT - 1]}…"
+        excerpt = shortened(one_line(dataset[0][column]), EXCERPT)
         raise UserError(
             f"`rewards`: {' and '.join(names)} can score none of the {len(dataset)} golds in the column `{column}` "
             f"(the first is {excerpt!r}): {judge.gold_forms}"
         )
     dataset_rows = all_rows if len(dataset) < all_rows else None
-    return GoldCheck(len(rows), len(dataset), tuple(rows[:NAMED_ROWS]), names, dataset_rows)
+    named = tuple(places(rows[:NAMED_ROWS].tolist()))
+    return GoldCheck(len(rows), len(dataset), named, names, judge.gold_forms, dataset_rows)
+
+
+def gold_notes(rewards: Iterable[BuiltReward], dataset: Dataset, places: Places = row_numbers) -> list[str]:
+    """Return a sentence for each correctness reward whose golds may mean something else than it reads."""
+    sample = sample_of_rows(len(dataset))
+    notes = []
+    for reward in rewards:
+        for judge in _correctness_rewards(reward):
+            if judge.gold_column in dataset.column_names:
+                golds = dataset.select(sample)[judge.gold_column]
+                named = ((RowName(int(row), places), gold) for row, gold in zip(sample, golds, strict=True))
+                note = judge.gold_note(named)
+                if note is not None:
+                    notes.append(f"{reward.name}: {note}")
+    return notes
 
 
 def _correctness_rewards(reward: BuiltReward) -> list[BaseReward]:

@@ -28,6 +28,7 @@ from grpo_recipes.process.bounded_child import Announce, CallStopped, Limits, bo
 from grpo_recipes.recipe.recipe import Recipe, RecipeError
 from grpo_recipes.runs.weights import adapter_config, tokenizer_source
 from grpo_rewards.errors import UserError, one_line
+from grpo_rewards.files import relative_to
 
 Load = Callable[[], PreTrainedTokenizerBase]
 
@@ -44,7 +45,6 @@ CHARACTERS = 100_000
 SECONDS_PER_PROMPT = 0.05
 CHARACTERS_PER_SECOND = 20_000
 
-_LOADING, _RENDERING, _ENCODING = "loading", "rendering", "encoding"
 _MARK = "grpo-recipes"
 
 
@@ -70,7 +70,7 @@ def load_tokenizer(
     name = tokenizer_source(recipe.model["model_name_or_path"])
     place = f"{recipe.source}: `model_name_or_path` {name}"
     if is_missing(name):
-        raise TokenizerUnavailable(f"{place}: there is no such folder")
+        raise TokenizerUnavailable(f"{place}: there is no such folder{relative_to(name)}")
     revision = recipe.model.get("model_revision", "main")
 
     def load() -> PreTrainedTokenizerBase:
@@ -130,6 +130,8 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str
     turns = [{"role": "user", "content": _MARK}, {"role": "assistant", "content": _MARK}]
     try:
         text = cast(str, tokenizer.apply_chat_template(turns, tokenize=False, **template_kwargs))
+    except MemoryError:  # a limit of the trial
+        raise
     except Exception:  # a template is a program, and may raise any class
         return None
     ids = tokenizer(text.rpartition(_MARK)[2].strip(), add_special_tokens=False)["input_ids"]
@@ -181,9 +183,9 @@ def load_after_trial(
     """
     tokenizer = None if (Path(name) / "tokenizer.json").is_file() else load()
     try:
-        bounded_call(lambda announce: _try(announce, tokenizer, load, prompts, template_kwargs or {}), LIMITS)
+        bounded_call(lambda announce: _try(announce, name, tokenizer, load, prompts, template_kwargs or {}), LIMITS)
     except CallStopped as stopped:
-        raise UserError(_refusal(name, stopped, len(prompts))) from stopped
+        raise UserError(f"{name}: {stopped}: correct the file, or name another model") from stopped
     return load() if tokenizer is None else tokenizer
 
 
@@ -224,6 +226,7 @@ def _cut(prompt: Any) -> Any:
 
 def _try(
     announce: Announce,
+    name: str,
     tokenizer: PreTrainedTokenizerBase | None,
     load: Load,
     prompts: Sequence[Any],
@@ -231,7 +234,9 @@ def _try(
 ) -> None:
     """Load the tokenizer unless it is given, and render and encode the prompts. Runs in the child."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads do not survive a fork
-    announce(_LOADING)
+    folder = Path(name)
+    file = folder / "tokenizer.json" if folder.is_dir() else name
+    announce(f"loading its tokenizer ({file})")
     if tokenizer is None:
         try:
             tokenizer = load()
@@ -244,22 +249,16 @@ def _try(
     if not is_text:
         if tokenizer.chat_template is None:  # `check_chat_template` reports it
             return
-        announce(_RENDERING)
-        _render_an_answer(tokenizer, template_kwargs)
+        templates = [folder / "chat_template.jinja", folder / "tokenizer_config.json"]
+        template = next((path for path in templates if path.is_file()), name)
+        announce(f"rendering {len(prompts)} prompts with its chat template ({template})")
+        end_of_turn(tokenizer, template_kwargs)  # called again without a limit
         texts = _results(lambda prompt: rendered(prompt, tokenizer, template_kwargs), prompts)
-    announce(_ENCODING)
-    _results(lambda text: len(tokenizer(text, add_special_tokens=is_text)["input_ids"]), texts)
-
-
-def _render_an_answer(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
-    """Render turns that end with an answer, as `end_of_turn` does later without a limit."""
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    try:
-        tokenizer.apply_chat_template(turns, tokenize=False, **template_kwargs)
-    except MemoryError:
-        raise
-    except Exception:  # `end_of_turn` accepts it too
-        pass
+    announce(f"encoding {len(prompts)} prompts with its tokenizer ({file})")
+    lengths = _results(lambda text: len(tokenizer(text, add_special_tokens=is_text)["input_ids"]), texts)
+    # Transformers makes a tokenizer without a vocabulary for a folder that has no files of one.
+    if texts and not any(lengths) and len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise CallStopped("", "gives no token")
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
@@ -281,17 +280,3 @@ def _results(function: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]
     if seconds > SECONDS_PER_PROMPT * len(values) + characters / CHARACTERS_PER_SECOND:
         raise CallStopped("", f"takes {seconds / len(values):.2g} s for each")
     return results
-
-
-def _refusal(name: str, stopped: CallStopped, count: int) -> str:
-    """Return the error message for a trial that was stopped."""
-    folder = Path(name)
-    if stopped.stage == _RENDERING:
-        files = [folder / "chat_template.jinja", folder / "tokenizer_config.json"]
-        template = next((file for file in files if file.is_file()), name)
-        what, fix = f"rendering {count} prompts with its chat template ({template})", "correct the template"
-    else:
-        doing = f"encoding {count} prompts with" if stopped.stage == _ENCODING else "loading"
-        file = folder / "tokenizer.json" if folder.is_dir() else name
-        what, fix = f"{doing} its tokenizer ({file})", "correct the file"
-    return f"{name}: {what} {stopped.reason}: {fix}, or name another model"

@@ -13,7 +13,7 @@ import datasets
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 _TIMEOUT_SECONDS = 5
-_FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
+_FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".gz", ".zst")
 
 
 @contextmanager

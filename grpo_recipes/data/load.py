@@ -10,19 +10,31 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
 
+from grpo_recipes.data.places import numbered, selected
 from grpo_recipes.data.presets import DEFAULT_ARITHMETIC_SIZE, PRESETS, arithmetic_problems
+from grpo_recipes.data.programs import programming_tasks
 from grpo_recipes.data.prompts import Prompts, phrased
 from grpo_recipes.data.sources import Keys, Rows, file_rows, local_splits, mixed, read, rows_in_common, sliced, slices
-from grpo_recipes.data.tables import Place
 from grpo_recipes.recipe.specs import DatasetSpec, OfflineSpec, PassRateSpec, SourceSpec
-from grpo_recipes.runs.files import BOOLEANS, EVALUATION, TEXTS, read_object, read_table
+from grpo_recipes.runs.files import (
+    BOOLEANS,
+    EVALUATION,
+    NUMBER,
+    TEXT,
+    TEXTS,
+    Kind,
+    Shape,
+    mismatch,
+    read_object,
+    read_table,
+)
 from grpo_rewards.errors import UserError
 
 if TYPE_CHECKING:  # its import takes seconds, and readers of single datasets do not need it
@@ -67,8 +79,8 @@ def load_prompts(spec: DatasetSpec, *, evaluation: bool = False) -> Prompts:
     else:
         sources, keys = _sources(spec, spec.path, spec.split), _TRAINED
     if spec.name == "scored":
-        dataset = _scored(spec, sources[0], keys)
-        prompts = Prompts(dataset, np.zeros(len(dataset), np.uint64))
+        rows = _scored(spec, sources[0], keys)
+        prompts = Prompts(rows.table, np.zeros(len(rows.table), np.uint64), rows.places)
     else:
         prompts = phrased(_rows(spec, sources, keys), spec)
     key, part = keys.split, repr(sources[0].split)
@@ -78,7 +90,7 @@ def load_prompts(spec: DatasetSpec, *, evaluation: bool = False) -> Prompts:
         is_held_out = prompts.identities < np.uint64(int(spec.eval_share * 2.0**64))
         prompts = prompts.select(np.flatnonzero(is_held_out == evaluation))
     if spec.pass_rate is not None and not evaluation and len(prompts.dataset):
-        prompts = prompts.select(_rows_to_keep(prompts.dataset, spec.pass_rate))
+        prompts = prompts.select(_rows_to_keep(prompts, spec.pass_rate))
     if len(prompts.dataset) == 0:
         described = ", ".join(source.path for source in sources)
         raise UserError(f"`dataset.{key}`: {part} of {described} is empty: choose other rows")
@@ -91,9 +103,10 @@ def check_disjoint(trained: Prompts, held_out: Prompts, spec: DatasetSpec) -> No
     if not shared.any():
         return
     key = "eval_path" if spec.eval_path is not None else "eval_split"
+    (first,) = held_out.places([int(np.argmax(shared))])
     raise UserError(
-        f"`dataset.{key}`: {shared.sum()} of {len(shared)} held-out rows are training rows too (row "
-        f"{int(np.argmax(shared)) + 1} is the first): remove them from one side, or set `dataset.eval_share`"
+        f"`dataset.{key}`: {shared.sum()} of {len(shared)} held-out rows are training rows too ({first} is the first): "
+        "remove them from one side, or set `dataset.eval_share`"
     )
 
 
@@ -110,7 +123,17 @@ def _sources(spec: DatasetSpec, path: str | list[SourceSpec] | None, split: str)
     config = spec.config
     if config is None and preset is not None and (path or home) == preset.hub_id:
         config = preset.hub_config
-    return [SourceSpec(path or home, name=config, split=split, columns=spec.columns)]
+    return [
+        SourceSpec(
+            path or home,
+            name=config,
+            split=split,
+            columns=spec.columns,
+            delimiter=spec.delimiter,
+            encoding=spec.encoding,
+            decimal=spec.decimal,
+        )
+    ]
 
 
 def _held_out_sources(spec: DatasetSpec) -> tuple[list[SourceSpec], Keys]:
@@ -128,6 +151,8 @@ def _held_out_sources(spec: DatasetSpec) -> tuple[list[SourceSpec], Keys]:
 def _rows(spec: DatasetSpec, sources: list[SourceSpec], keys: Keys) -> Rows:
     if spec.name == "arithmetic":
         return _arithmetic(spec, sources[0], keys)
+    if spec.name == "programs":
+        return _programs(sources[0], keys)
     if isinstance(getattr(spec, keys.path), list):
         return mixed(sources, keys)
     if keys == _OTHER_SPLIT:
@@ -154,13 +179,21 @@ def _arithmetic(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> Rows:
     problems = []
     for split, start, stop in slices({"train": size, "test": size}, source.split, keys):
         problems += arithmetic_problems(split, stop, spec.seed)[start:]
-    return Rows(datasets.Dataset.from_list(problems), lambda index: f"arithmetic, row {index + 1}")
+    return Rows(datasets.Dataset.from_list(problems), numbered("arithmetic"))
+
+
+def _programs(source: SourceSpec, keys: Keys) -> Rows:
+    tables = {split: programming_tasks(split) for split in ("train", "test")}
+    tasks = []
+    for split, start, stop in slices({split: len(table) for split, table in tables.items()}, source.split, keys):
+        tasks += tables[split][start:stop]
+    return Rows(datasets.Dataset.from_list(tasks), numbered("programs"))
 
 
 # Pass rates
 
 
-def _rows_to_keep(dataset: datasets.Dataset, spec: PassRateSpec) -> np.ndarray:
+def _rows_to_keep(prompts: Prompts, spec: PassRateSpec) -> np.ndarray:
     """Return the indices (N,) of the rows whose pass rate lies in `spec.keep`, ends included.
 
     The pass rate of a row is the share of strictly right samples of its prompt. Rows with the same prompt have one
@@ -170,12 +203,13 @@ def _rows_to_keep(dataset: datasets.Dataset, spec: PassRateSpec) -> np.ndarray:
         UserError: the folder has no finished evaluation with golds, a row is not in it, or no row is left.
     """
     rates = _pass_rates(spec.evaluation)
-    found = np.array([rates.get(_as_evaluated(prompt), np.nan) for prompt in dataset["prompt"]])
+    found = np.array([rates.get(_as_evaluated(prompt), np.nan) for prompt in prompts.dataset["prompt"]])
     is_missing = np.isnan(found)
     if is_missing.any():
+        (first,) = prompts.places([int(np.argmax(is_missing))])
         raise UserError(
             f"`dataset.pass_rate.evaluation` {spec.evaluation}: {is_missing.sum()} of {len(found)} training prompts "
-            f"are not in it (row {int(np.argmax(is_missing)) + 1} is the first): {_evaluate_command(spec.evaluation)}"
+            f"are not in it ({first} is the first): {_evaluate_command(spec.evaluation)}"
         )
     low, high = spec.keep
     kept = np.flatnonzero((low <= found) & (found <= high))
@@ -221,6 +255,11 @@ def _evaluate_command(evaluation: str) -> str:
 
 _RECORDED = ("responses", "rewards", "logprobs")
 
+_PROMPT = Kind("text that is not empty", lambda value: isinstance(value, str) and value != "")
+_REWARD = Kind("a finite number", lambda value: NUMBER.holds(value) and math.isfinite(value))
+_LOG_PROB = Kind("a finite number of at most 0", lambda value: _REWARD.holds(value) and value <= 0)
+_SCORED: Shape = {"prompt": _PROMPT, "responses": [TEXT], "rewards": [_REWARD], "logprobs?": [[_LOG_PROB]]}
+
 
 def check_responses(dataset: datasets.Dataset, spec: OfflineSpec, num_generations: int) -> None:
     """Raise `UserError` if a prompt has fewer recorded responses than a group has completions."""
@@ -234,30 +273,32 @@ def check_responses(dataset: datasets.Dataset, spec: OfflineSpec, num_generation
         )
 
 
-def _scored(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> datasets.Dataset:
+def _scored(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> Rows:
     """Return the rows of `scored`, one per prompt. A split counts prompts, not the lines with their responses."""
-    table = _grouped(file_rows(source, keys), source.path)
+    rows = _grouped(file_rows(source, keys), source.path)
     if keys == _OTHER_SPLIT:
-        _check_shared(spec, source, len(table))
-    return sliced({"": Rows(table, str)}, source.split, keys).table
+        _check_shared(spec, source, len(rows.table))
+    return sliced({"": rows}, source.split, keys)
 
 
-def _grouped(lines: Iterable[tuple[Place, Mapping[str, Any]]], path: str) -> datasets.Dataset:
-    """Return one row per distinct prompt, in the order of the lines.
+def _grouped(lines: Rows, path: str) -> Rows:
+    """Return one row per distinct prompt, in the order of the lines. The position of a row is its first line.
 
     The columns are `prompt` (text), `responses` (texts), `rewards` (finite numbers) and, if the lines have them,
     `logprobs`: one log-probability per token of each response, the end-of-sequence token's last.
     """
     by_prompt: dict[str, dict[str, Any]] = {}
-    for place, line in lines:
-        try:
-            recorded = _scored_line({key: value for key, value in line.items() if value is not None})
-        except UserError as error:
-            raise UserError(f"`dataset`: {place()} {error}") from None
+    first_lines: list[int] = []
+    for index, line in enumerate(lines.table):
+        recorded = _scored_line({key: value for key, value in line.items() if value is not None})
+        if isinstance(recorded, str):
+            raise UserError(f"`dataset`: {lines.place(index)}: {recorded}: correct or remove the line")
         prompt = recorded["prompt"]
+        if prompt not in by_prompt:
+            first_lines.append(index)
         row = by_prompt.setdefault(prompt, {"prompt": prompt, "responses": [], "rewards": [], "logprobs": []})
         for key in _RECORDED:
-            row[key] += recorded[key]
+            row[key] += recorded.get(key, [])
     rows = list(by_prompt.values())
     if any(row["logprobs"] for row in rows):
         if any(len(row["logprobs"]) < len(row["responses"]) for row in rows):
@@ -265,37 +306,22 @@ def _grouped(lines: Iterable[tuple[Place, Mapping[str, Any]]], path: str) -> dat
     else:
         for row in rows:
             del row["logprobs"]
-    return datasets.Dataset.from_list(rows)
+    return Rows(datasets.Dataset.from_list(rows), selected(lines.places, first_lines))
 
 
-def _scored_line(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `{prompt, responses, rewards, logprobs}` of a line, which may also hold one `response` and `reward`."""
+def _scored_line(line: Mapping[str, Any]) -> dict[str, Any] | str:
+    """Return a line with lists, also if it holds one `response` and `reward`, or what is wrong with it as a clause."""
     if ("response" in line) == ("responses" in line):
-        raise UserError("must have either response and reward, or responses and rewards")
-    prompt, responses, rewards, log_probs = (line.get(key) for key in ("prompt", *_RECORDED))
+        return "it must have either response and reward, or responses and rewards"
+    recorded = dict(line)
     if "response" in line:
-        responses = [line["response"]]
-        rewards = [line["reward"]] if "reward" in line else None
-        log_probs = None if log_probs is None else [log_probs]
-    if not isinstance(prompt, str) or not prompt:
-        raise UserError(f"has the prompt {prompt!r}: it must be text that is not empty")
-    if not responses or not _is_list_of(responses, lambda text: isinstance(text, str)):
-        raise UserError("has a response that is no text: correct or remove the line")
-    if not _is_list_of(rewards, _is_finite) or len(rewards) != len(responses):
-        raise UserError(f"has the reward {rewards!r}: every response needs one finite number as its reward")
-    if log_probs is not None and (not _is_list_of(log_probs, _are_log_probs) or len(log_probs) != len(responses)):
-        raise UserError("has logprobs that are not one list of numbers of at most 0 for each response: correct them")
-    rewards = [float(reward) for reward in rewards]
-    return {"prompt": prompt, "responses": responses, "rewards": rewards, "logprobs": log_probs or []}
-
-
-def _is_list_of(values: Any, is_right: Callable[[Any], bool]) -> TypeGuard[list]:
-    return isinstance(values, list) and all(is_right(value) for value in values)
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _are_log_probs(values: Any) -> bool:
-    return _is_list_of(values, _is_finite) and max(values, default=0) <= 0
+        for key, single in (("responses", "response"), ("rewards", "reward"), ("logprobs", "logprobs")):
+            if single in line:
+                recorded[key] = [line[single]]
+    if problem := mismatch(recorded, _SCORED):
+        return problem
+    sizes = {key: len(recorded[key]) for key in _RECORDED if key in recorded}
+    if 0 in sizes.values() or len(set(sizes.values())) > 1:
+        counts = ", ".join(f"{size} {key}" for key, size in sizes.items())
+        return f"it has {counts}, and one or more responses need as many of the others"
+    return {**recorded, "rewards": [float(reward) for reward in recorded["rewards"]]}

@@ -6,18 +6,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from grpo_recipes.data.tables import shown
-from grpo_recipes.recipe.specs import DatasetName
+from grpo_recipes.data.tables import listed, shown
+from grpo_recipes.recipe.specs import DatasetName, DatasetSpec
 from grpo_rewards.choices import read_choices, read_gold
 from grpo_rewards.errors import UserError
 from grpo_rewards.math.answers import extract_answer
+from grpo_rewards.math.decimals import decimal_of
+from grpo_rewards.strict import parse_json
+from grpo_rewards.strings import folded
 
 RLAIF_PLACEHOLDER = "空"
 """Text ("empty") that MiniMind's RLAIF files have where the assistant's last turn is to be generated."""
@@ -26,7 +31,8 @@ Message = dict[str, Any]
 Turns = list[Message] | str
 """Turns that lead to the completion, or the text of a prompt that is no conversation."""
 Read = Callable[[Mapping[str, Any], str], tuple[Turns, dict[str, Any]]]
-"""Function from a row's parts and its position (for errors) to the turns and the text columns made of the row."""
+"""Function from a row's parts and its position (for errors) to the turns and the columns made of the row. A made column
+holds texts, or lists of texts if the row accepts several answers."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +62,45 @@ def text_of(row: Mapping[str, Any], part: str, where: str) -> str:
     return value.strip()
 
 
-def _gold_of(row: Mapping[str, Any], where: str) -> str:
-    """Return the text of the answer, or of a number as it is written. Raise `UserError` for anything else."""
+def _gold(row: Mapping[str, Any], where: str, read: Callable[[str], str]) -> str | list[str]:
+    """Return what `read` makes of the answer: one gold, or the list of all that a row accepts.
+
+    Raises:
+        UserError: an answer is neither a number nor text, or is empty.
+    """
     value = row["answer"]
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-        return str(int(value) if value == int(value) else value)
-    return text_of(row, "answer", where)
+    golds = []
+    for answer in value if isinstance(value, list) else [value]:
+        gold = read(_answer_text(answer))
+        if not gold:
+            raise _not_text("answer", value, where)
+        golds.append(gold)
+    if not golds:
+        raise _not_text("answer", value, where)
+    return golds if isinstance(value, list) else golds[0]
+
+
+def _answer_text(value: Any) -> str:
+    """Return the text of an answer, stripped, or of a number as it is written. Any other value gives ""."""
+    if isinstance(value, str):
+        return value.strip()
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        return ""
+    text = str(int(value) if value == int(value) else value)
+    # A reward with `decimal: comma` would read 1.234 as 1234. No reward reads 1.2340 so.
+    return f"{text}0" if decimal_of(text) == "ambiguous" else text
 
 
 def _not_text(part: str, value: Any, where: str) -> UserError:
-    return UserError(f"`dataset`: {where} has the {part} {shown(value)}: it must be text that is not empty")
+    way_out = "correct the row, or set `dataset.drop_missing: true`" if is_missing(value) else "it must be text"
+    return UserError(f"`dataset`: {where} has the {part} {shown(value)}: {way_out}")
+
+
+def is_missing(value: Any) -> bool:
+    """Return True for a value that stands for an empty cell: null, NaN, blank text or an empty list."""
+    if isinstance(value, str):
+        return not value.strip()
+    return value is None or value != value or (isinstance(value, list) and not value)
 
 
 def user_turn(content: str) -> list[Message]:
@@ -89,18 +124,19 @@ def final_answer(answer: str) -> str:
     return answer.rpartition("####")[2].strip()
 
 
+def boxed_answer(answer: str) -> str:
+    r"""Return the content of the last `\boxed{}` of an answer. Without one, return all of it."""
+    return extract_answer(answer, "boxed") or answer
+
+
 def _worked(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
     """Read a question, and worked steps that end in `#### N`."""
-    question, answer = text_of(row, "question", where), final_answer(_gold_of(row, where))
-    if not answer:
-        raise _not_text("answer", row["answer"], where)
-    return user_turn(question), {"answer": answer}
+    return user_turn(text_of(row, "question", where)), {"answer": _gold(row, where, final_answer)}
 
 
 def _boxed(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
     r"""Read a problem, and an answer or a solution that holds `\boxed{...}`. MATH-500 has a column for the answer."""
-    gold = _gold_of(row, where)
-    return user_turn(text_of(row, "question", where)), {"answer": extract_answer(gold, "boxed") or gold}
+    return user_turn(text_of(row, "question", where)), {"answer": _gold(row, where, boxed_answer)}
 
 
 def _choice(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
@@ -112,6 +148,60 @@ def _choice(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
         )
     lines = [f"{label}. {text}" for label, text in zip(choices.labels, choices.texts, strict=True)]
     return user_turn("\n".join([question, *lines])), {"answer": read_gold(row["answer"], choices)}
+
+
+def _program(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
+    """Read a programming task and its solution."""
+    return user_turn(text_of(row, "question", where)), {"answer": text_of(row, "answer", where)}
+
+
+def _labelled(labels: Sequence[str], row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
+    """Read a text and its label, and name the labels in the prompt. The gold is the label as the recipe spells it."""
+    text, label = text_of(row, "text", where), label_text(row["label"])
+    known = {folded(name): name for name in labels}
+    if folded(label) not in known:
+        if is_missing(row["label"]):
+            raise _not_text("label", row["label"], where)
+        raise UserError(
+            f"`dataset`: {where} has the label {shown(label)}, and `dataset.labels` has {listed(labels)}: correct one"
+        )
+    question = f"{text}\n\nAnswer with one of these labels: {', '.join(labels)}."
+    return user_turn(question), {"answer": known[folded(label)]}
+
+
+def label_text(value: Any) -> str:
+    """Return a label as text: a number as it is written, `true` or `false` for a boolean."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return "" if is_missing(value) else str(value).strip()
+
+
+def _extracted(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
+    """Read a text and the object to extract, which is a JSON object as text or a mapping. The gold is its JSON."""
+    text, found = text_of(row, "text", where), gold_object(row["object"])
+    if found is None:
+        if is_missing(row["object"]):
+            raise _not_text("object", row["object"], where)
+        raise UserError(f"`dataset`: {where} has the object {shown(row['object'])}: it must be one JSON object")
+    return user_turn(text), {"answer": json.dumps(found, ensure_ascii=False)}
+
+
+def gold_object(value: Any) -> dict[str, Any] | None:
+    """Return the object of a row, from a mapping or from JSON, without the nulls of missing keys. Else return None."""
+    try:
+        read = parse_json(value if isinstance(value, str) else json.dumps(value))
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return _without_nulls(read) if isinstance(read, dict) else None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a JSON value without keys that have null, which Arrow also writes for the missing keys of mappings."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value
 
 
 def _conversation(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
@@ -142,9 +232,20 @@ PRESETS: Mapping[DatasetName, Preset] = {
         _choice,
         keeps=("choices",),
     ),
+    "classification": Preset({"text": ("text", "question"), "label": ("label", "answer")}, partial(_labelled, ())),
+    "extraction": Preset({"text": ("text", "question"), "object": ("object", "answer")}, _extracted),
     "rlaif": Preset({"conversations": ("conversations",)}, _conversation),
     "arithmetic": Preset(_WORKED, _worked),
+    "programs": Preset({"question": ("question",), "answer": ("solution",)}, _program, keeps=("solution",)),
 }
+
+
+def preset_of(spec: DatasetSpec) -> Preset | None:
+    """Return the preset that a dataset names, with the dataset's labels, or None if it names no preset here."""
+    preset = PRESETS.get(spec.name) if spec.name else None
+    if preset is None or spec.labels is None:
+        return preset
+    return replace(preset, read=partial(_labelled, tuple(spec.labels)))
 
 
 # Arithmetic

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import datasets
@@ -14,7 +16,8 @@ import xxhash
 from jinja2 import StrictUndefined, Template, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from grpo_recipes.data.presets import PRESETS, Preset, Read, Turns, message, text_of, user_turn
+from grpo_recipes.data.places import Place, Places, selected
+from grpo_recipes.data.presets import Preset, Read, Turns, is_missing, message, preset_of, text_of, user_turn
 from grpo_recipes.data.sources import Rows
 from grpo_recipes.data.tables import BATCH, fingerprint, listed, reason_of, shown, stored
 from grpo_recipes.recipe.specs import DatasetSpec
@@ -22,6 +25,8 @@ from grpo_rewards.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 SYSTEM_PROMPTS: Mapping[str, str | None] = {
     # "GRPO from scratch": SYSTEM_PROMPT, stripped as its build_prompt does.
@@ -33,6 +38,7 @@ SYSTEM_PROMPTS: Mapping[str, str | None] = {
     ),
     # Qwen2.5-Math's system prompt.
     "boxed": "Please reason step by step, and put your final answer within \\boxed{}.",
+    "program": "Answer with one Python program in a Markdown fence (```python).",
     # MiniMind: the system turn of its training prompts.
     "minimind": "你是 MiniMind，是一个有用的人工智能助手。",
     "none": None,
@@ -48,11 +54,17 @@ RESERVED = (
 SAMPLE = 20_000
 """Number of rows above which golds and lengths are checked on a sample of this size."""
 
-_VERSION = 1
+_VERSION = 2
 """Part of a cached table's name. It must be raised when the same rows give other prompts."""
+
+GOLDS = ("answer", "tests")
+"""Columns with the gold of a row, which rewards read by default."""
 
 _IDENTITY = "identity"
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError)
+"""Errors that rendering a `prompt_template` raises."""
 
 # Placeholder for a row's position in an error message. Finding the position takes a pass over the file.
 _PLACE = "\0"
@@ -67,14 +79,16 @@ class Prompts:
             the remaining columns of the rows.
         identities: 64-bit hash (N,) uint64 of the content that each prompt is made from. Rows that pose the same
             problem have the same hash, whatever the system prompt, the wording of the template, and the other columns.
+        places: positions of the rows in the user's files.
     """
 
     dataset: datasets.Dataset
     identities: np.ndarray
+    places: Places
 
     def select(self, rows: np.ndarray) -> Prompts:
         """Return the rows with these indices."""
-        return Prompts(self.dataset.select(rows), self.identities[rows])
+        return Prompts(self.dataset.select(rows), self.identities[rows], selected(self.places, rows))
 
 
 @dataclass(frozen=True)
@@ -87,6 +101,7 @@ class _Reading:
     keeps: tuple[str, ...] = ()
     template: str | None = None
     template_columns: tuple[str, ...] = ()
+    has_gold_lists: bool = False
 
     @property
     def used_up(self) -> set[str]:
@@ -107,12 +122,14 @@ def phrased(rows: Rows, spec: DatasetSpec) -> Prompts:
     """
     table = rows.table
     if len(table) == 0:
-        return Prompts(table, np.empty(0, np.uint64))
+        return Prompts(table, np.empty(0, np.uint64), rows.places)
     reading = _reading(rows, spec)
+    if spec.drop_missing:
+        rows = _complete(rows, [*reading.columns.values(), *GOLDS])
+        table = rows.table
     _check_names(rows, reading)
     has_text = reading.is_prompt_column and isinstance(table.features["prompt"], datasets.Value)
-    system_prompt = str(spec.system_prompt or "none")
-    system = SYSTEM_PROMPTS.get(system_prompt, system_prompt)
+    system = system_text(spec)
     if has_text and system is not None and spec.prompt_format is None:
         raise UserError(
             "`dataset.system_prompt`: the column `prompt` is text: set `prompt_format: conversational` to make it "
@@ -122,13 +139,36 @@ def phrased(rows: Rows, spec: DatasetSpec) -> Prompts:
     is_unchanged = reading.is_prompt_column and system is None and is_text == has_text
     inputs = table.select_columns(list(dict.fromkeys(reading.columns.values())))
     phrasing = _Phrasing(reading, system, is_text, is_unchanged, rows.place)
-    settings = (spec.name, system, reading.template, is_text, is_unchanged)
+    settings = (spec.name, system, reading.template, is_text, is_unchanged, spec.labels)
     name = fingerprint("prompts", _VERSION, inputs._fingerprint, len(inputs), *settings)
     made = stored(name, lambda: phrasing.tables(inputs))
     identities = made.data.column(_IDENTITY).to_numpy()
     used_up = set() if is_unchanged else reading.used_up
-    others = table.select_columns([column for column in table.column_names if column not in used_up])
-    return Prompts(datasets.concatenate_datasets([made.remove_columns([_IDENTITY]), others], axis=1), identities)
+    others = [column for column in table.column_names if column not in used_up]
+    dataset = made.remove_columns([_IDENTITY])
+    if others:  # `datasets` can't select rows of a table without columns
+        dataset = datasets.concatenate_datasets([dataset, table.select_columns(others)], axis=1)
+    return Prompts(dataset, identities, rows.places)
+
+
+def _complete(rows: Rows, columns: Sequence[str]) -> Rows:
+    """Return the rows that have a value in each of the columns. Columns that the table lacks are ignored."""
+    names = [name for name in dict.fromkeys(columns) if name in rows.table.column_names]
+    kept: list[int] = []
+    start = 0
+    for batch in rows.table.select_columns(names).iter(BATCH):
+        values = list(zip(*batch.values(), strict=True))
+        kept += [start + number for number, row in enumerate(values) if not any(map(is_missing, row))]
+        start += len(values)
+    if os.environ.get("RANK", "0") == "0" and len(kept) < start:
+        logger.info("drop_missing: %d of %d rows have no prompt or no gold", start - len(kept), start)
+    return Rows(rows.table.select(kept), selected(rows.places, kept))
+
+
+def system_text(spec: DatasetSpec) -> str | None:
+    """Return the text of a dataset's system prompt, or None if it has none."""
+    system_prompt = str(spec.system_prompt or "none")
+    return SYSTEM_PROMPTS.get(system_prompt, system_prompt)
 
 
 @dataclass(frozen=True)
@@ -140,7 +180,7 @@ class _Phrasing:
     is_text: bool
     is_unchanged: bool
     """True if the column `prompt` is kept as it is, so that it is only checked and hashed."""
-    place: Callable[[int], str]
+    place: Callable[[int], Place]
 
     def tables(self, inputs: datasets.Dataset) -> Iterator[pa.Table]:
         """Yield tables of prompts, made columns and identities, one per batch."""
@@ -157,12 +197,12 @@ class _Phrasing:
         try:
             turns, made = self.reading.read(parts, _PLACE)
         except UserError as error:
-            raise UserError(str(error).replace(_PLACE, self.place(index))) from None
+            raise UserError(str(error).replace(_PLACE, str(self.place(index)))) from None
         if template is None:
             return turns, made, _hash(turns)
         try:
             content = template.render(row)
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        except TEMPLATE_ERRORS as error:
             place, reason = self.place(index), reason_of(error)
             raise UserError(
                 f"`dataset.prompt_template` fails on {place} ({reason}): correct template or row"
@@ -177,15 +217,16 @@ class _Phrasing:
     def _table(self, rows: Sequence[tuple[Turns, dict[str, Any], int]]) -> pa.Table:
         columns: dict[str, pa.Array] = {}
         if not self.is_unchanged:
-            prompts = [_prompt_of(turns, self.system, self.is_text) for turns, _, _ in rows]
+            prompts = [prompt_of(turns, self.system, self.is_text) for turns, _, _ in rows]
             columns["prompt"] = pa.array(prompts, pa.string() if self.is_text else _MESSAGES)
+        kind = pa.list_(pa.string()) if self.reading.has_gold_lists else pa.string()
         for name in self.reading.made:
-            columns[name] = pa.array([made[name] for _, made, _ in rows], pa.string())
+            columns[name] = pa.array([made[name] for _, made, _ in rows], kind)
         columns[_IDENTITY] = pa.array([identity for _, _, identity in rows], pa.uint64())
         return pa.table(columns)
 
 
-def _prompt_of(turns: Turns, system: str | None, is_text: bool) -> Turns:
+def prompt_of(turns: Turns, system: str | None, is_text: bool) -> Turns:
     """Return the turns after the system prompt, unless they bring their own. Text joins their contents by newlines."""
     if isinstance(turns, str):
         if is_text and system is None:
@@ -205,7 +246,7 @@ def _hash(content: Any) -> int:
 
 
 def _reading(rows: Rows, spec: DatasetSpec) -> _Reading:
-    preset = PRESETS.get(spec.name) if spec.name else None
+    preset = preset_of(spec)
     reading = _own_reading(rows, spec) if preset is None else _preset_reading(preset, rows)
     if spec.prompt_template is None:
         return reading
@@ -217,7 +258,7 @@ def _reading(rows: Rows, spec: DatasetSpec) -> _Reading:
         parts[f"template/{name}"] = name
     # Columns of the template stay in the row, except a column `prompt`, which the new prompt replaces.
     keeps = (*reading.keeps, *(set(columns) - reading.used_up - {"prompt"}))
-    return _Reading(parts, reading.read, reading.made, keeps, spec.prompt_template, columns)
+    return replace(reading, columns=parts, keeps=keeps, template=spec.prompt_template, template_columns=columns)
 
 
 def _preset_reading(preset: Preset, rows: Rows) -> _Reading:
@@ -230,22 +271,39 @@ def _preset_reading(preset: Preset, rows: Rows) -> _Reading:
                 f"`columns: {{{names[0]}: ...}}`"
             )
         columns[part] = found[0]
-    return _Reading(columns, preset.read, ("answer",), preset.keeps)
+    has_lists = False
+    if "answer" in columns:
+        kind = rows.table.features.arrow_schema.field(columns["answer"]).type
+        has_lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return _Reading(columns, preset.read, ("answer",), preset.keeps, has_gold_lists=has_lists)
 
 
 def _own_reading(rows: Rows, spec: DatasetSpec) -> _Reading:
-    """Return the reader without a preset: of a template, of a column `prompt` as in TRL, or of a column `question`."""
+    """Return the reader without a preset: of a template, or of a column `prompt`, `question` or `messages`."""
     names = rows.table.column_names
     if spec.prompt_template is not None:
         return _Reading({"prompt": "prompt"} if "prompt" in names else {}, _no_turns)
+    has_gold = _ends_with_gold(rows.table, "prompt" if "prompt" in names else "messages")
+    made = ("answer",) if has_gold and "answer" not in names else ()
     if "prompt" in names:
-        return _Reading({"prompt": "prompt"}, _given_prompt)
+        return _Reading({"prompt": "prompt"}, _answered_prompt if has_gold else _given_prompt, made)
     if "question" in names:
         return _Reading({"question": "question"}, _question)
+    if "messages" in names:
+        return _Reading({"prompt": "messages"}, _answered_prompt, made)
     raise UserError(
-        f"`dataset`: {_has(rows)}, and none is 'prompt' or 'question': map one with `columns: {{question: ...}}`, "
-        "or write a `prompt_template`"
+        f"`dataset`: {_has(rows)}, and none is 'prompt', 'question' or 'messages': map one with "
+        "`columns: {question: ...}`, or write a `prompt_template`"
     )
+
+
+def _ends_with_gold(table: datasets.Dataset, column: str) -> bool:
+    """Return True if the first row has a conversation that ends with the assistant's turn, as no prompt does."""
+    if column not in table.column_names:
+        return False
+    turns = table.select_columns([column])[0][column]  # other columns may hold images, which would be decoded
+    last = turns[-1] if isinstance(turns, list) and turns else None
+    return isinstance(last, Mapping) and last.get("role") == "assistant"
 
 
 def _no_turns(parts: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
@@ -266,6 +324,15 @@ def _given_prompt(parts: Mapping[str, Any], where: str) -> tuple[Turns, dict[str
         if any(turn["content"].strip() for turn in turns):
             return turns, {}
     raise UserError(f"`dataset`: {where} has the prompt {shown(prompt)}: it must be text or messages, and not empty")
+
+
+def _answered_prompt(parts: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
+    """Read a conversation, whose last turn is the gold if it is the assistant's."""
+    turns, _ = _given_prompt(parts, where)
+    if isinstance(turns, str) or turns[-1]["role"] != "assistant":
+        return turns, {"answer": None}
+    prompt, _ = _given_prompt({"prompt": turns[:-1]}, where)
+    return prompt, {"answer": turns[-1]["content"].strip() or None}
 
 
 def _has(rows: Rows) -> str:
@@ -297,20 +364,31 @@ def _template_columns(template: str) -> tuple[str, ...]:
         ) from error
 
 
+def in_template(template: str, text: str) -> str | None:
+    """Return a text in the words of a `prompt_template`, or None unless the template names exactly one column.
+
+    Raises:
+        UserError: The template is invalid, or fails on the text.
+    """
+    columns = _template_columns(template)
+    if len(columns) != 1:
+        return None
+    try:
+        return _environment().from_string(template).render({columns[0]: text})
+    except TEMPLATE_ERRORS as error:
+        raise UserError(
+            f"`dataset.prompt_template` fails on this text ({reason_of(error)}): write another text"
+        ) from error
+
+
 # Lengths
 
 
-def hash_sample(count: int) -> np.ndarray:
-    """Return the indices of the rows to check, ascending: all rows, or the `SAMPLE` rows with the lowest hashes.
-
-    The hash is SplitMix64's finalizer of the row's number, so that every call selects the same rows.
-    """
+def sample_of_rows(count: int) -> np.ndarray:
+    """Return the indices of the rows to check, ascending: all rows, or `SAMPLE` random rows, the same in every call."""
     if count <= SAMPLE:
         return np.arange(count)
-    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return np.sort(np.argpartition(mixed ^ (mixed >> np.uint64(31)), SAMPLE)[:SAMPLE])
+    return np.sort(np.random.default_rng(0).choice(count, SAMPLE, replace=False))
 
 
 def token_lengths(

@@ -7,7 +7,7 @@ sources form a mixture, with the keys and the meaning of TRL's `DatasetMixtureCo
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,14 +18,28 @@ import numpy as np
 
 from grpo_recipes.data import tables
 from grpo_recipes.data.hub import cache_only_if_hub_is_silent, is_missing
+from grpo_recipes.data.places import Place, Places, joined, numbered, selected
+from grpo_recipes.data.text_files import (
+    COMPRESSIONS,
+    TEXT_SUFFIXES,
+    TextFormat,
+    guess_format,
+    has_cells,
+    read_text_files,
+    suffix_of,
+    text_places,
+)
 from grpo_recipes.recipe.specs import RecipeError, SourceSpec
 from grpo_rewards.errors import UserError
+from grpo_rewards.files import relative_to
 
 SOURCE = "source"
 """Column with the source of each row of a mixture."""
 
-SUFFIXES = (*tables.TEXT_SUFFIXES, ".parquet")
-"""Suffixes of the files that are read."""
+SUFFIXES = (*TEXT_SUFFIXES, ".parquet")
+"""Suffixes of the files that are read. One of `COMPRESSIONS` may follow the suffix of a text file."""
+
+_A_FILE = f"{', '.join(SUFFIXES)} file ({' or '.join(COMPRESSIONS)} may follow, except for .parquet)"
 
 # Name of the only split of a table without splits. Such a table is read whatever split is named.
 _ANY_SPLIT = ""
@@ -45,10 +59,14 @@ class Keys:
 
 @dataclass(frozen=True)
 class Rows:
-    """Table with the position of each row: a file and its line, or a row number counted from 1."""
+    """Table with the position of each row in the user's files."""
 
     table: datasets.Dataset
-    place: Callable[[int], str]
+    places: Places
+
+    def place(self, index: int) -> Place:
+        """Return the position of one row."""
+        return self.places([index])[0]
 
 
 def read(source: SourceSpec, keys: Keys) -> Rows:
@@ -78,11 +96,12 @@ def local_splits(source: SourceSpec, keys: Keys) -> dict[str, Rows] | None:
     """
     path = Path(source.path).expanduser()
     if path.is_dir():
+        _check_notation(source, vars(TextFormat()))
         return _saved_splits(path, keys)
     paths = _matching(source.path, keys)
-    if paths is None and (path.exists() or path.suffix == ".jsonl"):
+    if paths is None and (path.exists() or suffix_of(path) == ".jsonl"):
         paths = [path]
-    return None if paths is None else {_ANY_SPLIT: _file_rows(paths, keys)}
+    return None if paths is None else {_ANY_SPLIT: _file_rows(paths, source, keys)}
 
 
 def has_one_split(path: str) -> bool:
@@ -90,18 +109,26 @@ def has_one_split(path: str) -> bool:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return not (folder / "dataset_dict.json").is_file()
-    return folder.exists() or folder.suffix == ".jsonl" or glob.has_magic(path)
+    return folder.exists() or suffix_of(folder) == ".jsonl" or glob.has_magic(path)
 
 
-def file_rows(source: SourceSpec, keys: Keys) -> Iterator[tuple[tables.Place, Mapping[str, Any]]]:
-    """Yield the rows of a file or a glob as they are written, each with its position."""
-    paths = _matching(source.path, keys) or [Path(source.path).expanduser()]
-    if paths[0].suffix in tables.TEXT_SUFFIXES:
-        yield from tables.text_rows(paths, keys.path)
-        return
-    rows = _file_rows(paths, keys)
-    for index, row in enumerate(rows.table):
-        yield partial(rows.place, index), row
+def file_rows(source: SourceSpec, keys: Keys) -> Rows:
+    """Return all rows of a file or a glob."""
+    return _file_rows(_matching(source.path, keys) or [Path(source.path).expanduser()], source, keys)
+
+
+def guess_source(path: str) -> SourceSpec:
+    """Return the source of a path, with `delimiter`, `encoding` and `decimal` where a text table needs them.
+
+    Several files are described by the first of them.
+
+    Raises:
+        UserError: the file can't be read, or a glob matches none.
+    """
+    paths = _matching(path, Keys("path", "split")) or [Path(path).expanduser()]
+    if not paths[0].is_file() or suffix_of(paths[0]) not in TEXT_SUFFIXES:
+        return SourceSpec(path)
+    return SourceSpec(path, **vars(guess_format(paths[0])))
 
 
 def _matching(pattern: str, keys: Keys) -> list[Path] | None:
@@ -111,21 +138,42 @@ def _matching(pattern: str, keys: Keys) -> list[Path] | None:
         return None
     paths = [Path(found) for found in sorted(glob.glob(str(path), recursive=True))]
     if not paths:
-        raise UserError(f"`dataset.{keys.path}`: no file matches {pattern}: correct the pattern")
+        raise UserError(f"`dataset.{keys.path}`: no file matches {pattern}{relative_to(pattern)}: correct the pattern")
     return paths
 
 
-def _file_rows(paths: Sequence[Path], keys: Keys) -> Rows:
+def unread_notation(path: str) -> set[str]:
+    """Return the keys of `TextFormat` that have no effect on a path with this suffix."""
+    suffix = suffix_of(Path(path))
+    if has_cells(Path(path)):
+        return set()
+    return set(vars(TextFormat())) - ({"encoding"} if suffix in TEXT_SUFFIXES else set())
+
+
+def _check_notation(source: SourceSpec, unread: Iterable[str]) -> None:
+    """Raise `UserError` if a source has one of the `unread` keys."""
+    for key in sorted(unread):
+        if getattr(source, key) is not None:
+            files = "text files" if key == "encoding" else ".csv and .tsv files"
+            raise UserError(
+                f"`dataset.{key}` describes {files}, and {source.path} is none: remove it, or give each source of a "
+                "list keys of its own"
+            )
+
+
+def _file_rows(paths: Sequence[Path], source: SourceSpec, keys: Keys) -> Rows:
     """Return the rows of files of one format, one file after the other."""
     for path in paths:
         if path.exists() and not path.is_file():  # reading a pipe or a device may never end
-            raise UserError(f"`dataset.{keys.path}`: {path} is no ordinary file: name a {', '.join(SUFFIXES)} file")
-        if path.suffix not in SUFFIXES:
-            raise UserError(f"`dataset.{keys.path}`: {path} is not a {', '.join(SUFFIXES)} file: convert it")
-        if path.suffix != paths[0].suffix:
+            raise UserError(f"`dataset.{keys.path}`: {path} is no ordinary file: name a {_A_FILE}")
+        if suffix_of(path) not in SUFFIXES:
+            raise UserError(f"`dataset.{keys.path}`: {path} is not a {_A_FILE}: convert it")
+        if suffix_of(path) != suffix_of(paths[0]):
             raise UserError(f"`dataset.{keys.path}`: {paths[0]} and {path} are of two kinds: name files of one kind")
+    _check_notation(source, unread_notation(str(paths[0])))
     if paths[0].suffix != ".parquet":
-        return Rows(tables.read_text_files(paths, keys.path), partial(tables.text_place, paths, keys.path))
+        notation = TextFormat(source.delimiter, source.encoding, source.decimal)
+        return Rows(read_text_files(paths, keys.path, notation), partial(text_places, paths, keys.path, notation))
     name = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
     try:
         table = datasets.load_dataset("parquet", data_files=[str(path) for path in paths], split="train")
@@ -134,7 +182,7 @@ def _file_rows(paths: Sequence[Path], keys: Keys) -> Rows:
             f"`dataset.{keys.path}`: {name} can't be read as Parquet ({tables.reason_of(error.__cause__ or error)}): "
             "replace it"
         ) from error
-    return Rows(table, partial(_numbered, name))
+    return Rows(table, numbered(name))
 
 
 def _saved_splits(path: Path, keys: Keys) -> dict[str, Rows]:
@@ -145,20 +193,18 @@ def _saved_splits(path: Path, keys: Keys) -> dict[str, Rows]:
             f"`dataset.{keys.path}`: the folder {path} was not written by save_to_disk: write it so or name a file"
         ) from error
     if isinstance(saved, datasets.Dataset):
-        return {_ANY_SPLIT: Rows(saved, partial(_numbered, path))}
-    return {split: Rows(table, partial(_numbered, f"{path}, {split}")) for split, table in saved.items()}
-
-
-def _numbered(table: object, index: int) -> str:
-    return f"{table}, row {index + 1}"
+        return {_ANY_SPLIT: Rows(saved, numbered(path))}
+    return {split: Rows(table, numbered(f"{path}, {split}")) for split, table in saved.items()}
 
 
 # The hub
 
 
 def _hub_rows(source: SourceSpec, keys: Keys) -> Rows:
+    _check_notation(source, vars(TextFormat()))
     if is_missing(source.path):
-        raise UserError(f"`dataset.{keys.path}`: there is no file or folder {source.path}: correct the path")
+        place = f"{source.path}{relative_to(source.path)}"
+        raise UserError(f"`dataset.{keys.path}`: there is no file or folder {place}: correct the path")
     files = {}
     for key in ("data_dir", "data_files"):
         if getattr(source, key) is not None:
@@ -176,7 +222,7 @@ def _hub_rows(source: SourceSpec, keys: Keys) -> Rows:
             f"`dataset.{keys.path}`: {source.path!r} can't be loaded from the Hugging Face Hub "
             f"({tables.reason_of(error)}): correct the path, the config or the split"
         ) from error
-    return Rows(table, partial(_numbered, f"{source.path}, {source.split}"))
+    return Rows(table, numbered(f"{source.path}, {source.split}"))
 
 
 # Splits
@@ -220,22 +266,15 @@ def _split_names(split: str) -> list[str]:
 def _part(rows: Rows, start: int, stop: int) -> Rows:
     if (start, stop) == (0, len(rows.table)):
         return rows
-    return Rows(rows.table.select(range(start, stop)), lambda index: rows.place(start + index))
+    return Rows(rows.table.select(range(start, stop)), selected(rows.places, range(start, stop)))
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:
     """Return the parts one after the other. A column that a part lacks is null there."""
     if len(parts) == 1:
         return parts[0]
-
-    def place(index: int) -> str:
-        for part in parts:
-            if index < len(part.table):
-                return part.place(index)
-            index -= len(part.table)
-        raise IndexError(index)
-
-    return Rows(datasets.concatenate_datasets([part.table for part in parts]), place)
+    places = joined([(len(part.table), part.places) for part in parts])
+    return Rows(datasets.concatenate_datasets([part.table for part in parts]), places)
 
 
 # Columns and mixtures
@@ -246,6 +285,9 @@ def _with_columns(rows: Rows, source: SourceSpec) -> Rows:
     columns, table = source.columns, rows.table
     if not columns:
         return rows
+    if isinstance(columns, dict):
+        for new, old in columns.items():
+            table = _with_nested(table, old, source, keeps_parent=new != old.partition(".")[0])
     names = table.column_names
     wanted = list(columns.values()) if isinstance(columns, dict) else columns
     for name in wanted:
@@ -255,7 +297,7 @@ def _with_columns(rows: Rows, source: SourceSpec) -> Rows:
                 "the name"
             )
     if not isinstance(columns, dict):
-        return Rows(table.select_columns(list(columns)), rows.place)
+        return Rows(table.select_columns(list(columns)), rows.places)
     others = [name for name in names if name not in wanted]
     for new, old in columns.items():
         if new in others:
@@ -265,7 +307,34 @@ def _with_columns(rows: Rows, source: SourceSpec) -> Rows:
             )
     # `rename_columns` on the whole table can't give one column two names, so each name gets a table of one column.
     parts = [table.select_columns([old]).rename_columns({old: new}) for new, old in columns.items()]
-    return Rows(datasets.concatenate_datasets([*parts, table.select_columns(others)], axis=1), rows.place)
+    return Rows(datasets.concatenate_datasets([*parts, table.select_columns(others)], axis=1), rows.places)
+
+
+def _with_nested(table: datasets.Dataset, path: str, source: SourceSpec, *, keeps_parent: bool) -> datasets.Dataset:
+    """Return the table with the column at a dotted path, as in `conversation.messages`.
+
+    Args:
+        table: table with the column of the objects.
+        path: name of a column, for which the table is returned as it is, or path of a key in the objects of a column.
+        source: source of the table, for the error message.
+        keeps_parent: False to drop the column of the objects.
+
+    Raises:
+        UserError: the objects have no such key.
+    """
+    parent = path.partition(".")[0]
+    if path in table.column_names or parent not in table.column_names:
+        return table
+    depth = path.count(".")
+    flat = table.select_columns([parent]).flatten(max_depth=depth + 1)  # `datasets` flattens once less than its limit
+    if path not in flat.column_names:
+        raise UserError(
+            f"`dataset.columns`: {source.path} has no {path!r} ({parent} has {tables.listed(flat.column_names)}): "
+            "correct the path"
+        )
+    if not keeps_parent:
+        table = table.remove_columns([parent])
+    return datasets.concatenate_datasets([table, flat.select_columns([path])], axis=1)
 
 
 def mixed(sources: Sequence[SourceSpec], keys: Keys) -> Rows:
@@ -287,7 +356,7 @@ def mixed(sources: Sequence[SourceSpec], keys: Keys) -> Rows:
     named = []
     for part, source in zip(parts, sources, strict=True):
         name = source.path if source.name is None else f"{source.path}/{source.name}"
-        named.append(Rows(part.table.add_column(SOURCE, [name] * len(part.table)), part.place))
+        named.append(Rows(part.table.add_column(SOURCE, [name] * len(part.table)), part.places))
     return _joined(named)
 
 

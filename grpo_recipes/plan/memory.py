@@ -24,6 +24,7 @@ from grpo_recipes.recipe.trl_keys import ADAMW_BF16
 from grpo_recipes.runs.files import read_object
 from grpo_recipes.runs.weights import check_descriptions
 from grpo_rewards.errors import UserError, one_line
+from grpo_rewards.files import relative_to
 from grpo_rewards.strict import load_yaml
 from grpo_rewards.terminal import Cell, Labelled, Part, Table
 
@@ -90,8 +91,7 @@ class Sharding:
         kind, machines = raw.get("distributed_type", "NO"), raw.get("num_machines", 1)
         deepspeed = raw.get("deepspeed_config") or {}
         if kind == "DEEPSPEED":
-            stage = deepspeed.get("zero_stage")
-            sharding = {0: "none", 2: "zero2", 3: "zero3"}.get(-1 if stage is None else stage)
+            sharding = {0: "none", 2: "zero2", 3: "zero3"}.get(deepspeed.get("zero_stage", -1))
         else:
             sharding = SHARDING.get(kind)
         if sharding is None:
@@ -390,7 +390,9 @@ def load_shape(model: str, peft_config: Any = None) -> ModelShape:
     from transformers import AutoConfig
 
     if is_missing(model):
-        raise MemoryUnknown(f"{model}: there is no such folder (--model_config FILE gives a configuration)")
+        raise MemoryUnknown(
+            f"{model}: there is no such folder{relative_to(model)} (--model_config FILE gives a configuration)"
+        )
     path = Path(model)
     if path.is_dir():
         check_descriptions(path)
@@ -567,11 +569,12 @@ def _more_machines(plan: MemoryPlan) -> tuple[str, MemoryPlan]:
 
 
 def parse_size(text: str) -> float:
-    """Return the bytes of `80GB` or `80`, both in GiB, or raise `ValueError` if the text is no size."""
-    size = float(text.upper().removesuffix("B").removesuffix("I").removesuffix("G")) * GIB
-    if not 0 < size < math.inf:
-        raise ValueError(text)
-    return size
+    """Return the bytes of `80GB` or `80`, both in GiB, or raise `UserError` if the text is no size."""
+    with contextlib.suppress(ValueError):
+        size = float(text.upper().removesuffix("B").removesuffix("I").removesuffix("G")) * GIB
+        if 0 < size < math.inf:
+            return size
+    raise UserError(f"--gpu_memory {text}: write a size as `80GB`")
 
 
 def gib(size: float) -> str:
@@ -584,7 +587,7 @@ def describe(plan: MemoryPlan, accumulation: int) -> list[Part]:
     sizes = {name: size for name, size in plan.parts().items() if size} | {"peak": plan.peak()}
     if plan.host():
         sizes["host memory, each machine"] = plan.host()
-    rows = [(Cell(name, "head" if name == "peak" else ""), f"{size / GIB:.1f} GiB") for name, size in sizes.items()]
+    rows = [(Cell(name, "head" if name == "peak" else ""), gib(size)) for name, size in sizes.items()]
     parts: list[Part] = [Table(rows, numbers=frozenset({1}))]
     usable = plan.usable()
     if usable is None or plan.gpu_memory is None:

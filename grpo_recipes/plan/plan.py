@@ -12,7 +12,17 @@ from typing import Any
 import yaml
 
 from grpo_recipes.checks import packages
-from grpo_recipes.checks.checks import Checked, Machine, check, dry_config, optimizer_name, precision_of, sampling_note
+from grpo_recipes.checks.checks import (
+    Checked,
+    Machine,
+    check,
+    check_model_exists,
+    dry_config,
+    model_positions,
+    optimizer_name,
+    precision_of,
+    sampling_note,
+)
 from grpo_recipes.checks.geometry import Geometry, geometry_of
 from grpo_recipes.checks.precision import Precision, initial_weights
 from grpo_recipes.checks.rewards import describe_rewards
@@ -26,9 +36,10 @@ from grpo_recipes.recipe.recipe import (
     model_config,
     parse_recipe,
     resolved,
-    shipped_names,
+    shipped_files,
 )
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16, cautions, ignored_keys
+from grpo_rewards.files import relative_to
 from grpo_rewards.redaction import redacted
 from grpo_rewards.registry import BuiltReward, UnbuiltReward, leaves, spec_parts
 from grpo_rewards.terminal import WIDTH, Cell, Labelled, Part
@@ -45,7 +56,7 @@ class Plan:
         geometry: Batch geometry.
         rewards: Rewards with their weights.
         prompts: Number of training prompts, or the reason why it is unknown.
-        memory: Estimate of the memory, or the reason why it is unknown.
+        memory: Estimate of the memory of a GPU, the reason why it is unknown, or None if the recipe trains on a CPU.
         precision: Dtypes and optimizer.
         surviving: Share of an update that survives rounding, in [0, 1], or None if it is not known.
         notes: Sentences on probable mistakes and on what was assumed.
@@ -56,7 +67,7 @@ class Plan:
     geometry: Geometry
     rewards: Sequence[BuiltReward]
     prompts: int | str
-    memory: memory.MemoryPlan | str
+    memory: memory.MemoryPlan | str | None
     precision: Precision
     surviving: float | None
     notes: Sequence[str]
@@ -72,10 +83,12 @@ class Plan:
         rewards = f"  rewards         {describe_rewards(self.rewards)}"
         precision = self.precision.describe(self.surviving)
         head, prompt = self.shown.describe(self.recipe.dataset) if self.shown else ([], [])
+        heading = [Cell("  memory of one GPU", "head")]
+        need: list[Part] = []
         if isinstance(self.memory, memory.MemoryPlan):
-            need = memory.describe(self.memory, config.gradient_accumulation_steps)
-        else:
-            need = [Labelled("memory", f"unknown: {self.memory}")]
+            need = [*heading, *memory.describe(self.memory, config.gradient_accumulation_steps)]
+        elif self.memory is not None:
+            need = [*heading, Labelled("memory", f"unknown: {self.memory}")]
         return [
             Cell(self.recipe.source, "head"),
             *_labelled([rewards, precision, self.geometry.describe()]),
@@ -85,33 +98,22 @@ class Plan:
             *_labelled([epoch, *head]),
             *prompt,
             "",
-            Cell("  memory of one GPU", "head"),
             *need,
             *(Labelled("note", note) for note in self.notes),
         ]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan for `--json`, sizes in bytes. Unknown values are null, and `unknown` lists the reasons."""
+        longest = self.recipe.config.max_completion_length
         return {
             "recipe": self.recipe.source,
             "geometry": {**self.geometry.as_dict(), "cells": self.geometry.cells()},
-            "epoch": self._epoch(self.prompts) if isinstance(self.prompts, int) else None,
+            "epoch": self.geometry.epoch(self.prompts, longest) if isinstance(self.prompts, int) else None,
             "prompts": self.shown.as_dict() if self.shown else None,
             "memory": memory.as_dict(self.memory) if isinstance(self.memory, memory.MemoryPlan) else None,
             "precision": {**asdict(self.precision), "updated": self.precision.updated, "surviving": self.surviving},
             "unknown": [reason for reason in (self.prompts, self.memory) if isinstance(reason, str)],
             "notes": list(self.notes),
-        }
-
-    def _epoch(self, prompts: int) -> dict[str, int]:
-        generations = self.geometry.generations_per_epoch(prompts)
-        completions = generations * self.geometry.generation_batch_size
-        return {
-            "prompts": prompts,
-            "generations": generations,
-            "optimizer_steps": self.geometry.optimizer_steps_per_epoch(prompts),
-            "completions": completions,
-            "max_tokens": completions * self.recipe.config.max_completion_length,
         }
 
 
@@ -138,13 +140,22 @@ def plan(
         options: Options of the command itself, for which an unknown argument may be a misspelling.
 
     Raises:
-        RecipeError: The recipe can't run as written.
+        UserError: The recipe can't run as written, or an option is wrong.
     """
-    if num_processes is not None and num_processes < 1:
-        raise RecipeError(f"--num_processes is {num_processes}: set it to at least 1")
-    usable = _gpu_bytes(gpu_memory)
+    if model_config_file is not None and not Path(model_config_file).exists():
+        place = f"there is no such file{relative_to(model_config_file)}"
+        raise RecipeError(f"--model_config {model_config_file}: {place}: give a model's config.json")
+    usable = memory.parse_size(gpu_memory) if gpu_memory is not None else None
     recipe = parse_recipe(arguments, options)
-    machine, layout = _machine(accelerate_config, num_processes)
+    if model_config_file is None and not _model_is_made_elsewhere(recipe):
+        check_model_exists(recipe)
+    if accelerate_config is None:
+        for sentence in packages.missing_optimizer(recipe.config):
+            raise recipe.error(sentence)
+    described = find_file("accelerate_configs", accelerate_config) if accelerate_config is not None else None
+    machine = Machine.described(described) if described is not None else Machine.here()
+    if num_processes is not None:
+        machine = replace(machine, num_processes=num_processes)
     # Geometry and rewards are planned even if the dataset can't be reached, so `check` comes after them.
     geometry = geometry_of(recipe, machine.num_processes)
     dry_config(recipe, machine)
@@ -157,35 +168,27 @@ def plan(
         shown = _checked_prompts(recipe, checked, notes)
     except DatasetUnreachable as error:
         prompts, shown = str(error), None
-    if isinstance(layout, str):
-        estimate: memory.MemoryPlan | str = layout
-    else:
-        estimate = _memory(recipe, machine, geometry, layout, usable, model_config_file, notes)
-    precision = precision_of(recipe, machine)
+    estimate: memory.MemoryPlan | str | None
     spread = memory.ModelShape.initializer_range
-    if isinstance(estimate, memory.MemoryPlan):
+    try:
+        layout = memory.Sharding.described(described) if described is not None else memory.Sharding()
+        layout = replace(layout, num_processes=machine.num_processes)
+        estimate = _memory(recipe, machine, geometry, layout, usable, model_config_file, notes)
         spread = estimate.shape.initializer_range
+    except memory.MemoryUnknown as error:
+        estimate = str(error)
+    precision = precision_of(recipe, machine)
     surviving = precision.surviving(initial_weights(spread))
     notes += _precision_notes(precision, surviving, estimate)
+    if recipe.config.use_cpu and gpu_memory is None:
+        estimate = None
     return Plan(recipe, geometry, rewards, prompts, estimate, precision, surviving, notes, shown)
 
 
-def _machine(accelerate_config: str | None, num_processes: int | None) -> tuple[Machine, memory.Sharding | str]:
-    """Return the machine, and its layout or the reason why its memory is unknown."""
-    machine = Machine.here()
-    layout: memory.Sharding | str = memory.Sharding(machine.num_processes)
-    if accelerate_config is not None:
-        path = find_file("accelerate_configs", accelerate_config)
-        machine = Machine.described(path)
-        try:
-            layout = memory.Sharding.described(path)
-        except memory.MemoryUnknown as error:
-            layout = str(error)
-    if num_processes is not None:
-        machine = replace(machine, num_processes=num_processes)
-        if isinstance(layout, memory.Sharding):
-            layout = replace(layout, num_processes=num_processes)
-    return machine, layout
+def _model_is_made_elsewhere(recipe: Recipe) -> bool:
+    """Return True for a shipped recipe with its own model, which another command may have to make first."""
+    is_shipped = Path(recipe.source) in shipped_files("recipes").values()
+    return is_shipped and not any(word.startswith("--model_name_or_path") for word in recipe.arguments)
 
 
 def _checked_prompts(recipe: Recipe, checked: Checked, notes: list[str]) -> PromptReport:
@@ -198,8 +201,38 @@ def _checked_prompts(recipe: Recipe, checked: Checked, notes: list[str]) -> Prom
             packages.check_vllm_lengths(recipe.config, longest)
     if checked.golds:
         notes.append(checked.golds.describe())
+    notes += checked.gold_notes
     notes += sampling_note(recipe, checked.geometry, len(checked.train_dataset))
+    notes += _row_notes(recipe, checked)
+    notes += _position_notes(recipe, shown.lengths.longest if shown.lengths else 0)
     return shown
+
+
+def _row_notes(recipe: Recipe, checked: Checked) -> list[str]:
+    """Return notes on a table with one row, and on the number of held-out rows."""
+    notes, rows = [], len(checked.train_dataset)
+    if rows == 1:
+        notes.append("the dataset has one row, so every group answers the same prompt: add rows to `dataset.path`")
+    if checked.eval_dataset is not None:
+        notes.append(f"{len(checked.eval_dataset):,} rows are held out for evaluation, and {rows:,} are trained on")
+    elif recipe.dataset.eval_share is not None:
+        share = f"{recipe.dataset.eval_share:.0%}"
+        notes.append(
+            f"about {share} of the rows are held out, and no evaluation reads them: set `eval_strategy: steps`"
+        )
+    return notes
+
+
+def _position_notes(recipe: Recipe, longest: int) -> list[str]:
+    """Return a note if the longest prompt and completion have more tokens than the model has positions."""
+    positions = model_positions(recipe)
+    needed = longest + recipe.config.max_completion_length
+    if positions is None or needed <= positions:
+        return []
+    return [
+        f"`max_completion_length` {recipe.config.max_completion_length:,} after a prompt of {longest:,} tokens needs "
+        f"{needed:,} positions, and the model was made for {positions:,} (`max_position_embeddings`): lower it"
+    ]
 
 
 def resolved_yaml(arguments: Sequence[str], options: Sequence[str] = ()) -> str:
@@ -221,8 +254,8 @@ def resolved_yaml(arguments: Sequence[str], options: Sequence[str] = ()) -> str:
 def shipped_recipes() -> str:
     """Return the names of the shipped recipes, each with the first sentence of its head."""
     lines = ["The shipped recipes; `grpo-recipes plan NAME` describes one of them."]
-    for name in shipped_names("recipes"):
-        head = find_file("recipes", name).read_text(encoding="utf-8").partition("\n#\n")[0]
+    for name, file in shipped_files("recipes").items():
+        head = file.read_text(encoding="utf-8").partition("\n#\n")[0]
         text = " ".join(line.removeprefix("#").strip() for line in head.splitlines() if line.startswith("#"))
         sentence = re.split(r"(?<!\bDr)\.(?=\s|$)", text)[0]
         lines += ["", f"  {name}", *textwrap.wrap(sentence, WIDTH, initial_indent="    ", subsequent_indent="    ")]
@@ -243,20 +276,19 @@ def _memory(
     gpu_memory: float | None,
     model_config_file: str | None,
     notes: list[str],
-) -> memory.MemoryPlan | str:
-    """Return the estimate of the memory, or the reason why it is unknown. Add what it leaves out to `notes`."""
+) -> memory.MemoryPlan:
+    """Return the estimate of the memory, and add what it leaves out to `notes`.
+
+    Raises:
+        MemoryUnknown: The layout or the model is not covered by the estimate, or can't be read.
+    """
     arguments = model_config(recipe)
     quantised = memory.quantised_bytes(arguments)
     if quantised is not None and layout.sharding != "none":
-        return "quantised models are estimated only if each GPU holds the complete model"
-    if model_config_file is not None and not Path(model_config_file).exists():
-        raise RecipeError(f"--model_config {model_config_file}: there is no such file: give a model's config.json")
-    try:
-        shape = memory.model_shape(recipe, model_config_file)
-    except memory.MemoryUnknown as error:
-        return str(error)
+        raise memory.MemoryUnknown("quantised models are estimated only if each GPU holds the complete model")
+    shape = memory.model_shape(recipe, model_config_file)
     if quantised is not None and shape.trained == shape.parameters:
-        return "a quantised model can only be trained with an adapter: set `use_peft: true`"
+        raise memory.MemoryUnknown("a quantised model can only be trained with an adapter: set `use_peft: true`")
     return memory.memory_plan(
         recipe.config,
         arguments.dtype,
@@ -271,7 +303,9 @@ def _memory(
     )
 
 
-def _precision_notes(precision: Precision, surviving: float | None, estimate: memory.MemoryPlan | str) -> list[str]:
+def _precision_notes(
+    precision: Precision, surviving: float | None, estimate: memory.MemoryPlan | str | None
+) -> list[str]:
     """Return notes on the updates that the precision loses, and on a precision that loses none and fits."""
     warning = precision.warning(surviving)
     notes = [warning] if warning else []
@@ -285,7 +319,7 @@ def _precision_notes(precision: Precision, surviving: float | None, estimate: me
 
 def _notes(recipe: Recipe) -> list[str]:
     """Return notes on unusual values, packages that this machine lacks, and the assumed length of prompts."""
-    notes = [*cautions(recipe.config), *packages.missing(recipe.config)]
+    notes = [*cautions(recipe.config, recipe.model), *packages.missing(recipe.config)]
     if recipe.dataset.max_prompt_tokens is None:
         notes.append(
             f"prompts are taken to have {memory.ASSUMED_PROMPT_TOKENS} tokens: `dataset.max_prompt_tokens` sets a limit"
@@ -319,12 +353,3 @@ def _reward_models(specs: Sequence[Any]) -> Iterator[str]:
             if isinstance(model := (spec.get("kwargs") or {}).get("model"), str):
                 yield model
             yield from _reward_models(spec_parts(spec))
-
-
-def _gpu_bytes(text: str | None) -> float | None:
-    if text is None:
-        return None
-    try:
-        return memory.parse_size(text)
-    except ValueError as error:
-        raise RecipeError(f"--gpu_memory {text}: write a size as `80GB`") from error

@@ -11,7 +11,7 @@ import numpy as np
 
 from grpo_recipes.checks.tokenizer import TokenizerUnavailable, check_chat_template, load_tokenizer
 from grpo_recipes.data.hub import hub_answers
-from grpo_recipes.data.prompts import hash_sample, rendered, token_lengths
+from grpo_recipes.data.prompts import rendered, sample_of_rows, token_lengths
 from grpo_recipes.recipe.recipe import Recipe
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.runs.weights import tokenizer_source
@@ -24,8 +24,8 @@ class Lengths:
     """Lengths of prompts in tokens.
 
     Attributes:
-        measured: Number of prompts that were measured: all, or a hash sample of a large dataset
-            (`prompts.hash_sample`).
+        measured: Number of prompts that were measured: all, or a random sample of a large dataset
+            (`prompts.sample_of_rows`).
         rows: Number of rows of the dataset.
         shortest: Length of the shortest prompt.
         median: Median length.
@@ -60,7 +60,7 @@ class Lengths:
 
     def describe(self, spec: DatasetSpec) -> str:
         """Return the summary as one sentence."""
-        sampled = "" if self.measured == self.rows else f", of a hash sample of {self.measured:,} of {self.rows:,}"
+        sampled = "" if self.measured == self.rows else f", of a random sample of {self.measured:,} of {self.rows:,}"
         sentence = f"{self.shortest} to {self.longest} tokens, median {self.median}, 95 % at most {self.percentile_95}"
         sentence += sampled
         if self.over_limit is None:
@@ -115,7 +115,7 @@ def prompt_report(recipe: Recipe, dataset: datasets.Dataset) -> PromptReport:
         return PromptReport(_as_messages(first), None, None, str(error).removeprefix(f"{recipe.source}: "))
     check_chat_template(recipe, tokenizer, first)
     with recipe.naming_this_file():
-        sample = hash_sample(len(dataset))
+        sample = sample_of_rows(len(dataset))
         measured = dataset.select(sample) if len(sample) < len(dataset) else dataset
         lengths = token_lengths(measured, tokenizer, template_kwargs)
         tokens = int(token_lengths(dataset.select([0]), tokenizer, template_kwargs)[0])

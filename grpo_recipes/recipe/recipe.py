@@ -22,11 +22,12 @@ from transformers.hf_argparser import DataClassType
 from trl import GRPOConfig, ModelConfig, TrlParser
 
 from grpo_recipes.recipe import specs, trl_keys
+from grpo_recipes.recipe.other_names import known_elsewhere
 from grpo_recipes.recipe.specs import RecipeError, Spec, hints
 from grpo_recipes.runs.files import RECORD
 from grpo_recipes.runs.record import read_record
 from grpo_rewards.errors import UserError, did_you_mean, one_line
-from grpo_rewards.files import UnreadableFile, read_text
+from grpo_rewards.files import UnreadableFile, read_text, relative_to
 from grpo_rewards.redaction import HIDDEN, hidden_places, redacted
 from grpo_rewards.registry import BuiltReward, build_rewards
 from grpo_rewards.strict import DuplicateKey, load_yaml
@@ -217,8 +218,8 @@ def _build(raw: dict[str, Any], values: Mapping[str, Any], source: str, args: Se
         recipe.sampling.check(config)
     trl_keys.check_objective(recipe.training, config, sampled_kl=recipe.kl_estimator == "sampled")
     trl_keys.check_advantages(recipe.advantages, config)
-    if recipe.kl_estimator == "full" and config.beta == 0.0:
-        raise UserError("`kl_estimator: full` needs a reference policy: set `beta` above 0")
+    if recipe.kl_estimator == "full":
+        specs.check_number("beta", config.beta, specs.POSITIVE, ", and `kl_estimator: full` needs a reference policy")
     return recipe
 
 
@@ -241,7 +242,7 @@ def _defaults(config_class: type) -> dict[str, Any]:
 # Files
 
 
-def _shipped_files(kind: str) -> dict[str, Path]:
+def shipped_files(kind: str) -> dict[str, Path]:
     """Return the files that ship in `kind` (`recipes` or `accelerate_configs`) by name. Names are unique."""
     package = Path(__file__).parents[1]
     files: dict[str, Path] = {}
@@ -251,14 +252,9 @@ def _shipped_files(kind: str) -> dict[str, Path]:
     return files
 
 
-def shipped_names(kind: str) -> list[str]:
-    """Return the names of all files that ship in `kind`."""
-    return list(_shipped_files(kind))
-
-
 def shipped(kind: str, name: str) -> Path | None:
     """Return the file `name` (with or without `.yaml`) that ships in `kind`, or None."""
-    return _shipped_files(kind).get(name.removesuffix(".yaml"))
+    return shipped_files(kind).get(name.removesuffix(".yaml"))
 
 
 def find_file(kind: str, name: str) -> Path:
@@ -271,8 +267,8 @@ def find_file(kind: str, name: str) -> Path:
         return found
     if path.is_dir():
         raise RecipeError(f"{name} is a folder: name a YAML file, or one that ships in {kind}/")
-    hint = did_you_mean(name.removesuffix(".yaml"), shipped_names(kind))
-    raise RecipeError(f"{name}: there is no such file, and none of that name ships in {kind}/{hint}")
+    hint = did_you_mean(name.removesuffix(".yaml"), shipped_files(kind))
+    raise RecipeError(f"{name}: there is no such file{relative_to(name)}, and none of that name ships in {kind}/{hint}")
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
@@ -343,21 +339,22 @@ def _split_arguments(args: Sequence[str]) -> tuple[Path | None, list[tuple[str, 
 def _set_nested(raw: dict[str, Any], dotted: str, text: str) -> None:
     """Set `a.b.0.c` in nested mappings and lists. A word on the way becomes the mapping that it stands for."""
     *parents, last = dotted.split(".")
-    try:
-        value = load_yaml(text)
-    except DuplicateKey as error:
-        raise RecipeError(f"command line: `--{dotted}`: {error}") from error
-    except yaml.YAMLError:
-        value = text
-    node: Any = raw
-    for depth, name in enumerate(parents):
-        key = _entry(node, name, dotted, ".".join(parents[:depth]))
-        if isinstance(node, dict):
-            node.setdefault(key, {})
-        if isinstance(node[key], (str, bool)):
-            node[key] = _expanded(node[key], name if depth == 0 else "")
-        node = node[key]
-    node[_entry(node, last, dotted, ".".join(parents))] = value
+    with naming(f"command line: `--{dotted}`"):
+        try:
+            value = load_yaml(text)
+        except DuplicateKey:
+            raise
+        except yaml.YAMLError:
+            value = text
+        node: Any = raw
+        for depth, name in enumerate(parents):
+            key = _entry(node, name, ".".join(parents[:depth]))
+            if isinstance(node, dict):
+                node.setdefault(key, {})
+            if isinstance(node[key], (str, bool)):
+                node[key] = _expanded(node[key], name if depth == 0 else "")
+            node = node[key]
+        node[_entry(node, last, ".".join(parents))] = value
 
 
 def _expanded(value: str | bool, key: str) -> Any:
@@ -369,16 +366,15 @@ def _expanded(value: str | bool, key: str) -> Any:
     return {} if spec.WORDS else spec.expand(value)
 
 
-def _entry(node: Any, name: str, dotted: str, place: str) -> str | int:
+def _entry(node: Any, name: str, place: str) -> str | int:
     """Return `name` as a key of the mapping `node`, or as an index of the list `node`."""
     if isinstance(node, dict):
         return name
     if not isinstance(node, list):
         shown = redacted({place: node})[place]
-        raise RecipeError(f"command line: `--{dotted}`: `{place}` is {shown!r}, which has no keys: leave `.{name}` out")
+        raise UserError(f"`{place}` is {shown!r}, which has no keys: leave `.{name}` out")
     if not name.isdecimal() or int(name) >= len(node):
-        numbers = f"its entries are numbered 0 to {len(node) - 1}" if node else "it has no entries"
-        raise RecipeError(f"command line: `--{dotted}`: `{place}` is a list, and has no entry `{name}`: {numbers}")
+        raise UserError(f"`{place}` is a list and has no entry `{name}`: give an index below {len(node)}")
     return int(name)
 
 
@@ -390,7 +386,8 @@ def _values_for_trl(raw: Mapping[str, Any], args: Sequence[str], options: Sequen
         if key in hints_of_trl:
             values[key] = specs.typed(key, value, hints_of_trl[key])
         elif key not in OUR_KEYS:
-            raise UserError(f"unknown key `{key}`{_nearest_key(str(key))}")
+            place = _innermost(str(key), value)
+            raise UserError(f"unknown key `{place}`{_nearest_key(place)}")
     classes = DataClassType(GRPOConfig), DataClassType(ModelConfig)
     parser = _Parser(classes, prog="python -m grpo_recipes.train", allow_abbrev=False)
     parser.set_defaults(**dict.fromkeys(hints_of_trl, _UNSET))
@@ -406,9 +403,22 @@ def _values_for_trl(raw: Mapping[str, Any], args: Sequence[str], options: Sequen
 
 
 def _nearest_key(word: str, options: Sequence[str] = ()) -> str:
-    """Return a question with the key or option nearest to `word`.
+    """Return the key that another trainer calls `word`, or a question with the key or option nearest to it.
 
     Of equally near keys, ours come first, then the model's, then those that TRL adds to transformers' trainer.
     """
     known = [*OUR_KEYS, *hints(ModelConfig), *inspect.get_annotations(GRPOConfig), *options, *hints(GRPOConfig)]
-    return did_you_mean(word, known, otherwise=": remove it")
+    first, _, last = word.lstrip("-").rpartition(".")
+    if first and last in known:
+        return f": here it is `{last}`, without `{first}`"
+    outer = first.partition(".")[0]
+    nearest = did_you_mean(word, known, otherwise=": remove it")
+    return known_elsewhere(word) or (known_elsewhere(outer) if outer else None) or nearest
+
+
+def _innermost(key: str, value: Any) -> str:
+    """Return `key`, or the first key inside the nested mappings of an unknown key, as in `trl.beta`."""
+    while isinstance(value, Mapping) and value:
+        inner, value = next(iter(value.items()))
+        key = f"{key}.{inner}"
+    return key

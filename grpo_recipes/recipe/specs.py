@@ -10,15 +10,17 @@ import re
 import typing
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 from grpo_recipes.recipe.losses import LOSS_TYPES
+from grpo_recipes.recipe.other_names import known_elsewhere
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.files import UnreadableFile, read_text
+from grpo_rewards.math.decimals import Decimal
 from grpo_rewards.redaction import HIDDEN, is_secret, redacted
 
 if TYPE_CHECKING:
@@ -38,8 +40,13 @@ AdvantageRule = Literal["max_rl"]
 GenerationMode = Literal["auto", "off"]
 """Mode of transformers' `generate`: each prompt once and without finished rows where this is exact, or as in TRL."""
 
-DatasetName = Literal["gsm8k", "math", "multiple_choice", "rlaif", "arithmetic", "scored"]
-SYSTEM_PROMPT_NAMES = ("reasoning", "think", "boxed", "minimind", "none")
+DatasetName = Literal[
+    "gsm8k", "math", "multiple_choice", "classification", "extraction", "rlaif", "arithmetic", "programs", "scored"
+]
+SYSTEM_PROMPT_NAMES = ("reasoning", "think", "boxed", "program", "minimind", "none")
+
+# Files of recorded responses.
+_ONE_TABLE = re.compile(r"\.(?:jsonl|json|csv|tsv)(?:\.gz|\.zst)?\Z|\.parquet\Z")
 
 RECORDED_REWARD = "recorded_reward"
 """Column with the recorded reward of each response, which reward functions read."""
@@ -86,10 +93,17 @@ SHARE = Range(0, 1, above=True)
 COUNT = Range(1)
 
 
-def check_number(key: str, value: float | None, allowed: Range) -> None:
+def check_number(key: str, value: float | None, allowed: Range, reason: str = "") -> None:
     """Raise `UserError` if `value` is outside the range of its key. None stands for the default."""
     if value is not None and value not in allowed:
-        raise UserError(f"`{key}` is {value}: set a number {allowed}")
+        raise UserError(f"`{key}` is {value}{reason}: set a number {allowed}")
+
+
+def check_setting(config: TrainingConfig, key: str, allowed: Sequence[Any], reason: str) -> None:
+    """Raise `UserError` unless `key` of `config` has one of the `allowed` values. `reason` follows the key."""
+    value = getattr(config, key)
+    if value not in allowed:
+        raise UserError(f"`{key}: {value}` {reason}: set `{key}` to {' or '.join(map(str, allowed))}")
 
 
 @dataclass(frozen=True)
@@ -102,12 +116,15 @@ class Spec:
     KEY: ClassVar[str]
     WORDS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Words that stand for a mapping. If there are none, a string is the value of the first field."""
-    RENAMED: ClassVar[Mapping[str, str]] = {}
-    """Replacement of each key that is no longer read, for the error message."""
+    NUMBERS: ClassVar[Mapping[str, Range]] = {}
+    """Numbers that a field may have, if its type is not the only limit."""
 
     def __post_init__(self) -> None:
         for name, hint in self.hints().items():
-            object.__setattr__(self, name, typed(f"{self.KEY}.{name}", getattr(self, name), hint))
+            value = typed(f"{self.KEY}.{name}", getattr(self, name), hint)
+            if name in self.NUMBERS:
+                check_number(f"{self.KEY}.{name}", value, self.NUMBERS[name])
+            object.__setattr__(self, name, value)
 
     @classmethod
     def hints(cls) -> dict[str, Any]:
@@ -121,11 +138,10 @@ class Spec:
             return raw
         mapping = cls.expand(raw)
         for key in mapping:
-            if key in cls.RENAMED:
-                raise UserError(f"`{cls.KEY}.{key}` is gone: write `{cls.RENAMED[key]}`")
             if key not in cls.hints():
+                place = f"{cls.KEY}.{key}"
                 nearest = did_you_mean(str(key), cls.hints(), otherwise=f": choose from {', '.join(cls.hints())}")
-                raise UserError(f"unknown key `{cls.KEY}.{key}`{nearest}")
+                raise UserError(f"unknown key `{place}`{known_elsewhere(place) or nearest}")
         for field in fields(cls):
             if field.default is MISSING and field.name not in mapping:
                 raise UserError(f"`{cls.KEY}.{field.name}` is missing: give it")
@@ -136,28 +152,23 @@ class Spec:
         """Return the mapping that `raw` is or stands for, with unchecked keys. Raise `UserError` for anything else."""
         if isinstance(raw, Mapping):
             return raw
-        names = ", ".join(cls.hints())
-        if not cls.WORDS:
-            if isinstance(raw, str):
-                return {next(iter(cls.hints())): raw}
-            raise UserError(f"`{cls.KEY}` must be a name or a mapping of {names}, not {redacted(raw)!r}")
         word = "off" if raw is False else raw  # YAML reads `off` as false
         if isinstance(word, str) and word in cls.WORDS:
             return cls.WORDS[word]
-        raise UserError(f"`{cls.KEY}` must be {', '.join(cls.WORDS)}, or a mapping of {names}, not {redacted(raw)!r}")
+        if isinstance(raw, str) and not cls.WORDS:
+            return {next(iter(cls.hints())): raw}
+        allowed = ", ".join(cls.WORDS) or "a name"
+        raise UserError(
+            f"`{cls.KEY}` must be {allowed}, or a mapping of {', '.join(cls.hints())}, not {redacted(raw)!r}"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the mapping as a recipe writes it, without the keys that are None."""
-        written = {}
-        for key in self.hints():
-            value = getattr(self, key)
-            if isinstance(value, list):
-                value = [entry.as_dict() if isinstance(entry, Spec) else entry for entry in value]
-            elif isinstance(value, Spec):
-                value = value.as_dict()
-            if value is not None:
-                written[key] = value
-        return written
+        return asdict(self, dict_factory=_without_none)
+
+
+def _without_none(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value for key, value in pairs if value is not None}
 
 
 @dataclass(frozen=True)
@@ -171,11 +182,15 @@ class SourceSpec(Spec):
         data_files: files inside `path`, or of the format that `path` names (`json`, `csv`, `parquet`).
         split: split, or slices of it.
         columns: list of the columns to keep, or mapping from new to old names, which keeps the other columns.
+        delimiter: character between the cells of a CSV file. Default: a comma, or a tab in a .tsv file.
+        encoding: Python's name of the encoding of a text file. Default: UTF-8.
+        decimal: decimal mark of the cells of a CSV file that are numbers. Default: a point.
         fraction: share of this source in the mixture, relative to the other fractions. Every source gives its first
             rows, as many as the shortest source allows. All sources have a fraction, or none has.
     """
 
     KEY = "dataset.path"
+    NUMBERS: ClassVar[Mapping[str, Range]] = {"fraction": SHARE}
 
     path: str
     name: str | None = None
@@ -183,13 +198,15 @@ class SourceSpec(Spec):
     data_files: str | list[str] | dict[str, Any] | None = None
     split: str = "train"
     columns: list[str] | dict[str, Any] | None = None
+    delimiter: str | None = None
+    encoding: str | None = None
+    decimal: Decimal | None = None
     fraction: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.fraction is not None and self.fraction not in SHARE:
-            raise UserError(f"`dataset.path`: the `fraction` of {self.path} is {self.fraction}: set a number {SHARE}")
         _check_columns(self.columns)
+        _check_notation(self)
 
 
 def _check_columns(columns: list[str] | dict[str, Any] | None) -> None:
@@ -197,6 +214,26 @@ def _check_columns(columns: list[str] | dict[str, Any] | None) -> None:
     for name in names:
         if not isinstance(name, str) or not name:
             raise UserError(f"`dataset.columns` has {name!r} in place of a column's name: write `question: problem`")
+
+
+_NOTATION = ("delimiter", "encoding", "decimal")  # keys that describe a text file
+
+
+def _check_notation(spec: SourceSpec | DatasetSpec) -> None:
+    """Raise `UserError` unless the delimiter is one character and Python knows the encoding."""
+    delimiter, encoding = spec.delimiter, spec.encoding
+    if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
+        raise UserError(
+            f'`{spec.KEY}.delimiter` is {delimiter!r}: set one character, as in `delimiter: ";"`, or '
+            '`delimiter: "\\t"` for a tab'
+        )
+    if encoding is not None:
+        try:
+            "".encode(encoding)
+        except (LookupError, UnicodeError, ValueError) as error:
+            raise UserError(
+                f"`{spec.KEY}.encoding` is {encoding!r}, which Python does not know: set for example cp1252 or utf-16"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -226,7 +263,8 @@ class DatasetSpec(Spec):
     """Rows to read, and how they become prompts.
 
     Attributes:
-        name: preset for tables of a known form: `gsm8k`, `math`, `multiple_choice`, `rlaif`, `arithmetic`, `scored`.
+        name: preset for tables of a known form: `gsm8k`, `math`, `multiple_choice`, `classification`, `extraction`,
+            `rlaif`, `arithmetic`, `programs`, `scored`.
         path: hub id, `save_to_disk` folder, JSONL, JSON, CSV or Parquet file, glob of such files, or list of sources
             (`SourceSpec`). A preset with a home on the hub needs no path.
         config: configuration on the hub.
@@ -237,6 +275,10 @@ class DatasetSpec(Spec):
         eval_path: path of the held-out rows, if it is not `path`. It may be anything that `path` may be.
         columns: mapping from new to old names of columns (`{question: problem, answer: solution}`), or list of the
             columns to keep.
+        delimiter: character between the cells of a CSV file. Default: a comma, or a tab in a .tsv file.
+        encoding: Python's name of the encoding of a text file. Default: UTF-8.
+        decimal: decimal mark of the cells of a CSV file that are numbers. With `comma`, the cells of a column become
+            numbers if all of them are written as `1.200` or `6403,64`. Default: a point.
         system_prompt: name in `prompts.SYSTEM_PROMPTS`, text, or `{file: prompt.txt}`, for prompts that do not bring
             their own. Default: the preset's, or none without a preset.
         prompt_template: jinja2 template over the row's columns for the user's message.
@@ -248,20 +290,34 @@ class DatasetSpec(Spec):
             turns, then the beginning of the question.
         pass_rate: training rows to keep by the share of right samples in an evaluation (`PassRateSpec`). Default: all
             rows.
+        labels: labels of `classification`, which the prompt names. Upper and lower case are not distinguished.
+        drop_missing: true to leave out the rows that have no prompt or no gold. Default: such a row is an error, or is
+            named if the reward alone needs the gold.
         size: number of problems in each split of `arithmetic`. Default: 2,000.
         seed: random seed of the problems of `arithmetic`.
     """
 
     KEY = "dataset"
-    FOREIGN: ClassVar[Mapping[str | None, tuple[str, ...]]] = {
-        "arithmetic": ("path", "eval_path", "config", "columns"),
-        "scored": ("config", "size", "seed", "pass_rate", "system_prompt", "prompt_template", "eval_share"),
+    NUMBERS: ClassVar[Mapping[str, Range]] = {
+        "max_prompt_tokens": COUNT,
+        "size": COUNT,
+        "eval_share": Range(0, 1, above=True, below=True),
     }
-    """Keys that a dataset does not use. All datasets that are not listed do not use `size` and `seed`."""
+    FOREIGN: ClassVar[Mapping[str | None, tuple[str, ...]]] = {
+        "arithmetic": ("path", "eval_path", "config", "columns", "labels", "drop_missing", *_NOTATION),
+        "programs": ("path", "eval_path", "config", "columns", "size", "seed", "labels", "drop_missing", *_NOTATION),
+        "scored": (
+            *("config", "size", "seed", "pass_rate", "system_prompt", "prompt_template", "eval_share"),
+            *("labels", "drop_missing"),
+        ),
+        "classification": ("size", "seed"),
+    }
+    """Keys that a dataset does not use. All datasets that are not listed do not use `size`, `seed` and `labels`."""
 
     SYSTEM_PROMPTS: ClassVar[Mapping[DatasetName, str]] = {
-        **dict.fromkeys(("gsm8k", "multiple_choice", "rlaif", "arithmetic"), "reasoning"),
+        **dict.fromkeys(("gsm8k", "multiple_choice", "classification", "rlaif", "arithmetic"), "reasoning"),
         "math": "boxed",
+        "programs": "program",
     }
     """Default system prompt of each preset."""
 
@@ -273,28 +329,40 @@ class DatasetSpec(Spec):
     eval_share: float | None = None
     eval_path: str | list[Any] | None = None
     columns: list[str] | dict[str, Any] | None = None
+    delimiter: str | None = None
+    encoding: str | None = None
+    decimal: Decimal | None = None
     system_prompt: str | dict[str, Any] | None = None
     prompt_template: str | None = None
     prompt_format: Literal["conversational", "text"] | None = None
     max_prompt_tokens: int | None = None
     overlong_prompts: Literal["drop", "cut_left"] = "drop"
     pass_rate: PassRateSpec | None = None
+    labels: list[str] | None = None
+    drop_missing: bool = False
     size: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("dataset.max_prompt_tokens", self.max_prompt_tokens, COUNT)
-        check_number("dataset.size", self.size, COUNT)
-        check_number("dataset.eval_share", self.eval_share, Range(0, 1, above=True, below=True))
-        if self.path is None and self.name in (None, "rlaif", "multiple_choice", "scored"):
+        if self.path is None and self.name not in ("gsm8k", "math", "arithmetic", "programs"):
             what = f"that `{self.name}` is to read" if self.name else "to read, or a preset with `dataset.name`"
             raise UserError(f"`dataset.path` is missing: name the file, folder or hub id {what}")
-        self._check_foreign()
+        unread = self.FOREIGN.get(self.name, ("size", "seed", "labels"))
+        self._check_unset(unread, f"does not go with the dataset `{self.name or 'path'}`")
+        if self.name == "classification" and len(set(self.labels or [])) < 2:
+            raise UserError(
+                "`dataset.labels` must name the labels of `classification`: give two or more, as in "
+                "`[negative, positive]`"
+            )
+        if self.eval_share is not None:
+            self._check_unset(("eval_split", "eval_path"), "does not go with `dataset.eval_share`")
+        if self.name == "scored" and not _ONE_TABLE.search(str(self.path)):
+            raise UserError(f"`dataset.path`: `scored` reads a file, not {self.path!r}: name a .jsonl file")
+        if self.name == "scored" and self.prompt_format == "conversational":
+            raise UserError("`dataset.prompt_format`: recorded prompts are text as they stand: remove the key")
         _check_columns(self.columns)
-        for key in ("eval_split", "eval_path"):
-            if self.eval_share is not None and getattr(self, key) is not None:
-                raise UserError(f"`dataset` has both `eval_share` and `{key}`: keep one of them")
+        _check_notation(self)
         for key in ("path", "eval_path"):
             if isinstance(getattr(self, key), list):
                 object.__setattr__(self, key, self._sources(key))
@@ -303,15 +371,11 @@ class DatasetSpec(Spec):
         if self.name is not None and self.prompt_format is None:
             object.__setattr__(self, "prompt_format", "text" if self.name == "scored" else "conversational")
 
-    def _check_foreign(self) -> None:
-        defaults = {field.name: field.default for field in fields(self)}
-        for key in self.FOREIGN.get(self.name, ("size", "seed")):
-            if getattr(self, key) != defaults[key]:
-                raise UserError(f"`dataset.{key}`: the dataset `{self.name or 'path'}` does not use it: remove the key")
-        if self.name == "scored" and not str(self.path).endswith((".jsonl", ".json", ".csv", ".parquet")):
-            raise UserError(f"`dataset.path`: `scored` reads a file, not {self.path!r}: name a .jsonl file")
-        if self.name == "scored" and self.prompt_format == "conversational":
-            raise UserError("`dataset.prompt_format`: recorded prompts are text as they stand: remove the key")
+    def _check_unset(self, keys: Sequence[str], reason: str) -> None:
+        """Raise `UserError` if one of `keys` is not its default, as it would have no effect for this `reason`."""
+        for field in fields(self):
+            if field.name in keys and getattr(self, field.name) != field.default:
+                raise UserError(f"`dataset.{field.name}` {reason}: remove it")
 
     def _sources(self, key: str) -> list[SourceSpec]:
         """Return the sources of a mixture. They have their own splits and configurations, so ours are refused."""
@@ -321,12 +385,10 @@ class DatasetSpec(Spec):
         without = [source for source in sources if source.fraction is None]
         if without and len(without) < len(sources):
             raise UserError(f"`dataset.{key}`: give every source a `fraction`, or none of them")
-        if self.config is not None:
-            raise UserError("`dataset.config` does not go with a list of sources: write `name` in each")
-        if key == "path" and self.split != "train":
-            raise UserError("`dataset.split` does not go with a list of sources: write `split` in each")
-        if self.eval_split is not None:
-            raise UserError("`dataset.eval_split` does not go with a list of sources: write `split` in each")
+        own = ["config", "eval_split"]
+        if key == "path":
+            own += ["split", *_NOTATION]
+        self._check_unset(own, "does not go with a list of sources, each of which has keys of its own")
         return sources
 
     @classmethod
@@ -392,16 +454,12 @@ class ReferenceSpec(Spec):
 
     def check_refresh(self, config: TrainingConfig) -> None:
         """Raise `UserError` if the refresh keys of `config` do not fit this reference."""
+        if self.reset_optimizer_on_sync:
+            reason = "gives `reference.reset_optimizer_on_sync` no effect"
+            check_setting(config, "sync_ref_model", (True,), reason)
         if not config.sync_ref_model:
-            if self.reset_optimizer_on_sync:
-                raise UserError(
-                    "`reference.reset_optimizer_on_sync` has no effect without `sync_ref_model: true`: set it"
-                )
             return
-        if not config.beta:
-            raise UserError(
-                "`sync_ref_model` refreshes a reference, and `beta: 0` has none: set `beta` above 0, or remove it"
-            )
+        check_number("beta", config.beta, POSITIVE, ", which needs no reference for `sync_ref_model` to refresh")
         if self.name == "base":
             raise UserError(
                 "`reference: base` is the model without adapter and can't be refreshed: use `reference: initial`, "
@@ -417,10 +475,6 @@ class MicroBatching(Spec):
 
     KEY = "micro_batching"
     WORDS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {}, "off": {"layout": "padded"}}
-    RENAMED: ClassVar[Mapping[str, str]] = {
-        "pack": "layout: packed` or `layout: trimmed",
-        "trim": "layout: trimmed` or `layout: padded",
-    }
 
     layout: Literal["packed", "trimmed", "padded"] = "packed"
     """`packed` computes the prompt of a group once, in one row without padding. `trimmed` cuts each micro-batch to its
@@ -455,6 +509,7 @@ class SamplingSpec(Spec):
 
     KEY = "sampling"
     WORDS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"informative": {}}
+    NUMBERS: ClassVar[Mapping[str, Range]] = {"exploration": SHARE, "floor": SHARE}
 
     informative: Literal["biased", "unbiased"] = "biased"
     """`biased` counts a skipped prompt as a zero-variance group. `unbiased` divides the advantages of the other prompts
@@ -463,11 +518,6 @@ class SamplingSpec(Spec):
     """Probability that a prompt is generated after one zero-variance group; its nth power after n groups in a row."""
     floor: float = 0.1
     """Smallest probability, so that every prompt is generated again at some time."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("sampling.exploration", self.exploration, SHARE)
-        check_number("sampling.floor", self.floor, SHARE)
 
     @property
     def is_unbiased(self) -> bool:
@@ -478,35 +528,23 @@ class SamplingSpec(Spec):
         """Raise `UserError` if the sampling would change the expected gradient of `config`."""
         if not self.is_unbiased:
             return
-        key = "`sampling: {informative: unbiased}`"
-        allowed = [name for name, loss in LOSS_TYPES.items() if loss.is_sum_over_rows]
-        if config.loss_type not in allowed:
-            raise UserError(
-                f"{key} needs a loss whose divisor does not depend on which prompts are drawn, and that of `loss_type: "
-                f"{config.loss_type}` counts their tokens: choose {' or '.join(allowed)}"
-            )
-        if config.beta != 0:
-            raise UserError(f"{key} weighs advantages, which the KL term of `beta` does not have: set `beta: 0`")
-        if str(config.scale_rewards).lower() == "batch":
-            raise UserError(
-                f"{key} needs advantages that do not depend on the other prompts: set `scale_rewards: group` or `none`"
-            )
-        if config.multi_objective_aggregation == "normalize_then_sum":
-            raise UserError(
-                f"{key}: `multi_objective_aggregation: normalize_then_sum` divides by a deviation over all prompts "
-                "drawn: set `sum_then_normalize`"
-            )
-        if config.top_entropy_quantile < 1:
-            raise UserError(f"{key}: `top_entropy_quantile` is a threshold over all prompts drawn: set it to 1")
-        if config.entropy_coef or config.use_adaptive_entropy:
-            raise UserError(
-                f"{key} weighs advantages, which an entropy bonus does not have: remove `entropy_coef` and "
-                "`use_adaptive_entropy`"
-            )
+        allowed: dict[str, Sequence[Any]] = {
+            "loss_type": [name for name, loss in LOSS_TYPES.items() if loss.is_sum_over_rows],
+            "beta": (0,),
+            "scale_rewards": ("group", "none"),
+            "multi_objective_aggregation": ("sum_then_normalize",),
+            "top_entropy_quantile": (1,),
+            "entropy_coef": (0,),
+            "use_adaptive_entropy": (False,),
+        }
         if router_loss:
-            raise UserError(
-                f"{key} weighs advantages, which the router's loss does not have: set `router_aux_loss_coef: 0`"
-            )
+            allowed["router_aux_loss_coef"] = (0,)
+        reason = (
+            "does not go with `sampling: {informative: unbiased}`, which needs a loss that is a sum of advantages, "
+            "each independent of the other prompts drawn"
+        )
+        for key, values in allowed.items():
+            check_setting(config, key, values, reason)
 
 
 # Types of keys

@@ -10,13 +10,23 @@ import enum
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from transformers.training_args import OptimizerNames
 
-from grpo_recipes.recipe.losses import LOSS_TYPES, LossType
-from grpo_recipes.recipe.specs import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range, check_number, not_a_choice
+from grpo_recipes.recipe.losses import LOSS_TYPES
+from grpo_recipes.recipe.specs import (
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Range,
+    check_number,
+    check_setting,
+    not_a_choice,
+)
 from grpo_rewards.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,6 +71,13 @@ TRL_KEYS: Mapping[str, Key] = {
     "min_p": Key(Range(0, 1)),
     "repetition_penalty": Key(POSITIVE),
     "max_completion_length": Key(COUNT),
+    # Batches. A group of one completion has nothing to compare.
+    "num_generations": Key(Range(2)),
+    "num_iterations": Key(COUNT),
+    "steps_per_generation": Key(COUNT),
+    "generation_batch_size": Key(COUNT),
+    "per_device_train_batch_size": Key(COUNT),
+    "gradient_accumulation_steps": Key(COUNT),
     # Loss.
     "loss_type": Key(choices=tuple(LOSS_TYPES)),
     "importance_sampling_level": Key(choices=("token", "sequence")),
@@ -86,6 +103,7 @@ TRL_KEYS: Mapping[str, Key] = {
     "adam_epsilon": Key(NOT_NEGATIVE),
     "warmup_steps": Key(NOT_NEGATIVE),
     "max_steps": Key(Range(1, or_=-1), may_change=True),  # the schedule is recomputed for the new length
+    "num_train_epochs": Key(POSITIVE),
     "seed": Key(NUMPY_SEED),
     "data_seed": Key(NUMPY_SEED),
     # Adapter.
@@ -133,11 +151,6 @@ RESUME_MAY_CHANGE = (*(name for name, key in TRL_KEYS.items() if key.may_change)
 """Patterns of all keys that a resumed run may change. docs/scaling.md lists them too."""
 
 
-def keys_read_by(loss_type: str) -> list[str]:
-    """Return the keys of `OBJECTIVE_KEYS` that a loss type reads."""
-    return [name for name in OBJECTIVE_KEYS if loss_type in TRL_KEYS[name].read_by]
-
-
 def ignored_keys(loss_type: str) -> list[str]:
     """Return the keys of `OBJECTIVE_KEYS` that have no effect with a loss type."""
     return [name for name in OBJECTIVE_KEYS if loss_type not in TRL_KEYS[name].read_by]
@@ -169,13 +182,17 @@ def check_numbers(values: Mapping[str, Any]) -> None:
             raise UserError(f"`{name}` is {value}: set a finite number")
 
 
-def cautions(config: TrainingConfig) -> list[str]:
-    """Return one sentence for each value of `config` that is allowed and probably a mistake."""
-    if config.learning_rate <= HIGH_LEARNING_RATE:
-        return []
-    return [
-        f"`learning_rate` is {config.learning_rate:g}, above {HIGH_LEARNING_RATE:g}: few models learn at such a rate"
-    ]
+def cautions(config: TrainingConfig, model: Mapping[str, Any]) -> list[str]:
+    """Return one sentence for each value of `config`, or of the keys of the model, that is probably a mistake."""
+    notes = []
+    if config.learning_rate > HIGH_LEARNING_RATE:
+        rate = f"`learning_rate` is {config.learning_rate:g}, above {HIGH_LEARNING_RATE:g}"
+        notes.append(f"{rate}: few models learn at such a rate")
+    # No refusal: `--use_peft false` turns LoRA off in a recipe that has these keys.
+    lora = [key for key, value in model.items() if key.startswith("lora_") and value is not None]
+    if lora and not model.get("use_peft"):
+        notes.append(f"`{lora[0]}` has no effect without `use_peft: true`, which makes a new adapter")
+    return notes
 
 
 # Objective
@@ -192,39 +209,22 @@ def check_objective(given: Mapping[str, Any], config: TrainingConfig, *, sampled
     loss_type = config.loss_type
     for key in ignored_keys(loss_type):
         if given.get(key) is not None:
-            read = _listed(keys_read_by(loss_type))
-            raise UserError(f"`{key}` has no effect with `loss_type: {loss_type}`, which reads {read}: remove it")
-    if loss_type == "cispo" and (config.epsilon_high is None or config.epsilon_high < 1):
-        raise UserError(
-            f"`epsilon_high` is {config.epsilon_high}, and `loss_type: cispo` bounds the ratio by this number itself "
-            "(or by `epsilon` if it is None): set it to 1 or more, as 5.0"
-        )
-    _check_level(LOSS_TYPES[loss_type], config, sampled_kl=sampled_kl)
-    if config.multi_objective_aggregation == "normalize_then_sum" and config.scale_rewards != "group":
-        raise UserError(
-            f"`scale_rewards: {config.scale_rewards}` has no effect with `multi_objective_aggregation: "
-            "normalize_then_sum`, which always divides by deviations: remove it"
-        )
-
-
-def _check_level(loss: LossType, config: TrainingConfig, *, sampled_kl: bool) -> None:
-    """Raise `UserError` if a per-sequence importance ratio is combined with a per-token loss, or the reverse."""
-    level = "`importance_sampling_level: sequence`"
-    is_sequence = config.importance_sampling_level == "sequence"
-    if config.importance_sampling_level not in loss.levels:
-        if not is_sequence:
-            raise UserError(f"`loss_type: {config.loss_type}` has one ratio per completion: set {level}")
-        raise UserError(
-            f"{level} gives one ratio per completion, and `loss_type: {config.loss_type}` needs one per token: set "
-            "`loss_type: grpo` (which is GSPO) or `luspo`, or `importance_sampling_level: token`"
-        )
-    if is_sequence and config.beta and sampled_kl and config.use_bias_correction_kl:
-        raise UserError(
-            f"{level} gives one ratio per completion, and `use_bias_correction_kl` (TRL's default) would weigh the KL "
-            "of each token by it, which is the gradient of no KL: set `use_bias_correction_kl: false`"
-        )
-    if is_sequence and config.top_entropy_quantile < 1:
-        raise UserError(f"{level} needs all tokens, and `top_entropy_quantile` drops tokens: remove one of them")
+            raise UserError(f"`{key}` has no effect with `loss_type: {loss_type}`: remove it")
+    if loss_type == "cispo":
+        bound = config.epsilon if config.epsilon_high is None else config.epsilon_high
+        bounds = ", and `loss_type: cispo` bounds the ratio by this number itself (by `epsilon` if it is not set)"
+        check_number("epsilon_high", bound, COUNT, bounds)
+    level = f"`importance_sampling_level: {config.importance_sampling_level}`"
+    other_ratio = f"is not the importance ratio of `loss_type: {loss_type}`"
+    check_setting(config, "importance_sampling_level", LOSS_TYPES[loss_type].levels, other_ratio)
+    if config.importance_sampling_level == "sequence":
+        check_setting(config, "top_entropy_quantile", (1,), f"drops tokens, and {level} needs all of them")
+        if config.beta and sampled_kl:
+            weighs = f"would weigh the KL of each token by the one ratio of {level}, which is the gradient of no KL"
+            check_setting(config, "use_bias_correction_kl", (False,), weighs)
+    if config.multi_objective_aggregation == "normalize_then_sum":
+        unread = "has no effect with `multi_objective_aggregation: normalize_then_sum`, which divides by deviations"
+        check_setting(config, "scale_rewards", ("group",), unread)
 
 
 def check_advantages(rule: str | None, config: TrainingConfig) -> None:
@@ -236,21 +236,10 @@ def check_advantages(rule: str | None, config: TrainingConfig) -> None:
     """
     if rule is None:
         return
-    if config.multi_objective_aggregation != "sum_then_normalize":
-        raise UserError(
-            f"`multi_objective_aggregation: {config.multi_objective_aggregation}` has no effect with `advantages: "
-            f"{rule}`, which takes the weighted sum of the rewards: remove it"
-        )
-    if config.scale_rewards != "none":
-        raise UserError(
-            f"`scale_rewards: {config.scale_rewards}` has no effect with `advantages: {rule}`, which divides by no "
-            "standard deviation: set `scale_rewards: none`"
-        )
-
-
-def _listed(keys: list[str]) -> str:
-    *others, last = [f"`{key}`" for key in keys]
-    return f"{', '.join(others)} and {last}" if others else f"only {last}"
+    sums = f"has no effect with `advantages: {rule}`, which takes the weighted sum of the rewards"
+    check_setting(config, "multi_objective_aggregation", ("sum_then_normalize",), sums)
+    divides = f"has no effect with `advantages: {rule}`, which divides by no standard deviation"
+    check_setting(config, "scale_rewards", ("none",), divides)
 
 
 # Generation
@@ -265,7 +254,7 @@ def check_generation(config: TrainingConfig) -> None:
     Args:
         config: TRL's training arguments, or the recipe's values under the same names.
     """
-    given = _mapping(config.generation_kwargs)
+    given = generation_mapping(config.generation_kwargs)
     stop = stop_strings(given)
     if not config.use_transformers_continuous_batching:
         return
@@ -286,7 +275,7 @@ def stop_strings(generation_kwargs: Mapping[str, Any] | str | None) -> tuple[str
         UserError: `stop` is no string or list of strings, or transformers' own key `stop_strings` is used, which TRL
             can't pass on.
     """
-    given = _mapping(generation_kwargs)
+    given = generation_mapping(generation_kwargs)
     if given.get("stop_strings") is not None:
         raise UserError("`generation_kwargs.stop_strings`: write `stop` instead, which vLLM understands as well")
     stop = given.get("stop")
@@ -298,14 +287,12 @@ def stop_strings(generation_kwargs: Mapping[str, Any] | str | None) -> tuple[str
     return tuple(strings)
 
 
-def _mapping(generation_kwargs: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
+def generation_mapping(generation_kwargs: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
     """Return `generation_kwargs` as `GRPOConfig` reads them: a mapping, or a mapping written as JSON."""
     given: Any = generation_kwargs or {}
     if isinstance(given, str):
-        try:
+        with suppress(json.JSONDecodeError):
             given = json.loads(given)
-        except json.JSONDecodeError as error:
-            raise UserError(f"`generation_kwargs` is not JSON ({error}): write a mapping") from error
     if not isinstance(given, Mapping):
-        raise UserError(f"`generation_kwargs` must be a mapping, not {given!r}")
+        raise UserError(f"`generation_kwargs` must be a mapping, or one written as JSON, not {given!r}")
     return given

@@ -17,7 +17,21 @@ FILES = dict(re.findall(r"^`([\w.]+)`:\n\n```\w+\n(.*?)```$", PAGE, re.MULTILINE
 FIRST = {
     "boxed.yaml": ("What is 2 + 3?", {"answer": "So it is \\boxed{5}.", "level": 1, "source": "school"}),
     "choice.yaml": ("Which is the capital of Italy?\nA. Paris\nB. Rome\nC. Oslo", {"answer": "B"}),
+    "reviews.yaml": (
+        "The parcel came on time.\n\nAnswer with one of these labels: bad, good.",
+        {"answer": "good", "stars": 5},
+    ),
+    "invoices.yaml": ("Eva Ruiz ordered 56 chairs.", {"answer": '{"name": "Eva Ruiz", "quantity": 56}'}),
+    "tasks.yaml": (
+        "Write a Python function add(a, b) that returns the sum.",
+        {"tests": ["assert add(1, 2) == 3"]},
+    ),
+    "news.yaml": (
+        "The council met for three hours. It will plant 72 trees in spring.",
+        {"answer": "The city plants 72 trees."},
+    ),
     "stories.yaml": ("Write a story of about 40 words about the sea.", {"topic": "the sea", "words": 40}),
+    "rechnungen.yaml": ("Wie viel sind 1.000 + 200?", {"answer": 1200.0}),
     "mixture.yaml": (None, {"source": "problems.csv", "origin": "school"}),
 }
 

@@ -7,7 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import Trainer, TrainingArguments
 from transformers.integrations import integration_utils
+from transformers.training_args import OptimizerNames
 from trl import import_utils
 
 from grpo_recipes import train
@@ -21,7 +24,7 @@ def test_every_missing_tracker_of_transformers_is_named(tracker: str, monkeypatc
     package = packages.TRACKER_PACKAGES.get(tracker, tracker)
     for is_there in (True, False):
         monkeypatch.setattr(integration_utils, f"is_{package}_available", lambda is_there=is_there: is_there)
-        output = packages.missing(SimpleNamespace(report_to=tracker, use_vllm=False))
+        output = packages.missing(SimpleNamespace(report_to=tracker, use_vllm=False, optim="sgd"))
         assert [f"`report_to: {tracker}` needs the package {package}" in sentence for sentence in output] == (
             [] if is_there else [True]
         )
@@ -29,7 +32,7 @@ def test_every_missing_tracker_of_transformers_is_named(tracker: str, monkeypatc
 
 @pytest.mark.parametrize("report_to", ["none", "all", ["none"], [], None])
 def test_no_tracker_needs_no_package(report_to) -> None:
-    assert packages.missing(SimpleNamespace(report_to=report_to, use_vllm=False)) == []
+    assert packages.missing(SimpleNamespace(report_to=report_to, use_vllm=False, optim="sgd")) == []
 
 
 @pytest.mark.parametrize(
@@ -52,9 +55,32 @@ def test_vllm_must_be_installed_in_a_version_that_trl_supports(
     )
     monkeypatch.setattr(metadata, "version", lambda name: version if name == "vllm" else version_of(name))
     monkeypatch.setitem(import_utils.PACKAGE_DISTRIBUTION_MAPPING, "vllm", ["vllm"])
-    output = packages.missing(SimpleNamespace(report_to="none", use_vllm=True))
+    output = packages.missing(SimpleNamespace(report_to="none", use_vllm=True, optim="sgd"))
     assert len(output) == (message is not None)
     assert message is None or message in output[0]
+
+
+@pytest.mark.parametrize("name", [name.value for name in OptimizerNames])
+def test_the_package_of_an_optimizer_is_the_one_that_transformers_imports(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without any other package, transformers builds the optimizers that are said to need none."""
+    monkeypatch.setattr(packages, "find_spec", lambda module: None)
+    for module in {module for module, _ in packages.OPTIMIZER_PACKAGES.values()}:
+        monkeypatch.setitem(sys.modules, module, None)
+    missing = packages.missing_optimizer(SimpleNamespace(optim=name))
+    arguments = TrainingArguments(output_dir="none", optim=name, optim_target_modules=["0"], use_cpu=True)
+    network = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    if name in ("adamw_torch_xla", "adamw_torch_npu_fused"):  # optimizers of another device
+        assert missing == []
+        return
+    try:
+        optimizer_class, _ = Trainer.get_optimizer_cls_and_kwargs(arguments, network)
+    except (ImportError, ValueError, RuntimeError):
+        assert missing, "transformers needs a package"
+    else:
+        assert missing == []
+        assert issubclass(optimizer_class, torch.optim.Optimizer)
 
 
 def test_a_build_lock_without_a_compiler_is_refused_with_its_path(

@@ -1,12 +1,16 @@
 """Rewards of a recipe: columns, golds and weights before the run, and the scores of each call during it."""
 
 import asyncio
+import inspect
 import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import datasets
 import pytest
@@ -14,8 +18,16 @@ import torch
 from trl.trainer.utils import is_async_callable
 
 from grpo_recipes import cli, train
-from grpo_recipes.checks.rewards import check_columns, check_golds, check_weights, checked_reward
-from grpo_recipes.process.faults import RewardFault
+from grpo_recipes.checks import rewards
+from grpo_recipes.checks.rewards import (
+    GoldCheck,
+    check_columns,
+    check_golds,
+    check_weights,
+    checked_reward,
+    gold_notes,
+)
+from grpo_recipes.process.faults import FaultyRow, RewardFault
 from grpo_rewards.errors import UserError
 from grpo_rewards.math import symbolic
 from grpo_rewards.registry import build_rewards, leaves
@@ -40,10 +52,14 @@ def by_difficulty(completions: list, level: list, topic: list, **columns: object
 HERE = "tests.grpo_recipes.checks.test_rewards."
 
 
+def rows_of(found: GoldCheck) -> list[int]:
+    return [place.number for place in found.places]
+
+
 def test_rows_without_a_scorable_gold_are_counted_from_1() -> None:
     found = check_golds(build_rewards(["gsm8k_correctness"]), golds("18", PROSE, "1,000", "", PROSE))
     assert found is not None
-    assert (found.count, found.total, found.rows) == (3, 5, (2, 4, 5))
+    assert (found.count, found.total, rows_of(found)) == (3, 5, [2, 4, 5])
     assert "3 of 5 golds can't be scored by gsm8k_correctness" in found.describe()
     assert "rows 2, 4, 5 (counted from 1)" in found.describe()
 
@@ -52,7 +68,7 @@ def test_of_many_unscorable_rows_the_first_are_named() -> None:
     found = check_golds(build_rewards(["math_correctness"]), golds("18", *[PROSE] * 30))
     assert found is not None
     assert found.count == 30
-    assert found.rows == tuple(range(2, 22))
+    assert rows_of(found) == list(range(2, 22))
     assert "20, 21 and 10 more (counted from 1)" in found.describe()
 
 
@@ -61,11 +77,20 @@ def test_a_gold_that_one_of_two_rewards_can_score_is_scorable() -> None:
     second = {"name": "math_correctness", "kwargs": {"gold_column": "solution"}}
     found = check_golds(build_rewards(["gsm8k_correctness", second]), dataset)
     assert found is not None
-    assert found.rows == (3,)
+    assert rows_of(found) == [3]
     # A sum can't score a row that one of its parts can't score.
     found = check_golds(build_rewards([{"name": "sum", "rewards": ["gsm8k_correctness", second]}, second]), dataset)
     assert found is not None
-    assert found.rows == (2, 3)
+    assert rows_of(found) == [2, 3]
+
+
+def test_golds_that_may_have_a_decimal_comma_are_named() -> None:
+    dataset = golds("18", "6.403,64 €", "1.200 €")
+    assert gold_notes(build_rewards(["gsm8k_correctness", "tag_count"]), dataset) == [
+        "gsm8k_correctness: 1 gold has a decimal comma (row 2: `6.403,64 €`), 1 is ambiguous (row 3: `1.200 €`), and "
+        "the reward reads a decimal point: set its `decimal` to comma"
+    ]
+    assert gold_notes(build_rewards([{"name": "gsm8k_correctness", "kwargs": {"decimal": "comma"}}]), dataset) == []
 
 
 @pytest.mark.parametrize(
@@ -91,7 +116,7 @@ def test_golds_of_multiple_choice_are_checked_with_their_choices_also_in_a_gate(
     for spec in (choice, gate):
         found = check_golds(build_rewards([spec]), dataset)
         assert found is not None
-        assert found.rows == (3,)
+        assert rows_of(found) == [3]
         with pytest.raises(UserError, match="choice_correctness needs the column `options`"):
             check_columns(build_rewards([spec]), ["prompt", "answer"])
     with pytest.raises(UserError, match="the first is 'Oslo'.*a gold is a letter, a choice's text or its position"):
@@ -103,7 +128,7 @@ def test_rows_with_an_unknown_instruction_are_named() -> None:
     dataset = golds("", "", instruction_id_list=names, kwargs=[[{}], [{}]])
     found = check_golds(build_rewards(["instructions"]), dataset)
     assert found is not None
-    assert found.rows == (2,)
+    assert rows_of(found) == [2]
     with pytest.raises(
         UserError, match=r"the column `instruction_id_list` \(the first is .*no_coma.*a row holds the names"
     ):
@@ -112,13 +137,21 @@ def test_rows_with_an_unknown_instruction_are_named() -> None:
         check_columns(build_rewards(["instructions"]), ["prompt", "instruction_id_list"])
 
 
+def test_rows_whose_tests_cannot_be_split_are_named_with_the_possible_forms() -> None:
+    dataset = golds("", "", tests=[["assert f(1) == 2"], ["assert f(1) == g(1)"]])
+    found = check_golds(build_rewards(["unit_tests"]), dataset)
+    assert found is not None
+    assert "unit_tests: no completion earns anything from it on row 2 (counted from 1)" in found.describe()
+    assert "compares a call with a literal as in `assert f(1) == 2`, or pairs {input, output}" in found.describe()
+
+
 def test_schemas_are_read_from_a_column_unless_one_is_given_for_all_rows() -> None:
     pytest.importorskip("jsonschema")
     pytest.importorskip("re2")
     dataset = golds("", "", schema=["{}", "{"])
     found = check_golds(build_rewards(["json_schema"]), dataset)
     assert found is not None
-    assert found.rows == (2,)
+    assert rows_of(found) == [2]
     one_for_all = build_rewards([{"name": "json_schema", "kwargs": {"schema": {}}}])
     assert check_golds(one_for_all, dataset) is None
     check_columns(one_for_all, ["prompt"])
@@ -210,6 +243,7 @@ def test_a_run_passes_every_column_to_rewards_and_names_unscorable_golds(
         {"question": f"{n} + 1?", "answer": PROSE if n == 1 else str(n + 1), "level": n % 3, "notes": {"page": n}}
         for n in range(8)
     ]
+    rows[5]["answer"] = "6,50"
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = {
         "model_name_or_path": str(tiny_model),
@@ -232,12 +266,18 @@ def test_a_run_passes_every_column_to_rewards_and_names_unscorable_golds(
     assert "rewards gsm8k_correctness × 1, by_level × 1, tag_count × 0 (logged only)" in output
     assert "note            `learning_rate` is 0.02, above 0.01" in output
     assert "note            1 of 8 golds can't be scored by gsm8k_correctness" in output
+    assert (
+        f"note            gsm8k_correctness: 1 gold has a decimal comma ({tmp_path}/rows.jsonl, line 6: `6,50`)"
+        in output
+    )
     history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
     assert history[0]["rewards/by_level/mean"] == pytest.approx(1.0)  # the levels of the first three rows: 0, 1, 2
     record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert record["unscorable_golds"] == {"count": 1, "total": 8, "rows": [2]}
+    assert record["unscorable_golds"] == {"count": 1, "total": 8, "rows": [f"{tmp_path}/rows.jsonl, line 2"]}
     cli.main(["diagnose", str(tmp_path / "run")])
-    assert "1 of 8 golds can't be scored by a correctness reward (rows 2 of" in capsys.readouterr().out
+    assert f"1 of 8 golds can't be scored by a correctness reward ({tmp_path}/rows.jsonl, line 2):" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 # The scores of a call
@@ -263,7 +303,7 @@ def test_a_long_completion_is_quoted_by_its_beginning() -> None:
     checked = checked_reward(returning(math.nan))
     with pytest.raises(RewardFault) as error:
         checked(prompts=["one"], completions=["a\n b " * 99])
-    assert f"(completion {'a b ' * 15!r})" in str(error.value)
+    assert f"(completion {'a b ' * 14 + 'a...'!r})" in str(error.value)
 
 
 @pytest.mark.parametrize("completions", [TEXTS, [[{"role": "assistant", "content": text}] for text in TEXTS]])
@@ -272,6 +312,79 @@ def test_finite_scores_are_returned_unchanged(completions: list) -> None:
     checked = checked_reward(returning(*values))
     assert checked(prompts=TEXTS, completions=completions, answer=TEXTS) == values
     assert checked.__name__ == "judge"
+
+
+def scored(reward: Callable[..., Any], completions: list, **columns: Any) -> list:
+    """Call a checked reward as TRL does, and return the scores."""
+    columns |= {"trainer_state": SimpleNamespace(global_step=11), "log_metric": print, "log_extra": print}
+    scores = checked_reward(reward)(prompts=completions, completions=completions, **columns)
+    return asyncio.run(scores) if inspect.isawaitable(scores) else scores
+
+
+def number_of(completions: list, answer: list, **columns: Any) -> list[float]:
+    assert len(answer) == len(completions), "the columns are cut like the completions"
+    return [float(completion) for completion in completions]
+
+
+async def number_of_async(completions: list, **columns: Any) -> list[float]:
+    return number_of(completions, **columns)
+
+
+@pytest.mark.parametrize("reward", [number_of, number_of_async])
+def test_a_reward_that_raises_names_step_row_and_completion(reward: Callable[..., Any]) -> None:
+    completions = ["1", "2", "three", "4", "five"]
+    with pytest.raises(RewardFault) as fault:
+        scored(reward, completions, answer=TEXTS + TEXTS[:2])
+    assert str(fault.value) == (
+        f"reward `{reward.__name__}` raised ValueError: could not convert string to float: 'three', for row 2 of this "
+        "rank's generation after step 11 (completion 'three')"
+    )
+    assert fault.value.row == FaultyRow(reward.__name__, 2, "three", "three", 11)
+
+
+def test_an_error_of_every_row_accuses_no_completion() -> None:
+    """A server that is down fails for the first row too, which is not the cause."""
+
+    def judge(completions: list, **columns: Any) -> list[float]:
+        raise ConnectionError("no server")
+
+    with pytest.raises(RewardFault, match="no server, for each of 3 rows of this rank's generation after step 11"):
+        scored(judge, TEXTS)
+
+
+def test_an_error_that_no_row_raises_alone_names_no_row() -> None:
+    def judge(completions: list, **columns: Any) -> list[float]:
+        if len(completions) > 1:
+            raise ValueError("too many")
+        raise ValueError("a group of one")
+
+    with pytest.raises(RewardFault, match="too many, for the 3 completions of this rank's generation") as fault:
+        scored(judge, TEXTS)
+    assert fault.value.row is None
+
+
+def test_the_search_for_the_row_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def judge(completions: list, **columns: Any) -> list[float]:
+        calls.append(len(completions))
+        raise ValueError("no")
+
+    monkeypatch.setattr(rewards, "SEARCH_SECONDS", -1.0)
+    with pytest.raises(RewardFault, match="for the 3 completions"):
+        scored(judge, TEXTS)
+    assert calls == [3]
+
+
+def test_rows_that_are_scored_again_log_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    def judge(completions: list, log_extra: Any, log_metric: Any, **columns: Any) -> list[float]:
+        log_extra("text", completions)
+        log_metric("metric", 1.0)
+        return [float(completion) for completion in completions]
+
+    with pytest.raises(RewardFault, match="for row 1 "):
+        scored(judge, ["1", "two", "3"])
+    assert capsys.readouterr().out.count("metric") == 1
 
 
 RETURNED = {

@@ -69,7 +69,7 @@ def test_a_chat_template_is_tried_within_limits(tmp_path: Path, template: str, m
     assert error.startswith(
         f"{folder}: rendering 4 prompts with its chat template ({folder / 'chat_template.jinja'}) {message}"
     )
-    assert error.endswith(": correct the template, or name another model")
+    assert error.endswith(": correct the file, or name another model")
 
 
 def test_a_template_that_is_large_only_after_an_answer_is_refused(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_ctrl_c_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("grpo_recipes.process.bounded_child.readable", interrupted)
+    monkeypatch.setattr("grpo_recipes.process.bounded_child._answer", interrupted)
     before = psutil.Process().children()
     with pytest.raises(KeyboardInterrupt):
         bounded_call(lambda announce: time.sleep(60), LIMITS)

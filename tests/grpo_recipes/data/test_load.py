@@ -73,9 +73,9 @@ def test_a_mapping_sets_every_key():
         ({"name": "arithmetic", "size": True}, r"`dataset\.size` must be a whole number, not True"),
         ({"name": "arithmetic", "size": 0}, r"`dataset\.size` is 0: set a number of at least 1"),
         ({"name": "gsm8k", "max_prompt_tokens": -1}, r"`dataset\.max_prompt_tokens` is -1: set a number of at least 1"),
-        ({"name": "gsm8k", "size": 10}, r"`dataset\.size`: the dataset `gsm8k` does not use it"),
-        ({"name": "arithmetic", "path": "x"}, r"`dataset\.path`: the dataset `arithmetic` does not use it"),
-        (["gsm8k"], r"`dataset` must be a name or a mapping"),
+        ({"name": "gsm8k", "size": 10}, r"`dataset\.size` does not go with the dataset `gsm8k`: remove it"),
+        ({"name": "arithmetic", "path": "x"}, r"`dataset\.path` does not go with the dataset `arithmetic`: remove it"),
+        (["gsm8k"], r"`dataset` must be a name, or a mapping"),
     ],
 )
 def test_an_invalid_spec_is_refused_with_the_key_and_the_fix(raw, message):
@@ -308,9 +308,13 @@ def test_windows_line_ends_and_a_byte_order_mark_are_read(tmp_path):
     ("name", "content", "message"),
     [
         ("absent.jsonl", None, r"`dataset\.path`: .*absent\.jsonl can't be read \(No such file"),
-        ("latin.jsonl", "é".encode("latin-1"), r"`dataset\.path`: .*latin\.jsonl is not UTF-8"),
+        ("latin.jsonl", "é".encode("latin-1"), r"`dataset\.path`: .*latin\.jsonl, line 1 is not UTF-8 text: set"),
         ("empty.jsonl", b"\n", r"`dataset\.split`: 'train' of .*empty\.jsonl is empty"),
-        ("rows.xls", b"question", r"`dataset\.path`: .*rows\.xls is not a \.jsonl, \.json, \.csv, \.parquet file"),
+        (
+            "rows.xls",
+            b"question",
+            r"`dataset\.path`: .*rows\.xls is not a \.jsonl, \.json, \.csv, \.tsv, \.parquet file",
+        ),
         ("no/such/folder", None, r"`dataset\.path`: there is no file or folder .*no/such/folder"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from grpo_recipes.data import prompts, tables
 from grpo_recipes.data.load import check_disjoint, load, load_prompts
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards.errors import UserError
+from grpo_rewards.math.answers import read_gold
 
 ROWS = [{"problem": f"What is {n} + {n}?", "solution": f"So \\boxed{{{2 * n}}}", "level": n % 5} for n in range(30)]
 
@@ -307,7 +309,7 @@ def test_a_held_out_row_that_is_also_a_training_row_is_refused(tmp_path: Path) -
     other = [{"problem": f"{n}?", "solution": "1", "level": 1} for n in range(5)]
     held_out = write(tmp_path / "held_out.jsonl", [*other, {**ROWS[3], "level": 99}, ROWS[4]])
     made = spec(path, eval_path=held_out)
-    with pytest.raises(UserError, match=r"`dataset\.eval_path`: 2 of 7 held-out rows are training rows too \(row 6 "):
+    with pytest.raises(UserError, match=r"`dataset\.eval_path`: 2 of 7 held-out rows are training rows too .*line 6 "):
         check_disjoint(load_prompts(made), load_prompts(made, evaluation=True), made)
     made = spec(path, eval_path=write(tmp_path / "new.jsonl", other))
     check_disjoint(load_prompts(made), load_prompts(made, evaluation=True), made)
@@ -316,15 +318,111 @@ def test_a_held_out_row_that_is_also_a_training_row_is_refused(tmp_path: Path) -
 # The sample of a large table
 
 
-def test_a_large_table_is_sampled_by_hash() -> None:
-    assert prompts.hash_sample(prompts.SAMPLE).tolist() == list(range(prompts.SAMPLE))
-    sample = prompts.hash_sample(1_000_000)
+def test_a_large_table_is_sampled() -> None:
+    assert prompts.sample_of_rows(prompts.SAMPLE).tolist() == list(range(prompts.SAMPLE))
+    sample = prompts.sample_of_rows(1_000_000)
     assert len(np.unique(sample)) == len(sample) == prompts.SAMPLE
-    assert (sample == prompts.hash_sample(1_000_000)).all()
+    assert (sample == prompts.sample_of_rows(1_000_000)).all()
     assert (sample == np.sort(sample)).all()
     # Each tenth of the rows has a tenth of the sample, up to 5 standard deviations.
     counts = np.bincount(sample // 100_000, minlength=10)
     assert abs(counts - 2_000).max() < 5 * 2_000**0.5
+
+
+# Nested columns, conversations, and several golds
+
+TABLES = Path(__file__).parents[2] / "data" / "tables"
+
+
+def test_a_dotted_path_names_a_nested_column() -> None:
+    nested = TABLES / "extraction_nested.jsonl"
+    records = [json.loads(line)["record"] for line in nested.read_text(encoding="utf-8").splitlines()]
+    table = load(
+        DatasetSpec.parse({"path": str(nested), "columns": {"question": "record.text", "fields": "record.target"}})
+    )
+    assert table["prompt"][:] == [user(record["text"]) for record in records]
+    assert table["fields"][:] == [record["target"] for record in records]
+    assert table["record"][0] == records[0]
+    replaced = load(
+        DatasetSpec.parse({"path": str(nested), "columns": {"question": "record.text", "record": "record.target.day"}})
+    )
+    assert replaced["record"][:] == [record["target"]["day"] for record in records]
+
+
+def test_a_dotted_path_reads_the_rows_of_a_slice_and_of_parquet(tmp_path: Path) -> None:
+    rows = [{"a": {"b": {"c": f"q{n}"}}, "a.b": n} for n in range(9)]
+    for name in ("rows.jsonl", "rows.parquet"):
+        path = write(tmp_path / name, rows)
+        table = load(
+            DatasetSpec.parse({"path": path, "split": "train[3:5]+train[8:]", "columns": {"question": "a.b.c"}})
+        )
+        assert table["prompt"][:] == [user(f"q{n}") for n in (3, 4, 8)]
+        assert load(DatasetSpec.parse({"path": path, "columns": {"question": "a.b.c", "n": "a.b"}}))["n"][:] == list(
+            range(9)
+        )
+
+
+def test_a_missing_object_has_no_nested_value(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"question": "a", "meta": {"level": 1}}, {"question": "b", "meta": None}])
+    assert load(DatasetSpec.parse({"path": path, "columns": {"level": "meta.level"}}))["level"][:] == [1, None]
+
+
+@pytest.mark.parametrize("name", ["messages", "prompt"])
+def test_the_last_assistant_turn_of_a_conversation_is_the_gold(name: str) -> None:
+    nested = TABLES / "nested.jsonl"
+    turns = [json.loads(line)["conversation"]["messages"] for line in nested.read_text(encoding="utf-8").splitlines()]
+    table = load(DatasetSpec.parse({"path": str(nested), "columns": {name: "conversation.messages"}}))
+    assert table["prompt"][:] == [conversation[:-1] for conversation in turns]
+    assert table["answer"][:] == [conversation[-1]["content"] for conversation in turns]
+
+
+def test_a_conversation_without_a_last_assistant_turn_is_a_prompt(tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": "s"}, *user("q"), {"role": "assistant", "content": "a"}, *user("r")]
+    path = write(tmp_path / "rows.jsonl", [{"messages": turns, "answer": "1"}])
+    assert load(DatasetSpec.parse({"path": path})).to_list() == [{"prompt": turns, "answer": "1"}]
+
+
+def test_a_column_answer_stays_the_gold_of_a_conversation(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "rows.jsonl", [{"messages": [*user("q"), {"role": "assistant", "content": "a"}], "answer": 1}]
+    )
+    assert load(DatasetSpec.parse({"path": path})).to_list() == [{"prompt": user("q"), "answer": 1}]
+
+
+def test_a_conversation_of_an_answer_alone_is_refused(tmp_path: Path) -> None:
+    turns = [*user("q"), {"role": "assistant", "content": "a"}]
+    path = write(tmp_path / "rows.jsonl", [{"messages": turns}, {"messages": turns[1:]}])
+    with pytest.raises(UserError, match=r"line 2 has the prompt \[\]: it must be text or messages"):
+        load(DatasetSpec.parse({"path": path}))
+
+
+@pytest.mark.parametrize(
+    ("preset", "columns", "golds", "expected"),
+    [
+        ("gsm8k", ("question", "answer"), ["so #### 18", "eighteen"], ["18", "eighteen"]),
+        ("math", ("problem", "solution"), ["\\boxed{18}", "18.0"], ["18", "18.0"]),
+    ],
+)
+def test_a_preset_keeps_a_list_of_accepted_golds(
+    tmp_path: Path, preset: str, columns: tuple[str, str], golds: list[str], expected: list[str]
+) -> None:
+    rows = [{columns[0]: "q", columns[1]: golds}, {columns[0]: "r", columns[1]: ["7"]}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    assert load(DatasetSpec.parse({"name": preset, "path": path}))["answer"][:] == [expected, ["7"]]
+    for wrong in ([], ["7", " "]):
+        path = write(tmp_path / "wrong.jsonl", [rows[0], {columns[0]: "r", columns[1]: wrong}])
+        with pytest.raises(UserError, match=r"wrong\.jsonl, line 2 has the answer \["):
+            load(DatasetSpec.parse({"name": preset, "path": path}))
+
+
+@pytest.mark.parametrize("number", [1.234, -12.125, 999.001, 0.125, 1234.567, 2.5, 18.0])
+def test_a_number_becomes_text_that_no_decimal_mark_misreads(tmp_path: Path, number: float) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"question": "q", "answer": number}])
+    (gold,) = load(DatasetSpec.parse({"name": "gsm8k", "path": path}))["answer"][:]
+    for decimal in ("point", "comma"):
+        read = read_gold(gold, decimal)
+        assert read is not None
+        assert read.number == Fraction(str(number))
 
 
 # Bad input
@@ -337,13 +435,18 @@ def test_a_large_table_is_sampled_by_hash() -> None:
             {"columns": {"question": "probem"}},
             r"rows\.jsonl has no column 'probem' \(it has problem, solution, level\)",
         ),
+        (
+            {"columns": {"question": "meta.txt"}, "path": "{folder}/nested.jsonl"},
+            r"has no 'meta\.txt' \(meta has meta\.text",
+        ),
+        ({"columns": {"question": "problem.text"}}, r"rows\.jsonl has no 'problem\.text' \(problem has problem\)"),
         ({"columns": ["problem", "x"]}, r"rows\.jsonl has no column 'x'"),
         ({"columns": {"question": 3}}, r"`dataset\.columns` has 3 in place of a column's name"),
         (
             {"columns": {"level": "problem"}},
             r"`level: problem` meets a column 'level' of .*rows\.jsonl: rename it, as `other_level: level`",
         ),
-        ({"columns": {}}, r"has the columns problem, solution, level, and none is 'prompt' or 'question'"),
+        ({"columns": {}}, r"has the columns problem, solution, level, and none is 'prompt', 'question' or 'messages'"),
         (
             {"columns": {"question": "problem", "completions": "level"}},
             r"has a column 'completions', a name that the trainer",
@@ -363,15 +466,21 @@ def test_a_large_table_is_sampled_by_hash() -> None:
         ({"system_prompt": {"file": "no/such.txt"}}, r"no/such\.txt can't be read \(No such file"),
         ({"system_prompt": " "}, r"`dataset\.system_prompt` is empty"),
         ({"eval_share": 1.0}, r"`dataset\.eval_share` is 1\.0: set a number above 0 and below 1"),
-        ({"eval_share": 0.1, "eval_split": "test"}, r"has both `eval_share` and `eval_split`"),
+        ({"eval_share": 0.1, "eval_split": "test"}, r"`dataset\.eval_split` does not go with `dataset\.eval_share`"),
         ({"eval_share": 1e-9}, r"`dataset\.eval_share`: 1e-09 of the rows of .* is empty"),
         ({"path": "{folder}/none-*.jsonl"}, r"`dataset\.path`: no file matches .*none-\*\.jsonl"),
         ({"path": "{folder}/*"}, r"are of two kinds"),
         ({"path": []}, r"`dataset\.path` is an empty list"),
         ({"path": ["{folder}/rows.jsonl"], "split": "train[:5]"}, r"`dataset\.split` does not go with a list"),
         ({"path": [{"pth": "x"}]}, r"unknown key `dataset\.path\.pth`: did you mean `path`"),
-        ({"path": [{"path": "{folder}/rows.jsonl", "fraction": 1.5}]}, r"the `fraction` of .*rows\.jsonl is 1\.5"),
-        ({"path": [{"path": "{folder}/rows.jsonl", "fraction": 0}]}, r"the `fraction` of .*rows\.jsonl is 0"),
+        (
+            {"path": [{"path": "{folder}/rows.jsonl", "fraction": 1.5}]},
+            r"`dataset\.path\.fraction` is 1\.5: set",
+        ),
+        (
+            {"path": [{"path": "{folder}/rows.jsonl", "fraction": 0}]},
+            r"`dataset\.path\.fraction` is 0\.0: set",
+        ),
         (
             {"path": [{"path": "{folder}/rows.jsonl", "fraction": 0.5}, "{folder}/rows.csv"]},
             r"give every source a `fraction`, or none of them",
@@ -397,6 +506,7 @@ def test_a_mistake_is_reported_with_its_fix(tmp_path: Path, keys: dict[str, Any]
     write(tmp_path / "sourced.jsonl", [{**row, "source": "x"} for row in ROWS])
     write(tmp_path / "null.jsonl", [*ROWS[:2], {**ROWS[2], "problem": None}])
     write(tmp_path / "blank.jsonl", [ROWS[0], {**ROWS[1], "problem": "  "}])
+    write(tmp_path / "nested.jsonl", [{"meta": {"text": "q", "x": 1}}])
     (tmp_path / "wide.csv").write_text("problem,solution,level\na,b,1\na,b,c,1\n")
     (tmp_path / "quote.csv").write_text('problem,solution,level\na,b,1\na,"b,1\n\nc,d,1\n')
     (tmp_path / "twice.csv").write_text("problem,solution,problem\na,b,c\n")

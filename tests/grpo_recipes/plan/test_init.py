@@ -9,24 +9,34 @@ import pytest
 import yaml
 
 from grpo_recipes import cli
-from grpo_recipes.checks.checks import Machine, check
+from grpo_recipes.checks.checks import Checked, Machine, check
 from grpo_recipes.plan.init import (
     BOXED,
     CHOICE,
+    CODE,
+    LABEL,
     NONE,
     NUMBER,
+    OBJECT,
+    TASKS,
+    TEXT,
     WORDS,
     WORKED,
     Form,
+    Guess,
+    Wishes,
     default_output,
     guessed,
-    recipe_text,
+    schema_of,
+    write_first_recipe,
 )
 from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_rewards.errors import UserError
+from tests.support import launching
 
 QUESTION = "How many?"
 CPU = Machine(1, bf16=False)
+LONG = "A long text of many words which is no answer to hold against."
 
 TABLES: dict[str, tuple[dict[str, Any], Form, dict[str, str], list[str]]] = {
     "GSM8K": ({"question": QUESTION, "answer": "3 and 4.\n#### 7"}, WORKED, {}, []),
@@ -64,10 +74,29 @@ TABLES: dict[str, tuple[dict[str, Any], Form, dict[str, str], list[str]]] = {
     "prompts with golds": ({"prompt": QUESTION, "answer": "#### 7", "n": 1}, WORKED, {}, ["n"]),
     "messages": ({"prompt": [{"role": "user", "content": QUESTION}]}, NONE, {}, []),
     "instructions": (
-        {"instruction": "Write a poem.", "output": "A long text of many words which is no answer to hold against."},
-        NONE,
-        {"question": "instruction"},
-        ["output"],
+        {"instruction": "Write a poem.", "output": LONG},
+        TEXT,
+        {"question": "instruction", "answer": "output"},
+        [],
+    ),
+    "instructions alone": ({"instruction": "Write a poem."}, NONE, {"question": "instruction"}, []),
+    "MATH-500": (
+        {"problem": QUESTION, "answer": "\\frac12", "solution": "So $\\boxed{\\frac12}$.", "level": 2},
+        BOXED,
+        {"question": "problem", "answer": "solution", "other_answer": "answer"},
+        ["other_answer", "level"],
+    ),
+    "objects": (
+        {"text": QUESTION, "target": {"city": "Rome", "day": 3}},
+        OBJECT,
+        {"object": "target"},
+        [],
+    ),
+    "tests": (
+        {"task": "Write f.", "test_list": ["assert f(1) == 2"]},
+        CODE,
+        {"question": "task", "tests": "test_list"},
+        [],
     ),
 }
 
@@ -81,37 +110,230 @@ def test_the_form_and_the_columns_of_a_table_are_guessed(name: str) -> None:
     assert guess.others == others
 
 
+def written(table: datasets.Dataset, folder: Path, machine: Machine = CPU, **wishes: Any) -> tuple[Guess, Checked]:
+    """Write the recipe of a table, and return the guess and what the checks of the recipe build."""
+    table.save_to_disk(folder / "table")
+    file = folder / "recipe.yaml"
+    guess = write_first_recipe(str(folder / "table"), file, "some/model", machine=machine, wishes=Wishes(**wishes))
+    return guess, check(parse_recipe(["--config", str(file)]), machine)
+
+
 @pytest.mark.parametrize("has_gpu", [False, True])
 @pytest.mark.parametrize("name", TABLES)
 def test_the_recipe_passes_every_check(name: str, has_gpu: bool, tmp_path: Path) -> None:
     row, *_ = TABLES[name]
-    table = datasets.Dataset.from_list([row] * 10)
-    asked = "question" if "question" in row else next((key for key in row if isinstance(row[key], str)), None)
-    if asked:  # every row holds another problem, so that a tenth of them can be held out
-        table = table.remove_columns([asked]).add_column(asked, [f"{number}: {row[asked]}" for number in range(10)])
-        table = datasets.Dataset.from_list(
-            [{**one, asked: f"{one[asked]} {part}"} for one in table for part in range(20)]
-        )
-    else:
-        content = [[{"role": "user", "content": f"{QUESTION} {number}"}] for number in range(200)]
-        table = datasets.Dataset.from_dict({"prompt": content})
-    table.save_to_disk(tmp_path / "table")
-    file = tmp_path / "recipe.yaml"
-    file.write_text(
-        recipe_text(str(tmp_path / "table"), guessed(table), "some/model", has_gpu=has_gpu, rows=len(table))
-    )
-    checked = check(parse_recipe(["--config", str(file)]), Machine(1, bf16=has_gpu))
+    asked = next((key for key in row if isinstance(row[key], str) and key not in ("id", "answer")), None)
+    rows = []
+    for number in range(200):  # every row holds another problem, so that a tenth of them can be held out
+        if asked:
+            rows.append({**row, asked: f"{number}: {row[asked]}"})
+        else:
+            rows.append({"prompt": [{"role": "user", "content": f"{QUESTION} {number}"}]})
+    _, checked = written(datasets.Dataset.from_list(rows), tmp_path, Machine(1, bf16=has_gpu))
     assert checked.eval_dataset is not None
     assert len(checked.train_dataset) + len(checked.eval_dataset) == 200
-    assert QUESTION in str(checked.train_dataset[0]["prompt"]) or "poem" in str(checked.train_dataset[0]["prompt"])
+    assert checked.golds is None
+    prompt = str(checked.train_dataset[0]["prompt"])
+    assert any(text in prompt for text in (QUESTION, "poem", "Write f."))
 
 
-def test_few_rows_of_another_form_are_ignored_and_many_are_not() -> None:
-    def form(wrong: int) -> Form:
+def golds(column: str, values: list[Any], **others: list[Any]) -> datasets.Dataset:
+    """Return a table with a question in each row, a column of golds, and other columns."""
+    questions = [f"What is the answer to question number {n}?" for n in range(len(values))]
+    return datasets.Dataset.from_dict({"Frage": questions, column: values, **others})
+
+
+def test_few_answers_of_another_form_are_ignored_and_many_are_refused() -> None:
+    def table(wrong: int) -> datasets.Dataset:
         answers = ["because of what was said above, as the others do"] * wrong + ["#### 7"] * (100 - wrong)
-        return guessed(datasets.Dataset.from_dict({"question": [QUESTION] * 100, "answer": answers})).form
+        return golds("answer", answers)
 
-    assert [form(5), form(20)] == [WORKED, NONE]
+    assert guessed(table(5)).form is WORKED
+    with pytest.raises(UserError, match=r"80 of 100 answers in 'answer' are solutions that end in `#### N`.* `--task"):
+        guessed(table(20))
+    assert guessed(table(20), Wishes(task="numbers")).form is WORKED
+    assert guessed(table(20), Wishes(task="text")).form is TEXT
+
+
+# Content before names
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "form"),
+    [
+        ("x1", [str(7 * n % 23) + " kg" for n in range(30)], NUMBER),
+        ("x1", ["Ja", "nein"] * 15, LABEL),
+        ("x1", [f"Stadt {chr(65 + n)}" for n in range(26)], WORDS),
+        ("x1", [json.dumps({"a": n}) for n in range(9)], OBJECT),
+        ("x1", ["assert f(1) == 2\nassert f(2) == 3"] * 9, CODE),
+        ("x1", [rf"Also \boxed{{{n}}}" for n in range(9)], BOXED),
+        ("答案", [LONG + str(n) for n in range(9)], TEXT),
+    ],
+)
+def test_the_answer_is_found_by_its_content(column: str, values: list[Any], form: Form) -> None:
+    counters = {"Nr": list(range(len(values))), "Kennung": [f"r-{n:03d}" for n in range(len(values))]}
+    dates = {"am": [f"2024-03-{1 + n % 28:02d}" for n in range(len(values))], "aus": ["Buch"] * len(values)}
+    guess = guessed(golds(column, values, **counters, **dates))
+    assert guess.form is form
+    assert column in guess.columns.values()
+    assert set(guess.others) == {"Nr", "Kennung", "am", "aus"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "named"),
+    [
+        (
+            {
+                "a": ["1 apple and one pear more", "2 pears for you and me"],
+                "b": ["Why is that so, dear?", "Who is it?"],
+            },
+            "a",
+        ),
+        ({"frage": ["Was ist das da?", "Wer ist das da?"], "a": [3, 5], "b": [8, 1]}, "b"),
+        ({"frage": ["Was ist das da?"] * 4, "a": ["x", "y", "x", "y"], "b": [9, 7, 5, 6]}, "a"),
+    ],
+)
+def test_equally_good_columns_are_asked_for(columns: dict[str, list[Any]], named: str) -> None:
+    with pytest.raises(
+        UserError, match=rf"the columns .*'{named}'.* could each be the (question|answer).*`--\w+ COLUMN`"
+    ):
+        guessed(datasets.Dataset.from_dict(columns))
+
+
+def test_options_decide_between_columns() -> None:
+    table = golds("a", [3, 5, 9], b=[8, 1, 7], c=[["x", "y"]] * 3)
+    assert guessed(table, Wishes(answer="b")).columns["answer"] == "b"
+    assert guessed(table, Wishes(answer="a", task="words")).form is WORDS
+    assert guessed(table, Wishes(question="Frage", task="judged")).form is NONE
+    with pytest.raises(UserError, match="--answer names the column 'd', and the table has 'Frage', 'a', 'b', 'c'"):
+        guessed(table, Wishes(answer="d"))
+    with pytest.raises(UserError, match="'a' has no answers for the task code"):
+        guessed(table, Wishes(answer="a", task="code"))
+    with pytest.raises(UserError, match="no column names one of the choices"):
+        guessed(table, Wishes(choices="c", answer="a"))
+
+
+def test_golds_that_count_the_choices_from_one_are_refused() -> None:
+    table = golds("answer", [1 + n % 4 for n in range(20)], choices=[["a1", "b2", "c3", "d4"]] * 20)
+    with pytest.raises(UserError, match=r"15 of 20 answers in 'answer' name one of the choices .*count from 0"):
+        guessed(table)
+
+
+def test_choices_in_columns_of_their_own_are_refused() -> None:
+    letters = {letter: [f"{letter}{n}" for n in range(20)] for letter in "AB"}
+    with pytest.raises(UserError, match=r"answers in 'answer' are names of columns \(A, B\), which hold the choices"):
+        guessed(golds("answer", ["A", "B"] * 10, **letters))
+
+
+def test_the_answers_of_squad_are_words_and_its_context_is_named() -> None:
+    answers = [{"text": [f"Rome {n}"], "answer_start": [n]} for n in range(20)]
+    guess = guessed(golds("answers", answers, context=[f"{n} people went to the city of Rome." for n in range(20)]))
+    assert guess.form is WORDS
+    assert "  context: text that the prompt does not hold (`dataset.prompt_template` can add it)" in (
+        guess.describe_columns()
+    )
+
+
+def test_the_tasks_of_the_command_line_are_those_of_the_forms() -> None:
+    assert cli.TASKS == TASKS
+
+
+# Ambiguous numbers
+
+
+@pytest.mark.parametrize(
+    ("values", "decimal"),
+    [
+        (["1.200 €", "6.403,64 €", "7 €"], "comma"),
+        (["1,200", "5,628"], None),
+        (["1.5", "2.25"], None),
+        ([1.5, 2.25], None),
+    ],
+)
+def test_a_certain_decimal_mark_is_written(values: list[Any], decimal: str | None, tmp_path: Path) -> None:
+    written(golds("Ergebnis", values * 10), tmp_path)
+    (reward, _) = yaml.safe_load((tmp_path / "recipe.yaml").read_text())["rewards"]
+    assert reward["name"] == "gsm8k_correctness"
+    assert reward["kwargs"].get("decimal") == decimal
+
+
+@pytest.mark.parametrize("values", [["1.200 €", "3.500 €"], ["1.200,50", "1,200.50"]])
+def test_an_ambiguous_decimal_mark_is_asked_for(values: list[str], tmp_path: Path) -> None:
+    table = golds("Ergebnis", values * 10)
+    with pytest.raises(UserError, match=r"may have a decimal point or a decimal comma .*`--decimal point` or"):
+        guessed(table)
+    assert guessed(table, Wishes(decimal="comma")).decimal == "comma"
+    assert guessed(table, Wishes(decimal="point")).decimal == "point"
+
+
+def test_number_cells_with_two_readings_are_asked_for(tmp_path: Path) -> None:
+    file, recipe = tmp_path / "t.csv", tmp_path / "t.yaml"
+    rows = [f"Wie viele sind es am Tag {n}?;{1 + n % 9}.{200 + n}" for n in range(40)]
+    file.write_text("\n".join(["Frage;Anzahl", *rows]))
+    with pytest.raises(UserError, match=r"`--decimal point` or `--decimal comma`"):
+        write_first_recipe(str(file), recipe, machine=CPU)
+    assert not recipe.exists()
+    write_first_recipe(str(file), recipe, machine=CPU, wishes=Wishes(decimal="comma"))
+    rows_read = check(parse_recipe(["--config", str(recipe)]), CPU).train_dataset
+    assert min(rows_read["answer"]) >= 1200
+
+
+# Rows without an answer, few rows, schemas
+
+
+def test_rows_without_an_answer_are_named_and_left_out(tmp_path: Path) -> None:
+    guess, checked = written(golds("answer", [None if n % 4 == 1 else n * 3 for n in range(40)]), tmp_path)
+    assert guess.missing == list(range(2, 41, 4))
+    assert "10 rows have no question or no answer (2, 6, 10" in "\n".join(guess.describe_columns())
+    assert checked.eval_dataset is not None
+    assert len(checked.train_dataset) + len(checked.eval_dataset) == 30
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5, 12, 20])
+def test_a_small_table_holds_out_a_larger_share_or_nothing(rows: int, tmp_path: Path) -> None:
+    _, checked = written(golds("answer", [n * 3 for n in range(rows)]), tmp_path)
+    held_out = 0 if checked.eval_dataset is None else len(checked.eval_dataset)
+    assert len(checked.train_dataset) + held_out == rows
+    assert len(checked.train_dataset) >= 2
+    assert held_out >= rows // 5 or checked.eval_dataset is None
+
+
+def test_a_table_of_one_row_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has only one row"):
+        written(golds("answer", [3]), tmp_path)
+
+
+def test_no_recipe_is_written_if_a_check_fails(tmp_path: Path) -> None:
+    table = golds("answer", [f"#### {n}" for n in range(20)])
+    table.save_to_disk(tmp_path / "table")
+    with pytest.raises(UserError, match="model_name_or_path"):
+        write_first_recipe(str(tmp_path / "table"), tmp_path / "r.yaml", "./no/such/folder", machine=CPU)
+    assert not (tmp_path / "r.yaml").exists()
+
+
+def test_the_schema_of_objects_fits_each_of_them() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    objects = [
+        {"name": "Ann", "age": 3, "tags": ["a"], "home": {"city": "Rome"}},
+        {"name": "Bo", "age": 3.5, "tags": [], "home": {"city": "Oslo", "zip": "1"}, "ok": True},
+        {"name": 7, "age": 1, "tags": ["b", 2], "home": {"city": "Lima"}, "ok": None},
+    ]
+    schema = schema_of(objects)
+    for one in objects[:2]:
+        jsonschema.validate(one, schema)
+    assert schema["required"] == ["name", "age", "tags", "home"]
+    assert schema["properties"]["home"]["required"] == ["city"]
+    for wrong in ({**objects[0], "age": "3"}, {**objects[0], "more": 1}, {"name": "Ann"}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
+
+
+def test_labels_that_differ_in_case_are_one_and_the_prompt_names_them(tmp_path: Path) -> None:
+    guess, checked = written(golds("Urteil", ["Gut", "gut", "gut ", "schlecht"] * 10), tmp_path)
+    assert guess.labels == ["gut", "schlecht"]
+    assert set(checked.train_dataset["answer"]) == {"gut", "schlecht"}
+    content = checked.train_dataset[0]["prompt"][-1]["content"]
+    assert content.endswith("Answer with one of these labels: gut, schlecht.")
 
 
 def test_the_command_writes_a_recipe_and_never_overwrites_one(
@@ -121,7 +343,7 @@ def test_the_command_writes_a_recipe_and_never_overwrites_one(
     rows = [{"question": f"What is {n} + {n}?", "answer": n + n} for n in range(100)]
     Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert cli.main(["init", "sums.jsonl", "--model", "my/model"]) == 0
-    assert "numbers in 100 of the first 100 rows" in capsys.readouterr().out
+    assert "numbers in 100 of 100 rows" in capsys.readouterr().out
     recipe = yaml.safe_load(Path("sums.yaml").read_text())
     assert recipe["model_name_or_path"] == "my/model"
     assert recipe["dataset"]["path"] == "sums.jsonl"
@@ -132,9 +354,7 @@ def test_the_command_writes_a_recipe_and_never_overwrites_one(
 
 
 def test_a_table_without_questions_is_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"none of the columns 'a', 'b' looks like a question .*columns: \{question: ...\}"
-    ):
+    with pytest.raises(UserError, match=r"none of the columns 'a', 'b' looks like a question: .*--question COLUMN"):
         guessed(datasets.Dataset.from_dict({"a": ["x"], "b": [1]}))
 
 
@@ -146,7 +366,25 @@ def test_the_recipe_has_the_name_of_the_table(path: str, file: str) -> None:
     assert default_output(path) == Path(file)
 
 
-def test_a_column_name_cannot_add_a_line_to_the_recipe() -> None:
-    table = datasets.Dataset.from_list([{"question": QUESTION, "answer": "7", "x\nbf16: true\n": 1}] * 3)
-    text = recipe_text("t", guessed(table), "m", has_gpu=False, rows=3)
-    assert yaml.safe_load(text)["bf16"] is False
+def test_a_column_name_cannot_add_a_line_to_the_recipe(tmp_path: Path) -> None:
+    table = golds("answer", ["7", "8", "9"], **{"x\nbf16: true\n": [1, 2, 4]})
+    written(table, tmp_path)
+    assert yaml.safe_load((tmp_path / "recipe.yaml").read_text())["bf16"] is False
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        ("rows.jsonl/mine.yaml", "a file has the name of its folder"),
+        ("rows.jsonl/inner/mine.yaml", "Not a directory"),
+        ("/proc/mine.yaml", "No such file or directory"),
+    ],
+)
+def test_a_recipe_that_cannot_be_written_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], output: str, reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    launching.write_rows(tmp_path / "rows.jsonl", 20)
+    assert cli.main(["init", "rows.jsonl", "--output", output]) == 2
+    place = output if output.startswith("/") else f"{output} (relative to {tmp_path})"
+    assert capsys.readouterr().err == f"error: --output {place} can't be written ({reason}): name another file\n"

@@ -1,6 +1,9 @@
 """`grpo-recipes plan` with each recipe and each layout."""
 
 import json
+import re
+import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -37,7 +40,7 @@ def test_each_recipe_is_planned_or_refused_with_the_fix(
     if status == 2:
         assert output.err.startswith("error: ")
         assert output.err.count("\n") == 1
-        fixes = ("`bf16: false`", "set `per_device_train_batch_size` to", "correct the path")
+        fixes = ("`bf16: false`", "set `per_device_train_batch_size` to", "correct the path", "add prompts or lower")
         assert any(fix in output.err for fix in fixes)
         return
     planned = json.loads(output.out)
@@ -51,6 +54,9 @@ def test_each_recipe_is_planned_or_refused_with_the_fix(
     else:
         assert epoch["completions"] == epoch["generations"] * planned["geometry"]["generation_batch_size"]
     assert planned["memory"] is None
+    if recipe == "quickstart":  # trains on a CPU
+        assert planned["unknown"] == []
+        return
     known = ("--model_config", "quantised models are estimated only")
     assert any(part in reason for reason in planned["unknown"] for part in known)
 
@@ -114,9 +120,92 @@ def test_a_72b_adapter_cannot_go_to_vllm_on_80_gb(capsys: pytest.CaptureFixture[
     ("options", "message"),
     [
         (["--gpu_memory", "large"], "--gpu_memory large: write a size as `80GB`"),
-        (["--model_config", "no/config.json"], "--model_config no/config.json: there is no such file"),
+        (["--model_config", "no/config.json"], "--model_config no/config.json: there is no such file (relative to "),
     ],
 )
 def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
     assert main(["plan", "quickstart", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def mine(tmp_path: Path, tiny_model: Path) -> list[str]:
+    """Return the arguments of a plan of a table with 40 rows, for a model with 256 positions."""
+    rows = launching.write_rows(tmp_path / "rows.jsonl", 40)
+    changes = {"max_completion_length": 64, "dataset": {"path": str(rows), "system_prompt": "think"}}
+    recipe = launching.write_recipe(tmp_path / "mine.yaml", tiny_model, rows, tmp_path / "run", **changes)
+    return ["plan", str(recipe)]
+
+
+def notes(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    assert main([*arguments, "--json"]) == 0
+    return "\n".join(json.loads(capsys.readouterr().out)["notes"])
+
+
+@pytest.mark.parametrize("name", ["./no/such/model", "/no/such/model", "runs/no/model"])
+def test_a_model_folder_that_does_not_exist_is_refused_with_the_place_of_a_relative_path(
+    capsys: pytest.CaptureFixture[str], mine: list[str], tmp_path: Path, name: str
+) -> None:
+    assert main([*mine, "--model_name_or_path", name]) == 2
+    said = capsys.readouterr().err
+    assert f"`model_name_or_path` {name}" in said
+    assert "there is no such folder" in said
+    assert (f"(relative to {Path.cwd()})" in said) == (not name.startswith("/"))
+    assert main(["train", *mine[1:], "--model_name_or_path", name]) == 2
+    assert capsys.readouterr().err == said
+    assert main(["plan", "quickstart", "--model_name_or_path", name]) == 2
+
+
+def test_the_model_of_a_shipped_recipe_may_be_made_later(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "quickstart"]) == 0
+    assert "there is no such folder" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
+def test_an_optimizer_of_a_missing_package_is_refused_here_and_noted_for_another_machine(
+    capsys: pytest.CaptureFixture[str], mine: list[str]
+) -> None:
+    assert main([*mine, "--optim", "adamw_8bit"]) == 2
+    needs = "`optim: adamw_8bit` needs the package bitsandbytes, which is not installed here"
+    assert needs in capsys.readouterr().err
+    assert needs in notes(capsys, [*mine, "--optim", "adamw_8bit", "--accelerate_config", "cpu"])
+
+
+def test_completions_beyond_the_positions_of_the_model_are_noted(
+    capsys: pytest.CaptureFixture[str], mine: list[str]
+) -> None:
+    assert main([*mine, "--json"]) == 0
+    longest = json.loads(capsys.readouterr().out)["prompts"]["lengths"]["longest"]
+    assert "positions" not in notes(capsys, [*mine, "--max_completion_length", str(256 - longest)])
+    said = notes(capsys, [*mine, "--max_completion_length", str(257 - longest)])
+    assert "needs 257 positions, and the model was made for 256" in said
+
+
+def test_one_row_and_held_out_rows_are_noted(capsys: pytest.CaptureFixture[str], mine: list[str]) -> None:
+    assert "one row" not in notes(capsys, mine)
+    one = ["--dataset.split", "train[:1]", "--per_device_train_batch_size", "4"]
+    assert "the dataset has one row" in notes(capsys, [*mine, *one])
+    share = ["--dataset.eval_share", "0.5"]
+    assert "about 50% of the rows are held out" in notes(capsys, [*mine, *share])
+    said = notes(capsys, [*mine, *share, "--eval_strategy", "steps", "--per_device_eval_batch_size", "4"])
+    held_out, trained = map(int, re.findall(r"(\d+) rows are held out for evaluation, and (\d+) are", said)[0])
+    assert held_out + trained == 40
+    assert 5 < held_out < 35
+
+
+def test_a_folder_that_is_no_model_is_refused(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = launching.write_rows(tmp_path / "rows.jsonl", 40)
+    whole = shutil.copytree(tiny_model, tmp_path / "whole")
+    empty = shutil.copytree(tiny_model, tmp_path / "empty", ignore=shutil.ignore_patterns("config.json"))
+    for file in [*whole.glob("*token*"), *whole.glob("chat_template*")]:
+        file.unlink()
+    for policy, words in (
+        (rows, "is a file: name the folder of a model"),
+        (empty, "holds no model (no config.json, no adapter_config.json): name the folder of a model"),
+        (whole, "gives no token: correct the file, or name another model"),
+    ):
+        arguments = ["--model_name_or_path", str(policy), "--dataset.prompt_format", "text"]
+        assert main(["plan", "quickstart", *arguments]) == 2
+        assert words in capsys.readouterr().err.splitlines()[-1]

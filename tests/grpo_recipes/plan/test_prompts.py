@@ -86,8 +86,9 @@ def test_the_limit_of_prompt_tokens_counts_the_output_of_template_options(tmp_pa
 
 
 def test_without_a_tokenizer_the_messages_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = write_recipe(tmp_path, tmp_path / "not-made-yet")
-    assert main(["plan", recipe, "--dataset.system_prompt", "Be brief."]) == 0
+    recipe = write_recipe(tmp_path, tmp_path / "elsewhere")
+    config = save_model(tmp_path / "model") / "config.json"
+    assert main(["plan", recipe, "--model_config", str(config), "--dataset.system_prompt", "Be brief."]) == 0
     output = capsys.readouterr().out
     assert "prompt lengths  unknown: `model_name_or_path`" in output
     assert "\n  | system: Be brief.\n  | user: x\n" in output
@@ -147,10 +148,12 @@ def test_golds_of_a_large_table_are_sampled(tmp_path: Path, monkeypatch: pytest.
     table = load(DatasetSpec.parse({"path": str(tmp_path / "rows.jsonl")}))
     found = check_golds(build_rewards(["math_correctness"]), table)
     assert found is not None
-    sampled = [int(row) for row in prompts.hash_sample(500)]
+    sampled = [int(row) for row in prompts.sample_of_rows(500)]
     assert found.total == len(sampled) == 50
-    assert list(found.rows) == [row + 1 for row in sampled if row % 10 == 0]
-    assert f"{found.count} of 50 golds (a hash sample of 500 rows) can't be scored" in found.describe()
+    assert [place.number for place in found.places] == [row + 1 for row in sampled if row % 10 == 0]
+    assert f"{found.count} of 50 golds (a random sample of 500 rows) can't be scored" in found.describe()
     assert found.as_dict()["dataset_rows"] == 500
     summary = Lengths.of(np.array([3, 5, 9]), 500, 4)
-    assert "of a hash sample of 3 of 500" in summary.describe(DatasetSpec.parse({"path": "x", "max_prompt_tokens": 4}))
+    assert "of a random sample of 3 of 500" in summary.describe(
+        DatasetSpec.parse({"path": "x", "max_prompt_tokens": 4})
+    )

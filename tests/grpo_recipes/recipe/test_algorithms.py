@@ -17,7 +17,7 @@ from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.cli import main
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, parse_recipe
-from grpo_recipes.recipe.trl_keys import OBJECTIVE_KEYS, keys_read_by
+from grpo_recipes.recipe.trl_keys import OBJECTIVE_KEYS, TRL_KEYS, ignored_keys
 from tests.grpo_recipes.recipe.test_recipes import ROOT
 
 FOLDER = ROOT / "recipes" / "algorithms"
@@ -95,7 +95,7 @@ def test_a_key_that_a_loss_ignores_is_refused_and_one_that_it_reads_is_not(loss_
     level = {"importance_sampling_level": "sequence"} if loss_type == "luspo" else {}
     for key in OBJECTIVE_KEYS:
         changes = {**needed, **level, "loss_type": loss_type, key: 2.0}
-        if key in keys_read_by(loss_type):
+        if loss_type in TRL_KEYS[key].read_by:
             assert Recipe.load("quickstart", **changes).config.loss_type == loss_type
         else:
             assert f"`{key}` has no effect with `loss_type: {loss_type}`" in refused("quickstart", **changes)
@@ -110,7 +110,7 @@ def test_the_keys_that_a_loss_reads_appear_in_its_branch_of_trl() -> None:
     spelt = {"epsilon": "self.epsilon_low", "delta": "self.args.delta"}
     for loss_type, branch in branches.items():
         found = {key for key in OBJECTIVE_KEYS if spelt.get(key, key) in branch}
-        assert found == set(keys_read_by(loss_type)), loss_type
+        assert found == set(OBJECTIVE_KEYS) - set(ignored_keys(loss_type)), loss_type
 
 
 def test_a_resolved_recipe_omits_keys_that_its_loss_ignores(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,9 +121,12 @@ def test_a_resolved_recipe_omits_keys_that_its_loss_ignores(capsys: pytest.Captu
 
 
 def test_maxrl_refuses_options_of_trl_that_it_does_not_read() -> None:
-    assert "set `scale_rewards: none`" in refused("maxrl", scale_rewards="batch")
+    assert "`scale_rewards: batch` has no effect with `advantages: max_rl`" in refused("maxrl", scale_rewards="batch")
     both = {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "group"}
-    assert "which takes the weighted sum of the rewards: remove it" in refused("maxrl", **both)
+    assert (
+        "which takes the weighted sum of the rewards: set `multi_objective_aggregation` to sum_then_normalize"
+        in refused("maxrl", **both)
+    )
 
 
 def test_maxrl_supports_several_rewards_and_split_groups() -> None:

@@ -63,7 +63,7 @@ def test_stop_strings_on_the_command_line(tmp_path: Path) -> None:
     for words in (["--generation_kwargs.stop", "[</answer>]"], ["--generation_kwargs", '{"stop": "</answer>"}']):
         recipe = parse_recipe(["--config", str(file), *words])
         assert stop_strings(recipe.config.generation_kwargs) == ("</answer>",)
-    with pytest.raises(RecipeError, match="`generation_kwargs` is not JSON"):
+    with pytest.raises(RecipeError, match="`generation_kwargs` must be a mapping, or one written as JSON"):
         parse_recipe(["--config", str(file), "--generation_kwargs", '{"stop": '])
 
 

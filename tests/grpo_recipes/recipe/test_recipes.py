@@ -32,6 +32,7 @@ def stand_ins(recipe: Path, model: Path, gsm8k: Path, folder: Path) -> list[str]
         "rlaif": f"--dataset.path={ROOT / 'tests' / 'data' / 'rlaif.jsonl'}",
         "scored": f"--dataset.path={triples(folder)}",
         "arithmetic": "--dataset.size=64",
+        "programs": "--dataset.split=train",
     }
     spec = raw["dataset"] if isinstance(raw["dataset"], dict) else {"name": raw["dataset"]}
     given = [f"--model_name_or_path={model}", data[spec["name"]], f"--output_dir={folder / 'run'}"]

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from trl import GRPOConfig, ModelConfig
@@ -43,4 +44,16 @@ def test_a_number_without_a_range_must_be_finite() -> None:
 
 @pytest.mark.parametrize(("rate", "is_warned_of"), [(1e-6, False), (1e-2, False), (0.0101, True)])
 def test_a_high_learning_rate_gives_a_warning(rate: float, is_warned_of: bool) -> None:
-    assert bool(trl_keys.cautions(SimpleNamespace(learning_rate=rate))) is is_warned_of
+    assert bool(trl_keys.cautions(SimpleNamespace(learning_rate=rate), {"use_peft": False})) is is_warned_of
+
+
+@pytest.mark.parametrize(
+    ("model", "notes"),
+    [
+        ({"lora_r": 8}, ["`lora_r` has no effect without `use_peft: true`, which makes a new adapter"]),
+        ({"lora_r": 8, "use_peft": True}, []),
+        ({"lora_r": None}, []),
+    ],
+)
+def test_lora_keys_without_an_adapter_are_noted(model: dict[str, Any], notes: list[str]) -> None:
+    assert trl_keys.cautions(SimpleNamespace(learning_rate=1e-5), model) == notes

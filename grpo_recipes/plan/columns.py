@@ -1,0 +1,425 @@
+"""Columns of a table, judged by their content: which one is the question, which one the answer, and in what form.
+
+Content decides, so that a table with column names in any language is read. Names only break ties. If two columns are
+equally good, `UserError` asks for an option: a recipe with the wrong answers would pay them without a sign.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import datasets
+
+from grpo_recipes.data.presets import gold_object, is_missing, label_text
+from grpo_recipes.data.tables import listed
+from grpo_rewards.choices import read_choices, read_gold
+from grpo_rewards.errors import UserError
+from grpo_rewards.math.answers import extract_answer, parse_number
+from grpo_rewards.math.decimals import with_point
+from grpo_rewards.strings import folded
+
+ENOUGH = 0.9
+"""Share of the answers that must have a form."""
+
+SHORT_WORDS = 5
+"""Largest number of words of an answer that counts as a few words."""
+
+MOST_LABELS = 50
+"""Largest number of labels that a prompt names."""
+
+_LABEL_CHARACTERS = 60
+_DEPTH = 4
+"""Number of objects in each other whose keys count as columns."""
+
+# Names that break ties, in common tables and in other languages. The first one that a table has is taken.
+PROMPT = "prompt"
+QUESTIONS = (
+    *("question", "problem", "instruction", "query", "task", "input", "text", "statement", "article", "document"),
+    *("frage", "aufgabe", "pregunta", "problema", "enunciado", "question_text", "domanda", "pergunta", "вопрос"),
+    *("问题", "題目", "题目", "質問", "질문", "exercice", "énoncé", "enonce", "sentence", "review", "body", "content"),
+)
+ANSWERS = (
+    *("answer", "solution", "final_answer", "expected_answer", "ground_truth", "gold", "target", "reference_answer"),
+    *(
+        "answers",
+        "label",
+        "answer_key",
+        "answerkey",
+        "correct",
+        "correct_answer",
+        "output",
+        "response",
+        "result",
+        "summary",
+    ),
+    *("antwort", "lösung", "loesung", "ergebnis", "respuesta", "solución", "solucion", "resultado", "réponse"),
+    *(
+        "reponse",
+        "solution_text",
+        "résultat",
+        "risposta",
+        "resposta",
+        "ответ",
+        "答案",
+        "解答",
+        "回答",
+        "정답",
+        "richtig",
+    ),
+)
+LABELS = ("label", "labels", "class", "category", "sentiment", "intent", "klasse", "kategorie", "categoría", "标签")
+"""Names of columns whose numbers are labels, not quantities."""
+
+ABOUT_ROWS = (
+    *("id", "idx", "index", "nr", "no", "uid", "uuid", "url", "source", "split", "date", "year", "level", "difficulty"),
+    *(
+        "meta",
+        "metadata",
+        "info",
+        "extra",
+        "subject",
+        "topic",
+        "type",
+        "lang",
+        "language",
+        "author",
+        "stufe",
+        "jahr",
+        "datum",
+        "quelle",
+        "nivel",
+        "fecha",
+    ),
+)
+"""Names of columns that describe a row and answer nothing."""
+
+_IDENTIFIER = re.compile(r"\S*\d\S*")
+_DIGIT = re.compile(r"-?[0-5]")
+_DATE = re.compile(r"\d{4}-\d\d?-\d\d?([T ].*)?|\d\d?[./]\d\d?[./]\d{2,4}")
+_WITHOUT_SPACES = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
+
+
+@dataclass(frozen=True)
+class Column:
+    """First values of a column, or of a key in objects, which a dotted path names."""
+
+    path: tuple[str, ...]
+    values: Sequence[Any]
+
+    @property
+    def name(self) -> str:
+        """Name of the column, with the keys inside it behind dots, as in a recipe."""
+        return ".".join(self.path)
+
+    def is_within(self, other: Column) -> bool:
+        """Return True if this is the other column, or a key in its objects."""
+        return self.path[: len(other.path)] == other.path
+
+    def read(self, rows: Mapping[str, Sequence[Any]]) -> list[Any]:
+        """Return the values in rows given as columns."""
+        values = list(rows[self.path[0]])
+        for key in self.path[1:]:
+            values = [None if value is None else value.get(key) for value in values]
+        return values
+
+    @cached_property
+    def filled(self) -> list[Any]:
+        """Values that are not missing."""
+        return [value for value in self.values if not is_missing(value)]
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """Filled values that are text or numbers, as text."""
+        texts = []
+        for value in self.filled:
+            if isinstance(value, (str, int, float)):
+                texts.append(label_text(value))
+        return texts
+
+    @cached_property
+    def distinct(self) -> int:
+        """Number of distinct values."""
+        return len(set(map(repr, self.filled)))
+
+    @property
+    def key(self) -> str:
+        """Last part of the name, in lower case, to compare with known names."""
+        return self.path[-1].strip().lower().replace(" ", "_")
+
+    def share(self, has_form: Callable[[Any], bool]) -> float:
+        """Return the share of the filled values for which `has_form` is true; 0 if there are none."""
+        return self.count(has_form) / max(len(self.filled), 1)
+
+    def count(self, has_form: Callable[[Any], bool]) -> int:
+        """Return the number of filled values for which `has_form` is true."""
+        return sum(map(has_form, self.filled))
+
+    @property
+    def words(self) -> float:
+        """Mean number of words of a text. A character of a script without spaces counts as half a word."""
+        counts = []
+        for text in self.texts:
+            counts.append(len(text.split()) + len(_WITHOUT_SPACES.findall(text)) / 2)
+        return statistics.fmean(counts) if counts else 0.0
+
+    @property
+    def is_text(self) -> bool:
+        """True if the values are texts of several words, most of them different."""
+        is_string = self.share(lambda value: isinstance(value, str)) >= ENOUGH
+        return is_string and self.words >= 3 and self.distinct * 2 > len(self.filled)
+
+    @property
+    def is_messages(self) -> bool:
+        """True if the values are conversations: lists of messages with a role and text."""
+        return self.share(_is_conversation) >= ENOUGH
+
+    @property
+    def is_about_rows(self) -> bool:
+        """True if the values describe a row and answer nothing: counters, identifiers, dates, constants."""
+        filled = self.filled
+        if self.key in ABOUT_ROWS or not filled:
+            return True
+        if len(self.values) > 2 and self.distinct == 1:
+            return True
+        if all(type(value) is int for value in filled):
+            steps = {after - before for before, after in pairwise(filled)}
+            return len(filled) > 2 and len(steps) == 1
+        texts = [value for value in filled if isinstance(value, str)]
+        if len(texts) < len(filled):
+            return False
+        if all(map(_DATE.fullmatch, texts)) or all(text.startswith(("http://", "https://")) for text in texts):
+            return True
+        is_identifier = all(_IDENTIFIER.fullmatch(text) and parse_number(text) is None for text in texts)
+        return is_identifier and self.distinct == len(texts)
+
+
+@dataclass(frozen=True)
+class LastTurns(Column):
+    """Last turns of the conversations of a column, which reading makes the golds if they are the assistant's."""
+
+    @property
+    def name(self) -> str:
+        """Name of the column and the place in it, for messages."""
+        return f"{super().name}, last turn"
+
+    def read(self, rows: Mapping[str, Sequence[Any]]) -> list[Any]:
+        """Return the texts of the assistant's last turns in rows given as columns, None where it has none."""
+        return list(map(_last_answer, super().read(rows)))
+
+
+def last_turns(conversations: Column) -> LastTurns | None:
+    """Return the last turns of conversations if the first of them ends with the assistant's, else None."""
+    if not conversations.is_messages or _last_answer(conversations.values[0]) is None:
+        return None
+    return LastTurns(conversations.path, list(map(_last_answer, conversations.values)))
+
+
+def brings_system_prompts(column: Column) -> bool:
+    """Return True if one of the values is a text, or a conversation that begins with a system prompt."""
+    return any(not _is_conversation(value) or value[0]["role"] == "system" for value in column.filled)
+
+
+def _last_answer(conversation: Any) -> Any:
+    if not _is_conversation(conversation) or conversation[-1]["role"] != "assistant":
+        return None
+    return conversation[-1]["content"]
+
+
+def columns_of(head: datasets.Dataset) -> list[Column]:
+    """Return the columns of the first rows of a table, and the keys of their objects under dotted paths."""
+    rows = head[:]
+    columns: list[Column] = []
+    for name in head.column_names:
+        columns += _with_keys((name,), rows[name], _DEPTH)
+    return columns
+
+
+def _with_keys(path: tuple[str, ...], values: Sequence[Any], depth: int) -> Iterator[Column]:
+    yield Column(path, values)
+    keys: dict[str, None] = {}
+    for value in values:
+        if not isinstance(value, Mapping):
+            if value is not None:
+                return
+            continue
+        keys |= dict.fromkeys(value)
+    if depth > 0:
+        for key in keys:
+            inner = [None if value is None else value.get(key) for value in values]
+            yield from _with_keys((*path, key), inner, depth - 1)
+
+
+# Forms of single answers
+
+
+def _is_conversation(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(turn, Mapping) and {"role", "content"} <= set(turn) for turn in value)
+
+
+def is_assertions(value: Any) -> bool:
+    """Return True for tests of a program: assertions, or pairs of input and output, as a list or as text."""
+    if isinstance(value, str):
+        is_pairs = value.lstrip().startswith("[{") and '"input"' in value and '"output"' in value
+        return is_pairs or re.match(r"\s*(\[\s*[\"'])?assert\b", value) is not None
+    if not isinstance(value, list) or not value:
+        return False
+    return all(_is_test(test) for test in value)
+
+
+def _is_test(test: Any) -> bool:
+    if isinstance(test, Mapping):
+        return {"input", "output"} <= set(test)
+    return isinstance(test, str) and test.lstrip().startswith("assert")
+
+
+def is_worked(value: Any) -> bool:
+    """Return True for a solution that ends in `#### N`."""
+    return isinstance(value, str) and "####" in value and bool(extract_answer(value, "hashes"))
+
+
+def is_boxed(value: Any) -> bool:
+    r"""Return True for a solution with its answer in `\boxed{}`."""
+    return isinstance(value, str) and bool(extract_answer(value, "boxed"))
+
+
+def is_object(value: Any) -> bool:
+    """Return True for an object, or its JSON, except for SQuAD's list of accepted answers."""
+    return not _is_squad(value) and bool(gold_object(value))
+
+
+def _is_squad(value: Any) -> bool:
+    return isinstance(value, Mapping) and {"text", "answer_start"} <= set(value)
+
+
+def is_number(value: Any) -> bool:
+    """Return True for a number, or text that is one with a decimal point or a decimal comma."""
+    if isinstance(value, bool):
+        return False
+    if isinstance(value, (int, float)):
+        return True
+    if not isinstance(value, str):
+        return False
+    return parse_number(value) is not None or parse_number(with_point(value)) is not None
+
+
+def is_short(value: Any) -> bool:
+    """Return True for a few words, or a list of them."""
+    if _is_squad(value):
+        return is_short(value["text"])
+    if isinstance(value, list):
+        return bool(value) and all(map(is_short, value))
+    return isinstance(value, (str, int, float)) and 0 < len(str(value).split()) <= SHORT_WORDS
+
+
+def is_prose(value: Any) -> bool:
+    """Return True for text."""
+    return isinstance(value, str)
+
+
+# Roles of columns
+
+
+def labels_of(column: Column) -> list[str] | None:
+    """Return the labels of a column, sorted, in their most frequent spelling, or None if its values are no labels."""
+    spellings = Counter(column.texts)
+    labels: dict[str, str] = {}
+    for text, _ in spellings.most_common():
+        if len(text) > _LABEL_CHARACTERS or len(text.split()) > SHORT_WORDS:
+            return None
+        labels.setdefault(folded(text), text)
+    rare = len(column.texts) < 2 * len(labels)
+    if rare or not 2 <= len(labels) <= MOST_LABELS or len(column.texts) < len(column.filled):
+        return None
+    return sorted(labels.values(), key=folded)
+
+
+def are_labels(column: Column) -> bool:
+    """Return True if the values are labels. Numbers are labels only if the name says so, or if they are few digits."""
+    labels = labels_of(column)
+    if labels is None:
+        return False
+    if column.key in LABELS or not any(map(is_number, labels)):
+        return True
+    # Few amounts that recur (`1.200 €`) are still amounts, whose decimal mark has to be read.
+    return all(_DIGIT.fullmatch(label) for label in labels) and len(column.texts) >= 10 * len(labels)
+
+
+def find(columns: Sequence[Column], name: str, option: str) -> Column:
+    """Return the column with a name. Raise `UserError` that names the option if there is none."""
+    for column in columns:
+        if column.name == name:
+            return column
+    names = listed(repr(column.name) for column in columns)
+    raise UserError(f"{option} names the column {name!r}, and the table has {names}: choose one of these")
+
+
+def known_first(columns: Sequence[Column], names: Sequence[str]) -> list[Column]:
+    """Return the columns that have one of the known names, in the order of these names."""
+    found = [column for column in columns if column.key in names]
+    return sorted(found, key=lambda column: names.index(column.key))
+
+
+def find_question(columns: Sequence[Column]) -> tuple[Column, str]:
+    """Return the column with the prompt or the question, and the reason.
+
+    Raises:
+        UserError: No column is text, or two are equally good.
+    """
+    for column in columns:
+        if column.key == PROMPT and (column.is_messages or column.share(is_prose) >= ENOUGH):
+            return column, "complete prompts"
+    messages = [column for column in columns if column.is_messages]
+    if len(messages) == 1:
+        return messages[0], "conversations"
+    for column in known_first(columns, QUESTIONS):
+        if column.is_text or (column.share(is_prose) >= ENOUGH and column.words >= 2):
+            return column, "by its name"
+    texts = [column for column in columns if column.is_text]
+    texts = [column for column in texts if column.key not in ANSWERS] or texts
+    if not texts:
+        names = listed(repr(column.name) for column in columns)
+        raise UserError(f"none of the columns {names} looks like a question: name one with `--question COLUMN`")
+    if len(texts) > 1:
+        names = " and ".join(repr(column.name) for column in texts[:3])
+        raise UserError(
+            f"the columns {names} could each be the question: name one with `--question COLUMN`, and the answer with "
+            "`--answer COLUMN`"
+        )
+    return texts[0], "the only text"
+
+
+def find_choices(columns: Sequence[Column]) -> list[Column]:
+    """Return the columns with lists of choices."""
+    found = []
+    for column in columns:
+        if column.share(_are_choices) >= ENOUGH and not column.is_messages:
+            found.append(column)
+    return found
+
+
+def _are_choices(value: Any) -> bool:
+    if isinstance(value, str) or (isinstance(value, Mapping) and set(value) != {"text", "label"}):
+        return False
+    known = read_choices(value)
+    return known is not None and len(known.texts) >= 2
+
+
+def is_gold(choices: Any, gold: Any) -> bool:
+    """Return True if a gold names one of the choices."""
+    known = read_choices(choices)
+    return known is not None and bool(known.texts) and read_gold(gold, known) is not None
+
+
+def golds_among(choices: Column, gold: Column) -> int:
+    """Return the number of rows whose gold names one of their choices."""
+    pairs = zip(choices.values, gold.values, strict=True)
+    return sum(not is_missing(one) and is_gold(listed_choices, one) for listed_choices, one in pairs)

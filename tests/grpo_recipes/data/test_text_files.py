@@ -1,0 +1,234 @@
+"""Text tables as they come: delimiters, encodings, decimal commas, compression, and the guess at them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from grpo_recipes.data import text_files
+from grpo_recipes.data.load import load
+from grpo_recipes.data.sources import guess_source
+from grpo_recipes.recipe.specs import DatasetSpec, SourceSpec
+from grpo_rewards.errors import UserError
+
+TABLES = Path(__file__).parents[2] / "data" / "tables"
+NOTATION = ("delimiter", "encoding", "decimal")
+
+
+def dataset(path: Path, **keys: Any) -> DatasetSpec:
+    return DatasetSpec.parse({"path": str(path), **keys})
+
+
+def compressed(path: Path, content: bytes) -> Path:
+    """Write a file with other libraries than the reader's, where Python has one."""
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(content))
+    else:
+        path.write_bytes(pa.Codec("zstd").compress(content, asbytes=True))
+    return path
+
+
+# Notations
+
+
+def test_a_semicolon_table_with_decimal_commas_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "preise.csv"
+    path.write_text("question;answer;menge;code\nA, B?;6403,64;1.200;1.2.3\nC?;-0,5;1.234.567;7\nD?;3;;8\n")
+    table = load(dataset(path, delimiter=";", decimal="comma"))
+    assert table["answer"][:] == [6403.64, -0.5, 3.0]
+    assert table["menge"][:] == [1200, 1234567, None]
+    assert table["code"][:] == ["1.2.3", "7", "8"]
+
+
+def test_a_decimal_comma_does_not_make_numbers_of_other_text(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("question;price;point;date;padded\na;1.200 €;3.5;01.02.2024;007,5\nb;2 €;1;02.02.2024;1,5\n")
+    table = load(dataset(path, delimiter=";", decimal="comma"))
+    assert table["price"][:] == ["1.200 €", "2 €"]
+    assert table["point"][:] == ["3.5", "1"]
+    assert table["date"][:] == ["01.02.2024", "02.02.2024"]
+    assert table["padded"][:] == ["007,5", "1,5"]
+
+
+def test_another_notation_of_the_same_file_is_not_taken_from_the_cache(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("question;price\na;1.200\n")
+    assert load(dataset(path, delimiter=";"))["price"][:] == [1.2]
+    assert load(dataset(path, delimiter=";", decimal="comma"))["price"][:] == [1200]
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16", "shift_jis"])
+@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl", "rows.json"])
+def test_a_table_is_read_in_its_encoding(tmp_path: Path, name: str, encoding: str) -> None:
+    question = "カッコ" if encoding == "shift_jis" else "Größe – 5 €?"
+    row = json.dumps({"question": question}, ensure_ascii=False)
+    text = {".csv": f"question\n{question}\n", ".jsonl": row, ".json": f"[{row}]"}[Path(name).suffix]
+    (tmp_path / name).write_text(text, encoding=encoding)
+    (prompt,) = load(dataset(tmp_path / name, encoding=encoding))["prompt"][:]
+    assert prompt == [{"role": "user", "content": question}]
+
+
+def test_a_tsv_file_has_tabs() -> None:
+    table = load(dataset(TABLES / "numbers.tsv", columns={"question": "text"}))
+    assert table.column_names == ["prompt", "id", "value", "source_text"]
+    assert table["value"][0] == "5,628"
+
+
+def test_each_source_of_a_mixture_has_its_own_notation(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("question;x\ngroß?;1,5\n", encoding="cp1252")
+    (tmp_path / "b.csv").write_text("question,x\nbig?,2.5\n")
+    first = {"path": str(tmp_path / "a.csv"), "delimiter": ";", "encoding": "cp1252", "decimal": "comma"}
+    table = load(DatasetSpec.parse({"path": [first, str(tmp_path / "b.csv")]}))
+    assert table["x"][:] == [1.5, 2.5]
+    assert table["prompt"][0] == [{"role": "user", "content": "groß?"}]
+
+
+# Compression
+
+
+@pytest.mark.parametrize("compression", [".gz", ".zst"])
+@pytest.mark.parametrize("name", ["labels.jsonl", "extraction.csv", "numbers.tsv"])
+def test_a_compressed_table_has_the_same_rows(tmp_path: Path, name: str, compression: str) -> None:
+    question = {"labels.jsonl": "body", "extraction.csv": "document", "numbers.tsv": "text"}[name]
+    keys = {"columns": {"question": question}}
+    path = compressed(tmp_path / f"{name}{compression}", (TABLES / name).read_bytes())
+    assert load(dataset(path, **keys)).to_list() == load(dataset(TABLES / name, **keys)).to_list()
+
+
+def test_a_compressed_json_array_and_joined_gzip_files_are_read(tmp_path: Path) -> None:
+    rows = [{"question": f"q{n}"} for n in range(3)]
+    array = compressed(tmp_path / "rows.json.gz", json.dumps(rows).encode())
+    assert load(dataset(array)).num_rows == 3
+    joined = tmp_path / "rows.jsonl.gz"
+    joined.write_bytes(b"".join(gzip.compress(json.dumps(row).encode() + b"\n") for row in rows))
+    assert load(dataset(joined)).num_rows == 3
+
+
+def test_a_table_that_decompresses_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_files, "DECOMPRESSED_BYTES", 50_000)
+    within = compressed(tmp_path / "within.jsonl.gz", b'{"question": "a"}\n' * 2_000)
+    assert load(dataset(within)).num_rows == 2_000
+    bomb = compressed(tmp_path / "bomb.jsonl.gz", b'{"question": "a"}\n' * 5_000)
+    with pytest.raises(
+        UserError, match=r"bomb\.jsonl\.gz has more than 50,000 bytes when decompressed.*: decompress it"
+    ):
+        load(dataset(bomb))
+
+
+def test_errors_name_the_line_of_a_compressed_file(tmp_path: Path) -> None:
+    path = compressed(tmp_path / "rows.jsonl.zst", b'{"question": "a"}\n\n{"question": null}\n')
+    with pytest.raises(UserError, match=r"rows\.jsonl\.zst, line 3 has the question None"):
+        load(dataset(path))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda _: b"question\na\n"])
+def test_a_damaged_compressed_file_ends_with_one_sentence(tmp_path: Path, suffix: str, damage: Any) -> None:
+    path = compressed(tmp_path / f"rows.jsonl{suffix}", b'{"question": "a"}\n' * 100)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(UserError, match=r"`dataset\.path`: .*rows\.jsonl\.\w+ can't be read \(.+\): correct the path"):
+        load(dataset(path))
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "keys", "message"),
+    [
+        ("a.csv", b"question;answer\na;1\n", {}, r"has one column, 'question;answer': set `dataset.delimiter: \";\"`"),
+        ("a.csv", b"question\tanswer\na\t1,5\n", {}, r'set `dataset.delimiter: "\\t"`'),
+        ("a.tsv", b"question,answer\na,1\n", {}, r'set `dataset.delimiter: ","`'),
+        ("a.csv", b'question;"a, b"\nx;1\n', {}, r'line 2 has 1 cells.*: set `dataset.delimiter: ";"`'),
+        ("a.csv", b"question,answer\nx,1,5\n", {}, r"line 2 has 3 cells.*: put cells with the delimiter in double"),
+        ("a.csv", "question\na\ngroß\n".encode("cp1252"), {}, r"line 3 is not UTF-8 text: set `dataset.encoding: cp12"),
+        ("a.jsonl", '{"question": "ß"}'.encode("cp1252"), {}, r"line 1 is not UTF-8 text: set `dataset.encoding: cp12"),
+        ("a.jsonl", '{"question": "a"}'.encode("utf-16"), {}, r"set `dataset.encoding: utf-16`"),
+        ("a.csv", b"question\n\x81\x8d\n", {}, r"line 2 is not UTF-8 text: correct the path or the file"),
+        ("a.csv", b"PK\x03\x04\xff\x00question", {}, r"line 1 is not UTF-8 text: correct the path or the file"),
+        ("a.csv", b"question\na\n", {"encoding": "utf-16"}, r"is not utf-16 text: remove `dataset.encoding`"),
+        ("a.csv", b"question\na\n", {"encoding": "cp99"}, r"`dataset.encoding` is 'cp99', which Python does not know"),
+        ("a.csv", b"question\na\n", {"encoding": "hex"}, r"`dataset.encoding` is 'hex'"),
+        ("a.csv", b"question\na\n", {"delimiter": ";;"}, r"`dataset.delimiter` is ';;': set one character"),
+        ("a.csv", b"question\na\n", {"decimal": "dot"}, r"`dataset.decimal` .*point.*comma"),
+        ("a.jsonl", b"{}", {"delimiter": ";"}, r"`dataset.delimiter` describes .csv and .tsv files, and .*a.jsonl is"),
+        (
+            "a.parquet",
+            b"",
+            {"decimal": "comma"},
+            r"`dataset.decimal` describes .csv and .tsv files, and .*a.parquet is",
+        ),
+        ("a.parquet", b"", {"encoding": "cp1252"}, r"`dataset.encoding` describes text files, and .*a.parquet is none"),
+        ("a.parquet.gz", b"", {}, r"a\.parquet\.gz is not a \.jsonl, \.json, \.csv, \.tsv, \.parquet file"),
+    ],
+)
+def test_a_mistake_is_reported_with_its_fix(
+    tmp_path: Path, name: str, content: bytes, keys: dict[str, Any], message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        load(dataset(tmp_path / name, **keys))
+
+
+def test_an_explicit_delimiter_allows_one_column_with_semicolons(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("who; what\nyou; walk\n")
+    table = load(dataset(tmp_path / "a.csv", delimiter=",", columns={"question": "who; what"}))
+    assert table["prompt"][0] == [{"role": "user", "content": "you; walk"}]
+
+
+# Guesses
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("decimal_comma.csv", {"delimiter": ";", "decimal": "comma"}),
+        ("labels_cp1252.csv", {"delimiter": ";", "encoding": "cp1252"}),
+        ("numbers.tsv", {}),
+        ("boxed.csv", {}),
+        ("extraction.csv", {}),
+        ("letters.csv", {}),
+        ("choices.jsonl.gz", {}),
+        ("nested.jsonl", {}),
+    ],
+)
+def test_the_notation_of_a_table_is_guessed(name: str, expected: dict[str, str]) -> None:
+    source = guess_source(str(TABLES / name))
+    assert {key: getattr(source, key) for key in NOTATION if getattr(source, key) is not None} == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("q;a\nx;1.200\ny;2.500\n", (";", None, None)),  # 1.2 or 1200
+        ("q;a\nx;1.200\ny;2,5\n", (";", None, "comma")),
+        ("q;a\nx;1.25\ny;2,5\n", (";", None, None)),  # both marks
+        ('q,a\nx,"1,5"\n', (None, None, "comma")),
+        ('q,a\nx,"1,500"\n', (None, None, None)),  # thousands, as in English
+        ("q;a\nabout 1,5 km;7\n", (";", None, None)),  # a mark in prose is no notation of numbers
+        ("q|a\nx|1\n", ("|", None, None)),
+        ("q,list\nx,A;B;C\ny,D;E;F\n", (None, None, None)),
+        ("q\nx;y\nz;w\n", (None, None, None)),  # the header has one column
+    ],
+)
+def test_only_what_is_certain_is_guessed(tmp_path: Path, content: str, expected: tuple[str | None, ...]) -> None:
+    (tmp_path / "rows.csv").write_text(content)
+    source = guess_source(str(tmp_path / "rows.csv"))
+    assert tuple(getattr(source, key) for key in NOTATION) == expected
+
+
+def test_a_guess_reads_the_whole_file_for_its_encoding_and_the_head_for_the_rest(tmp_path: Path) -> None:
+    rows = "Bewertung gut;1,5\n" * 20_000
+    (tmp_path / "rows.csv").write_bytes(f"text;note\n{rows}Größe;2,5\n".encode("cp1252"))
+    source = guess_source(str(tmp_path / "rows.csv"))
+    assert (source.delimiter, source.encoding, source.decimal) == (";", "cp1252", "comma")
+
+
+def test_what_is_no_text_table_gets_no_guess(tmp_path: Path) -> None:
+    for path in ("openai/gsm8k", str(tmp_path), str(tmp_path / "absent.csv")):
+        assert guess_source(path) == SourceSpec(path)
